@@ -231,8 +231,9 @@ def _size(n_params: int) -> str:
 
 def _noise(generator: np.random.Generator, shape: Sequence[int]) -> Array:
     """Return random weights at the scale that keeps activations near one."""
-    values = generator.standard_normal(tuple(shape), dtype=np.float32)
-    return values / np.float32(np.sqrt(shape[-1]))
+    values: Array = generator.standard_normal(tuple(shape), dtype=np.float32)
+    values /= np.float32(np.sqrt(shape[-1]))
+    return values
 
 
 class _Source(Protocol):

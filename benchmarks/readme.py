@@ -158,7 +158,7 @@ def _voted(ctx: lb.Context, settings: Settings) -> Mapping[str, object]:
             start = perf_counter()
             found = lb.search.vote(root, answer_in, N_VOTES, 16, stop="\n")
             shared_s.append(perf_counter() - start)
-        voted += next(iter(found.votes), None) == answer
+        voted += found.answer == answer
         one += sum(answer_in(each.text) == answer for each in found.hypotheses) / N_VOTES
         start = perf_counter()
         for i in range(N_VOTES):

@@ -1,22 +1,26 @@
 """The server against llama-server of the same source, each with ``-np 8`` and its other defaults.
 
     python -m benchmarks.serve --target MODEL.gguf --threads 2 [--only load chat] [--clients 1 8]
+    python -m benchmarks.serve --target MODEL.gguf --threads 2 --only fanout --runs 1
 
 Clients of one event loop stream completions of a fixed length over plain sockets, the same for all sides:
 tokens a second and time to the first token at 1, 4, 8, 16 clients; then a chat of ten turns, 64 requests
 with a shared system prompt, JSON under a schema, and how long a client that leaves holds its sequence.
-``engine`` is the first of these with the engine in this process, without HTTP. Sides are timed in turn,
-and ratios are taken within a run.
+``engine`` is the first of these with the engine in this process, without HTTP. ``fanout``: four requests
+that begin with the prompt of a running one, 7,400 tokens long, join it (the case of llama.cpp's pull
+request 26204). Sides are timed in turn, and ratios are taken within a run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shlex
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -32,27 +36,34 @@ from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, table, title
 from .structured import SCHEMA, TEXTS
 
-PARTS = ("load", "chat", "shared", "json", "cancel", "engine")
+PARTS = ("load", "chat", "shared", "json", "cancel", "fanout", "engine")
 CLIENTS = (1, 4, 8, 16)
 LENGTHS = (64, 128, 192, 256)  # tokens of a stream
 OURS, FAST, THEIRS = "llamabranch serve", "llamabranch serve --fast", "llama-server"
 ENGINE = "engine in process"
+SIDES = {"ours": OURS, "fast": FAST, "theirs": THEIRS}
 SYSTEM = "You are a patient teller of tales who answers in one sentence. " * 12
+TRUNK, TRUNK_TOKENS, BRANCHES, BRANCH_TOKENS = 7400, 200, 4, 32  # of the fan-out
 _SLOTS = 8
 _START_S = 120.0
 
 
 class Answer(NamedTuple):
-    """What came: the text, its tokens, seconds to the first part and to the end."""
+    """What came: the text, its tokens, seconds to the first part and to the end.
+
+    ``n_read``: the prompt tokens that were not in the cache, where the server was asked for its usage.
+    """
 
     text: str
     n_tokens: int
     first_s: float
     total_s: float
+    n_read: int = 0
 
 
 T = TypeVar("T")
 Ask = Callable[[Mapping[str, object]], Awaitable[Answer]]
+Start = Callable[..., "Served"]
 
 
 class Served:
@@ -75,8 +86,8 @@ class Served:
         except OSError:
             return False
 
-    async def ask(self, body: Mapping[str, object]) -> Answer:
-        """Return the answer to a request: a stream where it asks for one."""
+    async def ask(self, body: Mapping[str, object], begun: asyncio.Event | None = None) -> Answer:
+        """Return the answer to a request, as a stream where it asks for one; that sets ``begun``."""
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         start = perf_counter()
         if not body.get("stream"):
@@ -92,13 +103,22 @@ class Served:
                 if line.startswith(b"data: {"):
                     first_s = first_s or perf_counter() - start
                     parts.append(line)
+                    if begun is not None:
+                        begun.set()
                 elif line.startswith(b"data: [DONE]"):
                     break
-        choices = [each for line in parts for each in json.loads(line[6:]).get("choices", ())]
-        text = "".join(each.get("text") or "" for each in choices)
+        total_s = perf_counter() - start
+        events = [json.loads(line[6:]) for line in parts]
+        text = "".join(
+            each.get("text") or "" for event in events for each in event.get("choices", ())
+        )
         limit = body["max_tokens"]
         n = limit if isinstance(limit, int) else 0
-        return Answer(text, n, first_s, perf_counter() - start)
+        used = events[-1].get("usage") if events else None
+        n_read = (
+            used["prompt_tokens"] - used["prompt_tokens_details"]["cached_tokens"] if used else 0
+        )
+        return Answer(text, n, first_s, total_s, n_read)
 
     async def leave(self, body: Mapping[str, object]) -> float:
         """Begin a stream, leave it, and return the seconds until no slot is in use."""
@@ -111,6 +131,10 @@ class Served:
             _, found = await request(self.port, "GET", "/slots", None)
             if not any(slot["is_processing"] for slot in json.loads(found)):
                 return perf_counter() - start
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        self._process.send_signal(number)
 
     def close(self) -> None:
         """End the process."""
@@ -136,7 +160,10 @@ async def request(
     """Return the status and the body of an answer."""
     reader, writer = await send(port, method, path, body)
     with closing(writer):
-        status = int((await reader.readline()).split()[1])
+        first = await reader.readline()
+        if not first:
+            raise ConnectionResetError("no answer")
+        status = int(first.split()[1])
         chunked = False
         while (line := await reader.readline()).strip():
             chunked |= line.lower().startswith(b"transfer-encoding: chunked")
@@ -154,21 +181,30 @@ def main() -> None:
     described = parser("the server", runs=5, prompts=8, tokens=256)
     described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS[:-1])
     described.add_argument("--clients", nargs="+", type=int, help="default: 1 4 8 16")
+    described.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
+    described.add_argument("--options", default="", help="more options for llamabranch serve")
     args = described.parse_args()
     settings = Settings.of(args, tokens=8)
     results: dict[str, object] = {}
     with ExitStack() as stack, settings.context(settings.target) as probe:
         path = Path(probe.model.path)
-        sides: dict[str, Served] = {}
-        for name, more in ((OURS, ()), (FAST, ("--fast",))):
-            sides[name] = _ours(settings, path, *more)
-            stack.callback(sides[name].close)
+        starts: dict[str, Start] = {
+            name: partial(_ours, settings, path, *shlex.split(args.options), *more)
+            for name, more in ((OURS, ()), (FAST, ("--fast",)))
+        }
         if settings.peers:
-            try:
-                sides[THEIRS] = _theirs(settings, path)
-                stack.callback(sides[THEIRS].close)
-            except ToolError as error:
-                print(f"without llama-server: {error}", file=sys.stderr)
+            starts[THEIRS] = partial(_theirs, settings, path)
+        starts = {
+            name: start for name, start in starts.items() if name in map(SIDES.get, args.sides)
+        }
+        sides: dict[str, Served] = {}
+        if set(args.only) - {"fanout", "engine"}:
+            for name, start in starts.items():
+                try:
+                    sides[name] = start("-np", _SLOTS, "-c", _cells())
+                    stack.callback(sides[name].close)
+                except ToolError as error:
+                    print(f"without {name}: {error}", file=sys.stderr)
         caption = f"{title(probe.model)}, {settings.threads} threads, {_SLOTS} slots"
         clients = args.clients or CLIENTS[: 2 if settings.quick else None]
         loads: dict[str, Load] = {}
@@ -177,7 +213,7 @@ def main() -> None:
         if "engine" in args.only:
             loads[ENGINE] = partial(_in_process, path, settings)
         if loads:
-            results["load"] = _load(settings, loads, clients, caption)
+            results["load"] = _load(settings, loads, sides, clients, caption)
         for part, name, work in (
             ("chat", "chat of ten turns", _chat),
             ("shared", "64 requests, one system prompt", _shared),
@@ -187,6 +223,9 @@ def main() -> None:
                 results[name] = _compare(settings, sides, name, work, caption)
         if "cancel" in args.only:
             results["cancel"] = _cancel(settings, sides, caption)
+        if "fanout" in args.only:
+            caption = f"{title(probe.model)}, {settings.threads} threads"
+            results["fanout"] = _fan_outs(settings, starts, probe, caption)
         emit("serve", settings, {"target": probe.model}, results)
 
 
@@ -200,23 +239,37 @@ def _cells() -> int:
     return _SLOTS * 1024
 
 
-def _ours(settings: Settings, path: Path, *more: str) -> Served:
+def _ours(settings: Settings, path: Path, *more: object) -> Served:
     port = _free_port()
     command = [
         sys.executable, "-m", "llamabranch.cli", "serve", "-m", path, "--port", port,
-        "-t", settings.threads, "-np", _SLOTS, "-c", _cells(), *more,
+        "-t", settings.threads, *more,
     ]  # fmt: skip
     return Served(command, port)
 
 
-def _theirs(settings: Settings, path: Path) -> Served:
-    port = _free_port()
+def _theirs(settings: Settings, path: Path, *more: object) -> Served:
+    """Start llama-server; without repacked weights where it dies of them, as on processors with AMX."""
     program = build_server(settings.cache, settings.peers_bin)
-    command = [
-        program, "-m", path, "--port", port, "-t", settings.threads, "-tb", settings.threads,
-        "-np", _SLOTS, "-c", _cells(), "--no-ui", "--slots",
-    ]  # fmt: skip
-    return Served(command, port)
+    for repacks in ((), ("--no-repack",)):
+        port = _free_port()
+        command = [
+            program, "-m", path, "--port", port, "-t", settings.threads, "-tb", settings.threads,
+            "--no-ui", "--slots", *repacks, *more,
+        ]  # fmt: skip
+        try:
+            side = Served(command, port)
+        except ToolError:
+            if repacks:
+                raise
+        else:
+            try:
+                asyncio.run(side.ask({"prompt": " ".join(PROMPTS), "max_tokens": 2}))
+                return side
+            except OSError:
+                side.close()
+        print("llama-server dies with repacked weights: --no-repack", file=sys.stderr)
+    raise ToolError("llama-server dies at its first answer")
 
 
 def _body(i: int, tokens: int, **more: object) -> dict[str, object]:
@@ -240,7 +293,7 @@ async def _clients(ask: Ask, n: int, longest: int, offset: int) -> list[Answer]:
     return [answer for its in await asyncio.gather(*map(client, range(n))) for answer in its]
 
 
-Load = Callable[[int, int], Awaitable[list[Answer]]]
+Load = Callable[[int, int], Coroutine[object, object, list[Answer]]]
 
 
 async def _at(side: Served, settings: Settings, n: int, offset: int) -> list[Answer]:
@@ -293,7 +346,11 @@ def _summary(found: Sequence[Answer]) -> _Rates:
 
 
 def _load(
-    settings: Settings, loads: Mapping[str, Load], clients: Sequence[int], caption: str
+    settings: Settings,
+    loads: Mapping[str, Load],
+    sides: Mapping[str, Served],
+    clients: Sequence[int],
+    caption: str,
 ) -> dict[str, object]:
     rows: list[tuple[str, ...]] = []
     found: dict[str, object] = {}
@@ -302,7 +359,9 @@ def _load(
         rates: dict[str, list[_Rates]] = {name: [] for name in loads}
         for run in range(settings.runs):
             for name, load in loads.items():
-                rates[name].append(_summary(asyncio.run(_finished(load(n, 100 * run)))))
+                rates[name].append(_summary(_alone(name, sides, load(n, 100 * run))))
+                told = f"{n} clients, {name}: {rates[name][-1].rate:.1f} tokens/s"
+                print(told, file=sys.stderr, flush=True)
         over, ratios = _over({name: [each.rate for each in its] for name, its in rates.items()})
         for name, its in rates.items():
             rate = Spread.of([each.rate for each in its])
@@ -330,14 +389,14 @@ def _compare(
     settings: Settings,
     sides: Mapping[str, Served],
     name: str,
-    work: Callable[[Settings, Ask, int], Awaitable[float]],
+    work: Callable[[Settings, Ask, int], Coroutine[object, object, float]],
     caption: str,
 ) -> dict[str, object]:
     """Time the same work on each side; a figure is a rate, the more the better."""
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for run in range(settings.runs):
         for side, served in sides.items():
-            rates[side].append(asyncio.run(_finished(work(settings, served.ask, run))))
+            rates[side].append(_alone(side, sides, work(settings, served.ask, run)))
     rows, found = [], {}
     over, ratios = _over(rates)
     for side, ratio in ratios.items():
@@ -348,8 +407,16 @@ def _compare(
     return dict(found)
 
 
-async def _finished(work: Awaitable[T]) -> T:
-    return await work
+def _alone(name: str, sides: Mapping[str, Served], work: Coroutine[object, object, T]) -> T:
+    """Run the work of a side; the others are stopped, for a server times decodes while it is idle."""
+    others = [side for each, side in sides.items() if each != name]
+    for side in others:
+        side.send_signal(signal.SIGSTOP)
+    try:
+        return asyncio.run(work)
+    finally:
+        for side in others:
+            side.send_signal(signal.SIGCONT)
 
 
 async def _chat(settings: Settings, ask: Ask, run: int) -> float:
@@ -413,6 +480,76 @@ def _cancel(settings: Settings, sides: Mapping[str, Served], caption: str) -> di
         found[name] = spread.as_dict()
     table(f"From leaving to a free slot, as /slots tells it; {caption}", ("", "ms", "least"), rows)
     return dict(found)
+
+
+# -- requests that join a running one ------------------------------------------------------------------
+
+
+class _FanOut(NamedTuple):
+    """Seconds from the joining to the last token of those that join, and of all; prompt tokens read."""
+
+    joined_s: float
+    all_s: float
+    n_read: int
+
+
+def _fan_outs(
+    settings: Settings, starts: Mapping[str, Start], ctx: lb.Context, caption: str
+) -> dict[str, object]:
+    """Time the fan-out on each side: a server that has just started, so that nothing is cached."""
+    n_trunk = TRUNK // (10 if settings.quick else 1)
+    docs = Path(__file__).parents[1] / "docs"
+    pages = ("batching.md", "branches.md", "speculation.md")
+    trunk = ctx.tokenize("".join((docs / page).read_text("utf-8") for page in pages))[:n_trunk]
+    cells = 8192  # as many as the model was trained for
+    parts = ("-np", BRANCHES + 1, "-c", (BRANCHES + 1) * cells)
+    sides: dict[str, Callable[[], Served]] = {}
+    for name, start in starts.items():
+        sides[name] = partial(start, *parts)
+        if name != THEIRS:
+            shared = ("-np", BRANCHES + 1, "-c", cells, "--kv-unified")
+            sides[f"{name}, one cache"] = partial(start, *shared)
+    found: dict[str, list[_FanOut]] = {name: [] for name in sides}
+    for _ in range(settings.runs):
+        for name, open_server in sides.items():
+            with closing(open_server()) as server:
+                found[name].append(asyncio.run(_fan_out(server, trunk, ctx)))
+    over, ratios = _over({name: [1 / each.joined_s for each in its] for name, its in found.items()})
+    rows, results = [], {}
+    for name, its in found.items():
+        joined, whole = Spread.of([x.joined_s for x in its]), Spread.of([x.all_s for x in its])
+        n_read = [x.n_read for x in its]
+        rows.append((name, pm(joined, 1), pm(ratios[name]), pm(whole, 1), f"{max(n_read):,}"))
+        results[name] = {
+            "joined_s": joined.as_dict(), over: ratios[name].as_dict(), "all_s": whole.as_dict(),
+            "prompt_tokens_read": n_read,
+        }  # fmt: skip
+    table(
+        f"{BRANCHES} requests of {BRANCH_TOKENS} tokens that join one of {len(trunk):,} + {TRUNK_TOKENS}"
+        f" tokens and begin with its prompt; {caption}",
+        ("", "they end after, s", over, "all end after, s", "prompt tokens read"), rows,
+    )  # fmt: skip
+    return dict(results)
+
+
+async def _fan_out(side: Served, trunk: Sequence[int], ctx: lb.Context) -> _FanOut:
+    """Let requests that begin with the prompt of another join it when that has its first token."""
+    begun, usage = asyncio.Event(), {"stream_options": {"include_usage": True}}
+
+    async def branch(i: int) -> Answer:
+        tail = ctx.tokenize(f"\n\n{PROMPTS[i]}", add_special=False)
+        return await side.ask(_body(i, BRANCH_TOKENS, prompt=[*trunk, *tail], **usage))
+
+    await side.ask(_body(99, 8))  # threads, caches
+    start = perf_counter()
+    first = _body(BRANCHES, TRUNK_TOKENS, prompt=trunk, **usage)
+    running = asyncio.ensure_future(side.ask(first, begun))
+    await begun.wait()
+    joined = perf_counter()
+    answers = await asyncio.gather(*map(branch, range(BRANCHES)))
+    joined_s = perf_counter() - joined
+    answers.append(await running)
+    return _FanOut(joined_s, perf_counter() - start, sum(each.n_read for each in answers))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main() -> None:
         print(f"  Same text: {'yes' if drafted.tokens == plain.tokens else 'no'}\n")
 
         step_s = plain.stats.plain_time_s / plain.stats.num_plain_steps
-        c = stats.draft_time_s / stats.num_draft_tokens / step_s
+        c = stats.draft_step_s / step_s
         v = max(1.0, stats.verify_time_s / stats.num_drafts / step_s)  # less is noise
         expected = lb.theory.speedup(stats.alpha_hat, DRAFT_LENGTH, c, v)
         best = lb.theory.best_draft_length(

@@ -16,6 +16,7 @@
     ├── DownloadError                     a model cannot be downloaded; has the HTTP status
     ├── JobError                          a job on a cluster failed; it can be resumed
     ├── GrammarError                      an invalid grammar, or a token that it forbids
+    ├── ParseError (ValueError)           a text that is cut, or not valid for the type; has the text
     ├── SnapshotError                     a saved branch that is damaged or does not fit
     ├── UnsupportedError                  not possible with this model, memory type or build
     └── VocabularyMismatchError           two models with different vocabularies
@@ -26,6 +27,7 @@ traceback shows it (Python 3.11 or later).
 Warnings:
 
     LlamaBranchWarning (UserWarning)
+    ├── ExactnessWarning                  a text may not be that of plain decoding, by rounding
     ├── ContextLengthWarning              longer texts than the model was trained for
     └── PerformanceWarning                decoding is much slower than possible
 """
@@ -47,11 +49,13 @@ __all__ = [
     "DecodeError",
     "DecodeInterruptedError",
     "DownloadError",
+    "ExactnessWarning",
     "GrammarError",
     "JobError",
     "LlamaBranchError",
     "LlamaBranchWarning",
     "ModelLoadError",
+    "ParseError",
     "PerformanceWarning",
     "QueueFullError",
     "SequencesExhaustedError",
@@ -179,6 +183,14 @@ class JobError(LlamaBranchError):
     """A job on a cluster failed; what it has written is kept, and the job can be resumed."""
 
 
+class ParseError(LlamaBranchError, ValueError):
+    """A text that was cut, or that the type of a JSON schema refuses; ``text`` is that text."""
+
+    def __init__(self, message: str, *, text: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.text = text
+
+
 class SnapshotError(LlamaBranchError):
     """A saved branch that is damaged, or does not fit this model or context."""
 
@@ -193,6 +205,10 @@ class VocabularyMismatchError(LlamaBranchError):
 
 class LlamaBranchWarning(UserWarning):
     """Base class of all warnings of this library."""
+
+
+class ExactnessWarning(LlamaBranchWarning):
+    """Texts may differ, by rounding, from those that one token at a time gives."""
 
 
 class ContextLengthWarning(LlamaBranchWarning):

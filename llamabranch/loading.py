@@ -20,6 +20,14 @@ from .hub import BUNDLED_TARGET, resolve
 __all__ = ["LoadOptions", "load"]
 
 
+# What llama-cpp-python's Llama has, and what to use here.
+_HINTS = {
+    "embedding": "there are no embeddings here; Branch.hidden_states() has the states of a text's tokens",
+    "logits_all": "Branch.score and prompt_logprobs rate every token; decode(logits='all') keeps all",
+    "add_bos": "a text begins with the model's BOS token; give token ids for another beginning",
+}
+
+
 class ModelOptions(TypedDict, total=False):
     """Options of `load` that go to `Model`."""
 
@@ -60,14 +68,14 @@ def load(
         options: those of the context and of the model, by name. The most used:
 
             - ``n_ctx``: cells of the cache in tokens, shared by all sequences (2,048, or what the model
-              was trained for if that is less). ``n_seq_max``: sequences at a time (8, at most 256).
+              was trained for if that is less). ``n_seq_max``: sequences at a time (16, at most 256).
             - ``n_threads``, ``n_threads_batch``: threads for one token and for many (measured).
             - ``n_gpu_layers``: layers to offload; -1 = all (the default).
             - ``kv_type``: "f16", "bf16", "q8_0", ...; "auto" (the default) is bf16 where that makes the
               context batch-invariant, else the faster of f16 and bf16. ``flash_attention``,
               ``batch_invariant``: "auto", True or False.
-            - ``prefix_cache``: keep K/V for prompts that begin alike (from the first ``complete`` or
-              ``chat`` on). ``cache_ram``: bytes of host memory for evicted K/V (0).
+            - ``prefix_cache``: keep K/V for prompts that begin alike (from the first ``complete``,
+              ``chat`` or ``AsyncEngine`` on). ``cache_ram``: bytes of host memory for evicted K/V (0).
               ``kv_unified``: one cache for all (True), a part for each sequence (False), or "auto".
             - ``load_mtp``: load MTP layers too (False). ``chat_template``: one in place of the file's.
 
@@ -91,9 +99,8 @@ def load(
     known = [*ModelOptions.__annotations__, *ContextOptions.__annotations__]
     for name in options:
         if name not in known:
-            raise ConfigError(
-                f"load() has no option {name!r}", hint=nearest(name, known, "options")
-            )
+            hint = _HINTS.get(name) or nearest(name, known, "options")
+            raise ConfigError(f"load() has no option {name!r}", hint=hint)
     if target is not None:
         hint = "give the context that generates, for example lb.load(), not its model or name"
         instance("target", target, Context, hint)

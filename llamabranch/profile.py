@@ -6,20 +6,21 @@ version does not know is kept unchanged. Measurements can be repeated, so a file
 damaged or cannot be written is no error, and of two processes that write at once the last one wins.
 
 ``LLAMABRANCH_PROFILE=0`` turns off everything that depends on measured times; another value is the
-path of the file. The default is ``$XDG_CACHE_HOME/llamabranch/profile.json`` (``~/.cache``).
+path of the file, or ``/dev/null`` for none. The default is ``$XDG_CACHE_HOME/llamabranch/profile.json``
+(``~/.cache``).
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from .files import atomic_write, check_writable, read_small
 from .native import available_cores, engine_versions, forkable_lock
 
 __all__ = [
@@ -47,8 +48,8 @@ def is_off() -> bool:
 
 
 def profile_path() -> Path | None:
-    """Return where the file is or would be; None if it is turned off, or the user has no home."""
-    if is_off():
+    """Return where the file is or would be; None if there is to be none, or the user has no home."""
+    if is_off() or os.environ.get(_VARIABLE) == os.devnull:
         return None
     try:
         if given := os.environ.get(_VARIABLE):
@@ -72,9 +73,11 @@ def machine_key() -> str:
 
 def read_entry(section: str, key: str) -> Entry | None:
     """Return the stored entry, or None."""
-    path = profile_path()
-    known = None if path is None else _read(path)
-    entry = _section(known or {}, section).get(key)
+    path, known = profile_path(), Entry()
+    if path is not None:
+        with contextlib.suppress(OSError):
+            known = _read(path)
+    entry = _section(known, section).get(key)
     return entry if isinstance(entry, dict) else None
 
 
@@ -86,10 +89,9 @@ def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
     path = None if sys.is_finalizing() else profile_path()
     if path is None:
         return
-    with _lock:
+    # Where it cannot be written the next process measures again.
+    with _lock, contextlib.suppress(OSError):
         known = _read(path)
-        if known is None:
-            return
         for name, key, entry in entries:
             section = dict(_section(known, name))
             section.pop(key, None)
@@ -97,7 +99,9 @@ def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
             for old in list(section)[:-MAX_ENTRIES]:
                 del section[old]
             known[name] = section
-        _replace(path, {**known, "version": VERSION})
+        _make_folder(path)
+        with atomic_write(path, lasting=False) as file:
+            file.write(json.dumps({**known, "version": VERSION}, indent=1).encode())
 
 
 def profile_problem() -> str | None:
@@ -105,28 +109,30 @@ def profile_problem() -> str | None:
     path = profile_path()
     if path is None:
         return None
-    path = Path(os.path.realpath(path))
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        _make_folder(path)
+        check_writable(path)
+        _read(path)
     except OSError as error:
         return error.strerror or str(error)
-    return "a later version wrote it" if _read(path) is None else None
+    return None
 
 
-def _read(path: Path) -> dict[str, object] | None:
-    """Return the file's content, empty if it is missing or damaged; None if a later version wrote it."""
+def _read(path: Path) -> dict[str, object]:
+    """Return the file's content, empty if it is missing or damaged.
+
+    Raises:
+        OSError: it cannot be read, and is not to be replaced; or a later version wrote it.
+    """
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        known = json.loads(read_small(path))
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    version = known.get("version") if isinstance(known, dict) else None
-    if not isinstance(version, int):
+    if not isinstance(known, dict) or not isinstance(known.get("version"), int):
         return {}
-    return None if version > VERSION else known
+    if known["version"] > VERSION:
+        raise OSError("a later version wrote it")
+    return known
 
 
 def _section(known: dict[str, object], name: str) -> dict[str, object]:
@@ -134,18 +140,5 @@ def _section(known: dict[str, object], name: str) -> dict[str, object]:
     return section if isinstance(section, dict) else {}
 
 
-def _replace(path: Path, content: dict[str, object]) -> None:
-    temporary = ""
-    path = Path(os.path.realpath(path))  # a link stays one
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        number, temporary = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        os.replace(temporary, path)
-        temporary = ""
-    except OSError:  # it cannot be written: the next process measures again
-        pass
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
+def _make_folder(path: Path) -> None:
+    Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)

@@ -160,7 +160,7 @@ def _scaled(noise: Array, name: str, architecture: str) -> Array:
     if role == "token_embd":  # Gemma multiplies embeddings by sqrt(n_embd)
         return noise / math.sqrt(shape[-1]) if architecture.startswith("gemma") else noise
     spread = _LOGIT_SPREAD if role == "output" else 1.0
-    scaled = noise * np.float32(spread / math.sqrt(shape[-1]))
+    scaled: Array = noise * np.float32(spread / math.sqrt(shape[-1]))
     if role == "nextn.eh_proj":  # mostly the token, as in the trunk: some drafts are accepted
         scaled[:, : shape[0]] += np.eye(shape[0], dtype=np.float32)
     return scaled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
@@ -74,11 +73,10 @@ def verify_costs(
     *,
     n_prefix: int,
     repeats: int,
-    least_s: float = 0.0,
     stop: Callable[[], bool] = never,
 ) -> dict[int, float]:
     """Return t(n) in seconds: the median of :func:`verify_times` for each n. v(n) = t(n) / t(1)."""
-    times = verify_times(ctx, sizes, n_prefix=n_prefix, repeats=repeats, least_s=least_s, stop=stop)
+    times = verify_times(ctx, sizes, n_prefix=n_prefix, repeats=repeats, stop=stop)
     return {n: Spread.of(seconds).median for n, seconds in times.items()}
 
 
@@ -125,7 +123,5 @@ def verify_times(
 
 
 def draft_cost(stats: SpeculativeStats, step_s: float) -> float:
-    """Return c: seconds of a drafted token divided by those of a plain one; nan without drafts."""
-    if not stats.num_draft_tokens:
-        return math.nan
-    return stats.draft_time_s / stats.num_draft_tokens / step_s
+    """Return c: seconds of a draft step divided by those of a plain one; nan without drafts."""
+    return stats.draft_step_s / step_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
@@ -16,7 +17,13 @@ from ..arguments import whole
 from ..context import Context, TokenScore
 from ..context.context import text_context
 from ..context.token_states import layer_states
-from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError
+from ..errors import (
+    BranchStateError,
+    CacheFullError,
+    ConfigError,
+    LlamaBranchError,
+    SequencesExhaustedError,
+)
 from ..model import Prompt, TokenIds, token_list
 from ..pictures import Token, tokens_picture
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
@@ -300,7 +307,7 @@ class Branch:
     def logits(self) -> npt.NDArray[np.float32]:
         """The model's logits after the last token, float32 (V,), a copy."""
         with self._lock:
-            return self.sequence.logits_row().array.copy()
+            return np.array(self.sequence.logits_row().array)
 
     def distribution(self) -> Distribution:
         """Return the distribution of the next token, after all sampling settings and the grammar."""
@@ -619,9 +626,16 @@ class Branch:
             for i in range(n):
                 children.append(self.fork())
                 children[-1].sequence.seed = derive_seed(self.seed, i + 1)
-        except BaseException:
+        except BaseException as error:
             for child in children:
                 child.prune()
+            if isinstance(error, SequencesExhaustedError):
+                free = len(children)
+                raise SequencesExhaustedError(
+                    f"{n} forks need {n} free sequences, {free} {'is' if free == 1 else 'are'} free",
+                    hint=f"n_seq_max={self.ctx.n_seq_max + n - free} when the context is created "
+                    "(at most 256), fewer forks, or prune other branches",
+                ) from None
             raise
         return children
 
@@ -720,6 +734,24 @@ class Branch:
                 self._parent._children.discard(self)
                 self._parent = self.sequence.parent = None
                 self.sequence.fork_position = 0
+
+    def hand_over(self) -> Branch:
+        """Return a root that goes on with this branch's sequence, as it is; this one is pruned.
+
+        For a cache of branches where no sequence is free for a fork, not for users.
+        """
+        with self._lock:
+            self.detach()
+            for child in self.children:
+                child.detach()
+            heir = copy.copy(self)
+            heir._children, heir._serial = weakref.WeakSet(), next(_serial)
+            self.ctx.sequences.transfer(self.seq_id, heir)
+            self.sequence = ours = copy.copy(heir.sequence)
+            ours.is_pruned, ours.row = True, None
+            ours.tokens, ours.surprisals = [*ours.tokens], [*ours.surprisals]
+            ours.appended = [*ours.appended]
+            return heir
 
     # -- saving ------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ class KVCompatibility:
     kv_type: str
     flash_attention: bool | None
     rope: str
+    model: str = ""  # its file's name, for messages
 
     @classmethod
     def of(cls, ctx: Context) -> KVCompatibility:
@@ -45,16 +46,18 @@ class KVCompatibility:
             kv_type=ctx.kv_type,
             flash_attention=None if layout is None else layout.flash_attention,
             rope=_rope(ctx),
+            model=model.path.name,
         )
 
     def check(self, ctx: Context) -> None:
         """Raise SnapshotError unless ``ctx`` computes the same K/V."""
         ours = asdict(KVCompatibility.of(ctx))
         for name, theirs in asdict(self).items():
-            if theirs != ours[name]:
-                what = "another model" if name == "fingerprint" else f"another {name}"
+            if name != "model" and theirs != ours[name]:
+                if name == "fingerprint":
+                    name, theirs = "model", self.model or "its name was not saved"
                 raise SnapshotError(
-                    f"the snapshot is of {what}: {theirs!r:.80}, this context has {ours[name]!r}",
+                    f"the snapshot is of another {name}: {theirs!s:.80}, this context has {ours[name]}",
                     hint="create the context with the model and settings it was saved with",
                 )
 

@@ -267,6 +267,7 @@ def _parse(metadata: bytes) -> Snapshot:
                 kv_type=origin.get("kv_type", str),
                 flash_attention=origin.maybe("flash_attention", bool),
                 rope=origin.get("rope", str),
+                model=origin.maybe("model", str) or "",
             ),
             sampling=sampling,
             grammar=None if grammar is None else Grammar.from_dict(grammar),

@@ -6,12 +6,10 @@ input: sizes are checked before anything is allocated. ``snapshot.py`` interpret
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import stat
 import struct
-import tempfile
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -21,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, SnapshotError
+from ..files import atomic_write
 
 __all__ = ["DIGEST_BYTES", "HEADER", "Arrays", "Sizes", "read_file", "write_file"]
 
@@ -60,9 +59,8 @@ class Sizes(NamedTuple):
 def write_file(path: str | PathLike[str], metadata: bytes, arrays: Arrays) -> None:
     """Write a file completely or not at all; an existing one is replaced.
 
-    It is written to a temporary file in the same folder and renamed. A symbolic link is followed, and the
-    mode of an existing file is kept; a new file is readable by its owner only, since it contains all
-    of the text.
+    A symbolic link is followed, and the mode of an existing file is kept; a new file is readable by its
+    owner only, since it contains all of the text.
 
     Raises:
         ConfigError: not a path.
@@ -78,29 +76,21 @@ def write_file(path: str | PathLike[str], metadata: bytes, arrays: Arrays) -> No
         len(arrays.surprisals), len(arrays.logits), arrays.hidden.shape[1], len(arrays.state),
         digest.digest(),
     )  # fmt: skip
-    place = _path(path)
+    path = _path(path)
     try:
-        target, replaced = _destination(place)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name[:32]}.", dir=target.parent)
-        try:
-            with open(handle, "wb") as file:
-                file.write(header)
-                file.write(hashlib.sha256(header + metadata).digest())
-                file.write(metadata)
-                for array in arrays:
-                    file.write(_raw(array))
-                if replaced is not None:
-                    _inherit(file.fileno(), replaced)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
-        _sync_folder(target.parent)
+        with atomic_write(path, 0o600) as file:
+            file.write(header)
+            file.write(hashlib.sha256(header + metadata).digest())
+            file.write(metadata)
+            for array in arrays:
+                file.write(_raw(array))
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise SnapshotError(f"the snapshot cannot be written: {error}") from error
+        is_missing = isinstance(error, FileNotFoundError)  # which names the temporary file
+        why = f"there is no folder {path.parent}" if is_missing else error
+        raise SnapshotError(
+            f"the snapshot cannot be written: {why}",
+            hint="give the path of a regular file, in a folder that can be written",
+        ) from error
 
 
 def read_file(
@@ -174,41 +164,3 @@ def _path(path: str | PathLike[str]) -> Path:
         return Path(path)
     except TypeError:
         raise ConfigError(f"a path is text or path-like, not {path!r}") from None
-
-
-def _destination(path: Path) -> tuple[Path, os.stat_result | None]:
-    """Return the file that ``path`` resolves to, and its status if it exists.
-
-    A rename would replace whatever exists by a regular file, so it must be one already.
-    """
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        found = None
-    if found is not None and not stat.S_ISREG(found.st_mode):
-        raise SnapshotError(
-            f"the snapshot cannot be written: {path} is not a regular file",
-            hint="give the path of a file; a pipe or a device cannot be replaced in one step",
-        )
-    return Path(os.path.realpath(path)), found
-
-
-def _inherit(handle: int, replaced: os.stat_result) -> None:
-    """Give an open file the mode of the one it replaces, and its owner where permitted."""
-    if hasattr(os, "fchown") and (replaced.st_uid, replaced.st_gid) != (os.getuid(), os.getgid()):
-        with contextlib.suppress(OSError):
-            os.fchown(handle, replaced.st_uid, replaced.st_gid)
-    mode = stat.S_IMODE(replaced.st_mode)
-    # After the owner, whose change can clear bits; on some file systems the mode cannot be changed.
-    if hasattr(os, "fchmod") and stat.S_IMODE(os.fstat(handle).st_mode) != mode:
-        os.fchmod(handle, mode)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the rename to disk; some systems cannot open a folder."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

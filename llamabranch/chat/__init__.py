@@ -2,5 +2,6 @@
 
 from .chat import Answer, Chat, ChatStats
 from .conversation import Exchange
+from .saved import saved_model
 
-__all__ = ["Answer", "Chat", "ChatStats", "Exchange"]
+__all__ = ["Answer", "Chat", "ChatStats", "Exchange", "saved_model"]

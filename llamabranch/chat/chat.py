@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from ..arguments import whole
 from ..branch import Branch, Produced
@@ -35,10 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Chat", "ChatStats"]
 
-_LEAST_ROOM, _MORE_ROOM = (
-    8,
-    4,
-)  # parts of the context: for an answer at least, and once turns are cut
+# Parts of the context: for an answer at least, and once turns are cut.
+_LEAST_ROOM, _MORE_ROOM = 8, 4
 
 
 @dataclass
@@ -120,9 +120,10 @@ class Chat:
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self.current = 1
         self._lines = {1: Line(1, system=system)}
+        self._id = uuid4().hex  # of a saved chat: that of the first one in its folder
         self._turns = TurnBranches(ctx)
         self._answer: Answer | None = None
-        self._n_evaluated = self._n_cached = self._n_answers = self._n_cut = 0
+        self._stats = ChatStats(0, 0, 0, 0, self.speculator.stats)
         if ctx.model.chat_template is None:
             raise UnsupportedError(
                 f"{ctx.model.name} has no chat template: it was not trained on conversations",
@@ -213,9 +214,7 @@ class Chat:
     @property
     def stats(self) -> ChatStats:
         """What it has cost so far."""
-        total = SpeculativeStats()
-        total.add(self.speculator.stats)
-        return ChatStats(self._n_evaluated, self._n_cached, self._n_answers, self._n_cut, total)
+        return deepcopy(self._stats)
 
     def tree(self) -> BranchTree:
         """Return the tree of all branches, for printing: a line for each message and its answer."""
@@ -231,7 +230,8 @@ class Chat:
         """Read a message; return its answer, which is generated as one iterates over it.
 
         Where less than an eighth of the context is left for it, the oldest exchanges are left out from
-        now on, until a quarter is; `n_cut` tells how many. A running answer is ended first.
+        now on, until a quarter is; `n_cut` tells how many. A running answer is ended first; the message
+        of one that nobody has read stays, without an answer.
 
         Raises:
             CacheFullError: the message is too long, even by itself. ConfigError: it is no text, or the
@@ -246,25 +246,22 @@ class Chat:
         Raises:
             UsageError: there is no message. As `send`.
         """
-        self._end_answer()
-        last = self._exchange(len(self.exchanges))
-        return self._again(last, last.user)
+        n = len(self.exchanges)
+        return self.edit(n, self._exchange(n).user)
 
     def edit(self, n: int, text: str) -> Answer:
         """Replace the ``n``-th message of the current branch (the first is 1), on a new branch.
+
+        Its answer has a seed that no other answer to the same text there has had.
 
         Raises:
             UsageError: there is no such message. As `send`.
         """
         self._end_answer()
-        return self._again(self._exchange(n), text)
-
-    def _again(self, instead_of: Exchange, text: str) -> Answer:
-        """Answer ``text`` on a new line, with a seed that no answer to it has had."""
-        seed = self.sampling.seed or 0
-        before = {id(e): e for line in self._lines.values() for e in line.path}.values()
-        n = sum(e.parent is instead_of.parent and e.user == text for e in before)
-        params = self.sampling.replace(seed=derive_seed(seed, n) if n else seed)
+        instead_of, seed = self._exchange(n), self.sampling.seed or 0
+        before = exchanges_of(self._lines.values())
+        n_before = sum(e.parent is instead_of.parent and e.user == text for e in before)
+        params = self.sampling.replace(seed=derive_seed(seed, n_before) if n_before else seed)
         line = replace(self._line, number=max(self._lines) + 1)
         return self._begin(line, instead_of.parent, text, params)
 
@@ -290,15 +287,15 @@ class Chat:
         if not self.ctx.capabilities.can_truncate and not self.ctx.n_seq_free:
             self._turns.prune_one(branch, for_cells=False)  # a verification needs a sequence
         branch.resample(params)
-        self._n_evaluated += n_new
-        self._n_cached += len(tokens) - n_new
-        self._n_answers += 1
-        self._n_cut += max(0, n_cut - self.n_cut)
+        self._stats.num_evaluated_tokens += n_new
+        self._stats.num_cached_tokens += len(tokens) - n_new
+        self._stats.num_answers += 1
+        self._stats.num_cut_exchanges += max(0, n_cut - self.n_cut)
         exchange = Exchange(parent, text, seed=branch.seed, n_cut=n_cut, branch=branch)
-        undo = (self._lines, self.current)
+        self._undo = self._lines, self.current
         line = replace(line, head=exchange)
         self._lines, self.current = {**self._lines, line.number: line}, line.number
-        self._answer = Answer(self, exchange, branch, self._turns, undo)
+        self._answer = Answer(self, exchange, branch)
         return self._answer
 
     def _fitting(self, line: Line, parent: Exchange | None, text: str) -> tuple[list[int], int]:
@@ -320,22 +317,28 @@ class Chat:
         return tokens, n_cut
 
     def _tokens(self, system: str | None, before: Sequence[Exchange], text: str) -> list[int]:
-        return self.ctx.model.chat_tokens(messages_of(system, before, text))
+        try:
+            return self.ctx.model.chat_tokens(messages_of(system, before, text))
+        except ConfigError as error:
+            if all(exchange.is_answered for exchange in before):
+                raise
+            hint = "a message has no answer: undo() takes it back, retry() answers it"
+            raise ConfigError(error.message, hint=hint) from error
 
     def _end_answer(self) -> None:
-        """End a running answer: what there is of it stays."""
-        if self._answer is not None:
-            self._answer.close()
+        """End a running answer: its message stays, and what there is of it."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.close()
 
-    def conclude(self, answer: Answer) -> None:
-        """Take in an answer that has ended; for `Answer`, not for users."""
-        if self._answer is answer:
-            self._answer = None
-            self._n_evaluated += answer.exchange.n_tokens
-            if not answer.exchange.n_tokens and answer.finish_reason is None:
-                n_cut = self.n_cut
-                self._lines, self.current = answer.undo
-                self._n_cut -= max(0, n_cut - self.n_cut)
+    def _conclude(self, exchange: Exchange) -> None:
+        """Take in an answer that has ended; one without a token that was broken off is taken back."""
+        self._stats.num_evaluated_tokens += exchange.n_tokens
+        if self._answer is not None and not exchange.is_answered:
+            n_cut = self.n_cut
+            self._lines, self.current = self._undo
+            self._stats.num_cut_exchanges -= max(0, n_cut - self.n_cut)
+        self._answer = None
 
     # -- branches ----------------------------------------------------------------------------------
 
@@ -364,10 +367,9 @@ class Chat:
         Raises:
             UsageError: there is no such branch.
         """
-        number = whole("the number of a branch", number)
-        self._check_number(number)
+        self.on(number)
         self._end_answer()
-        self.current = number
+        self.current = int(number)
 
     def on(self, number: int) -> list[Exchange]:
         """Return the exchanges of any branch.
@@ -375,31 +377,27 @@ class Chat:
         Raises:
             UsageError: there is no such branch.
         """
-        self._check_number(number)
+        if whole("the number of a branch", number) not in self._lines:
+            known = ", ".join(map(str, self._lines))
+            raise UsageError(f"there is no branch {number}", hint=f"branches: {known}")
         return self._lines[number].path
-
-    def _check_number(self, number: int) -> None:
-        if number not in self._lines:
-            raise UsageError(
-                f"there is no branch {number}",
-                hint="branches: " + ", ".join(map(str, self._lines)),
-            )
 
     # -- saving ------------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the conversation and the K/V of its branches to a folder, which is made; see `load`.
 
-        A chat that was saved there before is replaced, other things are not.
+        What this chat has saved there before is replaced, other things are not.
 
         Raises:
-            SnapshotError: it cannot be written, or the folder is another one.
+            SnapshotError: it cannot be written, or the folder has another chat or other files.
         """
         self._end_answer()
         lines = list(self._lines.values())
-        saved = SavedChat(lines, self.current, self.sampling, self.max_tokens, self.stop)
+        saved = SavedChat(self._id, lines, self.current, self.sampling, self.max_tokens, self.stop)
         ends = {exchange.branch: exchange for exchange in exchanges_of(lines) if exchange.branch}
-        write_chat(folder, saved, [ends[branch] for branch in self._turns.leaves(ends)])
+        kept = [ends[branch] for branch in self._turns.leaves(ends)]
+        write_chat(folder, self.ctx.model, saved, kept)
 
     @classmethod
     def load(
@@ -416,7 +414,7 @@ class Chat:
         K/V that there is no room for is evaluated again when it is needed.
 
         Args:
-            ctx: where it goes on: a context of the same model.
+            ctx: where it goes on: a context of the same model, see `saved_model`.
             folder: the folder.
             drafter, config: as for a new one.
             trusted: as for ``Branch.load``.
@@ -425,16 +423,24 @@ class Chat:
             SnapshotError: no chat is there, it is damaged, or not of this model.
             UnsupportedError: its K/V cannot be checked, and is not ``trusted``; no chat template.
         """
-        saved, branches = read_chat(ctx, folder, trusted=trusted)
+        text_context("ctx", ctx)
+        saved, branches = read_chat(folder, ctx.model)
+        chat = cls(ctx, drafter, config, sampling=saved.sampling, max_tokens=saved.max_tokens,
+                   stop=saved.stop)  # fmt: skip
+        chat._id, chat.current = saved.id, saved.current
+        chat._lines = {line.number: line for line in saved.lines}
+        found: list[Branch] = []
         try:
-            chat = cls(ctx, drafter, config, sampling=saved.sampling, max_tokens=saved.max_tokens,
-                       stop=saved.stop)  # fmt: skip
+            for path, exchange in reversed(branches):  # the last one was used last
+                exchange.branch = Branch.load(ctx, path, trusted=trusted)
+                found.append(exchange.branch)
+        except CapacityError:  # the others are evaluated again
+            pass
         except BaseException:
-            for branch in branches:
+            for branch in found:
                 branch.prune()
             raise
-        chat._lines, chat.current = {line.number: line for line in saved.lines}, saved.current
-        for branch in branches:
+        for branch in reversed(found):
             chat._turns.keep(branch)
         return chat
 
@@ -446,37 +452,28 @@ class Answer:
         exchange: the message and its answer, as the chat keeps them.
         branch: the prompt's tokens and the answer's.
         prompt: the ids of the prompt, as the chat template wrote it.
-        undo: the branches of the chat before it, and the current one; not for users.
     """
 
-    def __init__(
-        self,
-        chat: Chat,
-        exchange: Exchange,
-        branch: Branch,
-        turns: TurnBranches,
-        undo: tuple[dict[int, Line], int],
-    ) -> None:
+    def __init__(self, chat: Chat, exchange: Exchange, branch: Branch) -> None:
         self.exchange = exchange
         self.branch = branch
         self.prompt = branch.tokens
-        self.undo = undo
         self._chat = chat
-        self._turns = turns
-        self._generations: list[
-            Generation
-        ] = []  # another one where a full cache has ended the last
+        # Another one where a full cache has ended the last.
+        self._generations: list[Generation] = []
         self._events = self._run()
         self._has_ended = False
 
     def __repr__(self) -> str:
-        n = len(self.tokens)
-        return f"<Answer {self.text!r:.40}, {n} tokens, {self.finish_reason or 'not complete'}>"
+        text, n = self.exchange.answer, self.exchange.n_tokens
+        return f"<Answer {text!r:.40}, {n} tokens, {self.finish_reason or 'not complete'}>"
 
     @property
     def text(self) -> str:
-        """The text so far, without the stop string that ended it."""
-        return "".join(generation.text for generation in self._generations)
+        """The text so far, without the stop string that ended it; if nobody iterates, all of it."""
+        if not self._generations:
+            self.finish()
+        return self.exchange.answer
 
     @property
     def tokens(self) -> list[int]:
@@ -502,7 +499,8 @@ class Answer:
 
     def _note(self) -> None:
         """Write what there is of the answer into the conversation."""
-        self.exchange.answer, self.exchange.n_tokens = self.text, len(self.tokens)
+        self.exchange.answer = "".join(generation.text for generation in self._generations)
+        self.exchange.n_tokens = len(self.tokens)
 
     def _run(self) -> Generator[Produced, None, None]:
         chat, limit = self._chat, self._chat.max_tokens
@@ -514,7 +512,7 @@ class Answer:
                 yield from generation
             except CapacityError:
                 has_room = self.branch.position < chat.ctx.n_ctx_seq
-                if not (has_room and self._turns.prune_one(self.branch, for_cells=True)):
+                if not (has_room and chat._turns.prune_one(self.branch, for_cells=True)):
                     self.exchange.finish_reason = "capacity"
             else:
                 self.exchange.finish_reason = generation.finish_reason
@@ -526,7 +524,7 @@ class Answer:
         return self
 
     def close(self) -> None:
-        """End it here: what there is of it stays in the conversation, if it is anything. Idempotent."""
+        """End it here: what there is of it stays; if nothing, its message is taken back. Idempotent."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -535,5 +533,5 @@ class Answer:
         finally:
             self._note()
             if not self._chat.ctx.closed:
-                self._turns.keep(self.branch)
-            self._chat.conclude(self)
+                self._chat._turns.keep(self.branch)
+            self._chat._conclude(self.exchange)

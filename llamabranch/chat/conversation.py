@@ -39,6 +39,11 @@ class Exchange:
     branch: Branch | None = None
 
     @property
+    def is_answered(self) -> bool:
+        """Whether there is an answer, or a part of one."""
+        return self.n_tokens > 0 or self.finish_reason is not None
+
+    @property
     def path(self) -> list[Exchange]:
         """All exchanges from the first one to this."""
         found: list[Exchange] = []
@@ -76,7 +81,8 @@ def messages_of(
     found = [] if system is None else [{"role": "system", "content": system}]
     for exchange in exchanges:
         found.append({"role": "user", "content": exchange.user})
-        found.append({"role": "assistant", "content": exchange.answer})
+        if exchange.is_answered:
+            found.append({"role": "assistant", "content": exchange.answer})
     return found + [{"role": "user", "content": text} for text in more]
 
 

@@ -7,34 +7,42 @@ chat or the new one, whenever the writing ends. It may come from an untrusted so
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 from uuid import uuid4
 
-from ..branch import Branch
-from ..context import Context
-from ..errors import BranchStateError, CapacityError, SnapshotError, UnsupportedError
+from ..errors import BranchStateError, SnapshotError, UnsupportedError
+from ..files import atomic_write
+from ..model import Model
 from ..sampling import SamplingParams
 from .conversation import Exchange, Line, exchanges_of
 
-__all__ = ["SavedChat", "read_chat", "write_chat"]
+__all__ = ["SavedChat", "read_chat", "saved_model", "write_chat"]
 
 _FILE = "chat.json"
 _VERSION = 1
 _BRANCH = re.compile(r"[0-9a-f]{32}\.branch")
-
-T = TypeVar("T")
+_EXCHANGE = ("user", "answer", "seed", "finish_reason", "n_tokens", "n_cut")
+_KINDS: dict[str, type | tuple[type, ...]] = {  # of the values in the file, wherever they are
+    **dict.fromkeys(("id", "user", "answer", "file", "name", "path", "fingerprint"), str),
+    **dict.fromkeys(("current", "number", "exchange", "seed", "n_tokens", "n_cut"), int),
+    **dict.fromkeys(("system", "finish_reason"), (str, type(None))),
+    **dict.fromkeys(("parent", "head", "max_tokens"), (int, type(None))),
+    **dict.fromkeys(("model", "sampling"), dict),
+    **dict.fromkeys(("lines", "exchanges", "branches", "stop"), list),
+}
 
 
 @dataclass(frozen=True)
 class SavedChat:
-    """What is saved of a chat besides the K/V of its branches."""
+    """What is saved of a chat besides its model and the K/V of its branches."""
 
+    id: str  # the same whenever it is saved
     lines: Sequence[Line]
     current: int
     sampling: SamplingParams
@@ -42,18 +50,26 @@ class SavedChat:
     stop: tuple[str, ...]
 
 
-def write_chat(folder: str | os.PathLike[str], chat: SavedChat, ends: Sequence[Exchange]) -> None:
-    """Write a chat, in place of one that is there; of the branches those of ``ends``.
+def write_chat(
+    folder: str | os.PathLike[str], model: Model, chat: SavedChat, ends: Sequence[Exchange]
+) -> None:
+    """Write a chat, in place of what was saved of it there; of the branches those of ``ends``.
 
     Raises:
-        SnapshotError: it cannot be written, or the folder has other files and no chat.
+        SnapshotError: it cannot be written, or the folder has another chat or other files.
     """
     place, exchanges = Path(folder), exchanges_of(chat.lines)
-    number = {exchange: i for i, exchange in enumerate(exchanges)}
+    number = {each: i if each else None for i, each in enumerate([*exchanges, None])}
     try:
         place.mkdir(parents=True, exist_ok=True)
         old = [path for path in place.iterdir() if _BRANCH.fullmatch(path.name)]
-        if not (place / _FILE).is_file() and any(path not in old for path in place.iterdir()):
+        if (place / _FILE).is_file():
+            if _read(place)[0].id != chat.id:
+                raise SnapshotError(
+                    f"{place} has another chat",
+                    hint="name another folder, or load that chat to go on with it",
+                )
+        elif any(path not in old for path in place.iterdir()):
             raise SnapshotError(f"{place} is not a saved chat", hint="name another folder")
         files: list[dict[str, object]] = []
         for exchange in ends:
@@ -65,122 +81,117 @@ def write_chat(folder: str | os.PathLike[str], chat: SavedChat, ends: Sequence[E
                     files.append({"file": name, "exchange": number[exchange]})
         about = {
             "version": _VERSION,
+            "id": chat.id,
+            "model": {
+                "name": model.path.name,
+                "path": os.path.abspath(model.path),
+                "fingerprint": model.fingerprint,
+            },
             "sampling": chat.sampling.as_dict(),
             "max_tokens": chat.max_tokens,
             "stop": list(chat.stop),
             "exchanges": [
                 {
-                    "parent": None if each.parent is None else number[each.parent],
-                    "user": each.user,
-                    "answer": each.answer,
-                    "seed": each.seed,
-                    "finish_reason": each.finish_reason,
-                    "n_tokens": each.n_tokens,
-                    "n_cut": each.n_cut,
+                    "parent": number[each.parent],
+                    **{name: getattr(each, name) for name in _EXCHANGE},
                 }
                 for each in exchanges
             ],
             "lines": [
-                {
-                    "number": line.number,
-                    "head": None if line.head is None else number[line.head],
-                    "system": line.system,
-                }
+                {"number": line.number, "head": number[line.head], "system": line.system}
                 for line in chat.lines
             ],
             "current": chat.current,
             "branches": files,
         }
-        new = place / f"{_FILE}.new"
-        new.write_text(json.dumps(about, indent=1), "utf-8")
-        os.replace(new, place / _FILE)
+        with atomic_write(place / _FILE) as file:
+            file.write(json.dumps(about, indent=1).encode())
         for path in old:
             path.unlink()
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         raise SnapshotError(f"the chat cannot be saved: {error}") from error
 
 
+def saved_model(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the file of the model that a saved chat is of; None if an earlier version saved it.
+
+    Raises:
+        SnapshotError: no chat is there, it is damaged, or the model is not where it was.
+    """
+    model = _read(Path(folder))[1]
+    path = Path(model["path"]) if model else None
+    if path is not None and not (path.is_absolute() and path.is_file()):
+        raise SnapshotError(
+            f"the chat's model is gone: {path}", hint="name the file where it is now"
+        )
+    return path
+
+
 def read_chat(
-    ctx: Context, folder: str | os.PathLike[str], *, trusted: bool
-) -> tuple[SavedChat, list[Branch]]:
-    """Return a saved chat and its branches as far as there is room for them, the last one used last.
+    folder: str | os.PathLike[str], ours: Model
+) -> tuple[SavedChat, list[tuple[Path, Exchange]]]:
+    """Return a saved chat, and the files of its branches with the exchanges that end there.
 
     Raises:
         SnapshotError: no chat is there, it is damaged, or not of this model.
-        UnsupportedError: K/V that cannot be checked, and is not ``trusted``.
     """
-    place = Path(folder)
+    chat, model, branches = _read(Path(folder))
+    if model and model["fingerprint"] != ours.fingerprint:
+        raise SnapshotError(
+            f"the chat is of another model: {model['name']}, not {ours.path.name}",
+            hint=f"it was saved with {model['path']}",
+        )
+    return chat, branches
+
+
+def _read(place: Path) -> tuple[SavedChat, dict[str, str], list[tuple[Path, Exchange]]]:
+    """Return a chat, what is known of its model, and its branches."""
     try:
-        about = json.loads((place / _FILE).read_text("utf-8"))
+        text = (place / _FILE).read_text("utf-8")
+        about = json.loads(text, object_hook=_checked)
         if about["version"] != _VERSION:
-            raise SnapshotError(f"the chat has format {about['version']!r}, not {_VERSION}")
+            raise ValueError(f"it has format {about['version']!r:.40}, not {_VERSION}")
         exchanges: list[Exchange] = []
         for each in about["exchanges"]:
-            exchanges.append(
-                Exchange(
-                    _at(exchanges, each["parent"]),
-                    _a(str, each["user"]),
-                    _a(str, each["answer"]),
-                    _a(int, each["seed"]),
-                    _maybe(str, each["finish_reason"]),
-                    _a(int, each["n_tokens"]),
-                    _a(int, each["n_cut"]),
-                )
-            )
-        lines = [
-            Line(
-                _a(int, each["number"]),
-                _at(exchanges, each["head"]),
-                _maybe(str, each["system"]),
-            )
-            for each in about["lines"]
-        ]
+            fields = {name: each[name] for name in _EXCHANGE}
+            exchanges.append(Exchange(_at(exchanges, each["parent"]), **fields))
         chat = SavedChat(
-            lines,
-            _a(int, about["current"]),
-            SamplingParams.from_dict(_a(dict, about["sampling"])),
-            _maybe(int, about["max_tokens"]),
-            tuple(_a(str, text) for text in about["stop"]),
+            about.get("id") or hashlib.sha256(text.encode()).hexdigest(),  # it had none once
+            [
+                Line(each["number"], _at(exchanges, each["head"]), each["system"])
+                for each in about["lines"]
+            ],
+            about["current"],
+            SamplingParams.from_dict(about["sampling"]),
+            about["max_tokens"],
+            tuple(about["stop"]),
         )
-        files = [
-            (_a(str, each["file"]), exchanges[_a(int, each["exchange"])])
-            for each in about["branches"]
+        model = about.get("model", {})
+        model = model and {name: model[name] for name in ("name", "path", "fingerprint")}
+        branches = [
+            (place / each["file"], exchanges[each["exchange"]]) for each in about["branches"]
         ]
-        if chat.current not in {line.number for line in lines}:
+        if chat.current not in {line.number for line in chat.lines}:
             raise ValueError("no branch is the current one")
-        if not all(_BRANCH.fullmatch(name) for name, _ in files):
+        if not all(_BRANCH.fullmatch(each["file"]) for each in about["branches"]):
             raise ValueError("a branch has no name of a branch")
+        if not all(isinstance(each, str) for each in chat.stop):
+            raise ValueError("a stop string is no text")
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise SnapshotError(f"{place} has no chat that can be read: {error}") from error
-    found: list[Branch] = []
-    try:
-        for name, exchange in reversed(files):
-            branch = Branch.load(ctx, place / name, trusted=trusted)
-            found.append(branch)
-            exchange.branch = branch
-    except CapacityError:  # the others are evaluated again
-        pass
-    except BaseException:
-        for branch in found:
-            branch.prune()
-        raise
-    return chat, found[::-1]
+    return chat, model, branches
 
 
-def _at(exchanges: Sequence[Exchange], place: object) -> Exchange | None:
+def _checked(found: dict[str, object]) -> dict[str, object]:
+    """Return an object of the file, whose values have the right types."""
+    for name in found.keys() & _KINDS.keys():
+        if not isinstance(found[name], _KINDS[name]) or isinstance(found[name], bool):
+            raise ValueError(f"{name} is {found[name]!r:.40}")
+    return found
+
+
+def _at(exchanges: Sequence[Exchange], place: int | None) -> Exchange | None:
     """Return one of the exchanges that are read already, so that none comes before itself."""
-    if place is None:
-        return None
-    if _a(int, place) < 0:
+    if place is not None and place < 0:
         raise ValueError(f"{place} is no place in a list")
-    return exchanges[_a(int, place)]
-
-
-def _a(kind: type[T], value: object) -> T:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{value!r:.40} is no {kind.__name__}")
-    return value
-
-
-def _maybe(kind: type[T], value: object) -> T | None:
-    return None if value is None else _a(kind, value)
+    return None if place is None else exchanges[place]

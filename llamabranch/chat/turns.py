@@ -103,13 +103,12 @@ class TurnBranches:
             self._ctx.sequences.evict_last(self)
 
     def fork(self, branch: Branch) -> Branch:
-        """Return a fork of a kept branch; the branch itself, no longer kept, where no other fits."""
+        """Return a fork of a kept branch; where no other fits, what takes its place."""
         try:
             return self.with_room(branch.fork, branch)
         except SequencesExhaustedError:
             with self._ctx.lock:
-                self._branches = [each for each in self._branches if each is not branch]
-            return branch
+                return branch.hand_over()
 
     def with_room(self, act: Callable[[], T], used: Branch | None = None) -> T:
         """Return what ``act`` returns; branches other than ``used`` are pruned until there is room."""
@@ -142,7 +141,6 @@ class TurnBranches:
 
     def _drop(self, branch: Branch) -> None:
         with self._ctx.lock:
-            self._branches = [each for each in self._branches if each is not branch]
             for child in branch.children:
                 child.detach()
             branch.prune()

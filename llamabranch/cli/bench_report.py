@@ -86,7 +86,8 @@ class BenchReport:
     def _no_best(self, found: Cell | None) -> str:
         if found is None:
             return (
-                "Inconclusive: the fastest setting was not measured again before the interruption."
+                f"Inconclusive: the {self._superlative} setting was not measured again before the "
+                "interruption."
             )
         setting = f"draft length {found.length} and rule {found.rule}"
         if not found.drafts:
@@ -103,13 +104,19 @@ class BenchReport:
         more = max(4 * self.n_runs, math.ceil(12 / self.n_prompts))
         complaint = self.machine.complaint(self.n_threads)
         return (
-            f"Inconclusive: with {setting}, the fastest here, drafting is {_measured(found)} times plain "
-            f"decoding, by {n} {'pair' if n == 1 else 'pairs'} of texts: no setting is named unless all "
-            f"of the interval lies above 1. To decide it, measure more: --runs {more}, longer texts "
-            "(--max-tokens), more prompts"
+            f"Inconclusive: with {setting}, the {self._superlative} here, drafting is "
+            f"{_measured(found)} times plain decoding, by {n} {'pair' if n == 1 else 'pairs'} of texts: "
+            f"no setting is named unless all of the interval lies above 1. To decide it, "
+            f"measure more: --runs {more}, longer texts (--max-tokens), more prompts"
             + (f"; {complaint}." if complaint else ", nothing else running on the machine.")
             + " Until then plain decoding (--draft none) is the safe choice."
         )
+
+    @property
+    def _superlative(self) -> str:
+        """What to call the setting that was chosen: one that is slower than plain is not the fastest."""
+        found = self.report.confirmed or self.report.candidate
+        return "least slow" if found is not None and found.speedup.median < 1 else "fastest"
 
     @property
     def n_threads(self) -> int:
@@ -154,7 +161,12 @@ class BenchReport:
         if report.rules:
             self._table(console, "Rules:", report.rules, "length, rule")
         if report.confirmed is not None:
-            self._table(console, "The fastest, measured again:", [report.confirmed], "length, rule")
+            self._table(
+                console,
+                f"The {self._superlative}, measured again:",
+                [report.confirmed],
+                "length, rule",
+            )
         console.line()
         console.line(self._advice())
         command = self.command()
@@ -188,7 +200,7 @@ class BenchReport:
                     number(self.report.predicted(cell), 2),
                     number(100 * stats.draft_acceptance_rate, 1, " %"),
                     number(stats.mean_acceptance_length, 2),
-                    "best" if cell is best else "fastest" if cell is candidate else "",
+                    "best" if cell is best else self._superlative if cell is candidate else "",
                 )
             )
         console.line()

@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
-from typing import Annotated, TypeVar, get_type_hints
+from typing import Annotated, TypeVar
 
 import typer
 from typer.models import ParameterInfo
+from typing_extensions import get_type_hints  # of Python 3.11: a default of None wraps nothing
 
 __all__ = ["option", "with_bundles"]
 

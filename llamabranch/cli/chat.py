@@ -12,6 +12,7 @@ import typer
 
 import llamabranch as lb
 from llamabranch import Chat, ConfigError, SamplingParams, hub
+from llamabranch.chat import saved_model
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
@@ -34,7 +35,6 @@ from .options import (
 from .prompts import read_standard_input, trained_length
 from .reporting import EXIT_FAILURE
 
-_DEFAULT_MODEL = "smollm2-135m"  # where it is installed
 _N_CTX = 4096  # unless the model was trained for less
 _N_SEQ_MAX = 16  # turns whose K/V is kept, two for each
 _N_PLAIN = 128  # tokens of an answer without a chat template: nothing ends it
@@ -47,15 +47,6 @@ class ChatModels(DraftedOptions):
     """The model that answers and what drafts for it."""
 
     panel: ClassVar[str] = MODELS
-
-    @property
-    def target_name(self) -> str:
-        """The model that was named, else one for conversations if it is here, else the bundled one."""
-        if self.target is None:
-            for entry in hub.catalogue():
-                if entry.name == _DEFAULT_MODEL and entry.path is not None:
-                    return entry.name
-        return super().target_name
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,8 @@ class TurnOptions(SystemOptions):
     )
     load: Path | None = option(
         None,
-        "Go on with a chat that /save has written, with its settings but for those that are given.",
+        "Go on with a chat that /save has written, with its model and settings but for those that are "
+        "given.",
         "--load",
         metavar="FOLDER",
     )
@@ -149,6 +141,9 @@ def chat(
         if output.as_json and given.is_interactive:
             raise typer.BadParameter("needs --file or a pipe", param_hint="--json")
         message, lines = given.message(), given.lines()
+        if given.load is not None and models.target is None:
+            path = saved_model(given.load)
+            models = replace(models, target=None if path is None else str(path))
         names = models.resolve(console)
         n_ctx, template = _suited(models, names[0], given.template, console)
         max_tokens = limit(text.max_tokens)
@@ -171,6 +166,8 @@ def chat(
         session = ChatSession(
             talk, console, contexts, silent=output.as_json, interactive=given.is_interactive
         )
+        if given.load is not None and given.is_interactive:
+            session.show_last()
         if message is not None:
             session.say(message)
         for line in lines:

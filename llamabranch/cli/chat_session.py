@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import typer
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -66,6 +68,7 @@ class ChatSession:
         self._silent = silent
         self._interactive = interactive
         self._read: Read | None = None
+        self._line = ""  # the last one of an answer, as it was printed
         self._has_quit = False
         self._n_printed = 0
         self.has_failed = False
@@ -74,7 +77,7 @@ class ChatSession:
 
     def run(self) -> None:
         """Read turns from the terminal until it ends."""
-        self._read = _reader()
+        self._read = _reader(self._console)
         self._console.note("/help lists the commands; Ctrl-C ends an answer, Ctrl-D the program.")
         # A Ctrl-C outside of an answer only drops what was typed.
         previous = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -153,7 +156,21 @@ class ChatSession:
 
     def _write(self, text: str) -> None:
         if not self._silent:
-            self._console.write(text)
+            self._console.write(self._wrapped(text) if self._console.out.is_terminal else text)
+
+    def _wrapped(self, text: str) -> str:
+        """Return what to write for ``text``: a word that reaches the edge is moved to the next line."""
+        shown = ""
+        for piece in re.split(r"(?<=\s)", text):
+            line = self._line + piece
+            start = line.rfind(" ", 0, len(line.rstrip())) + 1  # of its last word
+            if start and cell_len(line.rstrip()) >= self._console.out.width:
+                n = cell_len(self._line[start:])
+                shown += "\b" * n + " " * n + "\n"
+                line = piece = line[start:]
+            shown += piece
+            self._line = "" if line.endswith("\n") else line
+        return shown
 
     def _note_end(self, answer: Answer, *, is_same: bool) -> None:
         """Note how an answer has ended, and what it did not see unless that ``is_same`` as before."""
@@ -260,6 +277,8 @@ class ChatSession:
     def set(self, rest: str) -> None:
         """Change a setting; without one print all."""
         name, _, value = rest.partition(" ")
+        name = name.lstrip("-").replace("-", "_")
+        name = _SETTINGS.get(name, name)
         if not name:
             known = {f.name: getattr(self.chat.sampling, f.name) for f in fields(SamplingParams)}
             known["max_tokens"] = self.chat.max_tokens
@@ -282,6 +301,13 @@ class ChatSession:
         old.close()  # for room; if the other one cannot be read, it goes on and reads itself again
         speculator = old.speculator
         self.chat = Chat.load(old.ctx, folder, speculator.drafter, speculator.config)
+        self.show_last()
+
+    def show_last(self) -> None:
+        """Show where turns are typed what a chat that was loaded ends with."""
+        for exchange in self.chat.exchanges[-1:] if self._interactive else ():
+            self._console.line(_PROMPT + exchange.user, "dim")
+            self._console.line(exchange.answer)
         self._where()
 
     def stats(self, _: str) -> None:
@@ -329,7 +355,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[ChatSession, str], None]]] = {
         "this one and another to the same message", ChatSession.compare,
     ),
     "system": ("/system [TEXT]", "print or set the system message; - removes it", ChatSession.system),
-    "set": ("/set [NAME VALUE]", "print the settings, or change one: /set seed 5", ChatSession.set),
+    "set": ("/set [NAME VALUE]", "print the settings, or change one: /set temp 0.5", ChatSession.set),
     "save": ("/save FOLDER", "save the chat with its branches", ChatSession.save),
     "load": ("/load FOLDER", "go on with a chat that was saved", ChatSession.load),
     "stats": ("/stats", "print how many tokens were evaluated, cached and drafted", ChatSession.stats),
@@ -339,19 +365,24 @@ COMMANDS: dict[str, tuple[str, str, Callable[[ChatSession, str], None]]] = {
 
 # llama-cli's names, and what does the same or nearly so.
 _ALIASES = {"regen": "retry", "exit": "quit"}
+_SETTINGS = {"temp": "temperature", "predict": "max_tokens", "n_predict": "max_tokens"}
 _INSTEAD = {
     "clear": "/undo takes a message back, /edit 1 TEXT begins anew on another branch",
     "read": 'llamabranch chat -p "$(cat FILE)" begins with the text of a file',
 }
 
 
-def _reader() -> Read:
+def _reader(console: Console) -> Read:
     """Return what reads a turn from the terminal: prompt_toolkit if it is installed, else ``input``."""
     if sys.stdout.isatty():
-        with contextlib.suppress(ImportError):
+        try:
             return _line_editor()
+        except ImportError:
+            console.note("For an editor with completion: pip install 'llamabranch[chat]'")
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (gives input() a history)
+            import readline  # gives input() a history
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # as its own default is
 
     def read(default: str) -> str:
         if default:

@@ -287,10 +287,11 @@ class RoundCost:
 
 def round_cost(speculative: SpeculativeStats, plain: SpeculativeStats) -> RoundCost | None:
     """Measure what a round cost from the statistics of both runs; None if there was no round."""
-    if not speculative.num_draft_tokens or not plain.num_plain_steps or not plain.plain_time_s:
+    drafted = speculative.num_drafts and speculative.num_draft_steps
+    if not drafted or not plain.num_plain_steps or not plain.plain_time_s:
         return None
     return RoundCost(
-        draft_step_s=speculative.draft_time_s / speculative.num_draft_tokens,
+        draft_step_s=speculative.draft_step_s,
         target_step_s=plain.plain_time_s / plain.num_plain_steps,
         verify_s=speculative.verify_time_s / speculative.num_drafts,
         draft_length=speculative.num_draft_tokens / speculative.num_drafts,

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import monotonic
 from typing import IO, TYPE_CHECKING, Literal
 
 from rich.color import ColorSystem
@@ -38,6 +39,9 @@ SOURCE_LABELS = {
 }
 
 
+PROGRESS_S = 15.0  # on a pipe, between two lines about what is going on
+
+
 class OutputError(LlamaBranchError):
     """Output cannot be written: the disk is full, or standard output is closed."""
 
@@ -48,7 +52,7 @@ class Console:
     def __init__(
         self, *, color: bool = True, silent: bool = False, to_stderr: bool = False
     ) -> None:
-        self._silent = silent  # standard output carries nothing: one JSON object comes instead
+        self.silent = silent  # standard output carries nothing: one JSON object comes instead
         self._to_stderr = to_stderr
         self._color = color
         color = color and not os.environ.get("NO_COLOR")
@@ -60,6 +64,7 @@ class Console:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._warned_of_escapes = False
+        self._progress_at = monotonic() + PROGRESS_S
 
     @property
     def beside(self) -> Console:
@@ -77,7 +82,7 @@ class Console:
         Raises:
             OutputError: standard output is closed, or its disk is full.
         """
-        if self._silent:
+        if self.silent:
             return
         if self.colored and style:
             text = _styled(text, style)
@@ -157,21 +162,25 @@ class Console:
     def error(self, message: str, hint: str | None = None) -> None:
         """Print an error as one line, and its hint, to standard error."""
         head = Text("error: ", style="bold red").append(" ".join(message.split()), style="not bold")
+        soft = not self.err.is_terminal
         with contextlib.suppress(OSError):  # there is nowhere else to report it
-            self.err.print(head, soft_wrap=True)
+            self.err.print(head, soft_wrap=soft)
             if hint:
                 self.err.print(
-                    Text("hint: ", style="bold").append(hint, style="not bold"), soft_wrap=True
+                    Text("hint: ", style="bold").append(hint, style="not bold"), soft_wrap=soft
                 )
 
     def progress(self, text: str) -> None:
-        """Replace the progress line of the terminal, "" to clear it; write nothing to a pipe.
+        """Replace the progress line of the terminal, "" to clear it; a pipe gets a line now and then.
 
         It needs no thread, so it can be used while something is timed.
         """
         if self.err.is_terminal:
             self.err.file.write(f"\r\x1b[2K{text}")
             self.err.file.flush()
+        elif text and monotonic() >= self._progress_at:
+            self._progress_at = monotonic() + PROGRESS_S
+            self.note(text)
 
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:

@@ -136,7 +136,7 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
         start = time.perf_counter()
         runtime = RuntimeOptions(n_ctx=N_CTX, threads=threads)
         show = Console(color=False, silent=True) if output.as_json else console
-        is_here = any(entry.name == MODEL and entry.path for entry in hub.catalogue())
+        is_here = hub.default_model() == MODEL
         name = WEIGHTS if is_here else hub.BUNDLED_TARGET
         hub.resolve(name)  # the first time it makes these weights, and says so
         target = runtime.open(name, console, stack, n_seq_max=N_FORKS + 1)

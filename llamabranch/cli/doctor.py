@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,18 +40,6 @@ PROMPT = "Once upon a time there was a king"
 N_TOKENS = 32
 SPEED_S = 1.0  # how long each speed is measured
 SIZES = (1, 2, 4, 8)  # tokens of the decodes that are timed for a model
-ROWS = (1, 2, 3, 4, 5, 6)  # of the batches whose cost depends on the build
-LARGEST_TWICE = 2 * 10**9  # bytes of weights that are loaded again, without repacking
-REAL = "smollm2-135m"  # what the build is measured with, if it is here and no model was named
-BUSY_S = 0.3  # how long threads are measured beside a busy process; 0 = not
-# Prints the mean seconds of a decode of one token; the wait policy is read when OpenMP is loaded.
-_ONE_TOKEN = """
-import sys, llamabranch as lb
-from llamabranch.bench.costs import verify_times
-with lb.load(n_ctx=256, n_threads=int(sys.argv[1]), batch_invariant=False) as ctx:
-    found = verify_times(ctx, (1,), n_prefix=8, repeats=3, least_s=float(sys.argv[2]))[1]
-    print(sum(found) / len(found))
-"""
 KV_TOKENS = (32, 96)  # of the texts whose K/V is weighed
 PACKAGES = ("llama-cpp-python", "numpy", "rich", "typer", "huggingface_hub")
 VARIABLES = (
@@ -120,16 +107,13 @@ def doctor(*, models: TargetOptions, threads: Threads = None, output: OutputOpti
         else:
             tell("llama.cpp", _build(target, machine))
             tell("context", _context(target))
-            is_here = any(each.name == REAL and each.path for each in hub.catalogue())
-            name = models.target or (REAL if is_here else hub.BUNDLED_TARGET)
-            try:
-                with ExitStack() as closing:
-                    context = RuntimeOptions(threads=threads).open(name, console, closing)
-                    if models.target is not None:
+            if (name := models.target) is not None:
+                try:
+                    with ExitStack() as closing:
+                        context = RuntimeOptions(threads=threads).open(name, console, closing)
                         tell("model", _model(context))
-                    tell("what the build costs", _build_costs(name, context, machine))
-            except LlamaBranchError as error:
-                checks.append(Check(f"loading {name}", False, _told(error)))
+                except LlamaBranchError as error:
+                    checks.append(Check(f"loading {name}", False, _told(error)))
             checks += _self_test(target, draft)
             speeds = _speeds(target)
             advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
@@ -269,62 +253,6 @@ def _model(context: Context) -> dict[str, str]:
         f"{n} token{'s' * (n > 1)} {1e3 * seconds:.2f} ms" for n, seconds in times.items()
     )
     return rows
-
-
-def _build_costs(name: str, context: Context, machine: Machine) -> dict[str, str]:
-    """Return what choices of the build cost on this machine, measured with a model; with the option."""
-    from llamabranch.bench import verify_costs
-
-    rows = {"measured with": f"{name}, {context.model.file_type}, threads: {context.n_threads}"}
-    if not context.model.can_generate or context.model.on_gpu:
-        return rows
-    try:
-        times = verify_costs(context, ROWS, n_prefix=32, repeats=5)
-    except UnsupportedError:  # its memory cannot be truncated
-        return rows
-    built = "with" if _has(machine, "LLAMAFILE") else "without"
-    rows["rows of a batch"] = (
-        ", ".join(f"{n} {times[n] / times[1]:.2f}" for n in ROWS[1:])
-        + f" times one row of {1e3 * times[1]:.2f} ms ({built} tinyBLAS: -DGGML_LLAMAFILE=on or off)"
-    )
-    if context.model.size_bytes <= LARGEST_TWICE and context.model.extra_buffers:
-        with lb.load(
-            name, n_ctx=256, n_threads=context.n_threads, kv_type=context.kv_type,
-            batch_invariant=False, extra_buffers=False,
-        ) as plain:  # fmt: skip
-            other = verify_costs(plain, (1, 4), n_prefix=32, repeats=5)
-        rows["without repacked weights"] = (
-            ", ".join(f"{n} row{'s' * (n > 1)} {other[n] / times[n]:.2f}" for n in other)
-            + " times as long (load(extra_buffers=False))"
-        )
-    if BUSY_S and _has(machine, "OPENMP") and machine.cores > 1:
-        rows["beside a busy process"] = _beside_a_busy_process(machine.cores)
-    return rows
-
-
-def _beside_a_busy_process(n_threads: int) -> str:
-    """Return what OpenMP's way of waiting costs the bundled target while another process computes."""
-    found = []
-    with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as busy:
-        try:
-            for policy in ("active", "passive"):
-                try:
-                    done = subprocess.run(
-                        [sys.executable, "-c", _ONE_TOKEN, str(n_threads), str(BUSY_S)],
-                        env={**os.environ, "LLAMABRANCH_PROFILE": "0", "OMP_WAIT_POLICY": policy},
-                        capture_output=True, text=True, timeout=8, check=True,
-                    )  # fmt: skip
-                    found.append(f"{1e3 * float(done.stdout):.2f} ms")
-                except subprocess.TimeoutExpired:
-                    found.append("not done in 8 s")
-        except (subprocess.SubprocessError, OSError, ValueError):
-            return "not measured"
-        finally:
-            busy.kill()
-    return (
-        f"a token of the bundled target on {n_threads} threads: {found[0]} where they spin while they "
-        f"wait, {found[1]} where they sleep (OMP_WAIT_POLICY=passive)"
-    )
 
 
 def _kv_bytes(context: Context) -> tuple[float, float]:

@@ -69,7 +69,7 @@ def eval(
             _print_tasks(console, tasks, as_json=output.as_json)
             return
         done, models_of, file = _open_samples(given.samples_file, given.resume, tasks, stack)
-        name = models.target_name
+        name = models.announce(console)
         models.find(name)
         more = scoring_options(name, runtime, min(_SEQUENCES, runtime.n_batch or _SEQUENCES))
         if runtime.n_ctx is None:
@@ -154,7 +154,7 @@ def _open_samples(
         if resume:
             raise ConfigError("--resume needs --samples, where the results are kept")
         return done, models_of, None
-    if not resume or not path.exists():
+    if not resume or not path.is_file():
         check_new_file(path, hint="name another file, or go on with --resume")
         return done, models_of, stack.enter_context(path.open("w", encoding="utf-8"))
     items = {(task.name, item.id): item for task in tasks for item in task.items}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
-import tempfile
 from pathlib import Path
 
 from llamabranch import ConfigError
 
+from ..files import atomic_write, check_writable
 from .console import OutputError
 
 __all__ = ["check_new_file", "write_error", "write_new_file"]
@@ -35,8 +33,7 @@ def check_new_file(path: Path, *, hint: str = "name another file, or delete it")
             raise ConfigError(
                 f"{path} is a link to a file that does not exist", hint="name the file itself"
             )
-        with tempfile.TemporaryFile(dir=path.parent):  # on Linux it has no name at any time
-            pass
+        check_writable(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
@@ -55,21 +52,10 @@ def write_new_file(path: Path, data: str | bytes) -> None:
     check_new_file(path)
     if isinstance(data, str):
         data = data.encode("utf-8", "backslashreplace")
-    was_there = path.exists()
+    is_device = path.exists() and not path.is_file()
     try:
-        with path.open("r+b" if path.is_file() else "wb" if was_there else "xb") as file:
-            try:
-                file.write(data)
-                file.flush()
-                if path.is_file():
-                    os.fsync(file.fileno())
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    if path.is_file():
-                        os.truncate(path, 0)
-                    if not was_there:
-                        path.unlink()
-                raise
+        with path.open("wb") if is_device else atomic_write(path) as file:
+            file.write(data)
     except OSError as error:
         raise write_error(path, error) from None
 

@@ -297,7 +297,7 @@ def _generate_on_ray(
     for name, is_given in refused.items():
         if is_given:
             raise ConfigError(f"a job on Ray has no {name}")
-    inputs, folder = job_paths(prompts.input_file, job.output_file, prompts.prompts)
+    inputs, folder = job_paths(prompts.input_file, job.output_file, prompts.given)
     options = job.options(console, resume=job.resume, streams=runtime.parallel)
     options["draft"] = None if models.draft == "none" else models.draft
     load = runtime.options()
@@ -306,7 +306,7 @@ def _generate_on_ray(
     return scale.generate(
         inputs,
         folder,
-        model=models.target_name,
+        model=models.announce(console),
         max_tokens=text.max_tokens,
         seed=text.seed,
         sampling=text.params(),

@@ -17,7 +17,7 @@ from .bundles import with_bundles
 from .candidates import ACCEPTANCES, Candidate, Gain, candidates, measure
 from .console import Console, print_json
 from .formats import base_name, decimal_size
-from .options import HubOptions, LoadingOptions, OutputOptions
+from .options import HubOptions, LoadingOptions, OutputOptions, TargetOptions
 
 N_CTX = 256  # enough to probe what the memory can do
 
@@ -33,12 +33,13 @@ class _Opened:
 @with_bundles
 def inspect(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag].",
+            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag]. "
+            "Default: as for the other commands.",
         ),
-    ] = hub.BUNDLED_TARGET,
+    ] = None,
     draft: Annotated[
         str | None,
         typer.Argument(metavar="DRAFT", help="A second model: can it draft for the first?"),
@@ -54,6 +55,7 @@ def inspect(
     list the models that could draft for it, and what theory expects of them on this machine.
     """
     with output.console() as console, ExitStack() as stack:
+        model = TargetOptions(target=model).announce(console)
         names = [model] if draft is None else [model, draft]
         for name in names:
             finding.find(name)

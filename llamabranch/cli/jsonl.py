@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from itertools import combinations
@@ -17,6 +16,7 @@ from typing import IO, TYPE_CHECKING, TypeVar
 import llamabranch as lb
 from llamabranch import ConfigError, LlamaBranchError
 
+from ..files import atomic_write
 from .console import Console
 
 if TYPE_CHECKING:
@@ -382,22 +382,10 @@ def drop_failed(path: Path) -> None:
     Raises:
         OSError: the file cannot be read or written; then it is as before.
     """
-    real = Path(os.path.realpath(path))
-    draft = real.with_name(f".{real.name[:200]}.{os.getpid()}")
-    try:
-        with real.open("rb") as old, draft.open("xb") as new:
-            for line in old:
-                if line.endswith(b"\n") and not (
-                    b'"error"' in line and json.loads(line).get("error")
-                ):
-                    new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
-        shutil.copymode(real, draft)
-        os.replace(draft, real)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    with path.open("rb") as old, atomic_write(path) as new:
+        for line in old:
+            if line.endswith(b"\n") and not (b'"error"' in line and json.loads(line).get("error")):
+                new.write(line)
 
 
 def read_text(path: Path) -> str:

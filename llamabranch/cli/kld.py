@@ -41,7 +41,7 @@ def kld(
         earlier = KLDivergence.from_dict(kept.data) if kept.data else None
         with LogitsFile.open(logits) as file:
             window, n_chunks = file.window, len(file.chunks)
-        ctx = open_for_chunks(models, models.target_name, runtime, window, console, stack)
+        ctx = open_for_chunks(models, models.announce(console), runtime, window, console, stack)
         found: list[KLDivergence] = [] if earlier is None else [earlier]
         shown = Progress(console, "chunks", n_chunks, 0 if earlier is None else earlier.n_done)
 

@@ -46,6 +46,7 @@ COMMANDS_MEANT = {
 }  # fmt: skip
 
 _BY_HINT: dict[str, str] = {
+    "--list-devices": "`llamabranch doctor` tells whether models run on a GPU",
     "--version": "`llamabranch --version` prints it",
     "--usage": "use --help",
     "-cl --cache-list": "`llamabranch models` lists the models on this machine",
@@ -120,7 +121,7 @@ _BY_HINT: dict[str, str] = {
     "--rpc": "models run on this machine: `llamabranch generate --ray` runs a job on a cluster",
     "-lm --load-mode": _LOADING,
     "-lzm --lazy-mode -dio --direct-io -ndio --no-direct-io": _LOADING,
-    "-dev --device --list-devices -sm --split-mode -ts --tensor-split -mg --main-gpu -ot "
+    "-dev --device -sm --split-mode -ts --tensor-split -mg --main-gpu -ot "
     "--override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn --op-offload "
     "--no-op-offload -nopo -otd --override-tensor-draft --spec-draft-override-tensor -cmoed "
     "--cpu-moe-draft --spec-draft-cpu-moe -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import typer
 import llamabranch as lb
 from llamabranch import ConfigError, Context, LlamaBranchError
 
+from ..files import atomic_write
 from .bundles import option
 from .console import Console, finite
 from .files import check_new_file, write_error
@@ -166,8 +166,10 @@ class Kept:
             if resume:
                 raise ConfigError("--resume needs --output, where the results are kept")
             return
-        if not resume or not path.exists():
+        if not resume or not path.is_file():
             check_new_file(path, hint="name another file, or go on with --resume")
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{path} is not a regular file", hint="leave out --output")
             return
         try:
             found = json.loads(read_text(path))
@@ -187,12 +189,10 @@ class Kept:
         """
         if self.path is None or (not now and perf_counter() - self._saved_s < _SAVED_EVERY_S):
             return
-        beside = self.path.with_name(f".{self.path.name}.part")
+        text = json.dumps(finite({"kind": self._kind, **data()}), ensure_ascii=False)
         try:
-            text = json.dumps(finite({"kind": self._kind, **data()}), ensure_ascii=False)
-            beside.write_text(text + "\n", "utf-8")
-            os.replace(beside, self.path)
+            with atomic_write(self.path) as file:
+                file.write(f"{text}\n".encode())
         except OSError as error:
-            beside.unlink(missing_ok=True)
             raise write_error(self.path, error) from None
         self._saved_s = perf_counter()

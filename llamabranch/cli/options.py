@@ -185,7 +185,7 @@ class TargetOptions(HubOptions):
     target: str | None = option(
         None,
         "A GGUF path, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
-        "hub. Default: the bundled target.",
+        "hub. Default: smollm2-135m where it is installed, else tale-target.",
         "--target",
         "--target-model",
         "--model",
@@ -197,8 +197,14 @@ class TargetOptions(HubOptions):
 
     @property
     def target_name(self) -> str:
-        """The model that was named, else the bundled target."""
-        return hub.BUNDLED_TARGET if self.target is None else self.target
+        """The model that was named, else the default."""
+        return hub.default_model() if self.target is None else self.target
+
+    def announce(self, console: Console) -> str:
+        """Return the name of the model; the default is named on standard error, but for --json."""
+        if self.target is None and not console.silent:
+            console.note(f"model: {self.target_name}, as -m names none")
+        return self.target_name
 
 
 @dataclass(frozen=True)
@@ -241,7 +247,7 @@ class ModelOptions(TargetOptions):
         from .candidates import choose_draft  # these two need NumPy and llama.cpp
         from .drafters import MTP, parse_draft
 
-        target = self.target_name
+        target = self.announce(console)
         path = self.find(target)
         if has_grammar and self.draft is None:
             return target, parse_draft("grammar+suffix")
@@ -284,6 +290,10 @@ class PromptOptions:
 
     panel: ClassVar[str] = REQUESTS
 
+    texts: Annotated[list[str] | None, typer.Argument(
+        metavar="[PROMPT]...", callback=_unescaped, help="What to continue; - reads standard input.",
+        show_default=False, rich_help_panel="Arguments",
+    )] = None  # fmt: skip
     prompts: list[str] | None = option(
         None,
         "What to continue: one or more texts; may be repeated.",
@@ -308,14 +318,22 @@ class PromptOptions:
     )
     escape: Escape = False
 
+    @property
+    def given(self) -> list[str]:
+        """The texts of the command line."""
+        return [*(self.texts or ()), *(self.prompts or ())]
+
     def read(self) -> PromptSource:
         """Return all prompts, first those of the command line.
 
         Raises:
             ConfigError: a file cannot be read.
         """
+        texts = self.given
+        if "-" in (self.texts or ()):
+            texts[texts.index("-")] = read_standard_input()
         whole = [read_prompt_file(path) for path in self.files or ()]
-        return read_prompts([*(self.prompts or ()), *whole], self.input_file)
+        return read_prompts([*texts, *whole], self.input_file)
 
 
 @dataclass(frozen=True)
@@ -518,8 +536,9 @@ class SamplingOptions:
     panel: ClassVar[str] = SAMPLING
 
     temperature: float = option(
-        DEFAULTS.temperature, "0 takes the most probable token.", "--temperature", "--temp"
-    )
+        DEFAULTS.temperature, "0 or below takes the most probable token.", "--temperature",
+        "--temp", callback=lambda value: max(value, 0.0),
+    )  # fmt: skip
     top_k: int = option(DEFAULTS.top_k, "Keep the k most probable; 0 keeps all.")
     top_p: float = option(DEFAULTS.top_p, "Nucleus sampling; 1 is off.")
     min_p: float = option(
@@ -729,6 +748,10 @@ class TextSettings(TextOptions, SamplingOptions):
     """All that determines a text."""
 
 
+def _layers(value: str | int) -> int:
+    return -1 if value in ("auto", "all") else int(value)
+
+
 @dataclass(frozen=True)
 class LoadingOptions:
     """How a model is loaded."""
@@ -736,8 +759,9 @@ class LoadingOptions:
     panel: ClassVar[str] = RUNTIME
 
     gpu_layers: int | None = option(
-        None, "Layers to put on the GPU; -1 is all.", "--gpu-layers", "--n-gpu-layers", "-ngl"
-    )
+        None, "Layers to put on the GPU; -1, auto and all are all.", "--gpu-layers",
+        "--n-gpu-layers", "-ngl", metavar="N|auto|all", parser=_layers,
+    )  # fmt: skip
     mlock: bool = option(
         False, "Lock the weights in memory: they are never swapped out.", "--mlock"
     )
@@ -799,23 +823,22 @@ class LoadingOptions:
 
 
 def _on_off_auto(value: str) -> str:
+    value = {"1": "on", "0": "off"}.get(value, value)
     if value not in ("on", "off", "auto"):
         raise typer.BadParameter(f"{value!r} is none of on, off, auto", param_hint="--flash-attn")
     return value
 
 
 def _one_type(ctx: typer.Context, value: str | None) -> str | None:
-    """Return --kv-type, or what llama.cpp's -ctk and -ctv, whose defaults are f16, agree on."""
-    k, v = ctx.params.get("cache_type_k"), ctx.params.get("cache_type_v")
-    if k is None and v is None:
-        return value
-    types = {k or value or "f16", v or value or "f16", value or k or v}
+    """Return --kv-type, or the type that llama.cpp's -ctk or -ctv give, for K and V."""
+    given = (value, ctx.params.get("cache_type_k"), ctx.params.get("cache_type_v"))
+    types = {each for each in given if each is not None}
     if len(types) > 1:
         raise typer.BadParameter(
             "K and V have one type here: give -ctk and -ctv the same, or --kv-type alone",
             param_hint="--cache-type-k",
         )
-    return types.pop()
+    return types.pop() if types else None
 
 
 @dataclass(frozen=True)
@@ -840,12 +863,11 @@ class RuntimeOptions(LoadingOptions):
     )
     threads: Threads = None
     cache_type_k: str | None = option(
-        None, "The same for K alone, as in llama.cpp.", "--cache-type-k", "-ctk", is_eager=True
+        None, "The same: K and V have one type here.", "--cache-type-k", "-ctk", is_eager=True
     )
     cache_type_v: str | None = option(
-        None, "The same for V alone: here K and V have one type.", "--cache-type-v", "-ctv",
-        is_eager=True,
-    )  # fmt: skip
+        None, "The same: K and V have one type here.", "--cache-type-v", "-ctv", is_eager=True
+    )
     kv_type: str | None = option(
         None, "Type of the KV cache: f16, as in llama.cpp, bf16, q8_0, ...", callback=_one_type
     )

@@ -70,7 +70,7 @@ def perplexity(
             )
             check_new_file(save_to, hint=hint)
         earlier = Perplexity.from_dict(kept.data) if kept.data else None
-        name = models.target_name
+        name = models.announce(console)
         models.find(name)
         window = window_of(name, runtime)
         ctx = open_for_chunks(models, name, runtime, window, console, stack)

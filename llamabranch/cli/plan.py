@@ -48,7 +48,7 @@ def plan(
         measured = {"decode_per_s": 1.0, "prefill_per_s": 1.0}
         job = JobNumbers(**(measured | given))
         if not measured.keys() <= given.keys():
-            name = str(models.find(models.target_name))
+            name = str(models.find(models.announce(console)))
             n_ctx = max(2048, 512 * streams) if runtime.n_ctx is None else runtime.n_ctx
             runtime, begin = replace(runtime, n_ctx=n_ctx), perf_counter()
             context = runtime.open(name, console, stack, n_seq_max=streams, prefix_cache=True)

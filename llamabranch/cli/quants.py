@@ -63,6 +63,7 @@ class _Row:
     write_tokens_per_s: float = math.nan
     exact: bool = False
     why: str = ""
+    made_from: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class QuantsOptions:
     file: TextFile
     base: str | None = option(
         None,
-        "What the others are compared with. Default: the largest.",
+        "What the others are compared with. Default: the largest, or what that was made from.",
         metavar="MODEL",
         rich_help_panel=MODELS,
     )
@@ -120,7 +121,9 @@ def quants(
         sizes = {
             name: sum(p.stat().st_size for p in lb.hub.parts(hub.find(name))) for name in names
         }
-        first = base or max(names, key=sizes.__getitem__)
+        largest = max(names, key=sizes.__getitem__)
+        origin = lb.hub.made_from(largest)
+        first = base or (origin if origin in names else None) or largest
         names = [first, *sorted((n for n in names if n != first), key=lambda n: -sizes[n])]
         _check_vocabularies(names)
         window = window_of(first, runtime)
@@ -242,6 +245,7 @@ def _measure(ctx: lb.Context, name: str, size: int, task: _Task, console: Consol
         write_tokens_per_s=_write_speed(ctx, task.text),
         exact=can.batch_invariant,
         why=can.batch_invariant_reason,
+        made_from=lb.hub.made_from(name),
     )
 
 
@@ -316,6 +320,13 @@ def _print(console: Console, rows: Sequence[_Row]) -> None:
         ],
         left=("type",),
     )  # fmt: skip
+    for row in rows:
+        if row.made_from is not None:
+            console.line()
+            console.line(
+                f"{base_name(row.model)} was made from {row.made_from}, whose losses it has: its figures "
+                "tell what that step changed, not how near it is to the original model."
+            )
     largest = max(row.kl for row in rows)
     if largest > 0:
         console.line()

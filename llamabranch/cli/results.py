@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import IO
 
 from llamabranch import ConfigError, Grammar, Model, Request, Result
 
+from ..files import sync
 from .console import OutputError
 from .files import check_new_file, write_error
 from .jsonl import cut_incomplete_line, drop_failed, read_results, write_record
@@ -91,7 +91,7 @@ class ResultFile:
         self._gathered: dict[
             str, list[Result]
         ] = {}  # of requests in envelopes: one line for all texts
-        if not resume or not path.exists():
+        if not resume or not path.is_file():
             check_new_file(path, hint="continue it with --resume, or name another file")
             return
         try:
@@ -193,7 +193,7 @@ class ResultFile:
                 return
             write_record(self._file, record)
             if monotonic() - self._synced >= _SYNC_S:
-                os.fsync(self._file.fileno())
+                sync(self._file)
                 self._synced = monotonic()
         except OSError as error:
             raise self._failed(error) from None
@@ -223,8 +223,7 @@ class ResultFile:
         if self._file is None:
             return
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            sync(self._file)
         except OSError as failure:
             if error is None:
                 raise self._failed(failure) from None

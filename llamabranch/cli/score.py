@@ -104,7 +104,7 @@ def score(
             report = scale.score(
                 inputs,
                 folder,
-                model=models.target_name,
+                model=models.announce(console),
                 load=load,
                 parse_special=given.parse_special,
                 **options,
@@ -119,13 +119,14 @@ def score(
             invalid.report(console)
         if not items:
             raise ConfigError("there is no text", hint="give a text, --file or --input")
-        models.find(models.target_name)
+        name = models.announce(console)
+        models.find(name)
         longest = max(
             ((item.context or "") + text for item in items for text in item.texts), key=len
         )
         special = ChatOptions(parse_special=given.parse_special)
-        runtime = runtime.with_room(models.target_name, longest, 0, special)
-        ctx = runtime.open(models.target_name, console, stack)
+        runtime = runtime.with_room(name, longest, 0, special)
+        ctx = runtime.open(name, console, stack)
         found: list[dict[str, object]] = []
         for item in items:
             scores = _score(ctx, item, given.top, given.parse_special)

@@ -346,7 +346,7 @@ def _print(
     if result.votes:
         shares = []
         for answer, n in result.votes.items():
-            others = [text for text in result.answer_forms[answer] if text != answer]
+            others = [text for text in result.answer_forms[answer] if text != str(answer)]
             shares.append(f"{answer} {n}" + (f" (also {', '.join(others)})" if others else ""))
         beside.line(f"votes: {', '.join(shares)}")
     if result.log_evidence is not None:

@@ -92,7 +92,7 @@ def select(
             )
         if any(not choice for choice in choices):
             raise ConfigError("a choice must not be empty")
-        name = models.target_name
+        name = models.announce(console)
         models.find(name)
         special = ChatOptions(parse_special=given.parse_special)
         runtime = runtime.with_room(name, "".join((prompt, *choices)), 0, special)

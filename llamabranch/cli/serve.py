@@ -220,7 +220,7 @@ def serve(
             names = target, drafters
             context, drafter = open_pair(runtime, names, console, stack, of_target, of_drafts)
             return AsyncEngine(
-                context, drafter if drafters else None, config, sampling=sampling, max_tokens=None,
+                context, drafter, config, sampling=sampling, max_tokens=None,
                 max_waiting=settings.max_queue, parallel=runtime.parallel,
             )  # fmt: skip
 

@@ -49,7 +49,7 @@ from .reporting import EXIT_INTERRUPTED
 from .speculate_report import SpeculateReport
 
 N_WARM_UP_TOKENS = 8
-N_SEQ_MAX = 8  # what a context has by default; trees need more
+N_SEQ_MAX = 8  # every context has as many by default; trees need more
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def speculate(
 ) -> None:
     """Generate text with a draft model and show what the drafting did.
 
-    With no options the bundled pair generates a story. The draft proposes several tokens, the target
+    With -m tale-target the bundled pair generates a story. The draft proposes several tokens, the target
     checks them in one pass; the text has the target's distribution. With a seed or at temperature 0 it is
     the text of plain decoding where the context is batch-invariant; elsewhere rounding can change it.
     On a pipe standard output is the text alone.

@@ -144,10 +144,10 @@ class SpeculateReport:
         elif first.finish_reason == "capacity":
             console.note("the context is full: raise --n-ctx to go on")
         paragraphs = []
-        if explain or (comparison is not None and self.drafted):
+        if explain:
             paragraphs.append(self.explanation)
         elif self.drafted:
-            paragraphs.append(f"Draft length: {self.length_explanation}")
+            paragraphs.append(self.length_explanation.partition("\n")[0])
         if comparison is not None:
             paragraphs += [self._about_the_texts(comparison), self._about_the_speed(comparison)]
             paragraphs.append(machine_text(self.machine, load_average(), self.n_threads))

@@ -8,7 +8,7 @@ from ..model import Model
 from ..native import ContextHandle, StateLayout
 from .batch import decode_run
 from .decoder import Decoder
-from .exactness import exact_rows
+from .exactness import measured_exactness
 from .kv_cache import MOST_WITH_WINDOW, KVCache
 from .params import INVARIANT_KV_TYPES, ContextParams
 
@@ -31,6 +31,9 @@ class Capabilities:
         batch_invariant_reason: why, or why not.
         exact_rows: the most rows of a decode of which each has, to the bit, the logits it has alone, as
             measured; ``n_batch`` where no size was found that differs, 0 where it was not measured.
+            With a sliding window this is all that is known: cells that are used again may change order.
+        total_variation: the largest, as measured, between the distributions of the next token of a row
+            in a batch and alone: 0.0 where they are equal, None where it was not measured.
     """
 
     can_truncate: bool
@@ -40,11 +43,10 @@ class Capabilities:
     batch_invariant: bool
     batch_invariant_reason: str
     exact_rows: int = 0
+    total_variation: float | None = None
 
 
-_N_CHECKED = 8  # tokens that versions before 0.3 decoded alone, and then together
-
-Trial = tuple[Capabilities, StateLayout | None, int]
+Trial = tuple[Capabilities, StateLayout | None]
 
 
 def probe(
@@ -57,8 +59,7 @@ def probe(
         is_head: the context computes a head, not the model's trunk.
 
     Returns:
-        the capabilities, the layout of saved states (None if unknown), and the number of decodes from
-        which ``Context.sample`` counts: the same whether batches are measured now or were before.
+        the capabilities, and the layout of saved states (None if unknown).
     """
     n_seq_max = params.native().n_seq_max
     # A head has attention only, whatever the trunk has whose file it is in.
@@ -77,40 +78,53 @@ def probe(
     if window:
         can_truncate &= params.swa_full and n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
-    n_decodes = decoder.n_decodes
     cache.clear()
     rows, reason = 0, "not asked for"
+    variation: float | None = None
     n_ubatch = params.n_ubatch or handle.n_batch
     if params.batch_invariant is not False:
         reason = _why_not_invariant(model, params)
         if is_head:
             reason = reason or "not measured for a head, which needs the states of its target"
-        if not reason:
+        slides, limit = model.memory_type == "sliding-window", ""
+        if params.kv_type not in INVARIANT_KV_TYPES:  # f16 differs only after 500 tokens
+            limit = f"the K/V type is {params.kv_type}, not bf16 or q8_0"
+        elif slides:
+            limit = "cells of a sliding window may be used in another order"
+        if reason or (limit and not slides):
+            reason = reason or limit
+        else:
             ask = params.batch_invariant is True
             setting = f"K/V {params.kv_type}, {params.n_threads} threads"
-            measured = exact_rows(decoder, cache, model, n_ubatch, setting=setting, ask=ask)
-            rows = measured or 0
-            n_decodes += min(handle.n_batch, _N_CHECKED) + 1
+            measured = measured_exactness(decoder, cache, model, n_ubatch, setting=setting, ask=ask)
+            if measured is not None:
+                rows, variation = measured
             if measured is None:
                 reason = (
                     "not measured: it would take more than 2 s (batch_invariant=True asks for it)"
                 )
             elif rows >= n_ubatch:
                 reason = "measured: the logits of batches are equal to the bit"
-            elif rows > 1:
-                reason = f"measured: logits of batches of more than {rows} tokens differ"
             else:
-                reason = "measured: logits of batches of two tokens differ"
+                size = f"more than {rows}" if rows > 1 else "two"
+                reason = (
+                    f"measured: logits of batches of {size} tokens differ, "
+                    f"probabilities by a total variation of up to {variation:.2g}"
+                )
+            if limit:
+                reason = f"{limit}; {reason}"
+                rows = rows if params.kv_type in INVARIANT_KV_TYPES else 0
     capabilities = Capabilities(
         can_truncate=can_truncate,
         can_share=handle.kv_unified,
         sliding_window=window,
         recurrent=recurrent,
-        batch_invariant=rows >= n_ubatch,
+        batch_invariant=rows >= n_ubatch and model.memory_type == "attention",
         batch_invariant_reason=reason,
         exact_rows=rows,
+        total_variation=variation,
     )
-    return capabilities, layout, n_decodes
+    return capabilities, layout
 
 
 def of_sharing_head(target: Capabilities) -> Capabilities:
@@ -120,6 +134,7 @@ def of_sharing_head(target: Capabilities) -> Capabilities:
         can_truncate=False,
         batch_invariant=False,
         exact_rows=0,
+        total_variation=None,
         batch_invariant_reason="not established for a head that reads the K/V of its target",
     )
 
@@ -132,10 +147,8 @@ def _why_not_invariant(model: Model, params: ContextParams) -> str:
     """Return the rule that excludes exact batches, "" if none does and measuring tells."""
     if model.on_gpu:
         return "layers may run on a GPU"
-    if model.memory_type != "attention":
+    if model.memory_type not in ("attention", "sliding-window"):
         return f"not established for {model.memory_type} memory"
-    if params.kv_type not in INVARIANT_KV_TYPES:
-        return f"the K/V type is {params.kv_type}, not bf16 or q8_0"  # f16 differs only after 500 tokens
     if params.flash_attention is False:
         return "flash attention is off"
     return ""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self, Unpack
+from typing_extensions import Self, TypeVar, Unpack
 
 from ..arguments import instance, plain_int, real, shown, whole
-from ..errors import BranchStateError, ConfigError, UnsupportedError
+from ..errors import BranchStateError, ConfigError, ExactnessWarning, UnsupportedError, warn
 from ..model import Model, Prompt, TokenIds, token_list
 from ..native import ContextHandle, HeadOf, NativeContextParams, StateLayout, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Context", "text_context"]
 
 Logits = npt.NDArray[np.float32]
+T = TypeVar("T", default=object)
 
 _RECLAIMED_PART = 8  # of the cache: what the prefix cache evicts, at least, when cells are needed
 
@@ -89,6 +90,8 @@ class Context:
         BranchStateError: a head that shares the memory of ``target``, which is not empty.
 
     Warns:
+        ExactnessWarning: once, if of texts with a seed, or at temperature 0, more tokens are decoded
+            together than ``capabilities.exact_rows``, and logits were measured to differ then.
         ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
             is larger and not meant for several sequences (``n_seq_max`` is not given, or 1), else when
             a sequence does. Not where rope settings are given, nor with recurrent memory.
@@ -127,7 +130,7 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            self.capabilities, layout, n_decodes = trial
+            self.capabilities, layout = trial
             encoder = None if target is None else _open_head(handle, model, target)
         except BaseException:
             handle.close()
@@ -146,7 +149,6 @@ class Context:
             handle,
             self._cache,
             self._reclaim,
-            n_decodes=n_decodes,
             n_trained=trained,
             watch=ThreadWatch.of(handle, model, tuner),
             eog_tokens=sorted(model.eog_tokens),
@@ -159,6 +161,8 @@ class Context:
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
+        self._last_end = 0  # where their sequence goes on after the last of them
+        self._is_warned = False
         self.release_threads()
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
@@ -194,6 +198,8 @@ class Context:
         with self._lock:
             self._decoder.close()
         if self._owns_model:
+            if not self.model.closed:
+                self.model.handle.name = "context"  # what was closed, for ClosedError
             self.model.close()
 
     def __enter__(self) -> Self:
@@ -216,6 +222,20 @@ class Context:
                 f"{self.model.name} has no memory of its own: it reads that of its target",
                 hint="it is for drafting only: MTPDrafter(ctx)",
             )
+
+    def warn_if_inexact(self, n_rows: int) -> None:
+        """Warn, once, if logits of ``n_rows`` tokens in one decode differ from those of each alone."""
+        found = self.capabilities.total_variation
+        if self._is_warned or not found or n_rows <= max(1, self.capabilities.exact_rows):
+            return
+        self._is_warned = True
+        warn(
+            f"{n_rows} tokens are decoded together, which rounds logits otherwise than one by one: the "
+            f"next token's distribution was measured to change by a total variation of {found:.2g}. So a "
+            "text with a seed, or at temperature 0, may differ from the one without drafts, or alone. If "
+            "equal texts matter, take weights that are exact, such as Q8_0, or batch_invariant=True",
+            ExactnessWarning,
+        )
 
     # -- interruption ------------------------------------------------------------------------------
 
@@ -397,6 +417,7 @@ class Context:
                     hint=f"decode at position {end}, or remove positions with kv_cache_remove first",
                 )
             self._keep_last_rows(decode_run(self._decoder, tokens, seq_id, logits))
+            self._last_end = end + len(tokens)
 
     def _keep_last_rows(self, rows: list[LogitsRow]) -> None:
         for row in self._last_rows:
@@ -423,25 +444,28 @@ class Context:
             ConfigError: that decode kept no such row.
         """
         with self._lock:
-            return self._row(row).array.copy()
+            return np.array(self._row(row).array)
 
     def sample(self, params: SamplingParams | None = None, row: int = -1) -> int:
         """Return the token drawn from a row of the last raw ``decode``; changes nothing.
 
-        The noise comes from ``params.seed`` (None counts as 0) and the number of tokens the context
-        has decoded, so calling it twice gives the same token. Penalties and DRY need a history and a
-        grammar a state: those belong to a :class:`Branch`.
+        The noise comes from ``params.seed`` (None counts as 0) and the position of the drawn token, so
+        calling it twice gives the same token, and a :class:`Branch` of these tokens draws it too.
+        Penalties and DRY need a history and a grammar a state: those belong to a branch.
 
         Raises:
             UnsupportedError: settings that need the tokens so far.
         """
         with self._lock:
             params = params or SamplingParams()
-            if params.uses_history:
-                raise UnsupportedError("penalties and DRY look at the tokens so far: use a Branch")
-            seed, position = params.seed or 0, self._decoder.n_decodes
+            if params.uses_history or params.logits_processor is not None:
+                raise UnsupportedError(
+                    "penalties, DRY and a logits processor look at the tokens so far: use a Branch"
+                )
+            found, n_rows = self._row(row), len(self._last_rows)
+            seed, position = params.seed or 0, self._last_end - (n_rows - 1 - int(row) % n_rows)
             sampler = Sampler(self.model, params)
-            return sampler.distribution(self._row(row).array, position, seed).draw(seed, position)
+            return sampler.distribution(found.array, position, seed).draw(seed, position)
 
     def model_entropy(self, base: str = "nats", logits: Logits | None = None) -> float:
         """Return the entropy of softmax(logits) in "nats" or "bits"; default: the last row."""
@@ -547,12 +571,12 @@ class Context:
 
     @overload
     def complete(
-        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
-    ) -> list[Result]: ...
+        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+    ) -> list[Result[T]]: ...
     @overload
     def complete(
-        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
-    ) -> Result: ...
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+    ) -> Result[T]: ...
     @overload
     def complete(
         self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
@@ -563,7 +587,7 @@ class Context:
     ) -> Result | list[Result] | Events: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
-    ) -> Result | list[Result] | Events:
+    ) -> Result | Sequence[Result] | Events:
         """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
 
         An `Engine` that stays with the context generates: it takes as many of its sequences at a time as
@@ -607,16 +631,16 @@ class Context:
         messages: Conversations,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
-    ) -> list[Result]: ...
+        **options: Unpack[ChatOptions[T]],
+    ) -> list[Result[T]]: ...
     @overload
     def chat(
         self,
         messages: Messages,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
-    ) -> Result: ...
+        **options: Unpack[ChatOptions[T]],
+    ) -> Result[T]: ...
     @overload
     def chat(
         self,
@@ -635,7 +659,7 @@ class Context:
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
-    ) -> Result | list[Result] | Events:
+    ) -> Result | Sequence[Result] | Events:
         """Answer a conversation in the format of the model's chat template, or each of a list of them.
 
         Args:
@@ -733,6 +757,7 @@ def _open(
     """
     first = resolved
     reason = ""
+    variation: float | None = None
     while True:
         changes_logits = model.memory_type != "recurrent" and resolved.threads_change_logits
         threads = given.n_threads, given.n_threads_batch
@@ -742,14 +767,14 @@ def _open(
         try:
             if target is not None and model.shares_memory:  # trials need memory
                 _check_copies(handle, None)
-                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None, 0)
+                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None)
             trial = probe(handle, model, params, is_head=target is not None)
             found = trial[0]
             if not found.batch_invariant and resolved is first and target is None:
                 again = _adapted(model, resolved, given, found)
                 if again is not None:
                     handle.close()
-                    reason = found.batch_invariant_reason
+                    reason, variation = found.batch_invariant_reason, found.total_variation
                     if found.exact_rows and again.kv_type != resolved.kv_type:
                         reason += f" (with {resolved.kv_type} K/V)"
                     resolved = again
@@ -771,7 +796,9 @@ def _open(
                 at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
                 more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
                 reason = f"by {at_once}{more}: {reason}"
-            trial = (replace(found, batch_invariant_reason=reason), *trial[1:])
+                variation = 0.0
+            more_found = replace(found, batch_invariant_reason=reason, total_variation=variation)
+            trial = (more_found, *trial[1:])
         return resolved, handle, tuner, trial
 
 
@@ -793,7 +820,8 @@ def _adapted(
     """
     if resolved.batch_invariant is True:
         rows = found.exact_rows
-        if rows > 1 and (resolved.kv_unified or rows >= (resolved.n_seq_max or 1)):
+        exact = model.memory_type == "attention" and rows > 1
+        if exact and (resolved.kv_unified or rows >= (resolved.n_seq_max or 1)):
             return replace(resolved, n_ubatch=rows)
         hint = (
             "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "

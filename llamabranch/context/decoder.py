@@ -61,7 +61,6 @@ class Decoder:
         reclaim: called with a number of tokens when the cache has no room for them: it frees cells
             that are reserved, or that only the prefix cache uses, and returns whether it freed any.
             Default: the reserved ones are released, and the order of cells is lost.
-        n_decodes: number of earlier decodes; ``Context.sample`` uses the count for its noise.
         n_trained: positions the model was trained for, beyond which it warns; None to never warn.
         watch: times every eighth decode where several threads compute; None to time none.
         eog_tokens: ids that end a draft.
@@ -73,14 +72,13 @@ class Decoder:
         handle: ContextHandle,
         cache: KVCache,
         reclaim: Callable[[int], bool] | None = None,
-        n_decodes: int = 0,
         n_trained: int | None = None,
         watch: ThreadWatch | None = None,
         eog_tokens: Sequence[int] = (),
         encoder: heads.Encoder | None = None,
     ) -> None:
         self.handle = handle
-        self.n_decodes = n_decodes
+        self.n_decodes = 0
         self.read_s = math.nan  # seconds for each token of a long chunk, smoothed
         self.cache = cache
         self._reclaim = reclaim

@@ -8,8 +8,10 @@ found is kept in the profile, for each file, build, processor, number of threads
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +22,7 @@ from ..profile import is_off, read_entry, write_entries
 from .decoder import Decoder
 from .kv_cache import KVCache
 
-__all__ = ["exact_rows"]
+__all__ = ["Exactness", "measured_exactness"]
 
 _SIZES = (2, 3, 4, 5, 8, 9, 17, 64)  # where kernels change: blocks of 4, 8, 16 rows, tiles of 64
 _ALONE = 9  # rows that are decoded one by one
@@ -32,15 +34,28 @@ _FEW_ALONE = 3
 _MOST_LISTED = 17  # sizes are tried one by one up to here to find which are exact
 _SECTION = "exact rows"
 
-_found: weakref.WeakKeyDictionary[Model, dict[str, int]] = weakref.WeakKeyDictionary()
+
+class Exactness(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        rows: the most rows of a decode up to which every row's logits are those it has alone; 0 = all.
+        total_variation: the largest between the next token's distributions of the two; 0 = equal.
+    """
+
+    rows: int
+    total_variation: float
 
 
-def exact_rows(
+_found: weakref.WeakKeyDictionary[Model, dict[str, Exactness]] = weakref.WeakKeyDictionary()
+
+
+def measured_exactness(
     decoder: Decoder, cache: KVCache, model: Model, most: int, *, setting: str, ask: bool
-) -> int | None:
-    """Return the most rows of a decode up to which every row's logits are those it has alone.
+) -> Exactness | None:
+    """Return up to how many rows a decode gives each the logits it has alone, and how far others are off.
 
-    The context is empty before and after. The result is ``n_batch`` where all sizes that were tried are
+    The context is empty before and after. The rows are ``n_batch`` where all sizes that were tried are
     equal, 1 where not even two rows are.
 
     Args:
@@ -67,9 +82,10 @@ def exact_rows(
             sizes = [*(n for n in of_all if n < most), most]
             kept = _measure(decoder, cache, model, sizes, _FEW_ALONE if is_part else _ALONE)
             if key is not None:
-                write_entries([(_SECTION, key, {"rows": kept})])
+                write_entries([(_SECTION, key, kept._asdict())])
         known[setting] = kept
-    return known[setting] or decoder.handle.n_batch
+    found = known[setting]
+    return found._replace(rows=found.rows or decoder.handle.n_batch)
 
 
 def _key(model: Model, setting: str) -> str | None:
@@ -83,39 +99,46 @@ def _key(model: Model, setting: str) -> str | None:
         return None
 
 
-def _read(key: str | None) -> int | None:
-    entry = None if key is None else read_entry(_SECTION, key)
-    rows = None if entry is None else entry.get("rows")
-    return rows if isinstance(rows, int) and not isinstance(rows, bool) and rows >= 0 else None
+def _read(key: str | None) -> Exactness | None:
+    entry = (None if key is None else read_entry(_SECTION, key)) or {}
+    rows, variation = entry.get("rows"), entry.get("total_variation")
+    if type(rows) is int and rows >= 0 and type(variation) is float and 0 <= variation <= 1:
+        return Exactness(rows, variation)
+    return None
 
 
 def _measure(
     decoder: Decoder, cache: KVCache, model: Model, sizes: Sequence[int], n_alone: int
-) -> int:
-    """Return the most rows that are exact, 0 if all sizes are."""
+) -> Exactness:
     own = [(7 * i + 3) % model.n_vocab for i in range(min(n_alone, sizes[-1]))]
     alone: list[npt.NDArray[np.float32]] = []
     try:
         for token in own:
             alone.append(decoder.decode([token], [0], [True])[0].array.copy())
-        if all(_agrees(decoder, cache, own, alone, n) for n in sizes):
-            return 0
+        variation = max(_variation(decoder, cache, own, alone, n) for n in sizes)
+        if not variation:
+            return Exactness(0, 0.0)
         n = 1
-        while n < min(_MOST_LISTED, sizes[-1]) and _agrees(decoder, cache, own, alone, n + 1):
+        while n < min(_MOST_LISTED, sizes[-1]) and not _variation(
+            decoder, cache, own, alone, n + 1
+        ):
             n += 1
-        return n
+        return Exactness(n, variation)
     finally:
         cache.clear()
 
 
-def _agrees(
+def _variation(
     decoder: Decoder,
     cache: KVCache,
     own: Sequence[int],
     alone: Sequence[npt.NDArray[np.float32]],
     n: int,
-) -> bool:
-    """Return whether rows in a batch of ``n`` are those ``alone``, to the bit."""
+) -> float:
+    """Return the largest total variation between rows in a batch of ``n`` and those ``alone``.
+
+    Above 0 wherever they differ in a bit.
+    """
     cache.clear()
     n_own = min(n, len(own))
     others = [(token + 1) % decoder.handle.n_vocab for token in own] * -(-n // len(own))
@@ -132,4 +155,10 @@ def _agrees(
     compared = [i for i in range(n) if is_own[i]][-decoder.handle.n_outputs_max :]
     rows = decoder.decode(tokens, seqs, [i in compared for i in range(n)])
     expected = alone[n_own - len(compared) : n_own]
-    return all(np.array_equal(row.array, there) for row, there in zip(rows, expected, strict=True))
+    found = 0.0
+    for row, there in zip(rows, expected, strict=True):
+        if not np.array_equal(row.array, there):
+            p, q = (np.exp(x - x.max(), dtype=np.float64) for x in (row.array, there))
+            apart = float(np.abs(p / p.sum() - q / q.sum()).sum()) / 2
+            found = max(found, apart if math.isfinite(apart) else 1.0, 1e-12)
+    return min(found, 1.0)

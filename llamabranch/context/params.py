@@ -15,7 +15,6 @@ from .kv_type import faster_kv_type
 
 __all__ = [
     "DEFAULT_N_CTX",
-    "DEFAULT_N_SEQ_MAX",
     "INVARIANT_KV_TYPES",
     "MOST_WITH_PREFIXES",
     "ContextOptions",
@@ -24,7 +23,10 @@ __all__ = [
 ]
 
 DEFAULT_N_CTX = 2048
-DEFAULT_N_SEQ_MAX = 8
+# Another sequence costs nothing in a shared cache of attention, and memory of its own elsewhere. With
+# nine, a branch and eight forks of it fit.
+DEFAULT_N_SEQ_MAX = 16
+_SEQUENCES_WITH_MEMORY = 9
 MOST_WITH_PREFIXES = max_sequences() - 16  # sequences, so that some ids are left for kept texts
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
@@ -79,7 +81,8 @@ class ContextParams:
         n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. None: 2048,
             or what the model was trained for if that is less. With ``kv_unified=False`` they are divided
             evenly, each part is rounded up, and None is so many for each sequence.
-        n_seq_max: sequences (branches) at a time, 1 to 256. None: 8.
+        n_seq_max: sequences (branches) at a time, 1 to 256. None: 16, or 9 where each takes memory of its
+            own (recurrent and hybrid memory, ``kv_unified=False``), but at most ``n_batch``.
         n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch). With a
             sliding window the smaller of the two counts for both.
         n_outputs_max: rows of logits per decode at most, from n_seq_max to n_batch. None:
@@ -102,7 +105,7 @@ class ContextParams:
             "auto": False where the memory can be divided, else True.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not read again. None: from the first call of
-            ``complete`` or ``chat`` on, where memory can share cells.
+            ``complete`` or ``chat``, or an ``AsyncEngine``, on, where memory can share cells.
         cache_ram: bytes of host memory for K/V that the prefix cache evicts; it comes back where that
             is faster than reading the text again. 0: none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
@@ -175,11 +178,15 @@ class ContextParams:
             UnsupportedError: ``kv_unified=False`` with memory that is not plain attention.
         """
         n_ctx = self.n_ctx
-        n_seq_max = DEFAULT_N_SEQ_MAX if self.n_seq_max is None else self.n_seq_max
-        kv_unified = bool(self.kv_unified) or n_seq_max == 1  # which is the same for one sequence
-        if self.kv_unified == "auto":
+        unified = self.kv_unified
+        if unified == "auto":
             n_chunk = min(self.n_batch, self.n_ubatch or self.n_batch)
-            kv_unified = model.memory_type != "attention" or not 1 < n_seq_max <= n_chunk
+            n = self.n_seq_max or _SEQUENCES_WITH_MEMORY
+            unified = model.memory_type != "attention" or n > n_chunk
+        is_shared = unified and model.memory_type in ("attention", "sliding-window")
+        n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
+        n_seq_max = self.n_seq_max or min(n_seq_max, self.n_batch)
+        kv_unified = bool(unified) or n_seq_max == 1  # which is the same for one sequence
         if n_ctx is None:
             trained = self.trained_length(model)
             # llama.cpp has no smaller cache than its step of 256.

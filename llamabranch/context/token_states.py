@@ -81,7 +81,7 @@ def layer_states(ctx: Context, seq_id: int, tokens: list[int], layer: int, start
         rows = kept_states(ctx, seq_id, tokens, start)
         if len(rows) < len(tokens) - start:
             raise CapacityError("no room to decode the tokens once more", hint="prune a branch")
-        return rows[:, hidden.columns(layer)].copy()
+        return np.array(rows[:, hidden.columns(layer)])
 
 
 def _final_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> States:

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Literal, TypeVar, overload
+from typing import Literal, overload
 
-from typing_extensions import Unpack
+from typing_extensions import TypeVar, Unpack
 
 from ..arguments import whole
 from ..errors import ClosedError, ConfigError
@@ -30,15 +30,16 @@ from .completion import (
     Messages,
     Prompts,
     TextOptions,
+    own_drafter,
     plan_chat,
     plan_texts,
 )
-from .engine import AnyRequest, Engine, Target
+from .engine import AnyRequest, Engine, Target, opened
 from .request import EngineStats, Event, Request, Result
 
 __all__ = ["AsyncEngine", "merged"]
 
-T = TypeVar("T")
+T = TypeVar("T", default=object)
 
 _PAUSE_S = 0.1  # between decodes that are timed while there is nothing else to do
 
@@ -48,11 +49,14 @@ class AsyncEngine:
 
     Any number of tasks, of one event loop or several, may call ``generate`` at a time; their requests
     share decodes. While there are none, it times decodes of the sizes that the profile lacks, one at a
-    time; a request that comes stops it.
+    time; a request that comes stops it. As by ``Context.complete``, prefixes are kept from now on
+    unless the context was opened with ``prefix_cache=False``.
 
     Args:
-        target, drafter, config, sampling, max_tokens, seed, wait_s, max_waiting, parallel: as
-            for ``Engine``.
+        drafter: None = as ``Context.complete`` does: copies from the text so far, MTP layers, what a
+            grammar forces, where it was measured to be faster, and, unless ``config`` is given, by the
+            seeded rule. ``NullDrafter()`` = none.
+        target, config, sampling, max_tokens, seed, wait_s, max_waiting, parallel: as for ``Engine``.
         buffer: how many events of a request may be unread before it is paused.
 
     Raises:
@@ -73,8 +77,14 @@ class AsyncEngine:
         parallel: int | None = None,
         buffer: int = 256,
     ) -> None:
+        context = opened(target, drafter, parallel)
+        context.keep_prefixes()
+        if drafter is None:
+            config = config or SpeculativeConfig(rule="seeded")
+            with context.lock:
+                drafter = own_drafter(context, None)
         self._engine = Engine(
-            target,
+            context,
             drafter,
             config,
             sampling=sampling,
@@ -84,6 +94,7 @@ class AsyncEngine:
             max_waiting=max_waiting,
             parallel=parallel,
         )
+        self._engine.owns_target = context is not target
         self._buffer = whole("buffer", buffer, 1)
         self._readers: dict[str, _Reader] = {}
         self._wake = threading.Condition()
@@ -169,12 +180,12 @@ class AsyncEngine:
 
     @overload
     def complete(
-        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
-    ) -> Coroutine[None, None, list[Result]]: ...
+        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+    ) -> Coroutine[None, None, list[Result[T]]]: ...
     @overload
     def complete(
-        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
-    ) -> Coroutine[None, None, Result]: ...
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+    ) -> Coroutine[None, None, Result[T]]: ...
     @overload
     def complete(
         self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
@@ -185,7 +196,7 @@ class AsyncEngine:
     ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
-    ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]:
+    ) -> Coroutine[None, None, Result | Sequence[Result]] | AsyncGenerator[Event, None]:
         """Continue prompts as ``Context.complete`` does: ``(await engine.complete("The king")).text``.
 
         With ``stream=True``: ``async for event in engine.complete(prompt, stream=True)``. The drafter,
@@ -208,16 +219,16 @@ class AsyncEngine:
         messages: Conversations,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
-    ) -> Coroutine[None, None, list[Result]]: ...
+        **options: Unpack[ChatOptions[T]],
+    ) -> Coroutine[None, None, list[Result[T]]]: ...
     @overload
     def chat(
         self,
         messages: Messages,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
-    ) -> Coroutine[None, None, Result]: ...
+        **options: Unpack[ChatOptions[T]],
+    ) -> Coroutine[None, None, Result[T]]: ...
     @overload
     def chat(
         self,
@@ -236,7 +247,7 @@ class AsyncEngine:
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
-    ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]:
+    ) -> Coroutine[None, None, Result | Sequence[Result]] | AsyncGenerator[Event, None]:
         """Answer conversations as ``Context.chat`` does; see ``complete``.
 
         Raises:

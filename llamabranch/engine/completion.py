@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Generic, cast
 
-from typing_extensions import Unpack
+from typing_extensions import TypeVar, Unpack
 
 from ..arguments import placed, plain_int
 from ..context import Context
@@ -41,6 +41,7 @@ __all__ = [
     "Messages",
     "Prompts",
     "TextOptions",
+    "own_drafter",
     "plan_chat",
     "plan_texts",
     "run",
@@ -52,9 +53,10 @@ Conversations = Sequence[Sequence[Message]]
 _Prompt = str | Sequence[int] | Messages
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations
 Events = Generator[Event, None, None]
+T = TypeVar("T", default=object)  # of what the texts mean
 
 
-class TextOptions(SamplingSettings, total=False):
+class TextOptions(SamplingSettings, Generic[T], total=False):
     """How texts are generated: fields of `Request`, grammars, and sampling settings by name."""
 
     max_tokens: int | None
@@ -63,7 +65,7 @@ class TextOptions(SamplingSettings, total=False):
     n: int
     sampling: SamplingParams | None
     grammar: Grammar | str | None
-    json_schema: str | Mapping[str, object] | type | None
+    json_schema: type[T] | str | Mapping[str, object] | None
     regex: str | None
     choices: Sequence[str] | None
     top_logprobs: int | None
@@ -75,7 +77,7 @@ class TextOptions(SamplingSettings, total=False):
 _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotations__.keys()
 
 
-class ChatOptions(TextOptions, total=False):
+class ChatOptions(TextOptions[T], Generic[T], total=False):
     """`TextOptions`, and what the chat template is given."""
 
     tools: Sequence[Mapping[str, object]] | None
@@ -187,6 +189,11 @@ def plan_texts(
         prompt_logprobs=options.get("prompt_logprobs"),
         parse_special=options.get("parse_special", True),
     )
+    if options.get("json_schema") is not None and (common.stop or common.stop_tokens):
+        raise ConfigError(
+            "stop and json_schema: what ends at a stop string or token is no complete value",
+            hint="leave stop and stop_tokens out: the text ends with the value",
+        )
     ctx.model.check_tokens(common.stop_tokens)
     requests = []
     for index, each in enumerate(prompts):
@@ -303,18 +310,26 @@ def _engine(ctx: Context, drafter: Drafter | None, structured: bool) -> Engine:
             ctx.keep_prefixes()
             # Under the seeded rule the seed in a result gives the same text again.
             config = SpeculativeConfig(rule="seeded")
-            engine = Engine(ctx, drafter or _own_drafter(ctx, structured), config, wait_s=0.5)
+            engine = Engine(ctx, drafter or own_drafter(ctx, structured), config, wait_s=0.5)
             ctx.residents[name] = engine
         return engine
 
 
-def _own_drafter(ctx: Context, structured: bool) -> Drafter:
-    """Return a drafter of copied text, and of the model's MTP layers and what a grammar forces."""
-    values: Drafter = SuffixDrafter(min_match=1 if structured else 2, shared_tokens=0)
+def own_drafter(ctx: Context, structured: bool | None) -> Drafter:
+    """Return a drafter of copied text, and of the model's MTP layers and what a grammar forces.
+
+    ``structured``: whether a grammar constrains the texts; None = some of them.
+    """
+    head = None
     if ctx.model.n_mtp_layers:
         with suppress(LlamaBranchError):  # such as memory that is in use
             head = ctx.residents.get("head") or Context(ctx.model, target=ctx)
             ctx.residents["head"] = head
-            if isinstance(head, Context):
-                values = ChainDrafter([values, MTPDrafter(head)])
-    return GrammarDrafter(values) if structured else values
+
+    def copying(min_match: int) -> Drafter:
+        values = SuffixDrafter(min_match=min_match, shared_tokens=0)
+        return ChainDrafter([values, MTPDrafter(head)]) if isinstance(head, Context) else values
+
+    if structured is False:
+        return copying(2)
+    return GrammarDrafter(copying(1), copying(2) if structured is None else None)

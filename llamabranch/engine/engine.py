@@ -14,7 +14,7 @@ from ..arguments import whole
 from ..branch.branch import random_seed
 from ..context import Context
 from ..context.context import text_context
-from ..context.params import DEFAULT_N_CTX, DEFAULT_N_SEQ_MAX, MOST_WITH_PREFIXES
+from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..errors import (
     ClosedError,
     ConfigError,
@@ -31,8 +31,9 @@ from .core import EngineCore, EngineSettings, Seeds
 from .learning import Learning
 from .request import EngineStats, Event, Request, Result
 
-__all__ = ["AnyRequest", "Engine", "Target"]
+__all__ = ["AnyRequest", "Engine", "Target", "opened"]
 
+_PARALLEL = 8  # texts at a time of an engine that opens its model
 Target = Context | Model | str | os.PathLike[str]
 Messages = Sequence[Message]
 AnyRequest = Request | str | Messages
@@ -84,6 +85,7 @@ class Engine:
         stats: totals over all requests so far.
         seed: the seed in use.
         sampling: the settings of requests that give none.
+        owns_target: whether the target is closed with the engine.
         core: runs the requests that are added; for ``AsyncEngine``, not for users.
     """
 
@@ -102,8 +104,8 @@ class Engine:
     ) -> None:
         if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
             raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
-        self._owns_target = not isinstance(target, Context)
-        self.target = target = _opened(target, drafter, parallel)
+        self.owns_target = not isinstance(target, Context)
+        self.target = target = opened(target, drafter, parallel)
         self.drafter = checked_drafter(drafter, target.model)
         if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
@@ -227,7 +229,7 @@ class Engine:
             return self.core.drain()
         finally:
             self._learning.save(at_once=True)
-            if self._owns_target:
+            if self.owns_target:
                 self.target.close()
 
     def _check_open(self) -> None:
@@ -330,13 +332,13 @@ class Engine:
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
 
 
-def _opened(target: object, drafter: Drafter | None, parallel: int | None) -> Context:
+def opened(target: object, drafter: Drafter | None, parallel: int | None) -> Context:
     """Return the context that generates, one of the engine's own unless it is given."""
     if not isinstance(target, (Model, str, os.PathLike)):
         return text_context("target", target)
     model = target if isinstance(target, Model) else Model(resolve(target))
     try:
-        n = DEFAULT_N_SEQ_MAX if parallel is None else parallel
+        n = _PARALLEL if parallel is None else parallel
         n = whole("parallel", n, 1, MOST_WITH_PREFIXES)
         return Context(
             model,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import cast
+from typing import Generic, cast
 
 import numpy as np
+from typing_extensions import TypeVar
 
 from ..arguments import whole
 from ..branch import Produced
 from ..context.logits import TokenScore
-from ..errors import ConfigError, LlamaBranchError
+from ..errors import ConfigError, LlamaBranchError, ParseError
 from ..model import Message, chat_messages, is_chat, token_list
 from ..model.tools import ToolCall, Tools
 from ..pictures import tokens_picture
@@ -26,6 +26,9 @@ from ..speculative import SpeculativeStats
 from .openai import Vocabulary, chat_choice, completion_choice, end_reason, head, usage
 
 __all__ = ["EngineStats", "Event", "Request", "Result"]
+
+T = TypeVar("T", default=object, covariant=True)
+S = TypeVar("S")
 
 _MOST_TEXTS = 100_000  # of one request; each takes a few kilobytes as soon as it is queued
 
@@ -139,7 +142,7 @@ class Request:
 
 
 @dataclass(repr=False)
-class Result:
+class Result(Generic[T]):
     """One generated text of a request, and how it ended.
 
     ``finish_reason`` is "stop", "length", "capacity" (the cache cannot hold it), "cancelled" or "error".
@@ -186,7 +189,7 @@ class Result:
     logprobs: list[Produced] | None = None
     prompt_logprobs: list[TokenScore | None] | None = None
     grammar: Grammar | None = field(default=None, repr=False, compare=False)
-    choices: list[Result] = field(default_factory=list, compare=False)
+    choices: list[Result[T]] = field(default_factory=list, compare=False)
     tools: Tools | None = field(default=None, compare=False)
     model: str = field(default="", compare=False)
     pieces: Mapping[int, bytes] = field(default_factory=dict, compare=False)
@@ -197,21 +200,31 @@ class Result:
         return [] if self.tools is None else self.tools.calls(self.text)
 
     @property
-    def parsed(self) -> object:
-        """What the text means under the request's grammar; None without one, or if it was cut.
+    def parsed(self) -> T:
+        """What the text means under the request's grammar; None without one.
 
         For a JSON schema a JSON value, or an instance of the type that the schema was made from; for
         other grammars the text.
 
         Raises:
-            ValueError: pydantic's own validation refuses the value.
+            ParseError: the text was cut (``finish_reason`` tells why), or the type refuses its value.
         """
-        if self.grammar is None or self.finish_reason != "stop":
-            return None
+        if self.grammar is None:
+            return cast(T, None)
+        if self.finish_reason != "stop":
+            raise ParseError(
+                f"the text is not complete: it ended with {self.finish_reason!r}",
+                text=self.text,
+                hint="a larger max_tokens may let it end; parsed_or(None) does not raise",
+            ) from self.error
+        return cast(T, self.grammar.parse(self.text))
+
+    def parsed_or(self, default: S) -> T | S:
+        """Return ``parsed``, or ``default`` where it raises."""
         try:
-            return self.grammar.parse(self.text)
-        except json.JSONDecodeError:  # a stop string has cut it
-            return None
+            return self.parsed
+        except ParseError:
+            return default
 
     def __repr__(self) -> str:
         ended = self.finish_reason + ("" if self.error is None else f": {self.error}")

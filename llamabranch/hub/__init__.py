@@ -7,7 +7,9 @@ from .catalogue import (
     BUNDLED_TARGET,
     CatalogueEntry,
     catalogue,
+    default_model,
     draft_for,
+    made_from,
     parse_catalogue,
 )
 from .download import search_hub
@@ -22,11 +24,13 @@ __all__ = [
     "HubSpec",
     "LocalModel",
     "catalogue",
+    "default_model",
     "draft_for",
     "fetch",
     "hub_cache",
     "is_offline",
     "local_models",
+    "made_from",
     "parse_catalogue",
     "parts",
     "resolve",

@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 BUNDLED_TARGET = "tale-target"
+DEFAULT_MODEL = "smollm2-135m"  # of the command line, where it is installed
 BUNDLED_DRAFT = "tale-draft"
 BUNDLED_HEAD = "tale-eagle"
 
@@ -104,6 +105,28 @@ def draft_for(name: str) -> str | None:
 def catalogue() -> list[CatalogueEntry]:
     """Return the entries of ``models.txt`` in order, the bundled pair first."""
     return list(_shipped_catalogue())
+
+
+def made_from(name: str) -> str | None:
+    """Return the name of the model that another quantization is made from on this machine, or None.
+
+    ``name``: a name such as ``smollm2-135m:Q8_0``, or the path of the file that was made.
+    """
+    asked = name.lower(), Path(name).stem.lower()
+    for entry in catalogue():
+        for made in map(str.lower, entry.made_here):
+            if f"{entry.name}:{made}" == asked[0] or f"{entry.name}-{made}" == asked[1]:
+                return entry.name
+    return None
+
+
+def default_model() -> str:
+    """Return the name of the model that commands take where none is named.
+
+    SmolLM2 where it is on this machine, which answers and instructs, else the bundled target.
+    """
+    is_here = any(entry.name == DEFAULT_MODEL and entry.path for entry in catalogue())
+    return DEFAULT_MODEL if is_here else BUNDLED_TARGET
 
 
 def parse_catalogue(text: str, source: str = "models.txt") -> list[CatalogueEntry]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigError, DownloadError, UnsupportedError
+from ..files import atomic_write
 from .caches import hub_cache
 from .choice import choose
 from .spec import HubSpec, is_safe_path
@@ -299,9 +300,8 @@ def _write_reference(plan: DownloadPlan) -> None:
         return
     reference = plan.folder / "refs" / revision
     reference.parent.mkdir(parents=True, exist_ok=True)
-    draft = reference.with_name(f".{reference.name}.{os.getpid()}")
-    draft.write_text(plan.commit, encoding="utf-8")
-    os.replace(draft, reference)
+    with atomic_write(reference) as file:
+        file.write(plan.commit.encode())
 
 
 def _check_space(plan: DownloadPlan) -> None:

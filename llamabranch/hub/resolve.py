@@ -7,7 +7,6 @@ package brings in one quantization gets the others here: ``smollm2-135m:Q8_0`` i
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from ..arguments import nearest
 from ..errors import ConfigError, UnsupportedError
+from ..files import atomic_write
 from .caches import find, own_cache
 from .catalogue import CatalogueEntry, catalogue
 from .display import announce, note, progress_bar
@@ -173,7 +173,7 @@ class _RemoteModel:
         name, entry = self.name, self.entry
         size = "" if entry is None else f" ({entry.size})"
         why = f"{name} is not on this machine" + (", and this is offline" if offline else "")
-        hint = f"`llamabranch pull {name}` downloads it{size}; --download lets any command do so"
+        hint = f"`llamabranch pull {name}` downloads it{size}, --download and load(download=True) do so"
         if entry is not None:
             hint += f"; or `{entry.download_command}`, or put {entry.file} in {own_cache()}"
             if entry.package is not None:
@@ -246,20 +246,16 @@ def _quantize(source: Path, path: Path, file_type: str) -> None:
     """Make ``path`` from ``source``, whole or not at all."""
     from ..native.quantize import quantize  # which needs llama.cpp
 
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     note(f"making {path.name} from {source}, once, in {path.parent}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        quantize(source, part, file_type)
-        os.replace(part, path)
+        with atomic_write(path) as file:
+            quantize(source, Path(file.name), file_type)
     except OSError as error:
         raise ConfigError(
             f"cannot write to {path.parent}: {error.strerror or error}",
             hint="set LLAMABRANCH_CACHE to a folder that can be written",
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
 
 
 def _hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:

@@ -10,9 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import SupportsIndex, cast
 
-from ..arguments import plain_int, shown, whole
+from ..arguments import choice, plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
-from ..native import ModelHandle, ModelOptions, staging, uses_amx
+from ..native import ModelHandle, ModelOptions, amx_works, staging, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_parts
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
@@ -36,7 +36,7 @@ class Model:
         check_tensors: look for NaN and infinity in the weights (slower to load).
         vocab_only: load the vocabulary without the weights; no context can be created for such a model.
         extra_buffers: let llama.cpp repack the weights for this processor. "auto" = yes, except for
-            Intel's AMX, where a build with GCC 12 aborted at the first decode.
+            Intel's AMX, whose kernels crash where GCC 12 compiled them.
         load_mtp: load the MTP layers too, if the file has any: a drafter in the model's own file. They
             are always loaded from a file that has nothing else.
         chat_template: a chat template to use in place of the file's: its Jinja source, or the name of one
@@ -45,7 +45,8 @@ class Model:
 
     Raises:
         ModelLoadError: no such file, not a GGUF, or one that llama.cpp cannot run; with the reason.
-        UnsupportedError: ``load_mtp``, and this llama.cpp cannot compute them.
+        UnsupportedError: ``load_mtp``, and this llama.cpp cannot compute them; ``extra_buffers=True``,
+            and its AMX kernels crash.
         ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is no 32-bit
             integer.
     """
@@ -66,6 +67,8 @@ class Model:
     ) -> None:
         if not (chat_template is None or isinstance(chat_template, str)):
             raise ConfigError(f"chat_template must be text or None, not {shown(chat_template)}")
+        if chat_template is not None and "{" not in chat_template:
+            choice("chat template", chat_template, sorted(ModelHandle.chat_template_names()))
         if extra_buffers not in (True, False, "auto"):
             raise ConfigError(f"extra_buffers must be 'auto', True or False, not {extra_buffers!r}")
         n_gpu_layers = whole("n_gpu_layers", n_gpu_layers, -(2**31), 2**31 - 1)
@@ -73,7 +76,15 @@ class Model:
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
-        self.extra_buffers = not uses_amx() if extra_buffers == "auto" else bool(extra_buffers)
+        if extra_buffers == "auto":
+            extra_buffers = not uses_amx()
+        elif extra_buffers and uses_amx() and not amx_works():
+            raise UnsupportedError(
+                "llama.cpp crashes here where weights are repacked for AMX: a trial in a process of "
+                "its own did",
+                hint="extra_buffers='auto' does not repack them",
+            )
+        self.extra_buffers = bool(extra_buffers)
         options = ModelOptions(
             n_gpu_layers=n_gpu_layers,
             use_mmap=use_mmap,
@@ -143,9 +154,8 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The name in the metadata, or the file's name without its suffix."""
-        found = None if self.closed else self.metadata.get("general.name")
-        return self.path.stem if found is None else found
+        """The file's name without its suffix."""
+        return self.path.stem
 
     @cached_property
     def description(self) -> str:

@@ -9,6 +9,7 @@ from .attention import attention_seconds
 from .context import ContextHandle, HeadOf, NativeContextParams
 from .handle import forkable_lock
 from .library import (
+    amx_works,
     available_cores,
     engine_versions,
     last_log_lines,
@@ -33,6 +34,7 @@ __all__ = [
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",
+    "amx_works",
     "attention_seconds",
     "available_cores",
     "call_in_thread",

@@ -58,6 +58,7 @@ class Handle:
 
     A handle keeps its parents alive; a parent has weak references to its children and closes them first.
     In a child of fork() every handle counts as closed, because llama.cpp does not survive fork().
+    ``name`` is what messages call it.
     """
 
     closes_first = False  # close before the siblings: another thread may be decoding with it
@@ -72,7 +73,7 @@ class Handle:
         second_parent: Handle | None = None,
     ) -> None:
         self.unchecked_ptr = ptr
-        self._name = name
+        self.name = name
         self._generation = _generation
         self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._alive = alive = [True]  # empty once freed; asked in every call, so no function
@@ -118,10 +119,10 @@ class Handle:
     def ptr(self) -> Any:
         """The pointer; raises ClosedError instead of returning NULL."""
         if not self._alive:
-            raise ClosedError(f"the {self._name} is closed")
+            raise ClosedError(f"the {self.name} is closed")
         if self._generation != _generation:
             raise ClosedError(
-                f"the {self._name} was created in the parent process, before fork()",
+                f"the {self.name} was created in the parent process, before fork()",
                 hint="load the model in the process that uses it: llama.cpp does not survive fork()",
             )
         return self.unchecked_ptr

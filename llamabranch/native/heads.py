@@ -47,7 +47,8 @@ def extract_layers(handle: ContextHandle, layers: Iterable[int], on: bool) -> No
     layers = sorted(layers)
     if on and layers and handle.architecture not in LAYER_INPUTS:
         raise UnsupportedError(
-            f"llama.cpp does not give the hidden states of {handle.architecture} models"
+            f"llama.cpp does not give the hidden states of inner layers of {handle.architecture} models",
+            hint="layer -1, what the output matrix reads, is given for every architecture",
         )
     for layer in layers:
         if not 0 <= layer < handle.n_layer:
@@ -77,7 +78,7 @@ def extract_embeddings(handle: ContextHandle, on: bool) -> None:
 def embedding_rows(handle: ContextHandle, n: int) -> Rows:
     """Return the last decode's ``n`` rows of states after the output norm, a copy."""
     address = ctypes.cast(C.llama_get_embeddings(handle.ptr), ctypes.c_void_p).value
-    return _view(address, n, handle.n_embd_out).copy()
+    return np.array(_view(address, n, handle.n_embd_out))
 
 
 class ExtractedRows:

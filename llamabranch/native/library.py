@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import subprocess
 import sys
 from collections import deque
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -101,6 +104,16 @@ def system_info() -> str:
 def uses_amx() -> bool:
     """Return True if this build can repack weights for Intel's AMX."""
     return "AMX_INT8 = 1" in system_info()
+
+
+@cache
+def amx_works() -> bool:
+    """Return True if this build's AMX kernels do not crash: another process decodes two tokens."""
+    probe = "import sys, llama_cpp; llama_cpp.Llama(sys.argv[1], n_ctx=64).eval([1, 2])"  # repacks
+    model = Path(__file__).parents[1] / "data" / "tale-draft-q8_0.gguf"
+    if getattr(sys, "frozen", False) or not sys.executable:  # no Python to run it
+        return False
+    return not subprocess.run([sys.executable, "-c", probe, model], capture_output=True).returncode
 
 
 def max_sequences() -> int:

@@ -205,7 +205,7 @@ def _verify(branch: Branch, run: Sequence[int], n_kept: int | None = None) -> Lo
     with branch.ctx.lock:
         verification = Verification(branch.sequence, run)
         try:
-            row = verification.decode()[len(kept) - 1].array.copy()
+            row = np.array(verification.decode()[len(kept) - 1].array)
             verification.accept(range(len(kept)))
         except BaseException:
             verification.abandon()

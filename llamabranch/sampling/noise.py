@@ -58,7 +58,7 @@ def _key(seed: int, position: int, purpose: int) -> int:
 
 @lru_cache(maxsize=8)
 def _all_counters(n: int) -> npt.NDArray[np.uint64]:
-    counters = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    counters: npt.NDArray[np.uint64] = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     counters.flags.writeable = False
     return counters
 
@@ -81,7 +81,7 @@ def _unit(key: int, ids: Ids | int) -> Floats:
     np.right_shift(x, _U_33, out=shifted)
     x ^= shifted
     x >>= _U_11  # the 53 bits a float64 can hold exactly
-    unit = x.astype(np.float64)
+    unit: Floats = x.astype(np.float64)
     unit += 0.5
     unit *= _TO_UNIT
     return unit

@@ -6,10 +6,11 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from ..arguments import nearest, plain_int, real, shown, whole
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 
 __all__ = ["SamplingParams", "SamplingSettings", "check_names"]
 
@@ -49,23 +50,30 @@ _ARGUMENTS = {
     "grammar": "complete, chat, Request and Branch.start",
     "min_tokens": "Request",
     **dict.fromkeys(("tools", "tool_choice"), "chat"),
+    "logits_processor": "complete, chat, Request and Branch",
 }
 # What other libraries call it.
 _ELSEWHERE = {
-    "max_tokens": "max_new_tokens max_completion_tokens max_output_tokens max_length n_predict",
-    "stop": "stop_sequences stop_strings",
+    "max_tokens": "max_new_tokens max_completion_tokens max_output_tokens max_length n_predict "
+    "num_predict",
+    "stop": "stop_sequences stop_strings stopping_criteria",
+    "temperature": "temp",
+    "tools": "functions",
     "stop_tokens": "stop_token_ids eos_token_id",
     "n": "num_return_sequences",
-    "json_schema": "response_format response_model guided_json schema",
+    "json_schema": "response_format response_model guided_json schema format",
     "regex": "guided_regex",
     "choices": "guided_choice",
     "grammar": "guided_grammar",
     "repeat_penalty": "repetition_penalty penalty_repeat",
     "penalty_last_n": "repeat_last_n",
+    "logits_processor": "logits_processors",
     "typical_p": "typical",
+    "logits_processor": "logits_processors",
 }
 _HERE = {name: here for here, names in _ELSEWHERE.items() for name in names.split()}
 _HINTS = {
+    "options": "give each by its name: temperature=0.8, max_tokens=100",
     "best_of": "lb.search.best_of_n, or n=8 of complete and chat: result.choices",
     "num_beams": "lb.search.beam_search",
     "do_sample": "temperature=0 takes always the most probable token",
@@ -104,6 +112,7 @@ class SamplingSettings(TypedDict, total=False):
     min_keep: int
     seed: int | None
     logprobs: bool
+    logits_processor: Callable[..., object] | None
 
 
 def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
@@ -124,9 +133,9 @@ def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
 class SamplingParams:
     """The sampling settings. Names, meaning, defaults and order are those of llama.cpp.
 
-    Order: logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical-p, top-p, min-p, XTC,
-    temperature. A grammar masks tokens before any truncation, so the result is the model's distribution
-    over the tokens that the grammar allows.
+    Order: logits processor, logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical-p, top-p,
+    min-p, XTC, temperature. A grammar masks tokens before any truncation, so the result is the model's
+    distribution over the tokens that the grammar allows.
 
     Args:
         temperature: 0 = always the most probable token (greedy).
@@ -147,6 +156,9 @@ class SamplingParams:
         seed: any integer; None = a random one (``Branch.seed`` tells which).
         logprobs: False = tokens come without log-probability and entropy (both are NaN), and branches
             without surprisals, which saves time for each token; the text is the same.
+        logits_processor: a function of the ids of all tokens so far and of the model's logits, which
+            returns the logits to use, as llama-cpp-python's. It must depend on nothing else: it is called
+            for drafted tokens too, any number of times for a place.
 
     Raises:
         ConfigError: an unknown setting, or a value that is out of range or not a number.
@@ -175,6 +187,7 @@ class SamplingParams:
     min_keep: int = 1
     seed: int | None = None
     logprobs: bool = True
+    logits_processor: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         if self.top_k == -1:
@@ -197,6 +210,11 @@ class SamplingParams:
                 hint=f"top_logprobs={plain_int(self.logprobs) or 'k'} gives the most probable tokens of "
                 f"each place; it is an argument of {_ARGUMENTS['top_logprobs']}",
             )
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise ConfigError(
+                f"logits_processor must be a function, not {self.logits_processor!r:.60}",
+                hint="f(input_ids, logits) returns the logits to use; of a list of functions make one",
+            )
         breakers: object = self.dry_sequence_breakers
         if isinstance(breakers, str):
             raise ConfigError("dry_sequence_breakers must be a sequence of strings, not one string")
@@ -207,7 +225,10 @@ class SamplingParams:
             raise ConfigError("dry_sequence_breakers must be printable text")
         bias = {}
         for key, added in dict(self.logit_bias).items():
-            token, value = whole("a token of logit_bias", key), real("logit_bias", added)
+            token, value = (
+                whole("a token of logit_bias (an id of tokenize)", key),
+                real("logit_bias", added),
+            )
             bias[token] = value
             if value != value or value > _FLOAT_MAX:
                 raise ConfigError(
@@ -228,8 +249,17 @@ class SamplingParams:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def as_dict(self) -> dict[str, object]:
-        """Return the settings as JSON types: a bias is a pair, one of -inf has null."""
+        """Return the settings as JSON types: a bias is a pair, one of -inf has null.
+
+        Raises:
+            UnsupportedError: there is a ``logits_processor``, which cannot be written.
+        """
         found: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
+        if found.pop("logits_processor") is not None:
+            raise UnsupportedError(
+                "a logits_processor is a function, which cannot be saved",
+                hint="branch.resample(params.replace(logits_processor=None)) first; set it again after",
+            )
         found["logit_bias"] = [
             [token, None if value == -math.inf else value]
             for token, value in self.logit_bias.items()

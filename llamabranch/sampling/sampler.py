@@ -39,8 +39,8 @@ _LEAST_NORMAL = 1e-300
 class Sampler:
     """Turns a row of logits into the distribution of the next token; keeps the state of the samplers.
 
-    State: penalties and DRY keep the last tokens, a grammar keeps its position; without these the sampler
-    has no state, and ``clone`` returns the sampler itself.
+    State: penalties and DRY keep the last tokens, a logits processor all of them, a grammar keeps its
+    position; without these the sampler has no state, and ``clone`` returns the sampler itself.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Sampler:
         self.params = params
         self.grammar = grammar
         self._greedy = params.temperature == 0.0
+        self._tokens: list[int] | None = None if params.logits_processor is None else []
         self._history = self._build_history()
         self._truncation = self._build_truncation()
         self._xtc = self._build_xtc()
@@ -82,6 +83,7 @@ class Sampler:
                 self._xtc,
                 self._grammar_state,
                 self._bias,
+                self._tokens,
             )
         )
 
@@ -91,11 +93,11 @@ class Sampler:
     def _is_common(self) -> bool:
         """Return True if the compiled core knows all settings in use."""
         p = self.params
-        unknown = (self._history, self._xtc)
+        unknown = (self._history, self._xtc, self._tokens)
         if self._greedy:
-            return self._truncation is None and unknown == (None, None)
+            return self._truncation is None and unknown == (None, None, None)
         return (
-            unknown == (None, None)
+            unknown == (None, None, None)
             and p.typical_p == 1.0
             and p.top_n_sigma <= 0.0
             and p.min_keep == 1
@@ -181,7 +183,8 @@ class Sampler:
     def _logit_bound(self) -> float:
         """Return an upper bound of the logits before the temperature divides them."""
         bias = (abs(value) for value in self.params.logit_bias.values() if value > -math.inf)
-        bound = _LOGIT + max(bias, default=0.0)
+        bound = _LOGIT if self._tokens is None else _FLOAT_MAX
+        bound += max(bias, default=0.0)
         repeat = self.params.repeat_penalty if self.params.penalises else 1.0
         return bound * max(repeat, 1.0 / max(repeat, _LEAST_NORMAL))
 
@@ -201,7 +204,7 @@ class Sampler:
     @property
     def is_stateless(self) -> bool:
         """True if accepted tokens do not change later distributions."""
-        return self._history is None and self._grammar_state is None
+        return (self._history, self._grammar_state, self._tokens) == (None, None, None)
 
     @property
     def is_argmax(self) -> bool:
@@ -245,10 +248,12 @@ class Sampler:
 
         Raises:
             GrammarError: the grammar is complete, or allows no token.
-            ConfigError: the logits contain NaN, or no token is left.
+            ConfigError: the logits contain NaN, no token is left, or the logits processor has failed.
         """
         if logits.shape != (self.model.n_vocab,):
             raise ConfigError(f"logits must have shape ({self.model.n_vocab},), not {logits.shape}")
+        if self._tokens is not None:
+            logits = self._process(logits, self._tokens)
         if self._is_argmax:
             token = int(logits.argmax())
             if logits[token] != logits[token]:
@@ -308,6 +313,8 @@ class Sampler:
         """
         if scores.shape != (self.model.n_vocab,):
             raise ConfigError(f"scores must have shape ({self.model.n_vocab},), not {scores.shape}")
+        if self._tokens is not None:
+            scores = self._process(scores, self._tokens)
         found = scores.astype(np.float64)
         if self._bias is not None:
             tokens, values = self._bias
@@ -322,6 +329,24 @@ class Sampler:
             ids, penalised = self._buffer.read()
             return ids, penalised.astype(np.float64)
         return ids, found[ids]
+
+    def _process(self, logits: npt.NDArray[np.floating], tokens: list[int]) -> LogitsArray:
+        """Return what the logits processor makes of ``logits`` after ``tokens``."""
+        function = self.params.logits_processor
+        try:
+            given = np.array(tokens, dtype=np.intc), logits.astype(np.float32)
+            found = np.asarray(function and function(*given))
+        except Exception as error:
+            raise ConfigError(f"logits_processor has raised {error!r}") from error
+        if found.shape != logits.shape or found.dtype.kind not in "fiu":
+            raise ConfigError(
+                f"logits_processor must return logits of shape {logits.shape}, not {found!r:.60}"
+            )
+        with np.errstate(over="ignore"):
+            found = found.astype(np.float32)
+        if not math.isfinite(found.max()):
+            raise ConfigError(f"logits_processor returned logits whose largest is {found.max()}")
+        return found
 
     def _allowed(self, state: GrammarState, logits: LogitsArray) -> npt.NDArray[np.intp]:
         """Return the tokens that the grammar allows, ascending, without those of logit -inf."""
@@ -403,8 +428,14 @@ class Sampler:
                 text = self.model.piece(token)
                 raise GrammarError(f"the grammar does not allow token {token} ({text!r}) here")
             self._grammar_state.accept(token)
+        self._remember((token,))
+
+    def _remember(self, tokens: Sequence[int]) -> None:
+        if self._tokens is not None:
+            self._tokens += tokens
         if self._history is not None:
-            self._history.accept(token)
+            for token in tokens:
+                self._history.accept(token)
 
     def count_allowed(self, tokens: Iterable[int]) -> int:
         """Return how many of ``tokens``, one after the other, the grammar allows."""
@@ -433,11 +464,10 @@ class Sampler:
 
     def accept_prompt(self, tokens: TokenIds) -> None:
         """Remember prompt tokens: they count for penalties, not for the grammar."""
-        if self._history is not None:
+        if self._history is not None or self._tokens is not None:
             tokens = token_list(tokens)
             self.model.check_tokens(tokens)
-            for token in tokens:
-                self._history.accept(token)
+            self._remember(tokens)
 
     def clone(self) -> Sampler:
         """Return an independent copy with the same state."""
@@ -446,6 +476,7 @@ class Sampler:
         twin = object.__new__(Sampler)
         twin.__dict__.update(self.__dict__)
         twin._history = None if self._history is None else self._history.clone()
+        twin._tokens = None if self._tokens is None else [*self._tokens]
         twin._grammar_state = None if self._grammar_state is None else self._grammar_state.clone()
         return twin
 

@@ -9,7 +9,7 @@ from decimal import Decimal, InvalidOperation
 
 from ..arguments import flag, function, real, whole
 from ..branch import Branch
-from ..errors import ConfigError
+from ..errors import ConfigError, LlamaBranchWarning, warn
 from ..model import stop_strings
 from ..sampling.noise import uniform
 from ..speculative import Drafter
@@ -19,6 +19,8 @@ from .result import Hypothesis, SearchResult
 from .sequences import OnStep, SearchSequences
 
 __all__ = ["best_of_n", "vote"]
+
+Answer = str | float  # bool is a number
 
 _NUMBER = re.compile(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d*)?([eE][+-]?\d+)?")
 
@@ -107,7 +109,7 @@ def best_of_n(
 
 def vote(
     branch: Branch,
-    answer: Callable[[str], str | float | None],
+    answer: Callable[[str], Answer | None],
     n: int = 16,
     max_tokens: int | None = 256,
     *,
@@ -122,8 +124,8 @@ def vote(
 
     Args:
         branch: has read the prompt; it is left as it is.
-        answer: a function that returns the answer in a text, as text or number; None = it has none and
-            does not vote.
+        answer: a function that returns the answer in a text, as text, number or bool; None = it has none
+            and does not vote. A text for which it raises does not vote either.
         n: how many texts.
         max_tokens: the most tokens of each.
         adaptive: begin with two texts and double their number until the leading answer has
@@ -133,13 +135,17 @@ def vote(
 
     Returns:
         all texts, those with the most frequent answer first, the most probable of them at the front;
-        ``score`` is the share of all texts that have the same answer, ``votes`` counts the answers. Of
-        equally frequent answers the seed decides which comes first. Numbers that are equal, such as 1
-        and 1.00, are one answer; ``answer_forms`` has the texts in which it was given.
+        ``answer`` is the most frequent one, ``votes`` counts them; ``score`` is the share of all texts
+        that have the same one. Of equally frequent answers the seed decides which comes first. Numbers
+        that are equal, such as 1 and 1.00, are one answer; ``answer_forms`` has the texts in which it
+        was given.
 
     Raises:
-        ConfigError: a value out of range. What ``answer`` raises; BranchStateError, CapacityError,
-        DecodeError: all sequences are returned.
+        ConfigError: a value out of range. BranchStateError, CapacityError, DecodeError: all sequences
+        are returned.
+
+    Warns:
+        LlamaBranchWarning: no text has an answer, or ``answer`` has raised something.
     """
     check_start(branch, on_step, drafter)
     n = whole("n", n, 1, MOST_TEXTS)
@@ -150,28 +156,42 @@ def vote(
         raise ConfigError(f"agreement must be above 0 and at most 1, not {agreement!r}")
     function("answer", answer)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
-    found: list[tuple[Continuation, str | None]] = []
+    found: list[tuple[Continuation, Answer | None]] = []
+    errors: list[Exception] = []
+
+    def answer_in(text: str) -> Answer | None:
+        try:
+            return _checked(answer(text))
+        except Exception as error:  # whatever it raises: the texts have taken time
+            errors.append(error)
+            return None
+
     with SearchSequences(branch, on_step) as sequences, Continuations(sequences, drafter) as texts:
         wanted = min(2, n) if adaptive else n
         while True:
             new = _start(sequences, range(len(found), wanted), max_tokens, stop, seed)
             texts.run(new)
-            found += [(line, _text_of(answer(line.output.text))) for line in new]
+            found += [(line, answer_in(line.output.text)) for line in new]
             forms = _forms(given for _, given in found if given is not None)
-            votes = {name: sum(texts_seen.values()) for name, texts_seen in forms.items()}
+            votes = {name: seen.total() for name, seen in forms.items()}
             most = max(votes.values(), default=0)
             if wanted == n or sequences.is_cancelled or most >= agreement * len(found):
                 break
             wanted = min(n, 2 * wanted)
-    names = {form: name for name, texts_seen in forms.items() for form in texts_seen}
-    found = [(line, None if given is None else names[given]) for line, given in found]
+    if errors:
+        failed = f"answer() has failed for {len(errors)} of {len(found)} texts, which do not vote"
+        warn(f"{failed}: {errors[0]!r}", LlamaBranchWarning)
+    elif not votes:
+        warn("no text has an answer: answer() has returned None", LlamaBranchWarning)
+    names = {form: name for name, seen in forms.items() for form in seen}
+    answered = [(line, None if given is None else names[str(given)]) for line, given in found]
     # The order of first appearance must not decide between equals: early texts are not better.
-    luck = {given: uniform(seed, n, index=i) for i, given in enumerate(sorted(votes))}
+    luck = {given: uniform(seed, n, index=i) for i, given in enumerate(sorted(votes, key=str))}
     ranked = sorted(votes, key=lambda given: (-votes[given], luck[given]))
     rank = {given: i for i, given in enumerate(ranked)}
     hypotheses = []
     order = sorted(
-        found,
+        answered,
         key=lambda pair: (
             len(rank) if pair[1] is None else rank[pair[1]],
             -pair[0].mean_logprob,
@@ -190,24 +210,28 @@ def vote(
     )
 
 
-def _text_of(answer: object) -> str | None:
-    """Return an answer as text; a number as Python writes it."""
-    if answer is None or isinstance(answer, str):
+def _checked(answer: object) -> Answer | None:
+    """Return an answer if it is a text, a number or None; numbers as Python's."""
+    if answer is None or isinstance(answer, (str, bool)):
         return answer
-    return str(real("what answer returns, if it is not a text or None,", answer))
+    return real("what answer returns, if it is not a text or None,", answer)
 
 
-def _forms(answers: Iterable[str]) -> dict[str, Counter[str]]:
+def _forms(answers: Iterable[Answer]) -> dict[Answer, Counter[str]]:
     """Return the different answers, each with the texts in which it was given and how often.
 
-    Numbers that are equal are one answer: 1, 1.00 and 1e0, and 1,000 and 1000. An answer is named by its
-    most frequent text; of equally frequent ones by the shortest, then by the first in the alphabet.
+    Numbers that are equal are one answer: 1, 1.00 and 1e0, and 1,000 and 1000. It is the one of the most
+    frequent text; of equally frequent ones of the shortest, then of the first in the alphabet.
     """
     groups: dict[Decimal | str, Counter[str]] = {}
-    for text in answers:
-        groups.setdefault(_value(text), Counter())[text] += 1
+    given: dict[str, Answer] = {}
+    for answer in answers:
+        text = str(answer)
+        given.setdefault(text, answer)
+        value = _value({"True": "1", "False": "0"}.get(text, text))  # True is 1, as a key too
+        groups.setdefault(value, Counter())[text] += 1
     named = (
-        (min(seen, key=lambda text: (-seen[text], len(text), text)), seen)
+        (given[min(seen, key=lambda text: (-seen[text], len(text), text))], seen)
         for seen in groups.values()
     )
     return dict(named)

@@ -85,7 +85,8 @@ class SearchResult:
         log_evidence: of ``smc``: the logarithm of the estimated normalising constant; None elsewhere.
         effective_sizes: of ``smc``: 1 / sum(w^2) over the particles' shares w of all weight, after each
             step and before resampling: N if all weigh the same, 1 if one has it all, 0 if none has any.
-        votes: of ``vote``: the number of texts for each answer, most first; empty elsewhere.
+        votes: of ``vote``: the number of texts for each answer, as it was returned, most first; empty
+            elsewhere.
         answer_forms: of ``vote``: for each answer the texts in which it was given, and how often.
     """
 
@@ -94,8 +95,8 @@ class SearchResult:
     tree: SearchNode = field(repr=False)
     log_evidence: float | None = None
     effective_sizes: tuple[float, ...] = ()
-    votes: Mapping[str, int] = field(default_factory=dict)
-    answer_forms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    votes: Mapping[str | float, int] = field(default_factory=dict)
+    answer_forms: Mapping[str | float, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def best(self) -> Hypothesis:
@@ -110,6 +111,11 @@ class SearchResult:
                 hint="raise max_tokens, allow shorter texts in the grammar, or use more particles",
             )
         return self.hypotheses[0]
+
+    @property
+    def answer(self) -> str | float | None:
+        """Of ``vote``: the most frequent answer; None if no text has one, and elsewhere."""
+        return next(iter(self.votes), None)
 
     @property
     def text(self) -> str:
@@ -140,8 +146,8 @@ class SearchResult:
             record["log_evidence"] = self.log_evidence
             record["effective_sizes"] = list(self.effective_sizes)
         if self.votes:
-            record["votes"] = dict(self.votes)
-            record["answer_forms"] = {name: dict(seen) for name, seen in self.answer_forms.items()}
+            record["votes"] = {str(name): n for name, n in self.votes.items()}
+            record["answer_forms"] = {str(name): dict(f) for name, f in self.answer_forms.items()}
         if tree:
             record["tree"] = self.tree.as_dict()
         return record

@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from typing import Protocol
 
@@ -57,9 +58,9 @@ class Choice:
     is_begun: bool = False
     ended: Result | None = None
 
-    @property
+    @cached_property
     def prompt(self) -> list[int]:
-        """The prompt's token ids."""
+        """The prompt's token ids: made once, for every event of a stream asks for them."""
         return [token for token in self.request.prompt if isinstance(token, int)]
 
     @property

@@ -8,7 +8,6 @@ it adds to its parent's; a tree that nobody uses is deleted after a while.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from uuid import uuid4
 import msgspec
 
 from ..errors import ConfigError
+from ..files import atomic_write, check_writable
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .errors import HttpError
@@ -214,9 +214,8 @@ class Branches:
             for node in self.all()
         ]  # fmt: skip
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        new = self._file.with_suffix(".new")
-        new.write_bytes(msgspec.msgpack.encode((self._fingerprint, saved)))
-        os.replace(new, self._file)
+        with atomic_write(self._file) as file:
+            file.write(msgspec.msgpack.encode((self._fingerprint, saved)))
 
     def load(self) -> None:
         """Read those of the folder, if they are the same model's; make it if there is none.
@@ -228,9 +227,7 @@ class Branches:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            new = self._file.with_suffix(".new")
-            new.write_bytes(b"")
-            new.unlink()
+            check_writable(self._file)
         except OSError as error:
             raise ConfigError(
                 f"branches cannot be kept in {self._file.parent}: {error}",

@@ -17,7 +17,8 @@ class SpeculativeConfig:
 
     Args:
         draft_k: tokens to draft in each round, 0 to 256; "auto" drafts as many as raise the throughput
-            as measured while it runs, and none where drafting does not raise it.
+            as measured while it runs, and none where drafting does not raise it. The first token comes
+            from the prompt's logits and the last needs no draft: ``max_tokens=2`` drafts nothing.
         max_draft_tokens: the most tokens that "auto" may draft in a round, 1 to 256.
         entropy_stop: end a draft before a token whose distribution has more than this entropy, nats;
             None = never. The decision does not depend on the drawn token, so it is lossless.

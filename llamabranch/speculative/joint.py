@@ -244,6 +244,9 @@ class Joint:
 
     def _decode(self, step: Step, streams: Sequence[Stream], readers: Sequence[Reader]) -> None:
         """Decode pending tokens, drafts and texts together; let each take its rows."""
+        is_exact = self._ctx.capabilities.batch_invariant
+        if not is_exact and any(stream.rule == "seeded" for stream in streams):
+            self._ctx.warn_if_inexact(len(streams) + sum(stream.n_drafted for stream in streams))
         filler = [] if readers else self._filler(streams)
         if len(streams) == 1 and not readers and not filler:
             return self._decode_alone(step, streams[0])

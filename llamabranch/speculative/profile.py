@@ -213,7 +213,7 @@ class _Trial:
             try:
                 return self._decode(seq_id, n)
             finally:
-                ctx.decoder.n_decodes = n_decodes  # ``Context.sample`` takes its noise from it
+                ctx.decoder.n_decodes = n_decodes  # others count theirs by it
                 ctx.sequences.give_back(seq_id)
         except LlamaBranchError:
             return None
@@ -292,12 +292,11 @@ def _times(entry: Entry | None) -> Known | None:
 
 
 def _drafter_entry(old: KnownDrafter | None, found: KnownDrafter) -> Entry:
-    cost, weight = (old.cost, old.n_drafts) if old is not None else (0.0, 0.0)
-    total = weight + found.n_drafts
+    total = (0.0 if old is None else old.n_drafts) + found.n_drafts
     return {
-        "c": round((weight * cost + found.n_drafts * found.cost) / total, 5),
         "drafts": round(min(_MOST_WEIGHT, total)),
         # These include what was known before.
+        "c": round(found.cost, 5),
         "tested": [round(n, 3) for n in found.counts.tested],
         "accepted": [min(round(a, 3), round(n, 3)) for a, n in found.counts.pairs],
         "drawn": [round(n, 3) for n in found.counts.drawn],

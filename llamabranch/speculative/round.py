@@ -151,9 +151,10 @@ class Stream:
         """Use as much of ``draft`` in this round as can be verified."""
         self._draft = draft
         if draft is not NO_DRAFT:
+            n_steps = max(draft.n_decodes, len(draft.tokens))
+            self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
             draft.cut(self._fitting(draft))
             self._cut_refused(draft)
-            self.stats.draft_time_s += draft.seconds
             self.stats.draft_forward_passes += draft.n_decodes
 
     def _cut_refused(self, draft: Draft) -> None:

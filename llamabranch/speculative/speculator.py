@@ -170,8 +170,8 @@ class Speculator:
             drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
             lines.append(
                 f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens were accepted, "
-                f"{stats.mean_acceptance_length:.2f} tokens a drafted round; a tested token is accepted "
-                f"with probability {stats.alpha_hat:.2f} ({low:.2f} to {high:.2f})"
+                f"{stats.mean_acceptance_length:.2f} tokens a drafted round; of those tested "
+                f"{stats.alpha_hat:.0%} (95 % interval {low:.0%} to {high:.0%})"
             )
         if stats.stop_reasons:
             reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])

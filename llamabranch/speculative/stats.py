@@ -18,6 +18,8 @@ class SpeculativeStats:
     ``num_accepted_tokens_per_pos[i]`` how often the (i+1)-th token of a draft was accepted, and
     ``num_tested_tokens_per_pos[i]`` how often it was tested: all tokens before it had been accepted.
     ``num_forced_tokens`` counts those accepted that a grammar had forced.
+    ``num_draft_steps`` and ``draft_step_time_s`` leave out the drafts before which the drafter read more
+    than the last round's tokens: a prompt, or what was generated while it was off.
     ``stop_reasons`` counts why drafts were not longer; ``target_s_by_n[n]`` is the time of all target
     decodes of n tokens, ``target_decodes_by_n[n]`` their number. Times in seconds.
     """
@@ -33,6 +35,8 @@ class SpeculativeStats:
     target_forward_passes: int = 0
     draft_forward_passes: int = 0
     draft_time_s: float = 0.0
+    num_draft_steps: int = 0
+    draft_step_time_s: float = 0.0
     verify_time_s: float = 0.0
     sample_time_s: float = 0.0
     rollback_time_s: float = 0.0
@@ -79,11 +83,13 @@ class SpeculativeStats:
 
     @property
     def c(self) -> float:
-        """Draft cost ratio: mean time per drafted token over that of a plain step; nan without either."""
-        return _ratio(
-            _ratio(self.draft_time_s, self.num_draft_tokens),
-            _ratio(self.plain_time_s, self.num_plain_steps),
-        )
+        """Draft cost ratio: time of a draft step over that of a plain step; nan without either."""
+        return _ratio(self.draft_step_s, _ratio(self.plain_time_s, self.num_plain_steps))
+
+    @property
+    def draft_step_s(self) -> float:
+        """Seconds of a draft step: a decode of the draft model, or a copied token; nan without one."""
+        return _ratio(self.draft_step_time_s, self.num_draft_steps)
 
     @property
     def v(self) -> dict[int, float]:
@@ -106,6 +112,13 @@ class SpeculativeStats:
         drafted_s = _ratio(self.draft_time_s + self.verify_time_s, self.num_drafts)
         plain_s = _ratio(self.plain_time_s, self.num_plain_steps)
         return _ratio(self.mean_acceptance_length * plain_s, drafted_s)
+
+    def record_steps(self, n_steps: int, n_read: int, seconds: float) -> None:
+        """Count the drafter's steps of a draft before which it read ``n_read`` new tokens."""
+        self.draft_time_s += seconds
+        if n_read <= 2 and n_steps:
+            self.num_draft_steps += n_steps
+            self.draft_step_time_s += seconds
 
     def record_draft(self, n_drafted: int, n_steps: int, n_accepted: int) -> None:
         """Count one verified draft of ``n_steps`` positions (in a tree fewer than its tokens)."""

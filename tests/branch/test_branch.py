@@ -8,14 +8,17 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import toys
 from conftest import audit
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
 from llamabranch.branch import BranchStore
+from llamabranch.context.params import ContextOptions
 from llamabranch.errors import (
     BranchStateError,
     ConfigError,
@@ -594,10 +597,26 @@ def test_fork_copies_no_cells(ctx: Context) -> None:
     assert root.fork_position == 0
 
 
+def test_eight_forks_fit_a_default_context(target: lb.Model, tmp_path: Path) -> None:
+    toys.write_toy(tmp_path / "mamba.gguf", "mamba")
+    with lb.Model(tmp_path / "mamba.gguf") as mamba:
+        for model, options, n in (
+            (target, ContextOptions(n_threads=1), 16),
+            (target, ContextOptions(n_threads=1, n_batch=12), 12),
+            (target, ContextOptions(n_threads=1, kv_unified=False, n_ctx=1024), 9),
+            (mamba, ContextOptions(n_threads=1), 9),
+        ):
+            with Context(model, **options) as ctx:
+                assert ctx.n_seq_max == n
+                assert len(Branch.start(ctx, [1, 2, 3]).fork_many(8)) == 8
+
+
 def test_fork_many_forks_all_or_none(ctx: Context) -> None:
     root = Branch.start(ctx, STORY)
-    with pytest.raises(SequencesExhaustedError):
+    with pytest.raises(SequencesExhaustedError) as caught:
         root.fork_many(8)
+    assert str(caught.value).splitlines()[0] == "8 forks need 8 free sequences, 7 are free"
+    assert "n_seq_max=9" in str(caught.value.hint)
     assert root.children == []
     children = root.fork_many(7)
     assert len(ctx.usage().sequences) == 8

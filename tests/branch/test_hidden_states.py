@@ -135,8 +135,9 @@ def test_what_is_refused(ctx: Context, tmp_path: Path) -> None:
         with lb.load(path, n_ctx=256, n_threads=1) as other:
             branch = Branch.start(other, "abc")
             assert branch.hidden_states().shape == (branch.position, other.model.n_embd)
-            with pytest.raises(UnsupportedError, match=kind):
+            with pytest.raises(UnsupportedError, match=kind) as caught:
                 branch.hidden_state(1)
+            assert "layer -1" in str(caught.value.hint)
             assert branch.produce()
             other.audit()
 

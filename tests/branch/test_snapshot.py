@@ -414,6 +414,12 @@ def test_saving_replaces_nothing_but_regular_files(
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
+def test_a_folder_that_is_missing_is_named(small_ctx: lb.Context, tmp_path: Path) -> None:
+    branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
+    with pytest.raises(SnapshotError, match=r"there is no folder \S*/missing(?!\S)"):
+        branch.save(tmp_path / "missing" / "x.branch")
+
+
 def test_a_long_name_can_be_saved_to(small_ctx: lb.Context, tmp_path: Path) -> None:
     path = tmp_path / ("x" * 255)
     lb.Branch.start(small_ctx, [2, 3], seed=1).save(path)
@@ -448,7 +454,7 @@ def test_another_model_or_setting_is_refused(tmp_path: Path) -> None:
         branch = lb.Branch.start(ctx, [2, 3, 4], seed=1)
         branch.save(tmp_path / "x.branch")
         cases: dict[str, tuple[lb.Model, dict[str, Any]]] = {
-            "another model": (other, {}),
+            "another model: a.gguf, this context has b.gguf": (other, {}),
             "another kv_type": (model, {"kv_type": "q8_0"}),
             "another flash_attention": (model, {"kv_type": "bf16", "flash_attention": False}),
             "another rope": (model, {"rope_freq_scale": 0.5}),

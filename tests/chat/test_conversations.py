@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import shutil
 import threading
@@ -188,11 +189,63 @@ def test_a_broken_off_answer_stays_and_an_empty_one_is_taken_back(ctx: Context) 
         assert chat.messages[-1] == {"role": "assistant", "content": answer.text}
         assert chat.branch is not None
         assert chat.branch.tokens == answer.prompt + answer.tokens
-        chat.send("Go on.")  # of which nobody asks for a token
-        assert len(chat.exchanges) == 2
+        chat.send("Go on.").close()  # before its first token
         assert chat.send("Go on!").finish().tokens
         assert [exchange.user for exchange in chat.exchanges] == ["One day", "Go on!"]
         assert [*answer] == []
+
+
+def test_a_message_whose_answer_nobody_reads_stays_without_one(ctx: Context) -> None:
+    with Chat(ctx, lb.NullDrafter(), seed=1, max_tokens=4) as chat:
+        unread = chat.send("I live in Oslo.")
+        last = chat.send("Where do I live?").finish()
+        assert [message["role"] for message in chat.messages] == ["user", "user", "assistant"]
+        assert "Oslo" in ctx.model.detokenize(last.prompt)
+        assert (unread.text, [*unread]) == ("", [])
+        assert chat.stats.num_evaluated_tokens + chat.stats.num_cached_tokens == (
+            len(unread.prompt) + len(last.prompt) + len(last.tokens)
+        )
+        chat.send("What is taken back?")
+        assert chat.undo() == "What is taken back?"
+        chat.send("What is answered?")
+        assert chat.retry().text
+        assert chat.messages[-2]["content"] == "What is answered?"
+        assert len(chat.exchanges) == 3
+
+
+def test_text_of_an_answer_that_nobody_iterates_over_is_all_of_it(ctx: Context) -> None:
+    texts = []
+    for read in (lambda answer: answer.text, lambda answer: "".join(t.text for t in answer)):
+        with Chat(ctx, lb.NullDrafter(), seed=1, max_tokens=8) as chat:
+            answer = chat.send("One day")
+            assert repr(answer).startswith("<Answer '', 0 tokens")
+            texts.append(read(answer))
+            assert answer.finish_reason is not None
+            assert chat.messages[-1]["content"] == answer.text == texts[-1]
+    assert texts[0] == texts[1] != ""
+    with Chat(ctx, lb.NullDrafter(), seed=1, max_tokens=8) as chat:
+        answer = chat.send("One day")
+        assert next(answer).text == answer.text
+        assert len(answer.tokens) == 1
+
+
+def test_a_template_that_refuses_a_message_without_an_answer_says_what_helps(
+    target: lb.Model,
+) -> None:
+    strict = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    with (
+        lb.Model(target.path, chat_template=strict) as model,
+        Context(model, n_ctx=256, n_threads=1) as context,
+        Chat(context, seed=1, max_tokens=3) as chat,
+    ):
+        chat.send("One day")
+        with pytest.raises(lb.ConfigError, match="must alternate") as refused:
+            chat.send("And then?")
+        assert "undo()" in (refused.value.hint or "")
+        assert chat.retry().text and chat.send("And then?").text
 
 
 def test_settings_are_changed_for_the_next_answer(ctx: Context) -> None:
@@ -309,6 +362,33 @@ def test_few_sequences_cost_evaluations_and_no_text(
     ):
         for answer in ten_turns(chat):
             assert by_hand(other_ctx, answer, chat) == answer.tokens
+        context.audit()
+
+
+@pytest.mark.parametrize("memory", ["llama", "mamba"])
+def test_branch_of_an_answer_is_never_that_of_another_turn(memory: str, tmp_path: Path) -> None:
+    write, _ = MEMORIES[memory]
+    path = write(tmp_path / "toy.gguf", vocab="bytes", weights="f32")
+    settings = {"seed": 1, "max_tokens": 4, "logit_bias": {1: -1e30}}
+    with (
+        lb.Model(path, chat_template=toys.CHAT_TEMPLATE) as toy,
+        Context(toy, n_ctx=1024, n_seq_max=1, n_threads=1) as context,
+        Chat(context, lb.NullDrafter(), **settings) as chat,  # type: ignore[arg-type]
+    ):
+        answers = []
+        for text in ("One day", "And then?", "And then?"):
+            answers.append(chat.send(text).finish())
+            assert chat.branch is answers[-1].branch
+            for answer in answers:
+                assert answer.branch.tokens == answer.prompt + answer.tokens
+            for old in answers[:-1]:
+                assert (old.branch.state, old.branch.children) == ("pruned", [])
+                with pytest.raises(lb.BranchStateError, match="pruned"):
+                    old.branch.step()
+        del answers, old
+        gc.collect()  # the end of a pruned branch is not the end of what took its place
+        assert chat.branch is not None and chat.branch.state != "pruned"
+        assert context.n_seq_free == 0
         context.audit()
 
 
@@ -508,6 +588,71 @@ def test_chat_that_is_loaded_goes_on_with_the_same_text(
         fresh.audit()
 
 
+def test_another_chat_is_never_written_over(ctx: Context, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    with Chat(ctx, seed=5, max_tokens=3) as chat, Chat(ctx, seed=6, max_tokens=3) as other:
+        chat.send("One day").finish()
+        chat.save(folder)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        other.send("One night").finish()
+        with pytest.raises(lb.SnapshotError, match="mine has another chat") as refused:
+            other.save(folder)
+        assert refused.value.hint
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        with Chat.load(ctx, folder) as again:
+            again.send("And then?").finish()
+            again.save(folder)
+            again.save(tmp_path / "copy")
+        chat.save(tmp_path / "copy")  # the same chat, which has gone on elsewhere
+    (folder / "chat.json").write_text("damaged")
+    with Chat(ctx, seed=5) as chat, pytest.raises(lb.SnapshotError, match="no chat that can be"):
+        chat.save(folder)
+
+
+def test_chat_of_another_model_is_refused_by_its_name(
+    ctx: Context, model: lb.Model, tmp_path: Path
+) -> None:
+    with Chat(ctx, seed=5, max_tokens=3) as chat:
+        chat.send("One day").finish()
+        chat.save(tmp_path / "saved")
+    assert lb.chat.saved_model(tmp_path / "saved") == model.path
+    toy = toys.write_llama(tmp_path / "other.gguf", vocab="bytes")
+    about = json.loads((tmp_path / "saved" / "chat.json").read_text())
+    with (
+        lb.Model(toy, chat_template=toys.CHAT_TEMPLATE) as wrong,
+        Context(wrong, n_ctx=256, n_threads=1) as context,
+    ):
+        changes: list[dict[str, object]] = [{}, {"branches": []}]
+        for change in changes:
+            (tmp_path / "saved" / "chat.json").write_text(json.dumps({**about, **change}))
+            with pytest.raises(lb.SnapshotError, match=f"{model.path.name}, not {toy.name}") as e:
+                Chat.load(context, tmp_path / "saved")
+            assert str(model.path) in (e.value.hint or "")
+    about["model"]["path"] = str(tmp_path / "gone.gguf")
+    (tmp_path / "saved" / "chat.json").write_text(json.dumps(about))
+    with pytest.raises(lb.SnapshotError, match="the chat's model is gone"):
+        lb.chat.saved_model(tmp_path / "saved")
+    Chat.load(ctx, tmp_path / "saved").close()  # the model was only moved
+
+
+def test_files_without_a_model_and_an_id_are_read(ctx: Context, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        with Chat(ctx, seed=5, max_tokens=3) as chat:
+            chat.send(f"Tell me of {folder.name}").finish()
+            chat.save(folder)
+        about = json.loads((folder / "chat.json").read_text())
+        del about["model"], about["id"]
+        (folder / "chat.json").write_text(json.dumps(about))
+    assert lb.chat.saved_model(folders[0]) is None
+    with Chat.load(ctx, folders[0]) as again:
+        assert again.exchanges[0].user == "Tell me of a"
+        with pytest.raises(lb.SnapshotError, match="another chat"):
+            again.save(folders[1])
+        again.save(folders[0])
+    assert lb.chat.saved_model(folders[0]) == ctx.model.path
+
+
 def test_saved_chat_of_another_kind_is_refused(
     ctx: Context, target: lb.Model, tmp_path: Path
 ) -> None:
@@ -520,6 +665,7 @@ def test_saved_chat_of_another_kind_is_refused(
             chat.save(tmp_path / "other")
     about = json.loads((tmp_path / "saved" / "chat.json").read_text())
     damaged: list[dict[str, object]] = [
+        {"model": 3}, {"model": {"path": "/"}}, {"id": 3},
         {"version": 2}, {"current": 9}, {"exchanges": [{}]}, {"lines": 3}, {"sampling": {"x": 1}},
         {"branches": [{"file": "../chat.json", "exchange": 0}]},
         {"exchanges": [{**about["exchanges"][0], "parent": 0}]},

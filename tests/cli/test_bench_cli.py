@@ -241,7 +241,7 @@ def test_plots_leave_out_what_is_unknown(tmp_path: Path) -> None:
         (("--input", os.devnull), "has no prompts"),
         (("--longest", "0"), "longest"),
         (("--runs", "0"), "runs"),
-        (("--temperature", "-1"), "temperature"),
+        (("--temperature", "1e5"), "temperature"),
         (("--output", os.devnull), "cannot write into"),
     ],
 )
@@ -423,7 +423,9 @@ def test_advice_follows_the_verdict(ctx: lb.Context, capsys: pytest.CaptureFixtu
     assert again.exit_code == 0, again.stderr
 
     told = _advice(ctx, _decided(*[0.5] * 12))
-    assert "Drafting does not pay here" in _printed(told, capsys)
+    shown = _printed(told, capsys)
+    assert "Drafting does not pay here" in shown
+    assert "The least slow, measured again" in shown and "fastest" not in shown
     assert "--draft none" in str(told.command())
 
     told = _advice(ctx, _decided(*[0.9, 1.2] * 6))
@@ -457,3 +459,16 @@ def test_complaints_name_what_disturbs() -> None:
     assert complaint(0.1, 2) == complaint(None, 2) == complaint(1.0, 1) == ""
     assert "load 3.00" in complaint(3.0, 1)
     assert "4 threads share 2 cores" in complaint(0.0, 4)
+
+
+def test_progress_reaches_a_pipe_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("llamabranch.cli.console.monotonic", lambda: now[0])
+    console = Console(color=False)
+    for n in range(40):
+        console.progress(f"run {n}")
+        console.progress("")
+        now[0] += 1.0
+    assert capsys.readouterr() == ("", "run 15\nrun 30\n")

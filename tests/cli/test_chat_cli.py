@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import readline
 import select
 import subprocess
 import sys
@@ -50,9 +51,15 @@ class Terminal:
         self._leader = leader
         self._shown = b""
         self._start = 0  # of what nobody has looked for yet
+        self.seen = ""  # before the first line can be typed
 
     def type(self, text: str) -> None:
         os.write(self._leader, text.encode())
+
+    def paste(self, text: str) -> None:
+        """Type a text as a terminal pastes it: marked as one, if the program has asked for that."""
+        is_marked = self._shown.rfind(b"\x1b[?2004h") > self._shown.rfind(b"\x1b[?2004l")
+        self.type(f"\x1b[200~{text}\x1b[201~" if is_marked else text)
 
     def until(self, pattern: str) -> str:
         """Return what is shown up to a pattern, from the end of the last one on."""
@@ -90,7 +97,7 @@ def terminal(*arguments: str, editor: str = "with prompt_toolkit") -> Iterator[T
         os.close(follower)
         try:
             shown = Terminal(leader)
-            shown.until("/help lists the commands")
+            shown.seen = shown.until("/help lists the commands")
             yield shown
             assert process.wait(LONG_S) == 0
         finally:
@@ -150,6 +157,61 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(editor: str) -> None:
         chat.type("\x04")
 
 
+@pytest.mark.parametrize("editor", ["with prompt_toolkit", "without prompt_toolkit"])
+def test_lines_that_are_pasted_are_one_message(editor: str, tmp_path: Path) -> None:
+    if editor.startswith("with "):
+        pytest.importorskip("prompt_toolkit")
+    elif "GNU" not in (readline.__doc__ or ""):
+        pytest.skip("Python's readline is not GNU readline")
+    with terminal(*OPTIONS, "-n", "3", editor=editor) as chat:
+        chat.ready()
+        chat.paste("first\rsecond\rthird")
+        chat.type("\r")
+        chat.until("as many tokens")
+        chat.say(f"/save {tmp_path}/kept", "saved in")
+        chat.ready()
+        chat.type("\x04")
+    (message,) = json.loads((tmp_path / "kept" / "chat.json").read_text())["exchanges"]
+    assert message["user"] == "first\nsecond\nthird"
+
+
+def test_words_are_not_cut_at_the_edge_and_a_chat_that_goes_on_shows_its_end(
+    tmp_path: Path,
+) -> None:
+    turns = tmp_path / "turns.txt"
+    turns.write_text(f"Tell of a king.\n/save {tmp_path}/kept\n")
+    run(*OPTIONS, "-n", "90", "--ignore-eos", "-f", str(turns))
+    (before,) = json.loads((tmp_path / "kept" / "chat.json").read_text())["exchanges"]
+    options = (*OPTIONS, "--load", f"{tmp_path}/kept", "--ignore-eos")
+    with terminal(*options, editor="without prompt_toolkit") as chat:
+        assert "pip install 'llamabranch[chat]'" in chat.seen
+        end = chat.seen.split("> Tell of a king.")[1].split("branch 1, after: Tell of a king.")[0]
+        assert end.split() == before["answer"].split()
+        chat.say("/set temp 0.5", "temperature: 0.5")
+        shown = chat.say("And then?", "as many tokens").split("And then?", 1)[1]
+        chat.say(f"/save {tmp_path}/kept", "saved in")
+        chat.ready()
+        chat.type("\x04")
+    saved = json.loads((tmp_path / "kept" / "chat.json").read_text())
+    answer = saved["exchanges"][-1]["answer"]
+    lines = without_backspaces(shown).split("\r\n")
+    assert max(map(len, lines)) < 100 < len(answer)
+    assert " ".join(lines).split()[: len(answer.split())] == answer.split()
+    assert saved["sampling"]["temperature"] == 0.5
+
+
+def without_backspaces(text: str) -> str:
+    """Return what a terminal that is wide enough shows of a text."""
+    shown, at = "", 0  # `at`: the column from the end of what is shown
+    for char in text:
+        if char == "\b":
+            at += 1
+        else:
+            shown = shown[:-at] + char + shown[len(shown) - at + 1 :] if at else shown + char
+            at -= at > 0
+    return re.sub(r" +(?=\r?\n)", "", shown)
+
+
 def test_what_is_piped_is_one_message_and_its_answer_alone_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,6 +242,37 @@ def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> 
     wrong = run(*OPTIONS, "-f", str(turns))
     assert (wrong.exit_code, wrong.stdout) == (1, "")
     assert "there is no message yet" in wrong.stderr
+
+
+def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
+    toy, kept, turns = tmp_path / "toy.gguf", tmp_path / "kept", tmp_path / "turns.txt"
+    toys.write_llama(toy, vocab="bytes", metadata={"tokenizer.chat_template": toys.CHAT_TEMPLATE})
+    options = ("-t", "1", "-n", "2", "--draft", "none", "-c", "512", "-f", str(turns))
+    turns.write_text(f"ab\n/save {kept}\n")
+    saved = run("-m", str(toy), *options)
+    assert saved.exit_code == 0, saved.stderr
+    turns.write_text("cd\n")
+    again = run("--load", str(kept), *options, "--json")
+    assert again.exit_code == 0, again.stderr
+    assert [m["content"] for m in json.loads(again.stdout)["messages"][::2]] == ["ab", "cd"]
+    other = run("-m", TARGET, "--load", str(kept), "--chat-template", "chatml", *options)
+    assert other.exit_code == 1
+    assert "another model: toy.gguf, not tale-target-q8_0.gguf" in other.stderr
+    assert not re.search(r"[0-9a-f]{20}", other.stderr)
+    toy.rename(tmp_path / "moved.gguf")
+    gone = run("--load", str(kept), *options)
+    assert gone.exit_code == 1 and "toy.gguf" in gone.stderr
+    moved = run("-m", str(tmp_path / "moved.gguf"), "--load", str(kept), *options)
+    assert moved.exit_code == 0, moved.stderr
+
+
+def test_an_unknown_chat_template_is_refused_with_the_names() -> None:
+    for command in (["chat"], ["generate", "-p", "One day"], ["speculate", "One day"]):
+        result = CliRunner().invoke(
+            app, [*command, "-m", TARGET, "--chat-template", "ChatML"], input="Hi"
+        )
+        assert result.exit_code == 2, result.output
+        assert "unknown chat template 'ChatML'" in result.stderr and "chatml" in result.stderr
 
 
 def test_a_wrong_command_of_a_file_does_not_end_the_run(tmp_path: Path) -> None:

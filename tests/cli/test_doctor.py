@@ -32,8 +32,6 @@ MACHINE = Machine(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure speeds for a moment only."""
     monkeypatch.setattr("llamabranch.cli.doctor.SPEED_S", 0.01)
-    monkeypatch.setattr("llamabranch.cli.doctor.BUSY_S", 0)
-    monkeypatch.setattr("llamabranch.cli.doctor.REAL", "")
 
 
 def run(*arguments: str) -> Result:
@@ -89,22 +87,6 @@ def test_doctor_says_what_a_model_costs_here(tmp_path: Path) -> None:
     (size, unit) = model["K/V of a context"].split(", ")[-1].split()[:2]
     scale = {"kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
     assert float(size) * scale == pytest.approx(expected, rel=0.02)
-
-
-def test_doctor_says_what_the_build_costs_with_the_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("llamabranch.cli.doctor.BUSY_S", 0.01)
-    path = write_toy(tmp_path / "toy.gguf", vocab="bytes", n_layer=2)
-    costs = json.loads(run("-m", str(path), "--json").stdout)["what the build costs"]
-    assert costs["measured with"] == f"{path}, Q8_0, threads: 1"
-    ratios = costs["rows of a batch"].partition(" times")[0]
-    assert [int(part.split()[0]) for part in ratios.split(", ")] == [2, 3, 4, 5, 6]
-    assert all(float(part.split()[1]) > 0 for part in ratios.split(", "))
-    assert "GGML_LLAMAFILE" in costs["rows of a batch"]
-    assert "extra_buffers=False" in costs["without repacked weights"]
-    if Machine.now().cores > 1 and "OPENMP" in Machine.now().features:
-        assert "OMP_WAIT_POLICY=passive" in costs["beside a busy process"]
 
 
 def test_model_that_cannot_be_loaded_is_a_failed_check(tmp_path: Path) -> None:

@@ -160,6 +160,21 @@ def test_quants_shows_files_side_by_side_and_continues(text: Path, tmp_path: Pat
     assert run(*shared, "--chunks", 1, "-o", kept, "--resume").exit_code == 2
 
 
+def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None:
+    """The names of the files that are made of a package's tell it; they need not be here."""
+    made = tmp_path / "smollm2-135m-Q8_0.gguf"
+    made.symlink_to(TARGET)
+    shared = ("quants", DRAFT, made, "-f", text, "-c", 64, "--chunks", 1)
+    assert "smollm2-135m-Q8_0.gguf was made from smollm2-135m, whose losses it has" in " ".join(
+        run(*shared).stdout.split()
+    )
+    found = run_json(*shared)
+    assert found["base"] == str(made) and isinstance(found["models"], list)
+    assert [each["made_from"] for each in found["models"]] == ["smollm2-135m", None]
+    assert hub.made_from("smollm2-135m:bf16") == "smollm2-135m"
+    assert hub.made_from("smollm2-135m") is hub.made_from("tale-target") is None
+
+
 def test_quants_that_was_interrupted_before_its_first_chunk_is_resumed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

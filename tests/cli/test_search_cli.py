@@ -38,6 +38,8 @@ def test_every_method_prints_its_best_text_and_its_cost(method: str) -> None:
     given = ["--method", method, "-n", "6", "-w", "2", "--seed", "3", "--step", "3"]
     if method in ("steps", "mcts"):
         given += ["--reward", REWARD, "--iterations", "4"]
+    if method == "vote":
+        given += ["--answer", r"\w+"]
     result = run("search", PROMPT, *given, "--tree")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.startswith(PROMPT + "\n")  # the root of the tree

@@ -104,6 +104,26 @@ def test_sample_draws_and_changes_nothing(ctx: Context) -> None:
     assert ctx.usage() == before[1]
 
 
+@pytest.mark.parametrize("n_batch", [8, 16, 512])
+def test_sample_draws_what_a_branch_draws_whatever_the_batches(
+    n_batch: int, target: lb.Model
+) -> None:
+    tokens = np.random.default_rng(0).integers(0, 4096, 40).tolist()
+    params = lb.SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0)
+    expected = []
+    with Context(target, n_ctx=256, n_threads=1) as ctx:
+        for n in range(30, 41):
+            with lb.Branch.start(ctx, tokens[:n], sampling=params.replace(seed=n)) as branch:
+                expected.append(branch.produce().token)
+    with Context(target, n_ctx=256, n_batch=n_batch, n_threads=1) as ctx:
+        ctx.decode(tokens[:20], 0, logits="none")
+        ctx.decode(tokens[20:], 20, logits="all")
+        drawn = [ctx.sample(params.replace(seed=n), n - 21) for n in range(30, 41)]
+        assert drawn == expected
+        assert ctx.sample(params.replace(seed=40)) == expected[-1]
+    assert len(set(expected)) > 5
+
+
 def test_sample_refuses_what_needs_a_history(ctx: Context) -> None:
     ctx.decode(A, 0)
     with pytest.raises(UnsupportedError, match="Branch"):
@@ -525,6 +545,21 @@ def test_closed_context_raises_everywhere(target: lb.Model) -> None:
     branch.prune()
 
 
+def test_what_is_closed_is_named(target: lb.Model) -> None:
+    model = lb.Model(target.path)
+    calls: list[Callable[[Context, Branch], object]] = [
+        lambda ctx, _: ctx.complete("a"), lambda ctx, _: ctx.tokenize("a"),
+        lambda ctx, _: Branch.start(ctx, "a"), lambda _, branch: branch.text,
+    ]  # fmt: skip
+    for owner, said in ((True, "the context is closed"), (False, "the model is closed")):
+        ctx = Context(model if not owner else lb.Model(target.path), n_ctx=256, owns_model=owner)
+        branch = Branch.start(ctx, [1, 2])
+        (ctx if owner else model).close()
+        for call in calls:
+            with pytest.raises(ClosedError, match=said):
+                call(ctx, branch)
+
+
 def test_context_manager_closes(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1) as ctx:
         pass
@@ -651,7 +686,7 @@ def test_default_context_is_not_longer_than_the_model_was_trained_for(
         with Context(model, n_threads=1) as ctx:
             assert ctx.n_ctx == n_ctx  # 300 tokens need 512 cells: llama.cpp has multiples of 256
     with Context(target, n_threads=1, n_ctx=None, n_seq_max=None) as ctx:
-        assert (ctx.n_ctx, ctx.n_seq_max) == (TRAINED, 8)
+        assert (ctx.n_ctx, ctx.n_seq_max) == (TRAINED, 16)
 
 
 @pytest.mark.parametrize("options", [{}, {"n_seq_max": 1}], ids=str)

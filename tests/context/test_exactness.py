@@ -6,7 +6,9 @@ and on how llama.cpp was built: the tests ask the context, and attack what it cl
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +22,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, Engine, SamplingParams
-from llamabranch.errors import UnsupportedError
+from llamabranch.errors import ExactnessWarning, UnsupportedError
 
 TYPES = {
     "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
@@ -108,6 +110,97 @@ def test_claims_hold_in_random_batches(model: lb.Model) -> None:
                         assert np.array_equal(branch.logits, alone[seq][branch.position - 1])
             for branch in branches:
                 branch.prune()
+
+
+def test_how_far_batches_are_from_rows_alone_is_measured(model: lb.Model) -> None:
+    """The total variation is 0 where all sizes agree; where they do not, that of 64 rows is no larger."""
+    with Context(model, n_ctx=256, n_seq_max=1, n_threads=1, kv_type="bf16") as ctx:
+        can = ctx.capabilities
+        assert can.total_variation is not None and 0 <= can.total_variation < 0.5
+        assert (can.total_variation == 0) == (can.exact_rows == ctx.n_batch)
+        assert ("total variation of up to" in can.batch_invariant_reason) != can.batch_invariant
+        own = [(7 * i + 3) % model.n_vocab for i in range(64)]
+        rows = []
+        for i, token in enumerate(own[:9]):
+            ctx.decode([token], i)
+            rows.append(np.exp(ctx.logits() - np.logaddexp.reduce(ctx.logits())))
+        ctx.kv_cache_clear()
+        ctx.decode(own[:9], 0, logits="all")
+        for i, alone in enumerate(rows):
+            together = np.exp(ctx.logits(i) - np.logaddexp.reduce(ctx.logits(i)))
+            assert np.abs(together - alone).sum() / 2 <= can.total_variation + 1e-5
+    with Context(model, n_ctx=256, n_threads=1) as ctx:  # told with another K/V type, too
+        assert (ctx.capabilities.total_variation or 0.0) == can.total_variation
+    with Context(model, n_ctx=256, n_threads=1, batch_invariant=False) as ctx:
+        assert ctx.capabilities.total_variation is None
+
+
+@pytest.mark.parametrize("weights", ["q8_0", "f32"])
+def test_exact_rows_of_a_sliding_window_are_measured(tmp_path: Path, weights: str) -> None:
+    """Drafts within them give the text of plain decoding, beyond the window of 32 tokens."""
+    path = toys.write_gemma3(
+        tmp_path / "toy.gguf", weights=weights, vocab=512, n_embd=256, n_ff=512, n_layer=4
+    )
+    with lb.Model(path) as model, Context(model, n_ctx=512, n_threads=1, kv_type="bf16") as ctx:
+        can = ctx.capabilities
+        assert can.sliding_window == 32 and not can.batch_invariant
+        assert can.total_variation is not None and 1 <= can.exact_rows <= ctx.n_batch
+        assert (can.total_variation == 0) == (can.exact_rows == ctx.n_batch)
+        assert "sliding window" in can.batch_invariant_reason
+        drafter = lb.SuffixDrafter(8, 1, factor=2.0, offset=2.0, min_probability=0.0)
+        most = min(4, can.exact_rows - 1)
+        for seed in range(4):
+            params = SamplingParams(temperature=0.7, seed=seed, logit_bias={1: -np.inf})
+            texts = []
+            for found in (lb.NullDrafter(), drafter) if most else ():
+                fixed = lb.SpeculativeConfig(draft_k=most)
+                generated = lb.Speculator(ctx, found, fixed).generate(
+                    tokens_of(seed)[:20], max_tokens=90, sampling=params
+                )
+                texts.append(generated.finish().tokens)
+            assert not texts or texts[0] == texts[1]
+        with pytest.raises(UnsupportedError, match="sliding window"):
+            Context(model, n_ctx=512, n_threads=1, batch_invariant=True, kv_type="bf16")
+    with lb.Model(path) as model, Context(model, n_ctx=512, n_threads=1, kv_type="f16") as ctx:
+        assert ctx.capabilities.exact_rows == 0 and ctx.capabilities.total_variation is not None
+
+
+def test_warns_once_where_texts_may_differ(target: lb.Model) -> None:
+    prompt, seeded = (
+        "the king and the queen and the king and the",
+        SamplingParams(temperature=0.9, seed=3),
+    )
+    with Context(target, n_ctx=512, n_threads=1) as ctx:
+        able = ctx.capabilities
+
+        def warned(sampling: SamplingParams, k: int, **found: Any) -> list[str]:
+            ctx.capabilities = replace(able, batch_invariant=False, **found)
+            drafter = lb.SuffixDrafter(8, 1, factor=2.0, offset=4.0, min_probability=0.0)
+            speculator = lb.Speculator(ctx, drafter, lb.SpeculativeConfig(draft_k=k))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                speculator.generate(prompt, max_tokens=40, sampling=sampling).finish()
+            assert speculator.stats.num_drafts > 0
+            return [str(each.message) for each in caught if each.category is ExactnessWarning]
+
+        differs: dict[str, Any] = {"exact_rows": 3, "total_variation": 0.026}
+        assert not warned(seeded, 4, exact_rows=3, total_variation=None)  # not known
+        assert not warned(seeded, 4, exact_rows=ctx.n_batch, total_variation=0.0)
+        assert not warned(seeded, 1, **differs)
+        assert not warned(seeded.replace(seed=None), 4, **differs)  # no text is expected
+        (told,) = warned(seeded, 4, **differs)
+        assert "0.026" in told and "batch_invariant=True" in told
+        assert not warned(seeded, 4, **differs)
+    for temperature, n in ((0.0, 1), (0.9, 0)):  # a batch
+        with Context(target, n_ctx=512, n_threads=1) as ctx:
+            ctx.capabilities = replace(
+                able, batch_invariant=False, exact_rows=1, total_variation=0.1
+            )
+            engine = Engine(ctx, max_tokens=4, sampling=SamplingParams(temperature=temperature))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                engine.generate(["one", "two"])
+            assert len([each for each in caught if each.category is ExactnessWarning]) == n
 
 
 def test_exact_mode_keeps_to_the_rows_that_are_exact(model: lb.Model) -> None:

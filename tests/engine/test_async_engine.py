@@ -301,3 +301,31 @@ def test_same_texts_as_the_engine(ctx: Context, draft_ctx: Context) -> None:
         assert {last(e).id: last(e).tokens for e in found} == expected
 
     serve(ctx, job, drafter=drafter, config=config, seed=3, sampling=None)
+
+
+def test_defaults_are_those_of_complete(target: lb.Model) -> None:
+    """Copies are drafted and prefixes kept, with and without a grammar; the texts are the plain ones."""
+    prompt = "The king said: go home, go home, go home, go home, go home, go home, go home, go"
+    params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.3, "seed": 3}
+    given: list[dict[str, Any]] = [params, {**params, "choices": ["go home, go home, go home"]}]
+    with Context(target, n_ctx=1024, n_threads=1, batch_invariant=True) as ctx:
+        plain = [ctx.complete(prompt, drafter=lb.NullDrafter(), **each).tokens for each in given]
+    for more in ({}, {"prefix_cache": False}):
+        with Context(target, n_ctx=1024, n_threads=1, batch_invariant=True, **more) as ctx:  # type: ignore[arg-type]
+            config = lb.SpeculativeConfig(draft_k=4, rule="seeded")  # "auto" goes by times
+
+            async def main() -> list[list[Result]]:
+                async with AsyncEngine(ctx, config=config) as engine:  # noqa: B023
+                    assert engine.engine.config is config  # noqa: B023
+                    calls = (engine.complete([prompt], **each) for each in given * 2)
+                    return [await call for call in calls]
+
+            found = [results[0] for results in asyncio.run(main())]
+            assert [each.tokens for each in found] == plain * 2
+            assert all(each.stats.num_draft_tokens for each in found)
+            assert found[0].num_cached_tokens == 0
+            assert bool(found[3].num_cached_tokens) == (not more)
+            own = AsyncEngine(ctx)
+            assert own.engine.config.rule == "seeded" and own.engine.config.draft_k == "auto"
+            own.shut_down()
+            asyncio.run(AsyncEngine(ctx, lb.NullDrafter()).close())

@@ -8,12 +8,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import toys
-from typing_extensions import assert_type
+from typing_extensions import TypedDict, assert_type
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Event, Request, Result
@@ -416,6 +417,39 @@ def test_types_are_known(chatting: Context) -> None:
     asyncio.run(main())
 
 
+def test_types_of_values_are_known(chatting: Context) -> None:
+    pytest.importorskip("pydantic")
+    ctx, few = chatting, 60
+
+    @dataclass
+    class Hero:
+        kind: Literal["king", "wolf"]
+
+    class Wolf(TypedDict):
+        is_big: bool
+
+    hero = ctx.complete("The hero: ", json_schema=Hero, max_tokens=few)
+    assert_type(hero, Result[Hero])
+    assert hero.parsed.kind in ("king", "wolf") and isinstance(hero.parsed, Hero)
+    assert_type(hero.parsed_or(None), Hero | None)
+    for each in ctx.complete(PROMPTS, json_schema=Hero, max_tokens=few):
+        assert each.choices[0].parsed.kind == each.parsed.kind
+    for wolf in ctx.chat([HELLO], json_schema=Wolf, max_tokens=few):
+        assert assert_type(wolf.parsed, Wolf)["is_big"] in (True, False)
+    several = ctx.chat(HELLO, json_schema=list[Hero], max_tokens=few)
+    assert_type(several.parsed_or([]), list[Hero])
+    value = ctx.complete("The hero: ", json_schema={"type": "boolean"}, max_tokens=few)
+    assert assert_type(value.parsed, object) in (True, False)
+
+    async def main() -> None:
+        async with lb.AsyncEngine(ctx, max_tokens=few) as engine:
+            result = await engine.complete("The hero: ", json_schema=Hero)
+            assert assert_type(result.parsed, Hero).kind in ("king", "wolf")
+            assert_type(await engine.chat([HELLO], json_schema=Wolf), list[Result[Wolf]])
+
+    asyncio.run(main())
+
+
 BAD: dict[str, tuple[Any, dict[str, Any], type[Exception]]] = {
     "bytes": (b"x", {}, ConfigError),
     "number": (5, {}, ConfigError),
@@ -431,6 +465,8 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception]]] = {
     "range": ("a", {"temperature": -1.0}, ConfigError),
     "grammar": ("a", {"grammar": "root ="}, GrammarError),
     "schema": ("a", {"json_schema": {"not": {}}}, GrammarError),
+    "stop in JSON": ("a", {"json_schema": {}, "stop": "}"}, ConfigError),
+    "stop token in JSON": ("a", {"json_schema": {}, "stop_tokens": [5]}, ConfigError),
     "two grammars": ("a", {"regex": "a", "choices": ["b"]}, ConfigError),
     "drafter": ("a", {"drafter": 5}, ConfigError),
 }
@@ -477,6 +513,13 @@ def test_what_chat_refuses(chatting: Context, ctx: Context) -> None:
         ({"response_format": {"type": "json_object"}}, "json_schema"),
         ({"stop_sequences": ["a"]}, "stop here"),
         ({"tools": []}, "chat"),
+        ({"functions": []}, "tools here, an argument of chat"),
+        ({"temp": 1.0}, "temperature here"),
+        ({"num_predict": 5}, "max_tokens here"),
+        ({"format": "json"}, "json_schema here"),
+        ({"stopping_criteria": []}, "stop here"),
+        ({"logits_processors": []}, "logits_processor here"),
+        ({"options": {}}, "by its name"),
         ({"temprature": 1.0}, "did you mean temperature?"),
         ({"nonsense": 1}, "arguments: max_tokens, stop, "),
     ],

@@ -10,11 +10,13 @@ import gc
 import itertools
 import json
 import math
+import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -287,6 +289,34 @@ def test_shared_prefixes_are_forked_not_computed(
     assert stats.shared_prompt_tokens >= 4 * n_shared
     total = sum(len(ctx.tokenize(str(request.prompt))) for request in requests)
     assert stats.prompt_tokens + stats.shared_prompt_tokens == total
+    assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("sampling", [WARM, WARM.replace(repeat_penalty=1.2)])
+@pytest.mark.parametrize("n", [1, 2])
+def test_request_that_continues_a_running_one_is_drafted_for(
+    n: int, sampling: SamplingParams, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    """What the draft model has drafted for the first text is read by the others."""
+    engine = Engine(ctx, make("model", draft_ctx), SpeculativeConfig(draft_k=4))
+    requests = {"trunk": Request(ctx.tokenize(TALE), id="trunk", max_tokens=40, sampling=sampling)}
+    engine.add_request(requests["trunk"])
+    said: list[int] = []
+    results = {}
+    while engine.has_unfinished():
+        for event in engine.step():
+            if event.result is not None:
+                results[event.id] = event.result
+            elif event.id == "trunk" and event.emitted is not None:
+                said.append(event.emitted.token)
+        if len(said) >= 15 and len(requests) == 1:
+            for i in range(n):
+                prompt = [*ctx.tokenize(TALE), *said[:12], *ctx.tokenize(PROMPTS[1 + i])]
+                request = Request(prompt, id=f"{i}", max_tokens=12, sampling=sampling)
+                requests[engine.add_request(request)] = request
+    assert engine.stats.shared_prompt_tokens >= n * (len(ctx.tokenize(TALE)) + 11)
+    for name, request in requests.items():
+        alone.check(request, results[name])
     assert_clean(ctx, draft_ctx)
 
 
@@ -1028,6 +1058,8 @@ def test_asynchronous_stream_leaves_the_loop_free(
     found = by_name(results)
     for i, request in enumerate(requests):
         alone.check(request, found[str(i), 0])
+    assert ctx.prefix_cache is not None
+    ctx.prefix_cache.clear()
     assert_clean(ctx, draft_ctx)
 
 
@@ -1053,6 +1085,8 @@ def test_cancelled_task_frees_everything(ctx: Context, draft_ctx: Context) -> No
                     await task
 
     asyncio.run(cancel_soon())
+    assert ctx.prefix_cache is not None
+    ctx.prefix_cache.clear()
     assert_clean(ctx, draft_ctx)
 
 
@@ -1253,7 +1287,41 @@ def test_result_is_parsed_by_the_type_it_was_made_for(ctx: Context) -> None:
     several = lb.Grammar.from_json_schema(list[Hero])
     assert several.parse('[{"name": "Ann", "brave": true}]') == [Hero(name="Ann", brave=True)]
     (cut,) = Engine(ctx, seed=1).generate([lb.Request("A", grammar=grammars[0], max_tokens=3)])
-    assert (cut.finish_reason, cut.parsed) == ("length", None)
+    assert (cut.finish_reason, cut.parsed_or("none")) == ("length", "none")
+    with pytest.raises(lb.ParseError, match="'length'") as caught:
+        assert cut.parsed
+    assert pickle.loads(pickle.dumps(caught.value)).text == cut.text != ""
+    (ended,) = Engine(ctx, seed=1).generate([replace(requests[0], stop='"')])
+    with pytest.raises(lb.ParseError, match="not valid for"):
+        assert ended.parsed
+    assert (ended.finish_reason, ended.parsed_or(None)) == ("stop", None)
+
+
+def test_value_that_the_type_refuses_ends_no_batch(ctx: Context) -> None:
+    class Price(pydantic.BaseModel):
+        kind: Literal["net", "gross"]
+
+        @pydantic.field_validator("kind")
+        @classmethod
+        def check(cls, value: str) -> str:
+            return {"net": value}[value]  # KeyError, which pydantic lets through
+
+    grammar = lb.Grammar.from_json_schema(Price)
+    requests = [Request(f"Price {i}: ", grammar=grammar, max_tokens=40) for i in range(12)]
+    results = Engine(ctx, seed=1).generate(requests)
+    found = [result.parsed_or(None) for result in results]
+    assert None in found and Price(kind="net") in found
+    for result, value in zip(results, found, strict=True):
+        if value is None:
+            with pytest.raises(lb.ParseError, match="'gross'") as caught:
+                assert result.parsed
+            assert caught.value.text == result.text == '{"kind": "gross"}'
+    amount = lb.Grammar.from_json_schema(list[Decimal])
+    with pytest.raises(lb.ParseError, match="valid decimal") as refused:
+        amount.parse('["1.2.3"]')
+    assert refused.value.text == '["1.2.3"]' and "\n" not in str(refused.value)
+    with pytest.raises(lb.ParseError):
+        lb.Grammar.from_json_schema({}).parse("[" * 100_000)
 
 
 def test_engine_opens_a_model_and_gives_each_text_a_part_of_the_cache(

@@ -451,6 +451,17 @@ def test_load_refuses_an_unknown_option() -> None:
     with pytest.raises(lb.ConfigError, match="no option 'n_ctxx'") as caught:
         lb.load(n_ctxx=4096)  # type: ignore[call-arg]
     assert caught.value.hint == "did you mean n_ctx?"
+    for name, meant in (
+        ("embedding", "hidden_states"),
+        ("logits_all", "score"),
+        ("add_bos", "BOS"),
+    ):
+        with pytest.raises(lb.ConfigError) as caught:
+            lb.load(**{name: True})  # type: ignore[arg-type]
+        assert meant in str(caught.value.hint)
+    with pytest.raises(lb.ConfigError) as caught:
+        lb.load("user/repo:Q8_0", download=False)
+    assert "download=True" in str(caught.value.hint)
 
 
 def test_load_refuses_what_is_no_path_or_name() -> None:

@@ -191,6 +191,18 @@ def test_a_role_is_a_common_one_or_a_word_of_the_template(open_model: Open) -> N
             assert hint in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize("template", ["foo", "ChatML", "llama-3", "chat.jinja", "", "no braces"])
+def test_what_is_no_template_and_no_name_of_one_is_refused(template: str, target: lb.Model) -> None:
+    opened: list[Callable[[], object]] = [
+        lambda: lb.Model(target.path, chat_template=template),
+        lambda: lb.load(target.path, chat_template=template),
+    ]
+    for open_it in opened:
+        with pytest.raises(ConfigError, match=f"unknown chat template '{template}'") as refused:
+            open_it()
+        assert "chatml" in (refused.value.hint or "") and "llama3" in (refused.value.hint or "")
+
+
 def test_text_parts_of_a_content_are_joined(open_model: Open) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     model = open_model("{{ messages[0].content }}")

@@ -52,6 +52,7 @@ def test_properties_of_the_bundled_pair(target: lb.Model, draft: lb.Model) -> No
         assert model.n_swa == 0
         assert model.n_ctx_train >= 512
         assert model.metadata["general.architecture"] == "llama"
+        assert model.name == model.path.stem  # not general.name, which other files share
         assert model.name in repr(model)
         assert model.size_bytes < model.path.stat().st_size
     assert target.n_params > 4 * draft.n_params
@@ -124,6 +125,21 @@ def test_extra_buffers_change_no_text(target: lb.Model) -> None:
         assert text_of(plain) == text_of(target)
     with pytest.raises(ConfigError, match="extra_buffers"):
         lb.Model(target.path, extra_buffers="yes")
+
+
+def test_extra_buffers_work_or_are_refused(target: lb.Model) -> None:
+    code = f"""
+import llamabranch as lb
+try:
+    with lb.load({str(target.path)!r}, n_ctx=64, extra_buffers=True) as ctx:
+        ctx.decode([1] * 8, 0, logits="all")
+        print("decoded")
+except lb.UnsupportedError as error:
+    print("AMX" in str(error), error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, "llama.cpp died"
+    assert done.stdout in ("decoded\n", "True extra_buffers='auto' does not repack them\n")
 
 
 def test_context_for_a_vocabulary_without_weights_is_refused(target: lb.Model) -> None:

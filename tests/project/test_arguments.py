@@ -173,7 +173,7 @@ def test_a_limit_of_no_integer_generates_nothing(ctx: lb.Context) -> None:
         for _ in branch.generate(2.5):  # type: ignore[arg-type]
             pass
     assert branch.generated == []
-    assert len(list(branch.generate(np.int64(2)))) == 2  # type: ignore[arg-type]
+    assert len(list(branch.generate(np.int64(2)))) == 2
 
 
 # -- NumPy -----------------------------------------------------------------------------------------
@@ -284,8 +284,8 @@ def test_numpy_numbers_are_settings(ctx: lb.Context) -> None:
         repeat_penalty=1.25,
     )
     given = lb.SamplingParams(
-        temperature=np.float32(0.75), top_k=np.int32(30), seed=np.uint64(5),  # type: ignore[arg-type]
-        logit_bias={np.int64(7): np.float16(-1.5)}, penalty_last_n=np.int8(8),  # type: ignore[arg-type, dict-item]
+        temperature=np.float32(0.75), top_k=np.int32(30), seed=np.uint64(5),
+        logit_bias={np.int64(7): np.float16(-1.5)}, penalty_last_n=np.int8(8),
         repeat_penalty=np.float64(1.25),
     )  # fmt: skip
     assert given == plain
@@ -302,8 +302,8 @@ def test_numpy_numbers_are_settings(ctx: lb.Context) -> None:
 def test_numpy_settings_can_be_saved(ctx: lb.Context, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"temperature": np.float32(0.75), "top_k": np.int64(30)}
     branch = lb.Branch.start(ctx, STORY, **settings)
-    branch.reseed(np.uint64(2**63))  # type: ignore[arg-type]
-    branch.steer({np.int64(9): np.float32(0.5)})  # type: ignore[dict-item]
+    branch.reseed(np.uint64(2**63))
+    branch.steer({np.int64(9): np.float32(0.5)})
     branch.save(tmp_path / "x.branch")
     loaded = lb.Branch.load(ctx, tmp_path / "x.branch")
     assert (loaded.sampling, loaded.seed) == (branch.sampling, 2**63)
@@ -313,8 +313,8 @@ def test_numpy_settings_can_be_saved(ctx: lb.Context, tmp_path: Path) -> None:
 def test_numpy_seeds_draw_what_plain_ones_draw(ctx: lb.Context) -> None:
     choice = lb.Branch.start(ctx, STORY, temperature=1.5, top_k=0, min_p=0.0).distribution()
     for seed in (0, 3, 2**62):
-        assert choice.draw(np.int64(seed), np.int32(9)) == choice.draw(seed, 9)  # type: ignore[arg-type]
-        assert derive_seed(np.int64(seed), 1) == derive_seed(seed, 1)  # type: ignore[arg-type]
+        assert choice.draw(np.int64(seed), np.int32(9)) == choice.draw(seed, 9)
+        assert derive_seed(np.int64(seed), 1) == derive_seed(seed, 1)
 
 
 def test_numpy_numbers_open_a_context_and_bound_its_time(toy: lb.Model) -> None:
@@ -333,10 +333,10 @@ def test_numpy_numbers_open_a_context_and_bound_its_time(toy: lb.Model) -> None:
 def test_numpy_numbers_make_requests(ctx: lb.Context) -> None:
     prompt = ctx.tokenize(STORY)
     params = lb.SamplingParams(temperature=0.0)
-    engine = lb.Engine(ctx, sampling=params, max_tokens=np.int64(6), seed=np.int64(4))  # type: ignore[arg-type]
+    engine = lb.Engine(ctx, sampling=params, max_tokens=np.int64(6), seed=np.int64(4))
     assert type(engine.seed) is int
     request = lb.Request(np.array(prompt), n=np.int64(2), id="a")  # type: ignore[arg-type]
-    listed = lb.Request([np.int64(t) for t in prompt], id="b", max_tokens=np.int8(6))  # type: ignore[arg-type]
+    listed = lb.Request([np.int64(t) for t in prompt], id="b", max_tokens=np.int8(6))
     results = engine.generate([request, listed, lb.Request(prompt, id="c")])
     assert len({tuple(result.tokens) for result in results}) == 1
     assert [len(result.tokens) for result in results] == [6] * 4

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "llamabranch"
 # A room imports from the rows above its own, never from its own row or from below.
 FLOORS = (
     ("errors", "lazy", "startup"),
-    ("arguments", "pictures"),
+    ("arguments", "files", "pictures"),
     ("native",),
     ("hub", "model", "profile"),
     ("sampling",),
@@ -97,6 +97,7 @@ def test_room_imports_from_floors_below_only(path: Path) -> None:
             "bench",
             "chat",
             "eval",
+            "files",
             "hub",
             "loading",
             "model",

@@ -14,12 +14,14 @@ import uuid
 from datetime import date, time
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
 import llamabranch as lb
 from llamabranch import Grammar, Sampler, SamplingParams
 from llamabranch.errors import GrammarError
+from llamabranch.sampling.grammar import schema as schemas
 
 N_TEXTS = 40
 _ALL = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -324,6 +326,108 @@ def test_no_properties_are_none(toy: lb.Model) -> None:
         assert _accepts(toy, grammar, '{"x": 1}') == is_open, schema
 
 
+_BASE = {
+    "Base": _object(properties={"n": _INT, "c": _object(properties={"d": _INT})}, required=["n"])
+}
+_NODE = {
+    "Node": {
+        "allOf": [{"$ref": "#/$defs/Base"}, _object(properties={"next": {"$ref": "#/$defs/Node"}})]
+    },
+    **_BASE,
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        (_object(), ['{"z": 1}'], []),  # any object
+        (_object(required=["a"]), ['{"a": 1}', '{"a": {"b": 2}}'], ['{"a": 1, "z": 1}', "{}"]),
+        (_object(properties={"a": _INT}, required=["b"]), ['{"a": 1, "b": "x"}', '{"b": 2}'],
+         ['{"b": 1, "z": 1}', '{"a": 1}']),
+        (_object(properties={"a": _INT}, allOf=[{"properties": {"b": _INT}, "required": ["b"]}]),
+         ['{"a": 1, "b": 2}', '{"b": 2}'], ['{"a": 1, "b": 2, "z": 3}', '{"a": 1}', '{"b": "x"}']),
+        ({"allOf": [{"$ref": "#/$defs/Base"}, _object(properties={"a": _INT})], "$defs": _BASE},
+         ['{"n": 1, "c": {"d": 2}, "a": 3}', '{"n": 1}'],
+         ['{"n": 1, "z": 1}', '{"n": 1, "c": {"z": 1}}', '{"a": 1}']),
+        ({"$ref": "#/$defs/Node", "$defs": _NODE}, ['{"n": 1, "next": {"n": 2, "c": {"d": 1}}}'],
+         ['{"n": 1, "next": {"n": 2, "z": 3}}', '{"n": 1, "z": 1}', '{"next": {"n": 1}}']),
+        (_object(properties={"a/b ~": _INT}, required=["a/b ~"], allOf=[{"$ref": "#/$defs/C"}],
+                 **{"$defs": {"C": _object(properties={"%/é ~": _INT})}}),
+         ['{"a/b ~": 1, "%/é ~": 2}'], ['{"a/b ~": 1, "z": 1}', '{"a/b ~": 1, "%/é ~": "x"}']),
+        (_object(properties={"a": _INT}, allOf=[_object(properties={"a": {"minimum": 3}})]),
+         ['{"a": 3}'], ['{"a": 2}', '{"a": 4, "z": 1}']),
+        (_object(properties={"a": _INT}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]),
+         ['{"a": 3}', '{"b": 1}', '{"a": 4, "b": "x"}'], ['{"z": 2}', "{}"]),
+        (_object(properties={"k": _INT}, required=["k"],
+                 anyOf=[_object(properties={"x": _INT}, required=["x"]), {"$ref": "#/$defs/Base"}],
+                 **{"$defs": _BASE}),
+         ['{"k": 1, "x": 2}', '{"k": 1, "n": 2, "c": {"d": 1}}'],
+         ['{"k": 1}', '{"k": 1, "x": "a"}', '{"k": 1, "x": 2, "z": 3}']),
+        (_object(properties={"both": {"allOf": [{"$ref": "#/$defs/Base"}, _object(required=["b"])]},
+                             "alone": {"$ref": "#/$defs/Base"}}, **{"$defs": _BASE}),
+         ['{"both": {"n": 1, "b": 2}, "alone": {"n": 1, "z": 2}}'],
+         ['{"both": {"n": 1, "b": 2, "z": 2}}', '{"z": 1}']),
+        ({"anyOf": [_object(properties={"x": _INT}), _object(properties={"y": _INT})]},
+         ['{"x": 1}', '{"y": 1}'], ['{"x": 1, "y": 2}', '{"z": 1}']),
+        (_object(properties={"a": _INT}, allOf=[_object(additionalProperties=_INT)]),
+         ['{"a": 1, "z": 2}'], ['{"a": 1, "z": "x"}']),
+        # Names of properties and values are no keywords.
+        (_object(properties={"properties": _INT, "required": _INT}),
+         ['{"properties": 1, "required": 2}'], ['{"additionalProperties": 1}']),
+        ({"const": {"required": ["b"], "type": "object"}},
+         ['{"required": ["b"], "type": "object"}'], []),
+        (_object(properties={"default": _object(required=["a"])}),
+         ['{"default": {"a": 1}}'], ['{"default": {"a": 1, "z": 1}}']),
+    ],
+    ids=lambda s: json.dumps(s)[:70] if isinstance(s, dict) else "",
+)  # fmt: skip
+def test_objects_have_what_is_declared_or_required(
+    schema: Any, texts: list[str], others: list[str], toy: lb.Model
+) -> None:
+    grammar = Grammar.from_json_schema(schema)
+    for text in texts:
+        assert _accepts(toy, grammar, text), text
+    for text in others:
+        assert not _accepts(toy, grammar, text), text
+    for seed in range(N_TEXTS):
+        jsonschema.validate(json.loads(_walk(toy, grammar, seed)), schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (_object(properties={"a": _object(properties={"b": {"pattern": "^(a$"}})}),
+         "at #/properties/a/properties/b: pattern: unclosed group"),
+        (_object(properties={"not": _INT, "x": {"not": {}}}), "'not' at #/properties/x is"),
+        (_object(properties={"a/b": {"items": [{"anyOf": [_INT, {"format": "x"}]}]}}),
+         "at #/properties/a~1b/items/0/anyOf/1: Unknown format: x"),
+        (_object(properties={"a": {"$ref": "#/$defs/B"}}, required=["a"],
+                 **{"$defs": {"B": {"items": {"type": "x"}}, "C": {"not": {}}}}),
+         "at #/$defs/B/items: Invalid type: x"),
+        (_object(properties={"a": _object(properties={"b": {"enum": ["x"], "pattern": "^y$"}},
+                                          required=["b"])}, required=["a"]),
+         "at #/properties/a/properties/b: no text satisfies it: pattern and the other"),
+        (_object(properties={f"p{i}": {"pattern": "(" if i == 90 else "a"} for i in range(99)}),
+         "at #/properties/p90: pattern: unclosed group"),
+        ({"pattern": "^$a$"}, "at #: pattern: lookarounds not supported"),
+    ],
+    ids=lambda s: json.dumps(s)[:70],
+)  # fmt: skip
+def test_refusals_name_the_place(schema: Any, message: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        Grammar.from_json_schema(schema)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value) and "regex" not in str(caught.value)
+
+
+def test_schemas_stay_small_where_many_objects_are_put_together() -> None:
+    base = _object(properties={f"p{i}": _INT for i in range(3_000)})
+    parts = {f"q{i}": {"allOf": [{"$ref": "#/$defs/B"}, {}]} for i in range(3_000)}
+    closed = schemas.closed(_object(properties=parts, **{"$defs": {"B": base}}))
+    assert len(json.dumps(closed)) < 3_000_000
+    assert closed["additionalProperties"] is False
+
+
 def test_integers_between_bounds_are_exactly_those(toy: lb.Model) -> None:
     bounds = (None, -12, -1, 0, 7, 99, 100)
     for least in bounds:
@@ -400,7 +504,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "allOf": [_object(properties={"a": _INT})]}, "incompatible types"),
     ({"enum": []}, "empty"),
     ({"enum": [1], "type": "string"}, "incompatible types"),
-    ({"enum": ["a"], "pattern": "^b$"}, "Unsatisfiable"),
+    ({"enum": ["a"], "pattern": "^b$"}, "exclude each other"),
     ({"const": {"a": 1}, "required": ["b"]}, "'b' is unsatisfiable"),
     ({"type": "nonsense"}, "nonsense"),
     ({"not": {}}, "'not' at #"),

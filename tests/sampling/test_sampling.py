@@ -792,3 +792,9 @@ def test_top_k_of_minus_one_is_no_limit() -> None:
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
     with pytest.raises(ConfigError):
         SamplingParams(top_k=-2)
+
+
+def test_texts_as_tokens_of_a_bias_get_the_ids_way() -> None:
+    for bias in ({"5": 1.0}, {" the": 1.0}):
+        with pytest.raises(ConfigError, match=r"an id of tokenize\) must be an integer"):
+            SamplingParams(logit_bias=bias)  # type: ignore[arg-type]

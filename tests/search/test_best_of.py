@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from failing import check_every_failure
 
 import llamabranch as lb
 from llamabranch import Branch, Context, PromptLookupDrafter, SuffixDrafter, search
-from llamabranch.errors import ConfigError, DecodeInterruptedError
+from llamabranch.errors import ConfigError, DecodeInterruptedError, LlamaBranchWarning
 from llamabranch.sampling.noise import derive_seed
 
 STORY = "The wolf ran and the wolf ran and the wolf"
@@ -222,6 +223,7 @@ def test_equal_numbers_are_one_answer(ctx: Context) -> None:
         answers = iter(given)
         found = search.vote(root, lambda _: next(answers), len(given), 2)
     assert found.votes == {"1.00": 4, "1e3": 3, "one": 1, "1,00": 1}
+    assert found.answer == "1.00"
     assert found.answer_forms["1.00"] == {"1": 1, "1.00": 2, " 1": 1}
     assert found.answer_forms["1e3"] == {"1,000": 1, "1e3": 1, "1000.0": 1}
     assert found.best.score == 4 / len(given)
@@ -251,10 +253,35 @@ def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:
 
 
 def test_texts_without_an_answer_do_not_vote(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
+    with (
+        Branch.start(ctx, "The", temperature=1.0, seed=2) as root,
+        pytest.warns(LlamaBranchWarning, match="no text has an answer"),
+    ):
         found = search.vote(root, lambda text: None, 3, 3)
-    assert not found.votes
+    assert not found.votes and found.answer is None
     assert [h.score for h in found.hypotheses] == [0.0] * 3
+
+
+def test_answers_are_what_the_parser_returned(ctx: Context) -> None:
+    for given in ([4, 4, 5], [True, True, False], [2.5, 2.5, 1.0]):
+        with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
+            answers: Iterator[Any] = iter(given)
+            found = search.vote(root, lambda _: next(answers), 3, 3)  # noqa: B023
+        assert found.answer is given[0] and type(found.answer) is type(given[0])
+        assert found.votes == {given[0]: 2, given[2]: 1}
+        assert found.as_dict()["votes"] == {str(given[0]): 2, str(given[2]): 1}
+
+
+def test_parser_that_raises_loses_no_text(ctx: Context) -> None:
+    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
+        steps = iter([1, 0, 2, 0, 1])
+        with pytest.warns(LlamaBranchWarning, match="2 of 5 texts, .*ZeroDivisionError") as told:
+            found = search.vote(root, lambda _: 10 // next(steps), 5, 4)
+        assert len(told) == 1
+        assert [h.score for h in found.hypotheses] == [0.4, 0.4, 0.2, 0.0, 0.0]
+        whole = search.vote(root, lambda _: 1, 5, 4)
+    assert found.answer == 10 and found.votes == {10: 2, 5: 1}
+    assert sorted(h.text for h in found.hypotheses) == sorted(h.text for h in whole.hypotheses)
 
 
 @pytest.mark.parametrize(

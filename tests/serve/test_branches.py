@@ -108,6 +108,9 @@ def test_children_are_texts_of_their_own_seeds(api: Api, server: Serving) -> Non
     evict(server)
     again = api.post(f"/{root['id']}/continue", n=3, max_tokens=10, top_logprobs=2)["children"]
     assert [c["text"] for c in first] == [c["text"] for c in again]
+    for each in (*first, *again):
+        for token in each["logprobs"]:
+            del token["source"]  # drafted or not goes by measured times
     assert [c["logprobs"] for c in first] == [c["logprobs"] for c in again]
     assert len({c["text"] for c in first}) == 3
     assert api.child(root, max_tokens=10, seed=first[1]["seed"])["text"] == first[1]["text"]

@@ -13,6 +13,7 @@ from toys import write_toy
 
 import llamabranch as lb
 from llamabranch.serve import fields
+from llamabranch.serve.generation import Choice
 
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 42}
 
@@ -110,6 +111,13 @@ def test_stream_joined_is_the_answer_in_one_piece(api: Any) -> None:
         assert [c["finish_reason"] for c in its][-1] == choice["finish_reason"]
         for name, values in choice["logprobs"].items():
             assert [v for c in its for v in c["logprobs"][name]] == values
+
+
+def test_stream_makes_the_prompt_once() -> None:
+    """A long one, made anew for every token, would hold up the event loop."""
+    choice = Choice(0, lb.Request([5, 6, 7]))
+    assert choice.prompt == [5, 6, 7]
+    assert choice.prompt is choice.prompt
 
 
 def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:

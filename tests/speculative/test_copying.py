@@ -169,6 +169,26 @@ def test_prompts_are_not_shared(target: Context) -> None:
         assert propose(drafter.start(branch, "seeded"), prompt[:4]).tokens == []
 
 
+def test_texts_that_are_read_later_are_not_shared(target: Context) -> None:
+    drafter = SuffixDrafter()
+    prompt, said, answer = list(range(200, 212)), [70, 71, 72, 73], list(range(300, 312))
+    with Branch.start(target, prompt[:4]) as branch, Branch.start(target, prompt) as other:
+        line = drafter.start(branch, "seeded")
+        propose(line, [*prompt[:4], *said])
+        twin = line.fork(other)  # for another prompt with the same beginning, as in an engine
+        twin.observe(4)
+        propose(twin, [*prompt, 90, 91, 92])
+        branch.extend(said)
+        branch.append(answer)
+        propose(line, [*branch.tokens, 80, 81, 82])
+        new = drafter.start(other, "seeded")
+        assert propose(new, prompt[:9]).tokens == propose(new, answer[:4]).tokens == []
+        for before, after in (
+            (prompt[-2:], [90, 91]), (answer[-2:], [80, 81]), (said[:2], said[2:]),
+        ):  # fmt: skip
+            assert propose(drafter.start(other, "seeded"), before).tokens == after
+
+
 def test_rewound_text_stays_evidence(branch: Branch) -> None:
     line = SuffixDrafter().start(branch, "seeded")
     propose(line, [5, 6, 70, 71, 72])

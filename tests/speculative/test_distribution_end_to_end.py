@@ -123,8 +123,8 @@ def exact_law(ctx: Context, params: SamplingParams, depth: int) -> Law:
                 continue
             with branch.fork() as child:
                 child.extend([token])
-                for rest, share in below(child, left - 1).items():
-                    found[(token, *rest)] = weight * share
+                rests = below(child, left - 1).items()
+                found |= {(token, *rest): weight * share for rest, share in rests}
         return found
 
     with Branch.start(ctx, PROMPT, sampling=params) as root:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from typer.testing import CliRunner
@@ -138,6 +138,34 @@ def test_what_are_no_tokens_is_a_typed_error(guess: object, ctx: lb.Context) -> 
     assert ctx.usage().cells_used == 0
     with pytest.raises(ConfigError, match="function"):
         lb.FunctionDrafter("lookup")  # type: ignore[arg-type]
+
+
+def test_what_is_no_draft_names_the_drafter(ctx: lb.Context) -> None:
+    def guesses(tokens: list[int], k: int) -> None: ...
+
+    class Nothing(NullState):
+        def propose(self, *_: object) -> None: ...  # type: ignore[override]
+
+    class Mine(lb.NullDrafter):
+        def start(self, target: lb.Branch, rule: str) -> Any:
+            return Nothing()
+
+    with pytest.raises(TokenizeError, match=r"the drafter guesses: .* not None"):
+        generate(ctx, lb.FunctionDrafter(guesses))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Nothing.propose returns must be a Draft, not None"):
+        generate(ctx, lb.ChainDrafter([Mine()]))
+    with pytest.raises(ConfigError) as caught:
+        lb.Engine(ctx, guesses)  # type: ignore[arg-type]
+    assert "FunctionDrafter(f)" in str(caught.value.hint)
+    assert ctx.usage().cells_used == 0
+
+
+def test_two_tokens_leave_nothing_to_draft(ctx: lb.Context) -> None:
+    drafter = lb.FunctionDrafter(lambda tokens, k: [7] * k)
+    for n, n_drafts in ((2, 0), (3, 1)):
+        speculator = lb.Speculator(ctx, drafter, SpeculativeConfig(draft_k=1))
+        found = speculator.generate(PROMPT, max_tokens=n, sampling=SEEDED).finish()
+        assert found.stats.num_drafts == n_drafts
 
 
 # -- a rule ----------------------------------------------------------------------------------------

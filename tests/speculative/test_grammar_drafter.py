@@ -191,7 +191,38 @@ def test_engine_gives_each_request_its_own_grammar(ctx: Context) -> None:
         assert [result.tokens for result in results] == expected
         for result, grammar in zip(results, grammars, strict=True):
             done = result.finish_reason == "stop"
-            assert result.parsed == (grammar.parse(result.text) if done else None)
+            assert result.parsed_or(None) == (grammar.parse(result.text) if done else None)
+
+
+def test_prompts_of_other_lengths_with_a_common_beginning_are_drafted_as_alone(
+    ctx: Context, other_ctx: Context
+) -> None:
+    params = SETTINGS["greedy"]
+    prompts = [f"The hero was {'very ' * n}old. As JSON: " for n in (1, 5, 9, 12)]
+    alone = [
+        Engine(other_ctx, GrammarDrafter(), LONG, sampling=params).generate(
+            [Request(prompt, grammar=JSON, max_tokens=60)]
+        )[0]
+        for prompt in prompts
+    ]
+    engine = Engine(ctx, GrammarDrafter(), LONG, sampling=params)
+    found = engine.generate([Request(prompt, grammar=JSON, max_tokens=60) for prompt in prompts])
+    assert engine.stats.shared_prompt_tokens > 0
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    n_forced = [each.stats.num_forced_tokens for each in found]
+    assert n_forced == [each.stats.num_forced_tokens for each in alone]
+    assert min(n_forced) > 15
+
+
+def test_answers_after_appended_text_are_drafted_too(ctx: Context) -> None:
+    speculator = Speculator(ctx, GrammarDrafter(), LONG)
+    with Branch.start(ctx, PROMPT, sampling=SETTINGS["greedy"], grammar=JSON) as branch:
+        for _ in range(2):
+            found = speculator.generate(branch, max_tokens=60).finish()
+            assert found.stats.num_forced_tokens > 15
+            branch.append("\nThe next one as JSON: ")
+        with branch.fork() as child:
+            assert speculator.generate(child, max_tokens=60).finish().stats.num_forced_tokens > 15
 
 
 def test_text_goes_on_in_the_middle_of_a_value(ctx: Context, tmp_path: Path) -> None:

@@ -125,7 +125,8 @@ def test_a_run_keeps_costs_and_acceptance_and_the_next_begins_with_them(
     assert isinstance(fresh, AutoLength)
     said = fresh.explain()  # before anything was generated
     assert said.count(f"from the profile of {times['measured']}") == 2
-    assert f"c = {fresh_c(profile):.2f}" in said
+    assert f"a drafted token costs {fresh_c(profile):.2f} of" in said
+    assert "(0 of 0 tested and earlier runs)" in said
     assert fresh.plain_steps(1) == 0
     times = sections(profile)["decode_times"][times_key(ctx)]
     assert {n: fresh.verify_cost(int(n)) for n in times["v"]} == pytest.approx(times["v"])

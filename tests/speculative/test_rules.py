@@ -395,7 +395,7 @@ def generate(rule: str, models: ModelPair, seed: int, n: int, fresh: bool) -> Co
         drafted: list[int] = []
         sources: Sources = []
         while len(drafted) < min(models.gamma, n - 1 - first):
-            q = models.draft[(*text, *drafted)]
+            q = models.draft[tuple(text + drafted)]
             position = first + len(drafted)
             if rule == "seeded":
                 token = q.draw(seed, position)
@@ -406,7 +406,7 @@ def generate(rule: str, models: ModelPair, seed: int, n: int, fresh: bool) -> Co
         prefix = tuple(text)
 
         def target(i: int, prefix: Context = prefix, d: list[int] = drafted) -> Distribution:
-            return models.target[(*prefix, *d[:i])]
+            return models.target[prefix + tuple(d[:i])]
 
         acceptance = apply_rule(rule, drafted, sources, target, seed=seed, position=first)
         text += [*drafted[: acceptance.n_accepted], acceptance.token]

@@ -600,7 +600,7 @@ def test_explanation_names_drafter_length_and_outcome(ctx: Context, draft_ctx: C
     speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k="auto"))
     speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM).finish()
     words = speculator.explain()
-    for part in (speculator.drafter.name, "drafts:", "accepted", "c =", "v ="):
+    for part in (speculator.drafter.name, "drafts:", "accepted", "costs", "v ="):
         assert part in words
 
 
@@ -676,6 +676,20 @@ def test_statistics_add_up(ctx: Context, draft_ctx: Context) -> None:
     low, high = stats.alpha_interval
     assert 0 <= low <= stats.alpha_hat <= high <= 1
     assert sum(stats.stop_reasons.values()) == stats.target_forward_passes
+
+
+def test_reading_a_prompt_is_no_draft_steps_time(ctx: Context, draft_ctx: Context) -> None:
+    """The first draft's time is the prompt's: c was that of all drafting over the drafted tokens."""
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=1))
+    stats = speculator.generate(PROMPTS[0] * 8, max_tokens=20, sampling=WARM).finish().stats
+    assert stats.num_draft_steps == stats.num_drafts - 1 > 5
+    assert 0 < stats.draft_step_time_s < stats.draft_time_s
+    auto = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k="auto"))
+    stats = auto.generate(PROMPTS[0], max_tokens=40, sampling=WARM).finish().stats
+    assert stats.num_draft_steps > stats.num_draft_tokens - 3  # looking at a step is one, too
+    copied = Speculator(ctx, lb.SuffixDrafter(), SpeculativeConfig(draft_k=3))
+    stats = copied.generate("one two three one two three one two", max_tokens=20).finish().stats
+    assert stats.num_draft_steps >= stats.num_draft_tokens > 0
 
 
 # -- dead ends ---------------------------------------------------------------------------------------
@@ -849,3 +863,16 @@ def test_branch_holds_what_was_emitted_when_the_cache_is_full(
         speculator.forget(branch)
         ctx.audit()
         assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
+
+
+def test_fork_that_reads_on_is_drafted_for(ctx: Context, draft_ctx: Context) -> None:
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+        speculator.generate(branch, max_tokens=12).finish()
+        with branch.fork() as child:
+            child.append(PROMPTS[1])
+            with child.fork() as other:
+                expected = [t.token for t in other.generate(12)]
+            found = speculator.generate(child, max_tokens=12).finish()
+            assert found.tokens == expected
+            assert found.stats.num_draft_tokens > 0

@@ -22,6 +22,14 @@ GrammarState = Matcher | SamplerMatcher
 _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 _MOST_BYTES = 1 << 20
+_REASONS = (  # of llguidance, without its expressions
+    ("^the grammar is refused: ", ""),
+    ("^regex parse error:.*error: ", "pattern: "),
+    ("^(lookarounds not supported).*", r"pattern: \1"),
+    ("^Unsatisfiable schema: ", "no text satisfies it: "),
+    ("Regex is empty: .*", "pattern and the other keywords exclude each other"),
+    ("^Failed to generate regex for (.*?): .*", r"\1 out of bounds"),
+)
 _WHITESPACE = ("single", "none", "any")
 
 
@@ -75,15 +83,11 @@ class Grammar:
             return self._compile_gbnf()
         if self.kind == "json_schema":
             schema = json_schemas.parse(self.source)
-            try:
-                found = schema_grammar(json_schemas.closed(schema), self.whitespace)
-                check_grammar(found)
-            except GrammarError as error:
-                if "Unsatisfiable" not in str(error):
-                    raise _named(error, schema) from error
-                found = schema_grammar(schema, self.whitespace)  # it needs other properties
-                check_grammar(found)
-            return found
+            for given in (json_schemas.closed(schema), schema):  # which may need other properties
+                found, reason = _of_schema(given, self.whitespace)
+                if found:
+                    return found
+            raise _refusal(schema, reason, self.whitespace)
         if self.kind == "regex":
             found = regex_grammar(self.source)
         elif self.kind == "choice":
@@ -215,26 +219,38 @@ class Grammar:
         For other grammars it returns the text.
 
         Raises:
-            ValueError: the text is incomplete, or pydantic's own validation refuses it.
+            ParseError: the text is incomplete, or the type refuses it: by a validator, for instance.
         """
         if self.kind != "json_schema":
             return text
-        return json.loads(text) if self.model is None else json_schemas.validate(self.model, text)
+        return json_schemas.value(self.model, text)
 
 
-def _named(error: GrammarError, schema: dict[str, object]) -> GrammarError:
-    """Return an error that says where the first unsupported keyword is; else ``error``."""
-    if "recursion limit" in str(error):
+def _of_schema(schema: dict[str, object], whitespace: str) -> tuple[str, str]:
+    """Return the grammar of a schema, or "" and why it is refused."""
+    try:
+        found = schema_grammar(schema, whitespace)
+        check_grammar(found)
+    except GrammarError as error:
+        return "", str(error)
+    return found, ""
+
+
+def _refusal(schema: dict[str, object], reason: str, whitespace: str) -> GrammarError:
+    """Return an error that says where a schema is refused, and why."""
+    if "recursion limit" in reason:
         return GrammarError("the JSON schema is nested too deep")
-    found = _UNSUPPORTED.search(str(error))
-    keyword = "oneOf" if "oneOf constraints" in str(error) else found[1] if found else ""
-    path = json_schemas.path_to(keyword, schema) if keyword else None
-    if path is None:
-        return error
-    hint = "use anyOf where the parts exclude each other anyway" if keyword == "oneOf" else None
-    return GrammarError(
-        f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint
-    )
+    path, reason = json_schemas.place(schema, reason, lambda part: _of_schema(part, whitespace)[1])
+    found, is_one_of = _UNSUPPORTED.search(reason), "oneOf constraints" in reason
+    if found or is_one_of:
+        hint = "use anyOf where the parts exclude each other anyway" if is_one_of else None
+        keyword = found[1] if found else "oneOf"
+        return GrammarError(
+            f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint
+        )
+    for pattern, shorter in _REASONS:
+        reason = re.sub(pattern, shorter, reason, flags=re.DOTALL)
+    return GrammarError(f"the JSON schema is refused at {path}: {reason}")
 
 
 def _choices(source: str) -> list[str]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from time import perf_counter
 
 from ...arguments import shown
-from ...errors import ConfigError, GrammarError
+from ...errors import ConfigError, GrammarError, ParseError
 
-__all__ = ["TAKEN", "closed", "of_type", "parse", "path_to", "validate"]
+__all__ = ["TAKEN", "closed", "of_type", "parse", "place", "value"]
 
 TAKEN = (
     "give a pydantic model (class Person(BaseModel)), a dataclass, a TypedDict, a list of them "
     "(list[Person]), or a JSON schema as a dict or text"
 )
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
+_DEFS = ("$defs", "definitions")
+_MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)  # of names to schemas
+_VALUES = ("const", "enum", "default", "examples")
+_MOST_S = 2.0  # to find out which part of a schema is refused
+_MOST_NAMES = 100_000  # that are added to close objects
 _OPEN = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
     "minProperties", "dependentSchemas",
@@ -48,9 +54,15 @@ def of_type(model: type) -> str:
         ) from error
 
 
-def validate(model: type, text: str) -> object:
-    """Return the instance of ``model`` that a JSON text describes."""
-    return _adapter(model).validate_json(text)
+def value(model: type | None, text: str) -> object:
+    """Return the value of a JSON text, an instance of ``model`` if given; or raise ParseError."""
+    read = json.loads if model is None else _adapter(model).validate_json
+    try:
+        return read(text)
+    except Exception as error:  # a validator of the type may raise anything
+        reason = " ".join(str(error).split())
+        kind = "JSON" if model is None else f"for {shown(model)}"
+        raise ParseError(f"the text is not valid {kind}: {reason:.300}", text=text) from error
 
 
 def _adapter(model: type):  # type: ignore[no-untyped-def]
@@ -96,17 +108,27 @@ def parse(source: str) -> dict[str, object]:
     return schema
 
 
-def path_to(keyword: str, schema: object, path: str = "#") -> str | None:
-    """Return where ``keyword`` is first used, as a JSON pointer; None if nowhere."""
-    items = schema.items() if isinstance(schema, dict) else enumerate(schema)  # type: ignore[arg-type]
-    for name, value in items:
-        if name == keyword:
-            return path
-        if isinstance(value, (dict, list)):
-            found = path_to(keyword, value, f"{path}/{name}")
-            if found is not None:
-                return found
-    return None
+def place(
+    schema: dict[str, object], reason: str, refusal: Callable[[dict[str, object]], str]
+) -> tuple[str, str]:
+    """Return where the innermost part lies that is refused by itself, as a JSON pointer, and why."""
+    path, part, seen, is_empty = "#", schema, {"#"}, "Unsatisfiable" in reason
+    defs = {name: schema[name] for name in _DEFS if name in schema}
+    end = perf_counter() + _MOST_S
+    while True:
+        places = [(f"{path}/{at}", one) for at, one in _within(part) if not at.startswith(_DEFS)]
+        target = _target(part.get("$ref"), schema)
+        if isinstance(target, dict):
+            places.append((str(part["$ref"]), target))
+        for at, one in places:
+            is_due = at not in seen and perf_counter() < end
+            found = refusal({**defs, **one}) if is_due else ""
+            if found == reason or (is_empty and "Unsatisfiable" in found):
+                path, part, reason = at, one, found
+                seen.add(at)
+                break
+        else:
+            return path, reason
 
 
 def _exclude_each_other(ways: list[object]) -> bool:
@@ -141,37 +163,61 @@ def _values(part: object) -> list[str]:
 def closed(schema: dict[str, object]) -> dict[str, object]:
     """Return the schema with ``additionalProperties: false`` where it says nothing of other properties.
 
-    Objects then have the declared properties only, as llama.cpp writes them too. Not where several
-    schemas apply to one object, each with some of its properties.
+    Objects then have the properties that are declared or required, as llama.cpp writes them too. Where
+    several schemas apply to one object, the outermost one gets the names of all of them.
     """
     schema = json.loads(json.dumps(schema))
-    combined: set[int] = set()
+    outer, inner = set[int](), set[int]()
     for part in _parts(schema):
         every = part.get("allOf")
-        n_schemas = sum(name in part for name in _COMBINE) + ("properties" in part)
+        n_schemas = sum(name in part for name in (*_COMBINE, "properties"))
         if n_schemas > 1 or (isinstance(every, list) and len(every) > 1):
-            _add_combined(part, schema, combined)
-    for part in _parts(schema):
-        properties, required = part.get("properties"), part.get("required", [])
-        if id(part) in combined or not isinstance(properties, dict):
-            continue
-        is_declared = isinstance(required, list) and all(name in properties for name in required)
-        if is_declared and not any(name in part for name in _OPEN):
-            part["additionalProperties"] = False
+            outer.add(id(part))
+            _add_inner(_applied(part, schema), schema, inner)
+    n_names = 0
+    for part in list(_parts(schema)):
+        declares = "properties" in part or (part.get("type") == "object" and "required" in part)
+        if id(part) not in inner and (declares or id(part) in outer):
+            names = _names(part, schema, set())
+            n_names += len(names or ())
+            if n_names < _MOST_NAMES and (names or (names == {} and "properties" in part)):
+                part.update(properties=names, additionalProperties=False)
     return schema
 
 
-def _add_combined(part: object, document: dict[str, object], found: set[int]) -> None:
-    """Add ``part`` and all that applies to the same value."""
-    if not isinstance(part, dict) or id(part) in found:
-        return
-    found.add(id(part))
-    if "$ref" in part:
-        _add_combined(_target(part["$ref"], document), document, found)
-    for name in ("allOf", "anyOf", "oneOf"):
+def _applied(part: dict[str, object], document: dict[str, object]) -> list[object]:
+    """Return the other schemas that apply, or may apply, to the same value."""
+    found = [_target(part["$ref"], document)] if "$ref" in part else []
+    for name in _COMBINE[:3]:
         ways = part.get(name)
-        for way in ways if isinstance(ways, list) else []:
-            _add_combined(way, document, found)
+        found += ways if isinstance(ways, list) else []
+    return found
+
+
+def _add_inner(ways: list[object], document: dict[str, object], found: set[int]) -> None:
+    """Add the ids of ``ways``, and of all that applies to the same value."""
+    for way in ways:
+        if isinstance(way, dict) and id(way) not in found:
+            found.add(id(way))
+            _add_inner(_applied(way, document), document, found)
+
+
+def _names(part: object, document: dict[str, object], seen: set[int]) -> dict[str, object] | None:
+    """Return the properties that are declared or required; None where others are allowed."""
+    if not isinstance(part, dict) or id(part) in seen:
+        return {}
+    seen.add(id(part))
+    properties, required = part.get("properties", {}), part.get("required", [])
+    is_valid = isinstance(properties, dict) and isinstance(required, list)
+    if not is_valid or any(name in part for name in _OPEN):
+        return None
+    found: dict[str, object] = {name: True for name in required if isinstance(name, str)}
+    for way in _applied(part, document):
+        more = _names(way, document, seen)
+        if more is None:
+            return None
+        found |= dict.fromkeys(more, True)
+    return {**properties, **found, **properties}  # first the own ones
 
 
 def _is_finite(document: dict[str, object]) -> bool:
@@ -193,15 +239,26 @@ def _is_finite(document: dict[str, object]) -> bool:
     return id(document) in finite
 
 
-def _parts(value: object) -> Iterator[dict[str, object]]:
-    todo = [value]
+def _parts(document: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Yield a schema and all schemas in it."""
+    todo = [document]
     while todo:
         one = todo.pop()
-        if isinstance(one, dict):
-            yield one
-            todo.extend(one.values())
-        elif isinstance(one, list):
-            todo.extend(one)
+        yield one
+        todo.extend(part for _, part in _within(one))
+
+
+def _within(part: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the schemas right within a schema, each with its place there."""
+    for name, value in part.items():
+        if isinstance(value, dict) and name not in (*_MAPS, *_VALUES):
+            yield name, value
+        elif isinstance(value, (dict, list)) and name not in _VALUES:
+            keys = value if isinstance(value, dict) else range(len(value))
+            for key in keys:
+                if isinstance(value[key], dict):
+                    at = str(key).replace("~", "~0").replace("/", "~1")
+                    yield f"{name}/{at}", value[key]
 
 
 def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[object]]:

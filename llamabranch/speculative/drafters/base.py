@@ -113,7 +113,7 @@ class DraftState(Protocol):
         """Keep the first ``n_tokens`` of text and draft; forget the rest: rejected or removed tokens."""
 
     def fork(self, target: Branch) -> DraftState:
-        """Return a copy of this state that drafts for ``target``, a fork of this state's target."""
+        """Return a copy for ``target``; ``observe`` follows with how many tokens are the same."""
 
     def close(self) -> None:
         """Free the sequences and the memory that the state holds."""
@@ -129,6 +129,8 @@ def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
     if drafter is None:
         return NullDrafter()
     hint = "ModelDrafter(ctx) drafts with the model of a context, EagleDrafter or MTPDrafter with a head"
+    if callable(drafter) and not isinstance(drafter, type):
+        hint = "FunctionDrafter(f) drafts with a function of the tokens and a number"
     instance("drafter", drafter, Drafter, hint).check(target)  # type: ignore[type-abstract]
     return drafter
 
@@ -141,6 +143,9 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
     """
     start = perf_counter()
     draft = state.propose(tokens, length, limit)
+    instance(
+        f"what {type(state).__qualname__}.propose returns", draft, Draft, "Draft() is no draft"
+    )
     if not draft.seconds:
         draft = replace(draft, seconds=perf_counter() - start)
     if not draft.tokens or draft.entropies or not length.reads_entropy:

@@ -11,13 +11,14 @@ the token is proposed and depends only on earlier tokens, so stopping on it is l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
 from ...arguments import real, whole
 from ...branch import Branch
+from ...branch.sequence import TokenSequence
 from ...errors import ConfigError
 from ...model import Model
 from ...native.draft_loop import StopRule
@@ -64,7 +65,7 @@ class PromptLookupDrafter(_CopyDrafter):
     def start(self, target: Branch, rule: str) -> DraftState:
         """Return a new state."""
         index = TokenIndex(range(self.min_ngram, self.max_ngram + 1))
-        return _CopyState(self._policy, index, None, target.position, target.ctx.model.is_eog)
+        return _CopyState(self._policy, index, None, target.position, target.sequence)
 
 
 class SuffixDrafter(_CopyDrafter):
@@ -128,9 +129,8 @@ class SuffixDrafter(_CopyDrafter):
 
     def start(self, target: Branch, rule: str) -> DraftState:
         """Return a new state; the tokens generated from here on enter the shared index."""
-        model = target.ctx.model
-        index = TokenIndex(self.lengths)
-        return _CopyState(self._policy, index, self._pool(model), target.position, model.is_eog)
+        index, shared = TokenIndex(self.lengths), self._pool(target.ctx.model)
+        return _CopyState(self._policy, index, shared, target.position, target.sequence)
 
     def _pool(self, model: Model) -> SharedIndex | None:
         if not self.shared_tokens:
@@ -159,6 +159,7 @@ class _CopyState:
     Args:
         n_written: how many tokens of the text do not need to be written to the shared index: those
             that were there when the state was made, and those written since.
+        sequence: that of the target, which tells which tokens were read: those are not written either.
     """
 
     def __init__(
@@ -167,13 +168,14 @@ class _CopyState:
         index: TokenIndex,
         shared: SharedIndex | None,
         n_written: int,
-        is_eog: Callable[[int], bool],
+        sequence: TokenSequence,
     ) -> None:
         self._policy = policy
         self._index = index
         self._shared = shared
         self._n_written = n_written
-        self._is_eog = is_eog
+        self._sequence = sequence
+        self._is_eog = sequence.ctx.model.is_eog
         self._segment: Segment | None = None
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
@@ -223,6 +225,9 @@ class _CopyState:
 
     def _index_new(self, tokens: Sequence[int]) -> None:
         self._index.extend(tokens[len(self._index) :])
+        start = self._sequence.answer_start
+        if start > self._n_written:
+            self._n_written, self._segment = start, None
         if self._shared is not None and len(tokens) > self._n_written:
             self._segment = self._shared.write(self._segment, tokens, self._n_written)
             self._n_written = len(tokens)
@@ -250,9 +255,8 @@ class _CopyState:
             self._n_written, self._segment = n_tokens, None
 
     def fork(self, target: Branch) -> DraftState:
-        return _CopyState(
-            self._policy, self._index.fork(), self._shared, self._n_written, self._is_eog
-        )
+        index = self._index.fork()
+        return _CopyState(self._policy, index, self._shared, self._n_written, target.sequence)
 
     def close(self) -> None:
         self._index = TokenIndex(())

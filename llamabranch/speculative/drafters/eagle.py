@@ -74,7 +74,7 @@ class _TreeDrafting(HeadDrafting):
             run.grow(_Leaves(self.ctx, run.state.seed), root, self.width)
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(eq=False)
 class _Leaf:
     """A node of a tree: the sequence that holds it, and what follows it.
 

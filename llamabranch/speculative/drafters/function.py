@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ...arguments import placed
 from ...branch import Branch
 from ...errors import ConfigError
 from ...model import Model, token_list
@@ -66,7 +67,8 @@ class _FunctionState:
         if not length.consider(self._name):
             return draft
         limit = min(limit, length.limit)
-        draft.tokens = token_list(self._function(list(tokens), limit))[:limit]
+        with placed(f"the drafter {self._name}"):
+            draft.tokens = token_list(self._function(list(tokens), limit))[:limit]
         draft.stopped = "length" if len(draft.tokens) == limit else "no evidence"
         return draft
 

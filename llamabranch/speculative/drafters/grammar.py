@@ -27,19 +27,20 @@ class GrammarDrafter(Drafter):
 
     Where the grammar leaves a choice, ``values`` drafts on: with a copying drafter, values come from the
     prompt. After these tokens follows what is forced next, and so on. What the grammar refuses is left
-    out. On a branch without a grammar ``values`` drafts alone.
+    out.
 
     Args:
         values: drafts where the grammar leaves a choice; None = the draft ends there.
+        plain: drafts on a branch without a grammar; None = ``values`` does.
 
     Raises:
-        ConfigError: ``values`` proposes trees.
+        ConfigError: one of them proposes trees.
     """
 
-    def __init__(self, values: Drafter | None = None) -> None:
-        if values is not None and values.width > 1:
+    def __init__(self, values: Drafter | None = None, plain: Drafter | None = None) -> None:
+        self.values, self.plain = values, plain or values
+        if any(each is not None and each.width > 1 for each in (values, plain)):
             raise ConfigError("a grammar continues a chain of tokens: use a drafter of width 1")
-        self.values = values
 
     @classmethod
     def copying(cls) -> GrammarDrafter:
@@ -55,7 +56,9 @@ class GrammarDrafter(Drafter):
     def profile_keys(self) -> dict[str, str]:
         """That of what is forced, and those of ``values``."""
         mine = {_NAME: f"{type(self).__module__}.{type(self).__qualname__}"}
-        return mine if self.values is None else {**mine, **self.values.profile_keys}
+        for each in (self.plain, self.values):
+            mine |= {} if each is None else each.profile_keys
+        return mine
 
     @property
     def estimates(self) -> frozenset[str]:
@@ -68,13 +71,15 @@ class GrammarDrafter(Drafter):
         return [] if self.values is None else self.values.contexts
 
     def check(self, target: Model) -> None:
-        """Raise VocabularyMismatchError if ``values`` cannot draft for ``target``."""
-        if self.values is not None:
-            self.values.check(target)
+        """Raise VocabularyMismatchError if ``values`` or ``plain`` cannot draft for ``target``."""
+        for each in (self.values, self.plain):
+            if each is not None:
+                each.check(target)
 
     def start(self, target: Branch, rule: str) -> DraftState:
         """Return a new state, with one of ``values``."""
-        values = NullState() if self.values is None else self.values.start(target, rule)
+        drafter = self.plain if target.grammar is None else self.values
+        values = NullState() if drafter is None else drafter.start(target, rule)
         if target.grammar is None:
             return values
         try:
@@ -82,7 +87,7 @@ class GrammarDrafter(Drafter):
         except BaseException:
             values.close()
             raise
-        return _ForcedState(state, target.n_prompt, values)
+        return _ForcedState(state, target.sequence.answer_start, values)
 
 
 class _ForcedState:
@@ -181,8 +186,10 @@ class _ForcedState:
             self._grammar, self._n_seen = self._first.clone(), self._start
 
     def fork(self, target: Branch) -> DraftState:
-        twin = _ForcedState(self._first, self._start, self._values.fork(target))
-        twin._grammar, twin._n_seen = self._grammar.clone(), self._n_seen
+        start = target.sequence.answer_start  # of another prompt, perhaps
+        twin = _ForcedState(self._first, start, self._values.fork(target))
+        if start == self._start:
+            twin._grammar, twin._n_seen = self._grammar.clone(), self._n_seen
         return twin
 
     def close(self) -> None:

@@ -84,7 +84,8 @@ class ModelDrafter(RunDrafter):
             # Its noise must not be the target's: the tokens differ, so nothing is gained, and the token
             # rule requires independent draws.
             params = self.sampling or target.sampling
-            params = params.replace(seed=derive_seed(target.seed, 0), logit_bias={})
+            seed = derive_seed(target.seed, 0)
+            params = params.replace(seed=seed, logit_bias={}, logits_processor=None)
             return TranslatingState(Branch.create(self.ctx, params), target.ctx.model)
         check_rule(self.width, rule)
         branch = Branch.create(self.ctx, self.settings(target), target.grammar)
@@ -202,11 +203,8 @@ class ModelDrafting(Drafting[ModelRun]):
             if branch.position < state.n_prompt:
                 prompts[branch] = tokens[branch.position : state.n_prompt]
             states[i] = state
-        if len(prompts) > 1:
-            BranchStore(self.ctx).prefill(prompts)
-        else:
-            for branch, tokens in prompts.items():
-                branch.prefill(tokens)
+        if prompts:
+            BranchStore(self.ctx).append(prompts)  # a fork's may follow what was generated
         return [self._begun(state, i) for i, state in states.items()]
 
     def _begun(self, state: ModelState, i: int) -> ModelRun:

@@ -60,8 +60,9 @@ class RunDrafter(Drafter):
         return [self.ctx]
 
     def settings(self, target: Branch) -> SamplingParams:
-        """Return the settings with which drafts for ``target`` are drawn."""
-        params = (self.sampling or target.sampling).replace(seed=target.seed, logprobs=False)
+        """Return the settings with which drafts for ``target`` are drawn: without a logits processor."""
+        params = self.sampling or target.sampling
+        params = params.replace(seed=target.seed, logprobs=False, logits_processor=None)
         return tree_settings(params) if self.width > 1 else params
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:

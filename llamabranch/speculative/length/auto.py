@@ -26,6 +26,8 @@ class _Record:
     step_s: float = 0.0  # seconds of a draft step
     n_drafts: int = 0  # of this run
     n_timed: int = 0  # of these, those whose steps were timed
+    n_tested: int = 0  # tokens of this run
+    n_accepted: int = 0
     source: str = ""  # of what was known before this run
     estimates: bool = False  # its entropies are its own estimates of its tokens' surprisal
     # Whether it is called in every round; tokens, seconds and number of the latest rounds in which it
@@ -48,9 +50,12 @@ class _Record:
         if report.followed is not None:
             n_tested, n_accepted = n_tested + 1, n_accepted + report.followed
         self.acceptance.learn(report.entropies, n_tested, n_accepted)
-        if report.n_steps and not report.caught_up:
+        self.n_tested += min(n_tested, n_accepted + 1)
+        self.n_accepted += n_accepted
+        # Where it also read more than the last round's tokens, that is no draft step's time.
+        if report.n_looks and not report.caught_up and (report.n_read <= 2 or not self.n_timed):
             n_before = self.n_timed if self.source else None
-            self.step_s = smooth(self.step_s, report.draft_s / report.n_steps, 1, n_before)
+            self.step_s = smooth(self.step_s, report.draft_s / report.n_looks, 1, n_before)
             self.n_timed += 1
 
     def switch(self, *, on: bool) -> None:
@@ -208,15 +213,19 @@ class AutoLength:
             return self._best(self._learned.record)
 
     def _best(self, record: _Record) -> tuple[int, float]:
-        costs, expected, reach = self._costs(record), 1.0, 1.0
-        acceptance = record.acceptance.mean
-        rates = [1.0 / costs[0]]
-        for cost in costs[1:]:
+        # A draft that ends before the limit has looked at one step more.
+        gains = self._speedups(record, record.acceptance.mean, record.step_s)
+        k = max(range(len(gains)), key=gains.__getitem__)
+        return k, gains[k]
+
+    def _speedups(self, record: _Record, acceptance: float, look_s: float) -> list[float]:
+        """Return the speedup over plain decoding that drafts of k = 0, 1, ... tokens would have."""
+        costs, expected, reach, gains = self._costs(record), 1.0, 1.0, [1.0]
+        for k, cost in enumerate(costs[1:], 1):
             reach *= acceptance
             expected += reach
-            rates.append(expected / cost)
-        k = max(range(len(rates)), key=rates.__getitem__)
-        return k, rates[k] / rates[0]
+            gains.append(expected * costs[0] / (cost + look_s * (k < self.limit)))
+        return gains
 
     def _is_on(self) -> bool:
         records = self._learned.records
@@ -261,9 +270,10 @@ class AutoLength:
         ]
 
     def _throughput(self, record: _Record) -> float:
-        """Return the recent tokens per second; plain decoding's if those are higher."""
+        """Return the recent tokens per second, or the best that is expected if that is more."""
         plain = 1.0 / self._plain_s()
-        return max(plain, record.tokens / record.seconds) if record.rounds > 1 else plain
+        best = plain * self._best(record)[1]
+        return max(best, record.tokens / record.seconds) if record.rounds > 1 else best
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -496,23 +506,28 @@ class AutoLength:
             waiting = " and ".join(f"no {name}" for name in missing)
             times = f"; {learned.curve.explain()}" if learned.curve else ""
             return f"still measuring: {waiting} yet{times}" + self._sources(record)
-        one_s = self._time(1)
-        k, speedup = self._best(record)
-        n = learned.n_streams
+        n, accepted, c = learned.n_streams, record.acceptance.mean, record.step_s / self._time(1)
+        weighs = self._weighs(record)
+        if (
+            weighs and record.n_tested
+        ):  # the mean is of all copies, also of those not worth drafting
+            accepted = record.n_accepted / record.n_tested
+        earlier = " and earlier runs" if record.acceptance.is_kept else ""
         facts = (
-            f"a drafted token is accepted with probability {record.acceptance.mean:.2f}, "
-            f"a draft step costs c = {record.step_s / one_s:.2f} target steps, "
-            + learned.curve.explain()
-        ) + self._sources(record)
+            f"a drafted token costs {c:.2f} of a target's step, about {accepted:.0%} are accepted "
+            f"({record.n_accepted} of {record.n_tested} tested{earlier})"
+        )
         streams = "" if n == 1 else f" with {n} streams in a decode"
+        details = "\n" + learned.curve.explain() + self._sources(record)
+        if weighs:
+            return f"drafting is on{streams} where a copy is likely: {facts}{details}"
         if not self._is_on():
-            return (
-                f"drafting is off{streams}: it would reach {speedup:.2f} times plain throughput "
-                f"at best; {facts}"
-            )
+            at_best = max(self._speedups(record, accepted, 0.0)[1:])
+            return f"drafting is off{streams}: {facts}: at best {at_best:.2f} x{details}"
+        k, speedup = self._best(record)
         return (
-            f"about {k} tokens a draft{streams}, more at low entropy, fewer at high: "
-            f"{speedup:.2f} times plain throughput expected; {facts}"
+            f"drafting is on{streams}: {facts}: {speedup:.2f} x expected, with about {k} tokens a "
+            f"draft, more where the drafter is sure{details}"
         )
 
     def _sources(self, record: _Record) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -53,6 +54,11 @@ class RoundReport(NamedTuple):
     def plain(cls, n_rounds: int, verify_s: float, overhead_s: float) -> RoundReport:
         """Return a report of ``n_rounds`` steps in which no drafter was called; seconds are medians."""
         return cls("", False, (), 0, 0, 1, 0.0, verify_s, overhead_s, n_rounds=n_rounds)
+
+    @property
+    def n_looks(self) -> int:
+        """Steps of the drafter: with entropies also the one whose token was not drawn."""
+        return max(self.n_steps, sum(not math.isnan(entropy) for entropy in self.entropies))
 
     @property
     def caught_up(self) -> bool:

@@ -1,0 +1,111 @@
+"""Regular files: replaced in one step, and read when they are small.
+
+A rename would put a file in the place of a device, and a pipe or a device may never end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import IO
+
+__all__ = ["atomic_write", "check_writable", "read_small", "sync"]
+
+_MOST_BYTES = 16 << 20
+
+
+@contextlib.contextmanager
+def atomic_write(
+    path: str | PathLike[str], mode: int = 0o666, *, lasting: bool = True
+) -> Iterator[IO[bytes]]:
+    """Open a temporary file beside ``path`` that takes its place at the end, unless something is raised.
+
+    A symbolic link is followed, and the mode of an existing file is kept; ``mode`` is that of a new one,
+    less the bits of the umask. Unless it is ``lasting``, nothing waits until the disk has it.
+
+    Raises:
+        OSError: it cannot be written, or a pipe, a device or a folder is there.
+    """
+    status = _status(path)
+    target = Path(os.path.realpath(path))
+    draft = target.with_name(f".{target.name[:32]}.{os.urandom(8).hex()}")
+    try:
+        with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            if status is not None:
+                _inherit(file.fileno(), status)
+            if lasting:
+                sync(file)
+        os.replace(draft, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+    if lasting:
+        _sync_folder(target.parent)
+
+
+def check_writable(path: Path) -> None:
+    """Raise the OSError of `atomic_write`, as far as it can be told before."""
+    _status(path)
+    with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):  # without a name on Linux
+        pass
+
+
+def read_small(path: Path) -> bytes:
+    """Return what is in a file.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or larger than 16 MiB.
+    """
+    status = _status(path)
+    if status is not None and status.st_size > _MOST_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return path.read_bytes()
+
+
+def sync(file: IO[bytes] | IO[str]) -> None:
+    """Flush a file to the disk; a pipe or a device has none."""
+    file.flush()
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        os.fsync(file.fileno())
+
+
+def _status(path: str | PathLike[str]) -> os.stat_result | None:
+    """Return the status of a regular file, None if nothing is there."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return found
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush a rename to the disk; some systems cannot open a folder."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _inherit(handle: int, replaced: os.stat_result) -> None:
+    """Give an open file the mode of the one it replaces, and its owner where permitted."""
+    if hasattr(os, "fchown") and (replaced.st_uid, replaced.st_gid) != (os.getuid(), os.getgid()):
+        with contextlib.suppress(OSError):
+            os.fchown(handle, replaced.st_uid, replaced.st_gid)
+    mode = stat.S_IMODE(replaced.st_mode)
+    # After the owner, whose change can clear bits; on some file systems the mode cannot be changed.
+    if hasattr(os, "fchmod") and stat.S_IMODE(os.fstat(handle).st_mode) != mode:
+        os.fchmod(handle, mode)

@@ -1,0 +1,95 @@
+"""docs/draws.md: its vectors, computed from the page alone, and the tokens of a branch."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamabranch import Branch, Context, Distribution
+from llamabranch.sampling import noise
+
+PAGE = Path(__file__).parents[2] / "docs" / "draws.md"
+WORD = 1 << 64
+G, M1, M2 = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+
+
+def mix(x: int) -> int:
+    x %= WORD
+    x = (x ^ (x >> 33)) * M1 % WORD
+    x = (x ^ (x >> 33)) * M2 % WORD
+    return x ^ (x >> 33)
+
+
+def key(seed: int, position: int, purpose: int) -> int:
+    k = mix(seed + G)
+    k = mix(k ^ ((position + 1) * G % WORD))
+    return mix(k ^ ((purpose + 1) * M2 % WORD))
+
+
+def u(k: int, i: int) -> float:
+    return ((mix(k ^ ((i + 1) * G % WORD)) >> 11) + 0.5) / 2**53
+
+
+def draw(seed: int, position: int, probs: dict[int, float]) -> int:
+    k = key(seed, position, 0)
+    return max(probs, key=lambda i: math.log(u(k, i)) / probs[i])
+
+
+def test_vectors_follow_from_the_page() -> None:
+    text = PAGE.read_text("utf-8")
+    rows = re.findall(r"^\| (-?\d+) \| (\d+) \| (\d+) \| (\d+) \| (0x\w+) \| (\S+) \|$", text, re.M)
+    assert len(rows) >= 12
+    for seed, position, purpose, i, expected, unit in rows:
+        k = key(int(seed), int(position), int(purpose))
+        assert k == int(expected, 16) and u(k, int(i)) == float(unit)
+        assert u(k, int(i)) == noise.uniform(int(seed), int(position), int(purpose), int(i))
+        if purpose == "3":
+            assert noise.derive_seed(int(seed), int(position)) == k >> 1
+    (drawn,) = re.findall(r"0 to 15: `([\d ]+)`", text)
+    probs = {0: 0.5, 1: 0.3, 2: 0.15, 3: 0.05}
+    library = Distribution.from_probs(np.array(list(probs.values())))
+    for position, token in enumerate(map(int, drawn.split())):
+        assert draw(1, position, probs) == library.draw(1, position) == token
+
+
+def test_tokens_of_a_branch_are_those_of_the_page(ctx: Context) -> None:
+    with Branch.start(ctx, "The old king", temperature=1.0, seed=77) as root:
+        first, second = root.fork_many(2)
+        assert [first.seed, second.seed] == [key(77, n, 3) >> 1 for n in (1, 2)]
+        for branch in (root, second):
+            for _ in range(8):
+                found = branch.distribution()
+                probs = dict(zip(found.ids.tolist(), found.probs.tolist(), strict=True))
+                assert draw(branch.seed, branch.position, probs) == branch.step().token
+
+
+def by_sums(p: Distribution, q: Distribution) -> float:
+    both = set(p.ids.tolist()) | set(q.ids.tolist())
+    total = 0.0
+    for x in both:
+        if p.prob(x) and q.prob(x):
+            parts = (max(p.prob(y) / p.prob(x), q.prob(y) / q.prob(x)) for y in both)
+            total += 1 / math.fsum(parts)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_seeded_acceptance_is_how_often_one_seed_draws_the_same(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    p = Distribution.from_probs(chance.dirichlet([0.4] * 12))
+    ids = np.arange(4, 14, dtype=np.int32)  # some tokens have only one of them
+    q = Distribution.from_probs(chance.dirichlet([0.4] * 10), ids)
+    expected = p.seeded_acceptance(q)
+    assert expected == pytest.approx(by_sums(p, q), abs=1e-12)
+    assert q.seeded_acceptance(p) == pytest.approx(expected, abs=1e-12)
+    tv = p.total_variation(q)
+    assert (1 - tv) / (1 + tv) - 1e-12 <= expected <= 1 - tv + 1e-12
+    n = 4000  # five standard deviations: the odds of a false failure are below 1e-6
+    same = sum(p.draw(seed, i) == q.draw(seed, i) for i in range(n)) / n
+    assert abs(same - expected) < 5 * math.sqrt(0.25 / n)
+    assert p.seeded_acceptance(p) == pytest.approx(1.0)
+    assert p.seeded_acceptance(Distribution.point(13)) == pytest.approx(p.prob(13))

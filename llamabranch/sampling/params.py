@@ -50,7 +50,6 @@ _ARGUMENTS = {
     "grammar": "complete, chat, Request and Branch.start",
     "min_tokens": "Request",
     **dict.fromkeys(("tools", "tool_choice"), "chat"),
-    "logits_processor": "complete, chat, Request and Branch",
 }
 # What other libraries call it.
 _ELSEWHERE = {
@@ -69,7 +68,6 @@ _ELSEWHERE = {
     "penalty_last_n": "repeat_last_n",
     "logits_processor": "logits_processors",
     "typical_p": "typical",
-    "logits_processor": "logits_processors",
 }
 _HERE = {name: here for here, names in _ELSEWHERE.items() for name in names.split()}
 _HINTS = {

@@ -76,8 +76,7 @@ def load(
               ``batch_invariant``: "auto", True or False.
             - ``prefix_cache``: keep K/V for prompts that begin alike (from the first ``complete``,
               ``chat`` or ``AsyncEngine`` on). ``cache_ram``: bytes of host memory for evicted K/V (0).
-              ``kv_unified``: one cache for all (True), a part for each
-              sequence (False), or "auto".
+              ``kv_unified``: one cache for all (True), a part for each sequence (False), or "auto".
             - ``load_mtp``: load MTP layers too (False). ``chat_template``: one in place of the file's.
 
             The others, explained at `Model` and `ContextParams`: ``use_mmap``, ``use_mlock``,

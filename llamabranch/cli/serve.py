@@ -31,8 +31,7 @@ from .options import (
 from .prompts import trained_length
 
 _MOST_CELLS = 8192  # of the cache, unless --n-ctx is given
-_CELLS_PER_TEXT = 2048  # at least, where their number is given
-_MOST_BYTES = 2 << 30  # of K/V that is divided unasked
+_CELLS_PER_TEXT = 2048  # at least, where each has its own
 _PARALLEL = 8
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server's, too
 
@@ -153,19 +152,15 @@ class ServedOptions(SharedOptions):
         -1, "Texts at a time at most; -1: 8.", "--parallel", "-np", min=-1, max=255
     )
 
-    def sized(
-        self, trained: int | None, drafters: tuple[str, ...], kv_bytes: int | None
-    ) -> ServedOptions:
+    def sized(self, trained: int | None, drafters: tuple[str, ...]) -> ServedOptions:
         """Return them with the number of texts, and the layout and size of their cache.
 
-        Each text has cells of its own: as many as one cache would have for all, or, where the number of
-        texts is given, its part, as in llama-server. Not where a model drafts, since drafts differ in
-        length, and not where that would make texts shorter or take much memory, unless it is asked for.
+        As in llama-server, texts whose number is given have cells of their own; not where a model
+        drafts, since drafts differ in length.
 
         Args:
             trained: the length that the model was trained for, if it is known.
             drafters: what drafts.
-            kv_bytes: those of a token, if they are known.
 
         Raises:
             ConfigError: no text at a time.
@@ -174,18 +169,12 @@ class ServedOptions(SharedOptions):
             raise ConfigError("--parallel must be at least 1, or -1")
         parallel = _PARALLEL if self.parallel < 0 else self.parallel
         kv_unified, n_ctx = self.kv_unified, self.n_ctx
-        longest = min(_MOST_CELLS, trained or _MOST_CELLS)
-        if kv_unified is None:
-            n_bytes = parallel * longest * (kv_bytes or _MOST_BYTES)
-            fits = self.parallel > 1 or (n_ctx is None and n_bytes <= _MOST_BYTES)
-            kv_unified = None if fits and not has_model(drafters) else True
-        if n_ctx is None and kv_unified:
-            n_ctx = longest
-        elif n_ctx is None and self.parallel < 0:
-            n_ctx = parallel * longest
-        elif n_ctx is None:
-            n_ctx = max(_MOST_CELLS, parallel * _CELLS_PER_TEXT)
-            n_ctx = min(n_ctx, parallel * (trained or n_ctx))
+        if kv_unified is None and (self.parallel < 2 or has_model(drafters)):
+            kv_unified = True
+        if n_ctx is None:
+            n_texts = 1 if kv_unified else parallel
+            n_ctx = max(_MOST_CELLS, n_texts * _CELLS_PER_TEXT)
+            n_ctx = min(n_ctx, n_texts * (trained or n_ctx))
         return replace(self, parallel=parallel, kv_unified=kv_unified, n_ctx=n_ctx)
 
 
@@ -217,7 +206,7 @@ def serve(
             drafters = ("grammar", *drafters)  # what a schema forces is not copied from anywhere
         with Model(models.find(target), vocab_only=True) as model:
             sampling = defaults.without_eog(settings.sampling, model)
-            runtime = runtime.sized(trained_length(model), drafters, _kv_bytes(model))
+            runtime = runtime.sized(trained_length(model), drafters)
         settings = replace(settings, sampling=sampling, parallel=runtime.parallel)
 
         def open_engine() -> AsyncEngine:
@@ -242,21 +231,6 @@ def serve(
                 console.line(f"serving {name} on {url}")
 
         server.serve(open_engine, settings, ready=ready, log=console.note)
-
-
-def _kv_bytes(model: Model) -> int | None:
-    """Return the bytes of a token's K/V in 16 bits, None where the file does not tell, or it varies."""
-
-    def number(name: str) -> int:
-        value = model.metadata.get(f"{model.architecture}.{name}", "")
-        return int(value) if value.isdigit() else 0
-
-    n_heads = number("attention.head_count")
-    size = number("attention.key_length") or number("embedding_length") // max(1, n_heads)
-    n_shared = number("attention.head_count_kv") or n_heads
-    if number("attention.sliding_window"):
-        return None
-    return 4 * number("block_count") * n_shared * size or None
 
 
 def _parts(given: list[str] | None) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from .kv_type import faster_kv_type
 
 __all__ = [
     "DEFAULT_N_CTX",
-    "DEFAULT_N_SEQ_MAX",
     "INVARIANT_KV_TYPES",
     "MOST_WITH_PREFIXES",
     "ContextOptions",
@@ -179,15 +178,15 @@ class ContextParams:
             UnsupportedError: ``kv_unified=False`` with memory that is not plain attention.
         """
         n_ctx = self.n_ctx
-        kv_unified = self.kv_unified
-        if kv_unified == "auto":
+        unified = self.kv_unified
+        if unified == "auto":
             n_chunk = min(self.n_batch, self.n_ubatch or self.n_batch)
-            n_asked = self.n_seq_max or min(_SEQUENCES_WITH_MEMORY, self.n_batch)
-            kv_unified = model.memory_type != "attention" or not 1 < n_asked <= n_chunk
-        is_shared = kv_unified and model.memory_type in ("attention", "sliding-window")
+            n = self.n_seq_max or _SEQUENCES_WITH_MEMORY
+            unified = model.memory_type != "attention" or n > n_chunk
+        is_shared = unified and model.memory_type in ("attention", "sliding-window")
         n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
         n_seq_max = self.n_seq_max or min(n_seq_max, self.n_batch)
-        kv_unified = kv_unified or n_seq_max == 1  # which is the same for one sequence
+        kv_unified = bool(unified) or n_seq_max == 1  # which is the same for one sequence
         if n_ctx is None:
             trained = self.trained_length(model)
             # llama.cpp has no smaller cache than its step of 256.

@@ -33,6 +33,7 @@ from .request import EngineStats, Event, Request, Result
 
 __all__ = ["AnyRequest", "Engine", "Target", "opened"]
 
+_PARALLEL = 8  # texts at a time of an engine that opens its model
 Target = Context | Model | str | os.PathLike[str]
 Messages = Sequence[Message]
 AnyRequest = Request | str | Messages
@@ -85,7 +86,7 @@ class Engine:
         stats: totals over all requests so far.
         seed: the seed in use.
         sampling: the settings of requests that give none.
-        owns_target: whether ``close`` closes the target: it was opened by the engine.
+        owns_target: whether the target is closed with the engine.
         core: runs the requests that are added; for ``AsyncEngine``, not for users.
     """
 

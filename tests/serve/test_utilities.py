@@ -146,26 +146,21 @@ def test_answers_tell_where_batches_are_not_exact() -> None:
         assert api.post("/v1/branches", json={"prompt": "a"}).json()["batch_invariant"] is False
 
 
-def test_texts_have_cells_of_their_own_where_that_makes_none_shorter() -> None:
-    def sized(
-        trained: int | None = 1024, drafter: str = "suffix", kv: int | None = 23_040, **given: Any
-    ) -> object:
-        found = ServedOptions(**given).sized(trained, (drafter,), kv)
+def test_texts_whose_number_is_given_have_cells_of_their_own() -> None:
+    """Where the memory can be divided: None leaves that to the context."""
+
+    def sized(trained: int | None = 1024, drafter: str = "suffix", **given: Any) -> object:
+        found = ServedOptions(**given).sized(trained, (drafter,))
         return found.parallel, found.kv_unified, found.n_ctx
 
-    assert sized() == (8, None, 8 * 1024)
-    assert sized(None) == (8, None, 8 * 8192)
-    assert sized(None, kv=None) == sized(None, kv=131_072) == (8, True, 8192)
-    assert sized(drafter="tale-draft") == (8, True, 1024)
-    assert sized(n_ctx=4096) == (8, True, 4096)
-    assert sized(n_ctx=0) == (8, True, 0)
+    assert sized() == (8, True, 1024)
+    assert sized(None) == (8, True, 8192)
     assert sized(parallel=6) == (6, None, 6 * 1024)
-    assert sized(10_000, parallel=6) == sized(10_000, kv=None, parallel=6) == (6, None, 6 * 2048)
+    assert sized(10_000, parallel=6) == (6, None, 6 * 2048)
     assert sized(10_000, parallel=2) == (2, None, 8192)
     assert sized(parallel=6, n_ctx=0) == (6, None, 0)
-    assert sized(parallel=1) == (1, None, 1024)
+    assert sized(parallel=1) == (1, True, 1024)
     assert sized(parallel=6, kv_unified=True) == (6, True, 1024)
-    assert sized(kv_unified=True) == (8, True, 1024)
     assert sized(kv_unified=False, n_ctx=4096) == (8, False, 4096)
     assert sized(parallel=6, drafter="tale-draft") == (6, True, 1024)
     with pytest.raises(lb.ConfigError, match="parallel"):

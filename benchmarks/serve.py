@@ -514,6 +514,7 @@ def _fan_outs(
         for name, open_server in sides.items():
             with closing(open_server()) as server:
                 found[name].append(asyncio.run(_fan_out(server, trunk, ctx)))
+            print(f"{name}: {found[name][-1].joined_s:.1f} s", file=sys.stderr, flush=True)
     over, ratios = _over({name: [1 / each.joined_s for each in its] for name, its in found.items()})
     rows, results = [], {}
     for name, its in found.items():

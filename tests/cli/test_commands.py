@@ -822,6 +822,8 @@ def test_output_that_is_not_utf8_loses_nothing() -> None:
                 *COMMAND,
                 "speculate",
                 "Die Königin ♕",
+                "-m",
+                "tale-target",
                 "-n",
                 "8",
                 "--seed",
@@ -1002,6 +1004,8 @@ def test_pipe_that_closes_early_ends_the_command_quietly() -> None:
         [
             *COMMAND,
             "speculate",
+            "-m",
+            "tale-target",
             "--max-tokens",
             "900",
             "--ignore-end",

@@ -186,7 +186,10 @@ def test_demo_on_smollm2_fits_a_narrow_terminal() -> None:
 
 
 @pytest.mark.smollm2
-def test_demo_on_smollm2_as_json_holds_the_figures(small: None) -> None:
+def test_demo_on_smollm2_as_json_holds_the_figures(
+    small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["llamabranch.hub.catalogue"], "DEFAULT_MODEL", "smollm2-135m")
     result = run("--json")
     assert result.exit_code == 0, result.stderr
     answer = json.loads(result.stdout)

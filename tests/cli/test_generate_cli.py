@@ -486,6 +486,7 @@ def test_full_disk_keeps_the_file_whose_failed_texts_are_run_again(tmp_path: Pat
     arguments = ("--input", str(path), "-n", "4", "--seed", "2", "--output", str(out))
     assert run(*arguments).exit_code == 1
     before = out.read_bytes()
+    arguments = (*arguments, "-m", "tale-target")
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -660,7 +661,7 @@ def test_full_disk_keeps_what_was_written_and_the_rest_is_resumed(tmp_path: Path
     """The process may write so many bytes to a file; the next result tears, as on a full disk."""
     resource = pytest.importorskip("resource")
     path, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
-    begun = ["--prompts", *SEED_PROMPTS, "-n", "8", "--seed", "2"]
+    begun = ["--prompts", *SEED_PROMPTS, "-n", "8", "--seed", "2", "-m", "tale-target"]
     assert run(*begun, "--output", str(whole)).exit_code == 0
     size = whole.stat().st_size
 
@@ -692,6 +693,7 @@ def test_killed_run_goes_on_with_every_request_exactly_once(tmp_path: Path) -> N
     asked = [f"{prompt} {i}" for i in range(8) for prompt in SEED_PROMPTS]
     prompts.write_text("\n".join(asked), encoding="utf-8")
     common = ["--input", str(prompts), "--parallel", "3", "--seed", "4", "-n", "40"]
+    common += ["-m", "tale-target"]
     command = [*signalled_at_line("SIGKILL", 6, path), "generate", *common]
     process = subprocess.run(
         [*command, "--output", str(path), "--threads", "1"],

@@ -278,12 +278,15 @@ def test_dearer_drafts_are_shorter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "c", "slope"), [(0.9, 0.1, 0.1), (0.8, 0.05, 0.2), (0.7, 0.02, 0.1), (0.95, 0.3, 0.05)]
+    ("p", "c", "slope", "share"),
+    [(0.9, 0.1, 0.1, 0.92), (0.8, 0.05, 0.2, 0.92), (0.7, 0.02, 0.1, 0.92), (0.95, 0.3, 0.05, 0.9)],
 )
-def test_speed_is_near_that_of_the_best_fixed_length(p: float, c: float, slope: float) -> None:
-    """4000 rounds; 10 % below the formula, which knows everything and never probes."""
+def test_speed_is_near_that_of_the_best_fixed_length(
+    p: float, c: float, slope: float, share: float
+) -> None:
+    """4000 rounds; 8 or 10 % below the formula, which knows everything and never probes."""
     world = World(AutoLength(16), always(p), c=c, slope=slope).run(4000)
-    assert world.speed > 0.9 * best_speed(p, c, slope)
+    assert world.speed > share * best_speed(p, c, slope)
 
 
 def test_unsure_steps_end_a_draft_and_sure_ones_do_not() -> None:

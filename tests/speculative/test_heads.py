@@ -742,7 +742,7 @@ def test_what_is_no_context_and_no_drafter_is_named(eagle: Pair) -> None:
         ("drafter", lambda: lb.InferenceSession(ctx, "a").next_token(ctx)),
         ("chain", lambda: lb.ChainDrafter([ctx])),
         ("target", lambda: lb.Speculator(name)),
-        ("target", lambda: lb.Engine(ctx.model)),
+        ("target", lambda: lb.Engine(5)),  # type: ignore[arg-type]
         ("ctx", lambda: lb.Branch.start(ctx.model, "a")),
     ):
         with pytest.raises(lb.ConfigError, match=f"{argument} must be a "):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,19 @@ from ..branch.branch import random_seed
 from ..branch.tree import BranchTree
 from ..context import Context
 from ..context.context import text_context
-from ..errors import CacheFullError, CapacityError, ConfigError, UnsupportedError, UsageError
+from ..errors import (
+    BranchStateError,
+    CacheFullError,
+    CapacityError,
+    ConfigError,
+    UnsupportedError,
+    UsageError,
+)
+from ..model.text import stop_strings
 from ..pictures import TreeLine
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed
+from ..sampling.params import settings_of
 from ..speculative import (
     Drafter,
     Generation,
@@ -114,10 +124,10 @@ class Chat:
             drafter = SuffixDrafter(shared_tokens=0) if copies else NullDrafter()
         self.speculator = Speculator(ctx, drafter, config)
         self.ctx = ctx
-        self.sampling = sampling or SamplingParams()
+        self.sampling = settings_of(sampling)
         self.max_tokens: int | None = None
         self.set(**{"seed": self.sampling.seed, "max_tokens": max_tokens, **settings})
-        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.stop = stop_strings(stop)
         self.current = 1
         self._lines = {1: Line(1, system=system)}
         self._turns = TurnBranches(ctx)
@@ -364,7 +374,6 @@ class Chat:
         Raises:
             UsageError: there is no such branch.
         """
-        number = whole("the number of a branch", number)
         self._check_number(number)
         self._end_answer()
         self.current = number
@@ -379,7 +388,7 @@ class Chat:
         return self._lines[number].path
 
     def _check_number(self, number: int) -> None:
-        if number not in self._lines:
+        if whole("the number of a branch", number) not in self._lines:
             raise UsageError(
                 f"there is no branch {number}",
                 hint="branches: " + ", ".join(map(str, self._lines)),
@@ -529,6 +538,11 @@ class Answer:
         """End it here: what there is of it stays in the conversation, if it is anything. Idempotent."""
         if self._has_ended:
             return
+        if inspect.getgeneratorstate(self._events) == inspect.GEN_RUNNING:
+            raise BranchStateError(
+                "the answer is being generated in another thread",
+                hint="a chat belongs to one thread at a time",
+            )
         self._has_ended = True
         try:
             self._events.close()

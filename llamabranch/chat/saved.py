@@ -12,14 +12,13 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
 from ..branch import Branch
 from ..context import Context
 from ..errors import BranchStateError, CapacityError, SnapshotError, UnsupportedError
-from ..files import atomic_write
+from ..files import atomic_write, path_of
 from ..sampling import SamplingParams
 from .conversation import Exchange, Line, exchanges_of
 
@@ -49,7 +48,7 @@ def write_chat(folder: str | os.PathLike[str], chat: SavedChat, ends: Sequence[E
     Raises:
         SnapshotError: it cannot be written, or the folder has other files and no chat.
     """
-    place, exchanges = Path(folder), exchanges_of(chat.lines)
+    place, exchanges = path_of(folder), exchanges_of(chat.lines)
     number = {exchange: i for i, exchange in enumerate(exchanges)}
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -109,7 +108,7 @@ def read_chat(
         SnapshotError: no chat is there, it is damaged, or not of this model.
         UnsupportedError: K/V that cannot be checked, and is not ``trusted``.
     """
-    place = Path(folder)
+    place = path_of(folder)
     try:
         about = json.loads((place / _FILE).read_text("utf-8"))
         if about["version"] != _VERSION:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from time import perf_counter
 
+from ...arguments import instance
 from ...branch import Branch
 from ...errors import ConfigError, GrammarError
 from ...model import Model
@@ -36,7 +37,7 @@ class GrammarDrafter(Drafter):
     """
 
     def __init__(self, values: Drafter | None = None) -> None:
-        if values is not None and values.width > 1:
+        if values is not None and instance("values", values, Drafter).width > 1:  # type: ignore[type-abstract]
             raise ConfigError("a grammar continues a chain of tokens: use a drafter of width 1")
         self.values = values
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from numbers import Real
@@ -25,6 +25,7 @@ __all__ = [
     "flag",
     "function",
     "instance",
+    "items",
     "nearest",
     "placed",
     "plain_int",
@@ -118,6 +119,17 @@ def instance(name: str, value: object, kind: type[T], hint: str | None = None) -
     raise ConfigError(f"{name} must be a {kind.__name__}, not {value!r:.60}", hint=hint)
 
 
+def items(name: str, value: Iterable[T]) -> list[T]:
+    """Return what ``value`` lists.
+
+    Raises:
+        ConfigError: it is text, or nothing that can be iterated over; names the argument.
+    """
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name} must be a list, not {value!r:.60}")
+    return list(value)
+
+
 def bounded(name: str, value: object, low: float, high: float) -> float:
     """Return ``value`` as int or float.
 
@@ -163,4 +175,4 @@ def flag(name: str, value: object) -> None:
 def function(name: str, value: object) -> None:
     """Raise ConfigError unless ``value`` can be called; names the argument."""
     if not callable(value):
-        raise ConfigError(f"{name} must be a function of the text, not {value!r}")
+        raise ConfigError(f"{name} must be a function, not {value!r:.60}")

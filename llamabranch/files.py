@@ -15,7 +15,9 @@ from os import PathLike
 from pathlib import Path
 from typing import IO
 
-__all__ = ["atomic_write", "check_writable", "read_small", "sync"]
+from .errors import ConfigError
+
+__all__ = ["atomic_write", "check_writable", "path_of", "read_small", "sync"]
 
 _MOST_BYTES = 16 << 20
 
@@ -68,6 +70,14 @@ def read_small(path: Path) -> bytes:
     if status is not None and status.st_size > _MOST_BYTES:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return path.read_bytes()
+
+
+def path_of(path: str | PathLike[str]) -> Path:
+    """Return ``path``; refuse a number, which system calls would take for an open file."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigError(f"a path is text or path-like, not {path!r:.60}") from None
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:

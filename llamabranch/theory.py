@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .arguments import whole
+from .arguments import bounded, real, whole
 from .errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,13 +114,13 @@ def speedup(a: float, gamma: int, c: float = 0.0, v: VerifyCost = 1.0) -> float:
     Raises:
         ConfigError: a value out of range.
     """
-    if not 0.0 <= c < math.inf:
+    if not 0.0 <= real("c", c) < math.inf:
         raise ConfigError(f"a draft step cannot cost {c} target steps")
     tokens = expected_tokens(a, gamma)
     if gamma == 0:
         return 1.0
     cost = v(gamma + 1) if callable(v) else v
-    if not 0.0 < cost < math.inf:
+    if not 0.0 < real("v", cost) < math.inf:
         raise ConfigError(f"a target decode of {gamma + 1} tokens cannot cost {cost} steps")
     return tokens / (gamma * c + cost)
 
@@ -201,9 +201,5 @@ def match_probability(target: Distribution, draft: Distribution) -> float:
 
 
 def _check(a: float, gamma: int, least: int = 0) -> None:
-    if not 0.0 <= a <= 1.0:
-        raise ConfigError(f"an acceptance rate must be from 0 to 1, not {a}")
-    if whole("a draft length", gamma) < least:
-        raise ConfigError(f"a draft length must be at least {least}, not {gamma}")
-    if gamma > _LONGEST:
-        raise ConfigError(f"a draft length must be at most {_LONGEST}, not {gamma}")
+    bounded("an acceptance rate", a, 0.0, 1.0)
+    whole("a draft length", gamma, least, _LONGEST)

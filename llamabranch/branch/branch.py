@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, SupportsIndex, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..arguments import whole
+from ..arguments import choice, instance, whole
 from ..context import Context, TokenScore
 from ..context.context import text_context
 from ..context.token_states import layer_states
@@ -29,6 +29,7 @@ from ..pictures import Token, tokens_picture
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
+from ..sampling.params import settings_of
 from .output import OutputBuffer
 from .scoring import continuation, score_all
 from .sequence import TokenSequence
@@ -98,7 +99,7 @@ class Branch:
             SequencesExhaustedError, GrammarError, ConfigError: nothing is created.
         """
         text_context("ctx", ctx)
-        params = sampling or SamplingParams()
+        params = settings_of(sampling)
         if isinstance(grammar, str):
             grammar = Grammar(grammar)
         with ctx.lock:
@@ -138,7 +139,7 @@ class Branch:
             ConfigError: an unknown setting or a value out of range. TokenizeError, GrammarError,
             SequencesExhaustedError, CacheFullError, DecodeError: nothing is created.
         """
-        params = (sampling or SamplingParams()).replace(**settings)
+        params = settings_of(sampling, **settings)
         text_context("ctx", ctx)
         tokens = ctx.model.prompt_tokens(prompt, parse_special=parse_special)
         if len(tokens) > ctx.n_ctx_seq:
@@ -199,7 +200,7 @@ class Branch:
         """Return the tokens from a position on with their texts and probabilities, for a picture."""
         model, n_prompt, pending = self.ctx.model, self.n_prompt, b""
         surprisals, found = self.sequence.surprisals, []
-        for position in range(start, self.position):
+        for position in range(whole("start", start, 0), self.position):
             text, pending = model.text_after(self.sequence.tokens[position], pending)
             at = position - n_prompt
             found.append(Token(text, -surprisals[at] if at >= 0 else math.nan))
@@ -408,8 +409,7 @@ class Branch:
 
     def _scored(self, since: str) -> list[float]:
         """Return the surprisals of the tokens since the prompt or the fork, nats."""
-        if since not in ("fork", "prompt"):
-            raise ConfigError(f"since must be 'fork' or 'prompt', not {since!r}")
+        choice("since", since, ("fork", "prompt"))
         start = self.fork_position if since == "fork" else 0
         sequence, n_prompt = self.sequence, self.n_prompt
         counted = [
@@ -512,6 +512,7 @@ class Branch:
         Without ``max_tokens`` it continues until the model stops or the cache is full.
 
         Raises:
+            BranchStateError: a generation of this branch has begun and not ended.
             CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
                 and any other error, text that was held back comes with ``is_stop`` and the token id -1.
         """
@@ -559,18 +560,19 @@ class Branch:
         return "".join(token.text for token in self.generate(max_tokens, stop))
 
     def _generate(self, output: OutputBuffer) -> Iterator[Produced]:
-        self.sequence.finish_reason = output.finish_reason
-        while output.finish_reason is None:
-            try:
-                emitted = output.add(self.step())
-            except LlamaBranchError:
-                held = output.break_off()
-                if held is not None:
-                    yield held
-                raise
+        with self.sequence.generating():
             self.sequence.finish_reason = output.finish_reason
-            if emitted is not None:
-                yield emitted
+            while output.finish_reason is None:
+                try:
+                    emitted = output.add(self.step())
+                except LlamaBranchError:
+                    held = output.break_off()
+                    if held is not None:
+                        yield held
+                    raise
+                self.sequence.finish_reason = output.finish_reason
+                if emitted is not None:
+                    yield emitted
 
     def extend(self, tokens: TokenIds, logits: str = "last") -> list[npt.NDArray[np.float32]]:
         """Append several tokens as if they had been generated, decoded at once.
@@ -587,8 +589,7 @@ class Branch:
             TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            if logits not in ("all", "last"):
-                raise ConfigError(f"logits must be 'all' or 'last', not {logits!r}")
+            choice("logits", logits, ("all", "last"))
             sequence, tokens = self.sequence, token_list(tokens)
             if not tokens:
                 raise ConfigError("nothing to extend with: no tokens")
@@ -786,6 +787,7 @@ class Branch:
             SnapshotError: it is of another model, K/V type or rope setting, or inconsistent.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
+        instance("snapshot", snapshot, Snapshot)
         return cls._restored(ctx, lambda: snapshot, trusted)
 
     @classmethod
@@ -809,6 +811,7 @@ class Branch:
 
     @classmethod
     def _restored(cls, ctx: Context, get: Callable[[], Snapshot], trusted: bool) -> Branch:
+        text_context("ctx", ctx)
         with ctx.lock:
             branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
             try:

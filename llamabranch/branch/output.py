@@ -90,18 +90,19 @@ class OutputBuffer:
                 return None
             self.texts.append(held)
             return emitted.with_text(held)
-        self.tokens.append(emitted.token)
-        self.emitted.append(emitted)
+        n = len(self.tokens) + 1
         is_end = emitted.token in self._stop_tokens
-        last = len(self.tokens) == self._max_tokens
-        text = emitted.text
-        if len(self.tokens) > self.min_tokens:
+        last = self._max_tokens is not None and n >= self._max_tokens
+        text, reason = emitted.text, "length" if last else None
+        if n > self.min_tokens:
             text = self._stops.show(text, last=last or is_end)
-        self.texts.append(text)
         if is_end or self._stops.found is not None:
-            self.finish_reason = "stop"
-        elif last:
-            self.finish_reason = "length"
+            reason = "stop"
+        # Nothing is called from here on: what the handler of a signal raises comes before or after.
+        self.tokens += (emitted.token,)
+        self.emitted += (emitted,)
+        self.texts += (text,)
+        self.finish_reason = reason
         return emitted.with_text(text)
 
     def break_off(self, reason: str | None = None) -> Produced | None:

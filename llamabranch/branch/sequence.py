@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,7 @@ class TokenSequence:
         self._produced: Produced | None = None
         self._pending_after = b""  # the bytes that stay incomplete after ``_produced``
         self._owned_by_prefix_cache = False  # the sequence id
+        self._is_generating = False
         if parent is not None:
             self.fork_position = len(parent.tokens)
             self.tokens += parent.tokens
@@ -145,6 +147,21 @@ class TokenSequence:
         if self.is_pruned:
             raise BranchStateError("the branch is pruned")
         self._decoder.check_open()
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Raise BranchStateError if another generation of it has begun and not ended."""
+        with self.ctx.lock:
+            if self._is_generating:
+                raise BranchStateError(
+                    "another generation of this branch is running",
+                    hint="finish or close() it first; fork() the branch for two texts at a time",
+                )
+            self._is_generating = True
+        try:
+            yield
+        finally:
+            self._is_generating = False
 
     def release(self) -> None:
         """End the lease of the sequence id."""

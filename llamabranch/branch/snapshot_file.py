@@ -12,14 +12,13 @@ import stat
 import struct
 from collections.abc import Callable
 from os import PathLike
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, SnapshotError
-from ..files import atomic_write
+from ..errors import SnapshotError
+from ..files import atomic_write, path_of
 
 __all__ = ["DIGEST_BYTES", "HEADER", "Arrays", "Sizes", "read_file", "write_file"]
 
@@ -76,7 +75,7 @@ def write_file(path: str | PathLike[str], metadata: bytes, arrays: Arrays) -> No
         len(arrays.surprisals), len(arrays.logits), arrays.hidden.shape[1], len(arrays.state),
         digest.digest(),
     )  # fmt: skip
-    path = _path(path)
+    path = path_of(path)
     try:
         with atomic_write(path, 0o600) as file:
             file.write(header)
@@ -104,7 +103,7 @@ def read_file(
     Raises:
         ConfigError: not a path. SnapshotError: no such file, damaged, or not a snapshot.
     """
-    path = _path(path)
+    path = path_of(path)
     try:
         # A pipe or a device would block or never end.
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -156,11 +155,3 @@ def read_file(
 def _raw(array: npt.NDArray[np.generic]) -> memoryview:
     """Return the array's bytes, little-endian whatever the machine."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(np.uint8).data
-
-
-def _path(path: str | PathLike[str]) -> Path:
-    """Return ``path``; refuse a number, which system calls would take for an open file."""
-    try:
-        return Path(path)
-    except TypeError:
-        raise ConfigError(f"a path is text or path-like, not {path!r}") from None

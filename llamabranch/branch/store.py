@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeVar
 
-from ..arguments import whole
+from ..arguments import instance, items, whole
 from ..context import Context, TokenScore
 from ..context.batch import Batch
 from ..context.logits import LogitsRow
@@ -19,6 +19,8 @@ from .token import Produced
 from .tree import DEFAULT_COLUMNS, BranchTree, tree_lines
 
 __all__ = ["BranchStore"]
+
+T = TypeVar("T")
 
 
 class BranchStore:
@@ -54,7 +56,7 @@ class BranchStore:
         check: Callable[[TokenSequence, Sequence[int]], None],
     ) -> None:
         with self._ctx.lock:
-            work = {branch: token_list(tokens) for branch, tokens in texts.items()}
+            work = {branch: token_list(tokens) for branch, tokens in _pairs(texts)}
             for branch, tokens in work.items():
                 self._check(branch)
                 check(branch.sequence, tokens)
@@ -87,7 +89,7 @@ class BranchStore:
                 branch has changed.
         """
         with self._ctx.lock:
-            work = {branch: token_list(tokens) for branch, tokens in texts.items()}
+            work = {branch: token_list(tokens) for branch, tokens in _pairs(texts)}
             for branch, tokens in work.items():
                 self._check(branch)
                 branch.sequence.check_read(tokens)
@@ -115,7 +117,7 @@ class BranchStore:
         For drafters, whose branches follow the target's. Raises the errors of ``commit``.
         """
         with self._ctx.lock:
-            work = {branch: token_list(tokens) for branch, tokens in texts.items() if tokens}
+            work = {branch: token_list(tokens) for branch, tokens in _pairs(texts) if tokens}
             for branch in work:
                 self._check(branch)
             rows = self._decode(work)
@@ -132,7 +134,7 @@ class BranchStore:
         with self._ctx.lock:
             given: dict[Branch, int] = {}
             surprisals = {}
-            for branch, value in tokens.items():
+            for branch, value in _pairs(tokens):
                 self._check(branch)
                 given[branch] = token = self._ctx.model.token_id(value)
                 surprisals[branch] = branch.sequence.check_commit(token)
@@ -147,11 +149,11 @@ class BranchStore:
             ConfigError: the same branch twice. And the errors of ``commit``.
         """
         with self._ctx.lock:
-            listed = list(branches)
-            if len(set(listed)) != len(listed):
-                raise ConfigError("duplicate branch in one step")
+            listed = items("branches", branches)
             for branch in listed:
                 self._check(branch)
+            if len(set(listed)) != len(listed):
+                raise ConfigError("duplicate branch in one step")
             produced = {branch: branch.produce() for branch in listed}
             self.commit({b: p.token for b, p in produced.items() if not p.is_stop})
             for branch, token in produced.items():
@@ -173,14 +175,15 @@ class BranchStore:
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
         with self._ctx.lock:
-            items: list[tuple[Branch, list[int]]] = []
-            for branch, continuations in work.items():
+            given: list[tuple[Branch, list[int]]] = []
+            for branch, continuations in _pairs(work):
                 self._check(branch)
-                items += [(branch, continuation(self._ctx.model, text)) for text in continuations]
-            pairs = [(branch.sequence, tokens) for branch, tokens in items]
+                texts = items("the continuations of a branch", continuations)
+                given += [(branch, continuation(self._ctx.model, text)) for text in texts]
+            pairs = [(branch.sequence, tokens) for branch, tokens in given]
             scores = score_all(self._ctx, pairs, whole("top", top, 0))
             found: dict[Branch, list[list[TokenScore]]] = {branch: [] for branch in work}
-            for (branch, _), its in zip(items, scores, strict=True):
+            for (branch, _), its in zip(given, scores, strict=True):
                 found[branch].append(its)
             return found
 
@@ -238,7 +241,7 @@ class BranchStore:
         return branch
 
     def _check(self, branch: Branch) -> None:
-        if branch.ctx is not self._ctx:
+        if instance("branch", branch, Branch).ctx is not self._ctx:
             raise ConfigError("the branch belongs to another context")
         if branch.state == "pruned":
             raise BranchStateError("the branch is pruned")
@@ -253,3 +256,7 @@ class BranchStore:
         expiring = [row for branch in work for row in branch.sequence.expiring_rows()]
         rows = batch.decode(self._ctx.decoder, expiring)
         return {branch: its[-1] for branch, its in zip(work, rows, strict=True)}
+
+
+def _pairs(work: Mapping[Branch, T]) -> Iterable[tuple[Branch, T]]:
+    return instance("the branches", work, Mapping, "such as {branch: tokens}").items()  # type: ignore[type-abstract]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Generator, Iterator, Sequence
 from copy import deepcopy
@@ -15,10 +16,19 @@ from ..branch.branch import random_seed
 from ..branch.tree import BranchTree
 from ..context import Context
 from ..context.context import text_context
-from ..errors import CacheFullError, CapacityError, ConfigError, UnsupportedError, UsageError
+from ..errors import (
+    BranchStateError,
+    CacheFullError,
+    CapacityError,
+    ConfigError,
+    UnsupportedError,
+    UsageError,
+)
+from ..model.text import stop_strings
 from ..pictures import TreeLine
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed
+from ..sampling.params import settings_of
 from ..speculative import (
     Drafter,
     Generation,
@@ -114,10 +124,10 @@ class Chat:
             drafter = SuffixDrafter(shared_tokens=0) if copies else NullDrafter()
         self.speculator = Speculator(ctx, drafter, config)
         self.ctx = ctx
-        self.sampling = sampling or SamplingParams()
+        self.sampling = settings_of(sampling)
         self.max_tokens: int | None = None
         self.set(**{"seed": self.sampling.seed, "max_tokens": max_tokens, **settings})
-        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.stop = stop_strings(stop)
         self.current = 1
         self._lines = {1: Line(1, system=system)}
         self._id = uuid4().hex  # of a saved chat: that of the first one in its folder
@@ -527,6 +537,11 @@ class Answer:
         """End it here: what there is of it stays; if nothing, its message is taken back. Idempotent."""
         if self._has_ended:
             return
+        if inspect.getgeneratorstate(self._events) == inspect.GEN_RUNNING:
+            raise BranchStateError(
+                "the answer is being generated in another thread",
+                hint="a chat belongs to one thread at a time",
+            )
         self._has_ended = True
         try:
             self._events.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ..errors import BranchStateError, SnapshotError, UnsupportedError
-from ..files import atomic_write
+from ..files import atomic_write, path_of
 from ..model import Model
 from ..sampling import SamplingParams
 from .conversation import Exchange, Line, exchanges_of
@@ -58,7 +58,7 @@ def write_chat(
     Raises:
         SnapshotError: it cannot be written, or the folder has another chat or other files.
     """
-    place, exchanges = Path(folder), exchanges_of(chat.lines)
+    place, exchanges = path_of(folder), exchanges_of(chat.lines)
     number = {each: i if each else None for i, each in enumerate([*exchanges, None])}
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def read_chat(
     Raises:
         SnapshotError: no chat is there, it is damaged, or not of this model.
     """
-    chat, model, branches = _read(Path(folder))
+    chat, model, branches = _read(path_of(folder))
     if model and model["fingerprint"] != ours.fingerprint:
         raise SnapshotError(
             f"the chat is of another model: {model['name']}, not {ours.path.name}",

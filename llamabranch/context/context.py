@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, TypeVar, Unpack
 
-from ..arguments import instance, plain_int, real, shown, whole
+from ..arguments import choice, instance, plain_int, real, shown, whole
 from ..errors import BranchStateError, ConfigError, ExactnessWarning, UnsupportedError, warn
 from ..model import Model, Prompt, TokenIds, token_list
 from ..native import ContextHandle, HeadOf, NativeContextParams, StateLayout, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
-from ..sampling.distribution import log_base
+from ..sampling.distribution import log_base, number_array
+from ..sampling.params import settings_of
 from .batch import decode_run
 from .capabilities import Capabilities, Trial, of_sharing_head, probe
 from .cell_ledger import Usage
@@ -404,8 +405,7 @@ class Context:
         """
         with self._lock:
             (seq_id,) = self._check_raw(seq_id)
-            if logits not in ("last", "all", "none"):
-                raise ConfigError(f"logits must be 'last', 'all' or 'none', not {logits!r}")
+            choice("logits", logits, ("last", "all", "none"))
             tokens = token_list(tokens)
             if not tokens:
                 raise ConfigError("nothing to decode: no tokens")
@@ -457,7 +457,7 @@ class Context:
             UnsupportedError: settings that need the tokens so far.
         """
         with self._lock:
-            params = params or SamplingParams()
+            params = settings_of(params)
             if params.uses_history or params.logits_processor is not None:
                 raise UnsupportedError(
                     "penalties, DRY and a logits processor look at the tokens so far: use a Branch"
@@ -483,7 +483,7 @@ class Context:
             return -row.logprob(token) / log_base(base)
 
     def _check_logits(self, logits: Logits) -> Logits:
-        array = np.asarray(logits, dtype=np.float32)
+        array = number_array("logits", logits, np.float32)
         if array.shape != (self.n_vocab,):
             raise ConfigError(f"logits must have shape ({self.n_vocab},), not {array.shape}")
         return array

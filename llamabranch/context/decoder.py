@@ -179,6 +179,7 @@ class Decoder:
                     expiring.invalidate()
                 return row
         except BaseException:  # Ctrl-C arrives when the call returns
+            handle.resume()  # it may have been interrupted too
             self._undo({seq_id: position}, () if expiring is None else (expiring,))
             raise
         raise self._failure(code, {seq_id: position}, 1, () if expiring is None else (expiring,))
@@ -243,6 +244,7 @@ class Decoder:
                 self._places = [wanted.index(i) for i in sorted(wanted)]
                 return [rows[place] for place in self._places]
         except BaseException:  # Ctrl-C arrives when the call returns
+            handle.resume()  # it may have been interrupted too
             self._undo(starts, expiring)
             raise
         raise self._failure(code, starts, n, expiring)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
-from ..arguments import real, whole
+from ..arguments import choice, real, whole
 from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
 from ..native import NativeContextParams, available_cores, max_sequences
@@ -142,7 +142,7 @@ class ContextParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name in ("n_batch", "cache_ram", "yarn_orig_ctx"):
                 object.__setattr__(self, name, whole(name, value, low, high))
         for name, least in _LEAST.items():
             value = real(name, getattr(self, name))
@@ -158,17 +158,11 @@ class ContextParams:
                 raise ConfigError(
                     f"{name} must be 'auto', True or False, not {getattr(self, name)!r}"
                 )
-        if self.kv_type != "auto" and self.kv_type not in KV_TYPES:
-            raise ConfigError(
-                f"unknown kv_type {self.kv_type!r}", hint=f"use one of {', '.join(KV_TYPES)}"
-            )
+        choice("kv_type", self.kv_type, ("auto", *KV_TYPES))
         if self.flash_attention is False and self.kv_type not in ("auto", "f32", "f16", "bf16"):
             raise ConfigError(f"kv_type {self.kv_type} needs flash attention")
-        if self.rope_scaling not in ROPE_SCALING:
-            known = ", ".join(repr(k) for k in ROPE_SCALING)
-            raise ConfigError(
-                f"unknown rope_scaling {self.rope_scaling!r}", hint=f"use one of {known}"
-            )
+        if self.rope_scaling is not None:
+            choice("rope_scaling", self.rope_scaling, [name for name in ROPE_SCALING if name])
 
     def resolve(self, model: Model) -> ContextParams:
         """Return these with every default chosen for ``model`` except the threads, which are measured.

@@ -21,7 +21,7 @@ from ..model import Message, chat_messages, is_chat
 from ..model.tools import Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
-from ..sampling.params import check_names
+from ..sampling.params import check_names, settings_of
 from ..speculative import (
     ChainDrafter,
     Drafter,
@@ -169,7 +169,8 @@ def plan_texts(
     settings = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
     check_names(settings, ChatOptions.__annotations__)
     prompts, is_list = _prompts(prompt)
-    params = (options.get("sampling") or base or SamplingParams()).replace(**settings)
+    given = options.get("sampling")
+    params = settings_of(base if given is None else given, **settings)
     max_tokens = options.get("max_tokens")
     if max_tokens is None and "max_tokens" in options:
         max_tokens = ctx.n_ctx_seq

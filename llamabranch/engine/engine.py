@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
@@ -10,7 +11,7 @@ from contextlib import closing
 from functools import partial
 from typing import cast
 
-from ..arguments import whole
+from ..arguments import bounded, function, instance, whole
 from ..branch.branch import random_seed
 from ..context import Context
 from ..context.context import text_context
@@ -25,7 +26,9 @@ from ..errors import (
 from ..hub import resolve
 from ..model import Message, Model, is_chat
 from ..sampling import SamplingParams
+from ..sampling.params import settings_of
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
+from ..speculative.config import checked_config
 from ..speculative.drafters.base import checked_drafter
 from .core import EngineCore, EngineSettings, Seeds
 from .learning import Learning
@@ -103,23 +106,21 @@ class Engine:
         max_waiting: int | None = None,
         parallel: int | None = None,
     ) -> None:
-        if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
-            raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
         self.owns_target = not isinstance(target, Context)
         self.target = target = opened(target, drafter, parallel)
         self.drafter = checked_drafter(drafter, target.model)
         if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
-        self.config = config or SpeculativeConfig()
+        self.config = checked_config(config)
         self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
-        self.sampling = sampling or SamplingParams()
+        self.sampling = settings_of(sampling)
         self._settings = EngineSettings(
             target=target,
             config=self.config,
             sampling=self.sampling,
             max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
             seed_given=seed is not None,
-            wait_s=wait_s,
+            wait_s=bounded("wait_s", wait_s, 0.0, math.inf),
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
         given = None if seed is None else whole("seed", seed)
@@ -206,7 +207,7 @@ class Engine:
         request of this id, or a list of requests with one that is still to come; ids are unique only
         within one stream. An unknown id is ignored.
         """
-        self.core.abort(request_id)
+        self.core.abort(instance("request_id", request_id, str))
         for core in [ref() for ref in list(self._streams)]:
             if core is not None:
                 core.abort(request_id)
@@ -262,6 +263,8 @@ class Engine:
         order: dict[str, int] = {}
         results: list[Result] = []
         source = _Source(requests, skip, order)
+        if on_event is not None:
+            function("on_event", on_event)
         core = self._open(source, reports_tokens=on_event is not None)
         with closing(self._run(core, source)) as steps:  # also if ``on_event`` raises
             for events in steps:

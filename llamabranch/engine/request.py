@@ -13,7 +13,7 @@ from typing import Generic, cast
 import numpy as np
 from typing_extensions import TypeVar
 
-from ..arguments import whole
+from ..arguments import instance, items, whole
 from ..branch import Produced
 from ..context.logits import TokenScore
 from ..errors import ConfigError, LlamaBranchError, ParseError
@@ -22,6 +22,7 @@ from ..model.tools import ToolCall, Tools
 from ..pictures import tokens_picture
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
+from ..sampling.params import settings_of
 from ..speculative import SpeculativeStats
 from .openai import Vocabulary, chat_choice, completion_choice, end_reason, head, usage
 
@@ -101,22 +102,14 @@ class Request:
             object.__setattr__(self, "prompt", tuple(chat_messages(self.prompt)))
         elif not isinstance(self.prompt, str) and any(type(t) is not int for t in self.prompt):
             object.__setattr__(self, "prompt", token_list(cast(Sequence[int], self.prompt)))
-        if not isinstance(self.stop, Sequence):
-            raise ConfigError(f"stop must be a string or a list of strings, not {self.stop!r:.40}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if any(not isinstance(one, str) for one in stop):
-            raise ConfigError(f"stop must be a string or a list of strings, not {self.stop!r:.40}")
-        object.__setattr__(self, "stop", stop)
+        stop = [self.stop] if isinstance(self.stop, str) else items("stop", self.stop)
+        object.__setattr__(self, "stop", tuple(instance("a stop string", s, str) for s in stop))
         if self.grammar is not None and not isinstance(self.grammar, (Grammar, str)):
             raise ConfigError(f"grammar must be a Grammar or GBNF, not {self.grammar!r:.40}")
-        object.__setattr__(self, "n", whole("n", self.n, 1))
-        if self.n > _MOST_TEXTS:
-            raise ConfigError(
-                f"n must be at most {_MOST_TEXTS}, not {self.n}",
-                hint="split it into several requests",
-            )
-        if self.id is not None and not isinstance(self.id, str):
-            raise ConfigError(f"id must be a string, not {self.id!r}")
+        settings_of(self.sampling)
+        object.__setattr__(self, "n", whole("n", self.n, 1, _MOST_TEXTS))
+        if self.id is not None:
+            instance("id", self.id, str)
         if not isinstance(self.parse_special, (bool, np.bool_)):
             raise ConfigError(f"parse_special must be True or False, not {self.parse_special!r}")
         object.__setattr__(self, "priority", whole("priority", self.priority))
@@ -125,7 +118,7 @@ class Request:
             "min_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name in ("logprobs_from", "continues", "min_tokens"):
                 object.__setattr__(self, name, whole(name, value, 0))
         object.__setattr__(self, "stop_tokens", tuple(token_list(self.stop_tokens)))
         is_ids = not isinstance(self.prompt, str) and not is_chat(self.prompt)

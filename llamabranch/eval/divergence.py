@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -220,7 +219,7 @@ def divergence(
         VocabularyMismatchError: it is of a model with another vocabulary. CacheFullError, DecodeError.
     """
     text_context("ctx", ctx)
-    with LogitsFile.open(Path(path)) as file:
+    with LogitsFile.open(path) as file:
         if file.n_vocab != ctx.n_vocab:
             raise VocabularyMismatchError(
                 f"{path} is of a model with {file.n_vocab} tokens, {ctx.model.name} has {ctx.n_vocab}",

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from ..errors import ConfigError
+from ..files import path_of
 
 __all__ = ["LogitsFile"]
 
@@ -90,7 +91,7 @@ class LogitsFile:
         Raises:
             ConfigError: it cannot be read, is of another kind, or shorter than it tells.
         """
-        path = Path(path)
+        path = path_of(path)
         with _opened(path, "rb", "read") as file:
             head = file.read(_HEAD)
             if len(head) < _HEAD or not head.startswith(_MAGIC):
@@ -127,7 +128,7 @@ class LogitsFile:
         Raises:
             ConfigError: it cannot be written; or what is there does not begin in the same way.
         """
-        path, window = Path(path), len(chunks[0])
+        path, window = path_of(path), len(chunks[0])
         tokens = np.asarray(chunks, dtype="<i4").tobytes()
         header = _MAGIC + struct.pack("<3i", window, n_vocab, len(chunks)) + tokens
         with _opened(path, "r+b" if n_done else "wb", "write") as file:

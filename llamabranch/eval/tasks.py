@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..context import Context
 from ..errors import ConfigError
+from ..files import path_of
 from .perplexity import exp
 from .scoring import Score, rate
 
@@ -63,7 +64,7 @@ class Task:
         Raises:
             ConfigError: the file cannot be read, is not UTF-8, or a line is no item; names the line.
         """
-        path = Path(path)
+        path = path_of(path)
         try:
             text = path.read_text("utf-8-sig")
         except UnicodeDecodeError:
@@ -191,7 +192,7 @@ class TaskResult:
 
 def task_names(folder: str | os.PathLike[str] | None = None) -> list[str]:
     """Return the names of the tasks that are shipped, or of the ``.jsonl`` files of a folder."""
-    return sorted(path.stem for path in Path(folder or _SUITE).glob("*.jsonl"))
+    return sorted(path.stem for path in path_of(folder or _SUITE).glob("*.jsonl"))
 
 
 def find_task(name: str, folder: str | os.PathLike[str] | None = None) -> Task:
@@ -200,7 +201,7 @@ def find_task(name: str, folder: str | os.PathLike[str] | None = None) -> Task:
     Raises:
         ConfigError: there is none of that name, or its file is no task.
     """
-    folders = [_SUITE] if folder is None else [Path(folder), _SUITE]
+    folders = [_SUITE] if folder is None else [path_of(folder), _SUITE]
     for place in folders:
         if (path := place / f"{name}.jsonl").is_file():
             return Task.read(path)

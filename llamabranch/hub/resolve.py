@@ -227,6 +227,8 @@ def _made_here(name_or_path: str | os.PathLike[str]) -> tuple[CatalogueEntry, st
     Raises:
         ConfigError: NAME is in ``models.txt``, and that quantization is not made of it.
     """
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise ConfigError(f"a model is given by name or path, not {name_or_path!r:.60}")
     text = os.fspath(name_or_path)
     name, _, tag = text.partition(":")
     entry = next((entry for entry in catalogue() if entry.name == name), None)

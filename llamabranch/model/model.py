@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 from typing import SupportsIndex, cast
 
-from ..arguments import choice, plain_int, shown, whole
+from ..arguments import choice, function, instance, items, plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
+from ..files import path_of
 from ..native import ModelHandle, ModelOptions, amx_works, staging, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_parts
@@ -72,7 +72,9 @@ class Model:
         if extra_buffers not in (True, False, "auto"):
             raise ConfigError(f"extra_buffers must be 'auto', True or False, not {extra_buffers!r}")
         n_gpu_layers = whole("n_gpu_layers", n_gpu_layers, -(2**31), 2**31 - 1)
-        self.path = Path(path)
+        if progress is not None:
+            function("progress", progress)
+        self.path = path_of(path)
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
@@ -311,8 +313,8 @@ class Model:
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise TokenizeError unless every item is a plain integer and an id of the vocabulary."""
         n_vocab = self.n_vocab
-        if isinstance(tokens, TEXT_TYPES):  # iterating bytes gives integers
-            token_list(tokens)
+        if not isinstance(tokens, Iterable) or isinstance(tokens, TEXT_TYPES):
+            token_list(tokens)  # iterating bytes would give integers
         for token in tokens:
             if type(token) is int and 0 <= token < n_vocab:
                 continue
@@ -482,7 +484,7 @@ class Model:
         Raises:
             ModelLoadError: no such file, or not a GGUF.
         """
-        return head_kind(read_parts(Path(path)))
+        return head_kind(read_parts(path_of(path)))
 
     def head_fault(self, head: Model) -> str:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.
@@ -532,7 +534,7 @@ class Model:
             UnsupportedError: the model has no template, or one that neither Jinja nor llama.cpp can run.
         """
         if tools is not None:
-            variables["tools"] = list(tools)
+            variables["tools"] = items("tools", tools)
         return self._rendered(self._checked(messages), add_generation_prompt, variables)
 
     def chat_tokens(
@@ -556,7 +558,7 @@ class Model:
             TokenizeError: as in ``tokenize``.
         """
         if tools is not None:
-            variables["tools"] = list(tools)
+            variables["tools"] = items("tools", tools)
         control = self._control_text
         (given, variables), stand_ins = control.guard(
             (self._checked(messages), variables), self._template.strings
@@ -638,6 +640,7 @@ class Model:
 
     def compatibility(self, draft: Model) -> VocabularyReport:
         """Return whether ``draft`` can draft for this model token by token; if not, with the reason."""
+        instance("draft", draft, Model)
         report = self._reports.get(draft)
         if report is None:
             report = self._reports[draft] = compare(self, draft)
@@ -647,4 +650,5 @@ class Model:
         """Return the text of ``token`` in the vocabulary, and whether it is a control token."""
         if not self.has_text:
             return str(token).encode(), False
+        token = self.token_id(token)
         return self._handle.token_text(token), self._handle.is_control(token)

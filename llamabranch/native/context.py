@@ -8,7 +8,6 @@ from __future__ import annotations
 import _thread
 import atexit
 import ctypes
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from ..errors import ConfigError, UsageError
 from . import core, staging, thread_teams
 from .handle import Handle, forkable_lock, generation
 from .interrupts import is_interrupted
-from .library import clear_log_lines, last_log_lines
+from .library import last_log_lines, libc, recorded_log
 from .model import ModelHandle
 from .state_layout import State, with_streams, without_streams
 
@@ -53,8 +52,7 @@ _uint8_p = ctypes.POINTER(ctypes.c_uint8)
 # llama.cpp calls the abort callback after each node of its graph. The callback is C's own strlen over two
 # bytes: it returns 0 while the first is 0, and 1 once it is 1. A Python callback would wait for the GIL
 # at every node, and would lose a KeyboardInterrupt that is raised in it.
-_libc = ctypes.CDLL("ucrtbase" if sys.platform == "win32" else None)
-_is_asked_to_stop = ctypes.cast(_libc.strlen, C.ggml_abort_callback)
+_is_asked_to_stop = ctypes.cast(libc.strlen, C.ggml_abort_callback)
 
 # From this many tokens times parameters on, a decode takes tenths of a second on a few cores: it then
 # runs in a thread of its own, so that Ctrl-C can stop it.
@@ -131,7 +129,6 @@ class ContextHandle(Handle):
         if head is not None:
             staging.check_available()
         _check_threads(max(options.n_threads, options.n_threads_batch))
-        clear_log_lines()
         self.lock = head.target.lock if head is not None and head.shares_memory else forkable_lock()
         self._stop = bytearray(2)
         self._stop_address = ctypes.c_char.from_buffer(self._stop)
@@ -143,13 +140,15 @@ class ContextHandle(Handle):
                 C.llama_free(ptr)
 
         params = _llama_params(options, head)
-        if not self.make(
-            lambda: C.llama_init_from_model(model.ptr, params),
-            free,
-            name="context",
-            parent=model,
-            second_parent=None if head is None else head.target,
-        ):
+        with recorded_log():
+            made = self.make(
+                lambda: C.llama_init_from_model(model.ptr, params),
+                free,
+                name="context",
+                parent=model,
+                second_parent=None if head is None else head.target,
+            )
+        if not made:
             reason = "; ".join(last_log_lines()) or "no reason given"
             raise ConfigError(
                 f"llama.cpp cannot create the context: {reason}",
@@ -389,12 +388,14 @@ class ContextHandle(Handle):
 
     def set_state(self, seq_id: int, state: State) -> bool:
         """Restore the state of a sequence; False if llama.cpp failed: its content is then undefined."""
-        clear_log_lines()
         if not self.kv_unified:
             state = with_streams(state, self._n_seq_max)
         address = state.ctypes.data_as(_uint8_p)
-        size = int(C.llama_state_seq_set_data(self.ptr, address, len(state), seq_id))
-        return size == len(state)
+        arguments = self.ptr, address, len(state), seq_id
+        if C.llama_state_seq_set_data(*arguments) == len(state):
+            return True
+        with recorded_log():  # once more, for the reason
+            return bool(C.llama_state_seq_set_data(*arguments) == len(state))
 
 
 def _llama_params(options: NativeContextParams, head: HeadOf | None) -> Any:

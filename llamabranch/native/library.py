@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import llama_cpp
 from llama_cpp import llama_cpp as C
 
-from ..errors import ConfigError
+from ..arguments import choice
 from . import core
 from .handle import forkable_lock
 
@@ -25,7 +27,12 @@ _SEVERITY = {0: 4, 1: 0, 2: 1, 3: 2, 4: 3, 5: -1}
 _WARNING, _ERROR = 2, 3
 _THRESHOLDS = {"debug": 0, "info": 1, "warn": 2, "warning": 2, "error": 3, "none": 5}
 
+# While nothing is recorded or shown the callback is C's own abs, of the level: a KeyboardInterrupt that
+# comes in a Python callback is lost, and llama.cpp logs that a decode was interrupted.
+libc = ctypes.CDLL("ucrtbase" if sys.platform == "win32" else None)
+_ignore = ctypes.cast(libc.abs, C.llama_log_callback)
 _threshold = _THRESHOLDS["none"]
+_n_recording = 0
 _last_severity = 0
 _recent: deque[tuple[int, str]] = deque(maxlen=16)
 _recent_lock = forkable_lock()
@@ -57,11 +64,10 @@ def set_log_level(level: str) -> None:
         ConfigError: unknown level.
     """
     global _threshold
-    try:
-        _threshold = _THRESHOLDS[level.lower()]
-    except KeyError:
-        known = ", ".join(_THRESHOLDS)
-        raise ConfigError(f"unknown log level {level!r}", hint=f"use one of {known}") from None
+    level = level.lower() if isinstance(level, str) else level
+    choice("log level", level, _THRESHOLDS)
+    _threshold = _THRESHOLDS[level]
+    _choose_callback()
 
 
 def last_log_lines(n: int = 3) -> list[str]:
@@ -72,15 +78,25 @@ def last_log_lines(n: int = 3) -> list[str]:
     return (errors or [line for _, line in recent])[-n:]
 
 
-def clear_log_lines() -> None:
-    """Drop the warnings and errors so far, so that later ones belong to the next call."""
+@contextmanager
+def recorded_log() -> Iterator[None]:
+    """Record llama.cpp's warnings and errors inside, for `last_log_lines`; earlier ones are dropped."""
+    global _n_recording
     with _recent_lock:
         _recent.clear()
+        _n_recording += 1
+        _choose_callback()
+    try:
+        yield
+    finally:
+        with _recent_lock:
+            _n_recording -= 1
+            _choose_callback()
 
 
-@C.llama_log_callback  # type: ignore[untyped-decorator]
-def _discard(_level: int, _text: bytes | None, _user_data: Any) -> None:
-    return None
+def _choose_callback() -> None:
+    is_heard = _n_recording or _threshold < _THRESHOLDS["none"]
+    C.llama_log_set(_on_log if is_heard else _ignore, ctypes.c_void_p(0))
 
 
 def engine_versions() -> dict[str, str]:
@@ -134,8 +150,7 @@ def supports_gpu_offload() -> bool:
 
 
 set_log_level(os.environ.get("LLAMABRANCH_LOG") or "none")
-C.llama_log_set(_on_log, ctypes.c_void_p(0))
 C.llama_backend_init()
-# At exit llama.cpp may still log while Python ends: a callback that does nothing is
+# At exit llama.cpp may still log while Python ends: a callback that calls no Python is
 # installed last, after the handles are freed (atexit runs in reverse order of registration).
-atexit.register(C.llama_log_set, _discard, ctypes.c_void_p(0))
+atexit.register(C.llama_log_set, _ignore, ctypes.c_void_p(0))

@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp as C
 from ..errors import ModelLoadError, TokenizeError
 from . import core, staging
 from .handle import Handle
-from .library import clear_log_lines, last_log_lines, supports_gpu_offload
+from .library import last_log_lines, recorded_log, supports_gpu_offload
 from .thread_call import call_in_thread
 
 FILE_TYPES = {
@@ -66,13 +66,14 @@ class ModelHandle(Handle):
 
         params = _llama_params(options)
         params.progress_callback = C.llama_progress_callback(on_progress)
-        clear_log_lines()
-        if not self.make(
-            lambda: C.llama_model_load_from_file(str(path).encode(), params),
-            C.llama_model_free,
-            name="model",
-            run=partial(call_in_thread, messages=fractions, on_message=progress, stop=stop),
-        ):
+        with recorded_log():
+            loaded = self.make(
+                lambda: C.llama_model_load_from_file(str(path).encode(), params),
+                C.llama_model_free,
+                name="model",
+                run=partial(call_in_thread, messages=fractions, on_message=progress, stop=stop),
+            )
+        if not loaded:
             reason = "; ".join(last_log_lines()) or "no reason given"
             raise ModelLoadError(f"llama.cpp cannot load {path}: {reason}")
         ptr = self.unchecked_ptr

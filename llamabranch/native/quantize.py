@@ -8,7 +8,7 @@ from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError
 from .gguf_check import check_header
-from .library import clear_log_lines, last_log_lines
+from .library import last_log_lines, recorded_log
 from .model import FILE_TYPES
 from .thread_call import call_in_thread
 
@@ -33,8 +33,8 @@ def quantize(source: Path, path: Path, file_type: str) -> None:
         nonlocal failed
         failed = bool(C.llama_model_quantize(str(source).encode(), str(path).encode(), params))
 
-    clear_log_lines()
-    call_in_thread(run)
+    with recorded_log():
+        call_in_thread(run)
     if failed:
         reason = "; ".join(last_log_lines()) or "no reason given"
         raise ModelLoadError(f"llama.cpp cannot make {path.name} from {source.name}: {reason}")

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from ..errors import GrammarError
 from . import core
 from .handle import Handle
-from .library import clear_log_lines, last_log_lines
+from .library import last_log_lines, recorded_log
 from .model import ModelHandle
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -136,8 +136,8 @@ class GrammarHandle(SamplerHandle):
     """
 
     def __init__(self, model: ModelHandle, gbnf: str, root: str = "root") -> None:
-        clear_log_lines()
-        ptr = C.llama_sampler_init_grammar(model.vocab, gbnf.encode(), root.encode())
+        with recorded_log():
+            ptr = C.llama_sampler_init_grammar(model.vocab, gbnf.encode(), root.encode())
         if not ptr:
             reason = "; ".join(last_log_lines()) or "llama.cpp printed the reason to standard error"
             raise GrammarError(f"llama.cpp rejects the grammar: {reason}")

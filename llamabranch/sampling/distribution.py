@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arguments import whole
+from ..arguments import choice, instance, whole
 from ..errors import ConfigError
 from ..pictures import bars
 from .noise import DRAW, Floats, Ids, log_uniforms
 
-__all__ = ["Distribution"]
+__all__ = ["Distribution", "log_base", "number_array"]
 
 
 _LEAST_WEIGHT = np.array(1e-300)  # an array without axes: NumPy takes it in faster than a scalar
 _BARS = 16  # of a picture
+T = TypeVar("T", bound=np.generic)
 _LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
 
 
@@ -57,7 +59,9 @@ class Distribution:
     _text_of: Callable[[int], str]  # set by `label_by` only
 
     def __init__(self, ids: Ids, logprobs: Floats) -> None:
-        if ids.ndim != 1 or ids.shape != logprobs.shape or len(ids) == 0:
+        ids = number_array("ids", ids, np.int32)
+        logprobs = number_array("log-probabilities", logprobs, np.float64)
+        if ids.shape != logprobs.shape or len(ids) == 0:
             raise ConfigError(
                 f"a distribution needs equally many ids and log-probabilities, at least one; "
                 f"got shapes {ids.shape} and {logprobs.shape}"
@@ -82,7 +86,7 @@ class Distribution:
     @classmethod
     def from_logits(cls, logits: npt.NDArray[np.floating], ids: Ids | None = None) -> Distribution:
         """Return softmax(logits), (V,) or with ``ids`` (K,). Entries of -inf are omitted."""
-        x = logits.astype(np.float64)
+        x = number_array("logits", logits, np.float64, copy=True)
         top = x.max() if len(x) else -math.inf
         if not math.isfinite(top):
             raise ConfigError(f"no distribution: the largest logit is {top}")
@@ -106,18 +110,18 @@ class Distribution:
     @classmethod
     def from_probs(cls, probs: Floats, ids: Ids | None = None) -> Distribution:
         """Return the distribution proportional to ``probs`` >= 0, (V,) or with ``ids`` (K,)."""
-        if ids is None:
-            ids = np.arange(len(probs), dtype=np.int32)
+        probs = number_array("probabilities", probs, np.float64)
+        given = number_array("ids", np.arange(len(probs)) if ids is None else ids, np.int32)
         keep = probs > 0.0
         total = float(probs[keep].sum())
         if not keep.any() or not math.isfinite(total):
             raise ConfigError("no distribution: all weights are zero, or one is not finite")
-        return cls(ids[keep], np.log(probs[keep] / total))
+        return cls(given[keep], np.log(probs[keep] / total))
 
     @classmethod
     def point(cls, token: int) -> Distribution:
         """Return the distribution in which ``token`` has probability 1."""
-        return cls(np.array([token], dtype=np.int32), np.zeros(1))
+        return cls(np.array([whole("token", token, 0, 2**31 - 1)], dtype=np.int32), np.zeros(1))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -146,24 +150,19 @@ class Distribution:
         return f"Distribution({len(self)} tokens, argmax {best} at {self.prob(best):.3f})"
 
     @property
-    def is_point(self) -> bool:
-        """True if one token has probability 1."""
-        return len(self.ids) == 1
-
-    @property
     def probs(self) -> Floats:
         """Probabilities, float64 (K,), in the order of ``ids``; a copy."""
         return np.exp(self.logprobs)
 
     def dense(self, n_vocab: int) -> Floats:
         """Return all probabilities, float64 (n_vocab,), zero where a token is not listed."""
-        p = np.zeros(n_vocab)
+        p = np.zeros(whole("n_vocab", n_vocab, int(self.ids.max()) + 1))
         p[self.ids] = np.exp(self.logprobs)
         return p
 
     def logprob(self, token: int) -> float:
         """Return log p(token) in nats, -inf for a token that is not listed."""
-        at = np.flatnonzero(self.ids == token)
+        at = np.flatnonzero(self.ids == whole("token", token))
         return float(self.logprobs[at[0]]) if len(at) else -math.inf
 
     def prob(self, token: int) -> float:
@@ -215,11 +214,13 @@ class Distribution:
         Leviathan et al. 2022, section 2.3. If both distributions are equal nothing is left, but then no
         token is ever rejected; this case returns ``self``.
         """
+        instance("other", other, Distribution)
         left = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)
         return Distribution.from_probs(left, self.ids) if left.any() else self
 
     def total_variation(self, other: Distribution) -> float:
         """Return 1/2 sum |self - other|, between 0 and 1."""
+        instance("other", other, Distribution)
         excess = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)
         return min(1.0, float(excess.sum()))
 
@@ -241,9 +242,18 @@ class Distribution:
         return min(1.0, float(chances.sum()))
 
 
+def number_array(name: str, values: object, kind: type[T], *, copy: bool = False) -> npt.NDArray[T]:
+    """Return ``values`` as an array; raise ConfigError unless they are numbers."""
+    try:
+        found = np.array(values, dtype=kind) if copy else np.asarray(values, dtype=kind)
+    except (TypeError, ValueError, OverflowError):
+        found = np.zeros((), dtype=kind)
+    if found.ndim != 1:
+        raise ConfigError(f"{name} must be a list of numbers, not {values!r:.60}")
+    return found
+
+
 def log_base(base: str) -> float:
     """Return the divisor that turns nats into ``base``."""
-    try:
-        return _LOG_BASES[base]
-    except KeyError:
-        raise ConfigError(f"unknown base {base!r}: use 'nats' or 'bits'") from None
+    choice("base", base, _LOG_BASES)
+    return _LOG_BASES[base]

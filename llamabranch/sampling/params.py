@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields, replace
 
 from typing_extensions import TypedDict
 
-from ..arguments import nearest, plain_int, real, shown, whole
+from ..arguments import instance, items, nearest, plain_int, real, shown, whole
 from ..errors import ConfigError, UnsupportedError
 
-__all__ = ["SamplingParams", "SamplingSettings", "check_names"]
+__all__ = ["SamplingParams", "SamplingSettings", "check_names", "settings_of"]
 
 _FLOAT_MAX = (2 - 2**-23) * 2.0**127
 
@@ -213,16 +213,19 @@ class SamplingParams:
                 f"logits_processor must be a function, not {self.logits_processor!r:.60}",
                 hint="f(input_ids, logits) returns the logits to use; of a list of functions make one",
             )
-        breakers: object = self.dry_sequence_breakers
-        if isinstance(breakers, str):
-            raise ConfigError("dry_sequence_breakers must be a sequence of strings, not one string")
-        object.__setattr__(self, "dry_sequence_breakers", tuple(self.dry_sequence_breakers))
+        breakers = items("dry_sequence_breakers", self.dry_sequence_breakers)
+        object.__setattr__(self, "dry_sequence_breakers", tuple(breakers))
         if any(not isinstance(b, str) or not b for b in self.dry_sequence_breakers):
             raise ConfigError("dry_sequence_breakers must be strings that are not empty")
         if not all(b.isprintable() or b.isspace() for b in self.dry_sequence_breakers):
             raise ConfigError("dry_sequence_breakers must be printable text")
         bias = {}
-        for key, added in dict(self.logit_bias).items():
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(
+                f"logit_bias must be a dictionary, not {self.logit_bias!r:.60}",
+                hint="for example {token: -1.5}, or {} for none",
+            )
+        for key, added in self.logit_bias.items():
             token, value = (
                 whole("a token of logit_bias (an id of tokenize)", key),
                 real("logit_bias", added),
@@ -272,6 +275,8 @@ class SamplingParams:
             ConfigError: an unknown name or a bad value.
         """
         bias: dict[int, float] = {}
+        settings = instance("settings", settings, dict)
+        check_names(settings)
         pairs = settings.get("logit_bias", [])
         if not isinstance(pairs, list) or not isinstance(
             settings.get("dry_sequence_breakers", ()), (list, tuple)
@@ -303,6 +308,17 @@ class SamplingParams:
         )
 
 
+def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingParams:
+    """Return the given settings, or the defaults, with some changed.
+
+    Raises:
+        ConfigError: something else, an unknown name or a bad value.
+    """
+    found = SamplingParams() if sampling is None else sampling
+    found = instance("sampling", found, SamplingParams, "SamplingParams(temperature=0.8, ...)")
+    return found.replace(**changes) if changes else found
+
+
 def check_names(settings: Mapping[str, object], arguments: Collection[str] = ()) -> None:
     """Raise ConfigError for a name that is no sampling setting, with what it may be meant for.
 
@@ -311,7 +327,7 @@ def check_names(settings: Mapping[str, object], arguments: Collection[str] = ())
         arguments: what else the call takes.
     """
     known = sorted(field.name for field in fields(SamplingParams))
-    unknown = sorted(set(settings) - set(known))
+    unknown = sorted(map(str, set(settings) - set(known)))
     if not unknown:
         return
     name = unknown[0]

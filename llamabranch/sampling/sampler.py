@@ -15,7 +15,7 @@ from typing import SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from ..arguments import shown
+from ..arguments import instance, shown
 from ..errors import ConfigError, GrammarError
 from ..model import Model, TokenIds, token_list
 from ..native import CandidateBuffer, SamplerHandle, core, softmax_agrees
@@ -52,6 +52,9 @@ class Sampler:
             GrammarError: the grammar does not parse, or the model has no text.
             ConfigError: a bias for a token that does not exist.
         """
+        instance("sampling", params, SamplingParams)
+        if grammar is not None:
+            instance("grammar", grammar, Grammar, "Grammar(gbnf), or a text in GBNF")
         bad = [token for token in params.logit_bias if not 0 <= token < model.n_vocab]
         if bad:
             raise ConfigError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ..arguments import whole
+from ..arguments import function, instance, whole
 from ..branch import Branch
 from ..errors import ConfigError
 from ..speculative import Drafter
+from ..speculative.drafters.base import checked_drafter
 from .sequences import OnStep
 
 __all__ = ["MOST_STEPS", "MOST_TEXTS", "check_start", "first_seed", "token_limit"]
@@ -22,21 +23,12 @@ def check_start(branch: Branch, on_step: OnStep | None, drafter: Drafter | None 
         ConfigError: no branch, no function, or no drafter. BranchStateError, ClosedError: the branch
             cannot be used. VocabularyMismatchError: the drafter cannot draft for its model.
     """
-    if not isinstance(branch, Branch):
-        raise ConfigError(f"a search needs a Branch that has read the prompt, not {branch!r:.40}")
-    if on_step is not None and not callable(on_step):
-        raise ConfigError(f"on_step must be callable, not {on_step!r:.40}")
+    instance("branch", branch, Branch, "a search needs one that has read the prompt")
+    if on_step is not None:
+        function("on_step", on_step)
     branch.sequence.check_usable()
-    if drafter is None:
-        return
-    if not isinstance(drafter, Drafter):
-        raise ConfigError(
-            f"drafter must be a Drafter, not {drafter!r:.40}",
-            hint="for example lb.PromptLookupDrafter(), or lb.ModelDrafter(context)",
-        )
-    if drafter.width > 1:
+    if checked_drafter(drafter, branch.ctx.model).width > 1:
         raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
-    drafter.check(branch.ctx.model)
 
 
 def first_seed(branch: Branch, seed: int | None) -> int:

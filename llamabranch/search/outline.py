@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..errors import ConfigError
+from ..arguments import instance
 from ..pictures import Token, TreeLine, tree
 from .node import SearchNode
 
@@ -32,8 +32,7 @@ def outline(root: SearchNode, *, prompt: str | None = None, most_pruned: int = 3
     Raises:
         ConfigError: not a node.
     """
-    if not isinstance(root, SearchNode):
-        raise ConfigError(f"the tree of a search is a SearchNode, not {root!r:.40}")
+    instance("root", root, SearchNode)
     return _outline(root, prompt, most_pruned)[0]
 
 

@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from ..arguments import choice
+from ..arguments import choice, items
 from ..branch import Branch
 from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
@@ -88,10 +88,9 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
     """
     check_start(branch, None)
     choice("method", method, METHODS)
-    if isinstance(choices, (str, bytes)) or not isinstance(choices, Sequence) or not len(choices):
-        raise ConfigError("choices must be a list of texts, at least one")
-    if any(not isinstance(text, str) or not text for text in choices):
-        raise ConfigError("choices must be texts that are not empty")
+    choices = items("choices", choices)
+    if not choices or any(not isinstance(text, str) or not text for text in choices):
+        raise ConfigError("choices must be texts that are not empty, at least one")
     start = perf_counter()
     tokens = [branch.ctx.model.tokenize(text, add_special=False) for text in choices]
     if not all(tokens):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..arguments import choice, finite, function, real, whole
+from ..arguments import bounded, choice, finite, function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError
 from ..model import stop_strings
@@ -86,7 +86,11 @@ def step_search(
     chooser = _Chooser(method, n, beam_width, temperature, seed)
     max_tokens = token_limit(max_tokens)
     max_steps = whole("max_steps", max_steps, 1, MOST_STEPS)
-    boundary = Boundary.of(step) if entropy is None else Boundary(entropy=_limit(entropy))
+    boundary = (
+        Boundary.of(step)
+        if entropy is None
+        else Boundary(entropy=bounded("entropy", entropy, 0.0, math.inf))
+    )
 
     def score_of(line: Continuation) -> float:
         found = finite("what reward returns", reward(line.output.text))
@@ -167,13 +171,6 @@ def _result(sequences: SearchSequences, done: Scored) -> SearchResult:
 def _copies(line: Continuation, count: int, seed: int, index: int) -> list[Continuation]:
     """Return ``line``, and copies of it whose seeds are number ``index`` + 1, ... of the search."""
     return [line, *(line.fork(slot_seed(seed, index + i)) for i in range(1, count))]
-
-
-def _limit(entropy: float) -> float:
-    entropy = real("entropy", entropy)
-    if not entropy >= 0:
-        raise ConfigError(f"entropy must be at least 0 nats, not {entropy!r}")
-    return entropy
 
 
 def _best_of_trees(

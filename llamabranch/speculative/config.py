@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..arguments import plain_int, real, shown
+from ..arguments import instance, real, whole
 from ..errors import ConfigError
 from .rules import RULES, Rule
 
-__all__ = ["SpeculativeConfig"]
+__all__ = ["SpeculativeConfig", "checked_config"]
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,12 @@ class SpeculativeConfig:
     rule: Rule = "auto"
 
     def __post_init__(self) -> None:
-        limit = plain_int(self.max_draft_tokens)
-        if limit is None or not 1 <= limit <= 256:
-            raise ConfigError(
-                f"max_draft_tokens must be from 1 to 256, not {shown(self.max_draft_tokens)}"
-            )
+        limit = whole("max_draft_tokens", self.max_draft_tokens, 1, 256)
         object.__setattr__(self, "max_draft_tokens", limit)
         if not isinstance(self.draft_k, str):
-            k = plain_int(self.draft_k)
-            if k is None or not 0 <= k <= 256:
-                raise ConfigError(
-                    f"draft_k must be 'auto' or from 0 to 256, not {shown(self.draft_k)}"
-                )
-            object.__setattr__(self, "draft_k", k)
+            object.__setattr__(self, "draft_k", whole("draft_k", self.draft_k, 0, 256))
         elif self.draft_k != "auto":
-            raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {shown(self.draft_k)}")
+            raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {self.draft_k!r}")
         if self.rule not in ("auto", *RULES) and not callable(self.rule):
             raise ConfigError(f"unknown rule {self.rule!r}: use 'auto' or one of {RULES}")
         if self.entropy_stop is not None:
@@ -61,3 +52,8 @@ class SpeculativeConfig:
             if not stop >= 0:
                 raise ConfigError(f"entropy_stop must be None or at least 0 nats, not {stop!r}")
             object.__setattr__(self, "entropy_stop", stop)
+
+
+def checked_config(config: SpeculativeConfig | None) -> SpeculativeConfig:
+    """Return it, or the default one where none is given; raise ConfigError for anything else."""
+    return instance("config", SpeculativeConfig() if config is None else config, SpeculativeConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
@@ -61,6 +62,8 @@ class InferenceSession:
         self._emitted: list[Produced] = []  # by the last round, not yet returned
         self._pending: Produced | None = None
         self._closed = False
+        self._generating = ExitStack()  # until it is closed or forgotten
+        self._generating.enter_context(self.branch.sequence.generating())
 
     @property
     def tokens(self) -> list[int]:
@@ -130,6 +133,7 @@ class InferenceSession:
         if self._closed:
             return
         self._closed = True
+        self._generating.close()
         self._output.break_off()
         for speculator in self._speculators.values():
             speculator.forget(self.branch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from time import perf_counter
 
 from ..arguments import whole
@@ -11,13 +12,13 @@ from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
 from ..context import Context
 from ..context.context import text_context
-from ..errors import CapacityError, ConfigError, LlamaBranchError
+from ..errors import CapacityError, ClosedError, ConfigError, LlamaBranchError
 from ..model import Prompt
 from ..native import forkable_lock
 from ..pictures import tokens_picture
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
-from .config import SpeculativeConfig
+from .config import SpeculativeConfig, checked_config
 from .draft_cache import DraftCache
 from .drafters.base import Drafter, NullDrafter, checked_drafter
 from .drafters.grammar import GrammarDrafter
@@ -61,7 +62,7 @@ class Speculator:
     ) -> None:
         self.target = text_context("target", target)
         self.drafter = checked_drafter(drafter, target.model)
-        self.config = config or SpeculativeConfig()
+        self.config = checked_config(config)
         self.length: DraftLength = FixedLength(0)  # without a drafter nothing is drafted
         self._profile: PairProfile | None = None
         is_plain = isinstance(self.drafter, NullDrafter)
@@ -299,44 +300,47 @@ def _run(
     n_alternatives: int,
     stats: SpeculativeStats,
 ) -> Generator[Produced, None, None]:
-    base = branch.position
-    start = perf_counter()
-    is_consumed = True
-    try:
-        stream = speculator.open_stream(branch, stats, n_alternatives)
-        run = speculator.joint.round
+    with branch.sequence.generating():
+        base = branch.position
+        start = perf_counter()
+        is_consumed = True
         try:
-            emitted: list[Produced] = []
-            while output.finish_reason is None:
-                emitted = emitted or run(stream, output.draft_limit)
-                shown = output.add(emitted.pop(0))
-                if shown is not None:
-                    output.elapsed_s += perf_counter() - start
-                    is_consumed = False
-                    try:
-                        yield shown
-                        is_consumed = True
-                    finally:
-                        start = perf_counter()
+            stream = speculator.open_stream(branch, stats, n_alternatives)
+            run = speculator.joint.round
+            try:
+                emitted: list[Produced] = []
+                while output.finish_reason is None:
+                    emitted = emitted or run(stream, output.draft_limit)
+                    shown = output.add(emitted.pop(0))
+                    if shown is not None:
+                        output.elapsed_s += perf_counter() - start
+                        is_consumed = False
+                        try:
+                            yield shown
+                            is_consumed = True
+                        finally:
+                            start = perf_counter()
+            finally:
+                try:
+                    if not owned and not branch.ctx.closed:
+                        # Of a branch that is forgotten too, the sampler may be freed already.
+                        with suppress(ClosedError):
+                            finish_at(branch, base + len(output.tokens), stream.pending)
+                finally:
+                    speculator.close_stream(stream, keep=not owned)
+        except LlamaBranchError as error:
+            held = output.break_off("capacity" if isinstance(error, CapacityError) else None)
+            if held is not None and is_consumed:  # a generator that is being closed may not yield
+                output.elapsed_s += perf_counter() - start
+                try:
+                    yield held
+                finally:
+                    start = perf_counter()
+            raise
         finally:
-            try:
-                if not owned and not branch.ctx.closed:
-                    finish_at(branch, base + len(output.tokens), stream.pending)
-            finally:
-                speculator.close_stream(stream, keep=not owned)
-    except LlamaBranchError as error:
-        held = output.break_off("capacity" if isinstance(error, CapacityError) else None)
-        if held is not None and is_consumed:  # a generator that is being closed may not yield
+            output.break_off()
+            stats.num_emitted_tokens = len(output.tokens)
+            speculator.add_stats(stats)
+            if owned and not branch.ctx.closed:
+                branch.prune()
             output.elapsed_s += perf_counter() - start
-            try:
-                yield held
-            finally:
-                start = perf_counter()
-        raise
-    finally:
-        output.break_off()
-        stats.num_emitted_tokens = len(output.tokens)
-        speculator.add_stats(stats)
-        if owned and not branch.ctx.closed:
-            branch.prune()
-        output.elapsed_s += perf_counter() - start

@@ -6,9 +6,12 @@ import dataclasses
 import gc
 import math
 import re
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -316,6 +319,102 @@ def test_abandoned_generation_leaves_what_was_yielded(ctx: Context) -> None:
             break
     assert branch.generated == tokens
     assert len(generate(branch, 3)) == 3
+
+
+GENERATIONS: dict[str, Callable[[Branch], object]] = {
+    "generate": lambda branch: branch.generate(4),
+    "generate_text": lambda branch: branch.generate_text(4),
+    "Speculator": lambda branch: lb.Speculator(branch.ctx, lb.SuffixDrafter()).generate(branch),
+    "InferenceSession": lambda branch: lb.InferenceSession(branch.ctx, branch),
+}
+
+
+@pytest.mark.parametrize("second", GENERATIONS)
+@pytest.mark.parametrize("first", ["generate", "Speculator", "InferenceSession"])
+def test_a_branch_has_one_generation_at_a_time(first: str, second: str, ctx: Context) -> None:
+    branch = Branch.start(ctx, "Once upon a time", temperature=0.0)
+    plain = branch.fork().generate_text(8)
+    prepared = branch.generate(4)  # not begun: it is in nobody's way
+    running: Any = GENERATIONS[first](branch)
+    name = "next_token" if first == "InferenceSession" else "__next__"
+    advance: Callable[[], lb.Produced] = getattr(running, name)
+    texts = [advance().text, advance().text]
+    for begin in (GENERATIONS[second], lambda _: prepared):
+        with pytest.raises(BranchStateError, match="is running") as refused:
+            next(begin(branch))  # type: ignore[call-overload]
+        assert "close()" in str(refused.value.hint)
+    texts += [advance().text, advance().text]
+    running.close()
+    texts.append(branch.generate_text(4))
+    assert "".join(texts) == plain
+    for child in branch.children:
+        child.prune()
+    branch.prune()
+
+
+def test_inside_its_own_loop_a_branch_is_forked_rewound_and_given_tokens(ctx: Context) -> None:
+    branch = Branch.start(ctx, "Once upon a time", temperature=0.0)
+    start = branch.position
+    expected = branch.fork().generate_text(4)
+    shown: list[str] = []
+    for token in branch.generate(6):
+        shown.append(token.text)
+        if len(shown) == 2:
+            child = branch.fork()
+            assert shown[0] + shown[1] + child.generate_text(2) == expected
+            branch.rewind(start)
+            branch.commit(branch.produce().token)
+    assert len(shown) == 6
+    assert branch.position == start + 5
+    assert branch.generate_text(1)  # the loop has ended
+
+
+def test_threads_on_one_branch_do_not_mix_their_tokens(ctx: Context) -> None:
+    branch = Branch.start(ctx, "Once upon a time", temperature=0.0)
+    expected = branch.fork().generate_text(20)
+    refused: list[bool] = []
+    begun = threading.Event()
+
+    def other() -> None:
+        begun.wait()
+        with pytest.raises(BranchStateError):
+            branch.generate_text(20)
+        refused.append(True)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    shown = []
+    for token in branch.generate(20):
+        shown.append(token.text)
+        if len(shown) == 5:
+            begun.set()
+            thread.join()
+    assert refused
+    assert "".join(shown) == expected
+
+
+@pytest.mark.parametrize("setting", ["repeat_penalty", "dry_multiplier"])
+@pytest.mark.parametrize("kind", ["generate", "Speculator", "Chat"])
+def test_a_forgotten_generation_with_penalties_ends_in_silence(
+    kind: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unraisable: list[object] = []
+    settings = SamplingParams(seed=1).replace(**{setting: 1.2})
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with lb.load(n_threads=1, chat_template="chatml") as ctx:
+        if kind == "Chat":
+            held: list[object] = [lb.Chat(ctx, sampling=settings).send("A king")]
+        else:
+            branch = Branch.start(ctx, "Once upon a time", sampling=settings)
+            held = [branch, GENERATIONS[kind](branch)]
+            del branch
+        for _ in range(3):
+            next(held[-1])  # type: ignore[call-overload]
+        held.append(held)  # garbage in a cycle, whose parts go in any order
+        del held
+        gc.collect()
+        assert unraisable == []
+        assert ctx.usage().cells_used == 0
 
 
 @pytest.mark.parametrize("kind", ["number", "list"])

@@ -177,6 +177,28 @@ def test_content_is_never_a_control_token(ctx: Context) -> None:
             assert answer.prompt.count(eog[0]) == 1
 
 
+def test_a_message_from_another_thread_does_not_break_into_an_answer(ctx: Context) -> None:
+    refused: list[BaseException] = []
+
+    def send() -> None:
+        with pytest.raises(lb.BranchStateError, match="another thread") as error:
+            chat.send("And the queen?")
+        refused.append(error.value)
+
+    def draft(tokens: list[int], k: int) -> list[int]:
+        if not refused:
+            thread = threading.Thread(target=send)
+            thread.start()
+            thread.join()
+        return []
+
+    chat = Chat(ctx, lb.FunctionDrafter(draft), lb.SpeculativeConfig(draft_k=2), max_tokens=6)
+    answer = chat.send("Who is the king?").finish()
+    assert len(refused) == 1
+    assert len(answer.tokens) == 6
+    chat.close()
+
+
 def test_a_broken_off_answer_stays_and_an_empty_one_is_taken_back(ctx: Context) -> None:
     with Chat(ctx, seed=1, max_tokens=30) as chat:
         answer = chat.send("One day")

@@ -486,14 +486,13 @@ def test_full_disk_keeps_the_file_whose_failed_texts_are_run_again(tmp_path: Pat
     arguments = ("--input", str(path), "-n", "4", "--seed", "2", "--output", str(out))
     assert run(*arguments).exit_code == 1
     before = out.read_bytes()
-    arguments = (*arguments, "-m", "tale-target")
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
 
     done = subprocess.run(
-        [*COMMAND, *arguments, "--resume", "--threads", "1"],
+        [*COMMAND, *arguments, "-m", "tale-target", "--resume", "--threads", "1"],
         preexec_fn=limit, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr

@@ -509,6 +509,44 @@ def test_no_kind_of_memory_loses_a_branch(
             check_logits(branch, ctx)
 
 
+def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(
+    target: lb.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp then logs, in the main thread, before Python has run the handler of the signal."""
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    decode, begun = C.llama_decode, threading.Event()
+
+    def noted(*arguments: object) -> object:
+        begun.set()
+        return decode(*arguments)
+
+    def stop() -> None:
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        ctx.interrupt()
+
+    monkeypatch.setattr(C, "llama_decode", noted)
+    with (
+        Context(target, n_ctx=1024, n_batch=1024, n_threads=1) as ctx,
+        Branch.create(ctx) as branch,
+    ):
+        monkeypatch.setattr(
+            ctx.decoder.handle, "n_watched", 1 << 30
+        )  # in this thread, as short ones are
+        for _ in range(3):
+            begun.clear()
+            thread = threading.Thread(target=stop)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                branch.prefill([5] * 1000)
+            thread.join()
+            assert branch.position == 0
+        monkeypatch.setattr(C, "llama_decode", decode)
+        branch.prefill([5] * 10)  # nothing is left to interrupt
+    assert unraisable == []
+
+
 def test_ctrl_c_after_a_commit_takes_it_back(kind_ctx: Context, decodes: Decodes) -> None:
     with Branch.start(kind_ctx, BYTES[:20]) as branch, branch.fork() as sibling:
         for _ in range(2):  # the second time its row of logits is its own

@@ -19,6 +19,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Context, Engine, Event, Request, SamplingParams, SpeculativeConfig
+from llamabranch.model.text import StopStrings
 from llamabranch.speculative import Draft
 from llamabranch.speculative.drafters.base import DraftState
 from llamabranch.speculative.length.base import DraftLength
@@ -195,6 +196,32 @@ def test_ctrl_c_anywhere_in_a_step_loses_nothing(small_ctx: Context, every: int)
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 29])
 def test_exception_anywhere_in_the_engine_loses_nothing(small_ctx: Context, every: int) -> None:
     assert not failures(small_ctx, PACKAGE / "engine", injected, every, Injected)
+
+
+def test_exception_at_its_last_token_does_not_let_a_text_run_on(
+    model: lb.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = StopStrings.show
+    raised: list[bool] = []
+
+    def interrupted(self: StopStrings, text: str, *, last: bool = False) -> str:
+        if last and not raised:
+            raised.append(True)
+            raise Injected
+        return show(self, text, last=last)
+
+    with open_context(model, "unified") as ctx:
+        engine = Engine(ctx, seed=1, sampling=NO_END)
+        expected = engine.generate(Request(TALE, max_tokens=8))[0]
+        monkeypatch.setattr(StopStrings, "show", interrupted)
+        engine.add_request(Request(TALE, max_tokens=8))
+        with pytest.raises(Injected):
+            while engine.has_unfinished():
+                engine.step()
+        events = engine.close(drain=True)
+        assert events[-1].result is not None
+        assert events[-1].result.tokens == expected.tokens
+        assert events[-1].result.finish_reason == "length"
 
 
 class Failing(lb.Drafter):

@@ -17,7 +17,7 @@ from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch.arguments import finite, function, plain_int, real, whole
-from llamabranch.errors import ConfigError, TokenizeError
+from llamabranch.errors import ConfigError, GrammarError, TokenizeError
 from llamabranch.sampling.noise import derive_seed
 
 STORY = "Once upon a time there was a king who had"
@@ -373,3 +373,66 @@ def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
     )
     assert drafted.finish().tokens == plain.tokens
     assert drafted.stats.num_drafts > 0
+
+
+# -- other kinds -----------------------------------------------------------------------------------
+
+KINDS: dict[str, Call] = {
+    "logit_bias": lambda ctx, b, x: lb.SamplingParams(logit_bias=x),
+    "dry_sequence_breakers": lambda ctx, b, x: lb.SamplingParams(dry_sequence_breakers=x),
+    "from_dict": lambda ctx, b, x: lb.SamplingParams.from_dict(x),
+    "steer": lambda ctx, b, x: b.steer(x),
+    "resample": lambda ctx, b, x: b.resample(x),
+    "sampling of start": lambda ctx, b, x: lb.Branch.start(ctx, STORY, sampling=x),
+    "sampling of create": lambda ctx, b, x: lb.Branch.create(ctx, x),
+    "sampling of complete": lambda ctx, b, x: ctx.complete(STORY, sampling=x),
+    "sampling of a request": lambda ctx, b, x: lb.Request(STORY, sampling=x),
+    "sampling of an engine": lambda ctx, b, x: lb.Engine(ctx, sampling=x),
+    "sampling of a context": lambda ctx, b, x: ctx.sample(x),
+    "grammar": lambda ctx, b, x: lb.Branch.start(ctx, STORY, grammar=x),
+    "choices": lambda ctx, b, x: lb.Grammar.from_choices(x),
+    "config of a speculator": lambda ctx, b, x: lb.Speculator(ctx, config=x),
+    "config of an engine": lambda ctx, b, x: lb.Engine(ctx, config=x),
+    "drafters of a chain": lambda ctx, b, x: lb.ChainDrafter(x),
+    "values of a grammar drafter": lambda ctx, b, x: lb.GrammarDrafter(x),
+    "kv_type": lambda ctx, b, x: lb.Context(ctx.model, kv_type=x),
+    "rope_scaling": lambda ctx, b, x: lb.Context(ctx.model, rope_scaling=x),
+    "base": lambda ctx, b, x: b.entropy(x),
+    "context": lambda ctx, b, x: lb.Branch.restore(x, b.snapshot()),
+    "snapshot": lambda ctx, b, x: lb.Branch.restore(ctx, x),
+    "branches": lambda ctx, b, x: lb.BranchStore(ctx).step(x),
+    "tokens of branches": lambda ctx, b, x: lb.BranchStore(ctx).commit(x),
+    "probabilities": lambda ctx, b, x: lb.Distribution.from_probs(x),
+    "logits": lambda ctx, b, x: lb.Distribution.from_logits(x),
+    "entropy of logits": lambda ctx, b, x: ctx.model_entropy(logits=x),
+    "a point": lambda ctx, b, x: lb.Distribution.point(x),
+    "another distribution": lambda ctx, b, x: b.distribution().total_variation(x),
+    "path of a model": lambda ctx, b, x: lb.Model(x),
+    "name of a model": lambda ctx, b, x: lb.resolve(x),
+    "progress": lambda ctx, b, x: lb.Model(ctx.model.path, progress=x),
+    "draft model": lambda ctx, b, x: ctx.model.compatibility(x),
+    "token": lambda ctx, b, x: ctx.model.entry(x),
+    "log level": lambda ctx, b, x: lb.set_log_level(x),
+    "text of a request": lambda ctx, b, x: lb.Engine(ctx).abort(x),
+    "minimum": lambda ctx, b, x: lb.Request(STORY, min_tokens=x),
+}
+MAY_BE_NONE = (
+    "sampling of", "grammar", "config", "values", "rope", "progress", "entropy of logits",
+)  # fmt: skip
+TEXTS = ("choices", "grammar", "path", "name", "text")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_value_of_another_kind_is_a_typed_error(name: str, ctx: lb.Context) -> None:
+    branch = lb.Branch.start(ctx, STORY, temperature=0.0)
+    before = branch.tokens, branch.sampling, ctx.usage(), ctx.n_seq_free
+    for value in (None, -1, 2.5, "ab", b"ab", [None], [[1, 2]], [("a", 1)], object(), [1]):
+        if value is None and name.startswith(MAY_BE_NONE):
+            continue
+        if isinstance(value, str) and name.startswith(TEXTS):
+            continue
+        if name in ("probabilities", "logits") and value == [1]:
+            continue
+        with pytest.raises((ConfigError, TokenizeError, GrammarError)):
+            KINDS[name](ctx, branch, value)
+        assert (branch.tokens, branch.sampling, ctx.usage(), ctx.n_seq_free) == before

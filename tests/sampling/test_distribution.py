@@ -254,7 +254,7 @@ def test_entropy_and_surprisal_have_bases() -> None:
 
 def test_point_is_certain() -> None:
     point = Distribution.point(42)
-    assert point.is_point
+    assert len(point) == 1
     assert point.entropy() == 0
     assert {point.draw(seed, 0) for seed in range(20)} == {42}
 

@@ -85,7 +85,7 @@ MCTS: dict[str, Values] = {
     "max_tokens": LIMIT, "rollout_tokens": (-1, 2.5, True, "3", None, 2**63),
 }  # fmt: skip
 SELECT: dict[str, Values] = {
-    "choices": (None, "ab", b"ab", 5, [], [""], [1], ["a", ""], ["a", "\ud800"], {"a": 1}, iter(["a"])),
+    "choices": (None, "ab", b"ab", 5, [], [""], [1], ["a", ""], ["a", "\ud800"], {"a": 1}),
     "method": NAME,
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast, get_origin
 
+from ...arguments import instance, items
 from ...errors import ConfigError, GrammarError
 from ...model import Model
 from . import schema as json_schemas
@@ -161,7 +162,7 @@ class Grammar:
         Raises:
             GrammarError: no choice, or an empty one.
         """
-        given = [choices] if isinstance(choices, str) else list(choices)
+        given = [choices] if isinstance(choices, str) else items("choices", choices)
         return cls(json.dumps(given, ensure_ascii=False), "choice")
 
     @classmethod
@@ -182,6 +183,7 @@ class Grammar:
         """
         if isinstance(given, str):
             return cls(given)
+        given = instance("a grammar", given, dict)
         fields = {name: given.get(name) for name in ("source", "kind", "whitespace")}
         if set(given) - set(fields) or not all(isinstance(v, str) for v in fields.values()):
             raise ConfigError(f"not the description of a grammar: {given!r:.60}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ...arguments import instance
+from ...arguments import instance, items
 from ...branch import Branch
 from ...context import Context
 from ...errors import ConfigError
@@ -30,11 +30,11 @@ class ChainDrafter(Drafter):
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        if not drafters:
+        self.drafters = tuple(items("drafters", drafters))
+        if not self.drafters:
             raise ConfigError("a chain needs at least one drafter")
-        for one in drafters:
+        for one in self.drafters:
             instance("a drafter of a chain", one, Drafter)  # type: ignore[type-abstract]
-        self.drafters = tuple(drafters)
 
     @property
     def name(self) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
-from ...arguments import real, whole
+from ...arguments import bounded, real, whole
 from ...branch import Branch
 from ...branch.sequence import TokenSequence
 from ...errors import ConfigError
@@ -110,10 +110,8 @@ class SuffixDrafter(_CopyDrafter):
     ) -> None:
         max_match = whole("max_match", max_match, 1, 64)
         min_match = whole("min_match", min_match, 1, max_match)
-        min_probability = real("min_probability", min_probability)
+        min_probability = bounded("min_probability", min_probability, 0.0, 1.0)
         factor, offset = real("factor", factor), real("offset", offset)
-        if not 0 <= min_probability <= 1:
-            raise ConfigError(f"min_probability must be from 0 to 1, not {min_probability!r}")
         if not (math.isfinite(factor) and factor >= 0 and math.isfinite(offset)):
             raise ConfigError(
                 f"factor {factor!r} and offset {offset!r} must be numbers, factor >= 0"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from time import perf_counter
 
+from ...arguments import instance
 from ...branch import Branch
 from ...context import Context
 from ...errors import ConfigError, GrammarError
@@ -38,6 +39,9 @@ class GrammarDrafter(Drafter):
     """
 
     def __init__(self, values: Drafter | None = None, plain: Drafter | None = None) -> None:
+        for name, each in (("values", values), ("plain", plain)):
+            if each is not None:
+                instance(name, each, Drafter)  # type: ignore[type-abstract]
         self.values, self.plain = values, plain or values
         if any(each is not None and each.width > 1 for each in (values, plain)):
             raise ConfigError("a grammar continues a chain of tokens: use a drafter of width 1")

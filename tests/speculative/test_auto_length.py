@@ -542,7 +542,8 @@ def test_first_hundred_tokens_are_near_the_best_fixed_length(
     fixed = [partial(FixedLength, k) for k in range(1, 6)]
     best = max(first_tokens(each, 100, 40, looks=1, **options) for each in fixed)
     known = earlier_run(**options)
-    assert first_tokens(lambda: AutoLength(16, known=known), 100, 40, **options) > 0.92 * best
+    share = 0.92 if (p, c) == (0.5, 0.1) else 0.97  # a look, which is billed, costs most there
+    assert first_tokens(lambda: AutoLength(16, known=known), 100, 40, **options) > share * best
     assert first_tokens(lambda: AutoLength(16), 100, 40, **options) > 0.9 * best
 
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import budgets
 import pytest
 import toys
 from hypothesis import HealthCheck, settings
@@ -40,16 +39,6 @@ HERE = Path(__file__).parent
 
 # Commands take the bundled target where a test names no model, whatever is installed.
 sys.modules["llamabranch.hub.catalogue"].DEFAULT_MODEL = lb.hub.BUNDLED_TARGET  # type: ignore[attr-defined]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of `budgets`."""
-    budgets.add_options(parser)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Compare the CPU time of each file with its budget."""
-    config.pluginmanager.register(budgets.Budgets(config), "budgets")
 
 
 def listed(name: str) -> dict[str, int]:

@@ -1,8 +1,7 @@
-"""The files that `docs/architecture.md` says a token, a round and a step pass, followed as they run."""
+"""How many files a token, a round and a step pass, followed as they run: no more than before."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 import llamabranch as lb
 
-PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 PACKAGE = Path(lb.__file__).parent
 WARM = lb.SamplingParams(temperature=0.8, seed=1)
 
@@ -67,13 +65,7 @@ def step() -> list[str]:
         return followed(engine.step)
 
 
-@pytest.mark.parametrize("way", [token, round_, step], ids=["token", "round", "step"])
-def test_the_page_names_the_files_in_their_order(way: Callable[[], list[str]]) -> None:
-    name = way.__name__.strip("_")
-    found = re.search(
-        rf"^A {name} passes (\d+) files, .*?:\n\n(.*?)\n\n", PAGE.read_text("utf-8"), re.M | re.S
-    )
-    assert found is not None
-    named = re.findall(r"`([\w/]+\.py)`", found[2])
-    assert int(found[1]) == len(named)
-    assert named == way()
+@pytest.mark.parametrize(("way", "most"), [(token, 14), (round_, 28), (step, 26)], ids=str)
+def test_few_files_are_passed(way: Callable[[], list[str]], most: int) -> None:
+    files = way()
+    assert len(files) <= most, "\n".join(files)

@@ -16,7 +16,6 @@ import pytest
 import typer
 import typer.core
 from conftest import has_smollm2, listed
-from test_layout import FLOORS
 
 import llamabranch
 from llamabranch.cli.app import COMMANDS, load_command
@@ -113,16 +112,6 @@ DOCUMENTS = [
 ]
 
 
-def test_table_of_the_architecture_has_the_floors_of_the_layout() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    rows = re.findall(r"^\| \d+ \| ([^|]*) \|", text, re.MULTILINE)
-    named = [
-        {name.rstrip("/").removesuffix(".py") for name in re.findall(r"`(.+?)`", row)}
-        for row in rows
-    ]
-    assert named == [set(floor) for floor in FLOORS]
-
-
 def test_reference_has_every_public_name_once() -> None:
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
     text = "".join(page.read_text("utf-8") for page in pages)
@@ -139,47 +128,6 @@ def test_reference_has_every_public_name_once() -> None:
             }
     expected += ["model.TextDecoder", "model.ToolCall", "model.VocabularyReport"]
     assert sorted(directives) == sorted(expected)
-
-
-def test_every_drafter_is_named_where_contributing_says() -> None:
-    room = llamabranch.speculative
-    guide = (ROOT / "docs" / "speculation.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(\w+)\(.*\)` \| .+ \| .+ \|$", guide, re.MULTILINE)
-    files = importlib.import_module("llamabranch.speculative.drafters").__doc__ or ""
-    listed = re.findall(r"^(\w.*?)  ", files, re.MULTILINE)
-    for name in room.__all__:
-        drafter = getattr(room, name)
-        if inspect.isclass(drafter) and issubclass(drafter, room.Drafter):
-            file = f"{drafter.__module__.split('.')[-1]}.py"
-            assert name in llamabranch.__all__, f"name {name} in llamabranch/__init__.pyi"
-            assert file in ", ".join(listed).split(", "), f"name {file} in drafters/__init__.py"
-            if drafter is not room.Drafter:
-                assert name in rows, f"give {name} a row in the table of docs/speculation.md"
-
-
-def test_every_module_has_tests_that_contributing_names() -> None:
-    """A module's tests have its name, or the table of CONTRIBUTING.md names them."""
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    table = text.split("## Which tests are a module's")[1].split("\n## ")[0]
-    named: set[tuple[str, str]] = set()
-    for room, cell in re.findall(r"^\| `llamabranch/(\w*)/?` \| (.+) \|$", table, re.MULTILINE):
-        for entry in cell.split("; "):
-            modules, files = entry.split(": ")
-            for file in re.findall(r"`(.+?)`", files):
-                assert (ROOT / "tests" / f"{file}.py").is_file(), file
-            named |= {(room, name) for name in re.findall(r"`(.+?)`", modules)}
-    unnamed: set[tuple[str, str]] = set()
-    for path in PACKAGE.rglob("*.py"):
-        if path.stem.startswith("__") or "data" in path.parts:
-            continue
-        room = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else ""
-        if not list((ROOT / "tests" / room).rglob(f"test_{path.stem}.py")) or not room:
-            unnamed.add((room, path.stem))
-    assert named >= unnamed, (
-        "no test file has the names of these modules: add them, with the file that tests them, to their "
-        f"row of 'Which tests are a module's' in CONTRIBUTING.md: {sorted(unnamed - named)}"
-    )
-    assert all(list((PACKAGE / room).rglob(f"{name}.py")) for room, name in named)
 
 
 def test_site_has_every_document() -> None:

@@ -10,7 +10,7 @@ divergence.py where two texts that should be equal first differ, and whether rou
 """
 
 from ..profile import profile_problem
-from .costs import CallClock, DecodeClock, draft_cost, verify_costs, verify_times
+from .costs import DecodeClock, draft_cost, verify_costs, verify_times
 from .divergence import Divergence, first_divergence
 from .machine import Machine, free_memory_bytes, load_average, processor_flags, profile_in_use
 from .pair import Cell, PairBench, PairReport, Sweep
@@ -25,12 +25,10 @@ from .timing import (
     Total,
     Work,
     interleave,
-    median_time,
 )
 from .workloads import plain, seed_of, speculative
 
 __all__ = [
-    "CallClock",
     "Cell",
     "Curve",
     "DecodeClock",
@@ -52,7 +50,6 @@ __all__ = [
     "free_memory_bytes",
     "interleave",
     "load_average",
-    "median_time",
     "plain",
     "processor_flags",
     "profile_in_use",

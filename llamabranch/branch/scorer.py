@@ -363,9 +363,9 @@ class _Reading:
 
     def _show(self, text: _Text, i: int, row: LogitsRow) -> None:
         """Show a row if it is the one before the next token of ``text``: not if it was shown before."""
-        if text.next == i and not text.is_done:
+        if text.next == i < len(text.tokens):
             self._visit(text.number, i - text.start, row)
-            text.next += 1
+            text.next = i + 1
             if text.is_done:
                 self._finished.append(text.number)
 

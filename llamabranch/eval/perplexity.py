@@ -28,7 +28,7 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 # Called with the number of a chunk, the index of one of its tokens, the token after that, and the logits
 # that it is scored by, which are valid until it returns; what it returns is kept.
-Value = Callable[[int, int, int, LogitsRow], object]
+Value = Callable[[int, int, int, LogitsRow], float | tuple[float, ...]]
 
 
 @dataclass(frozen=True)

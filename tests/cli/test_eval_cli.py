@@ -184,7 +184,7 @@ def test_quants_that_was_interrupted_before_its_first_chunk_is_resumed(
     kept = tmp_path / "quants.json"
     arguments = ("quants", DRAFT, TARGET, "-f", text, "-c", 64, "--chunks", 1, "-o", kept)
     with monkeypatch.context() as patched:
-        module = importlib.import_module("llamabranch.eval.perplexity")
+        module = importlib.import_module("llamabranch.eval.divergence")
         patched.setattr(module, "read_chunks", interrupt)
         assert run(*arguments).exit_code == 130
     assert (tmp_path / "quants.json.logits").exists()

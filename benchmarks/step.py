@@ -31,13 +31,11 @@ import numpy.typing as npt
 import llamabranch as lb
 from llamabranch.bench import (
     CallClock,
-    Curve,
     DecodeClock,
     Sample,
     Spread,
     interleave,
     median_time,
-    save_plot,
 )
 from llamabranch.context.logits import LogitsRow
 from llamabranch.context.token_states import kept_states
@@ -45,6 +43,7 @@ from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
 from llamabranch.speculative.length.base import FixedLength
 
+from .plotting import Curve, save_plot
 from .prompts import PROMPTS, long_prompt
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
 

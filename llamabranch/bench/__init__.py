@@ -5,14 +5,12 @@ machine.py    the machine that was measured on: processor, load, build
 workloads.py  one timed generation, plain or speculative
 costs.py      the time inside llama.cpp; v(n) and c
 pair.py       which draft length and rule is the fastest for a target with its drafter
-plotting.py   curves as PNG files
 """
 
 from ..profile import profile_problem
 from .costs import CallClock, DecodeClock, draft_cost, verify_costs, verify_times
 from .machine import Machine, free_memory_bytes, load_average, processor_flags, profile_in_use
 from .pair import Cell, PairBench, PairReport, Sweep
-from .plotting import Curve, save_plot
 from .timing import (
     Interval,
     Maker,
@@ -30,7 +28,6 @@ from .workloads import plain, seed_of, speculative
 __all__ = [
     "CallClock",
     "Cell",
-    "Curve",
     "DecodeClock",
     "Interval",
     "Machine",
@@ -53,7 +50,6 @@ __all__ = [
     "processor_flags",
     "profile_in_use",
     "profile_problem",
-    "save_plot",
     "seed_of",
     "speculative",
     "verify_costs",

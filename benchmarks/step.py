@@ -30,12 +30,10 @@ import numpy.typing as npt
 
 import llamabranch as lb
 from llamabranch.bench import (
-    CallClock,
     DecodeClock,
     Sample,
     Spread,
     interleave,
-    median_time,
 )
 from llamabranch.context.logits import LogitsRow
 from llamabranch.context.token_states import kept_states
@@ -43,6 +41,7 @@ from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
 from llamabranch.speculative.length.base import FixedLength
 
+from .clocks import CallClock, median_time
 from .plotting import Curve, save_plot
 from .prompts import PROMPTS, long_prompt
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title

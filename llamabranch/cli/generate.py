@@ -45,7 +45,7 @@ from .results import JobSettings, ResultFile
 
 if TYPE_CHECKING:
     from llamabranch import Context, Drafter, SamplingParams, SpeculativeConfig
-    from llamabranch.proofs import Divergence
+    from llamabranch.bench import Divergence
     from llamabranch.scale import JobReport
 
 DEFAULT_PROMPT = "Once upon a time"  # of speculate
@@ -298,7 +298,7 @@ def _divergence(
     context: Context, compared: Comparison, requests: list[Request], params: SamplingParams
 ) -> Divergence | None:
     """Return the first difference of the first two texts that differ, or None."""
-    from llamabranch.proofs import first_divergence
+    from llamabranch.bench import first_divergence
 
     by_id = {str(request.id): request for request in requests}
     for drafted, plain in zip(compared.drafted[0].results, compared.plain[0].results, strict=True):

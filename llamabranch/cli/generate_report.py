@@ -14,8 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from llamabranch import Engine, Event, NullDrafter, Request, Result
-from llamabranch.bench import Machine, load_average
-from llamabranch.proofs import Divergence
+from llamabranch.bench import Divergence, Machine, load_average
 
 from .comparison import Comparison
 from .console import Console, print_json

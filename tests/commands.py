@@ -8,6 +8,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
+import llamabranch as lb
 from llamabranch.cli import app
 
 __all__ = ["COMMAND", "answer", "run", "said_by"]
@@ -21,7 +22,11 @@ def run(*arguments: object, stdin: str | None = None, **environment: str) -> Res
     given = list(map(str, arguments))
     if given[:1] and given[0] in _THREADS and "-t" not in given:
         given += ["-t", "1"]  # fastest for models this small
-    return CliRunner().invoke(app, given, input=stdin, env=environment)
+    try:
+        return CliRunner().invoke(app, given, input=stdin, env=environment)
+    finally:
+        if "-v" in given:  # which shows llama.cpp's log for the rest of the process
+            lb.set_log_level("none")
 
 
 def answer(*arguments: object, stdin: str | None = None, **environment: str) -> dict[str, Any]:

@@ -349,7 +349,7 @@ def _compare(
     compared = compare(drafting, plain, [request], interrupts, budget_s=COMPARE_S)
     if compared is None:
         return None
-    _print_gain(compared, console, exact=ctx.capabilities.batch_invariant)
+    why = _print_gain(compared, console, exact=ctx.capabilities.batch_invariant)
     (result,), stats = compared.drafted[0].results, compared.drafted[0].stats
     return {
         "text": result.text,
@@ -358,11 +358,13 @@ def _compare(
         "plain_tokens_per_s": compared.plain_tokens_per_s,
         "speedup": compared.speedup,
         "verdict": compared.verdict,
+        "why": why,
         "stats": stats.as_dict(),
     }
 
 
-def _print_gain(compared: Comparison, console: Console, *, exact: bool) -> None:
+def _print_gain(compared: Comparison, console: Console, *, exact: bool) -> str:
+    """Print both side by side; return the sentence on which is faster."""
     drafted, plain, same = compared.drafted[0], compared.plain[0], compared.same_text
     stats = drafted.stats
     console.table(
@@ -389,13 +391,13 @@ def _print_gain(compared: Comparison, console: Console, *, exact: bool) -> None:
     n = len(compared.ratios)
     runs = "one run of each" if n == 1 else f"the medians of {n} runs of each, in turn"
     faster = f"Drafting is {compared.speedup:.2f} times as fast as plain decoding here by {runs}"
-    console.line(
-        {
-            "faster": f"{faster}.",
-            "slower": f"{faster}: it does not pay, and --draft-max auto (the default) stops it.",
-            "nothing drafted": "Nothing was drafted: by what was measured it would not have paid.",
-        }.get(compared.verdict, f"{faster}, which is not enough to be sure.")
-    )
+    told = {
+        "faster": f"{faster}.",
+        "slower": f"{faster}: it does not pay, and --draft-max auto (the default) stops it.",
+        "nothing drafted": "Nothing was drafted: by what was measured it would not have paid.",
+    }.get(compared.verdict, f"{faster}, which is not enough to be sure.")
+    console.line(told)
+    return told
 
 
 def _rank(

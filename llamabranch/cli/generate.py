@@ -81,7 +81,7 @@ class BatchOptions(DraftOptions):
                 n_own = job.cells_per_text(self.parallel)
             kv_unified = "auto" if n_own else True
         shared = LoadOptions(n_seq_max=self.parallel, prefix_cache=self.compare)
-        n = min(self.parallel, job.n_texts)
+        n = self.parallel if n_own else min(self.parallel, job.n_texts)
         if self.n_ctx is None and (n > 1 or job.n_ctx > _LEAST_CELLS):
             per_text = max(_CELLS_PER_TEXT, n_own or 0)
             shared["n_ctx"] = max(_LEAST_CELLS, per_text * n, job.n_ctx)

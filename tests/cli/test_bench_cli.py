@@ -351,9 +351,9 @@ def test_advice_follows_the_verdict(ctx: lb.Context, capsys: pytest.CaptureFixtu
     assert "Best: draft length 3 and rule seeded, 1.50 (1.50 to 1.50) times plain" in shown
     assert shown.endswith(str(told.command()))
     program, command, *arguments = shlex.split(str(told.command()))
-    assert (program, command) == ("llamabranch", "speculate")
-    assert arguments[:2] == ["--target", "tale-target"]
-    again = CliRunner().invoke(app, ["speculate", *arguments, "--max-tokens", "4"])
+    assert (program, command) == ("llamabranch", "generate")
+    assert arguments[:2] == ["-m", "tale-target"]
+    again = CliRunner().invoke(app, ["generate", "Once", *arguments, "-n", "4"])
     assert again.exit_code == 0, again.stderr
 
     told = _advice(ctx, _decided(*[0.5] * 12))

@@ -303,7 +303,7 @@ def test_options_that_are_given_are_those_of_a_loaded_chat(tmp_path: Path) -> No
     assert other["sampling"] == expected
     assert (other["max_tokens"], other["stop"]) == (2, ["x"])
     assert other["lines"][0]["system"] == "Be kind."
-    run(*options, "--load", str(kept), "--logit-bias", "70+3", "-f", str(turns))
+    run(*options, "--load", str(kept), "-S", 'logit_bias={"70": 3}', "-f", str(turns))
     run(*options, "--load", str(kept), "--ignore-eos", "-f", str(turns))
     bias = json.loads((kept / "chat.json").read_text())["sampling"]["logit_bias"]
     assert [70, 3.0] in bias and len(bias) > 1

@@ -100,7 +100,7 @@ def test_a_search_that_finds_no_text_fails(tmp_path: Path) -> None:
     given = ["--method", "smc", "-n", "3", "--grammar", str(grammar), "--seed", "1"]
     result = run("search", PROMPT, *given)
     assert result.exit_code == 1
-    assert "found no text" in result.stderr and "--max-tokens" in result.stderr
+    assert "found no text" in result.stderr and "raise -n" in result.stderr
     result = run("search", PROMPT, *given, "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["hypotheses"] == []

@@ -22,7 +22,7 @@ from llamabranch.model import Prompt
 from .bench_report import BenchReport
 from .bundles import option, with_bundles
 from .console import print_json
-from .drafters import MTP, is_model, make_drafter, note_translation, open_draft
+from .drafters import MTP, is_model, make_drafter, note_translation
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .jsonl import InvalidLines
 from .options import ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
@@ -121,7 +121,7 @@ def bench(
         )
         # Each run gets a new drafter, over the same contexts.
         contexts: dict[str, Context] = {
-            name: open_draft(models, name, context, console, stack, {})
+            name: models.open_draft(name, context, console, stack, {})
             for name in drafters
             if is_model(name)
         }

@@ -95,7 +95,7 @@ def doctor(*, models: ModelOptions, output: OutputOptions) -> None:
         advice: list[str] = []
         machine: Machine | None = None
         if models.target is not None:
-            hub.resolve(models.target)
+            hub.resolve(models.target, download=None)
         try:
             machine = _machine()
             tell("machine", _describe(machine))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llamabranch import (
     ChainDrafter,
@@ -27,14 +25,9 @@ from llamabranch import (
     SuffixDrafter,
     UnsupportedError,
     hub,
-    load,
 )
 
 from .console import Console
-
-if TYPE_CHECKING:
-    from ..loading import LoadOptions
-    from .options import ModelOptions
 
 __all__ = [
     "COPYING",
@@ -46,7 +39,6 @@ __all__ = [
     "is_model",
     "make_drafter",
     "note_translation",
-    "open_draft",
     "parse_draft",
 ]
 
@@ -81,7 +73,7 @@ def choose_drafters(
         ModelLoadError: the target is no model.
         DownloadError, UnsupportedError: a model cannot be downloaded; or there are no MTP layers.
     """
-    path = hub.resolve(target)
+    path = hub.resolve(target, download=None)
     if has_grammar and given is None:
         return parse_draft("grammar+suffix")
     if given in (None, "auto", MTP):
@@ -136,7 +128,7 @@ def parse_draft(given: str) -> tuple[str, ...]:
                 hint=f"--draft-max {part} drafts that many tokens",
             )
         if part != MTP and is_model(part):
-            hub.resolve(part)
+            hub.resolve(part, download=None)
     return parts
 
 
@@ -178,28 +170,6 @@ def _make_installed(name: str) -> Drafter:
             hint=f"{point.value} must be a class or function that returns one",
         )
     return drafter
-
-
-def open_draft(
-    models: ModelOptions,
-    name: str,
-    target: Context,
-    console: Console,
-    stack: ExitStack,
-    more: LoadOptions,
-) -> Context:
-    """Open what drafts for ``target``: a draft model, a head in a file of its own, or ``mtp``."""
-    if name == MTP:
-        return stack.enter_context(Context(target.model, target=target))
-    if models.n_ctx == 0:
-        more = {**more, "n_ctx": target.n_ctx}
-    if not Model.is_head(hub.resolve(name)):
-        return models.open(name, console, stack, **more)
-    options = models.load_options()
-    options.update(more)
-    with console.loading(name) as progress:
-        context = load(name, progress=progress, verbose=console.verbose, target=target, **options)
-        return stack.enter_context(context)
 
 
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context]) -> Drafter:
@@ -301,7 +271,7 @@ def _fittest(target: str) -> str | None:
     for each in candidates(target):
         if each.path is None:
             try:
-                hub.resolve(each.name)
+                hub.resolve(each.name, download=None)
             except ConfigError:  # it may not be downloaded
                 continue
             return each.name

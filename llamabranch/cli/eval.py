@@ -191,7 +191,7 @@ def _score_tasks(
     done, models_of, file = _open_samples(reading.kept_file, reading.resume, tasks, stack)
     names = models.names(console)
     for name in names:
-        hub.resolve(name)
+        hub.resolve(name, download=None)
     if file is not None and len(names) > 1:
         raise ConfigError("--output is for one model", hint="give one file for each run")
     answers: list[dict[str, object]] = []

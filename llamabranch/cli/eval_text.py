@@ -256,7 +256,10 @@ def compare_models(
     if len(names) < 2:
         raise ConfigError("--against compares with another model", hint="-m names one")
     kept = Kept(task.kept_file, task.resume, "quants")
-    sizes = {n: sum(p.stat().st_size for p in lb.hub.parts(lb.hub.resolve(n))) for n in names}
+    sizes = {
+        n: sum(p.stat().st_size for p in lb.hub.parts(lb.hub.resolve(n, download=None)))
+        for n in names
+    }
     if base is not None:
         names = [base, *sorted((n for n in names if n != base), key=lambda n: -sizes[n])]
         _check_vocabularies(names)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ __all__ = [
     "decimal_size",
     "interval_text",
     "machine_text",
+    "nearest",
     "number",
     "reasons_text",
     "spread_text",
@@ -29,6 +31,12 @@ def base_name(name: str) -> str:
     path = Path(name)
     is_path = path.is_absolute() or name.startswith((".", "~")) or path.is_file()
     return path.name if is_path else name
+
+
+def nearest(text: str, names: Collection[str], what: str) -> str:
+    """Return a hint: the name that ``text`` may be meant for, or all names."""
+    close = difflib.get_close_matches(text, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(names)}"
 
 
 def number(value: float, digits: int, unit: str = "") -> str:

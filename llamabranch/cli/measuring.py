@@ -33,13 +33,13 @@ def window_of(name: str, models: ModelOptions) -> int:
         return DEFAULT_WINDOW
     if models.n_ctx:
         return models.n_ctx
-    with lb.Model(lb.hub.resolve(name), vocab_only=True) as model:
+    with lb.Model(lb.hub.resolve(name, download=None), vocab_only=True) as model:
         return trained_length(model) or DEFAULT_WINDOW
 
 
 def scoring_options(name: str, models: ModelOptions, n_seq_max: int) -> LoadOptions:
     """Return options of a context whose rows of logits take a bounded memory, whatever the vocabulary."""
-    with lb.Model(lb.hub.resolve(name), vocab_only=True) as model:
+    with lb.Model(lb.hub.resolve(name, download=None), vocab_only=True) as model:
         rows = _ROW_BYTES // (4 * model.n_vocab)
     n_batch = models.set("load").get("n_batch") or 512
     n_seq_max = min(n_seq_max, n_batch)

@@ -204,7 +204,7 @@ def _show(names: Sequence[str], console: Console, as_json: bool) -> None:
 
     from .drafters import candidates
 
-    paths = [hub.resolve(name) for name in names]
+    paths = [hub.resolve(name, download=None) for name in names]
     with ExitStack() as stack:
         opened: list[tuple[Model, Capabilities | None]] = []
         for path in paths:

@@ -20,10 +20,10 @@ import typer
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
-from ..arguments import nearest
 from .bundles import option
 from .console import Console
 from .files import read_text
+from .formats import nearest
 from .interrupts import reporting_errors
 from .prompts import job_requests, read_prompt_file, read_standard_input
 
@@ -202,13 +202,12 @@ class ModelOptions:
         Raises:
             ConfigError: a name that is none.
         """
-        from ..context.params import ContextOptions
-        from ..loading import ModelOptions as OfModel
+        from ..loading import LoadOptions
 
         kinds = {
             "sampling": {f.name for f in fields(SamplingParams)} - _NOT_SETTINGS,
             "drafting": {f.name for f in fields(lb.SpeculativeConfig)},
-            "load": {*OfModel.__annotations__, *ContextOptions.__annotations__},
+            "load": set(LoadOptions.__annotations__),
         }
         found = {}
         for text in self.settings or ():
@@ -256,7 +255,7 @@ class ModelOptions:
         """
         options = {**self.load_options(), **more, **self.set("load")}
         if options.get("n_ctx") == 0:
-            with lb.Model(hub.resolve(name), vocab_only=True) as model:
+            with lb.Model(hub.resolve(name, download=None), vocab_only=True) as model:
                 options["n_ctx"] = trained_length(model)
             if options["n_ctx"] is None:
                 raise ConfigError(
@@ -281,7 +280,7 @@ class ModelOptions:
         n_bytes = len(text.encode("utf-8", "replace"))  # a token has one at least
         if n_bytes + n_more + _TEMPLATE <= (self.n_ctx or _DEFAULT_N_CTX):
             return self
-        path = hub.resolve(name)
+        path = hub.resolve(name, download=None)
         with lb.Model(path, vocab_only=True, chat_template=chat.template) as model:
             n_prompt = len(chat.prompt_tokens(model, text))
             trained = trained_length(model)
@@ -364,17 +363,35 @@ class DraftOptions(ModelOptions):
             stack: closes the contexts.
             of_target, of_drafts: options that take precedence over those given.
         """
-        from .drafters import MTP, make_drafter, note_translation, open_draft
+        from .drafters import MTP, make_drafter, note_translation
 
         target, drafters = names
         options: LoadOptions = {"load_mtp": MTP in drafters}
         options.update(of_target)
         context = self.open(target, console, stack, **options)
         drafter = make_drafter(
-            drafters, lambda name: open_draft(self, name, context, console, stack, of_drafts)
+            drafters, lambda name: self.open_draft(name, context, console, stack, of_drafts)
         )
         note_translation(drafter, context.model, console)
         return context, drafter
+
+    def open_draft(
+        self, name: str, target: Context, console: Console, stack: ExitStack, more: LoadOptions
+    ) -> Context:
+        """Open what drafts for ``target``: a draft model, a head in a file of its own, or ``mtp``."""
+        if name == "mtp":
+            return stack.enter_context(lb.Context(target.model, target=target))
+        options = self.load_options()
+        options.update(more)
+        if self.n_ctx == 0:
+            options["n_ctx"] = target.n_ctx
+        is_head = lb.Model.is_head(hub.resolve(name, download=None))
+        with console.loading(name) as progress:
+            context = lb.load(
+                name, progress=progress, verbose=console.verbose,
+                target=target if is_head else None, **options,
+            )  # fmt: skip
+            return stack.enter_context(context)
 
 
 @dataclass(frozen=True)

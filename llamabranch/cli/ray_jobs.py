@@ -11,9 +11,9 @@ import typer
 
 from llamabranch import ConfigError
 
-from ..arguments import nearest
 from .bundles import option
 from .console import Console, print_json
+from .formats import nearest
 from .interrupts import EXIT_FAILURE
 from .options import setting_value
 

@@ -14,7 +14,6 @@ import typer
 from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 from llamabranch.search import Selection, select
 
-from ..arguments import choice
 from ..loading import LoadOptions
 from ..search.selection import METHODS
 from .bundles import option, with_bundles
@@ -98,7 +97,9 @@ class ScoreOptions(RayOptions):
         if not items:
             raise ConfigError("there is no text", hint="give a text, --file or --input")
         if self.best is not None:
-            choice("--best", self.best, METHODS)
+            if self.best not in METHODS:
+                hint = f"measures: {', '.join(METHODS)}"
+                raise ConfigError(f"unknown measure {self.best!r}", hint=hint)
             for item in items:
                 if item.context is None:
                     raise ConfigError("--best needs a --context, which the texts continue")

@@ -12,12 +12,12 @@ from llamabranch import AsyncEngine, ConfigError, Model, hub
 from llamabranch import serve as server
 from llamabranch.serve import ServeSettings
 
-from ..arguments import nearest
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import print_json
 from .drafters import COPYING, has_model
 from .files import read_text
+from .formats import nearest
 from .options import (
     MODEL,
     ChatOptions,

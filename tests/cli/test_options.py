@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from llamabranch.cli.command import HINTS, spread_out
 
 TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
 SHORT = ("-c", "256", "-d", "none")
-ROOT = Path(__file__).parents[2]
 
 
 def options(name: str) -> list[Any]:
@@ -61,16 +58,6 @@ def test_an_option_means_the_same_in_every_command() -> None:
                 continue
             for option in param.opts:
                 assert meant.setdefault(option, param.opts[0]) == param.opts[0], (name, option)
-
-
-def test_the_page_of_the_command_line_is_what_its_generator_prints() -> None:
-    made = subprocess.run(
-        [sys.executable, ROOT / "docs" / "hooks" / "cli_page.py", "--print"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    page = (ROOT / "docs" / "cli.md").read_text("utf-8")
-    assert page == made.stdout, "python docs/hooks/cli_page.py writes it"
-    assert len(page.split()) <= 2500
 
 
 # -- llama.cpp's spellings -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from llamabranch import scale
 from llamabranch.cli import app
 from llamabranch.scale import job as job_module
 from llamabranch.scale.ledger import MOST_DEATHS
+from llamabranch.scale.rows import read_rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -182,7 +183,7 @@ def test_large_inputs_are_sorted_by_ray(generate: Any, ctx: lb.Context, tmp_path
     _, output = generate(str(tmp_path / "in-*.parquet"), workers=2, local_bytes=0)
     assert_equal(output, alone(ctx, rows, SEED))
     staged = sorted((tmp_path / "out" / "_job" / "prompts").glob("*.parquet"))
-    found = [pq.read_table(path).column("prompt").to_pylist() for path in staged]
+    found = [[row["prompt"] for row in read_rows(pq.read_table(path))] for path in staged]
     assert all(block == sorted(block) for block in found)
     assert max(len(block) for block in found) <= 8
 

@@ -183,7 +183,7 @@ def test_large_inputs_are_sorted_by_ray(generate: Any, ctx: lb.Context, tmp_path
     _, output = generate(str(tmp_path / "in-*.parquet"), workers=2, local_bytes=0)
     assert_equal(output, alone(ctx, rows, SEED))
     staged = sorted((tmp_path / "out" / "_job" / "prompts").glob("*.parquet"))
-    found = [[row["prompt"] for row in read_rows(pq.read_table(path))] for path in staged]
+    found = [[str(row["prompt"]) for row in read_rows(pq.read_table(path))] for path in staged]
     assert all(block == sorted(block) for block in found)
     assert max(len(block) for block in found) <= 8
 

@@ -95,7 +95,7 @@ class Chunked:
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types; `from_dict` takes them."""
-        names = ("method", "window", "n_chunks", "text", "model", "n_done", "n_tokens")
+        names = ("window", "n_chunks", "text", "model", "n_done", "n_tokens")
         found: dict[str, object] = {name: getattr(self, name) for name in names}
         return {**found, self._KEY: [rows.tolist() for rows in self.rows]}
 
@@ -242,7 +242,8 @@ class Perplexity(Chunked):
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types; `from_dict` takes them."""
-        return {"perplexity": self.value, "stderr": self.stderr, **super().as_dict()}
+        its = {"perplexity": self.value, "stderr": self.stderr, "method": self.method}
+        return {**its, **super().as_dict()}
 
 
 def perplexity(

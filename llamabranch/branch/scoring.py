@@ -12,8 +12,8 @@ from ..context import Context
 from ..context.batch import Batch
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import ConfigError, SequencesExhaustedError
+from ..generation.text import Text
 from ..model import Model, TokenIds, token_list
-from .sequence import TokenSequence
 
 __all__ = ["continuation", "score_all"]
 
@@ -34,7 +34,7 @@ def continuation(model: Model, text: str | TokenIds) -> list[int]:
 class _Continuation:
     """Tokens to rate after a sequence, and their ratings so far."""
 
-    def __init__(self, sequence: TokenSequence, tokens: list[int]) -> None:
+    def __init__(self, sequence: Text, tokens: list[int]) -> None:
         self.sequence = sequence
         self.tokens = tokens
         self.scores: list[TokenScore] = []
@@ -74,7 +74,7 @@ class _Continuation:
 
 
 def score_all(
-    ctx: Context, work: Sequence[tuple[TokenSequence, list[int]]], top: int
+    ctx: Context, work: Sequence[tuple[Text, list[int]]], top: int
 ) -> list[list[TokenScore]]:
     """Rate the tokens after each sequence, which does not change; the caller holds the lock.
 
@@ -85,7 +85,7 @@ def score_all(
     items = [_Continuation(sequence, tokens) for sequence, tokens in work]
     for sequence in {id(item.sequence): item.sequence for item in items}.values():
         row = sequence.logits_row()
-        sequence.catch_up()
+        sequence.settle()
         for item in items:
             if item.sequence is sequence:
                 item.scores.append(row.score(item.tokens[0], sequence.ctx.model, top))

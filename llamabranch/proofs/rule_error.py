@@ -13,9 +13,9 @@ import numpy as np
 
 from ..arguments import whole
 from ..errors import ConfigError
+from ..generation.rules import AcceptanceRule
 from ..sampling import Distribution
 from ..speculative import RandomSource
-from ..speculative.rules import AcceptanceRule
 from .enumeration import Outcomes, enumerate_outcomes
 
 __all__ = [

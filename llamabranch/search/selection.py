@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from ..arguments import choice, items
 from ..branch import Branch
-from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
 from ..errors import ConfigError
+from ..generation.text import Text
 from .checks import check_start
 from .node import SearchNode
 from .result import SearchStats
@@ -170,7 +170,7 @@ def _alone(sequences: SearchSequences, texts: Sequence[Sequence[int]]) -> list[l
 
 
 def _decode_all(
-    sequences: SearchSequences, sequence: TokenSequence, tokens: Sequence[int]
+    sequences: SearchSequences, sequence: Text, tokens: Sequence[int]
 ) -> list[LogitsRow]:
     before = sequences.ctx.decoder.n_decodes
     rows = sequence.decode_run(tokens, "all")

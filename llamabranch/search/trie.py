@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..branch import Branch
-from ..branch.verification import Verification
 from ..context.logits import LogitsRow
 from ..errors import SequencesExhaustedError
+from ..generation.plan import Plan
 from .node import SearchNode
 from .scores import log_softmax
 from .sequences import SearchSequences
@@ -121,12 +121,12 @@ class Trie:
         if is_chain:
             self._decode_chain(nodes)
         elif fits and sequence is not None and self._sequences.make_room(n_leaves, {self._start}):
-            verification = Verification(sequence, [node.tokens[0] for node in nodes], parents)
+            plan = Plan(sequence, [node.tokens[0] for node in nodes], parents)
             try:
-                for node, row in zip(nodes, verification.decode(), strict=True):
+                for node, row in zip(nodes, plan.decode(), strict=True):
                     self._read(node, row)
             finally:
-                verification.abandon()
+                plan.end()
             peak = self._sequences.n_held + n_leaves
             stats.peak_sequences = max(stats.peak_sequences, peak)
         else:  # each text for itself

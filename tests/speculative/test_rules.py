@@ -16,19 +16,7 @@ import numpy as np
 import pytest
 
 from llamabranch.errors import ConfigError
-from llamabranch.proofs.enumeration import Outcomes, enumerate_outcomes
-from llamabranch.proofs.rule_error import (
-    KINDS,
-    Law,
-    ModelPair,
-    drafted_text,
-    random_pair,
-    rule_error,
-    texts_up_to,
-)
-from llamabranch.sampling import Distribution
-from llamabranch.sampling.noise import DRAFT, derive_seed
-from llamabranch.speculative.rules import (
+from llamabranch.generation.rules import (
     RULES,
     Acceptance,
     DraftTree,
@@ -43,6 +31,18 @@ from llamabranch.speculative.rules import (
     token_rule,
     tree_rule,
 )
+from llamabranch.proofs.enumeration import Outcomes, enumerate_outcomes
+from llamabranch.proofs.rule_error import (
+    KINDS,
+    Law,
+    ModelPair,
+    drafted_text,
+    random_pair,
+    rule_error,
+    texts_up_to,
+)
+from llamabranch.sampling import Distribution
+from llamabranch.sampling.noise import DRAFT, derive_seed
 
 V = 3
 EXACT = 1e-12

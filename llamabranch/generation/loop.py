@@ -381,6 +381,7 @@ class Loop:
 
     def __init__(self, ctx: Context, length: DraftLength, drafter: Drafter | None = None) -> None:
         self._ctx = ctx
+        self._lock = ctx.lock
         self.use(length, drafter)
 
     def use(self, length: DraftLength, drafter: Drafter | None) -> None:
@@ -425,10 +426,10 @@ class Loop:
         """
         text = running.text
         if not text.is_behind:
-            with self._ctx.lock:
+            with self._lock:
                 return [running.draw()]
         if self.drafter is None or running.skips_draft():
-            with self._ctx.lock:
+            with self._lock:
                 running.advance()
             running.conclude()
             return running.emitted
@@ -538,7 +539,7 @@ class Loop:
         ctx = self._ctx
         if not ctx.capabilities.batch_invariant and any(each.rule == "seeded" for each in running):
             ctx.warn_if_inexact(len(running) + sum(each.n_drafted for each in running))
-        with ctx.lock:  # the logits are valid until the next decode of any thread
+        with self._lock:  # the logits are valid until the next decode of any thread
             filler = [] if readers else self._filler(running)
             if len(running) == 1 and not readers and not filler:
                 self._decode_alone(step, running[0])

@@ -24,7 +24,7 @@ FLOORS = (
     ("branch", "loading"),
     ("speculative",),
     ("engine",),
-    ("search", "bench", "proofs"),
+    ("search", "bench"),
     ("eval", "serve", "scale", "chat"),
     ("cli",),
 )
@@ -103,7 +103,6 @@ def test_room_imports_from_floors_below_only(path: Path) -> None:
             "loading",
             "model",
             "pictures",
-            "proofs",
             "scale",
             "search",
             "serve",

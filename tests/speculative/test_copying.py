@@ -118,7 +118,7 @@ def test_limit_and_refusal_hold(branch: Branch, make: Callable[[], Drafter]) -> 
 @pytest.mark.parametrize("make", [PromptLookupDrafter, lambda: SuffixDrafter(shared_tokens=0)])
 def test_rewound_line_proposes_as_a_fresh_one(branch: Branch, make: Callable[[], Drafter]) -> None:
     line, fresh = (
-        make().start(branch.sequence.sequence, "seeded"),
+        make().start(branch.sequence, "seeded"),
         make().start(branch.sequence, "seeded"),
     )
     tokens = [1, 2, 3, 4, 1, 2, 8, 9]

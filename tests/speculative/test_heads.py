@@ -372,10 +372,11 @@ def test_compiled_loop_drafts_for_several_texts_what_python_drafts(
         with lb.Context(target, **sizes) as ctx:
             head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=unified)
             drafter = lb.EagleDrafter(head)
-            requests = []
+            requests, branches = [], []
             for prompt in PROMPTS:
                 tokens = ctx.tokenize(prompt)
                 branch = lb.Branch.create(ctx, SETTINGS["greedy"])
+                branches.append(branch)
                 branch.prefill(tokens[:-1])
                 state = drafter.start(branch.sequence, "seeded")
                 requests.append(DraftRequest(state, tokens, FixedLength(5), 5))

@@ -275,7 +275,7 @@ def test_draft_that_goes_on_after_the_end_emits_nothing_more(
         assert list(generation) == []
         assert generation.finish_reason == "stop"
         assert generation.stats.num_accepted_tokens == 1
-        assert branch.position == position + 1  # the token that had been said
+        assert branch.position == position  # the token that had been said is the last
 
 
 # -- settings that look back -------------------------------------------------------------------------

@@ -15,6 +15,17 @@ from functools import partial
 import numpy as np
 import pytest
 
+from benchmarks.rule_error import (
+    KINDS,
+    Law,
+    ModelPair,
+    Outcomes,
+    drafted_text,
+    enumerate_outcomes,
+    random_pair,
+    rule_error,
+    texts_up_to,
+)
 from llamabranch.errors import ConfigError
 from llamabranch.generation.rules import (
     RULES,
@@ -30,16 +41,6 @@ from llamabranch.generation.rules import (
     seeded_rule,
     token_rule,
     tree_rule,
-)
-from llamabranch.proofs.enumeration import Outcomes, enumerate_outcomes
-from llamabranch.proofs.rule_error import (
-    KINDS,
-    Law,
-    ModelPair,
-    drafted_text,
-    random_pair,
-    rule_error,
-    texts_up_to,
 )
 from llamabranch.sampling import Distribution
 from llamabranch.sampling.noise import DRAFT, derive_seed

@@ -640,18 +640,18 @@ def test_single_slow_step_is_counted_but_not_learned(
         def learn(self, report: RoundReport) -> None:
             learned.append(report)
 
-    commit, n_commits = Text.commit, 0
+    decode_last, n_decodes = Text.decode_last, 0
 
-    def slow(sequence: Text, token: int, *, draws_next: bool = False) -> None:
-        nonlocal n_commits
-        n_commits += 1
-        if n_commits == 5:
+    def slow(text: Text) -> None:
+        nonlocal n_decodes
+        n_decodes += 1
+        if n_decodes == 5:
             time.sleep(2.0)
-        commit(sequence, token, draws_next=draws_next)
+        decode_last(text)
 
-    monkeypatch.setattr(Text, "commit", slow)
+    monkeypatch.setattr(Text, "decode_last", slow)
     speculator = Speculator(ctx)
-    speculator.length = Spy(0)
+    speculator.drafting.length = Spy(0)
     stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats
     assert [report.n_rounds for report in learned] == [19]
     assert learned[0].verify_s < 1.0

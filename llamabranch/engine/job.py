@@ -267,7 +267,7 @@ class Job:
     @property
     def n_uncached(self) -> int:
         """How many tokens of ``to_cache`` are not in the cache yet."""
-        done = 0 if self.branch is None else self.branch.sequence.n_cached
+        done = 0 if self.branch is None else self.branch.sequence.n_decoded
         return self.n_to_cache - done
 
     @property

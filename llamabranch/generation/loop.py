@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple, Protocol
@@ -44,7 +45,6 @@ class _Unreported(NamedTuple):
     """A round that is accepted and not yet reported; times in seconds."""
 
     n_accepted: int
-    n_verified: int
     n_rows: int
     verify_s: float
     overhead_s: float
@@ -97,6 +97,10 @@ class RunningText:
 
     def draw(self) -> Produced:
         """Draw the next token and append it; the cache does not hold it yet. An EOG token is not kept."""
+        with self.text.ctx.lock:
+            return self._draw()
+
+    def _draw(self) -> Produced:
         text = self.text
         one = text.produce()
         if self._n_alternatives:
@@ -219,14 +223,14 @@ class RunningText:
         else:
             if rows:
                 self.text.set_row(rows[-1])
-            self.emitted = [self.draw()]
+            self.emitted = [self._draw()]
         self._plan = None
         overhead_s = perf_counter() - start
         if draft is NO_DRAFT:
             self._plain_s.append((verify_s, overhead_s))
         else:
-            n = 1 + len(draft.tokens)
-            self._unreported = _Unreported(n_accepted, n, n_rows, verify_s, overhead_s)
+            n_rows = n_rows or 1 + len(draft.tokens)
+            self._unreported = _Unreported(n_accepted, n_rows, verify_s, overhead_s)
 
     def _verified(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
         """Return what a draft brings, and how much of it was accepted."""
@@ -255,8 +259,6 @@ class RunningText:
 
     def _alternatives(self, row: LogitsRow) -> tuple[Alternative, ...]:
         return row.alternatives(self.text.ctx.model, self._n_alternatives)
-
-    # -- reports -----------------------------------------------------------------------------------
 
     def conclude(self) -> None:
         """Report the round to the draft state and the length. Call it without the context's lock."""
@@ -289,9 +291,9 @@ class RunningText:
             self.state.close()
 
     def _count(self, outcome: _Unreported, overhead_s: float) -> None:
-        n_accepted, n_verified, n_rows, verify_s, _ = outcome
+        n_accepted, n_rows, verify_s, _ = outcome
         stats, draft = self.stats, self._draft
-        stats.count_decode(n_rows or n_verified, verify_s)
+        stats.count_decode(n_rows, verify_s)
         n_steps = draft.n_steps
         if draft.tokens:
             stats.record_draft(len(draft.tokens), n_steps, n_accepted)
@@ -300,6 +302,9 @@ class RunningText:
             stats.num_plain_steps += 1
             stats.plain_time_s += verify_s
         stats.count_stop(draft.stopped)
+        followed = None
+        if draft.following is not None and n_accepted == len(draft.tokens):
+            followed = self.emitted[-1].token == draft.following
         self.length.learn(
             RoundReport(
                 drafter=draft.drafter,
@@ -307,21 +312,15 @@ class RunningText:
                 entropies=draft.entropies,
                 n_steps=n_steps,
                 n_accepted=n_accepted,
-                n_verified=n_verified,
+                n_verified=1 + len(draft.tokens),
                 draft_s=draft.seconds,
                 verify_s=verify_s,
                 overhead_s=overhead_s,
                 n_read=draft.n_read,
                 n_rows=n_rows,
-                followed=self._followed(n_accepted),
+                followed=followed,
             )
         )
-
-    def _followed(self, n_accepted: int) -> bool | None:
-        following = self._draft.following
-        if following is None or n_accepted < len(self._draft.tokens):
-            return None
-        return self.emitted[-1].token == following
 
 
 class Reader(Protocol):
@@ -350,6 +349,7 @@ class Reader(Protocol):
         """Take decoded tokens, with the logits that are wanted. The context's lock is held."""
 
 
+@dataclass(slots=True)
 class Step:
     """What a step has done; what it has brought is in the texts.
 
@@ -360,11 +360,10 @@ class Step:
         no_room: the cache has no room for the step: somebody must give way. Nothing has changed.
     """
 
-    def __init__(self) -> None:
-        self.n_tokens = 0
-        self.n_draft_decodes = 0
-        self.verify_s = math.nan
-        self.no_room: CacheFullError | None = None
+    n_tokens: int = 0
+    n_draft_decodes: int = 0
+    verify_s: float = math.nan
+    no_room: CacheFullError | None = None
 
 
 class Loop:
@@ -426,8 +425,7 @@ class Loop:
         """
         text = running.text
         if not text.is_behind:
-            with self._lock:
-                return [running.draw()]
+            return [running.draw()]
         if self.drafter is None or running.skips_draft():
             with self._lock:
                 running.advance()

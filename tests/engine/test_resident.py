@@ -411,6 +411,7 @@ def test_ctrl_c_in_a_step_loses_nothing(
         except KeyboardInterrupt:
             n_interrupted += 1
     assert n_interrupted > 3
+    monkeypatch.undo()
     found = results_of(events)
     for i, request in enumerate(requests):
         assert found[str(i)].tokens == alone(other_ctx, request, found[str(i)])

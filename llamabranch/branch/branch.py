@@ -36,7 +36,7 @@ from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingS
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
 from ..sampling.params import settings_of
-from .scoring import continuation, score_all
+from . import scorer
 from .snapshot import Snapshot, capture, fill
 
 if TYPE_CHECKING:
@@ -406,8 +406,8 @@ class Branch:
             CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            tokens = continuation(self.ctx.model, text)
-            return score_all(self.ctx, [(self.sequence, tokens)], whole("top", top, 0))[0]
+            wanted = scorer.Wanted(self.sequence, scorer.continuation(self.ctx.model, text))
+            return scorer.score(self.ctx, [wanted], top=whole("top", top, 0))[0]
 
     def _scored(self, since: str) -> list[float]:
         """Return the surprisals of the tokens since the prompt or the fork, nats."""

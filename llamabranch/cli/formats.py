@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ __all__ = [
     "decimal_size",
     "interval_text",
     "machine_text",
+    "nearest",
     "number",
     "reasons_text",
     "spread_text",
@@ -29,6 +31,12 @@ def base_name(name: str) -> str:
     path = Path(name)
     is_path = path.is_absolute() or name.startswith((".", "~")) or path.is_file()
     return path.name if is_path else name
+
+
+def nearest(text: str, names: Collection[str], what: str) -> str:
+    """Return a hint: the name that ``text`` may be meant for, or all names."""
+    close = difflib.get_close_matches(text, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(names)}"
 
 
 def number(value: float, digits: int, unit: str = "") -> str:
@@ -80,7 +88,5 @@ def reasons_text(counts: Mapping[str, int]) -> str:
 
 def cut_text(finish_reason: str) -> str:
     """Return what to know about a text that ended, by "length" or "capacity", before its grammar did."""
-    limit, more = (
-        ("--max-tokens", "-n") if finish_reason == "length" else ("the context", "--n-ctx")
-    )
+    limit, more = ("-n", "it") if finish_reason == "length" else ("the context", "--ctx-size")
     return f"{limit} ended the text before its grammar: it may be incomplete; raise {more}"

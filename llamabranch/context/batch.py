@@ -25,6 +25,7 @@ class Batch:
 
     Attributes:
         tokens, seqs, wants: for each token its id, its sequence, and whether its logits are wanted.
+        positions, members: of a batch of shared runs for each token its position and its sequences.
         n_rows: for each run how many rows it gets.
     """
 
@@ -32,6 +33,8 @@ class Batch:
         self.tokens: list[int] = []
         self.seqs: list[int] = []
         self.wants: list[bool] = []
+        self.positions: list[int] = []
+        self.members: list[Sequence[int]] = []
         self.n_rows: list[int] = []
 
     def add(self, seq_id: int, tokens: Sequence[int], logits: str | int = "last") -> None:
@@ -50,6 +53,21 @@ class Batch:
         self.seqs += [seq_id] * n
         self.wants += [False] * (n - n_rows) + [True] * n_rows
         self.n_rows.append(n_rows)
+
+    def add_shared(
+        self, members: Sequence[int], position: int, tokens: Sequence[int], first_row: int
+    ) -> None:
+        """Add tokens that belong to several sequences, see ``Decoder.decode_tree``; then no others.
+
+        Args:
+            members: the sequences.
+            position: of the first token, the same in all of them.
+            tokens: ids, at least one.
+            first_row: the number of the first token whose logits are wanted.
+        """
+        self.add(members[0], tokens, first_row)
+        self.positions += range(position, position + len(tokens))
+        self.members += [members] * len(tokens)
 
     def decode(
         self,
@@ -85,8 +103,12 @@ class Batch:
                 for row in rows:  # the next decode overwrites the buffer
                     row.detach()
                 part = slice(low, high)
-                its_states = None if states is None else states[part]
-                new = decoder.decode(tokens[part], seqs[part], wants[part], expiring, its_states)
+                if self.members:
+                    where = self.positions[part], self.members[part]
+                    new = decoder.decode_tree(tokens[part], *where, wants[part])
+                else:
+                    its = None if states is None else states[part]
+                    new = decoder.decode(tokens[part], seqs[part], wants[part], expiring, its)
                 if read is None:
                     rows += new
                 else:

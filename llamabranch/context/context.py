@@ -882,7 +882,7 @@ def _head_params(model: Model, target: Context, given: ContextParams) -> Context
     if reason:
         raise UnsupportedError(
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
-            hint="`llamabranch inspect` shows what two files offer each other",
+            hint="`llamabranch models show` tells what two files offer each other",
         )
     if model.shares_memory:
         if given.prefix_cache:

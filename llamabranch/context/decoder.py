@@ -426,8 +426,9 @@ class Decoder:
         tokens: Sequence[int],
         positions: Sequence[int],
         members: Sequence[Sequence[int]],
+        wants_logits: Sequence[bool] | None = None,
     ) -> list[LogitsRow]:
-        """Decode tokens that belong to several sequences each; return all their rows.
+        """Decode tokens that belong to several sequences each; return the rows wanted, by default all.
 
         The cache's ledger does not record them: ``KVCache.adopt`` the accepted path, then drop the other
         sequences.
@@ -435,12 +436,14 @@ class Decoder:
         handle = self.handle
         handle.ptr  # noqa: B018  (raises ClosedError)
         n = len(tokens)
+        wants_logits = [True] * n if wants_logits is None else wants_logits
+        n_outputs = sum(wants_logits)
         if max(positions) >= self._n_trained:
             self._warn_beyond_trained()
-        self._protect_rows(n, ())
+        self._protect_rows(n_outputs, ())
         handle.tokens[:n] = tokens
         handle.positions[:n] = positions
-        handle.wants_logits[:n] = 1
+        handle.wants_logits[:n] = wants_logits
         starts = {seq: self.cache.next_position(seq) for group in members for seq in group}
         try:
             code = handle.decode_tree(n, members)
@@ -448,7 +451,7 @@ class Decoder:
                 if self.cache.hidden is not None:
                     # ``KVCache.adopt`` counts on from the same index
                     self.cache.hidden.record(self.cache.ledger.clock, n)
-                return self._read(n)
+                return self._read(n_outputs)
         except BaseException:
             self._undo(starts, ())
             raise

@@ -178,3 +178,17 @@ def test_what_cannot_be_rated_is_refused(ctx: Context, other_ctx: Context) -> No
     branch.prune()
     with pytest.raises(BranchStateError, match="pruned"):
         branch.score([5])
+
+
+def test_common_beginnings_are_decoded_once_and_change_no_score(ctx: Context) -> None:
+    """Also those of two branches with the same tokens, which are read after each for itself."""
+    rng = np.random.default_rng(4)
+    prompt, shared = random_tokens(rng, 12), random_tokens(rng, 20)
+    one, two = Branch.start(ctx, prompt), Branch.start(ctx, prompt)
+    texts = [[*shared, 5, 6], [*shared, 7, 8, 9], shared, shared[:7]]
+    n_before = ctx.decoder.n_decodes
+    found = BranchStore(ctx).score({one: texts, two: texts[:1]})
+    assert ctx.decoder.n_decodes == n_before + 1
+    assert found[one] == [two.score(text) for text in texts]
+    assert found[two] == found[one][:1]
+    ctx.audit()

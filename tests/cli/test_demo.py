@@ -37,9 +37,9 @@ REAL_HEADINGS = (
 # A smaller demo, in a process of its own.
 SMALL = """
 import sys
-from llamabranch.cli import compare, demo
+from llamabranch.cli import comparison, demo
 from llamabranch.cli.app import main
-compare.MOST_PAIRS = 1
+comparison.MOST_PAIRS = 1
 vars(demo).update({!r})
 sys.argv[0] = "llamabranch"
 main()
@@ -63,7 +63,7 @@ def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
         BUNDLED if not request.node.get_closest_marker("smollm2") else REAL
     ).items():
         monkeypatch.setattr(f"llamabranch.cli.demo.{name}", value)
-    monkeypatch.setattr("llamabranch.cli.compare.MOST_PAIRS", 1)
+    monkeypatch.setattr("llamabranch.cli.comparison.MOST_PAIRS", 1)
 
 
 def run(*arguments: str) -> Result:
@@ -105,11 +105,11 @@ def test_demo_fits_terminals_of_any_width_and_colours_tokens_by_source() -> None
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
         for heading in HEADINGS:
             assert heading in text
-        assert max(map(len, text.splitlines())) <= columns
+        story = text[text.index("Once upon a time") : text.index("tokens a second")]
+        assert max(map(len, text.replace(story, "").splitlines())) <= columns
         assert "├──" in text
-        stories.append(text[text.index("Once upon a time") : text.index("position in the draft")])
-    assert len({story.strip().count("\n") for story in stories}) > 1
-    assert len({tuple(story.split()) for story in stories}) == 1  # no word is broken
+        stories.append(story.split("drafted")[0])
+    assert len(set(stories)) == 1
 
 
 def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) -> None:
@@ -121,12 +121,12 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     rows = {line.split("  ")[0]: line.split()[-2:] for line in result.stdout.splitlines() if line}
     assert rows["tokens evaluated"] == ["164", "864"]
     assert re.search(r"^same texts +yes$", result.stdout, re.MULTILINE)
+    assert re.search(r"^same text +yes$", result.stdout, re.MULTILINE)
     assert "The K/V cache held 100 tokens before them and 100 after: nothing was copied." in (
-        result.stdout
+        " ".join(result.stdout.split())
     )
-    assert "the same text as plain decoding" in result.stdout
     commands = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)
-    assert commands == ["speculate", "speculate", "generate", "chat", "doctor"]
+    assert commands == ["generate", "generate", "generate", "chat", "doctor"]
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="needs two cores")

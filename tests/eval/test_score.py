@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
+import toys
+from llama_cpp import llama_cpp as C
 from rounding import rounding
 
 import llamabranch as lb
@@ -38,6 +41,19 @@ def by_hand(ctx: Context, context: str, continuation: str) -> tuple[list[float],
 
 def one_by_one(ctx: Context, questions: list[tuple[str, list[str]]]) -> list[list[Score]]:
     return [[score(ctx, [(c, [one])])[0][0] for one in many] for c, many in questions]
+
+
+def count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of tokens of each decode from now on."""
+    seen: list[int] = []
+    real = C.llama_decode
+
+    def counted(ptr: object, batch: C.llama_batch) -> int:
+        seen.append(batch.n_tokens)
+        return int(real(ptr, batch))
+
+    monkeypatch.setattr(C, "llama_decode", counted)
+    return seen
 
 
 def test_scores_are_those_of_raw_logits(ctx: Context) -> None:
@@ -73,7 +89,8 @@ def test_any_number_of_sequences_gives_the_same(target: lb.Model, n_seq_max: int
         assert found == one_by_one(other, QUESTIONS)
 
 
-def test_random_trees_of_tokens_are_what_each_line_is_alone(toy: lb.Model) -> None:
+@pytest.mark.parametrize("kind", ["shared cells", "own cells", "lfm2", "mamba"])
+def test_random_trees_of_tokens_are_what_each_line_is_alone(kind: str, tmp_path: Path) -> None:
     """Prefixes of prefixes, equal lines, lines that continue each other; F32 weights round."""
     rng = random.Random(7)
     lines: list[list[int]] = [[5, 6, 7]]
@@ -89,10 +106,17 @@ def test_random_trees_of_tokens_are_what_each_line_is_alone(toy: lb.Model) -> No
     for line in lines:
         cut = rng.randint(1, len(line) - 1)
         questions.append((line[:cut], [line[cut:], [3], [3, 4]]))
-    with lb.Context(toy, n_ctx=512, n_seq_max=5, n_threads=1) as ctx:
+    architecture = "llama" if kind.endswith("cells") else kind
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes", weights="f32")
+    own = {"kv_unified": False, "n_ctx": 5 * 512} if kind == "own cells" else {"n_ctx": 512}
+    with (
+        lb.Model(path) as model,
+        lb.Context(model, n_seq_max=5, n_threads=1, **own) as ctx,  # type: ignore[arg-type]
+    ):
         together = score(ctx, questions)
         alone = [[score(ctx, [(c, [one])])[0][0] for one in many] for c, many in questions]
         ctx.audit()
+        assert ctx.usage().cells_used == 0 and ctx.n_seq_free == 5
         tolerance = rounding(ctx)
     for a, b in zip(together, alone, strict=True):
         for one, other in zip(a, b, strict=True):
@@ -100,20 +124,28 @@ def test_random_trees_of_tokens_are_what_each_line_is_alone(toy: lb.Model) -> No
             assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
 
 
-def test_common_beginnings_are_decoded_once(ctx: Context) -> None:
+@pytest.mark.parametrize("kind", ["own cells", "lfm2"])
+def test_memory_that_is_copied_decodes_a_context_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture = "llama" if kind == "own cells" else kind
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes", weights="f32")
+    context, answers = list(range(10, 50)), [[7, 8, 9, 10], [7, 11, 12], [20]]
+    with (
+        lb.Model(path) as model,
+        lb.Context(
+            model, n_ctx=512, n_seq_max=4, n_threads=1, kv_unified=kind != "own cells"
+        ) as ctx,
+    ):
+        seen = count_decoded(monkeypatch)
+        score(ctx, [(context, answers)])
+        assert sum(seen) == len([*context, 7]) + 2 + 1
+
+
+def test_common_beginnings_are_decoded_once(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = ctx.model.tokenize(SHOTS * 4)
-    seen: list[int] = []
-    inner = ctx.decoder.decode
-
-    def counted(*given: object, **named: object) -> object:
-        seen.append(len(given[0]))  # type: ignore[arg-type]
-        return inner(*given, **named)  # type: ignore[arg-type]
-
-    ctx.decoder.decode = counted  # type: ignore[method-assign, assignment]
-    try:
-        score(ctx, [([*tokens, i], [[7, 8, 9, 10], [11, 12, 13]]) for i in range(20, 30)])
-    finally:
-        del ctx.decoder.decode
+    seen = count_decoded(monkeypatch)
+    score(ctx, [([*tokens, i], [[7, 8, 9, 10], [11, 12, 13]]) for i in range(20, 30)])
     unshared = 10 * 2 * (len(tokens) + 3)
     assert sum(seen) == len(tokens) + 10 * (1 + 3 + 2) < unshared / 10
 

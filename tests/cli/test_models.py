@@ -1,0 +1,335 @@
+"""``llamabranch models``: lists, downloads, what a file is; which model drafts for which."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import toys
+from commands import answer, run
+from fake_hub import FakeHub, serve
+
+import llamabranch as lb
+from llamabranch import hub as names
+from llamabranch.cli.drafters import candidates
+
+TARGET, DRAFT = "me/tale-target-GGUF", "me/tale-draft-GGUF"
+COMMIT = "c" * 40
+SHORT = ("-n", "4", "-c", "256")
+OURS = (
+    "HF_TOKEN", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD", "LLAMA_CACHE", "OLLAMA_MODELS",
+    "MODEL_ENDPOINT", "XDG_CACHE_HOME", "HUGGINGFACE_HUB_CACHE",
+)  # fmt: skip
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub that has the bundled pair, and empty caches."""
+    pytest.importorskip("huggingface_hub", reason="downloads need huggingface_hub")
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE", "LLAMABRANCH_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
+    with serve() as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
+        for repository, name in ((TARGET, "tale-target"), (DRAFT, "tale-draft")):
+            path = names.resolve(name)
+            served.add(repository, {path.name: path.read_bytes(), "README.md": b"a tale"})
+        yield served
+
+
+OFFLINE, ALLOWED, REFUSED = (
+    {"HF_HUB_OFFLINE": "1"},
+    {"LLAMABRANCH_DOWNLOAD": "1"},
+    {"LLAMABRANCH_DOWNLOAD": "0"},
+)
+
+
+def test_pull_prints_the_path_and_nothing_else(hub: FakeHub) -> None:
+    result = run("models", "pull", f"{DRAFT}:Q8_0")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == f"{names.resolve(DRAFT)}\n"
+    assert result.stderr.startswith(f"downloading {DRAFT}/tale-draft-q8_0.gguf: 1.1 MB, to ")
+    again = run("models", "pull", DRAFT, **OFFLINE)
+    assert (again.stdout, again.stderr) == (result.stdout, "")
+    path = str(names.resolve(DRAFT))
+    assert answer("models", "pull", DRAFT) == {"model": DRAFT, "path": path}
+
+
+def test_pull_that_fails_prints_no_path(hub: FakeHub) -> None:
+    for name, code, said, more in (
+        (f"{DRAFT}:Q4_0", 2, "no model with the tag Q4_0", {}),
+        ("me/nothing", 1, "Repository not found", {}),
+        (DRAFT, 2, "this is offline", OFFLINE),
+        ("nothing", 2, "no model is called", {}),
+    ):
+        result = run("models", "pull", name, **more)
+        assert (result.exit_code, result.stdout) == (code, ""), result.stderr
+        assert said.lower() in result.stderr.lower()
+    error = json.loads(run("models", "pull", "me/nothing", "--json").stdout)["error"]
+    assert error["type"] == "DownloadError"
+
+
+def test_commands_take_repositories_and_never_download_by_surprise(hub: FakeHub) -> None:
+    pair = ("-hf", f"{TARGET}:Q8_0", "-hfd", DRAFT)
+    for more in ({}, REFUSED, {**OFFLINE, **ALLOWED}):
+        result = run("speculate", *pair, *SHORT, **more)
+        assert result.exit_code == 2, result.stdout
+        assert "is not on this machine" in result.stderr
+        assert f"llamabranch models pull {TARGET}:Q8_0" in result.stderr
+    assert not hub.requests
+    result = run("speculate", *pair, *SHORT, "--json", "-s", "1", **ALLOWED)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("downloading ") == 2
+    bundled = answer("speculate", *SHORT, "-s", "1")
+    assert json.loads(result.stdout)["text"] == bundled["text"]
+    count = len(hub.requests)
+    assert run("models", "show", TARGET, DRAFT, **OFFLINE).exit_code == 0
+    assert answer("generate", "a", *pair, "-n", "2", **OFFLINE)["failed"] == 0
+    assert len(hub.requests) == count
+
+
+def test_repository_alone_is_enough(hub: FakeHub) -> None:
+    result = run("speculate", "-hf", f"{TARGET}:Q8_0", *SHORT, **ALLOWED)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("downloading ") == 1
+    assert "draft: suffix+tale-draft\n" in result.stderr
+
+
+def test_on_a_terminal_a_download_starts_after_its_size_was_shown(hub: FakeHub) -> None:
+    command = [sys.executable, "-m", "llamabranch.cli", "models", "show", DRAFT, "--json"]
+    leader, follower = pty.openpty()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower) as process:
+        os.close(follower)
+        assert process.stdout is not None
+        shown = b""
+        while True:
+            try:
+                part = os.read(leader, 4096)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            shown += part
+        answer = json.loads(process.stdout.read())
+    os.close(leader)
+    assert process.returncode == 0, shown
+    assert answer["models"][0]["path"] == str(names.resolve(DRAFT))
+    text = shown.decode()
+    assert text.startswith(f"downloading {DRAFT}/tale-draft-q8_0.gguf: 1.1 MB")
+    assert "tale-draft-q8_0.gguf" in text.partition("\n")[2]  # the bar
+
+
+def test_models_lists_the_caches_and_searches_the_hub(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no GGUF model" in run("models", "--local").stdout
+    run("models", "pull", DRAFT)
+    (model,) = json.loads(run("models", "--local", "--json").stdout)["models"]
+    assert model["name"] == f"{DRAFT}/tale-draft-q8_0.gguf"
+    assert model["cache"] == "Hugging Face"
+    assert model["files"] == [str(names.resolve(DRAFT))]
+    assert model["size_bytes"] == names.resolve("tale-draft").stat().st_size
+    assert model["name"] in run("models", "--local").stdout
+    found = json.loads(run("models", "--search", "tale", "--json").stdout)["models"]
+    assert found[0] == {"repository": TARGET, "downloads": 7}
+    assert DRAFT in run("models", "--search", "tale").stdout
+    assert run("models", "--search", "tale", "--local").exit_code == 2
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run("models", "--search", "tale").exit_code == 2
+
+
+def test_models_names_the_draft_of_each_target() -> None:
+    listed = json.loads(run("models", "--json").stdout)["models"]
+    drafts = {entry["name"]: entry["draft"] for entry in listed}
+    assert drafts["qwen3-4b"] == "qwen3-0.6b"
+    assert drafts["qwen3-0.6b"] is None
+
+
+def test_models_lists_every_entry_in_order_and_whole() -> None:
+    result = run("models")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["name", "role", "repository", "file", "licence", "size", "here"]
+    for line, entry in zip(lines[1:], names.catalogue(), strict=False):
+        assert line.startswith(entry.name)
+        for field in (entry.role, entry.repository, entry.file, entry.licence, entry.size):
+            assert field in line
+    assert lines[1].rstrip().endswith("yes")
+
+
+def test_models_marks_what_is_present(tmp_path: Path) -> None:
+    (tmp_path / "Qwen3-0.6B-Q8_0.gguf").touch()
+    caches = {"LLAMABRANCH_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
+    listed = json.loads(run("models", "--json", **caches).stdout)["models"]
+    present = {entry["name"] for entry in listed if entry["present"]}
+    assert present - {"smollm2-135m"} == {"tale-target", "tale-draft", "tale-eagle", "qwen3-0.6b"}
+    assert "llamabranch models pull" in run("models", **caches).stdout
+
+
+def test_show_describes_a_model() -> None:
+    result = run("models", "show", "tale-target")
+    assert result.exit_code == 0, result.stderr
+    for label in ("architecture", "parameters", "size", "vocabulary", "memory", "can truncate"):
+        assert label in result.stdout
+    assert "llama" in result.stdout
+    assert "Q8_0" in result.stdout
+
+
+def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
+    paths = [toys.write_toy(tmp_path / f"{name}.gguf") for name in ("large", "small")]
+    result = run("models", "show", *map(str, paths))
+    assert result.exit_code == 0, result.stderr
+    assert str(tmp_path) not in result.stdout
+    assert result.stdout.split()[:2] == ["large.gguf", "small.gguf"]
+
+
+def test_show_json_holds_the_facts() -> None:
+    result = run("models", "show", "tale-target", "--json")
+    (facts,) = json.loads(result.stdout)["models"]
+    assert facts["architecture"] == "llama"
+    assert facts["memory_type"] == "attention"
+    assert facts["capabilities"]["can_truncate"] is True
+    assert facts["capabilities"]["can_share"] is True
+    with lb.Model(names.resolve("tale-target")) as model:
+        assert facts["n_params"] == model.n_params
+        assert facts["n_vocab"] == model.n_vocab
+
+
+def test_show_says_that_the_bundled_pair_can_speculate() -> None:
+    result = run("models", "show", "tale-target", "tale-draft")
+    assert result.exit_code == 0, result.stderr
+    assert "can speculate together, token by token: the same 4096 tokens" in result.stdout
+    answer = json.loads(run("models", "show", "tale-target", "tale-draft", "--json").stdout)
+    assert (answer["compatible"], answer["path"]) == (True, "tokens")
+    assert len(answer["models"]) == 2
+
+
+def test_show_says_that_two_vocabularies_meet_in_the_text(tmp_path: Path) -> None:
+    other = toys.write_toy(tmp_path / "other.gguf", vocab="bytes")
+    result = run("models", "show", "tale-target", str(other))
+    assert result.exit_code == 0, result.stderr
+    assert "through the text only: " in result.stdout
+    answer = json.loads(run("models", "show", "tale-target", str(other), "--json").stdout)
+    assert (answer["compatible"], answer["path"]) == (False, "text")
+
+
+def test_show_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
+    other = toys.write_toy(tmp_path / "other.gguf", "mamba")
+    result = run("models", "show", str(other))
+    shown = " ".join(result.stdout.split())
+    assert "is not batch-invariant: not established for recurrent memory." in shown
+    (facts,) = json.loads(run("models", "show", str(other), "--json").stdout)["models"]
+    assert facts["capabilities"]["batch_invariant"] is False
+    assert "recurrent" in facts["capabilities"]["batch_invariant_reason"]
+
+
+def test_show_says_why_two_models_cannot_speculate(tmp_path: Path) -> None:
+    other = toys.write_toy(tmp_path / "other.gguf", vocab="none")
+    result = run("models", "show", "tale-target", str(other))
+    assert result.exit_code == 0, result.stderr
+    assert "cannot speculate together: " in result.stdout
+    answer = json.loads(run("models", "show", "tale-target", str(other), "--json").stdout)
+    assert (answer["compatible"], answer["path"]) == (False, "none")
+    assert answer["reason"] in result.stdout.replace("\n", " ")
+
+
+# -- which model drafts ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of a byte vocabulary, and caches with models that could draft for it or could not."""
+    for name in ("HF_HUB_CACHE", "LLAMABRANCH_CACHE", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name in ("LLAMA_CACHE", "OLLAMA_MODELS", "LLAMABRANCH_DOWNLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    snapshot = tmp_path / f"HF_HUB_CACHE/models--me--drafts/snapshots/{COMMIT}"
+    studio = tmp_path / "HOME/.lmstudio/models/me/other"
+    for folder in (snapshot, studio):
+        folder.mkdir(parents=True)
+    toys.write_llama(snapshot / "fitting-Q8_0.gguf", vocab="bytes", n_layer=1)
+    toys.write_llama(snapshot / "larger-Q8_0.gguf", vocab="bytes", n_layer=4, n_ff=512)
+    toys.write_llama(snapshot / "too-large-Q8_0.gguf", vocab="bytes", n_layer=12, n_ff=512)
+    toys.write_llama(studio / "foreign-Q8_0.gguf", vocab="small", n_layer=1)
+    (studio / "damaged-Q8_0.gguf").write_bytes(b"GGUF" + bytes(50_000))
+    return toys.write_llama(tmp_path / "big.gguf", vocab="bytes", n_layer=16, n_ff=512)
+
+
+def test_candidates_are_those_of_the_vocabulary_first_and_of_about_a_tenth_of_the_size(
+    target: Path,
+) -> None:
+    found = candidates(str(target))
+    assert [(each.name, each.drafts_by) for each in found] == [
+        ("me/drafts/fitting-Q8_0.gguf", "tokens"),
+        ("me/drafts/larger-Q8_0.gguf", "tokens"),
+        ("me/other/foreign-Q8_0.gguf", "text"),
+    ]
+    for each in found:
+        assert each.path == names.resolve(each.name)
+        assert each.size_bytes == each.path.stat().st_size
+
+
+def test_draft_auto_takes_the_fittest_and_says_so(target: Path) -> None:
+    result = run("generate", "-m", str(target), "--draft", "auto", "a", *SHORT)
+    assert result.exit_code == 0, result.stderr
+    assert "draft: suffix+me/drafts/fitting-Q8_0.gguf\n" in result.stderr
+    result = run("generate", "a", "--draft", "auto", *SHORT)
+    assert "draft: tale-draft\n" in result.stderr
+
+
+def test_another_quantization_of_the_target_is_no_draft(target: Path) -> None:
+    same = target.with_name("f32.gguf")
+    toys.write_llama(same, vocab="bytes", n_layer=12, n_ff=512, weights="f32")
+    (other,) = target.parent.rglob("too-large-Q8_0.gguf")
+    assert other.stat().st_size < same.stat().st_size / 2
+    assert other not in [each.path for each in candidates(str(same))]
+
+
+def test_draft_auto_copies_from_the_text_where_no_model_fits(target: Path) -> None:
+    for path in (target.parent / "HF_HUB_CACHE").rglob("*.gguf"):
+        path.unlink()
+    result = run("generate", "-m", str(target), "--draft", "auto", "a", *SHORT)
+    assert result.exit_code == 0, result.stderr
+    assert "copying from the text (suffix)" in result.stderr
+
+
+def test_bundled_draft_is_offered_to_its_own_vocabulary_only(tmp_path: Path) -> None:
+    large = toys.write_llama(tmp_path / "large.gguf", vocab="bytes", n_layer=8, n_ff=8192)
+    assert large.stat().st_size > 4 * names.resolve(names.BUNDLED_DRAFT).stat().st_size
+    assert names.BUNDLED_DRAFT not in [each.name for each in candidates(str(large))]
+    found = {each.name: each.drafts_by for each in candidates(names.BUNDLED_TARGET)}
+    assert found[names.BUNDLED_DRAFT] == "tokens"
+
+
+def test_listed_draft_that_is_not_here_is_asked_for_first(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = target.parent / f"HF_HUB_CACHE/models--Qwen--Qwen3-4B-GGUF/snapshots/{COMMIT}"
+    snapshot.mkdir(parents=True)
+    target.rename(snapshot / "Qwen3-4B-Q4_K_M.gguf")
+    first, *others = candidates("qwen3-4b")
+    assert (first.name, first.path, first.drafts_by) == ("qwen3-0.6b", None, "unknown")
+    assert others[0].name == "me/drafts/fitting-Q8_0.gguf"
+    monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "0")  # it may not be downloaded: the next one drafts
+    said = run("generate", "a", "-m", "qwen3-4b", *SHORT).stderr
+    assert "draft: suffix+me/drafts/fitting-Q8_0.gguf\n" in said
+
+
+def test_show_lists_what_could_draft(target: Path, tmp_path: Path) -> None:
+    listed = answer("models", "show", target)["drafts"]
+    assert [each["name"] for each in listed[:2]] == [
+        "me/drafts/fitting-Q8_0.gguf",
+        "me/drafts/larger-Q8_0.gguf",
+    ]
+    assert "me/drafts/fitting-Q8_0.gguf" in run("models", "show", target).stdout
+    assert "drafts" not in answer("models", "show", "tale-target", "tale-draft")
+    bare = toys.write_llama(tmp_path / "bare.gguf", vocab="none")
+    assert candidates(str(bare)) == []

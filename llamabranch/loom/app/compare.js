@@ -40,7 +40,7 @@ function secondPath() {
   if (from === c) return shown;
   from = c;
   shown = Object.create(c, {
-    lp: { value: c.lpB }, h: { value: c.hB }, rk: { value: new Int32Array(c.n) }, lpB: { value: c.lp },
+    lp: { value: c.lpB }, h: { value: c.hB }, rk: { value: new Float32Array(c.n).fill(NaN) }, lpB: { value: c.lp },
   });
   return shown;
 }

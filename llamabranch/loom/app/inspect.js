@@ -84,7 +84,7 @@ function second(c, i) {
   const draw = c.draw[i] >= 0 && c.draw[i] !== c.ids[i];
   return [h("h3", {}, "Under B"), h("dl", {},
     fact("p", percent(c.lpB[i])), fact("KL(A, B)", `${short(c.kl[i])} nats`), fact("KL(B, A)", `${short(c.klr[i])} nats`),
-    c.same[i] ? fact("top token", c.same[i] === 1 ? "the same" : "another") : [],
+    c.same[i] >= 0 ? fact("top token", c.same[i] === 1 ? "the same" : "another") : [],
     draw ? fact("with A's seed", "B draws another token") : []),
   topB?.[i - at]?.length ? h("p", { class: "topb" }, topB[i - at].slice(0, 5).map((/** @type {any} */ [, lp, piece]) =>
     h("span", {}, named(piece), h("small", {}, ` ${percent(lp)}`)))) : null];

@@ -2,12 +2,7 @@
 // The six lenses: for a token of a path its value, bin and second cue; the legend. Formulas are those of docs/page.md.
 import { $, attribute, fill, h, redraw, short, tell } from "./dom.js";
 
-/**
- * @typedef {object} Columns what is known of the tokens of a path or stretch; NaN, 0 and "" are "not known"
- * @property {number} n @property {string[]} text @property {Float32Array} lp @property {Float32Array} h
- * @property {Int32Array} rk @property {string[]} src @property {Float32Array} kl @property {Float32Array} lpB
- * @property {Uint8Array} same 0: not known, 1: the top tokens of A and B are equal, 2: they differ
- */
+/** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */
 /**
  * @typedef {object} Lens
  * @property {string} name @property {string} title @property {string[]} bins names of the bins, pale to strong
@@ -45,7 +40,7 @@ export const LENSES = [
   {
     name: "rank", title: "Rank",
     bins: ["1", "2", "3–5", "6–10", "11–100", "more"],
-    value: (c, i) => c.rk[i] || NaN,
+    value: (c, i) => c.rk[i],
     bin: above([2, 3, 6, 11, 101]),
     cue: (c, i) => (c.rk[i] > 1 ? String(c.rk[i]) : ""),
   },
@@ -61,7 +56,7 @@ export const LENSES = [
     bins: ["< .001", "< .01", "< .05", "< .1", "< .5", "< 1", "more"],
     value: (c, i) => c.kl[i],
     bin: above([0.001, 0.01, 0.05, 0.1, 0.5, 1]),
-    cue: (c, i) => (c.same[i] !== 2 ? "" : i === c.same.indexOf(2) ? "⚑" : "▲"),
+    cue: (c, i) => (c.same[i] !== 0 ? "" : i === c.same.indexOf(0) ? "⚑" : "▲"),
   },
   {
     name: "change", title: "Change",

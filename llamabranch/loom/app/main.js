@@ -4,7 +4,7 @@ import { $, attribute, fill, h, paints, plural, redraw, set, short, tell, visibl
 import { LENSES, buildLenses, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, listeners, net } from "./net.js";
 import { FLAGS, Tokens, pathOf, stateOf, store, texts } from "./store.js";
-import { startTree, treeMoves } from "./tree.js";
+import { endOf, segmentOf, startTree, treeMoves } from "./tree.js";
 import { moveTo, place, shownPath, startText, textMoves, tokenElement, view, visit } from "./text.js";
 import { inspected, startInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
@@ -207,7 +207,16 @@ const run = {
   bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
   note: () => ask("Note", [["note", "note of this branch", selected()?.note]], "Keep",
     ({ note }) => act("set", { node: store.current, note: String(note) })),
-  delete: () => act("delete", { node: store.current, restore: Boolean(selected()?.flags & FLAGS.deleted) }),
+  delete: async () => {
+    const segment = segmentOf(store.current);
+    if (!segment) return;
+    const { first, from, parent } = segment;
+    if (from > first.at) return tell("Other branches fork from this one: delete them, or where it begins.");
+    const restore = Boolean(first.flags & FLAGS.deleted);
+    if (!(await act("delete", { node: first.id, restore })) || restore || store.showDeleted) return;
+    if (parent) select(parent.node.id, endOf(parent));
+    tell("Deleted; u brings it back.");
+  },
   undo: async () => tell((await act("undo")) ? "Undone." : "There is nothing to undo."),
   redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
   find: () => $("find").focus(),

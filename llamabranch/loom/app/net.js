@@ -1,7 +1,7 @@
 // @ts-check
 // The server: session, requests, one event stream. Requests go to the page's own origin only.
 import { redraw, tell } from "./dom.js";
-import { hideNodes, pathOf, putCompare, putDoc, putNode, putRound, putTokens, putTops, store } from "./store.js";
+import { hideNodes, putCompare, putDoc, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
 /** @type {((name: string, data: any) => void)[]} what else wants to know of events */
@@ -76,50 +76,32 @@ export async function fetchDoc() {
 /** @type {Set<string>} */
 const fetching = new Set();
 
-/** Fetch tokens of a path. @param {string} node @param {number} from @param {number} [n] all, if it is not given */
-export async function fetchPath(node, from, n) {
-  const key = `${node}:${from}`;
+/**
+ * Fetch tokens of a path, with the ten most probable at each place if it is asked for.
+ * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top]
+ */
+export async function fetchPath(node, from, n, top) {
+  const key = `${node}:${from}:${top}`;
   if (fetching.has(key)) return;
   fetching.add(key);
   try {
-    const { at, owner, text, ids, lp, h, rk, src, rounds, compare } =
-      await get("/loom/tokens", { node, path: 1, from, n });
+    const { at, owner, rounds, compare, ...columns } = await get("/loom/tokens", { node, path: 1, from, n, top });
+    const count = columns.ids.length;
     owner.forEach(([id, start], /** @type {number} */ i) => {
-      const begin = Math.max(start, at) - at;
-      const end = (owner[i + 1]?.[1] ?? at + ids.length) - at;
-      const cut = (/** @type {any} */ column) => column.slice(begin, end);
-      if (end > begin) {
-        putTokens({ node: id, at: at + begin, ids: cut(ids), text: cut(text), lp: cut(lp), h: cut(h), rk: cut(rk),
-          src: cut(src) });
-      }
+      const begin = Math.max(start - at, 0);
+      const end = Math.min((owner[i + 1]?.[1] ?? Infinity) - at, count);
+      if (end <= begin) return;
+      const names = ["ids", "text", "lp", "h", "rk", "src", "top"];
+      putTokens({ node: id, at: at + begin,
+        ...Object.fromEntries(names.map((name) => [name, columns[name]?.slice(begin, end)])) });
     });
     rounds?.forEach(putRound);
     for (const each of compare ? [compare].flat() : []) putCompare(each);
-    redraw(["tree", "text", "inspect", "live", "minimap"]);
+    redraw(top ? ["inspect"] : ["tree", "text", "inspect", "live", "compare", "legend"]);
   } catch (error) {
     if (!(/** @type {any} */ (error).status)) lost();
   } finally {
-    fetching.delete(key);
-  }
-}
-
-/** Fetch the ten most probable tokens of a stretch of a path. @param {string} node @param {number} from @param {number} n */
-export async function fetchTops(node, from, n) {
-  const key = `top:${node}:${from}`;
-  if (fetching.has(key)) return;
-  fetching.add(key);
-  try {
-    const { at, top } = await get("/loom/tokens", { node, path: 1, from, n, top: 1 });
-    const path = pathOf(node, null);
-    for (const { id, from: start, to } of path.owners) {
-      const begin = Math.max(start, at);
-      if (to > begin) putTops(id, begin, top.slice(begin - at, to - at));
-    }
-    redraw(["inspect"]);
-  } catch {
-    // it is asked for again with the next move
-  } finally {
-    setTimeout(() => fetching.delete(key), 1000);
+    setTimeout(() => fetching.delete(key), 300);
   }
 }
 

@@ -9,97 +9,70 @@
 
 const CACHED_TOPS = 2000;
 
-/** Numbers of tokens in typed arrays that grow. What is not known is NaN, or 0. */
+const NUMBERS = ["ids", "lp", "h", "rk"];
+const COMPARED = ["kl", "klr", "lpB", "hB", "same", "draw"];
+
+/** Numbers of tokens in typed arrays that grow; what is not known is NaN. */
 export class Tokens {
   constructor(size = 32) {
     this.n = 0;
     this.version = 0; // counts changes
-    this.size = size;
-    this.ids = new Int32Array(size);
-    this.rk = new Int32Array(size);
-    /** @type {Record<string, Float32Array>} */
-    this.numbers = {};
-    for (const name of ["lp", "h", "kl", "klr", "lpB", "hB"]) {
-      this.numbers[name] = new Float32Array(size).fill(NaN);
-    }
-    this.same = new Uint8Array(size);
     /** @type {Piece[]} */ this.pieces = [];
     /** @type {string[]} */ this.src = [];
-    /** @type {number[]} token that B would draw; -1 is not known */ this.draw = [];
+    [this.ids, this.lp, this.h, this.rk, this.kl, this.klr, this.lpB, this.hB, this.same, this.draw] =
+      Array.from({ length: 10 }, () => new Float32Array(size).fill(NaN));
   }
-  get lp() { return this.numbers.lp; }
-  get h() { return this.numbers.h; }
-  get kl() { return this.numbers.kl; }
-  get klr() { return this.numbers.klr; }
-  get lpB() { return this.numbers.lpB; }
-  get hB() { return this.numbers.hB; }
 
   /** @param {number} n */
   grow(n) {
-    if (n > this.size) {
-      const bigger = new Tokens(Math.max(n, 2 * this.size));
-      bigger.ids.set(this.ids);
-      bigger.rk.set(this.rk);
-      bigger.same.set(this.same);
-      for (const name in this.numbers) bigger.numbers[name].set(this.numbers[name]);
-      const { size, ids, rk, same, numbers } = bigger;
-      Object.assign(this, { size, ids, rk, same, numbers });
+    if (n > this.ids.length) {
+      const bigger = new Tokens(Math.max(n, 2 * this.ids.length));
+      for (const name of [...NUMBERS, ...COMPARED]) {
+        bigger[name].set(this[name]);
+        this[name] = bigger[name];
+      }
     }
-    while (this.n < n) {
+    for (; this.n < n; this.n++) {
       this.pieces.push("");
       this.src.push("");
-      this.draw.push(-1);
-      this.n++;
     }
   }
 
   /** Write columns from a place on, as the server sends them. @param {number} at @param {Loose} from */
   write(at, from) {
-    const n = from.ids.length;
-    this.grow(at + n);
+    this.grow(at + from.ids.length);
     this.version++;
-    for (let i = 0; i < n; i++) {
-      this.ids[at + i] = from.ids[i];
+    for (let i = 0; i < from.ids.length; i++) {
+      for (const name of NUMBERS) this[name][at + i] = from[name][i] ?? NaN;
       this.pieces[at + i] = from.text[i];
       this.src[at + i] = from.src[i] ?? "";
-      this.rk[at + i] = from.rk[i] ?? 0;
-      this.lp[at + i] = from.lp[i] ?? NaN;
-      this.h[at + i] = from.h[i] ?? NaN;
     }
   }
 
-  /** Write what a comparison found. @param {number} at @param {Loose} from */
-  compare(at, from) {
-    const n = from.lpB?.length ?? 0;
-    this.grow(Math.max(this.n, at + n));
+  /** Write what a comparison found of one token. @param {number} at @param {Loose} from @param {number} i */
+  compare(at, from, i) {
+    if (at >= this.n) return; // it comes again with its token
     this.version++;
-    for (let i = 0; i < n; i++) {
-      for (const name of ["kl", "klr", "lpB", "hB"]) this.numbers[name][at + i] = from[name]?.[i] ?? NaN;
-      const same = from.same?.[i];
-      this.same[at + i] = same == null ? 0 : same ? 1 : 2;
-      this.draw[at + i] = from.draw?.[i] ?? -1;
-    }
+    for (const name of COMPARED) this[name][at] = from[name]?.[i] ?? NaN;
   }
 
   /** Put a stretch of other tokens at the end. @param {Tokens} other @param {number} from @param {number} to */
   append(other, from, to) {
     const at = this.n;
     this.grow(at + to - from);
-    this.ids.set(other.ids.subarray(from, to), at);
-    this.rk.set(other.rk.subarray(from, to), at);
-    this.same.set(other.same.subarray(from, to), at);
-    for (const name in this.numbers) this.numbers[name].set(other.numbers[name].subarray(from, to), at);
+    for (const name of [...NUMBERS, ...COMPARED]) this[name].set(other[name].subarray(from, to), at);
     for (let i = from; i < to; i++) {
       this.pieces[at + i - from] = other.pieces[i];
       this.src[at + i - from] = other.src[i];
-      this.draw[at + i - from] = other.draw[i];
     }
   }
 }
 
+const NONE = new Tokens(0); // of nodes whose tokens are not here
+
 /**
  * @typedef {Loose & {id: string, parent: string | null, at: number, n: number, flags: number, text: string,
- *   tokens: Tokens, loaded: boolean, rounds: Loose[], compares: Loose[]}} Node
+ *   tokens: Tokens, rounds: Loose[], compares: Loose[]}} Node
  */
 
 export const FLAGS = { deleted: 1, seam: 2, rounds: 4, compare: 8, bookmark: 16, note: 32 };
@@ -127,8 +100,7 @@ export function putNode(from) {
     old.n = Math.max(n, from.n); // tokens may have come before this
     return old;
   }
-  const node = /** @type {Node} */ ({ tokens: new Tokens(Math.max(8, from.n)), loaded: from.n === 0, rounds: [],
-    compares: [], ...from });
+  const node = /** @type {Node} */ ({ tokens: NONE, rounds: [], compares: [], ...from });
   store.nodes.set(node.id, node);
   store.revision++;
   return node;
@@ -146,8 +118,7 @@ export function putDoc(doc) {
     node.kl = doc.kl?.[node.id] ?? null;
     const known = old.get(node.id);
     if (known && known.n === node.n && known.known === node.known) {
-      const { tokens, loaded, rounds, compares } = known;
-      Object.assign(node, { tokens, loaded, rounds, compares });
+      Object.assign(node, { tokens: known.tokens, rounds: known.rounds, compares: known.compares });
     }
     putNode(node);
   }
@@ -180,19 +151,20 @@ export function putTokens(columns) {
   const node = store.nodes.get(columns.node);
   if (!node) return;
   const at = columns.at - node.at;
-  if (at > node.tokens.n && !node.loaded) return; // what is before it is fetched when it is shown
-  node.tokens.write(at, columns);
-  if (at === 0 && node.tokens.n >= node.n) node.loaded = true;
-  if (node.tokens.n > node.n) {
-    node.n = node.tokens.n;
+  const end = at + columns.ids.length;
+  if (end > node.n) {
+    node.n = end;
     store.grown.add(node.id);
   }
+  if (at > node.tokens.n) return; // what is before it is fetched when it is shown
+  if (node.tokens === NONE) node.tokens = new Tokens(end);
+  node.tokens.write(at, columns);
   if (node.text.length < 40) node.text = node.tokens.pieces.slice(0, 40).map(pieceText).join("").slice(0, 60);
   putTops(node.id, columns.at, columns.top);
 }
 
 /** @param {string} id @param {number} at @param {Top[] | undefined} tops */
-export function putTops(id, at, tops) {
+function putTops(id, at, tops) {
   (tops ?? []).forEach((top, i) => {
     if (top.length) store.tops.set(`${id}:${at + i}`, top);
   });
@@ -212,12 +184,9 @@ export function putCompare(compare) {
   if (!node) return;
   node.compares = node.compares.filter((each) => each.at !== compare.at || each.mode !== compare.mode);
   node.compares.push(compare);
-  for (let i = 0, owner = node; i < (compare.lpB?.length ?? 0); i++) {
+  for (let i = (compare.lpB?.length ?? 0) - 1, owner = node; i >= 0; i--) {
     while (compare.at + i < owner.at && owner.parent) owner = store.nodes.get(owner.parent) ?? owner;
-    if (compare.at + i >= owner.at) {
-      owner.tokens.compare(compare.at + i - owner.at, Object.fromEntries(
-        ["kl", "klr", "lpB", "hB", "same", "draw"].map((name) => [name, [compare[name]?.[i]]])));
-    }
+    owner.tokens.compare(compare.at + i - owner.at, compare, i);
   }
 }
 

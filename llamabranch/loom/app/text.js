@@ -3,7 +3,7 @@
 // cursor; continuations that could follow.
 import { $, attribute, fill, h, label, plural, redraw, set, short, visible } from "./dom.js";
 import { SOURCES, binOf, lens } from "./lenses.js";
-import { fetchPath, fetchTops } from "./net.js";
+import { fetchPath } from "./net.js";
 import { FLAGS, ownerOf, pathOf, pieces, store, texts } from "./store.js";
 import { endOf, following } from "./tree.js";
 
@@ -58,7 +58,7 @@ export function tokenElement(c, i, old, extra = "", prefix = "t") {
   const name = `t b${bin < 0 ? "x" : bin}${extra}${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${
     /^\n+$/.test(text) ? " line" : ""}`;
   if (element.className !== name) element.className = name;
-  attribute(element, "data-lp", Number.isNaN(c.lp[i]) ? null : short(c.lp[i]));
+  attribute(element, "data-lp", Number.isNaN(c.lp[i]) ? null : Number(c.lp[i].toPrecision(8)));
   attribute(element, "data-cue", bin < 0 ? null : lens.cue(c, i) || null);
   attribute(element, "aria-label", spoken(c, i));
   return element;
@@ -385,7 +385,7 @@ export function topsAt(i) {
   const c = shownPath();
   const owner = ownerOf(c, i);
   const top = owner ? store.tops.get(`${owner}:${i}`) : undefined;
-  if (!top && store.current && owner && i < c.n) void fetchTops(store.current, Math.max(0, i - 8), 32);
+  if (!top && store.current && owner && i < c.n) void fetchPath(store.current, Math.max(0, i - 8), 32, 1);
   return top;
 }
 

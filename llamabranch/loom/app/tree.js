@@ -40,31 +40,47 @@ function build() {
   for (const list of forks.values()) list.sort((a, b) => a.at - b.at);
   byNode = new Map();
   roots = heads.map((node) => begun(node, 0, null));
-  const waiting = [...roots];
-  while (waiting.length) {
-    const segment = /** @type {Segment} */ (waiting.pop());
-    for (;;) {
-      const { node } = segment;
-      if (!byNode.has(node.id)) byNode.set(node.id, []);
-      byNode.get(node.id)?.push(segment);
-      const end = node.at + node.n;
-      const next = (forks.get(node.id) ?? []).filter(({ at }) => at > segment.from || at === end);
-      const cut = next.length ? Math.min(next[0].at, end) : end;
-      const here = next.filter(({ at }) => Math.min(at, end) === cut);
+  number(roots);
+  /** @type {[Segment, number][]} a segment, and how many forks of its first node are before it */
+  const waiting = roots.map((root) => [root, 0]);
+  for (let next = waiting.pop(); next; next = waiting.pop()) {
+    const [segment, before] = next;
+    for (let skipped = before; ; skipped = 0) {
+      const { node, children } = segment;
+      const all = forks.get(node.id) ?? [], end = node.at + node.n;
+      const same = byNode.get(node.id);
+      if (same) same.push(segment);
+      else byNode.set(node.id, [segment]);
+      const cut = skipped < all.length ? Math.min(all[skipped].at, end) : end;
+      let after = skipped;
+      while (after < all.length && Math.min(all[after].at, end) === cut) after++;
       segment.to = cut;
-      if (cut === end && here.length === 1) {
-        segment.node = here[0];
-        segment.parts.push(here[0]);
+      if (cut === end && after === skipped + 1) {
+        segment.node = all[skipped];
+        segment.parts.push(segment.node);
         continue;
       }
-      if (cut < end) segment.children.push(begun(node, cut, segment));
-      segment.children.push(...here.map((each) => begun(each, cut, segment)));
+      if (cut < end) {
+        children.push(begun(node, cut, segment));
+        waiting.push([children[0], after]);
+      }
+      for (; skipped < after; skipped++) {
+        const child = begun(all[skipped], cut, segment);
+        children.push(child);
+        waiting.push([child, 0]);
+      }
+      number(children);
       break;
     }
-    segment.children.forEach((child, i) => Object.assign(child, { place: i + 1, siblings: segment.children.length }));
-    waiting.push(...segment.children);
   }
-  roots.forEach((segment, i) => Object.assign(segment, { place: i + 1, siblings: roots.length }));
+}
+
+/** @param {Segment[]} siblings */
+function number(siblings) {
+  siblings.forEach((segment, i) => {
+    segment.place = i + 1;
+    segment.siblings = siblings.length;
+  });
 }
 
 /** @param {Node} node @param {number} from @param {Segment | null} parent @returns {Segment} */

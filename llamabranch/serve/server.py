@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..engine import AsyncEngine
@@ -36,6 +37,8 @@ class Server:
         settings: where to listen, and the limits.
         ready: called with the URL and the name of the model, once that is loaded.
         log: gets lines for people.
+        outer: returns the application that answers, given that of the API; it may answer before the model
+            is loaded.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -51,7 +54,9 @@ class Server:
         settings: ServeSettings,
         ready: Callable[[str, str], None] = lambda _url, _name: None,
         log: Callable[[str], None] = print,
+        outer: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> None:
+        self._outer = outer
         self.settings = settings
         self.service: Service | None = None
         self._open_engine = open_engine
@@ -113,7 +118,7 @@ class Server:
                 signal.signal(number, handler)
 
     async def _serve(self) -> None:
-        app = make_app(lambda: self.service, self.settings, self._log)
+        app = self._outer(make_app(lambda: self.service, self.settings, self._log))
         config = uvicorn.Config(
             app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
             access_log=False, log_level="critical", server_header=False, proxy_headers=False,

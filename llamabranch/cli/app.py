@@ -32,6 +32,7 @@ COMMANDS = {
     "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",
     "select": "Score several texts as the continuation of a prompt and print the best.",
     "score": "Score given text: log-probabilities of its tokens, their sum, perplexity and ranks.",
+    "open": "Open a page in the browser: branch texts, see every probability, compare two models.",
     "serve": "Serve a model over HTTP: OpenAI's API, scores of given text, and branches.",
     "eval": "Score a model on tasks with right answers, offline.",
     "perplexity": "Measure the perplexity of a model on a text, as llama-perplexity does.",

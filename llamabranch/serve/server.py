@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -39,6 +39,7 @@ class Server:
         log: gets lines for people.
         outer: returns the application that answers, given that of the API; it may answer before the model
             is loaded.
+        stopping: awaited once no more requests are taken.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -55,8 +56,10 @@ class Server:
         ready: Callable[[str, str], None] = lambda _url, _name: None,
         log: Callable[[str], None] = print,
         outer: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+        stopping: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._outer = outer
+        self._stopping = stopping
         self.settings = settings
         self.service: Service | None = None
         self._open_engine = open_engine
@@ -147,6 +150,8 @@ class Server:
     async def _drain(self, service: Service) -> None:
         """Wait until the running requests have ended, or their time is over."""
         service.is_draining = True
+        if self._stopping is not None:
+            await self._stopping()
         if service.n_texts:
             self._log(f"{service.n_texts} texts run: waiting for them; another Ctrl-C does not")
         left = self.settings.shutdown_timeout_s

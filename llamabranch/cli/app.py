@@ -37,6 +37,7 @@ COMMANDS = {
     "eval": "Score a model on tasks with right answers, offline.",
     "perplexity": "Measure the perplexity of a model on a text, as llama-perplexity does.",
     "kld": "Compare a model with saved log-probabilities: KL divergence, perplexities, agreement.",
+    "compare": "Compare two models on a text: KL divergence, perplexities, where they part.",
     "quants": "Compare quantisations of one model on one text, to choose a file.",
     "inspect": "Print architecture, size, vocabulary, memory type and capabilities of a model.",
     "models": "List the models of models.txt and mark those that are on this machine.",

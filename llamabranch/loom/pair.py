@@ -27,7 +27,8 @@ from ..sampling.sampler import Sampler
 from .document import Number, short
 
 __all__ = [
-    "Place", "mean_kl", "read_pair", "same_vocabulary", "spans", "vocabulary_hash", "write_pair",
+    "Place", "Spans", "compared", "mean_kl", "read_pair", "same_vocabulary", "spans",
+    "vocabulary_hash", "write_pair",
 ]  # fmt: skip
 
 _STRETCH = 32  # tokens that both models read in turn
@@ -80,7 +81,11 @@ class Place:
 
 
 def compared(
-    models: tuple[Model, Model], rows: tuple[LogitsRow, LogitsRow], token: int, draw: int | None
+    models: tuple[Model, Model],
+    rows: tuple[LogitsRow, LogitsRow],
+    token: int,
+    draw: int | None,
+    top: int = _TOP,
 ) -> Place:
     """Compare the distributions of two rows, before ``token``."""
     n = min(len(row.array) for row in rows)
@@ -88,7 +93,7 @@ def compared(
     difference = log_a - log_b
     kl = float(np.sum(np.exp(log_a) * difference, where=log_a > -np.inf))
     klr = float(np.sum(np.exp(log_b) * -difference, where=log_b > -np.inf))
-    a, b = (row.score(token, model, _TOP) for row, model in zip(rows, models, strict=True))
+    a, b = (row.score(token, model, top) for row, model in zip(rows, models, strict=True))
     return Place(token, a, kl, klr, b, rows[0].best == rows[1].best, draw)
 
 

@@ -35,7 +35,7 @@ from llamabranch.pictures import TreeLine
 from llamabranch.search import SearchNode, outline
 
 from .bundles import with_bundles
-from .compare import Comparison, RoundCost, compare, round_cost, run
+from .comparison import Comparison, RoundCost, compare, round_cost, run
 from .console import SOURCE_STYLES, Console, print_json
 from .formats import number
 from .interrupts import InterruptHandler

@@ -28,7 +28,7 @@ from llamabranch.proofs import Divergence, first_divergence
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .compare import Comparison, compare, run
+from .comparison import Comparison, compare, run
 from .console import Console, print_json
 from .drafters import has_model, tree_sequences
 from .files import check_new_file, write_new_file

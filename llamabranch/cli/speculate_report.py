@@ -10,7 +10,7 @@ from llamabranch.bench import Machine, load_average
 from llamabranch.proofs import Divergence
 
 from ..pictures import page, table, tokens_picture
-from .compare import LEAST_PAIRS, MOST_PAIRS, Comparison, Run, round_cost
+from .comparison import LEAST_PAIRS, MOST_PAIRS, Comparison, Run, round_cost
 from .console import Console
 from .formats import batch_invariance, cut_text, interval_text, machine_text, number, reasons_text
 

@@ -20,7 +20,9 @@ from .chunks import Floats, about, check_room, check_same, read_chunks, with_bos
 from .logits_file import Codes, LogitsFile
 from .perplexity import Perplexity, exp, measure, prepare
 
-__all__ = ["KLDivergence", "KLStatistics", "Uncertain", "divergence", "save_logits"]
+__all__ = [
+    "KLDivergence", "KLStatistics", "Uncertain", "compare_coded", "divergence", "save_logits",
+]  # fmt: skip
 
 _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
 _SAME = ("window", "n_chunks", "text", "model")
@@ -238,7 +240,7 @@ def divergence(
             if i == file.first:
                 rows.append(np.empty((file.n_rows, 5)))
                 file.seek(chunk)
-            rows[-1][i - file.first] = _compare(row, *file.read(), file.chunks[chunk][i + 1])
+            rows[-1][i - file.first] = compare_coded(row, *file.read(), file.chunks[chunk][i + 1])
 
         chunks, firsts = with_bos(ctx.model, file.chunks), [file.first] * len(file.chunks)
         while found.n_done < len(chunks):
@@ -250,7 +252,7 @@ def divergence(
         return found
 
 
-def _compare(
+def compare_coded(
     row: LogitsRow, scale: np.float32, smallest: np.float32, codes: Codes, token: int
 ) -> tuple[float, float, float, float, float]:
     """Return the numbers of one token, with llama-perplexity's arithmetic: 32 bits, sums in 64."""

@@ -24,7 +24,7 @@ from typing_extensions import Self
 from ..errors import ConfigError
 from ..files import path_of
 
-__all__ = ["LogitsFile"]
+__all__ = ["Codes", "LogitsFile", "encode"]
 
 _MAGIC = b"_logits_"
 _HEAD = len(_MAGIC) + 12  # bytes before the tokens
@@ -34,8 +34,11 @@ _LARGEST = np.float32(65535.0)
 Codes = npt.NDArray[np.uint16]
 
 
-def _encode(logits: npt.NDArray[np.float32], out: Codes) -> None:
-    """Write a row of logits, float32 (V,), as codes into ``out``, with llama.cpp's arithmetic."""
+def encode(logits: npt.NDArray[np.float32], out: Codes) -> None:
+    """Write a row of logits, float32 (V,), as codes into ``out``, with llama.cpp's arithmetic.
+
+    ``out`` begins with the scale and the smallest log-probability, see above.
+    """
     n = len(logits)
     largest = np.float32(logits.max())
     smallest = max(np.float32(logits.min()), largest - _RANGE)
@@ -165,7 +168,7 @@ class LogitsFile:
     def write(self, logits: npt.NDArray[np.float32]) -> None:
         """Write a row of logits at the end. Raises OSError if the disk is full."""
         codes = np.empty(self._width, dtype="<u2")
-        _encode(logits, codes)
+        encode(logits, codes)
         self._file.write(codes.tobytes())
 
     def seek(self, chunk: int, row: int = 0) -> None:

@@ -408,8 +408,7 @@ def test_edges_are_measured(cache: Path) -> None:
     assert isinstance(found, dict)
     assert set(found["curve"]) == {str(n) for n in range(1, 10)}
     assert set(found["opening"]) == {"exactness_s"}
-    kinds = [f"{k} sequences, one cache" for k in (8, 9, 16)]
-    kinds += [f"{k} sequences, own cells" for k in (8, 16)]
+    kinds = ("Engine(model, parallel=8)", "one cache")
     assert set(found["engine"]) == {f"{n}, {kind}" for n in (8, 16) for kind in kinds}
 
 

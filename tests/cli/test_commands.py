@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 import llamabranch as lb
 from llamabranch import hub
 from llamabranch.cli import app
-from llamabranch.cli.compare import Comparison, RoundCost, compare
+from llamabranch.cli.comparison import Comparison, RoundCost, compare
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli"]
 TIMEOUT_S = 600  # for a machine that is busy with other things

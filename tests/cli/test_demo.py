@@ -63,7 +63,7 @@ def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
         BUNDLED if not request.node.get_closest_marker("smollm2") else REAL
     ).items():
         monkeypatch.setattr(f"llamabranch.cli.demo.{name}", value)
-    monkeypatch.setattr("llamabranch.cli.compare.MOST_PAIRS", 1)
+    monkeypatch.setattr("llamabranch.cli.comparison.MOST_PAIRS", 1)
 
 
 def run(*arguments: str) -> Result:

@@ -9,7 +9,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch.bench import Machine
-from llamabranch.cli.compare import Comparison, Run, compare
+from llamabranch.cli.comparison import Comparison, Run, compare
 from llamabranch.cli.console import Console
 from llamabranch.cli.interrupts import InterruptHandler
 from llamabranch.cli.speculate_report import SpeculateReport

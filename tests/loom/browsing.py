@@ -1,4 +1,4 @@
-"""A page in Debian's Chromium: the browser, a server of its own, axe-core. Skipped with a reason where one is absent."""
+"""A page in Debian's Chromium: browser, server, axe-core; skipped with a reason where one is absent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -64,19 +64,13 @@ class Server:
 
     process: subprocess.Popen[str]
     link: str
+    cookies: list[Any] = field(default_factory=list)  # of the first who came by the link
     requests: list[str] = field(default_factory=list)
 
     @property
     def base(self) -> str:
         """Its address without the token."""
         return self.link.partition("#")[0]
-
-    def fresh_link(self) -> str:
-        """Press Enter in its terminal and return the link that it prints."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return _link(self.process.stdout)
 
 
 def _link(lines: IO[str] | None) -> str:
@@ -88,11 +82,13 @@ def _link(lines: IO[str] | None) -> str:
 
 
 @contextmanager
-def server(folder: Path, *arguments: str, port: int = 0) -> Iterator[Server]:
+def server(
+    folder: Path, *arguments: str, port: int = 0, config: Path | None = None
+) -> Iterator[Server]:
     """Run ``llamabranch open`` over a file in a folder; its settings are kept there too."""
     command = [sys.executable, "-m", "llamabranch.cli", "open", *arguments, "--no-browser"]
     command += ["--port", str(port), "--file", str(folder / "tale.loom.jsonl")]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CONFIG_HOME": str(folder / "config")}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CONFIG_HOME": str(config or folder)}
     log = (folder / "server.log").open("w")
     process = subprocess.Popen(
         command,
@@ -119,14 +115,21 @@ def server(folder: Path, *arguments: str, port: int = 0) -> Iterator[Server]:
 
 @contextmanager
 def visiting(browser: Browser, served: Server, **settings: object) -> Iterator[Page]:
-    """Open a page by a fresh link, in a context of its own, and record what it requests and what goes wrong."""
+    """Open the page in a context of its own; record what it requests and what goes wrong."""
     context: BrowserContext = browser.new_context(**settings)  # type: ignore[arg-type]
     context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("request", lambda request: served.requests.append(request.url))
-    page.goto(served.fresh_link())
+    if served.cookies:
+        context.add_cookies(served.cookies)
+        page.goto(served.base)
+    else:
+        page.goto(served.link)
+        page.wait_for_url(served.base)
+        state(page, "ready", "generating", "model-loading", "read-only")
+        served.cookies += context.cookies()
     try:
         yield page
         assert wrong == []

@@ -1,4 +1,4 @@
-"""The page in a browser, as a reader uses it: the first half minute, by mouse and by keys; two tabs; states."""
+"""The page as a reader uses it: the first half minute, by mouse and by keys; two tabs; states."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ def test_hostile_text_runs_nothing_and_reorders_nothing(
         state(page, "ready")
         for text in HOSTILE:
             page.evaluate(
-                "text => fetch('/loom/do', {method: 'POST', body: JSON.stringify({cid: crypto.randomUUID(),"
-                " op: 'type', node: null, text})}).then(answer => answer.json())",
+                """text => fetch("/loom/do", {method: "POST", body: JSON.stringify(
+                {cid: crypto.randomUUID(), op: "type", node: null, text})})""",
                 text,
             )
         page.locator("[role=treeitem]").nth(len(HOSTILE) - 1).wait_for()

@@ -1,4 +1,4 @@
-"""What can be read and by whom: contrast of every bin, axe-core, forced colours, no motion, 200 percent, 400 pixels."""
+"""Who can read it: contrast of every bin, axe-core, forced colours, no motion, 200 percent, 400 pixels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ CONTRAST = """([selector]) => {
     return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
   };
   const light = (rgb) => {
-    const [r, g, b] = rgb.map((x) => x / 255).map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+    const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = rgb.map((x) => linear(x / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   return [...document.querySelectorAll(selector)].filter((each) => each.offsetParent).map((element) => {

@@ -41,8 +41,8 @@ export async function take(i, token, piece) {
     showBranch(answer.nodes[0].id, null);
     tell(`Forked at ${named(piece)}.`);
   }
-  view.pinned = -1;
-  moveTo(i);
+  Object.assign(view, { pinned: -1, cursor: i });
+  redraw(["text", "inspect"]);
 }
 
 /** @param {string} name @param {...any} value */
@@ -62,7 +62,7 @@ function numbers(c, i) {
 /** The ten most probable tokens as buttons. @param {import("./store.js").Path} c @param {number} i */
 function alternatives(c, i) {
   const top = topsAt(i);
-  if (!top) return h("p", { class: "dim" }, c.lp[i] === c.lp[i] || i > 0 ? "The alternatives are not here yet." : "");
+  if (!top?.length) return h("p", { class: "dim" }, top ? "What else was probable here is not known." : "…");
   const most = Math.exp(top[0]?.[1] ?? 0);
   const rest = 1 - top.reduce((sum, [, lp]) => sum + Math.exp(lp ?? -Infinity), 0);
   return [h("ol", { class: "top" }, top.map(([token, lp, piece], place) => {

@@ -8,7 +8,7 @@ import { named } from "./text.js";
 /** @typedef {Record<string, any>} Loose */
 /** @typedef {{job: string, kind: string, nodes: any[], children: number[][], stats: Loose, sizes: number[], votes: Loose}} Search */
 
-const LINES = 2000;
+const LINES = 2000, LISTED = 60; // of an outline, of rounds
 /** @type {Map<string, Search>} */ export const searches = new Map();
 let isOpen = false;
 let frozen = false;
@@ -73,7 +73,7 @@ function drawRounds(all) {
         h("li", { "--share": `${(100 * yes) / n}%`, title: `${yes} of ${n} accepted at place ${i + 1}` },
           `${Math.round((100 * yes) / n)}`)))),
     h("ol", { class: "rounds", role: "list", tabIndex: 0, "aria-label": "Rounds" },
-      all.slice(-200).map((round, i, some) => roundLine(round, i === (at < 0 ? some.length - 1 : at)))),
+      all.slice(-LISTED).map((round, i, some) => roundLine(round, i === (at < 0 ? some.length - 1 : at)))),
   ];
 }
 
@@ -193,10 +193,10 @@ export function startLive() {
     event.preventDefault();
     const target = /** @type {any} */ (event.target);
     if (target.closest(".outline")) return target.closest("li")[by < 0 ? "previousSibling" : "nextSibling"]?.firstChild.focus();
-    const n = Math.min(200, rounds().length);
+    const n = Math.min(LISTED, rounds().length);
     at = Math.max(0, Math.min(n - 1, (at < 0 ? n - 1 : at) + by));
     if (at === n - 1) at = -1;
-    const round = rounds().slice(-200).at(at);
+    const round = rounds().slice(-LISTED).at(at);
     if (round) document.dispatchEvent(new CustomEvent("token", { detail: round.at }));
     redraw(["live"]);
   });

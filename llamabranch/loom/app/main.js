@@ -13,14 +13,16 @@ import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
 
 const exported = () => "exported" in document.documentElement.dataset;
 
+let storing = 0;
+
 /** Show a node, up to a position. @param {string} node @param {number | null} [end] */
 function select(node, end = null) {
   if (store.current === node && store.end === end) return;
-  if (store.current !== node && !exported()) void backend.ask("/loom/do", { method: "POST",
-    body: JSON.stringify({ cid: crypto.randomUUID(), op: "set", node, current: true }) }).catch(() => {});
+  clearTimeout(storing);
+  if (!exported()) storing = window.setTimeout(() => net.connected && act("set", { node, current: true }), 500);
   Object.assign(store, { current: node, end });
   Object.assign(view, { cursor: -1, hover: -1, pinned: -1 });
-  redraw(["tree", "text", "inspect", "live", "compare", "minimap"]);
+  redraw(["tree", "text", "inspect", "live", "compare", "minimap", "legend"]);
 }
 
 /** Continue from the cursor or the end of the path. @param {Record<string, any>} [fields] */
@@ -127,12 +129,13 @@ function ask(title, fields, verb, done, more = []) {
   form.onsubmit = (/** @type {SubmitEvent} */ event) => {
     if (!(/** @type {any} */ (event.submitter)?.value)) return;
     done(Object.fromEntries([...new FormData(form)].filter(([name, value]) => value !== "" || name === "note")
-      .map(([name, value]) => [name, name !== "seed" && value !== "" && !Number.isNaN(Number(value)) ? Number(value) : value])));
+      .map(([name, value]) => [name, WORDS.includes(name) || Number.isNaN(Number(value)) ? value : Number(value)])));
   };
   dialog.onclose = () => $("text").focus();
   dialog.showModal();
 }
 
+const WORDS = ["seed", "stop", "want", "answer", "note"];
 const SAMPLING = ["temperature", "top_k", "top_p", "min_p", "repeat_penalty"];
 
 /** Fields of samplers go where the server wants them. @param {Record<string, any>} values */

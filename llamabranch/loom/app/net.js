@@ -158,6 +158,7 @@ async function resume() {
 
 /** Exchange the link's token for a session, fetch the document, listen. */
 export async function connect() {
+  addEventListener("hashchange", connect, { once: true }); // a fresh link in the same tab
   const token = location.hash.slice(1);
   if (token) {
     history.replaceState(null, "", location.pathname);

@@ -139,8 +139,9 @@ export function hideNodes(ids) {
     if (!node) continue;
     store.nodes.delete(id);
     if (store.current === id) {
-      store.current = node.parent;
-      store.end = node.parent ? node.at : null;
+      const parent = store.nodes.get(node.parent ?? "");
+      store.current = parent?.id ?? null;
+      store.end = parent && node.at < parent.at + parent.n ? node.at : null;
     }
   }
   store.revision++;
@@ -166,7 +167,7 @@ export function putTokens(columns) {
 /** @param {string} id @param {number} at @param {Top[] | undefined} tops */
 function putTops(id, at, tops) {
   (tops ?? []).forEach((top, i) => {
-    if (top.length) store.tops.set(`${id}:${at + i}`, top);
+    store.tops.set(`${id}:${at + i}`, top);
   });
   const keys = store.tops.keys();
   while (store.tops.size > CACHED_TOPS) store.tops.delete(/** @type {string} */ (keys.next().value));

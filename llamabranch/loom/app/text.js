@@ -33,7 +33,10 @@ export function shownPath() {
 }
 
 /** Where actions begin: after the cursor, or where the path ends. */
-export const place = () => (view.cursor >= 0 && view.cursor < shownPath().n ? view.cursor + 1 : shownPath().n);
+export function place() {
+  const node = store.nodes.get(store.current ?? "");
+  return view.cursor >= 0 && view.cursor < shownPath().n ? view.cursor + 1 : (store.end ?? (node ? node.at + node.n : 0));
+}
 
 /** What a screen reader says of a token. @param {Path} c @param {number} i */
 function spoken(c, i) {
@@ -136,7 +139,7 @@ export function textView(box, source, prefix) {
     while (low < high) {
       const middle = (low + high) >> 1;
       range.setStart(node, starts[middle]);
-      range.setEnd(node, starts[middle + 1]);
+      range.setEnd(node, Math.min(Math.max(starts[middle] + 1, starts[middle + 1]), node.length));
       if (range.getBoundingClientRect().bottom < y) low = middle + 1;
       else high = middle;
     }
@@ -267,7 +270,7 @@ export function moveTo(i) {
 /** What keys do in the text. @type {Record<string, () => void>} */
 export const textMoves = {
   left: () => moveTo(Math.max(0, (view.cursor < 0 ? shownPath().n : view.cursor) - 1)),
-  right: () => moveTo(view.cursor + 1),
+  right: () => moveTo(view.cursor < 0 ? shownPath().n - 1 : view.cursor + 1),
   up: () => line(-1),
   down: () => line(1),
   first: () => moveTo(0),
@@ -374,7 +377,6 @@ export function startText(select) {
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
-    if (view.cursor >= c.n) view.cursor = -1;
     drawShoots(select);
     main.draw();
   };

@@ -202,22 +202,22 @@ function wording({ parts, from }) {
 }
 
 /** Mean bin of a segment and where its worst token is, in the current lens. @param {Segment} segment */
-function strip({ first, node, from, to }) {
-  const path = first === node && first.tokens.n >= to - first.at ? first.tokens : null;
-  if (!path) {
-    const means = { probability: Math.exp(first.lp ?? NaN), entropy: first.h ?? NaN, divergence: first.kl?.[0] ?? NaN };
-    const mean = /** @type {Record<string, number>} */ (means)[lens.name] ?? NaN;
-    return { bin: Number.isNaN(mean) ? -1 : lens.bin(mean), worst: -1 };
-  }
-  const columns = /** @type {any} */ (path);
+function strip({ first, parts, from, to }) {
   let sum = 0, known = 0, worst = -1, most = -1;
-  for (let i = from - first.at; i < to - first.at; i++) {
-    const bin = binOf(columns, i);
-    if (bin < 0) continue;
-    sum += bin;
-    known++;
-    const strength = lens.name === "change" ? Math.abs(bin - 3) : bin;
-    if (strength > most) [most, worst] = [strength, (i - from + first.at) / Math.max(1, to - from)];
+  for (const { tokens, at, n } of parts) {
+    if (tokens.n < n) { // from the means that came with the document
+      const { lp, h: entropy, kl } = first;
+      const mean = { probability: Math.exp(lp ?? NaN), entropy: entropy ?? NaN, divergence: kl?.[0] ?? NaN }[lens.name] ?? NaN;
+      return { bin: Number.isNaN(mean) ? -1 : lens.bin(mean), worst: -1 };
+    }
+    for (let i = Math.max(from - at, 0); i < Math.min(n, to - at); i++) {
+      const bin = binOf(tokens, i);
+      if (bin < 0) continue;
+      sum += bin;
+      known++;
+      const strength = lens.name === "change" ? Math.abs(bin - 3) : bin;
+      if (strength > most) [most, worst] = [strength, (at + i - from) / Math.max(1, to - from)];
+    }
   }
   return { bin: known ? Math.round(sum / known) : -1, worst: lens === LENSES[3] ? -1 : worst };
 }

@@ -255,7 +255,7 @@ function drawRow(row, segment, place, chosen) {
     class: `row${node.flags & FLAGS.deleted ? " gone" : ""}${node.reason === "running" ? " running" : ""}`,
   });
   attribute(twist, "class", children.length ? `twist ${isClosed ? "shut" : "open"}` : "twist");
-  const told = label(wording(segment).slice(0, 80)) || "…";
+  const told = label(wording(segment).trimStart().slice(0, 80)) || "…";
   if (words.textContent !== told) words.textContent = told;
   attribute(words, "data-marks", marks.trim() || null);
   attribute(line, "class", `strip b${bin < 0 ? "x" : bin}`);
@@ -334,7 +334,7 @@ function drawMinimap() {
     pen.globalAlpha = segment === chosen ? 1 : 0.45;
     const left = (segment.from / longest) * (canvas.width - 4);
     const wide = ((segment.to - segment.from) / longest) * (canvas.width - 4);
-    const thick = Math.max(segment === chosen ? 3 : 1, Math.min(6, high - 1));
+    const thick = Math.max(segment === chosen ? 3 : 1, Math.min(4, high - 1));
     pen.fillRect(left, i * high, Math.max(2, wide - scale), thick);
   });
 }

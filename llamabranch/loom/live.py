@@ -105,6 +105,7 @@ class Live:
         self.jobs: dict[str, Job] = {}
         self._numbers = count(1)
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=_MOST_EVENTS)
+        self._lost = 0  # the newest event that is not in the ring any more
         self._news: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._unsent: dict[Node, tuple[int, int]] = {}  # own tokens that no event has told
@@ -119,6 +120,8 @@ class Live:
         """Send an event to all tabs."""
         self.document.rev += 1
         rev = self.document.rev
+        if len(self._ring) == _MOST_EVENTS:
+            self._lost = self._ring[0][0]
         head = f"id: {self.boot}.{rev}\nevent: {name}\ndata: ".encode()
         self._ring.append((rev, head + _encode(data) + b"\n\n"))
         for each in self._news:
@@ -135,15 +138,17 @@ class Live:
         call.exempt()
         boot, _, rev = since.partition(".")
         seen = int(rev) if rev.isdecimal() else -1
-        first = self._ring[0][0] if self._ring else self.document.rev + 1
         news = asyncio.Event()
         self._news.add(news)
         try:
-            if boot != self.boot or seen + 1 < first or seen > self.document.rev:
-                seen = self.document.rev
-                await call.write(f"id: {self.boot}.{seen}\nevent: reset\ndata: {{}}\n\n".encode())
             await call.write(b": hello\n\n")
+            if boot != self.boot or seen > self.document.rev:
+                seen = -1
             while True:
+                if seen < self._lost:
+                    seen = self.document.rev
+                    reset = f"id: {self.boot}.{seen}\nevent: reset\ndata: {{}}\n\n"
+                    await call.write(reset.encode())
                 parts = [frame for number, frame in self._ring if number > seen]
                 seen = self.document.rev
                 if parts:
@@ -512,7 +517,7 @@ def told_error(error: BaseException) -> dict[str, object]:
     """Return an error as the page gets it."""
     found = http_error(error)
     body = found.body["error"]
-    return {"code": found.status, "message": body["message"], "hint": getattr(error, "hint", None)}
+    return {"code": found.status, "message": body["message"], "hint": None}  # it is in the message
 
 
 def search(

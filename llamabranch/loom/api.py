@@ -478,10 +478,10 @@ class Loom:
         """Return records of tokens without numbers, with their texts."""
         n = len(ids)
         pieces = self.document.learn(self.service.model, ids)
-        none = [None] * n
+        none: list[float | None] = [None] * n
         empty = [msgspec.Raw(b"[]")] * n
         new = Tokens(
-            id=name, at=at, ids=[*ids], lp=none, h=[*none], rk=[*none], src=src * n, top=empty
+            id=name, at=at, ids=[*ids], lp=none, h=[*none], rk=[None] * n, src=src * n, top=empty
         )
         return [*([pieces] if pieces else ()), *([new] if n else ())]
 

@@ -116,7 +116,7 @@ def export(
     *,
     title: str = "loom",
     top: int = 10,
-    models: Values | None = None,
+    models: object = None,
 ) -> tuple[bytes, str, bytes]:
     """Return a document in a format: its bytes, a name for the file, and its type.
 
@@ -125,7 +125,7 @@ def export(
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
     if kind in ("json", "html"):
-        data = msgspec.json.encode(_whole(document, kind, title, top, models or {}))
+        data = msgspec.json.encode(_whole(document, kind, title, top, models))
         if kind == "html":
             return page.html_file(data, title), f"{safe}.html", b"text/html; charset=utf-8"
         return data, f"{safe}.json", _JSON
@@ -142,7 +142,7 @@ def export(
     return writer(document, segments, title).encode(), f"{safe}.{kind}.json", _JSON
 
 
-def _whole(document: Document, kind: str, title: str, top: int, models: Values) -> Values:
+def _whole(document: Document, kind: str, title: str, top: int, models: object) -> Values:
     nodes = []
     for node in document.shown():
         columns = document.columns([(node, 0, len(node.ids))], top=True)
@@ -195,7 +195,7 @@ def _nested(
 ) -> str:
     """Return nodes as JSON objects that hold their ``children``, with commas between."""
     out: list[str] = []
-    waiting: list[int | str] = [*roots][::-1]
+    waiting: list[int | str] = [*reversed(roots)]
     while waiting:
         i = waiting.pop()
         if isinstance(i, str):
@@ -212,7 +212,7 @@ def _logitloom(document: Document, segments: Sequence[_Segment], title: str) -> 
     fields: list[Values] = []
     below: list[list[int]] = []
     last: dict[int, int] = {}
-    roots = []
+    roots: list[int] = []
     for number, segment in enumerate(segments):
         node, before = segment.node, last.get(segment.parent, -1)
         for i in range(segment.a, segment.b):
@@ -246,7 +246,7 @@ def _loomsidian(document: Document, segments: Sequence[_Segment], title: str) ->
         }
         for name, s in zip(names, segments, strict=True)
     }  # fmt: skip
-    found = {
+    found: Values = {
         "current": next(iter([*here, *names]), None), "hoisted": [], "searchTerm": "",
         "generating": None, "nodes": nodes,
     }  # fmt: skip

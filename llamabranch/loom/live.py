@@ -21,7 +21,7 @@ from time import perf_counter
 import msgspec
 from msgspec import Raw
 
-from ..arguments import items, real, whole
+from ..arguments import real, whole
 from ..branch import Branch, Produced
 from ..context import Context, TokenScore
 from ..engine import Request, Result
@@ -285,8 +285,9 @@ class Live:
         running = [job for job in jobs if job.state == "running"]
         for job in running:
             job.is_stopped = True
-            for name in job.names if service is not None else ():
-                service.engine.abort(name)
+            if service is not None:
+                for name in job.names:
+                    service.engine.abort(name)
         return [job.id for job in running]
 
     # -- tokens ----------------------------------------------------------------------------------------
@@ -536,7 +537,7 @@ def search(
     n = whole("width", given.get("width", _WIDTHS[kind]), 1, 256)
     most = whole("max_tokens", given.get("max_tokens", 32), 1)
     rounds = whole("iterations", given.get("iterations", 8), 1)
-    stop = [str(text) for text in items("stop", given.get("stop", ()))]
+    stop = _texts("stop", given)
     step = given.get("step", 8)
     step = step if isinstance(step, str) else whole("step", step, 1)
     if kind == "smc":
@@ -559,7 +560,7 @@ def search(
                 asked = reward if "reward" in given else None
                 return best_of_n(branch, n, most, reward=asked, stop=stop, on_step=watch)
             case "smc":
-                weigh = _Wanted(given.get("want", ()), given.get("avoid", ()))
+                weigh = _Wanted(_texts("want", given), _texts("avoid", given))
                 return smc(branch, n, most, potentials=[weigh], stop=stop, on_step=watch)
             case "vote":
                 answer = _answer(str(given.get("answer", r"-?\d+(?:\.\d+)?")))
@@ -574,12 +575,19 @@ def search(
         )
 
 
+def _texts(name: str, given: Options) -> list[str]:
+    value = given.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ConfigError(f"{name} must be a list of texts, not {value!r:.40}")
+    return value
+
+
 class _Wanted(Potential):
     """Texts that are wanted, each worth e^2, and texts that must not be there."""
 
-    def __init__(self, want: object, avoid: object) -> None:
-        self._want = [str(text) for text in items("want", want)]
-        self._avoid = [str(text) for text in items("avoid", avoid)]
+    def __init__(self, want: Sequence[str], avoid: Sequence[str]) -> None:
+        self._want = want
+        self._avoid = avoid
 
     def prefix(self, text: str) -> float:
         """Return the log-weight of an unfinished text."""

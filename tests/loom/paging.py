@@ -191,14 +191,14 @@ class Paged:
 
     def done(self, op: str, **fields: object) -> Any:
         """Do an operation, wait for its job, and return the answer; the job must not have failed."""
-        answer = self.do(op, **fields)
+        answer = self.do(op, None, **fields)
         job = self.finish(answer["job"])
         assert job["state"] == "done", job
         return answer | {"ended": job}
 
     def type(self, text: str, node: str | None = None, **fields: object) -> Any:
         """Type a text, wait until it is scored, and return its node."""
-        node_ = self.do("type", node=node, text=text, **fields)["node"]
+        node_ = self.do("type", None, node=node, text=text, **fields)["node"]
         self.done("score", node=node_["id"])
         return node_
 

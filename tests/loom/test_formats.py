@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
 from paging import Paged
 
 from llamabranch import ConfigError
@@ -47,7 +48,7 @@ def documents(draw: st.DrawFn) -> Document:
         )
         document.apply(Tokens(
             id=f"n{i}", ids=ids, lp=lps, h=[None] * len(ids), rk=[None] * len(ids),
-            src="t" * len(ids), top=[formats.Raw(b"[]")] * len(ids),
+            src="t" * len(ids), top=[Raw(b"[]")] * len(ids),
         ))  # fmt: skip
         if draw(st.booleans()):
             document.apply(Change(id=f"n{i}", name="bookmark", value=True, r=100 + i))
@@ -140,7 +141,7 @@ def test_deep_trees_are_written() -> None:
         document.apply(Made(id=f"n{i}", parent=f"n{i - 1}" if i else None, at=i, r=i + 1))
         document.apply(Tokens(
             id=f"n{i}", ids=[0, 1], lp=[None] * 2, h=[None] * 2, rk=[None] * 2, src="tt",
-            top=[formats.Raw(b"[]")] * 2,
+            top=[Raw(b"[]")] * 2,
         ))  # fmt: skip
     for kind in TREES:
         data, _, _ = formats.export(document, kind, None)

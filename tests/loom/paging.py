@@ -75,7 +75,8 @@ class Paged:
                     lb.load(partner, n_ctx=n_ctx, n_seq_max=4, n_threads=1, kv_type=ctx.kv_type)
                 )
             self.drafter = drafter()
-            return lb.AsyncEngine(ctx, self.drafter, max_tokens=None, parallel=4)
+            config = lb.SpeculativeConfig(draft_k=4) if self.drafter is not None else None
+            return lb.AsyncEngine(ctx, self.drafter, config, max_tokens=None, parallel=4)
 
         def ready(*_: object) -> None:
             self.loom.ready()

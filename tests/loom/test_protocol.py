@@ -40,7 +40,7 @@ def test_typed_text_has_the_numbers_of_the_branch_api(page: Paged, root: Any) ->
         assert np.float32(one["logprob"]) == np.float32(told["lp"][i])
         assert np.float32(one["entropy"]) == np.float32(told["h"][i])
         assert one["rank"] == told["rk"][i]
-        top = [np.float32(each["logprob"]) for each in one["top_logprobs"]]
+        top = [np.float32(each["logprob"]) for each in one["top"]]
         assert top == [np.float32(lp) for _, lp, _ in told["top"][i]]
 
 
@@ -55,9 +55,8 @@ def test_continuations_are_those_of_the_engine(page: Paged, root: Any) -> None:
     (choice,) = page.client.post("/v1/completions", json=body).json()["choices"]
     assert first["ids"] == choice["token_ids"]
     letters = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
-    details = choice.get("token_details") or choice["logprobs"].get("token_details")
-    if details is not None:
-        assert first["src"] == "".join(letters[each["source"]] for each in details)
+    assert first["src"] == "".join(letters[source] for source in choice["logprobs"]["sources"])
+    assert len({*first["src"]}) > 1
     second = page.tokens(answer["nodes"][1]["id"])
     assert second["ids"] != first["ids"]
     for told in (first, second):

@@ -87,7 +87,9 @@ def compare(
             shown.show(done.n_chunks)
 
         with interruptible(console) as interrupted:
-            compare_models(*both, text, window, asked.chunks, coded=asked.coded, progress=note)
+            compare_models(
+                both[0], both[1], text, window, asked.chunks, coded=asked.coded, progress=note
+            )
         if found:
             _report(console, asked, found[0], as_json=output.as_json)
         if interrupted:

@@ -150,23 +150,24 @@ def _tell(loom: Loom, url: str, console: Console, *, as_json: bool, browser: boo
     def link() -> str:
         return f"{url}/#{loom.guard.link()}"
 
-    first = link()
-    if as_json:
-        told = {"url": url, "link": first, "key": loom.guard.key, "file": str(loom.journal.path)}
-        print_json(told)
-    else:
-        console.line(f"the page: {first}")
-        console.note(
-            f"document: {loom.journal.path}; scripts: Authorization: Bearer {loom.guard.key}"
-        )
+    def show(told: dict[str, object]) -> None:
+        if as_json:
+            print_json(told)
+        else:
+            console.line(f"the page: {told['link']}")
+
+    first, path, key = link(), loom.journal.path, loom.guard.key
+    show({"link": first, "url": url, "key": key, "file": str(path)})
+    if not as_json:
+        console.note(f"document: {path}; scripts send Authorization: Bearer {key}")
     if loom.journal.read_only is not None:
         console.note(f"{loom.journal.path.name} is read-only: {loom.journal.read_only}")
 
     def listen() -> None:
-        for _ in sys.stdin:
-            console.line(f"the page: {link()}")
+        with suppress(OSError, ValueError):
+            for _ in sys.stdin:
+                show({"link": link()})
 
-    if sys.stdin is not None and sys.stdin.isatty():
-        threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=listen, daemon=True).start()
     if browser:
         threading.Thread(target=webbrowser.open, args=(first,), daemon=True).start()

@@ -53,6 +53,7 @@ _LINK_S = 300.0
 _MOST_UPLOAD = 64 << 20
 _MOST_NODES = 200_000
 _MOST_ANSWERS = 1000
+_MOST_TOLD = 500  # nodes of one action, each by an event
 _WRITES = {"settings", "stop", "score"}  # what a file that cannot be written does not forbid
 
 
@@ -374,7 +375,13 @@ class Loom:
         title = self.journal.path.name.removesuffix(".loom.jsonl")
         top = int(query.get("top", "3" if kind == "html" else "10"))
         data, name, mime = await asyncio.to_thread(
-            formats.export, self.document, kind, node, title=title, top=top, models=self._models()
+            formats.export,
+            self.document,
+            kind,
+            node,
+            title=title,
+            top=top,
+            models=self._models()["models"],
         )
         where = f'attachment; filename="{name}"'.encode("ascii", "replace")
         await call.reply(data, headers=[(b"content-disposition", where)], kind=mime)
@@ -383,7 +390,9 @@ class Loom:
         self._check_writable()
         service = self.service
         data = await call.body(_MOST_UPLOAD)
-        kind, items, told = await asyncio.to_thread(formats.read, data, _MOST_NODES)
+        kind, items, told = await asyncio.to_thread(
+            formats.read, data, _MOST_NODES, service.model.fingerprint
+        )
         made = await asyncio.to_thread(self._records, service, items)
         nodes = self._make(made)
         self.live.confirm()
@@ -405,6 +414,10 @@ class Loom:
         if self.journal.read_only is not None:
             told = f"the document is read-only: {self.journal.read_only}"
             raise HttpError(409, told, kind="read_only")
+
+    def _check_idle(self) -> None:
+        if any(job.state == "running" for job in self.live.jobs.values()):
+            raise HttpError(409, "something is being generated: stop it first")
 
     def settings(self) -> dict[str, object]:
         """Return what the page has kept: keys, theme, and so on."""
@@ -440,13 +453,16 @@ class Loom:
         nodes: list[Node] = []
         first = 0
         for record in records:
-            if isinstance(record, Made):
+            if isinstance(record, (Made, Change)):
                 record.a = first
             live.journal.add(record)
             if isinstance(record, Made):
                 first = first or record.r
                 nodes.append(document.nodes[record.id])
-        live.tell(*nodes)
+        if len(nodes) > _MOST_TOLD:
+            live.emit("reset", {})
+        else:
+            live.tell(*nodes)
         self._tell_undo()
         return nodes
 
@@ -462,10 +478,10 @@ class Loom:
         """Return records of tokens without numbers, with their texts."""
         n = len(ids)
         pieces = self.document.learn(self.service.model, ids)
-        none = [None] * n
+        none: list[float | None] = [None] * n
         empty = [msgspec.Raw(b"[]")] * n
         new = Tokens(
-            id=name, at=at, ids=[*ids], lp=none, h=[*none], rk=[*none], src=src * n, top=empty
+            id=name, at=at, ids=[*ids], lp=none, h=[*none], rk=[None] * n, src=src * n, top=empty
         )
         return [*([pieces] if pieces else ()), *([new] if n else ())]
 
@@ -932,7 +948,7 @@ class Loom:
 
     async def _compact(self, do: Do) -> dict[str, object]:
         """Write the file again without what was undone, and read it."""
-        self.live.stop(self._service_of(), self.live.jobs.values())
+        self._check_idle()
         self.live.confirm()
         try:
             self.journal.rewrite(self.document.records())
@@ -947,7 +963,7 @@ class Loom:
         self.live.add()
         self.journal.close()
         rev = self.document.rev
-        self.document.__init__()  # type: ignore[misc]
+        self.document = self.live.document = Document()
         self.journal = self.live.journal = Journal(path, self.document)
         self.document.rev = max(rev, self.document.rev)
         self.live.emit("reset", {})
@@ -955,8 +971,9 @@ class Loom:
     async def _reread(self, do: Do) -> dict[str, object]:
         """Copy the document with this model's tokens, and open the copy."""
         service = self.service
+        self._check_idle()
         data, _, _ = await asyncio.to_thread(formats.export, self.document, "json", None)
-        _, items, _ = await asyncio.to_thread(formats.read, data, _MOST_NODES)
+        _, items, _ = await asyncio.to_thread(formats.read, data, _MOST_NODES, "")
         stem = self.journal.path.name.removesuffix(".loom.jsonl")
         names = (f"{stem}.{i}.loom.jsonl" for i in range(2, 1000))
         path = next(p for p in map(self.journal.path.with_name, names) if not p.exists())
@@ -970,31 +987,23 @@ class Loom:
     def _records(self, service: Service, items: Sequence[formats.Item]) -> list[Record]:
         """Return the records of imported texts: tokens where they are this model's, else tokenized."""
         model = service.model
-        is_ours = self.document.head is not None
         records: list[Record] = []
         ends: list[int] = []
         for i, item in enumerate(items):
             name = self._name(i)
             root = item.parent < 0
-            at = (
-                0
-                if root
-                else min(item.at, ends[item.parent])
-                if item.at >= 0
-                else ends[item.parent]
-            )
+            at = 0 if root else ends[item.parent] if item.at < 0 else item.at
             parent = None if root else self._name(item.parent)
             made = Made(id=name, parent=parent, at=at, kind="imported", by=item.by)
-            tokens = item.tokens if is_ours and item.fingerprint == model.fingerprint else None
+            tokens = item.tokens
             if tokens is None:
                 ids: list[int] = []
                 lps: list[float | None] = []
                 for text, lp in item.parts:
-                    new = (
-                        model.tokenize(text, add_special=False, parse_special=False) if text else []
-                    )
                     if root and not ids:
-                        new = model.prompt_tokens(text or " ", parse_special=False)
+                        new = model.prompt_tokens(text, parse_special=False)
+                    else:
+                        new = model.tokenize(text, add_special=False, parse_special=False)
                     ids += new
                     lps += [lp if len(new) == 1 else None, *[None] * (len(new) - 1)][: len(new)]
                 records += [made, *self._columns(name, ids, "p" if root else "t")]

@@ -54,7 +54,7 @@ class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
     t: int = 0
 
 
-class Head(Record, tag="head"):
+class Head(Record, tag="head", kw_only=True):
     """The first line: what the numbers are of."""
 
     version: int = 1
@@ -64,7 +64,7 @@ class Head(Record, tag="head"):
     kv_type: str = ""
 
 
-class Made(Record, tag="node"):
+class Made(Record, tag="node", kw_only=True):
     """A node; ``a`` is the action that made it, 0 = this record begins one."""
 
     id: str
@@ -82,7 +82,7 @@ class Made(Record, tag="node"):
     seam: bool = False
 
 
-class Tokens(Record, tag="tok"):
+class Tokens(Record, tag="tok", kw_only=True):
     """Tokens of a node from its own ``at`` on: new ones, or numbers of those that are there."""
 
     id: str
@@ -95,13 +95,13 @@ class Tokens(Record, tag="tok"):
     top: list[Raw]
 
 
-class Pieces(Record, tag="voc"):
+class Pieces(Record, tag="voc", kw_only=True):
     """The texts of tokens, by id, so that a file can be read without its model."""
 
     p: dict[int, Piece]
 
 
-class Ended(Record, tag="end"):
+class Ended(Record, tag="end", kw_only=True):
     """How the generation of a node has ended; ``read`` prompt tokens were evaluated."""
 
     id: str
@@ -111,7 +111,7 @@ class Ended(Record, tag="end"):
     digest: str = ""
 
 
-class Round(Record, tag="round"):
+class Round(Record, tag="round", kw_only=True):
     """A round of speculation: the drafted tokens are never part of the text."""
 
     id: str
@@ -126,21 +126,21 @@ class Round(Record, tag="round"):
     ms: tuple[float, float]
 
 
-class Compared(Record, tag="cmp"):
+class Compared(Record, tag="cmp", kw_only=True):
     """What a second model finds of a stretch, as it is sent."""
 
     id: str
     data: Raw
 
 
-class Outline(Record, tag="search"):
+class Outline(Record, tag="search", kw_only=True):
     """What a search from a node has looked at, as it is sent."""
 
     id: str
     data: Raw
 
 
-class Change(Record, tag="set"):
+class Change(Record, tag="set", kw_only=True):
     """A bookmark, a note or a mark of deletion."""
 
     id: str
@@ -149,19 +149,19 @@ class Change(Record, tag="set"):
     a: int = 0
 
 
-class Undo(Record, tag="undo"):
+class Undo(Record, tag="undo", kw_only=True):
     """Takes an action back."""
 
     of: int
 
 
-class Redo(Record, tag="redo"):
+class Redo(Record, tag="redo", kw_only=True):
     """Brings an action back."""
 
     of: int
 
 
-class Current(Record, tag="cur"):
+class Current(Record, tag="cur", kw_only=True):
     """The node that is looked at."""
 
     id: str
@@ -310,9 +310,9 @@ class Document:
                 self.nodes[record.id].compared.append(record.data)
             case Outline():
                 self.nodes[record.id].searches.append(record.data)
-            case Change(name="bookmark" | "note" | "deleted" as name):
+            case Change(name="bookmark" | "note" | "deleted"):
                 node = self.nodes[record.id]
-                self._act(record.a or record.r, "set", node, name, record.value)
+                self._act(record.a or record.r, "set", node, record.name, record.value)
             case Undo() | Redo():
                 back = isinstance(record, Undo)
                 source, other = (self.done, self.undone) if back else (self.undone, self.done)
@@ -340,17 +340,18 @@ class Document:
     @staticmethod
     def put(node: Node, new: Tokens) -> None:
         """Put tokens into a node, behind its own or in their place."""
-        columns = (new.ids, new.lp, new.h, new.rk, list(new.src), new.top)
+        # The ids last: who reads in another thread finds numbers for all of them.
+        columns = (new.lp, new.h, new.rk, list(new.src), new.top, new.ids)
         n = len(new.ids)
         if not 0 <= new.at <= len(node.ids) or any(len(each) != n for each in columns):
             raise ValueError(f"tokens of {node.id} do not fit")
-        held = (node.ids, node.lp, node.h, node.rk, node.src, node.top)
+        held = (node.lp, node.h, node.rk, node.src, node.top, node.ids)
         for column, its in zip(held, columns, strict=True):
             column[new.at : new.at + n] = its  # type: ignore[index]
 
     def shown(self) -> Iterator[Node]:
         """Yield the nodes that are not undone, parents first."""
-        return (node for node in self.nodes.values() if not node.hidden)
+        return (node for node in [*self.nodes.values()] if not node.hidden)
 
     def records(self) -> Iterator[Record]:
         """Yield records that make what is shown, in the order of the actions that made it."""
@@ -420,8 +421,8 @@ class Document:
 
     def listed(self) -> dict[str, object]:
         """Return all nodes in columns, without what only few have."""
-        names = ("id", "parent", "at", "n", "kind", "by", "reason", "flags", "text")
-        names += ("lp", "lpw", "h", "hw", "rkw", "known")
+        names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
+        names += ["lp", "lpw", "h", "hw", "rkw", "known"]
         columns: dict[str, list[object]] = {name: [] for name in names}
         for node in self.shown():
             told = self.told(node)

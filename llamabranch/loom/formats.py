@@ -13,13 +13,14 @@ import re
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 
 import msgspec
 from msgspec import Raw
 
 from ..errors import ConfigError
 from . import page
-from .document import Document, Node, Number, Record, Round, Tokens
+from .document import Document, Made, Node, Number, Piece, Pieces, Record, Round, Tokens
 
 __all__ = ["FORMATS", "Item", "export", "read"]
 
@@ -49,7 +50,6 @@ class Item:
     seed: str | None = None
     sampling: dict[str, object] = field(default_factory=dict)
     reason: str = ""
-    fingerprint: str = ""
     tokens: Tokens | None = None
     more: list[Record] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ def export(
     *,
     title: str = "loom",
     top: int = 10,
-    models: Values | None = None,
+    models: object = None,
 ) -> tuple[bytes, str, bytes]:
     """Return a document in a format: its bytes, a name for the file, and its type.
 
@@ -125,7 +125,7 @@ def export(
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
     if kind in ("json", "html"):
-        data = msgspec.json.encode(_whole(document, kind, title, top, models or {}))
+        data = msgspec.json.encode(_whole(document, kind, title, top, models))
         if kind == "html":
             return page.html_file(data, title), f"{safe}.html", b"text/html; charset=utf-8"
         return data, f"{safe}.json", _JSON
@@ -142,12 +142,13 @@ def export(
     return writer(document, segments, title).encode(), f"{safe}.{kind}.json", _JSON
 
 
-def _whole(document: Document, kind: str, title: str, top: int, models: Values) -> Values:
+def _whole(document: Document, kind: str, title: str, top: int, models: object) -> Values:
     nodes = []
     for node in document.shown():
         columns = document.columns([(node, 0, len(node.ids))], top=True)
         tops = columns["top"]
         columns["top"] = [each[:top] for each in tops] if isinstance(tops, list) else []
+        del columns["at"]
         made = node.made
         nodes.append({
             **document.told(node), "text": document.text(node), "max_tokens": made.max_tokens,
@@ -194,7 +195,7 @@ def _nested(
 ) -> str:
     """Return nodes as JSON objects that hold their ``children``, with commas between."""
     out: list[str] = []
-    waiting: list[int | str] = [*roots][::-1]
+    waiting: list[int | str] = [*reversed(roots)]
     while waiting:
         i = waiting.pop()
         if isinstance(i, str):
@@ -211,7 +212,7 @@ def _logitloom(document: Document, segments: Sequence[_Segment], title: str) -> 
     fields: list[Values] = []
     below: list[list[int]] = []
     last: dict[int, int] = {}
-    roots = []
+    roots: list[int] = []
     for number, segment in enumerate(segments):
         node, before = segment.node, last.get(segment.parent, -1)
         for i in range(segment.a, segment.b):
@@ -245,7 +246,7 @@ def _loomsidian(document: Document, segments: Sequence[_Segment], title: str) ->
         }
         for name, s in zip(names, segments, strict=True)
     }  # fmt: skip
-    found = {
+    found: Values = {
         "current": next(iter([*here, *names]), None), "hoisted": [], "searchTerm": "",
         "generating": None, "nodes": nodes,
     }  # fmt: skip
@@ -317,8 +318,10 @@ FORMATS = ("json", "html", "markdown", "markdown-tree", *_WRITERS)
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read(data: bytes, most: int) -> tuple[str, list[Item], list[str]]:
+def read(data: bytes, most: int, fingerprint: str) -> tuple[str, list[Item], list[str]]:
     """Return what a file is, its nodes, parents first, and what could not be taken.
+
+    Tokens and their numbers are taken from a file of the page that is of the model with ``fingerprint``.
 
     Raises:
         ConfigError: it is of none of the formats, or has more than ``most`` nodes.
@@ -334,7 +337,7 @@ def read(data: bytes, most: int) -> tuple[str, list[Item], list[str]]:
         raise ConfigError("this JSON is a list: no loom writes that")
     told: list[str] = []
     if value.get("format") == _MARKER:
-        kind, items = "json", _own(value)
+        kind, items = "json", _own(value, fingerprint)
     elif "isLogitLoomTreeVersion" in value:
         kind, items = "logitloom", _tree(value.get("roots"), told, most)
     elif value.get("loomType") == "Exoloom":
@@ -358,7 +361,7 @@ def read(data: bytes, most: int) -> tuple[str, list[Item], list[str]]:
 
 def _unpacked(data: bytes) -> bytes:
     try:
-        with gzip.GzipFile(fileobj=__import__("io").BytesIO(b64decode(data))) as file:
+        with gzip.GzipFile(fileobj=BytesIO(b64decode(data))) as file:
             found = file.read(_MOST_UNPACKED + 1)
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"the document in this HTML file is damaged: {error}") from None
@@ -493,17 +496,19 @@ def _chapters(value: Values) -> dict[str, str]:
     return {str(c.get("root_id")): _str(c.get("title")) for c in chapters if isinstance(c, dict)}
 
 
-def _own(value: Values) -> list[Item]:
-    """Return the nodes of the page's own JSON, with all that is known of them."""
+def _own(value: Values, fingerprint: str) -> list[Item]:
+    """Return the nodes of the page's own JSON, with all that is known of them, if it is of the model."""
     try:
         saved = msgspec.convert(value, _Saved)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ConfigError(f"this file of the page is damaged: {error}") from None
     items: list[Item] = []
     numbers: dict[str, int] = {}
+    ends: dict[str | None, int] = {None: 0}
     for node in saved.nodes:
-        if node.parent is not None and node.parent not in numbers:
-            raise ConfigError(f"this file of the page is damaged: {node.id} has no parent")
+        if not 0 <= node.at <= ends.get(node.parent, -1) or node.id in numbers:
+            raise ConfigError(f"this file of the page is damaged: {node.id} cannot begin")
+        ends[node.id] = node.at + len(node.tokens.ids)
         parent = -1 if node.parent is None else numbers[node.parent]
         columns = node.tokens
         n = len(columns.ids)
@@ -526,15 +531,32 @@ def _own(value: Values) -> list[Item]:
         items.append(Item(
             [(_str(node.text), None)], parent, node.at, node.by, node.bookmark, node.note or "",
             node.deleted, node.kind, node.seed, node.sampling,
-            "" if node.reason in (None, "running", "interrupted") else str(node.reason),
-            str(saved.header.get("fingerprint", "")), tokens, more,
+            "" if node.reason in (None, "running", "interrupted") else str(node.reason), tokens, more,
         ))  # fmt: skip
-    return items
+    return items if saved.header.get("fingerprint") == fingerprint else _retold(saved, items)
+
+
+def _retold(saved: _Saved, items: Sequence[Item]) -> list[Item]:
+    """Return nodes of another model as texts alone, cut where something forks."""
+    document = Document()
+    for i, (node, item) in enumerate(zip(saved.nodes, items, strict=True)):
+        document.apply(Pieces(p=dict(zip(node.tokens.ids, node.tokens.text, strict=True))))
+        parent = str(item.parent) if item.parent >= 0 else None
+        document.apply(Made(id=str(i), parent=parent, at=max(0, item.at), r=i + 1))
+        if item.tokens is not None:
+            item.tokens.id = str(i)
+            document.apply(item.tokens)
+    return [
+        Item(
+            [(s.text, None)], s.parent, by=items[int(s.node.id)].by, note=items[int(s.node.id)].note
+        )
+        for s in _segments(document)
+    ]
 
 
 class _Columns(msgspec.Struct):
     ids: list[int]
-    text: list[object]
+    text: list[Piece]
     lp: list[Number]
     h: list[Number]
     rk: list[int | None]

@@ -7,6 +7,7 @@ reading, and the file is not written then. While the disk refuses, lines are kep
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -151,7 +152,7 @@ class Journal:
 def _locked(file: IO[bytes]) -> bool:
     """Lock a file for this process until it is closed; False if another one has it."""
     try:
-        if os.name == "nt":
+        if sys.platform == "win32":
             import msvcrt
 
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)

@@ -21,7 +21,7 @@ from time import perf_counter
 import msgspec
 from msgspec import Raw
 
-from ..arguments import items, real, whole
+from ..arguments import real, whole
 from ..branch import Branch, Produced
 from ..context import Context, TokenScore
 from ..engine import Request, Result
@@ -105,6 +105,7 @@ class Live:
         self.jobs: dict[str, Job] = {}
         self._numbers = count(1)
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=_MOST_EVENTS)
+        self._lost = 0  # the newest event that is not in the ring any more
         self._news: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._unsent: dict[Node, tuple[int, int]] = {}  # own tokens that no event has told
@@ -119,6 +120,8 @@ class Live:
         """Send an event to all tabs."""
         self.document.rev += 1
         rev = self.document.rev
+        if len(self._ring) == _MOST_EVENTS:
+            self._lost = self._ring[0][0]
         head = f"id: {self.boot}.{rev}\nevent: {name}\ndata: ".encode()
         self._ring.append((rev, head + _encode(data) + b"\n\n"))
         for each in self._news:
@@ -135,15 +138,17 @@ class Live:
         call.exempt()
         boot, _, rev = since.partition(".")
         seen = int(rev) if rev.isdecimal() else -1
-        first = self._ring[0][0] if self._ring else self.document.rev + 1
         news = asyncio.Event()
         self._news.add(news)
         try:
-            if boot != self.boot or seen + 1 < first or seen > self.document.rev:
-                seen = self.document.rev
-                await call.write(f"id: {self.boot}.{seen}\nevent: reset\ndata: {{}}\n\n".encode())
             await call.write(b": hello\n\n")
+            if boot != self.boot or seen > self.document.rev:
+                seen = -1
             while True:
+                if seen < self._lost:
+                    seen = self.document.rev
+                    reset = f"id: {self.boot}.{seen}\nevent: reset\ndata: {{}}\n\n"
+                    await call.write(reset.encode())
                 parts = [frame for number, frame in self._ring if number > seen]
                 seen = self.document.rev
                 if parts:
@@ -280,8 +285,9 @@ class Live:
         running = [job for job in jobs if job.state == "running"]
         for job in running:
             job.is_stopped = True
-            for name in job.names if service is not None else ():
-                service.engine.abort(name)
+            if service is not None:
+                for name in job.names:
+                    service.engine.abort(name)
         return [job.id for job in running]
 
     # -- tokens ----------------------------------------------------------------------------------------
@@ -512,7 +518,7 @@ def told_error(error: BaseException) -> dict[str, object]:
     """Return an error as the page gets it."""
     found = http_error(error)
     body = found.body["error"]
-    return {"code": found.status, "message": body["message"], "hint": getattr(error, "hint", None)}
+    return {"code": found.status, "message": body["message"], "hint": None}  # it is in the message
 
 
 def search(
@@ -531,7 +537,7 @@ def search(
     n = whole("width", given.get("width", _WIDTHS[kind]), 1, 256)
     most = whole("max_tokens", given.get("max_tokens", 32), 1)
     rounds = whole("iterations", given.get("iterations", 8), 1)
-    stop = [str(text) for text in items("stop", given.get("stop", ()))]
+    stop = _texts("stop", given)
     step = given.get("step", 8)
     step = step if isinstance(step, str) else whole("step", step, 1)
     if kind == "smc":
@@ -554,7 +560,7 @@ def search(
                 asked = reward if "reward" in given else None
                 return best_of_n(branch, n, most, reward=asked, stop=stop, on_step=watch)
             case "smc":
-                weigh = _Wanted(given.get("want", ()), given.get("avoid", ()))
+                weigh = _Wanted(_texts("want", given), _texts("avoid", given))
                 return smc(branch, n, most, potentials=[weigh], stop=stop, on_step=watch)
             case "vote":
                 answer = _answer(str(given.get("answer", r"-?\d+(?:\.\d+)?")))
@@ -569,12 +575,19 @@ def search(
         )
 
 
+def _texts(name: str, given: Options) -> list[str]:
+    value = given.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ConfigError(f"{name} must be a list of texts, not {value!r:.40}")
+    return value
+
+
 class _Wanted(Potential):
     """Texts that are wanted, each worth e^2, and texts that must not be there."""
 
-    def __init__(self, want: object, avoid: object) -> None:
-        self._want = [str(text) for text in items("want", want)]
-        self._avoid = [str(text) for text in items("avoid", avoid)]
+    def __init__(self, want: Sequence[str], avoid: Sequence[str]) -> None:
+        self._want = want
+        self._avoid = avoid
 
     def prefix(self, text: str) -> float:
         """Return the log-weight of an unfinished text."""

@@ -102,7 +102,8 @@ def _log_probs(row: LogitsRow, n: int) -> npt.NDArray[np.float64]:
     if n == len(found):
         return found
     found = found[:n]
-    return found - np.log(np.exp(found).sum())
+    found -= np.log(np.exp(found).sum())
+    return found
 
 
 def read_pair(

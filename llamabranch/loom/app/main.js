@@ -412,6 +412,7 @@ export function start() {
     if (name === "job" && data.result?.message) tell(data.result.message);
     if (name === "job" && data.error) tell(`${data.error.message} ${data.error.hint ?? ""}`);
   });
+  matchMedia("(prefers-color-scheme: dark)").onchange = () => redraw(["state", "minimap"]);
   redraw(["state"]);
 }
 

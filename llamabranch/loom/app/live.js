@@ -81,15 +81,20 @@ function bars(values, name) {
     h("li", { "--share": `${(100 * value) / most}%`, title }, short(Math.round(value)))));
 }
 
-/** Lines of a search from the top down, the best first. @param {Search} search */
+/** Lines of a search from the top down, the best first; what alone goes on is one line. @param {Search} search */
 function outline({ nodes, children }) {
-  const lines = [];
+  /** @type {[any, string, number][]} the last place of a line, its text, its depth */ const lines = [];
   const waiting = nodes.length ? [[0, 0]] : [];
   while (waiting.length && lines.length < LINES) {
-    const [i, depth] = /** @type {number[]} */ (waiting.pop());
-    lines.push([nodes[i], depth]);
+    let [i, depth] = /** @type {number[]} */ (waiting.pop());
+    let text = nodes[i][2];
+    while (i && children[i]?.length === 1) {
+      i = children[i][0];
+      text += nodes[i][2];
+    }
+    lines.push([nodes[i], text, depth]);
     const below = [...(children[i] ?? [])].sort((a, b) => (nodes[a][5] ?? -1e9) - (nodes[b][5] ?? -1e9));
-    for (const child of below) waiting.push([child, (children[i] ?? []).length > 1 ? depth + 1 : depth]);
+    for (const child of below) waiting.push([child, depth + 1]);
   }
   return lines;
 }
@@ -105,12 +110,12 @@ function drawSearch(search) {
     h("p", {}, state === "running" && h("button", { type: "button", onclick: () => act("stop", { job }) }, "Stop"),
       h("button", { type: "button", onclick: () => { searches.delete(job); redraw(["live"]); } }, "Close")),
     sizes.length > 0 && [h("p", { class: "dim" }, "Effective number of particles, by step, percent of the most:"),
-      bars(sizes.slice(-12).map((size) => [(100 * size) / Math.max(...sizes), `effective size ${short(size)}`]),
+      bars(sizes.slice(-9).map((size) => [(100 * size) / Math.max(...sizes), `effective size ${short(size)}`]),
         "Effective number of particles, by step")],
     counted.length > 0 && h("table", {}, h("tbody", {}, counted.map(([answer, n]) =>
       h("tr", {}, h("th", { scope: "row" }, visible(answer)), h("td", {}, plural(n, "vote"))))))),
-    h("ol", { class: "outline", role: "list" }, outline(search).map(([[i, , text, n, lp, score, visits, status], depth]) => {
-      const told = [score != null && `score ${short(score)}`, visits > 0 && plural(visits, "visit"), `${n} tokens`,
+    h("ol", { class: "outline", role: "list" }, outline(search).map(([[i, , , n, lp, score, visits, status], text, depth]) => {
+      const told = [score != null && `score ${short(score)}`, visits > 0 && plural(visits, "visit"), plural(n, "token"),
         lp != null && `log p ${short(lp)}`].filter(Boolean).join(", ");
       return h("li", { class: status, "--level": Math.min(depth, 12) },
         h("button", { type: "button", title: `${status}. Enter adopts it as a branch.`, onclick: () => adopt(job, i) },
@@ -187,6 +192,11 @@ function searched({ job, add, set: changed, stats, sizes, votes }) {
 export function startLive() {
   listeners.push((name, data) => {
     if (name === "search") searched(data);
+    const found = name === "job" ? searches.get(data.id) : null;
+    for (const [leaf, , score] of data.result?.hypotheses ?? []) {
+      if (found?.nodes[leaf]) [found.nodes[leaf][5], found.nodes[leaf][7]] = [score, "finished"];
+    }
+    if (found) drawn = "";
     if (name === "end" && data.rate) rate = ` · ${short(data.rate)} tokens/s`;
   });
   $("live-body").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {

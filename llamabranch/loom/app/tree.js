@@ -204,6 +204,7 @@ function wording({ parts, from }) {
 /** Mean bin of a segment and where its worst token is, in the current lens. @param {Segment} segment */
 function strip({ first, parts, from, to }) {
   let sum = 0, known = 0, worst = -1, most = -1;
+  /** @type {number[]} */ const counts = new Array(7).fill(0);
   for (const { tokens, at, n } of parts) {
     if (tokens.n < n) { // from the means that came with the document
       const { lp, h: entropy, kl } = first;
@@ -215,11 +216,13 @@ function strip({ first, parts, from, to }) {
       if (bin < 0) continue;
       sum += bin;
       known++;
+      counts[bin]++;
       const strength = lens.name === "change" ? Math.abs(bin - 3) : bin;
       if (strength > most) [most, worst] = [strength, (at + i - from) / Math.max(1, to - from)];
     }
   }
-  return { bin: known ? Math.round(sum / known) : -1, worst: lens === LENSES[3] ? -1 : worst };
+  if (known && lens === LENSES[3]) return { bin: counts.indexOf(Math.max(...counts)), worst: -1 };
+  return { bin: known ? Math.round(sum / known) : -1, worst };
 }
 
 /** A row of the pool. */

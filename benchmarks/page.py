@@ -273,13 +273,13 @@ def _small(settings: Settings) -> dict[str, list[float]]:
 
 
 def large_document(n_nodes: int = 10_000) -> str:
-    """Return a document of ten tokens a node in the plain JSON that import reads."""
+    """Return a document of ten tokens a node as loomsidian writes it."""
     words = " the old king said that a fox must never sleep"
-    nodes = []
+    nodes: dict[str, object] = {}
     for i in range(n_nodes):
         parent = (i - 1) // 3 if i % 5 else i - 1  # bushes along a path of 2,000 nodes
-        nodes.append({"id": f"m{i}", "parent": f"m{parent}" if i else None, "text": words})
-    return json.dumps({"format": "llamabranch-loom", "version": 1, "nodes": nodes})
+        nodes[f"m{i}"] = {"text": words, "parentId": f"m{parent}" if i else None}
+    return json.dumps({"current": "m0", "nodes": nodes})
 
 
 def _large(settings: Settings) -> dict[str, list[float]]:

@@ -30,7 +30,7 @@ QUIET = [  # no requests of the browser's own
     "--no-first-run",
     "--no-pings",
 ]
-PATIENCE_MS = 60_000.0  # the machine may be busy
+PATIENCE_MS = float(os.environ.get("PATIENCE_MS", 60_000))  # the machine may be busy
 
 
 def chromium_path() -> str | None:

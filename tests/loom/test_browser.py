@@ -21,7 +21,7 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with server(tmp_path_factory.mktemp("loom")) as running:
+    with server(tmp_path_factory.mktemp("loom"), "--draft-length", "4") as running:
         yield running
 
 
@@ -54,6 +54,7 @@ def test_first_half_minute(page: Page) -> None:
     idle(page)
     n_before = len(tokens(page))
     page.locator("#text [data-token]").nth(n_before - 5).hover()
+    page.locator(f"#token-pane[data-position='{n_before - 5}']").wait_for()
     other = page.locator("[data-alternative]:not([aria-current])").first
     other.wait_for()
     word = other.get_attribute("data-alternative")
@@ -105,8 +106,10 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     while page.evaluate("document.activeElement.id") != "tree":
         page.keyboard.press("Shift+Tab")
     page.keyboard.press("ArrowRight")
+    idle(page)
     first = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
     page.keyboard.press("j")
+    idle(page)
     second = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
     assert first != second
     while page.evaluate("document.activeElement.id") != "text":
@@ -262,7 +265,7 @@ def test_remapped_keys_survive_another_port(chromium: Browser, tmp_path: Path) -
         row = page.locator("table.keys tr", has_text="the next lens").locator("button")
         row.click()
         row.press("q")
-        page.wait_for_function("() => /^q$/m.test(document.querySelector('table.keys').innerText)")
+        page.locator("table.keys button", has_text="q").first.wait_for()
         page.keyboard.press("Escape")
         page.locator("#text").press("v")
         assert page.evaluate("document.documentElement.dataset.lens") == "probability"

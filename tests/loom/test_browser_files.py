@@ -137,17 +137,15 @@ def check_hostile(page: Page) -> None:
 
 
 def large(n_nodes: int = 10_000, n_tokens: int = 10) -> str:
-    """Return a document of many nodes in the plain JSON that import reads."""
-    words = [f" word{i}" for i in range(n_tokens)]
-    nodes = [
-        {
-            "id": f"m{i}",
-            "parent": None if i == 0 else f"m{(i - 1) // 3 if i % 5 else i - 1}",
-            "text": "".join(words),
-        }
-        for i in range(n_nodes)
-    ]
-    return json.dumps({"format": "llamabranch-loom", "version": 1, "nodes": nodes})
+    """Return a document of many nodes as loomsidian writes it."""
+    nodes: dict[str, object] = {}
+    for i in range(n_nodes):
+        parent = (i - 1) // 3 if i % 5 else i - 1  # bushes along a path of 2,000 nodes
+        text = "".join(f" word{j}" for j in range(n_tokens))
+        nodes[f"m{i}"] = {"text": text, "parentId": f"m{parent}" if i else None, "collapsed": False}
+    return json.dumps(
+        {"current": "m0", "hoisted": [], "searchTerm": "", "generating": None, "nodes": nodes}
+    )
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ export async function compare(mode, at, fields) {
   view.compare = true;
   choose(store.doc.models.B?.same_vocabulary === false ? "probability" : "divergence");
   if (answer.nodes?.length === 2) partners.set(answer.nodes[0].id, answer.nodes[1].id);
-  if (answer.nodes?.length) document.dispatchEvent(new CustomEvent("select", { detail: answer.nodes[0].id }));
+  if (answer.nodes?.length) document.dispatchEvent(new CustomEvent("show-node", { detail: answer.nodes[0].id }));
   redraw(["compare", "text", "tree"]);
 }
 

@@ -70,7 +70,6 @@ function alternatives(c, i) {
     return h("li", {}, h("button", {
       type: "button", "data-alternative": token, "aria-current": chosen ? "true" : null,
       "--share": `${(100 * Math.exp(lp ?? -Infinity)) / most}%`, onclick: () => take(i, token, piece),
-      "aria-label": `${named(piece)}, ${percent(lp)}${chosen ? ", in the text" : ""}`,
     }, h("kbd", {}, place === 9 ? "0" : place + 1), h("span", { class: "word" }, named(piece)),
     h("span", { class: "share" }, percent(lp))));
   })), rest > 0.0005 && h("p", { class: "dim rest" }, `all others ${short(100 * rest)} %`)];

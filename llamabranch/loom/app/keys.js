@@ -85,7 +85,7 @@ export function keyTable() {
     const show = () => {
       const keys = keysOf(name);
       button.textContent = keys.length ? keys.join("  ") : "off";
-      button.ariaLabel = `${title}: ${keys.join(" or ") || "off"}. Change the key.`;
+      button.title = `${title}: change the key`;
     };
     show();
     button.onclick = () => (button.textContent = "press a key; Delete: off, Backspace: as at first");

@@ -1,6 +1,6 @@
 // @ts-check
 // The six lenses: for a token of a path its value, bin and second cue; the legend. Formulas are those of docs/page.md.
-import { $, attribute, fill, h, redraw, short, tell } from "./dom.js";
+import { $, fill, h, redraw, short, tell } from "./dom.js";
 
 /** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */
 /**
@@ -120,7 +120,7 @@ export function drawLegend(c, visit) {
     box.dataset.lens = lens.name;
     fill(box, [...lens.bins, "not known"].map((name, bin) => {
       const at = bin === lens.bins.length ? -1 : bin;
-      return h("button", { type: "button", class: `bin b${at < 0 ? "x" : at}`, onclick: () => visit(at) },
+      return h("button", { type: "button", title: "Go to the next", class: `bin b${at < 0 ? "x" : at}`, onclick: () => visit(at) },
         h("span", {}, name), h("small"));
     }));
   }
@@ -128,7 +128,6 @@ export function drawLegend(c, visit) {
     const button = box.children[bin];
     const told = bin < counts.length ? String(count) : `${short((100 * count) / Math.max(1, c.n))} %`;
     button.lastChild.textContent = told;
-    attribute(button, "aria-label", `${lens.title} ${button.firstChild.textContent}: ${told}. Go to the next.`);
     button.hidden = bin === counts.length && count === 0;
   });
 }

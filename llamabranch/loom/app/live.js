@@ -93,7 +93,8 @@ function outline({ nodes, children }) {
       text += nodes[i][2];
     }
     lines.push([nodes[i], text, depth]);
-    const below = [...(children[i] ?? [])].sort((a, b) => (nodes[a][5] ?? -1e9) - (nodes[b][5] ?? -1e9));
+    const worth = (/** @type {number} */ j) => (nodes[j][7] === "finished" ? 1e6 : 0) + (nodes[j][5] ?? -1e5);
+    const below = [...(children[i] ?? [])].sort((a, b) => worth(a) - worth(b));
     for (const child of below) waiting.push([child, depth + 1]);
   }
   return lines;
@@ -129,7 +130,7 @@ async function adopt(job, leaf) {
   const answer = await act("adopt", { job, leaf });
   const last = answer?.nodes?.at(-1);
   if (!last) return;
-  document.dispatchEvent(new CustomEvent("select", { detail: last.id }));
+  document.dispatchEvent(new CustomEvent("show-node", { detail: last.id }));
   tell("Adopted: it is a branch of the document now.");
 }
 
@@ -209,7 +210,7 @@ export function startLive() {
     at = Math.max(0, Math.min(n - 1, (at < 0 ? n - 1 : at) + by));
     if (at === n - 1) at = -1;
     const round = rounds().slice(-LISTED).at(at);
-    if (round) document.dispatchEvent(new CustomEvent("token", { detail: round.at }));
+    if (round) document.dispatchEvent(new CustomEvent("show-token", { detail: round.at }));
     redraw(["live"]);
   });
   return drawLive;

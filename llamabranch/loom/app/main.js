@@ -14,12 +14,14 @@ import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
 const exported = () => "exported" in document.documentElement.dataset;
 
 let storing = 0;
+/** Tell the server which node is shown: a reload and an export begin there. */
+const keepPlace = () => store.current && net.connected && !exported() && act("set", { node: store.current, current: true });
 
 /** Show a node, up to a position. @param {string} node @param {number | null} [end] */
 function select(node, end = null) {
   if (store.current === node && store.end === end) return;
   clearTimeout(storing);
-  if (!exported()) storing = window.setTimeout(() => net.connected && act("set", { node, current: true }), 500);
+  storing = window.setTimeout(keepPlace, 500);
   Object.assign(store, { current: node, end });
   Object.assign(view, { cursor: -1, hover: -1, pinned: -1 });
   redraw(["tree", "text", "inspect", "live", "compare", "minimap", "legend"]);
@@ -106,6 +108,7 @@ async function begin(text, fields = {}) {
   if (!answer) return $("begin").focus();
   $("begin").value = "";
   select(answer.node.id);
+  drawState();
   $("text").focus();
   await go(fields);
 }
@@ -223,11 +226,11 @@ const run = {
   undo: async () => tell((await act("undo")) ? "Undone." : "There is nothing to undo."),
   redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
   find: () => $("find").focus(),
-  export: () => ask("Export and import", [], "", () => {}, [
+  export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
     h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, told]) => h("li", {},
       h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, told)))),
     h("label", {}, h("span", {}, "import a file of any of these"),
-      h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))]),
+      h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable()]),
   menu: () => ask("Menu", [], "", () => {}, [h("ul", { class: "menu" },
@@ -386,8 +389,8 @@ export function start() {
     const name = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset.action;
     if (name) run[name]();
   });
-  document.addEventListener("select", (/** @type {any} */ event) => select(event.detail));
-  document.addEventListener("token", (/** @type {any} */ event) => moveTo(event.detail));
+  document.addEventListener("show-node", (/** @type {any} */ event) => select(event.detail));
+  document.addEventListener("show-token", (/** @type {any} */ event) => moveTo(event.detail));
   $("text").addEventListener("dblclick", () => run.type());
   $("start").onclick = () => begin($("begin").value);
   $("begin").onkeydown = (/** @type {KeyboardEvent} */ event) => {

@@ -367,7 +367,7 @@ function nextHit(by) {
   const { node, at, text } = hits[hit];
   const segment = segmentOf(node, at + 1);
   if (segment) chooseNode(segment.node.id, endOf(segment));
-  document.dispatchEvent(new CustomEvent("token", { detail: at }));
+  document.dispatchEvent(new CustomEvent("show-token", { detail: at }));
   $("found").textContent = `${hit + 1} / ${hits.length}`;
   attribute($("found"), "title", visible(text));
 }

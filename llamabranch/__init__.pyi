@@ -6,7 +6,6 @@ from . import chat as chat
 from . import eval as eval
 from . import hub as hub
 from . import model as model
-from . import proofs as proofs
 from . import scale as scale
 from . import search as search
 from . import serve as serve

@@ -192,7 +192,16 @@ class ParseError(LlamaBranchError, ValueError):
 
 
 class SnapshotError(LlamaBranchError):
-    """A saved branch that is damaged, or does not fit this model or context."""
+    """A saved branch that is damaged, or does not fit this model or context.
+
+    ``setting`` is what it needs otherwise in a context of the same model, such as "kv_type"; else None.
+    """
+
+    def __init__(
+        self, message: str, *, setting: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.setting = setting
 
 
 class UnsupportedError(LlamaBranchError):

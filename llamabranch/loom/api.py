@@ -436,9 +436,8 @@ class Loom:
     async def _request(self, node: Node, max_tokens: int | None, *, again: bool = False) -> Request:
         """Return the request that continues a node, or ``again`` generates what it has."""
         made, n_given = node.made, node.n_given
-        grammar = await TextFields(grammar=made.grammar, json_schema=made.json_schema).text_grammar(
-            self.service
-        )
+        fields = TextFields(grammar=made.grammar, json_schema=made.json_schema)
+        grammar = await fields.text_grammar()
         tokens = node.tokens(made.at + n_given if again else None)
         self.service.check_room(tokens, max_tokens)
         return Request(

@@ -21,6 +21,7 @@ import pytest
 
 import llamabranch as lb
 from benchmarks import llama_tools
+from benchmarks.clocks import CallClock
 from benchmarks.drafters import AdversarialDrafter
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
 from benchmarks.prompts import PROMPTS, TASKS
@@ -28,7 +29,6 @@ from benchmarks.readme import answer_in, questions
 from benchmarks.report import is_padded
 from benchmarks.step import OTHER, Work, measure, seconds_by_part, step_cost
 from llamabranch.bench import (
-    CallClock,
     DecodeClock,
     Interval,
     Maker,

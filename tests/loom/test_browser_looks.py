@@ -1,4 +1,4 @@
-"""Who can read it: contrast of every bin, axe-core, forced colours, no motion, 200 percent, 400 pixels."""
+"""Who can read it: contrast, axe-core, forced colours, no motion, 200 percent, 400 pixels."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ export const $ = (id) => document.getElementById(id);
 export function h(tag, props = {}, ...children) {
   const element = document.createElement(tag);
   set(element, props);
-  element.append(...children.flat().filter((child) => child != null && child !== false));
+  element.append(...children.flat(2).filter((child) => child != null && child !== false));
   return element;
 }
 

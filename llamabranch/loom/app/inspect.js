@@ -55,8 +55,8 @@ function numbers(c, i) {
   return h("dl", { class: "numbers" },
     h("div", {}, fact("probability", Number.isNaN(c.lp[i]) ? "–" : percent(c.lp[i]))),
     h("div", {}, fact("rank", rank)),
-    h("div", { title: "entropy of the model's distribution here" },
-      fact("nats", entropy, Number.isNaN(c.h[i]) ? null : h("small", {}, ` ≈ ${short(Math.exp(c.h[i]))} choices`))));
+    h("div", {}, fact("entropy", entropy, h("small", {}, " nats"))),
+    h("div", {}, fact("choices", short(Math.exp(c.h[i])))));
 }
 
 /** The ten most probable tokens as buttons. @param {import("./store.js").Path} c @param {number} i */

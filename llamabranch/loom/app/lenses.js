@@ -83,7 +83,7 @@ export function choose(name) {
   lens = LENSES.find((each) => each.name === name) ?? LENSES[0];
   document.documentElement.dataset.lens = lens.name;
   for (const input of $("lenses").querySelectorAll("input")) input.checked = input.value === lens.name;
-  redraw(["tree", "text", "legend", "minimap"]);
+  redraw(["tree", "text", "compare", "legend", "inspect"]);
 }
 
 /** The next lens, or the one before. @param {number} by */

@@ -65,27 +65,36 @@ function roundLine(round, chosen) {
 function drawRounds(all) {
   const sum = totals(all);
   const spent = sum.draft + sum.verify;
-  return [
-    h("div", { class: "totals" },
-      h("p", {}, `${sum.drafted} drafted = ${sum.accepted} accepted + ${sum.rejected} rejected + ${sum.unreached} not reached. `,
-        `${short(1 + sum.accepted / all.length)} tokens a round. Drafting takes ${short((100 * sum.draft) / (spent || 1))} % of the time.`),
-      h("ol", { class: "positions", "aria-label": "Accepted, by place in the draft" }, sum.byPosition.map(([yes, n], i) =>
-        h("li", { "--share": `${(100 * yes) / n}%`, title: `${yes} of ${n} accepted at place ${i + 1}` },
-          `${Math.round((100 * yes) / n)}`)))),
-    h("ol", { class: "rounds", role: "list", tabIndex: 0, "aria-label": "Rounds" },
-      all.slice(-LISTED).map((round, i, some) => roundLine(round, i === (at < 0 ? some.length - 1 : at)))),
-  ];
+  return h("div", { class: "panel" }, h("div", { class: "totals" },
+    h("p", {}, `${sum.drafted} drafted = ${sum.accepted} accepted + ${sum.rejected} rejected + ${sum.unreached} not reached.`),
+    h("p", {}, `${short(1 + sum.accepted / all.length)} tokens a round; ${short((100 * sum.draft) / (spent || 1))} % of the time for drafts.`),
+    h("p", { class: "dim" }, "Accepted, by place in the draft, percent:"),
+    bars(sum.byPosition.map(([yes, n]) => [(100 * yes) / n, `${yes} of ${n}`]), "Accepted, by place in the draft, percent")),
+  h("ol", { class: "rounds", role: "list", tabIndex: 0, "aria-label": "Rounds" },
+    all.slice(-LISTED).map((round, i, some) => roundLine(round, i === (at < 0 ? some.length - 1 : at)))));
 }
 
-/** Lines of a search from the top down, the best first. @param {Search} search */
+/** Numbers as bars: [height in percent or number, title]. @param {[number, string][]} values @param {string} name */
+function bars(values, name) {
+  const most = Math.max(100, ...values.map(([value]) => value));
+  return h("ol", { class: "positions", "aria-label": name }, values.map(([value, title]) =>
+    h("li", { "--share": `${(100 * value) / most}%`, title }, short(Math.round(value)))));
+}
+
+/** Lines of a search from the top down, the best first; what alone goes on is one line. @param {Search} search */
 function outline({ nodes, children }) {
-  const lines = [];
+  /** @type {[any, string, number][]} the last place of a line, its text, its depth */ const lines = [];
   const waiting = nodes.length ? [[0, 0]] : [];
   while (waiting.length && lines.length < LINES) {
-    const [i, depth] = /** @type {number[]} */ (waiting.pop());
-    lines.push([nodes[i], depth]);
+    let [i, depth] = /** @type {number[]} */ (waiting.pop());
+    let text = nodes[i][2];
+    while (i && children[i]?.length === 1) {
+      i = children[i][0];
+      text += nodes[i][2];
+    }
+    lines.push([nodes[i], text, depth]);
     const below = [...(children[i] ?? [])].sort((a, b) => (nodes[a][5] ?? -1e9) - (nodes[b][5] ?? -1e9));
-    for (const child of below) waiting.push([child, (children[i] ?? []).length > 1 ? depth + 1 : depth]);
+    for (const child of below) waiting.push([child, depth + 1]);
   }
   return lines;
 }
@@ -95,25 +104,24 @@ function drawSearch(search) {
   const { job, kind, stats, sizes, votes, nodes } = search;
   const state = store.jobs.get(job)?.state ?? "done";
   const counted = Object.entries(votes).sort((a, b) => b[1] - a[1]);
-  return [
-    h("p", { class: "totals" }, `${kind.replace(/_/g, " ")}: ${state}, ${plural(nodes.length, "place")}, `,
-      `${short(stats.tokens_decoded)} tokens decoded, ${short(stats.tokens_shared)} shared, ${short(stats.elapsed_s)} s`,
-      state === "running" && h("button", { type: "button", onclick: () => act("stop", { job }) }, "Stop"),
+  return h("div", { class: "panel" }, h("div", { class: "totals" },
+    h("p", {}, `${kind.replace(/_/g, " ")}: ${state}, ${plural(nodes.length, "place")}, `,
+      `${short(stats.tokens_decoded)} tokens decoded, ${short(stats.tokens_shared)} shared, ${short(stats.elapsed_s)} s`),
+    h("p", {}, state === "running" && h("button", { type: "button", onclick: () => act("stop", { job }) }, "Stop"),
       h("button", { type: "button", onclick: () => { searches.delete(job); redraw(["live"]); } }, "Close")),
-    sizes.length > 0 && h("ol", { class: "positions", "aria-label": "Effective number of particles, by step" },
-      sizes.slice(-40).map((size) =>
-        h("li", { "--share": `${(100 * size) / Math.max(...sizes)}%`, title: `effective size ${short(size)}` }, short(size)))),
+    sizes.length > 0 && [h("p", { class: "dim" }, "Effective number of particles, by step, percent of the most:"),
+      bars(sizes.slice(-9).map((size) => [(100 * size) / Math.max(...sizes), `effective size ${short(size)}`]),
+        "Effective number of particles, by step")],
     counted.length > 0 && h("table", {}, h("tbody", {}, counted.map(([answer, n]) =>
-      h("tr", {}, h("th", { scope: "row" }, visible(answer)), h("td", {}, plural(n, "vote")))))),
-    h("ol", { class: "outline", role: "list" }, outline(search).map(([[i, , text, n, lp, score, visits, status], depth]) => {
-      const told = [score != null && `score ${short(score)}`, visits > 0 && plural(visits, "visit"), `${n} tokens`,
+      h("tr", {}, h("th", { scope: "row" }, visible(answer)), h("td", {}, plural(n, "vote"))))))),
+    h("ol", { class: "outline", role: "list" }, outline(search).map(([[i, , , n, lp, score, visits, status], text, depth]) => {
+      const told = [score != null && `score ${short(score)}`, visits > 0 && plural(visits, "visit"), plural(n, "token"),
         lp != null && `log p ${short(lp)}`].filter(Boolean).join(", ");
       return h("li", { class: status, "--level": Math.min(depth, 12) },
         h("button", { type: "button", title: `${status}. Enter adopts it as a branch.`, onclick: () => adopt(job, i) },
           h("span", { class: "mark" }, { open: "○", pruned: "×", finished: "●" }[/** @type {string} */ (status)] ?? ""),
           h("span", {}, visible(text) || "start"), h("small", {}, told)));
-    })),
-  ];
+    })));
 }
 
 /** @param {string} job @param {number} leaf */
@@ -144,9 +152,8 @@ function drawLive() {
   if (key === drawn) return;
   drawn = key;
   const inside = body.contains(document.activeElement) && document.activeElement?.classList.contains("rounds");
-  fill(body, search ? drawSearch(search) : null, all.length ? drawRounds(all) : null,
-    !search && !all.length && h("p", { class: "dim" },
-      "Nothing was drafted here. Rounds of speculation and searches are shown while they run."));
+  fill(body, search ? drawSearch(search) : all.length ? drawRounds(all) : h("p", { class: "dim" },
+    "Nothing was drafted here. Rounds of speculation and searches are shown while they run."));
   const list = body.querySelector(".rounds");
   list?.querySelector(".chosen")?.scrollIntoView({ block: "nearest" });
   if (inside) list?.focus();
@@ -185,6 +192,11 @@ function searched({ job, add, set: changed, stats, sizes, votes }) {
 export function startLive() {
   listeners.push((name, data) => {
     if (name === "search") searched(data);
+    const found = name === "job" ? searches.get(data.id) : null;
+    for (const [leaf, , score] of data.result?.hypotheses ?? []) {
+      if (found?.nodes[leaf]) [found.nodes[leaf][5], found.nodes[leaf][7]] = [score, "finished"];
+    }
+    if (found) drawn = "";
     if (name === "end" && data.rate) rate = ` · ${short(data.rate)} tokens/s`;
   });
   $("live-body").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {

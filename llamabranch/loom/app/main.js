@@ -291,6 +291,7 @@ function drawState() {
   }
   const canWrite = !["no-session", "connection-lost", "model-loading", "read-only"].includes(state);
   for (const button of document.querySelectorAll("[data-model]")) /** @type {any} */ (button).disabled = !canWrite;
+  $("actions").lastChild.hidden = !["generating", "reading-again"].includes(state);
   $("undo").disabled = !doc.undo || exported();
   $("redo").disabled = !doc.redo || exported();
   const empty = !exported() && state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;
@@ -380,7 +381,7 @@ export function start() {
   choose(LENSES[0].name);
   startPanes();
   fill($("actions"), BUTTONS.map(([name, told]) => h("button", { type: "button", "data-action": name,
-    "data-model": ["stop", "compare"].includes(name) ? null : "" }, told, " ", h("kbd", {}, keysOf(name)[0]))));
+    "data-model": ["stop", "compare"].includes(name) ? null : "" }, told, " ", h("kbd", {}, keysOf(name)[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
     const name = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset.action;
     if (name) run[name]();
@@ -411,6 +412,7 @@ export function start() {
     if (name === "job" && data.result?.message) tell(data.result.message);
     if (name === "job" && data.error) tell(`${data.error.message} ${data.error.hint ?? ""}`);
   });
+  matchMedia("(prefers-color-scheme: dark)").onchange = () => redraw(["state", "minimap"]);
   redraw(["state"]);
 }
 

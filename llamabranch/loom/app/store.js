@@ -19,8 +19,10 @@ export class Tokens {
     this.version = 0; // counts changes
     /** @type {Piece[]} */ this.pieces = [];
     /** @type {string[]} */ this.src = [];
-    [this.ids, this.lp, this.h, this.rk, this.kl, this.klr, this.lpB, this.hB, this.same, this.draw] =
-      Array.from({ length: 10 }, () => new Float32Array(size).fill(NaN));
+    const column = () => new Float32Array(size).fill(NaN);
+    this.ids = column(), this.lp = column(), this.h = column(), this.rk = column();
+    this.kl = column(), this.klr = column(), this.lpB = column(), this.hB = column();
+    this.same = column(), this.draw = column();
   }
 
   /** @param {number} n */

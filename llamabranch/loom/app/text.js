@@ -336,7 +336,7 @@ function drawShoots(select) {
     const tail = segment.to - segment.from > SHOOT_TOKENS ? "…" : "";
     fill(button, words.length
       ? words.map((word, j) => h("span", { class: `t b${binOf(columns, begin + j) < 0 ? "x" : binOf(columns, begin + j)}`,
-        "data-cue": lens.cue(columns, begin + j) || null }, visible(word)))
+        "data-cue": lens.cue(columns, begin + j) || null }, visible(j ? word : word.trimStart())))
       : visible(text) || "…", tail);
   });
   attribute(box, "data-more", all.length > shown.length ? `${plural(all.length - shown.length, "more")} in the tree` : null);

@@ -204,6 +204,7 @@ function wording({ parts, from }) {
 /** Mean bin of a segment and where its worst token is, in the current lens. @param {Segment} segment */
 function strip({ first, parts, from, to }) {
   let sum = 0, known = 0, worst = -1, most = -1;
+  /** @type {number[]} */ const counts = new Array(7).fill(0);
   for (const { tokens, at, n } of parts) {
     if (tokens.n < n) { // from the means that came with the document
       const { lp, h: entropy, kl } = first;
@@ -215,11 +216,13 @@ function strip({ first, parts, from, to }) {
       if (bin < 0) continue;
       sum += bin;
       known++;
+      counts[bin]++;
       const strength = lens.name === "change" ? Math.abs(bin - 3) : bin;
       if (strength > most) [most, worst] = [strength, (at + i - from) / Math.max(1, to - from)];
     }
   }
-  return { bin: known ? Math.round(sum / known) : -1, worst: lens === LENSES[3] ? -1 : worst };
+  if (known && lens === LENSES[3]) return { bin: counts.indexOf(Math.max(...counts)), worst: -1 };
+  return { bin: known ? Math.round(sum / known) : -1, worst };
 }
 
 /** A row of the pool. */
@@ -255,7 +258,7 @@ function drawRow(row, segment, place, chosen) {
     class: `row${node.flags & FLAGS.deleted ? " gone" : ""}${node.reason === "running" ? " running" : ""}`,
   });
   attribute(twist, "class", children.length ? `twist ${isClosed ? "shut" : "open"}` : "twist");
-  const told = label(wording(segment).slice(0, 80)) || "…";
+  const told = label(wording(segment).trimStart().slice(0, 80)) || "…";
   if (words.textContent !== told) words.textContent = told;
   attribute(words, "data-marks", marks.trim() || null);
   attribute(line, "class", `strip b${bin < 0 ? "x" : bin}`);
@@ -334,7 +337,7 @@ function drawMinimap() {
     pen.globalAlpha = segment === chosen ? 1 : 0.45;
     const left = (segment.from / longest) * (canvas.width - 4);
     const wide = ((segment.to - segment.from) / longest) * (canvas.width - 4);
-    const thick = Math.max(segment === chosen ? 3 : 1, Math.min(6, high - 1));
+    const thick = Math.max(segment === chosen ? 3 : 1, Math.min(4, high - 1));
     pen.fillRect(left, i * high, Math.max(2, wide - scale), thick);
   });
 }

@@ -54,7 +54,7 @@ _MOST_UPLOAD = 64 << 20
 _MOST_NODES = 200_000
 _MOST_ANSWERS = 1000
 _MOST_TOLD = 500  # nodes of one action, each by an event
-_WRITES = {"settings", "stop", "score"}  # what a file that cannot be written does not forbid
+_READS = {"reread", "score", "settings", "stop"}  # may be done with a file that is not written
 
 
 class Do(Struct, kw_only=True):
@@ -503,17 +503,22 @@ class Loom:
             answer = self._answers[do.cid] = asyncio.ensure_future(self._perform(do))
             if len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
-        status, body = await asyncio.shield(answer)
+        try:
+            status, body = await asyncio.shield(answer)
+        except HttpError as error:
+            if error.status != 507:  # it was refused, not done
+                self._answers.pop(do.cid, None)
+            raise
         await call.reply({"rev": self.document.rev, **body}, status)
 
     async def _perform(self, do: Do) -> Answer:
         operation = _OPERATIONS.get(do.op)
         if operation is None:
             raise HttpError(400, f"op must be one of {', '.join(_OPERATIONS)}", param="op")
-        if do.op not in _WRITES and not do.current:
+        if do.op not in _READS and not do.current:
             self._check_writable()
         body = await operation(self, do)
-        if do.op not in _WRITES:
+        if do.op not in _READS:
             self.live.confirm()
         job = body.get("job")
         return (202 if job is not None else 200), body

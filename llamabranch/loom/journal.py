@@ -54,10 +54,13 @@ class Journal:
         if not read_only:
             self._open()
         try:
-            data = path.read_bytes() if path.exists() else b""
+            self._load(path.read_bytes() if path.exists() else b"")
         except OSError as error:
+            self._release()
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-        self._load(data)
+        except BaseException:
+            self._release()
+            raise
 
     def _open(self) -> None:
         try:
@@ -143,6 +146,9 @@ class Journal:
     def close(self) -> None:
         """Write the rest, and let others write."""
         self.write(sync=True)
+        self._release()
+
+    def _release(self) -> None:
         for file in (self._file, self._lock):
             if file is not None:
                 file.close()

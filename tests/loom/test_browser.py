@@ -182,8 +182,13 @@ def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
     page.wait_for_function("() => !/sun rose/.test(document.querySelector('#rows').textContent)")
 
 
-def test_two_tabs_show_the_same(chromium: Browser, served: Server, page: Page) -> None:
-    with visiting(chromium, served) as other:
+def test_two_tabs_show_the_same(chromium: Browser, tmp_path: Path) -> None:
+    with (
+        server(tmp_path) as served,
+        visiting(chromium, served) as page,
+        visiting(chromium, served) as other,
+    ):
+        state(page, "ready")
         state(other, "ready")
         begin(page, "In the second tab one reads")
         other.locator(".words", has_text="In the second tab").first.wait_for()

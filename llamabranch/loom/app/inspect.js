@@ -1,13 +1,11 @@
 // @ts-check
 // The inspector: one token with its numbers and alternatives, B's view of it, where it came from, its branch.
-import { $, attribute, fill, h, plural, redraw, short, tell, visible } from "./dom.js";
+import { $, attribute, fill, h, plural, redraw, short, visible } from "./dom.js";
 import { SOURCES, binOf } from "./lenses.js";
 import { act } from "./net.js";
 import { FLAGS, ownerOf, pieceBytes, store } from "./store.js";
 import { following, segmentOf } from "./tree.js";
 import { named, moveTo, shownPath, topsAt, view } from "./text.js";
-
-/** @typedef {import("./store.js").Piece} Piece */
 
 /** The token that is inspected: pinned, under the mouse, at the cursor, or the last. */
 export const inspected = () => {
@@ -22,12 +20,12 @@ const percent = (/** @type {number | null} */ lp) => (lp == null ? "–" : `${sh
 /** Take the alternative of a number key: 1 is the most probable. @param {number} place */
 export function takeAt(place) {
   const top = topsAt(inspected());
-  if (top?.[place]) void take(inspected(), top[place][0], top[place][2]);
+  if (top?.[place]) void take(inspected(), top[place][0]);
 }
 
 /** Go on with another token at a position: where a branch has it already, that branch is shown.
- * @param {number} i @param {number} token @param {Piece} piece */
-export async function take(i, token, piece) {
+ * @param {number} i @param {number} token */
+export async function take(i, token) {
   const c = shownPath();
   const node = store.current;
   if (c.ids[i] === token) return moveTo(i);
@@ -39,7 +37,6 @@ export async function take(i, token, piece) {
     const answer = await act("fork", { node, at: i, token, max_tokens: 24 });
     if (!answer) return;
     showBranch(answer.nodes[0].id, null);
-    tell(`Forked at ${named(piece)}.`);
   }
   Object.assign(view, { pinned: -1, cursor: i });
   redraw(["text", "inspect"]);
@@ -69,7 +66,7 @@ function alternatives(c, i) {
     const chosen = token === c.ids[i];
     return h("li", {}, h("button", {
       type: "button", "data-alternative": token, "aria-current": chosen ? "true" : null,
-      "--share": `${(100 * Math.exp(lp ?? -Infinity)) / most}%`, onclick: () => take(i, token, piece),
+      "--share": `${(100 * Math.exp(lp ?? -Infinity)) / most}%`, onclick: () => take(i, token),
     }, h("kbd", {}, place === 9 ? "0" : place + 1), h("span", { class: "word" }, named(piece)),
     h("span", { class: "share" }, percent(lp))));
   })), rest > 0.0005 && h("p", { class: "dim rest" }, `all others ${short(100 * rest)} %`)];

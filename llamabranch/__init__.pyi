@@ -53,7 +53,6 @@ from .errors import (
     LlamaBranchWarning as LlamaBranchWarning,
     ModelLoadError as ModelLoadError,
     ParseError as ParseError,
-    PerformanceWarning as PerformanceWarning,
     QueueFullError as QueueFullError,
     SequencesExhaustedError as SequencesExhaustedError,
     SnapshotError as SnapshotError,

@@ -28,8 +28,7 @@ Warnings:
 
     LlamaBranchWarning (UserWarning)
     ├── ExactnessWarning                  a text may not be that of plain decoding, by rounding
-    ├── ContextLengthWarning              longer texts than the model was trained for
-    └── PerformanceWarning                decoding is much slower than possible
+    └── ContextLengthWarning              longer texts than the model was trained for
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ __all__ = [
     "LlamaBranchWarning",
     "ModelLoadError",
     "ParseError",
-    "PerformanceWarning",
     "QueueFullError",
     "SequencesExhaustedError",
     "SnapshotError",
@@ -213,10 +211,6 @@ class ExactnessWarning(LlamaBranchWarning):
 
 class ContextLengthWarning(LlamaBranchWarning):
     """Texts can become, or are, longer than the model was trained for."""
-
-
-class PerformanceWarning(LlamaBranchWarning):
-    """Decoding is much slower than possible."""
 
 
 _PACKAGE = str(Path(__file__).parent)

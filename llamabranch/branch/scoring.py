@@ -54,8 +54,7 @@ class _Continuation:
         sequence, ctx = self.sequence, self.sequence.ctx
         seq_id = ctx.sequences.lease(self, used=used)
         try:
-            end = sequence.position if ctx.capabilities.can_truncate else -1
-            ctx.kv_cache.share(sequence.seq_id, seq_id, 0, end)
+            ctx.kv_cache.fork(sequence.seq_id, seq_id, sequence.position)
         except BaseException:
             ctx.sequences.give_back(seq_id)
             raise
@@ -119,7 +118,7 @@ def _begin(ctx: Context, waiting: list[_Continuation], group: list[_Continuation
         if n_tokens > free and group:
             break
         own = item.sequence.seq_id
-        if ctx.capabilities.can_truncate and own not in in_place:
+        if ctx.kv_cache.can_draft and own not in in_place:
             in_place.add(own)
             item.seq_id = own
         else:

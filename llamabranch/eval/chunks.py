@@ -96,7 +96,7 @@ def read_chunks(
     """
     size = len(chunks[start])
     n = min(ctx.n_seq_free, ctx.usage().cells_free // size, ctx.n_batch // size)
-    if ctx.capabilities.can_share and not ctx.capabilities.batch_invariant:
+    if not ctx.kv_cache.is_placement_exact:
         n = 1  # what is computed in f16 depends on which cells a text has
     group = range(start, min(start + max(1, n), len(chunks)))
     losses = {i: np.empty(len(chunks[i]) - 1 - firsts[i]) for i in group}

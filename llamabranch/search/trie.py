@@ -115,8 +115,7 @@ class Trie:
         stats.tokens_redecoded += sum(node in self._read_nodes for node in nodes)
         stats.tokens_decoded += len(nodes)
         before = ctx.decoder.n_decodes
-        can = ctx.capabilities
-        fits = len(nodes) <= ctx.n_outputs_max and can.can_truncate and can.can_share
+        fits = len(nodes) <= ctx.n_outputs_max and not ctx.kv_cache.tree_needs
         sequence = self._sequences.sequence(self._start)
         if is_chain:
             self._decode_chain(nodes)

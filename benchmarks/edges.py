@@ -8,7 +8,8 @@ opening: what measuring exactness adds to opening a context, where nothing is ke
 tasks: prompts of a chat, at temperature 0, without a draft model: copied drafts of fixed lengths and
 "auto" over plain decoding. Each generation has a context of its own, so "auto" begins as in a new
 program; the profile is this process's, so its first run begins with nothing.
-engine: 8 and 16 requests on 8, 9 and 16 sequences, over ``llama-server -np 8``.
+engine: 8 and 16 requests, an engine on its defaults and one over one cache, over ``llama-server -np 8``;
+  and a bare loop of eight rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import llamabranch as lb
 from llamabranch.bench import Spread, verify_times
 from llamabranch.speculative.profile import keep_decode_times
 
-from .llama_tools import ToolError, build_server
+from . import llama_tools
+from .llama_tools import LlamaTools, ToolError, build_server
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, table, title
 from .serve import Served
@@ -33,13 +35,8 @@ from .serve import Served
 PARTS = ("curve", "plain", "opening", "tasks", "engine")
 FIXED = (3, 4, 7, 8, 11, 15)
 REQUESTS = (8, 16)
-SEQUENCES = (
-    (8, True),
-    (9, True),
-    (16, True),
-    (8, False),
-    (16, False),
-)  # and whether they share cells
+DEFAULTS, ONE_CACHE, SERVER = "Engine(model, parallel=8)", "one cache", "llama-server -np 8"
+BARE = "llama-batched-bench"
 _PORT = 8917
 _FUNCTION = '''def summarize(orders, discount, tax):
     """Return the sum of the orders, by customer and in all."""
@@ -242,16 +239,19 @@ def _engine(
         for run in range(settings.runs):
             for n in REQUESTS:
                 if server is not None:
-                    its = rates.setdefault((n, "llama-server -np 8"), [])
+                    its = rates.setdefault((n, SERVER), [])
                     its.append(asyncio.run(_of_server(server, n, settings.tokens, run)))
-                for n_seq_max, kv_unified in SEQUENCES:
-                    cells = "one cache" if kv_unified else "own cells"
-                    its = rates.setdefault((n, f"{n_seq_max} sequences, {cells}"), [])
-                    with _open(settings, model, n_seq_max, kv_unified=kv_unified) as ctx:
-                        its.append(_of_engine(settings, ctx, n, run))
+                with lb.Engine(model, parallel=8, max_tokens=settings.tokens) as engine:
+                    rates.setdefault((n, DEFAULTS), []).append(_of_engine(engine, n, run))
+                with _open(settings, model, 8) as ctx:
+                    engine = lb.Engine(ctx, max_tokens=settings.tokens)
+                    rates.setdefault((n, ONE_CACHE), []).append(_of_engine(engine, n, run))
+            for kv_type in ("f16", "bf16") if settings.peers else ():
+                its = rates.setdefault((8, f"{BARE}, {kv_type}"), [])
+                its.append(_of_bare(settings, model, kv_type))
     rows, found = [], {}
     for (n, name), its in rates.items():
-        theirs = rates.get((n, "llama-server -np 8"), its)
+        theirs = rates.get((n, SERVER), its)
         ratio = Spread.of([ours / other for ours, other in zip(its, theirs, strict=True)])
         rows.append((f"{n} requests, {name}", pm(Spread.of(its), 1), pm(ratio)))
         found[f"{n}, {name}"] = {"rate": Spread.of(its).as_dict(), "over": ratio.as_dict()}
@@ -260,14 +260,25 @@ def _engine(
     return dict(found)
 
 
+def _of_bare(settings: Settings, model: lb.Model, kv_type: str) -> float:
+    """Return the tokens a second of a bare loop over eight rows, each in a part of its own."""
+    bin_ = settings.peers_bin or llama_tools.build(settings.cache)
+    tools = LlamaTools(bin_, threads=settings.threads, n_ctx=settings.n_ctx)
+    n_prompt = round(sum(len(model.tokenize(_prompt(i, 0))) for i in range(8)) / 8)
+    found = tools.batched(
+        Path(model.path), [8], n_prompt=n_prompt, n=settings.tokens, unified=False,
+        kv_type=kv_type, with_prompts=True,
+    )  # fmt: skip
+    return found[8].rate
+
+
 def _server(settings: Settings, model: lb.Model) -> Served | None:
     n_ctx = 8 * (settings.tokens + 192)
     try:
         program = build_server(settings.cache, settings.peers_bin)
         command = [
             program, "-m", Path(model.path), "--port", _PORT, "-t", settings.threads,
-            "-tb", settings.threads, "-np", 8, "-c", n_ctx, "--no-ui", "-ctk", "bf16", "-ctv", "bf16",
-            "-cram", 0, "--slots",
+            "-tb", settings.threads, "-np", 8, "-c", n_ctx, "--no-ui", "-cram", 0, "--slots",
         ]  # fmt: skip
         return Served(command, _PORT)
     except ToolError as error:
@@ -290,8 +301,8 @@ async def _of_server(server: Served, n: int, tokens: int, run: int) -> float:
     return n * tokens / (perf_counter() - start)
 
 
-def _of_engine(settings: Settings, ctx: lb.Context, n: int, run: int) -> float:
-    no_end = dict.fromkeys(ctx.model.eog_tokens, float("-inf"))
+def _of_engine(engine: lb.Engine, n: int, run: int) -> float:
+    no_end = dict.fromkeys(engine.target.model.eog_tokens, float("-inf"))
     requests = [
         lb.Request(
             _prompt(i, run),
@@ -299,7 +310,6 @@ def _of_engine(settings: Settings, ctx: lb.Context, n: int, run: int) -> float:
         )
         for i in range(n)
     ]
-    engine = lb.Engine(ctx, max_tokens=settings.tokens)
     start = perf_counter()
     results = engine.generate(requests)
     seconds = perf_counter() - start

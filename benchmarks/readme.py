@@ -117,7 +117,7 @@ def _drafted(
         "decodes": {name: Spread.of(each).as_dict() for name, each in decodes.items()},
         "faster": faster.as_dict(), "same_texts": n_same, "batch_invariant": exact,
         "tokens": len(found["auto"].tokens), "text": found["auto"].text,
-        "parsed": found["auto"].parsed if schema else None,
+        "parsed": found["auto"].parsed_or(None) if schema else None,
     }  # fmt: skip
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 import llamabranch as lb
-from llamabranch.bench import Spread, median_time
+from llamabranch.bench import Spread
 from llamabranch.context.logits import LogitsRow
 
+from .clocks import median_time
 from .report import Settings, emit, number, parser, table, title
 from .step import step_cost
 from .wide import cached_wide

@@ -30,13 +30,11 @@ import numpy.typing as npt
 
 import llamabranch as lb
 from llamabranch.bench import (
-    CallClock,
     Curve,
     DecodeClock,
     Sample,
     Spread,
     interleave,
-    median_time,
     save_plot,
 )
 from llamabranch.context.logits import LogitsRow
@@ -45,6 +43,7 @@ from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
 from llamabranch.speculative.length.base import FixedLength
 
+from .clocks import CallClock, median_time
 from .prompts import PROMPTS, long_prompt
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
 

@@ -6,7 +6,6 @@ from . import chat as chat
 from . import eval as eval
 from . import hub as hub
 from . import model as model
-from . import proofs as proofs
 from . import scale as scale
 from . import search as search
 from . import serve as serve
@@ -53,6 +52,7 @@ from .errors import (
     LlamaBranchWarning as LlamaBranchWarning,
     ModelLoadError as ModelLoadError,
     ParseError as ParseError,
+    PerformanceWarning as PerformanceWarning,
     QueueFullError as QueueFullError,
     SequencesExhaustedError as SequencesExhaustedError,
     SnapshotError as SnapshotError,

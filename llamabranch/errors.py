@@ -28,7 +28,8 @@ Warnings:
 
     LlamaBranchWarning (UserWarning)
     ├── ExactnessWarning                  a text may not be that of plain decoding, by rounding
-    └── ContextLengthWarning              longer texts than the model was trained for
+    ├── ContextLengthWarning              longer texts than the model was trained for
+    └── PerformanceWarning                decoding is much slower than possible
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ __all__ = [
     "LlamaBranchWarning",
     "ModelLoadError",
     "ParseError",
+    "PerformanceWarning",
     "QueueFullError",
     "SequencesExhaustedError",
     "SnapshotError",
@@ -190,7 +192,16 @@ class ParseError(LlamaBranchError, ValueError):
 
 
 class SnapshotError(LlamaBranchError):
-    """A saved branch that is damaged, or does not fit this model or context."""
+    """A saved branch that is damaged, or does not fit this model or context.
+
+    ``setting`` is what it needs otherwise in a context of the same model, such as "kv_type"; else None.
+    """
+
+    def __init__(
+        self, message: str, *, setting: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.setting = setting
 
 
 class UnsupportedError(LlamaBranchError):
@@ -211,6 +222,10 @@ class ExactnessWarning(LlamaBranchWarning):
 
 class ContextLengthWarning(LlamaBranchWarning):
     """Texts can become, or are, longer than the model was trained for."""
+
+
+class PerformanceWarning(LlamaBranchWarning):
+    """Decoding is much slower than possible."""
 
 
 _PACKAGE = str(Path(__file__).parent)

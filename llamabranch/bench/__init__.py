@@ -6,10 +6,12 @@ workloads.py  one timed generation, plain or speculative
 costs.py      the time inside llama.cpp; v(n) and c
 pair.py       which draft length and rule is the fastest for a target with its drafter
 plotting.py   curves as PNG files
+divergence.py where two texts that should be equal first differ, and whether rounding explains it
 """
 
 from ..profile import profile_problem
-from .costs import CallClock, DecodeClock, draft_cost, verify_costs, verify_times
+from .costs import DecodeClock, draft_cost, verify_costs, verify_times
+from .divergence import Divergence, first_divergence
 from .machine import Machine, free_memory_bytes, load_average, processor_flags, profile_in_use
 from .pair import Cell, PairBench, PairReport, Sweep
 from .plotting import Curve, save_plot
@@ -23,15 +25,14 @@ from .timing import (
     Total,
     Work,
     interleave,
-    median_time,
 )
 from .workloads import plain, seed_of, speculative
 
 __all__ = [
-    "CallClock",
     "Cell",
     "Curve",
     "DecodeClock",
+    "Divergence",
     "Interval",
     "Machine",
     "Maker",
@@ -45,10 +46,10 @@ __all__ = [
     "Total",
     "Work",
     "draft_cost",
+    "first_divergence",
     "free_memory_bytes",
     "interleave",
     "load_average",
-    "median_time",
     "plain",
     "processor_flags",
     "profile_in_use",

@@ -11,36 +11,7 @@ from ..speculative import SpeculativeStats
 from .timing import Spread, Stopped
 from .workloads import never
 
-__all__ = ["CallClock", "DecodeClock", "draft_cost", "verify_costs", "verify_times"]
-
-
-class CallClock:
-    """Adds up the seconds inside some methods of one object, from ``__enter__`` to ``__exit__``."""
-
-    def __init__(self, owner: object, *names: str) -> None:
-        self._owner = owner
-        self._names = names
-        self.seconds = 0.0
-        self.n_calls = 0
-
-    def __enter__(self) -> CallClock:
-        for name in self._names:
-            vars(self._owner)[name] = self._timed(getattr(self._owner, name))  # shadows the method
-        return self
-
-    def _timed(self, inner: Callable[..., object]) -> Callable[..., object]:
-        def timed(*arguments: object) -> object:
-            start = perf_counter()
-            result = inner(*arguments)
-            self.seconds += perf_counter() - start
-            self.n_calls += 1
-            return result
-
-        return timed
-
-    def __exit__(self, *_: object) -> None:
-        for name in self._names:
-            del vars(self._owner)[name]
+__all__ = ["DecodeClock", "draft_cost", "verify_costs", "verify_times"]
 
 
 class DecodeClock:

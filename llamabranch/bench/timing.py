@@ -26,7 +26,6 @@ __all__ = [
     "Total",
     "Work",
     "interleave",
-    "median_time",
 ]
 
 PAUSE_S = 0.01  # between two methods: the threads of the previous one still spin for a short time
@@ -263,15 +262,3 @@ def interleave(
         pass
     progress("")
     return series
-
-
-def median_time(work: Callable[[], object], n: int, warm_up: int = 3) -> Spread:
-    """Return the seconds of ``work()``: ``n`` calls after ``warm_up`` untimed ones."""
-    for _ in range(warm_up):
-        work()
-    seconds = []
-    for _ in range(n):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return Spread.of(seconds)

@@ -54,10 +54,12 @@ class KVCompatibility:
         ours = asdict(KVCompatibility.of(ctx))
         for name, theirs in asdict(self).items():
             if name != "model" and theirs != ours[name]:
+                setting = name if name in ("kv_type", "flash_attention", "rope") else None
                 if name == "fingerprint":
                     name, theirs = "model", self.model or "its name was not saved"
                 raise SnapshotError(
                     f"the snapshot is of another {name}: {theirs!s:.80}, this context has {ours[name]}",
+                    setting=setting,
                     hint="create the context with the model and settings it was saved with",
                 )
 

@@ -21,8 +21,11 @@ from ..errors import (
     CacheFullError,
     CapacityError,
     ConfigError,
+    PerformanceWarning,
+    SnapshotError,
     UnsupportedError,
     UsageError,
+    warn,
 )
 from ..model.text import stop_strings
 from ..pictures import TreeLine
@@ -421,7 +424,8 @@ class Chat:
     ) -> Chat:
         """Return the conversation that ``save`` wrote; it goes on as if it had never ended.
 
-        K/V that there is no room for is evaluated again when it is needed.
+        K/V that there is no room for is evaluated again when it is needed; so is all of it, with a
+        `PerformanceWarning`, if the context has another K/V type or another setting that K/V depends on.
 
         Args:
             ctx: where it goes on: a context of the same model, see `saved_model`.
@@ -446,10 +450,13 @@ class Chat:
                 found.append(exchange.branch)
         except CapacityError:  # the others are evaluated again
             pass
-        except BaseException:
+        except BaseException as error:
             for branch in found:
                 branch.prune()
-            raise
+            if not isinstance(error, SnapshotError) or error.setting is None:
+                raise
+            found = []
+            warn(f"the conversation is read again: {error.message}", PerformanceWarning)
         for branch in reversed(found):
             chat._turns.keep(branch)
         return chat

@@ -23,8 +23,7 @@ from llamabranch import (
     SpeculativeConfig,
     Speculator,
 )
-from llamabranch.bench import Machine
-from llamabranch.proofs import Divergence, first_divergence
+from llamabranch.bench import Divergence, Machine, first_divergence
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles

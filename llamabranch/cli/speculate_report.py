@@ -6,8 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from llamabranch import Capabilities, Model, Produced
-from llamabranch.bench import Machine, load_average
-from llamabranch.proofs import Divergence
+from llamabranch.bench import Divergence, Machine, load_average
 
 from ..pictures import page, table, tokens_picture
 from .compare import LEAST_PAIRS, MOST_PAIRS, Comparison, Run, round_cost

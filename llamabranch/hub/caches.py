@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,45 +80,13 @@ def find(spec: HubSpec) -> LocalModel | None:
     LM Studio's folders, an installed Python package, llama.cpp's own cache. With a revision only
     snapshots of that revision count.
     """
-    for cache, root in _snapshot_caches()[:1]:
-        if found := _in_snapshots(root, cache, spec):
-            return found
-    if spec.revision is None and (
-        found := _in_ollama(spec) or _in_lm_studio(spec) or _in_package(spec)
-    ):
-        return found
-    for cache, root in _snapshot_caches()[1:]:
-        if found := _in_snapshots(root, cache, spec) or _in_flat_cache(root, spec):
-            return found
-    return _in_flat_cache(Path.home() / ".cache" / "llama.cpp", spec)
+    return next(_models(spec), None)
 
 
 def local_models() -> list[LocalModel]:
     """Return all complete models in the caches and in `PACKAGES`, by cache and name."""
-    found: list[LocalModel] = []
-    for cache, root in _snapshot_caches():
-        for folder in _folders(root):
-            named = _REPOSITORY_FOLDER.fullmatch(folder.name)
-            if named:
-                repository = f"{named[1]}/{named[2]}"
-                snapshots = _snapshots(folder, None)
-                seen: set[str] = set()
-                for snapshot in snapshots:
-                    for model in _all_below(snapshot, repository, cache):
-                        if model.name not in seen:
-                            seen.add(model.name)
-                            found.append(model)
-    for root in _lm_studio_folders():
-        for publisher in _folders(root):
-            for folder in _folders(publisher):
-                found += _all_below(folder, f"{publisher.name}/{folder.name}", "LM Studio")
-    found += _all_ollama()
-    for repository in PACKAGES:
-        for folder in _package_folders(repository):
-            found += _all_below(folder, repository, f"package {PACKAGES[repository]}")
-    own = own_cache()
-    found += [LocalModel(path.name, (path,), "llamabranch") for path in sorted(own.glob("*.gguf"))]
-    return found
+    own = [LocalModel(path.name, (path,), "llamabranch") for path in own_cache().glob("*.gguf")]
+    return [*_models(None), *sorted(own, key=lambda model: model.name)]
 
 
 def parts(path: Path) -> tuple[Path, ...]:
@@ -135,24 +103,42 @@ def _variable(name: str) -> Path | None:
     return Path(given).expanduser() if given else None
 
 
-# -- Hugging Face's layout: models--user--repo/snapshots/COMMIT/FILE -----------------------------------
+# -- each cache: the models that a spec names, all complete ones without it ----------------------------
 
 
-def _snapshot_caches() -> list[tuple[str, Path]]:
-    shared = hub_cache()
-    caches = [("Hugging Face", shared)]
-    llama = _variable("LLAMA_CACHE")
+def _models(spec: HubSpec | None) -> Iterator[LocalModel]:
+    shared, llama, home = hub_cache(), _variable("LLAMA_CACHE"), Path.home()
+    yield from _in_snapshots(shared, "Hugging Face", spec)
+    if spec is None or spec.revision is None:
+        yield from _in_ollama(spec)
+        for root in (home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"):
+            for publisher in _folders(root):
+                for folder in _folders(publisher):
+                    name = f"{publisher.name}/{folder.name}"
+                    yield from _in_folder(folder, name, "LM Studio", spec)
+        for repository, package in PACKAGES.items():
+            for folder in _package_folders(package):
+                yield from _in_folder(folder, repository, f"package {package}", spec)
     if llama is not None and llama != shared:
-        caches.append(("llama.cpp", llama))
-    return caches
+        yield from _in_snapshots(llama, "llama.cpp", spec)
+    for flat in (llama, home / ".cache" / "llama.cpp"):
+        if flat is not None and spec is not None and spec.revision is None:
+            yield from _in_flat_cache(flat, spec)
 
 
-def _in_snapshots(root: Path, cache: str, spec: HubSpec) -> LocalModel | None:
-    folder = root / ("models--" + spec.repository.replace("/", "--"))
-    for snapshot in _snapshots(folder, spec.revision):
-        if found := _chosen(snapshot, spec, cache):
-            return found
-    return None
+def _in_snapshots(root: Path, cache: str, spec: HubSpec | None) -> Iterator[LocalModel]:
+    """Yield models of Hugging Face's layout: models--user--repo/snapshots/COMMIT/FILE."""
+    for folder in _folders(root):
+        named = _REPOSITORY_FOLDER.fullmatch(folder.name)
+        repository = f"{named[1]}/{named[2]}" if named else ""
+        if not named or (spec is not None and spec.repository != repository):
+            continue
+        seen: set[str] = set()
+        for snapshot in _snapshots(folder, None if spec is None else spec.revision):
+            for model in _in_folder(snapshot, repository, cache, spec):
+                if model.name not in seen:
+                    seen.add(model.name)
+                    yield model
 
 
 def _snapshots(folder: Path, revision: str | None) -> list[Path]:
@@ -168,33 +154,30 @@ def _snapshots(folder: Path, revision: str | None) -> list[Path]:
     return [snapshots / name for name in names if (snapshots / name).is_dir()]
 
 
-def _chosen(folder: Path, spec: HubSpec, cache: str) -> LocalModel | None:
-    try:
-        files = choose(_files(folder), spec.tag, file=spec.file)
-    except ConfigError:
-        return None
-    name = f"{spec.repository}/{files[0]}"
-    return LocalModel(name, tuple(folder / file for file in files), cache)
-
-
-def _all_below(folder: Path, repository: str, cache: str) -> Iterator[LocalModel]:
-    paths = _files(folder)
-    for files in model_sets(paths):
-        try:
-            whole = choose(paths, file=files[0])
-        except ConfigError:  # a shard is missing
-            continue
-        yield LocalModel(f"{repository}/{files[0]}", tuple(folder / file for file in whole), cache)
-
-
-def _files(folder: Path) -> list[str]:
-    """Return the .gguf files below a folder, with forward slashes; dangling links are left out."""
-    try:
-        return sorted(
-            path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.is_file()
-        )
+def _in_folder(
+    folder: Path, repository: str, cache: str, spec: HubSpec | None, prefix: str = ""
+) -> Iterator[LocalModel]:
+    """Yield models of a repository's files below a folder, whose names begin with ``prefix``."""
+    if spec is not None and spec.repository != repository:
+        return
+    try:  # dangling links are left out
+        every = folder.glob(f"{prefix}*.gguf") if prefix else folder.rglob("*.gguf")
+        found = [path for path in every if path.is_file()]
     except OSError:
-        return []
+        return
+    paths = sorted(path.relative_to(folder).as_posix().removeprefix(prefix) for path in found)
+    asked = [(spec.tag, spec.file)] if spec else [(None, each[0]) for each in model_sets(paths)]
+    for tag, file in asked:
+        with contextlib.suppress(ConfigError):  # it is not there, or a shard is missing
+            files = choose(paths, tag, file=file)
+            its = tuple(folder / (prefix + each) for each in files)
+            yield LocalModel(f"{repository}/{files[0]}", its, cache)
+
+
+def _in_flat_cache(folder: Path, spec: HubSpec) -> Iterator[LocalModel]:
+    """Yield models of llama.cpp's cache before it shared Hugging Face's: user_repo_file.gguf."""
+    prefix = spec.repository.replace("/", "_") + "_"
+    return _in_folder(folder, spec.repository, "llama.cpp", spec, prefix)
 
 
 def _folders(parent: Path) -> list[Path]:
@@ -204,104 +187,36 @@ def _folders(parent: Path) -> list[Path]:
         return []
 
 
-# -- llama.cpp before it shared the Hugging Face cache: user_repo_file.gguf in one folder --------------
-
-
-def _in_flat_cache(folder: Path, spec: HubSpec) -> LocalModel | None:
-    prefix = spec.repository.replace("/", "_") + "_"
-    names = [name.removeprefix(prefix) for name in _names(folder) if name.startswith(prefix)]
-    if spec.revision is not None or not names:
-        return None
-    try:
-        files = choose(names, spec.tag, file=spec.file)
-    except ConfigError:
-        return None
-    paths = tuple(folder / (prefix + name) for name in files)
-    return LocalModel(f"{spec.repository}/{files[0]}", paths, "llama.cpp")
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return [path.name for path in folder.glob("*.gguf") if path.is_file()]
-    except OSError:
-        return []
-
-
-# -- LM Studio: models/publisher/model/FILE ------------------------------------------------------------
-
-
-def _lm_studio_folders() -> Iterable[Path]:
-    home = Path.home()
-    return (home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models")
-
-
-def _in_lm_studio(spec: HubSpec) -> LocalModel | None:
-    for root in _lm_studio_folders():
-        if found := _chosen(root / spec.repository, spec, "LM Studio"):
-            return found
-    return None
-
-
-# -- Python packages: files that an installed distribution lists ---------------------------------------
-
-
-def _package_folders(repository: str) -> list[Path]:
-    """Return the folders of GGUF files in the package that has files of a repository, if installed."""
-    if repository not in PACKAGES:
-        return []
+def _package_folders(package: str) -> list[Path]:
+    """Return the folders of GGUF files that an installed distribution lists."""
     from importlib import metadata  # which imports much
 
     try:
-        files = metadata.files(PACKAGES[repository]) or ()
+        files = metadata.files(package) or ()
     except metadata.PackageNotFoundError:
         return []
     paths = (Path(str(file.locate())) for file in files if file.suffix == ".gguf")
     return sorted({path.parent for path in paths})
 
 
-def _in_package(spec: HubSpec) -> LocalModel | None:
-    for folder in _package_folders(spec.repository):
-        if found := _chosen(folder, spec, f"package {PACKAGES[spec.repository]}"):
-            return found
-    return None
-
-
-# -- Ollama: manifests/HOST/USER/NAME/TAG names a blob ------------------------------------------------
-
-
-def _ollama_folder() -> Path:
-    return _variable("OLLAMA_MODELS") or Path.home() / ".ollama" / "models"
-
-
-def _in_ollama(spec: HubSpec) -> LocalModel | None:
-    if spec.file is not None:
-        return None
-    root = _ollama_folder()
-    for host in ("hf.co", "huggingface.co", "registry.ollama.ai"):
-        tags = _ollama_tags(root / "manifests" / host / spec.repository)
-        wanted = ("latest", "Q4_K_M", "Q8_0", *sorted(tags)) if spec.tag is None else (spec.tag,)
-        for want in wanted:
-            for tag, manifest in tags.items():
-                if tag.lower() == want.lower() and (blob := _ollama_blob(root, manifest)):
-                    return LocalModel(f"{spec.repository}:{tag}", (blob,), "Ollama")
-    return None
-
-
-def _all_ollama() -> Iterator[LocalModel]:
-    root = _ollama_folder()
-    for host in _folders(root / "manifests"):
-        for user in _folders(host):
-            for name in _folders(user):
-                for tag, manifest in _ollama_tags(name).items():
-                    if blob := _ollama_blob(root, manifest):
-                        yield LocalModel(f"{user.name}/{name.name}:{tag}", (blob,), "Ollama")
-
-
-def _ollama_tags(folder: Path) -> dict[str, Path]:
-    try:
-        return {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-    except OSError:
-        return {}
+def _in_ollama(spec: HubSpec | None) -> Iterator[LocalModel]:
+    """Yield models of Ollama's: manifests/HOST/USER/NAME/TAG names a blob."""
+    root = _variable("OLLAMA_MODELS") or Path.home() / ".ollama" / "models"
+    hosts = {host.name: host for host in _folders(root / "manifests")}
+    names = ("hf.co", "huggingface.co", "registry.ollama.ai") if spec else tuple(hosts)
+    for folder in (hosts[name] for name in names if name in hosts):
+        for name in (name for user in _folders(folder) for name in _folders(user)):
+            repository = name.relative_to(folder).as_posix()
+            if spec is not None and (spec.file is not None or spec.repository != repository):
+                continue
+            tags = {path.name: path for path in sorted(name.iterdir()) if path.is_file()}
+            wanted = list(tags)
+            if spec is not None:
+                asked = ("latest", "Q4_K_M", "Q8_0", *tags) if spec.tag is None else (spec.tag,)
+                wanted = [t for ask in asked for t in tags if t.lower() == ask.lower()]
+            for tag in wanted:
+                if blob := _ollama_blob(root, tags[tag]):
+                    yield LocalModel(f"{repository}:{tag}", (blob,), "Ollama")
 
 
 def _ollama_blob(root: Path, manifest: Path) -> Path | None:

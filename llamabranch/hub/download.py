@@ -15,9 +15,12 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 from ..errors import ConfigError, DownloadError, UnsupportedError
 from ..files import atomic_write
@@ -112,12 +115,12 @@ def plan_download(spec: HubSpec) -> DownloadPlan:
     )
     plan = DownloadPlan(spec, commit, files, (), 0, hub_cache())
     missing = tuple(file for file in files if not plan.path_of(file).is_file())
-    partial = 0
+    n_partial = 0
     for file in missing:
         sha = getattr(getattr(listed[file.path], "lfs", None), "sha256", None)
         with contextlib.suppress(OSError):
-            partial += _partial(plan, str(sha)).stat().st_size
-    return replace(plan, missing=missing, partial_bytes=partial)
+            n_partial += _partial(plan, str(sha)).stat().st_size
+    return replace(plan, missing=missing, partial_bytes=n_partial)
 
 
 def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
@@ -128,7 +131,8 @@ def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
 
     Args:
         plan: from `plan_download`.
-        progress: called with the bytes that are here and the bytes of all missing files.
+        progress: called with the bytes that are here and the bytes of all missing files. Without it
+            huggingface_hub shows its bar if standard error is a terminal.
 
     Raises:
         DownloadError: the hub cannot be reached or refuses, the bytes are not those that it announced, or
@@ -136,12 +140,10 @@ def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
     """
     _check_space(plan)
     total, before = sum(file.size for file in plan.missing), 0
+    if progress is None and not (sys.stderr is not None and sys.stderr.isatty()):
+        progress = _ignore
     for file in plan.missing:
-
-        def report(done: int, base: int = before) -> None:
-            if progress is not None:
-                progress(base + done, total)
-
+        report = None if progress is None else partial(_report, progress, before, total)
         try:
             with _requests(f"{plan.spec.repository}/{file.path}"):
                 _download_file(plan, file, report)
@@ -151,10 +153,19 @@ def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
                 hint="free some space, or set HF_HUB_CACHE to a folder that can be written",
             ) from error
         before += file.size
-        report(0, before)
+        if progress is not None:
+            progress(before, total)
     with contextlib.suppress(OSError):  # a convenience of later look-ups
         _write_reference(plan)
     return plan.path
+
+
+def _ignore(done: int, total: int) -> None:
+    pass
+
+
+def _report(progress: Progress, before: int, total: int, done: int) -> None:
+    progress(before + done, total)
 
 
 def search_hub(words: str, limit: int = 20) -> list[tuple[str, int]]:
@@ -175,7 +186,9 @@ def search_hub(words: str, limit: int = 20) -> list[tuple[str, int]]:
 # -- one file -----------------------------------------------------------------------------------------
 
 
-def _download_file(plan: DownloadPlan, file: RemoteFile, report: Callable[[int], None]) -> None:
+def _download_file(
+    plan: DownloadPlan, file: RemoteFile, report: Callable[[int], None] | None
+) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     repository, endpoint = plan.spec.repository, _endpoint()
@@ -184,72 +197,64 @@ def _download_file(plan: DownloadPlan, file: RemoteFile, report: Callable[[int],
     etag, size = str(metadata.etag), metadata.size
     if not (_SHA256.fullmatch(etag) or _SHA1.fullmatch(etag)):
         raise DownloadError(f"the hub gives no checksum of {file.path}", hint="use another mirror")
-    blob, path = plan.folder / "blobs" / etag, plan.path_of(file)
-    is_right = True
+    blob, bar = plan.folder / "blobs" / etag, _bar(report)
     if size is not None and size <= _LARGEST_OVER_HTTP:
-        is_right = _stream_blob(plan, url, etag, size, report)
-    if is_right:
-        is_new = not blob.is_file()
+        _stream_blob(plan, url, etag, size, bar)
+    is_new = not blob.is_file()
+    path = Path(
         hf_hub_download(  # where the blob is there it makes the link in the snapshot
-            repository,
-            file.path,
-            revision=plan.commit,
-            cache_dir=plan.cache,
-            endpoint=endpoint,
-            tqdm_class=_bar(report),
+            repository, file.path, revision=plan.commit, cache_dir=plan.cache, endpoint=endpoint,
+            tqdm_class=bar,
         )
-        if is_new and _checksum(path, etag) != etag:
-            is_right = False
-            path.unlink()
-        if not is_right or not path.is_symlink():  # without links the snapshot has a copy
-            blob.unlink(missing_ok=True)
-    if not is_right:
-        raise DownloadError(
-            f"{file.path} has not the SHA {etag[:12]}... that the hub announced",
-            hint="what was downloaded is discarded: try again; if that does not help, "
-            "something between here and the hub changes files",
-        )
+    )  # fmt: skip
+    if is_new and _checksum(path, etag) != etag:
+        path.unlink()
+        blob.unlink(missing_ok=True)
+        raise _wrong_bytes(file.path, etag)
+    if not path.is_symlink():  # without links the snapshot has a copy
+        blob.unlink(missing_ok=True)
 
 
-def _stream_blob(
-    plan: DownloadPlan, url: str, etag: str, size: int, report: Callable[[int], None]
-) -> bool:
+def _wrong_bytes(path: str, etag: str) -> DownloadError:
+    return DownloadError(
+        f"{path} has not the SHA {etag[:12]}... that the hub announced",
+        hint="what was downloaded is discarded: try again; if that does not help, "
+        "something between here and the hub changes files",
+    )
+
+
+def _stream_blob(plan: DownloadPlan, url: str, etag: str, size: int, bar: type) -> None:
     """Put the file at ``blobs/SHA``: download what is not here yet, check it, rename it.
 
     The hub redirects to where the file is, each time with a fresh signature: a later attempt may come
     after the first one has expired. The token is not sent there, since that is another host.
 
-    Returns:
-        False if the bytes are wrong; they are discarded.
+    Raises:
+        DownloadError: the bytes are wrong; they are discarded.
     """
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
-    blob, partial = plan.folder / "blobs" / etag, _partial(plan, etag)
+    blob, part = plan.folder / "blobs" / etag, _partial(plan, etag)
     lock = plan.cache / ".locks" / plan.folder.name / f"{etag}.lock"
     for folder in (blob.parent, lock.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(
-        lock
-    ):  # that of `hf_hub_download`: other programs wait for us, and we for them
+    # The lock is that of `hf_hub_download`: other programs wait for us, and we for them.
+    with WeakFileLock(lock):
         if blob.is_file():
-            return True
-        is_resumed = partial.is_file() and 0 < partial.stat().st_size <= size
+            return
+        is_resumed = part.is_file() and 0 < part.stat().st_size <= size
         for mode in ("ab", "wb") if is_resumed else ("wb",):  # what was here may be damaged
-            with open(partial, mode) as opened:
+            with open(part, mode) as opened:
                 http_get(
-                    url,
-                    opened,
-                    resume_size=opened.tell(),
-                    headers=build_hf_headers(),
-                    expected_size=size,
-                    tqdm_class=_bar(report),
-                )
-            if _checksum(partial, etag) == etag:
-                os.replace(partial, blob)
-                return True
-        partial.unlink()
-        return False
+                    url, opened, resume_size=opened.tell(), headers=build_hf_headers(),
+                    expected_size=size, tqdm_class=bar,
+                )  # fmt: skip
+            if _checksum(part, etag) == etag:
+                os.replace(part, blob)
+                return
+        part.unlink()
+    raise _wrong_bytes(url.rpartition("/")[2], etag)
 
 
 def _checksum(path: Path, etag: str) -> str:
@@ -264,9 +269,12 @@ def _checksum(path: Path, etag: str) -> str:
     return hasher.hexdigest()
 
 
-def _bar(report: Callable[[int], None]) -> type:
-    """Return a progress bar as huggingface_hub wants it that shows nothing and reports the bytes here."""
+def _bar(report: Callable[[int], None] | None) -> type:
+    """Return a progress bar as huggingface_hub wants it: its own, or one that only reports the bytes."""
     from huggingface_hub.utils import tqdm
+
+    if report is None:
+        return cast(type, tqdm)
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: object, initial: int = 0, **options: object) -> None:
@@ -344,15 +352,13 @@ def _requests(what: str) -> Iterator[None]:
             "downloading needs huggingface_hub, which is not installed",
             hint="pip install 'llamabranch[hub]', or fetch the file by hand and give its path",
         ) from error
-    hints = (  # the first that fits
-        (errors.GatedRepoError, "accept its terms on its page on the hub, then `hf auth login`"),
-        (
-            errors.RepositoryNotFoundError,
-            "check the name; for a private repository set HF_TOKEN or run `hf auth login`",
-        ),
-        (errors.RevisionNotFoundError, "check the revision, after @"),
-        (errors.EntryNotFoundError, "check the name of the file"),
-    )
+    hints = {  # the first that fits
+        errors.GatedRepoError: "accept its terms on its page on the hub, then `hf auth login`",
+        errors.RepositoryNotFoundError: "check the name; for a private repository set HF_TOKEN or run "
+        "`hf auth login`",
+        errors.RevisionNotFoundError: "check the revision, after @",
+        errors.EntryNotFoundError: "check the name of the file",
+    }
     try:
         yield
     except (DownloadError, ConfigError):
@@ -364,20 +370,15 @@ def _requests(what: str) -> Iterator[None]:
         unasked = isinstance(error, errors.LocalEntryNotFoundError)
         cause = error if not unasked or error.__cause__ is None else error.__cause__
         status = getattr(getattr(cause, "response", None), "status_code", None)
-        hint = next((hint for kind, hint in hints if isinstance(cause, kind)), None)
+        hint = next((hint for kind, hint in hints.items() if isinstance(cause, kind)), None)
         if hint is None and isinstance(cause, errors.HfHubHTTPError):
             hint = _HINTS.get(status or 0, "try again later")
-        elif (
-            hint is None
-            and cause is error
-            and isinstance(error, OSError)
-            and error.errno is not None
-        ):
-            raise  # of the disk
         elif hint is None and isinstance(cause, ValueError) and "hf_xet" in str(cause):
             hint = "pip install hf_xet: the hub sends files of more than 50 GB through Xet only"
-        elif hint is None and not (isinstance(cause, OSError) or _is_of_the_network(cause)):
-            raise
+        elif hint is None and not _is_of_the_network(cause):
+            of_disk = isinstance(error, OSError) and error.errno is not None
+            if (cause is error and of_disk) or not isinstance(cause, OSError):
+                raise
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise DownloadError(
             f"cannot download {what}: {reason}", status=status, hint=hint or _UNREACHED

@@ -7,6 +7,7 @@ package brings in one quantization gets the others here: ``smollm2-135m:Q8_0`` i
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
@@ -19,9 +20,8 @@ from ..errors import ConfigError, UnsupportedError
 from ..files import atomic_write
 from .caches import find, own_cache
 from .catalogue import CatalogueEntry, catalogue
-from .display import announce, note, progress_bar
+from .download import DownloadPlan, plan_download
 from .download import download as download_files
-from .download import plan_download
 from .spec import HubSpec
 
 __all__ = ["fetch", "is_offline", "resolve"]
@@ -136,11 +136,25 @@ def _download(spec: HubSpec, progress: Callable[[int, int], None] | None) -> Pat
     plan = plan_download(spec)
     if plan.missing and (local := find(replace(spec, file=plan.files[0].path, tag=None))):
         return local.path
-    if progress is not None or not plan.missing:
-        return download_files(plan, progress)
-    announce(plan)
-    with progress_bar(plan) as shown:
-        return download_files(plan, shown)
+    if progress is None and plan.missing:
+        _announce(plan)
+    return download_files(plan, progress)
+
+
+def _announce(plan: DownloadPlan) -> None:
+    """Tell what is about to be downloaded, how large it is and where it goes."""
+    parts = f" in {len(plan.files)} parts" if len(plan.files) > 1 else ""
+    rest = ", the rest of an interrupted download" if plan.partial_bytes else ""
+    n = plan.missing_bytes
+    size = f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+    name = f"{plan.spec.repository}/{plan.files[0].path}"
+    _note(f"downloading {name}{parts}: {size}{rest}, to {plan.cache}")
+
+
+def _note(text: str) -> None:
+    """Print a line on standard error, if there is one."""
+    with contextlib.suppress(OSError, AttributeError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _flag(name: str) -> bool | None:
@@ -248,7 +262,7 @@ def _quantize(source: Path, path: Path, file_type: str) -> None:
     """Make ``path`` from ``source``, whole or not at all."""
     from ..native.quantize import quantize  # which needs llama.cpp
 
-    note(f"making {path.name} from {source}, once, in {path.parent}")
+    _note(f"making {path.name} from {source}, once, in {path.parent}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,8 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "RowSampler", "Stepper", "address_of", "available", "description", "measure", "pieces", "softmax",
+    "FILE_NAME", "RowSampler", "Stepper", "address_of", "available", "description", "measure", "pieces",
+    "softmax",
 ]  # fmt: skip
+
+# What CMakeLists.txt installs beside this file.
+FILE_NAME = "_core" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -100,7 +105,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     """Return the library, or None, and a description of what runs."""
     if os.environ.get("LLAMABRANCH_CORE") == "0":
         return None, "off (LLAMABRANCH_CORE=0): NumPy"
-    path = Path(__file__).with_name("_core.bin")
+    path = Path(__file__).with_name(FILE_NAME)
     if not path.is_file():
         return None, "not built: NumPy"
     try:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..errors import ConfigError, JobError, LlamaBranchError, UnsupportedError
 from .folder import Folder
-from .ledger import LedgerActor
-from .stages import LedgerHandle
+from .ledger import Ledger, LedgerHandle
 
 if TYPE_CHECKING:
     import ray.data
@@ -34,7 +33,7 @@ def make_ledger() -> LedgerHandle:
 
     # On this node: if it goes, the whole job goes.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    actor = ray.remote(LedgerActor).options(
+    actor = ray.remote(Ledger).options(
         num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
     )
     return cast(LedgerHandle, actor.remote())

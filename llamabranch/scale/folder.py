@@ -1,20 +1,27 @@
-"""A folder on a file system that all nodes share: local, NFS, S3, GCS, whatever pyarrow opens."""
+"""A folder on a file system that all nodes share (whatever pyarrow opens), and results in it.
+
+Ray's own sinks open a file by its final name, so one that a crash has cut short shows until the job is
+resumed; and they number files with six digits, so that with a million of them one name begins like
+another, by which Ray finds what to delete. Here a file of results is complete as soon as it has its name.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import posixpath
 from collections.abc import Sequence
 from glob import glob
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
     import pyarrow.fs
+    import ray.data
 
-__all__ = ["File", "Folder", "input_files"]
+__all__ = ["File", "Folder", "input_files", "make_sink", "write_json_lines"]
 
 _ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
@@ -43,9 +50,10 @@ class Folder:
     def __truediv__(self, name: str) -> Folder:
         return Folder(posixpath.join(self.path, name), self.filesystem)
 
-    def names(self) -> list[str]:
-        """Return the names of its files, sorted; none if the folder does not exist."""
-        return sorted(posixpath.basename(file.path) for file in _files(self.filesystem, self.path))
+    def paths(self, ending: str = "") -> list[str]:
+        """Return the paths of its files that end so, sorted; none if the folder does not exist."""
+        found = [file.path for file in _files(self.filesystem, self.path)]
+        return sorted(path for path in found if path.endswith(ending))
 
     def create(self) -> None:
         """Create it, and those above it."""
@@ -53,10 +61,14 @@ class Folder:
 
     def delete(self) -> None:
         """Delete it with all that it holds, if it exists."""
+        if self._exists(self.path):
+            self.filesystem.delete_dir(self.path)
+
+    def _exists(self, path: str) -> bool:
         import pyarrow.fs
 
-        if self.filesystem.get_file_info(self.path).type != pyarrow.fs.FileType.NotFound:
-            self.filesystem.delete_dir(self.path)
+        found: bool = self.filesystem.get_file_info(path).type != pyarrow.fs.FileType.NotFound
+        return found
 
     def read_json(self, name: str) -> dict[str, object] | None:
         """Return the object in a file, or None if there is no such file.
@@ -64,10 +76,8 @@ class Folder:
         Raises:
             ConfigError: it holds something else.
         """
-        import pyarrow.fs
-
         path = posixpath.join(self.path, name)
-        if self.filesystem.get_file_info(path).type == pyarrow.fs.FileType.NotFound:
+        if not self._exists(path):
             return None
         with self.filesystem.open_input_stream(path) as file:
             data = file.read()
@@ -100,21 +110,19 @@ def input_files(
         ConfigError: there are none, or not all are Parquet, or not all are JSON lines.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
-    files: list[File] = []
+    known: list[tuple[str, File]] = []
     for path in given:
-        names = (
-            sorted(glob(path)) if "://" not in path and any(c in path for c in "*?[") else [path]
-        )
-        for name in names:
+        is_pattern = "://" not in path and any(c in path for c in "*?[")
+        for name in sorted(glob(path)) if is_pattern else [path]:
             filesystem, resolved = _resolve(name, filesystem)
-            files += _files(filesystem, resolved)
-    known = [file for file in files if posixpath.splitext(file.path)[1] in _ENDINGS]
-    formats = {_ENDINGS[posixpath.splitext(file.path)[1]] for file in known}
+            for file in _files(filesystem, resolved):
+                kind = _ENDINGS.get(posixpath.splitext(file.path)[1])
+                known += [] if kind is None else [(kind, file)]
     if not known or filesystem is None:
         raise ConfigError(f"there is no .parquet or .jsonl file in {', '.join(map(str, given))}")
-    if len(formats) > 1:
+    if len({kind for kind, _ in known}) > 1:
         raise ConfigError("the input has files of both formats", hint="give one of them at a time")
-    return sorted(known), formats.pop(), filesystem
+    return sorted(file for _, file in known), known[0][0], filesystem
 
 
 def _resolve(
@@ -130,17 +138,58 @@ def _resolve(
         found, inner = pyarrow.fs.FileSystem.from_uri(path)
     except (ValueError, OSError) as error:
         raise ConfigError(f"cannot open {path}: {error}") from None
-    return (found if filesystem is None else filesystem), inner
+    return filesystem or found, inner
 
 
 def _files(filesystem: pyarrow.fs.FileSystem, path: str) -> list[File]:
     import pyarrow.fs
 
     info = filesystem.get_file_info(path)
-    if info.type == pyarrow.fs.FileType.File:
+    if info.is_file:
         return [File(info.path, info.size)]
-    if info.type == pyarrow.fs.FileType.NotFound:
-        return []
-    selector = pyarrow.fs.FileSelector(path, recursive=False)
-    found = filesystem.get_file_info(selector)
-    return [File(f.path, f.size) for f in found if f.type == pyarrow.fs.FileType.File]
+    selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
+    return [File(f.path, f.size) for f in filesystem.get_file_info(selector) if f.is_file]
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def make_sink(folder: Folder, kind: str) -> ray.data.Datasink:
+    """Return the data sink of a folder, a file for each block; ``kind`` is "parquet" or "jsonl"."""
+    import pyarrow.parquet as pq
+    from ray.data.datasource import BlockBasedFileDatasink, FilenameProvider
+
+    class Names(FilenameProvider):  # type: ignore[misc, unused-ignore]
+        def get_filename_for_task(self, write_uuid: str, task_index: int) -> str:
+            return f"{write_uuid}-{task_index:012}.{kind}"
+
+    class Sink(BlockBasedFileDatasink):  # type: ignore[misc, unused-ignore]
+        def write_block(self, block: object, block_index: int, ctx: object) -> None:
+            write_uuid, task = ctx.kwargs["write_uuid"], ctx.task_idx  # type: ignore[attr-defined]
+            name = self.filename_provider.get_filename_for_task(write_uuid, task)
+            path = posixpath.join(self.path, name)
+            table = block.to_arrow()  # type: ignore[attr-defined]
+            with self.open_output_stream(path + ".part") as file:
+                (write_json_lines if kind == "jsonl" else pq.write_table)(table, file)
+            self.filesystem.move(path + ".part", path)
+
+    return Sink(
+        folder.path,
+        filesystem=folder.filesystem,
+        filename_provider=Names(),
+        file_format=kind,
+    )
+
+
+def write_json_lines(table: pyarrow.Table, file: BinaryIO) -> None:
+    """Write one object a line; numbers that JSON does not have become null."""
+    for row in table.to_pylist():
+        file.write(json.dumps(_plain(row), ensure_ascii=False).encode("utf-8") + b"\n")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

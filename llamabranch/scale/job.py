@@ -1,22 +1,137 @@
-"""Whole jobs on Ray Data: `generate` and `score` take files to files, each row exactly once."""
+"""Whole jobs on Ray Data: `generate` and `score` take files to files, each row exactly once.
+
+Of each block Ray Data first writes its ids as pending, then the data file, then renames the ids. A job
+that is resumed deletes the data of pending ids and skips the rows of the others. What a job was made with
+is in ``_job/job.json``; ``_SUCCESS`` is written when every row is there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, fields
-from typing import cast
+import hashlib
+import json
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from importlib import metadata
+from time import monotonic
+from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
 from typing_extensions import Unpack
 
 from .. import hub
+from ..arguments import bounded, whole
+from ..branch.branch import random_seed
+from ..errors import ConfigError, JobError
 from ..loading import LoadOptions
+from ..model import Model
+from ..native import engine_versions
 from ..sampling.grammar import Grammar
-from .rows import GenerateRows, RowOptions
-from .run import JobRun, plain
-from .settings import JobOptions, JobReport
-from .stages import Generate, Score
+from .cluster import check_plan, cluster, data_context, import_ray, make_ledger, translated
+from .folder import Folder, input_files, make_sink
+from .ledger import LedgerHandle
+from .rows import GenerateRows, RowOptions, ScoreRows
+from .stages import Generate, Score, WorkerOptions
+from .staging import Input, count_rows
 
-__all__ = ["generate", "score"]
+if TYPE_CHECKING:
+    import pyarrow.fs
+
+__all__ = ["JobOptions", "JobReport", "Progress", "generate", "score"]
+
+_LOCAL_BYTES = 256 << 20  # an input up to this size is sorted by the driver, a larger one by Ray
+_MOST = 1e15
+_POLL_S = 1.0
+_WORKERS_A_HELPER = 8  # workers for each process that reads, and each that writes
+_FILES_A_TASK = 256  # that one task counts at the end
+_ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
+
+
+class JobOptions(TypedDict, total=False):
+    """How a job runs; none of this changes a text."""
+
+    workers: int | tuple[int, int]
+    cpus: float
+    gpus: float
+    streams: int
+    draft: str | None
+    address: str | None
+    resume: bool
+    sort: bool
+    block_rows: int
+    local_bytes: int
+    format: str
+    id_column: str
+    keep: Sequence[str]
+    price: float | None
+    stall_s: float
+    filesystem: pyarrow.fs.FileSystem | None
+    on_progress: Callable[[Progress], None] | None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a job has done so far.
+
+    Rows of blocks that were run again count again, so ``rows`` may be ahead of what is written.
+
+    Args:
+        rows: rows with a result, those of earlier runs included; n_rows: in all.
+        errors: rows without a text, of this run.
+        generated_tokens, prompt_tokens: of this run.
+        evaluated_tokens: prompt tokens that were not in a cache.
+        deaths: worker processes that have died.
+        workers: how many have a model.
+        seconds: since the workers were asked for.
+        cost: so far, if a price is given.
+    """
+
+    rows: int
+    n_rows: int
+    errors: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    evaluated_tokens: int = 0
+    deaths: int = 0
+    workers: int = 0
+    seconds: float = 0.0
+    cost: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens, or scored ones, per second of this run."""
+        tokens = self.generated_tokens or self.prompt_tokens
+        return tokens / self.seconds if self.seconds else math.nan
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """A job that has ended: every row of its input is in its output, once.
+
+    Args:
+        output: the folder of the results.
+        n_rows: rows of the output.
+        n_errors: of these, rows without a text; their column ``error`` tells why.
+        n_resumed: rows that an earlier run had written.
+        batch_invariant: whether all workers' contexts were batch-invariant: then the same job gives
+            the same bytes again.
+        last: what this run has done.
+        seed: from which the rows' seeds are derived.
+    """
+
+    output: str
+    n_rows: int
+    n_errors: int
+    n_resumed: int
+    batch_invariant: bool
+    last: Progress
+    seed: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Return all of it as JSON types."""
+        return asdict(self)
 
 
 class _GenerateOptions(RowOptions, JobOptions, total=False):
@@ -64,23 +179,18 @@ def generate(
         JobError: the job failed; ``resume=True`` continues it.
         UnsupportedError: Ray is not installed.
     """
-    of_rows = RowOptions.__annotations__
-    given = {name: value for name, value in options.items() if name in of_rows}
-    rows = GenerateRows.of(cast(RowOptions, given))
-    settings: dict[str, object] = {
-        "max_tokens": rows.max_tokens,
-        "sampling": plain(asdict(rows.sampling)),
+    given = {name: value for name, value in options.items() if name in RowOptions.__annotations__}
+    rows = GenerateRows(**cast(RowOptions, given))
+    arguments = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    settings = {
+        **arguments,
+        "sampling": _plain(asdict(rows.sampling)) if rows.sampling else None,
         "stop": list(rows.stop),
         "grammar": rows.grammar.as_dict() if isinstance(rows.grammar, Grammar) else None,
-        "n": rows.n,
-        "chat": rows.chat,
-        **({} if rows.parse_special else {"parse_special": False}),
     }
-    layout = ("prompt", "max_tokens", "stop", "grammar", "seed", "parse_special")
-    of_job = cast(JobOptions, {k: v for k, v in options.items() if k not in of_rows})
-    job = JobRun("generate", inputs, output, model, settings, layout, load, of_job)
-    arguments = {field.name: getattr(rows, field.name) for field in fields(rows)}
-    return job.run(Generate, lambda worker, job_seed: {**arguments, "seed": job_seed}, seed)
+    of_job = cast(JobOptions, {k: v for k, v in options.items() if k not in given})
+    job = _Job("generate", inputs, output, model, settings, GenerateRows.columns, load, of_job)
+    return job.run(Generate, arguments, seed)
 
 
 def score(
@@ -99,7 +209,273 @@ def score(
 
     Arguments and errors are those of `generate`.
     """
-    settings: dict[str, object] = {} if parse_special else {"parse_special": False}
-    layout = ("text", "context", "parse_special")
-    job = JobRun("score", inputs, output, model, settings, layout, load, options)
-    return job.run(Score, lambda worker, seed: {"parse_special": parse_special}, 0)
+    settings: dict[str, object] = {"parse_special": parse_special}
+    job = _Job("score", inputs, output, model, settings, ScoreRows.columns, load, options)
+    return job.run(Score, settings, 0)
+
+
+class _Job:
+    """A job: its folders, what it was made with, its plan for Ray Data."""
+
+    def __init__(
+        self,
+        kind: Literal["generate", "score"],
+        inputs: str | Sequence[str],
+        output: str,
+        model: str,
+        settings: Mapping[str, object],
+        columns: tuple[str, ...],
+        load: LoadOptions | None,
+        options: JobOptions,
+    ) -> None:
+        unknown = sorted(set(options) - set(JobOptions.__annotations__))
+        if unknown:
+            raise ConfigError(f"a job has no option {unknown[0]!r}")
+        import_ray()
+        get = options.get
+        workers = get("workers", 1)
+        least, most = (workers, workers) if isinstance(workers, int) else workers
+        self._least = whole("workers", least, 1)
+        self._most = whole("workers", most, self._least)
+        self._cpus = bounded("cpus", get("cpus", 1.0), 0.0, _MOST)
+        self._gpus = bounded("gpus", get("gpus", 0.0), 0.0, _MOST)
+        self._streams = whole("streams", get("streams", 8), 1, 255)
+        self._block_rows = whole("block_rows", get("block_rows", 512), 1)
+        self._local_bytes = whole("local_bytes", get("local_bytes", _LOCAL_BYTES), 0)
+        price = get("price")
+        self._price = None if price is None else bounded("price", price, 0.0, _MOST)
+        self._stall_s = bounded("stall_s", get("stall_s", 600.0), 0.0, _MOST)
+        self._format = get("format", "parquet")
+        if self._format not in ("parquet", "jsonl"):
+            raise ConfigError(f"format must be 'parquet' or 'jsonl', not {self._format!r}")
+        self._model, self._load, self._options = model, LoadOptions(**(load or {})), options
+        id_column, keep = get("id_column", "id"), tuple(get("keep", ()))
+        self._input = Input(*input_files(inputs, get("filesystem")), id_column, columns, keep)
+        self._output = Folder(output, get("filesystem"))
+        self._folder = self._output / "_job"
+        files = json.dumps([[file.path, file.size] for file in self._input.files])
+        self._settings: dict[str, object] = {
+            "format": 2,
+            "kind": kind,
+            "input": hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:16],
+            "id_column": id_column,
+            "keep": list(keep),
+            "output_format": self._format,
+            "load": _plain({k: v for k, v in self._load.items() if not k.startswith("n_threads")}),
+            **settings,
+        }
+
+    def run(
+        self, stage: type[Generate | Score], arguments: Mapping[str, object], seed: int | None
+    ) -> JobReport:
+        """Run what is left of the job."""
+        known = self._folder.read_json("job.json")
+        if self._output.paths() or known is not None:
+            if not self._options.get("resume", False):
+                raise ConfigError(
+                    f"{self._output.path} already exists",
+                    hint="continue it with resume=True (--resume), or name another folder",
+                )
+            if known is None:
+                raise ConfigError(f"{self._output.path} is not the folder of a job")
+        with cluster(self._options.get("address"), self._most, self._cpus):
+            return self._run_connected(stage, arguments, seed, known)
+
+    def _run_connected(
+        self,
+        stage: type[Generate | Score],
+        arguments: Mapping[str, object],
+        seed: int | None,
+        known: Mapping[str, object] | None,
+    ) -> JobReport:
+        ray = import_ray()
+        with translated(self._output):
+            facts = ray.get(ray.remote(_model_facts).options(num_cpus=0).remote(self._model))
+        if seed is None:
+            before = None if known is None else known.get("seed")
+            seed = before if isinstance(before, int) else random_seed()
+        settings = {**self._settings, **facts, "seed": seed}
+        if known is not None:
+            _check_same(known, settings, self._output.path)
+        with translated(self._output):
+            if known is None:
+                self._folder.delete()  # of a job that never began
+            n_rows = self._stage_input()
+            if known is None:
+                self._folder.write_json("job.json", settings)
+            n_before = count_rows(self._folder / "checkpoint")
+            book, last = make_ledger(), Progress(n_before, n_rows)
+            worker = WorkerOptions(
+                streams=self._streams,
+                draft=self._options.get("draft"),
+                ledger=book,
+                fingerprint=str(facts["model"]),
+                stall_s=self._stall_s,
+            )
+            if n_before < n_rows:
+                more = {"seed": seed} if stage is not Score else {}
+                with self._reporting(book, n_rows, n_before) as progress:
+                    self._map(stage, {**arguments, **more, "worker": worker})
+                last = progress()
+            n_written = count_rows(self._folder / "checkpoint")
+            if n_written != n_rows:
+                raise JobError(
+                    f"{n_written} of {n_rows} rows are in {self._output.path}",
+                    hint="resume the job; please report this",
+                )
+            n_errors, invariant = self._summary()
+        report = JobReport(self._output.path, n_rows, n_errors, n_before, invariant, last, seed)
+        self._output.write_json("_SUCCESS", report.as_dict())
+        return report
+
+    def _stage_input(self) -> int:
+        """Write the blocks of the job, unless an earlier run has; return how many rows they hold."""
+        done = self._folder.read_json("staged.json")
+        n_rows = None if done is None else done.get("rows")
+        if isinstance(n_rows, int):
+            return n_rows
+        is_small = self._input.size <= self._local_bytes
+        stage = self._input.stage_locally if is_small else self._input.stage_on_ray
+        sort = bool(self._options.get("sort", True))
+        n_rows = stage(self._folder / "prompts", block_rows=self._block_rows, sort=sort)
+        if not n_rows:
+            raise ConfigError("the input has no rows")
+        self._folder.write_json("staged.json", {"rows": n_rows})
+        return n_rows
+
+    def _map(self, stage: type[Generate | Score], arguments: Mapping[str, object]) -> None:
+        ray = import_ray()
+        from ray.data.checkpoint import CheckpointConfig
+
+        prompts, checkpoint = self._folder / "prompts", self._folder / "checkpoint"
+        paths, id_column = prompts.paths(".parquet"), self._input.id_column
+        config = CheckpointConfig(
+            id_column=id_column,
+            checkpoint_path=checkpoint.path,
+            delete_checkpoint_on_success=False,
+            override_filesystem=checkpoint.filesystem,
+        )
+        # One filter is fast enough, and each is a CPU and a GiB that no worker can have.
+        config.checkpoint_actor_pool_max_size = 1
+        config.checkpoint_actor_memory_bytes = 64 << 20
+        # Ray's newer reader packs small files into one block; here a file is a block.
+        with data_context(checkpoint_config=config, use_datasource_v2=False):
+            # Workers may hold all CPUs of the cluster: reading and writing must not wait for one.
+            # Ray would start as many processes for such tasks as there are tasks.
+            n_helpers = max(1, self._most // _WORKERS_A_HELPER)
+            rows = ray.data.read_parquet(
+                paths,
+                filesystem=prompts.filesystem,
+                num_cpus=0,
+                concurrency=n_helpers,
+                override_num_blocks=len(paths),
+            )
+            of_stage = {**arguments, "id_column": id_column, "keep": self._input.keep, **self._load}
+            rows = rows.map_batches(
+                stage,
+                fn_constructor_args=(self._model,),
+                fn_constructor_kwargs=of_stage,
+                batch_size=min(self._block_rows, _ROWS_AT_A_TIME * self._streams),
+                batch_format="pyarrow",
+                num_cpus=self._cpus,
+                num_gpus=self._gpus,
+                compute=ray.data.ActorPoolStrategy(
+                    min_size=self._least,
+                    max_size=self._most,
+                    max_tasks_in_flight_per_actor=3,
+                    max_concurrent_calls_per_actor=2,
+                ),
+            )
+            check_plan(rows)
+            with warnings.catch_warnings():
+                # Should a later version of Ray drop checkpoints for another reason.
+                warnings.filterwarnings("error", message="You've enabled checkpointing")
+                sink = make_sink(self._output, self._format)
+                rows.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=n_helpers)
+
+    def _summary(self) -> tuple[int, bool]:
+        """Return how many rows of the output are errors, and whether all of it is batch-invariant."""
+        paths, filesystem = self._output.paths(f".{self._format}"), self._output.filesystem
+        if len(paths) <= _FILES_A_TASK:
+            return _count_errors(paths, filesystem)
+        ray = import_ray()
+        count = ray.remote(_count_errors).options(num_cpus=0)
+        starts = range(0, len(paths), _FILES_A_TASK)
+        counts = ray.get([count.remote(paths[i : i + _FILES_A_TASK], filesystem) for i in starts])
+        return sum(n for n, _ in counts), all(invariant for _, invariant in counts)
+
+    @contextmanager
+    def _reporting(
+        self, book: LedgerHandle, n_rows: int, n_before: int
+    ) -> Iterator[Callable[[], Progress]]:
+        """Yield what tells the progress; call ``on_progress`` with it about once a second."""
+        ray, report, begin = import_ray(), self._options.get("on_progress"), monotonic()
+        ended = threading.Event()
+
+        def progress() -> Progress:
+            totals = cast("dict[str, int]", ray.get(book.totals.remote(), timeout=10))
+            totals["rows"] = min(n_rows, n_before + totals["rows"])
+            seconds, cost = monotonic() - begin, None
+            if self._price is not None:
+                cost = self._price * max(totals["workers"], 1) * seconds / 3600
+            return Progress(**totals, n_rows=n_rows, seconds=seconds, cost=cost)
+
+        def poll() -> None:
+            while report is not None and not ended.wait(_POLL_S):
+                with suppress(Exception):  # the ledger may be starting again
+                    report(progress())
+
+        thread = threading.Thread(target=poll, name="job progress", daemon=True)
+        thread.start()
+        try:
+            yield progress
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _model_facts(model: str) -> dict[str, object]:
+    """Return what identifies a model and the code that runs it; runs on a node of the cluster."""
+    try:
+        own = metadata.version("llamabranch")
+    except metadata.PackageNotFoundError:  # run from its source
+        own = "unknown"
+    with Model(hub.resolve(model, download=True), vocab_only=True) as opened:
+        fingerprint = opened.fingerprint
+    return {"model": fingerprint, "versions": {"llamabranch": own, **engine_versions()}}
+
+
+def _count_errors(paths: Sequence[str], filesystem: pyarrow.fs.FileSystem) -> tuple[int, bool]:
+    """Return how many rows of some files of results are errors, and whether all are batch-invariant."""
+    import pyarrow.parquet as pq
+
+    n_errors, invariant = 0, True
+    for path in paths:
+        if path.endswith(".parquet"):
+            columns = ["error", "batch_invariant"]
+            rows = pq.read_table(path, filesystem=filesystem, columns=columns).to_pylist()
+        else:
+            with filesystem.open_input_stream(path) as file:
+                rows = [json.loads(line) for line in file.read().splitlines()]
+        n_errors += sum(row["error"] is not None for row in rows)
+        invariant = invariant and all(row["batch_invariant"] for row in rows)
+    return n_errors, invariant
+
+
+def _check_same(known: Mapping[str, object], settings: Mapping[str, object], path: str) -> None:
+    """Check that a job is resumed with what it was made with."""
+    different = [
+        name
+        for name in sorted({*known, *settings})
+        if json.dumps(known.get(name)) != json.dumps(settings.get(name))
+    ]
+    if different:
+        raise ConfigError(
+            f"{path} was made with other settings: {', '.join(different)}",
+            hint="resume with the settings in its _job/job.json, or name another folder",
+        )
+
+
+def _plain(value: object) -> object:
+    """Return a setting as JSON gives it back."""
+    return json.loads(json.dumps(value, sort_keys=True))

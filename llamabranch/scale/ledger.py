@@ -9,27 +9,32 @@ none does if the whole node is gone, which is not a row's fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Protocol
 
-__all__ = ["MOST_DEATHS", "Ledger", "LedgerActor", "Row", "Totals"]
+__all__ = ["MOST_DEATHS", "Ledger", "LedgerHandle", "Row"]
 
 MOST_DEATHS = 3  # of worker processes while they ran a row; then the row is reported as an error
 
 Row = int | str  # the id of a row
 
 
-class Totals(TypedDict):
-    """What a job's workers have done so far, rows that were run again included."""
+class _Method(Protocol):
+    def remote(self, *args: object) -> Awaitable[object]: ...
 
-    rows: int
-    errors: int
-    prompt_tokens: int
-    evaluated_tokens: int
-    generated_tokens: int
-    deaths: int
-    workers: int
+
+class LedgerHandle(Protocol):
+    """The handle of the actor that keeps a job's `Ledger`: its methods with ``remote``."""
+
+    def __getattr__(self, name: str) -> _Method: ...
+
+
+def _living_nodes() -> set[str]:
+    import ray
+
+    return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
 
 
 @dataclass
@@ -45,17 +50,18 @@ class Ledger:
     """The attempts of a job's rows.
 
     Args:
-        living_nodes: returns the ids of the nodes that are alive; None = all are.
+        living_nodes: returns the ids of the nodes that are alive.
     """
 
-    def __init__(self, living_nodes: Callable[[], Collection[str]] | None = None) -> None:
+    def __init__(self, living_nodes: Callable[[], Collection[str]] = _living_nodes) -> None:
         self._living_nodes = living_nodes
         self._workers: dict[str, _Worker] = {}
-        self._deaths: dict[Row, int] = {}
+        self._deaths: Counter[Row] = Counter()
         self._reasons: dict[Row, str] = {}
         self._n_loading_deaths = 0
-        self._n_deaths = 0
-        self._totals: dict[str, int] = {}
+        self._totals = Counter(
+            rows=0, errors=0, prompt_tokens=0, evaluated_tokens=0, generated_tokens=0, deaths=0
+        )
 
     def register(self, actor: str, process: str, node: str) -> int:
         """Note that a process of an actor has started.
@@ -70,15 +76,13 @@ class Ledger:
         return self._n_loading_deaths
 
     def _bury(self, worker: _Worker) -> None:
-        self._n_deaths += 1
-        if self._living_nodes is not None and worker.node not in self._living_nodes():
+        self._totals["deaths"] += 1
+        if worker.node and worker.node not in self._living_nodes():
             return
-        if worker.is_loading:
-            self._n_loading_deaths += 1
-        for row in worker.rows:
-            self._deaths[row] = self._deaths.get(row, 0) + 1
-            if worker.reason is not None:
-                self._reasons[row] = worker.reason
+        self._n_loading_deaths += worker.is_loading
+        self._deaths.update(worker.rows.keys())
+        if worker.reason is not None:
+            self._reasons.update(dict.fromkeys(worker.rows, worker.reason))
 
     def ready(self, actor: str) -> None:
         """Note that the model of an actor is loaded."""
@@ -88,13 +92,12 @@ class Ledger:
 
     def deaths(self, rows: Sequence[Row]) -> list[tuple[int, str | None]]:
         """Return for each row how many processes died while they ran it, and the last known reason."""
-        return [(self._deaths.get(row, 0), self._reasons.get(row)) for row in rows]
+        return [(self._deaths[row], self._reasons.get(row)) for row in rows]
 
     def begin(self, actor: str, process: str, rows: Iterable[Row]) -> None:
         """Note that a process runs these rows."""
-        worker = self._workers.get(actor)
-        if worker is None:  # this ledger has been restarted
-            worker = self._workers[actor] = _Worker(process, "", is_loading=False)
+        # An actor that is not known: this ledger has been restarted.
+        worker = self._workers.setdefault(actor, _Worker(process, "", is_loading=False))
         if worker.process == process:
             worker.rows.update(dict.fromkeys(rows))
 
@@ -104,39 +107,17 @@ class Ledger:
         for row in rows:
             if worker is not None and worker.process == process:
                 worker.rows.pop(row, None)
-            if self._deaths.get(row, 0) < MOST_DEATHS:  # an error stays one if its block runs again
-                self._deaths.pop(row, None)
+            if self._deaths[row] < MOST_DEATHS:  # an error stays one if its block runs again
+                del self._deaths[row]
                 self._reasons.pop(row, None)
-        for name, count in counts.items():
-            self._totals[name] = self._totals.get(name, 0) + count
+        self._totals.update(counts)
 
     def last_words(self, actor: str, reason: str) -> None:
         """Note why a process is about to end itself."""
         if actor in self._workers:
             self._workers[actor].reason = reason
 
-    def totals(self) -> Totals:
-        """Return what has been done so far."""
-        count = self._totals.get
-        return Totals(
-            rows=count("rows", 0),
-            errors=count("errors", 0),
-            prompt_tokens=count("prompt_tokens", 0),
-            evaluated_tokens=count("evaluated_tokens", 0),
-            generated_tokens=count("generated_tokens", 0),
-            deaths=self._n_deaths,
-            workers=sum(not worker.is_loading for worker in self._workers.values()),
-        )
-
-
-class LedgerActor(Ledger):
-    """The ledger as a Ray actor."""
-
-    def __init__(self) -> None:
-        super().__init__(_living_nodes)
-
-
-def _living_nodes() -> set[str]:
-    import ray
-
-    return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+    def totals(self) -> dict[str, int]:
+        """Return what the workers have done so far, rows that were run again included."""
+        loaded = [worker for worker in self._workers.values() if not worker.is_loading]
+        return {**self._totals, "workers": len(loaded)}

@@ -1,58 +1,37 @@
-"""From a row of a table to requests, and from results to a row.
+"""From the rows of a batch to requests, and from their results to a table.
 
 A row that cannot be a request becomes a row with ``finish_reason`` "error", not an exception: in Ray Data
-an exception ends the job, and the row would be lost.
+an exception ends the job, and the row would be lost. The schema of a table does not depend on its rows:
+blocks with other types could not be written into one folder.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypedDict
+from typing import TYPE_CHECKING, ClassVar, TypedDict
 
-from ..arguments import whole
-from ..context import Context, TokenScore
+from ..arguments import flag, whole
+from ..context import Context
 from ..engine import Request, Result
 from ..errors import ConfigError, LlamaBranchError
 from ..sampling import Grammar, SamplingParams
 
+if TYPE_CHECKING:
+    import pyarrow
+
 __all__ = [
-    "PROBLEM",
-    "GenerateRows",
-    "Prepared",
-    "Record",
-    "RowKind",
-    "RowOptions",
-    "ScoreRows",
-    "describe",
-    "error_record",
-]
+    "ROW", "GenerateRows", "Record", "RowOptions", "ScoreRows", "describe", "error_record",
+    "output_table", "read_rows",
+]  # fmt: skip
 
 Record = dict[str, object]
 
-PROBLEM = "problem"  # the column that tells why a row cannot be run
-
-
-class Prepared(NamedTuple):
-    """The request of a row, and the index of its first prompt token that is scored."""
-
-    request: Request
-    start: int = 0
-
-
-class RowKind(Protocol):
-    """What a job does with its rows."""
-
-    @property
-    def n(self) -> int:
-        """How many texts each row gets."""
-
-    def prepare(self, context: Context, row: Record, name: str) -> Prepared:
-        """Return the request of a row; ``name`` is its id."""
-
-    def record(self, prepared: Prepared, results: Sequence[Result]) -> Record:
-        """Return the output columns of a row."""
+ROW = (
+    "llamabranch_row"  # the column of a job's blocks that holds what requests are made of, as JSON
+)
 
 
 class RowOptions(TypedDict, total=False):
@@ -79,86 +58,87 @@ class GenerateRows:
         n: texts for each row; more than one gives columns of lists.
         chat: wrap each prompt in the model's chat template.
         parse_special: parse control tokens written in a prompt; a row's own can turn it off.
+
+    Raises:
+        ConfigError: ``max_tokens`` or ``n`` is out of range, or the grammar is invalid.
     """
 
-    max_tokens: int | None
-    sampling: SamplingParams
-    stop: tuple[str, ...] = ()
+    columns: ClassVar = ("prompt", "max_tokens", "stop", "grammar", "seed", "parse_special")
+
+    max_tokens: int | None = 128
+    sampling: SamplingParams | None = None
+    stop: Sequence[str] = ()
     grammar: Grammar | str | None = None
     n: int = 1
     chat: bool = False
     parse_special: bool = True
 
-    @classmethod
-    def of(cls, options: RowOptions) -> GenerateRows:
-        """Return them with the defaults for what is not given.
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            object.__setattr__(self, "max_tokens", whole("max_tokens", self.max_tokens, 0))
+        if isinstance(self.grammar, str):
+            object.__setattr__(self, "grammar", Grammar(self.grammar))
+        object.__setattr__(self, "sampling", self.sampling or SamplingParams())
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "n", whole("n", self.n, 1))
 
-        Raises:
-            ConfigError: ``max_tokens`` or ``n`` is out of range, or the grammar is invalid.
-        """
-        max_tokens, grammar = options.get("max_tokens", 128), options.get("grammar")
-        return cls(
-            None if max_tokens is None else whole("max_tokens", max_tokens, 0),
-            options.get("sampling") or SamplingParams(),
-            tuple(options.get("stop", ())),
-            Grammar(grammar) if isinstance(grammar, str) else grammar,
-            whole("n", options.get("n", 1), 1),
-            options.get("chat", False),
-            options.get("parse_special", True),
-        )
-
-    def prepare(self, context: Context, row: Record, name: str) -> Prepared:
-        """Return the request of a row.
+    def request(self, context: Context, row: Record, name: str) -> Request:
+        """Return the request of a row; ``name`` is its id.
 
         Raises:
             ConfigError, UnsupportedError: a value is missing, of the wrong type or out of range.
         """
-        _check(row)
-        tokens = row.get("prompt_tokens")
-        prompt = _prompt(row.get("prompt") if tokens is None else tokens)
+        prompt = _texts("prompt", row.get("prompt"))
         if self.chat:
-            if not isinstance(prompt, str):
-                raise ConfigError("a chat prompt must be text")
-            prompt = context.model.prompt_tokens([{"role": "user", "content": prompt}])
-        limit, seed, grammar = row.get("max_tokens"), row.get("seed"), row.get("grammar")
-        stop = row.get("stop")
-        if stop is not None and not isinstance(stop, (str, Sequence)):
-            raise ConfigError(f"stop must be a list of strings, not {stop!r:.40}")
-        if grammar is not None and not isinstance(grammar, str):
-            raise ConfigError(f"a grammar must be text, not {grammar!r:.40}")
-        sampling = self.sampling.replace(logprobs=False)
-        if seed is not None:
-            sampling = sampling.replace(seed=whole("seed", seed))
-        texts = (stop,) if isinstance(stop, str) else tuple(stop or self.stop)
-        request = Request(
+            prompt = context.model.prompt_tokens(
+                [{"role": "user", "content": _text("prompt", prompt)}]
+            )
+        elif not isinstance(prompt, str):
+            prompt = [whole("a token of the prompt", token, 0) for token in prompt]
+        given, sampling = row.get("max_tokens"), self.sampling or SamplingParams()
+        if (seed := row.get("seed")) is not None:
+            sampling = sampling.replace(seed=whole("seed", seed, -(2**63), 2**63 - 1))
+        stop, grammar = row.get("stop"), row.get("grammar")
+        return Request(
             prompt,
             id=name,
-            max_tokens=self.max_tokens if limit is None else whole("max_tokens", limit, 0),
-            sampling=sampling,
-            stop=texts,
-            grammar=grammar or self.grammar,
+            max_tokens=self.max_tokens if given is None else whole("max_tokens", given, 0),
+            sampling=sampling.replace(logprobs=False),
+            stop=self.stop
+            if stop is None
+            else [_text("stop", s) for s in _texts("stop", stop, True)],
+            grammar=self.grammar if grammar is None else _text("grammar", grammar),
             n=self.n,
             parse_special=_parses(row, self.parse_special),
         )
-        return Prepared(request)
 
-    def record(self, prepared: Prepared, results: Sequence[Result]) -> Record:
+    def record(self, results: Sequence[Result]) -> Record:
         """Return the output columns of a row; with ``n`` above 1 they are lists, in sample order."""
         found = sorted(results, key=lambda result: result.sample)
-        errors = [describe(result.error) for result in found if result.error is not None]
-        record: Record = {
+        lists: dict[str, list[object]] = {
             "text": [result.text for result in found],
             "tokens": [result.tokens for result in found],
             "finish_reason": [result.finish_reason for result in found],
             "seed": [result.seed % 2**64 for result in found],
         }
-        if self.n == 1:
-            record = {
-                name: values[0] for name, values in record.items() if isinstance(values, list)
-            }
-        record["n_prompt_tokens"] = found[0].num_prompt_tokens
-        record["error"] = errors[0] if errors else None
-        return record
+        errors = [describe(result.error) for result in found if result.error is not None]
+        return {
+            **({name: values[0] for name, values in lists.items()} if self.n == 1 else lists),
+            "n_prompt_tokens": found[0].num_prompt_tokens,
+            "error": errors[0] if errors else None,
+        }
+
+    def fields(self) -> list[tuple[str, pyarrow.DataType]]:
+        """Return the names and types of the output columns."""
+        import pyarrow as pa
+
+        of_text = [
+            ("text", pa.string()), ("tokens", pa.list_(pa.int32())), ("finish_reason", pa.string()),
+            ("seed", pa.uint64()),
+        ]  # fmt: skip
+        if self.n > 1:
+            of_text = [(name, pa.list_(type_)) for name, type_ in of_text]
+        return [*of_text, ("n_prompt_tokens", pa.int32())]
 
 
 @dataclass(frozen=True)
@@ -166,44 +146,39 @@ class ScoreRows:
     """Rows with a text to score, and optionally a context that it continues, which is not scored.
 
     Args:
-        n: how many results a row has.
         parse_special: parse control tokens written in the texts; a row's own can turn it off.
     """
 
-    n: int = 1
+    columns: ClassVar = ("text", "context", "parse_special")
+    n: ClassVar = 1
+
     parse_special: bool = True
 
-    def prepare(self, context: Context, row: Record, name: str) -> Prepared:
-        """Return the request that scores a row.
+    def request(self, context: Context, row: Record, name: str) -> Request:
+        """Return the request that scores a row; ``name`` is its id.
 
         Raises:
             ConfigError: the text is missing or has no tokens.
             TokenizeError: it cannot be tokenized.
         """
-        _check(row)
-        text, before = row.get("text"), row.get("context")
-        if not isinstance(text, str):
-            raise ConfigError(f"a row needs a text to score, not {text!r:.40}")
-        parses = _parses(row, self.parse_special)
+        text, before = _text("text", row.get("text")), row.get("context")
+        model, parses = context.model, _parses(row, self.parse_special)
+        start = 1
         if before is None:
-            tokens, start = context.model.prompt_tokens(text, parse_special=parses), 1
-        elif isinstance(before, str):
-            prefix = context.model.prompt_tokens(before, parse_special=parses)
+            tokens = model.prompt_tokens(text, parse_special=parses)
+        else:
+            prefix = model.prompt_tokens(_text("context", before), parse_special=parses)
             own = context.tokenize(text, add_special=False, parse_special=parses)
             if not own:
                 raise ConfigError("the text has no tokens")
             tokens, start = [*prefix, *own], len(prefix)
-        else:
-            raise ConfigError(f"a context must be text, not {before!r:.40}")
-        return Prepared(Request(tokens, id=name, max_tokens=0, prompt_logprobs=0), start)
+        return Request(tokens, id=name, max_tokens=0, prompt_logprobs=0, logprobs_from=start)
 
-    def record(self, prepared: Prepared, results: Sequence[Result]) -> Record:
+    def record(self, results: Sequence[Result]) -> Record:
         """Return the output columns of a row."""
         (result,) = results
-        scores: list[TokenScore] = []
-        if result.error is None:
-            found = (result.prompt_logprobs or [])[prepared.start :]
-            scores = [score for score in found if score is not None]
+        rated = result.prompt_logprobs if result.error is None else None
+        scores = [score for score in rated or () if score is not None]
         logprobs = [score.logprob for score in scores]
         return {
             "tokens": [score.token for score in scores],
@@ -211,12 +186,22 @@ class ScoreRows:
             "ranks": [score.rank for score in scores],
             "logprob": math.fsum(logprobs) if result.error is None else None,
             "n_tokens": len(scores),
-            "finish_reason": "error" if result.error is not None else "scored",
+            "finish_reason": "scored" if result.error is None else "error",
             "error": None if result.error is None else describe(result.error),
         }
 
+    def fields(self) -> list[tuple[str, pyarrow.DataType]]:
+        """Return the names and types of the output columns."""
+        import pyarrow as pa
 
-def error_record(kind: RowKind, error: str) -> Record:
+        return [
+            ("tokens", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float64())),
+            ("ranks", pa.list_(pa.int32())), ("logprob", pa.float64()), ("n_tokens", pa.int32()),
+            ("finish_reason", pa.string()),
+        ]  # fmt: skip
+
+
+def error_record(kind: GenerateRows | ScoreRows, error: str) -> Record:
     """Return the output columns of a row that has no result; those that are missing are null."""
     return {"finish_reason": ["error"] if kind.n > 1 else "error", "error": error}
 
@@ -226,23 +211,69 @@ def describe(error: LlamaBranchError) -> str:
     return error.message if error.hint is None else f"{error.message} ({error.hint})"
 
 
-def _check(row: Record) -> None:
-    """Raise a ConfigError if the row was found to be unusable when the job began."""
-    problem = row.get(PROBLEM)
-    if problem is not None:
-        raise ConfigError(str(problem))
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be text, not {value!r:.40}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} is not valid Unicode") from None
+    return value
+
+
+def _texts(name: str, value: object, several: bool = False) -> str | Sequence[object]:
+    """Return text as it is, as a list of it if ``several``; a list as it is."""
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be text or a list, not {value!r:.40}")
+    return [value] if several else _text(name, value)
 
 
 def _parses(row: Record, default: bool) -> bool:
     given = row.get("parse_special")
-    if given is not None and not isinstance(given, bool):
-        raise ConfigError(f"parse_special must be true or false, not {given!r:.40}")
+    if given is not None:
+        flag("parse_special", given)
     return default and given is not False
 
 
-def _prompt(value: object) -> str | list[int]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [whole("a token of the prompt", token, 0) for token in value]
-    raise ConfigError(f"a prompt must be text or a list of token ids, not {value!r:.40}")
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def read_rows(batch: object) -> list[Record]:
+    """Return the rows of a batch: a table, a data frame, or a mapping of columns.
+
+    Raises:
+        ConfigError: something else.
+    """
+    import pyarrow as pa
+
+    if isinstance(batch, Mapping):  # NumPy's arrays of objects hold lists and texts
+        plain = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in batch.items()}
+        batch = pa.table(plain)
+    elif hasattr(batch, "to_dict"):
+        batch = pa.Table.from_pandas(batch, preserve_index=False)
+    if not isinstance(batch, pa.Table):
+        raise ConfigError(f"a batch is a table or a mapping of columns, not {type(batch).__name__}")
+    rows: list[Record] = batch.to_pylist()
+    return [row | json.loads(str(row.pop(ROW))) if ROW in row else row for row in rows]
+
+
+def output_table(
+    records: Sequence[Record],
+    batch: object,
+    kind: GenerateRows | ScoreRows,
+    id_column: str,
+    keep: Sequence[str],
+) -> pyarrow.Table:
+    """Return records as a table; the id and the kept columns have the types of the batch."""
+    import pyarrow as pa
+
+    given = batch.schema if isinstance(batch, pa.Table) else pa.schema([])
+    fields = []
+    for name in (id_column, *keep):
+        values = [record.get(name) for record in records]
+        known = name in given.names
+        fields.append((name, given.field(name).type if known else pa.array(values).type))
+    fields += [*kind.fields(), ("error", pa.string()), ("batch_invariant", pa.bool_())]
+    return pa.Table.from_pylist(list(records), schema=pa.schema(fields))

@@ -1,67 +1,52 @@
 """The classes for ``Dataset.map_batches``: each worker process holds one model and one engine.
 
 Ray Data runs several batches of a block at a time where ``__call__`` is a coroutine; with two concurrent
-calls for each actor also batches of two blocks. All of them feed the worker's one engine.
+calls for each actor also batches of two blocks. All of them feed the worker's one engine, which so never
+drains between them. What breaks the engine ends the process: Ray starts another one and gives it the
+batches again. Raising would send them back to the broken engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from typing_extensions import Unpack
 
 from ..arguments import whole
 from ..context import Context
-from ..engine import Engine, Result
-from ..errors import ConfigError, LlamaBranchError, ModelLoadError
+from ..engine import AsyncEngine, Request, Result
+from ..errors import ConfigError, DecodeError, LlamaBranchError, ModelLoadError
 from ..hub import resolve
 from ..loading import LoadOptions, load
-from ..speculative import ModelDrafter
-from .ledger import MOST_DEATHS, Row
-from .placement import CoreClaim, cache_domains, claim_cores, lock_folder
-from .resident import ResidentEngine, end_process
+from ..speculative import ModelDrafter, NullDrafter
+from .ledger import MOST_DEATHS, LedgerHandle, Row
+from .placement import cache_domains, claim_cores, lock_folder
 from .rows import (
     GenerateRows,
-    Prepared,
     Record,
-    RowKind,
     RowOptions,
     ScoreRows,
     describe,
     error_record,
+    output_table,
+    read_rows,
 )
-from .tables import output_table, read_rows
 
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = ["Generate", "LedgerHandle", "Score", "WorkerOptions"]
+__all__ = ["Generate", "Score", "WorkerOptions"]
 
 _CELLS_PER_TEXT = 512  # of the cache, unless n_ctx is given
 _LEAST_CELLS = 2048
 _MOST_LOADING_DEATHS = 3
-
-
-class _Method(Protocol):
-    def remote(self, *args: object) -> Awaitable[object]: ...
-
-
-class LedgerHandle(Protocol):
-    """The handle of the actor that keeps a job's `Ledger`."""
-
-    register: _Method
-    ready: _Method
-    deaths: _Method
-    begin: _Method
-    end: _Method
-    last_words: _Method
-    totals: _Method
 
 
 @dataclass(frozen=True)
@@ -73,7 +58,7 @@ class WorkerOptions:
         draft: a draft model.
         ledger: the handle of the job's ledger; None = a row that ends its process is tried for ever.
         fingerprint: the model's, which its file must have; None = any.
-        stall_s: seconds without progress after which a worker ends itself.
+        stall_s: seconds without progress after which a worker ends itself, give or take as many.
         pin: keep the worker on cores of its own.
     """
 
@@ -91,171 +76,188 @@ class _Stage:
     def __init__(
         self,
         model: str,
-        kind: RowKind,
-        worker: WorkerOptions,
+        kind: GenerateRows | ScoreRows,
+        worker: WorkerOptions | None,
         *,
         seed: int | None,
         id_column: str,
         keep: Sequence[str],
-        options: LoadOptions,
+        options: Mapping[str, object],
     ) -> None:
-        self._kind = kind
-        self._id_column = id_column
-        self._keep = tuple(keep)
-        self._ledger = worker.ledger
+        self._kind, self._id_column, self._keep = kind, id_column, tuple(keep)
+        self._worker = worker = worker or WorkerOptions()
         self._actor, self._process = "", uuid.uuid4().hex
-        self._gate = _Gate()
-        self._n_streams = whole("streams", worker.streams, 1, 255)
+        streams = whole("streams", worker.streams, 1, 255)
         self._register()
-        options = LoadOptions(**options)
-        n_cpus, n_gpus = _assigned()
-        self._claim: CoreClaim | None = None
-        if n_cpus is not None:
-            n_threads = max(1, int(n_cpus))
-            options.setdefault("n_threads", n_threads)
-            options.setdefault("n_threads_batch", n_threads)
-            if worker.pin and hasattr(os, "sched_setaffinity"):
-                self._claim = claim_cores(n_threads, lock_folder(), cache_domains())
-                if self._claim is not None:  # llama.cpp's threads inherit it from this one
-                    os.sched_setaffinity(0, self._claim.cores)
-        if n_gpus:
-            options.setdefault("n_gpu_layers", -1)
-        options.setdefault("n_seq_max", self._n_streams)
-        options.setdefault("prefix_cache", True)
-        options.setdefault("n_ctx", max(_LEAST_CELLS, _CELLS_PER_TEXT * self._n_streams))
-        self._context = _open(model, options)
+        given = LoadOptions(**cast(LoadOptions, options))
+        given.setdefault("n_seq_max", streams)
+        given.setdefault("prefix_cache", True)
+        given.setdefault("n_ctx", max(_LEAST_CELLS, _CELLS_PER_TEXT * streams))
+        self._place(given)
+        self._context = _open(model, given)
         fingerprint = self._context.model.fingerprint
-        if worker.fingerprint is not None and fingerprint != worker.fingerprint:
+        if worker.fingerprint not in (None, fingerprint):
             raise ModelLoadError(
                 f"{model} is another file on this node: its fingerprint is {fingerprint[:16]}, the "
-                f"job's {worker.fingerprint[:16]}",
+                f"job's {str(worker.fingerprint)[:16]}",
                 hint="remove the other file, or name the model by its path",
             )
-        drafter = None
-        if worker.draft is not None:
-            drafter = ModelDrafter(_open(worker.draft, options))
-        engine = Engine(
-            self._context,
-            drafter,
-            sampling=kind.sampling if isinstance(kind, GenerateRows) else None,
-            seed=seed,
+        drafter = (
+            NullDrafter() if worker.draft is None else ModelDrafter(_open(worker.draft, given))
         )
-        self._engine = ResidentEngine(engine, stall_s=worker.stall_s, on_broken=self._end_process)
-        self._counted = (0, 0)
+        sampling = kind.sampling if isinstance(kind, GenerateRows) else None
+        self._engine = AsyncEngine(
+            self._context, drafter, sampling=sampling, max_tokens=None, seed=seed
+        )
+        self._n_evaluated = 0  # prompt tokens that the ledger knows of
+        self._alone, self._others = asyncio.Lock(), asyncio.Event()
+        self._n_shared = 0
+        self._others.set()
         self._tell("ready", self._actor)
+
+    def _place(self, options: LoadOptions) -> None:
+        """Set the threads and layers that Ray has given to this process; keep it on cores of its own."""
+        n_cpus, n_gpus = _assigned()
+        if n_gpus:
+            options.setdefault("n_gpu_layers", -1)
+        if n_cpus is None:
+            return
+        n_threads = max(1, int(n_cpus))
+        options.setdefault("n_threads", n_threads)
+        options.setdefault("n_threads_batch", n_threads)
+        if self._worker.pin and hasattr(os, "sched_setaffinity"):
+            self._claim = claim_cores(n_threads, lock_folder(), cache_domains())
+            if self._claim is not None:  # llama.cpp's threads inherit it from this one
+                os.sched_setaffinity(0, self._claim.cores)
 
     async def __call__(self, batch: object) -> pyarrow.Table:
         """Return the rows of a batch with their results, in the same order."""
         rows = read_rows(batch)
         ids = [_identity(row, self._id_column) for row in rows]
         records: dict[int, Record] = {}
-        everything = range(len(rows))
-        deaths = await self._deaths(ids)
-        groups: dict[int, list[int]] = {}
-        for i in everything:
-            groups.setdefault(min(deaths[i][0], MOST_DEATHS), []).append(i)
-        for i in groups.pop(MOST_DEATHS, ()):
-            why = deaths[i][1] or "it was killed, or llama.cpp aborted it"
-            text = (
-                f"its worker process died {deaths[i][0]} times while it ran, at last alone: {why}"
-            )
-            records[i] = error_record(self._kind, text)
-            await self._end([ids[i]], [records[i]], [])
-        if 0 in groups:
-            async with self._gate.shared():
-                await self._run(groups[0], rows, ids, records)
-        # The rows of a batch that has killed its worker: first some at a time, then one by one.
-        for n_deaths, size in ((1, self._n_streams), (2, 1)):
-            group = groups.get(n_deaths, [])
-            for start in range(0, len(group), size):
-                async with self._gate.exclusive():
-                    await self._run(group[start : start + size], rows, ids, records)
-        kept = [{name: row.get(name) for name in (self._id_column, *self._keep)} for row in rows]
+        found = await self._ask("deaths", ids) or [(0, None)] * len(ids)
+        deaths = cast("list[tuple[int, str | None]]", found)
+        first = [i for i, (n, _) in enumerate(deaths) if not n]
+        if first:
+            async with self._shared():
+                records |= await self._run({i: rows[i] for i in first}, ids)
+        # Those that a worker had in hand when it died: one by one, and nothing else meanwhile.
+        for i, (n, reason) in enumerate(deaths):
+            if n >= MOST_DEATHS:
+                why = reason or "it was killed, or llama.cpp aborted it"
+                text = f"its worker process died {n} times while it ran, at last alone: {why}"
+                records[i] = error_record(self._kind, text)
+                await self._end([ids[i]], [records[i]], [])
+            elif n:
+                async with self._alone:
+                    await self._others.wait()
+                    records |= await self._run({i: rows[i]}, ids)
         invariant = self._context.capabilities.batch_invariant
-        found = [{**kept[i], **records[i], "batch_invariant": invariant} for i in everything]
-        return output_table(found, batch, self._kind, self._id_column, self._keep)
+        kept = [{name: row.get(name) for name in (self._id_column, *self._keep)} for row in rows]
+        whole_ = [{**kept[i], **records[i], "batch_invariant": invariant} for i in range(len(rows))]
+        return output_table(whole_, batch, self._kind, self._id_column, self._keep)
 
-    async def _run(
-        self,
-        lot: Sequence[int],
-        rows: Sequence[Record],
-        ids: Sequence[Row],
-        records: dict[int, Record],
-    ) -> None:
-        """Run some rows of a batch together; their records go to ``records``."""
-        names = [ids[i] for i in lot]
-        if self._ledger is not None:
-            await self._ledger.begin.remote(self._actor, self._process, names)
-        waiting: dict[int, tuple[Prepared, asyncio.Future[list[Result]]]] = {}
-        for i in lot:
-            try:
-                prepared = self._kind.prepare(self._context, rows[i], str(ids[i]))
-                future = self._engine.submit(prepared.request)
-            except LlamaBranchError as error:
-                records[i] = error_record(self._kind, describe(error))
-            else:
-                waiting[i] = prepared, asyncio.wrap_future(future)
-        results: list[Result] = []
-        for i, (prepared, outcome) in waiting.items():
-            found = await outcome
-            records[i] = self._kind.record(prepared, found)
-            results += found
-        await self._end(names, [records[i] for i in lot], results)
+    @asynccontextmanager
+    async def _shared(self) -> AsyncIterator[None]:
+        """Hold back rows that must run alone."""
+        async with self._alone:
+            self._n_shared += 1
+            self._others.clear()
+        try:
+            yield
+        finally:
+            self._n_shared -= 1
+            if not self._n_shared:
+                self._others.set()
+
+    async def _run(self, rows: Mapping[int, Record], ids: Sequence[Row]) -> dict[int, Record]:
+        """Run some rows of a batch together; return their records."""
+        names = [ids[i] for i in rows]
+        await self._ask("begin", self._actor, self._process, names)
+        running = [asyncio.ensure_future(self._row(row, str(ids[i]))) for i, row in rows.items()]
+        pending: set[asyncio.Future[tuple[Record, list[Result]]]] = set(running)
+        n_passes = -1
+        while pending:
+            _, pending = await asyncio.wait(pending, timeout=self._worker.stall_s)
+            before, n_passes = n_passes, self._engine.stats.target_forward_passes
+            if pending and n_passes == before:  # such as a decode that never returns
+                self._end_process(f"no progress for {self._worker.stall_s:g} s")
+        found = [each.result() for each in running]
+        records = [record for record, _ in found]
+        await self._end(names, records, [result for _, its in found for result in its])
+        return dict(zip(rows, records, strict=True))
+
+    async def _row(self, row: Record, name: str) -> tuple[Record, list[Result]]:
+        """Return the output columns of a row, and its results."""
+        try:
+            request = self._kind.request(self._context, row, name)
+            results = await self._results(request)
+        except LlamaBranchError as error:
+            if isinstance(error, DecodeError):
+                self._end_process(f"the engine failed: {error}")
+            return error_record(self._kind, describe(error)), []
+        except Exception as error:  # whatever it is, the requests cannot go on here
+            self._end_process(f"the engine failed: {error}")
+            raise
+        return self._kind.record(results), results
+
+    async def _results(self, request: Request) -> list[Result]:
+        """Return the results of a request's texts once all have ended."""
+        async with aclosing(self._engine.steps(request, reports_tokens=False)) as steps:
+            events = [event async for found in steps for event in found]
+        return [event.result for event in events if event.result is not None]
 
     # -- the ledger ------------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        if self._ledger is None:
+        if self._worker.ledger is None:
             return
         import ray
 
         runtime = ray.get_runtime_context()
-        self._actor = str(runtime.get_actor_id())
-        node = str(runtime.get_node_id())
-        n_deaths = ray.get(self._ledger.register.remote(self._actor, self._process, node))
-        if n_deaths >= _MOST_LOADING_DEATHS:
+        self._actor, node = str(runtime.get_actor_id()), str(runtime.get_node_id())
+        n_deaths = self._tell("register", self._actor, self._process, node)
+        if isinstance(n_deaths, int) and n_deaths >= _MOST_LOADING_DEATHS:
             raise ModelLoadError(
                 f"{n_deaths} worker processes in a row died while they loaded the model",
                 hint="see Ray's logs of these workers; is there enough memory for each of them?",
             )
 
-    def _tell(self, method: str, *args: object) -> None:
-        """Tell the ledger something, and wait until it has heard it."""
-        if self._ledger is not None:
-            import ray
+    def _tell(self, method: str, *args: object) -> object:
+        """Call a method of the ledger, if there is one, and wait until it has heard it."""
+        if self._worker.ledger is None:
+            return None
+        import ray
 
-            ray.get(getattr(self._ledger, method).remote(*args), timeout=60)
+        return ray.get(getattr(self._worker.ledger, method).remote(*args), timeout=60)
 
-    async def _deaths(self, ids: Sequence[Row]) -> list[tuple[int, str | None]]:
-        if self._ledger is None:
-            return [(0, None)] * len(ids)
-        found = await self._ledger.deaths.remote(ids)
-        return cast("list[tuple[int, str | None]]", found)
+    async def _ask(self, method: str, *args: object) -> object:
+        """Do what `_tell` does in the event loop."""
+        if self._worker.ledger is None:
+            return None
+        return await getattr(self._worker.ledger, method).remote(*args)
 
     async def _end(
         self, ids: Sequence[Row], records: Sequence[Record], results: Sequence[Result]
     ) -> None:
-        if self._ledger is None:
-            return
-        stats = self._engine.stats
-        counted = (stats.prompt_tokens, stats.generated_tokens)
-        new = [now - before for now, before in zip(counted, self._counted, strict=True)]
-        self._counted = counted
+        before, self._n_evaluated = self._n_evaluated, self._engine.stats.prompt_tokens
         counts = {
             "rows": len(records),
             "errors": sum(record["error"] is not None for record in records),
             "prompt_tokens": sum(r.num_prompt_tokens for r in results if r.sample == 0),
-            "evaluated_tokens": new[0],
+            "evaluated_tokens": self._n_evaluated - before,
             "generated_tokens": sum(len(result.tokens) for result in results),
         }
-        await self._ledger.end.remote(self._actor, self._process, ids, counts)
+        await self._ask("end", self._actor, self._process, ids, counts)
 
     def _end_process(self, reason: str) -> None:
+        """End this process at once, without cleaning up what may be broken."""
         try:
             self._tell("last_words", self._actor, reason)
         except Exception as error:  # the reason is lost, the process ends all the same
             reason += f" (the ledger could not be told: {error})"
-        end_process(reason)
+        print(f"llamabranch: this worker ends: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 class _GenerateOptions(RowOptions, LoadOptions, total=False):
@@ -302,15 +304,13 @@ class Generate(_Stage):
         worker: WorkerOptions | None = None,
         **options: Unpack[_GenerateOptions],
     ) -> None:
-        of_rows = RowOptions.__annotations__
+        given = {
+            name: value for name, value in options.items() if name in RowOptions.__annotations__
+        }
+        kind = GenerateRows(**cast(RowOptions, given))
+        rest = {name: value for name, value in options.items() if name not in given}
         super().__init__(
-            model,
-            GenerateRows.of(cast(RowOptions, {k: v for k, v in options.items() if k in of_rows})),
-            worker or WorkerOptions(),
-            seed=seed,
-            id_column=id_column,
-            keep=keep,
-            options=cast(LoadOptions, {k: v for k, v in options.items() if k not in of_rows}),
+            model, kind, worker, seed=seed, id_column=id_column, keep=keep, options=rest
         )
 
 
@@ -336,57 +336,10 @@ class Score(_Stage):
         worker: WorkerOptions | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
+        kind = ScoreRows(parse_special=parse_special)
         super().__init__(
-            model,
-            ScoreRows(parse_special=parse_special),
-            worker or WorkerOptions(),
-            seed=0,
-            id_column=id_column,
-            keep=keep,
-            options=options,
+            model, kind, worker, seed=0, id_column=id_column, keep=keep, options=options
         )
-
-
-class _Gate:
-    """Many may pass together, or one alone, for batches of one event loop."""
-
-    def __init__(self) -> None:
-        self._changed: asyncio.Condition | None = None
-        self._n_inside = 0
-        self._n_alone = 0  # those that wait to be alone, or are
-
-    @asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        changed = self._condition()
-        async with changed:
-            await changed.wait_for(lambda: not self._n_alone)
-            self._n_inside += 1
-        try:
-            yield
-        finally:
-            async with changed:
-                self._n_inside -= 1
-                changed.notify_all()
-
-    @asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[None]:
-        changed = self._condition()
-        async with changed:
-            self._n_alone += 1
-            await changed.wait_for(lambda: not self._n_inside)
-            self._n_inside = 1
-        try:
-            yield
-        finally:
-            async with changed:
-                self._n_inside = 0
-                self._n_alone -= 1
-                changed.notify_all()
-
-    def _condition(self) -> asyncio.Condition:
-        if self._changed is None:  # made in the loop that uses it
-            self._changed = asyncio.Condition()
-        return self._changed
 
 
 def _open(model: str, options: LoadOptions) -> Context:

@@ -6,58 +6,72 @@ import secrets
 from array import array
 from asyncio import to_thread
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ..engine import Request
 from ..sampling import SamplingParams
 from .errors import HttpError
 from .exchange import Exchange
 from .fields import (
+    Limit,
+    Prompt,
     SamplingFields,
     StructuredOutputs,
     TextFields,
-    check_top,
+    Top,
     limit_of,
     prompt_tokens,
 )
-from .generation import Choice, Update, all_choices, answer, usage
+from .generation import Choice, Update, Writer, all_choices, answer, usage
 from .nodes import Node
 from .service import Service
 
 __all__ = ["continue_", "create", "delete", "fork", "get", "listing", "score"]
 
-_MOST_CONTINUATIONS = 128
 _N_NEXT = 5  # tokens that are told to follow a node
+_Text = Annotated[str, Meta(min_length=1)]
+_Tokens = Annotated[list[int], Meta(min_length=1)]
 
 
-class CreateFields(Struct, kw_only=True):
+class NodeFields(Struct, kw_only=True):
+    """What makes a node takes."""
+
+    sampling: SamplingFields | None = None
+    seed: int | None = None
+    parse_special: bool = True
+
+    def params(self, service: Service, default: SamplingParams) -> SamplingParams:
+        """Return settings that have a seed: so a node, continued again, gives the same text."""
+        asked = self.sampling or SamplingFields()
+        found = asked.sampling(service.model, service.settings, default)
+        if self.seed is not None and self.seed != -1:
+            return found.replace(seed=self.seed)
+        return found if found.seed is not None else found.replace(seed=secrets.randbits(31))
+
+
+class CreateFields(NodeFields, kw_only=True):
     """The body of POST /v1/branches."""
 
     prompt: str | None = None
-    tokens: list[int] | None = None
+    tokens: _Tokens | None = None
     messages: list[dict[str, object]] | None = None
     add_special_tokens: bool = True
-    parse_special: bool = True
-    sampling: SamplingFields | None = None
-    seed: int | None = None
     grammar: str | None = None
     json_schema: dict[str, object] | None = None
     structured_outputs: StructuredOutputs | None = None
-    top_logprobs: int = _N_NEXT
+    top_logprobs: Top = _N_NEXT
 
 
-class ContinueFields(Struct, kw_only=True):
+class ContinueFields(NodeFields, kw_only=True):
     """The body of POST /v1/branches/{id}/continue."""
 
-    max_tokens: int | None = 16
-    n: int = 1
+    max_tokens: Limit | None = 16
+    n: Annotated[int, Meta(ge=1)] = 1
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    top_logprobs: int | None = None
-    sampling: SamplingFields | None = None
-    seed: int | None = None
+    top_logprobs: Top | None = None
     stream: bool = False
 
 
@@ -68,23 +82,20 @@ class Append(Struct, kw_only=True):
     tokens: list[int] | None = None
 
 
-class ForkFields(Struct, kw_only=True):
+class ForkFields(NodeFields, kw_only=True):
     """The body of POST /v1/branches/{id}/fork."""
 
     at: int | None = None
     append: Append | None = None
-    parse_special: bool = True
-    sampling: SamplingFields | None = None
-    seed: int | None = None
-    top_logprobs: int = _N_NEXT
+    top_logprobs: Top = _N_NEXT
 
 
 class ScoreFields(Struct, kw_only=True):
     """The body of POST /v1/branches/{id}/score."""
 
-    continuations: list[str | list[int]]
+    continuations: Annotated[list[_Text | _Tokens], Meta(min_length=1, max_length=128)]
     parse_special: bool = True
-    top_logprobs: int = 0
+    top_logprobs: Top = 0
 
 
 async def create(call: Exchange, service: Service) -> None:
@@ -97,20 +108,16 @@ async def create(call: Exchange, service: Service) -> None:
     if messages is not None:
         tokens = await to_thread(lambda: service.model.chat_tokens(messages))
     else:
-        prompt = fields.tokens if fields.prompt is None else fields.prompt
-        (found,) = await prompt_tokens(
-            service,
-            prompt,
-            add_special=fields.add_special_tokens,
-            parse_special=fields.parse_special,
-        )
+        prompt: Prompt = [*fields.tokens] if fields.tokens else fields.prompt or ""
+        add, parse = fields.add_special_tokens, fields.parse_special
+        (found,) = await prompt_tokens(service, prompt, add_special=add, parse_special=parse)
         tokens = service.model.prompt_tokens(found)
     grammar = await TextFields(
         grammar=fields.grammar,
         json_schema=fields.json_schema,
         structured_outputs=fields.structured_outputs,
-    ).text_grammar(service)
-    sampling = _sampling(service, service.settings.sampling, fields)
+    ).text_grammar()
+    sampling = fields.params(service, service.settings.sampling)
     node = Node(None, 0, array("i", tokens), len(tokens), sampling, grammar)
     await _add(call, service, node, fields.top_logprobs)
 
@@ -133,14 +140,14 @@ async def fork(call: Exchange, service: Service) -> None:
             more = await service.tokenize(text, add_special=False, parse_special=parse)
         service.model.check_tokens(more)
     n_read = at + len(more) if more else min(at, parent.n_read)
-    sampling = _sampling(service, parent.sampling, fields)
+    sampling = fields.params(service, parent.sampling)
     node = Node(parent, at, array("i", more), n_read, sampling, parent.grammar)
     await _add(call, service, node, fields.top_logprobs)
 
 
 async def _add(call: Exchange, service: Service, node: Node, top: int) -> None:
     with service.branches.room_for(1) as add:
-        choice = await _look(service, node, check_top(top) or 0)
+        choice = await _look(service, node, top)
         add(node)
     shown = await _shown(service, node)
     await call.reply({**shown, "next": node.next, **usage([choice])}, 201)
@@ -150,10 +157,14 @@ async def continue_(call: Exchange, service: Service) -> None:
     """Generate children of a node."""
     fields = await call.json(ContinueFields)
     parent = _node(call, service)
-    if not 1 <= fields.n <= service.settings.max_choices:
+    if fields.n > service.settings.max_choices:
         raise HttpError(400, f"n must be 1 to {service.settings.max_choices}", param="n")
-    top, limit = check_top(fields.top_logprobs), limit_of(fields.max_tokens)
-    sampling = _sampling(service, parent.sampling, fields)
+    top, limit, text = (
+        fields.top_logprobs,
+        limit_of(fields.max_tokens),
+        TextFields(stop=fields.stop),
+    )
+    sampling = fields.params(service, parent.sampling)
     tokens = parent.tokens
     service.check_room(tokens, limit)
     request = Request(
@@ -163,24 +174,28 @@ async def continue_(call: Exchange, service: Service) -> None:
         sampling=sampling.replace(logprobs=top is not None),
         max_tokens=service.n_ctx if limit is None else limit,
         n=fields.n,
-        stop=TextFields(stop=fields.stop).stops,
+        stop=text.stops,
         stop_tokens=fields.stop_token_ids or (),
         top_logprobs=top,
     )
     with service.branches.room_for(fields.n) as add:
-        writer = _Writer(service, parent, sampling, top, add)
+        writer = _Writer(service, text, parent, sampling, add)
         await answer(call, service, [request], writer, stream=fields.stream)
 
 
-@dataclass
-class _Writer:
+class _Writer(Writer):
     """Writes texts as children of a node, which they become when they have ended."""
 
-    service: Service
-    parent: Node
-    sampling: SamplingParams
-    top: int | None
-    add: Callable[[Node], None]
+    def __init__(
+        self,
+        service: Service,
+        fields: TextFields,
+        parent: Node,
+        sampling: SamplingParams,
+        add: Callable[[Node], None],
+    ) -> None:
+        super().__init__(service, fields, "br", "branch.children")
+        self._parent, self._sampling, self._add = parent, sampling, add
 
     def body(self, choices: Sequence[Choice]) -> dict[str, object]:
         """Make the children and show them."""
@@ -189,46 +204,38 @@ class _Writer:
 
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return the new text of a child that is not yet one."""
-        return [{"object": "branch.chunk", **self._part(update)}]
+        return [{"object": "branch.chunk", **self.part(update, update.choice.index)}]
 
     def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
         """Return the children."""
         return [self.body(choices)]
 
     def _child(self, update: Update) -> dict[str, object]:
-        parent, result = self.parent, update.choice.result
-        sampling = self.sampling.replace(seed=result.seed)
+        parent, result = self._parent, update.choice.result
+        sampling = self._sampling.replace(seed=result.seed)
         own, reason = array("i", result.tokens), update.end["finish_reason"]
         child = Node(parent, parent.position, own, parent.n_read, sampling, parent.grammar, reason)
-        self.add(child)
-        return {**_told(self.service, child), **self._part(update)}
+        self._add(child)
+        return {**_told(self.service, child), **self.part(update, update.choice.index)}
 
-    def _part(self, update: Update) -> dict[str, object]:
-        found: dict[str, object] = {
-            "index": update.choice.index,
-            "text": update.text,
-            "tokens": [token.token for token in update.tokens],
-            **update.end,
-        }
-        if self.top is not None:
-            words = self.service.vocabulary
-            found["logprobs"] = words.chat_logprobs(update.tokens, more=True)
+    def part(self, update: Update, index: int) -> dict[str, object]:
+        """Return what has come of a child's text."""
+        ids = [token.token for token in update.tokens]
+        found = {"index": index, "text": update.text, "tokens": ids, **update.end}
+        if update.choice.request.top_logprobs is not None:
+            found["logprobs"] = self.words.chat_logprobs(update.tokens, more=True)
         return found
 
 
 async def score(call: Exchange, service: Service) -> None:
     """Rate continuations of a node; no node is added."""
     fields = await call.json(ScoreFields)
-    tokens = _node(call, service).tokens
-    if not 1 <= len(fields.continuations) <= _MOST_CONTINUATIONS:
-        told = f"give 1 to {_MOST_CONTINUATIONS} continuations"
-        raise HttpError(400, told, param="continuations")
-    top, n = check_top(fields.top_logprobs), len(tokens)
+    tokens, parse = _node(call, service).tokens, fields.parse_special
+    top, n = fields.top_logprobs, len(tokens)
     requests = []
     for given in fields.continuations:
-        (more,) = await prompt_tokens(
-            service, [given], add_special=False, parse_special=fields.parse_special
-        )
+        prompt: Prompt = [given] if isinstance(given, str) else [[*given]]
+        (more,) = await prompt_tokens(service, prompt, add_special=False, parse_special=parse)
         if not more:
             raise HttpError(400, "a continuation has no tokens", param="continuations")
         service.model.check_tokens(more)
@@ -281,17 +288,6 @@ async def delete(call: Exchange, service: Service) -> None:
 
 def _node(call: Exchange, service: Service) -> Node:
     return service.branches[call.path_param("id")]
-
-
-def _sampling(
-    service: Service, default: SamplingParams, given: CreateFields | ContinueFields | ForkFields
-) -> SamplingParams:
-    """Return settings that have a seed: so a node, continued again, gives the same text."""
-    asked = given.sampling or SamplingFields()
-    found = asked.sampling(service.model, service.settings, default)
-    if given.seed is not None and given.seed != -1:
-        return found.replace(seed=given.seed)
-    return found if found.seed is not None else found.replace(seed=secrets.randbits(31))
 
 
 async def _look(service: Service, node: Node, top: int) -> Choice:

@@ -8,11 +8,10 @@ from datetime import date
 
 from ..engine.openai import called, chat_choice
 from ..model.tools import CallParser, Conversation, Tools, conversation
-from .counters import timings
 from .errors import HttpError
 from .exchange import Exchange
-from .fields import TextFields, check_top, engine_requests, limit_of
-from .generation import Choice, Update, answer, usage
+from .fields import Limit, TextFields, Top, engine_requests, limit_of
+from .generation import Choice, Update, Writer, answer
 from .service import Service
 
 __all__ = ["ChatFields", "chat", "input_tokens"]
@@ -29,9 +28,9 @@ class ChatFields(TextFields, kw_only=True):
     chat_template_kwargs: dict[str, object] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Top | None = None
     modalities: list[str] | None = None
 
 
@@ -40,37 +39,35 @@ async def chat(call: Exchange, service: Service) -> None:
     fields = await call.json(ChatFields)
     if fields.modalities not in (None, [], ["text"]):
         raise HttpError(400, "modalities other than text are not supported", param="modalities")
-    top = check_top(fields.top_logprobs)
-    if top and not fields.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
     tools = Tools(fields.tools or (), fields.tool_choice)
     tokens = await to_thread(lambda: _conversation(service, fields, tools).tokens(service.model))
-    limits = [fields.max_completion_tokens, fields.max_tokens, fields.n_predict]
-    asked = next((limit for limit in limits if limit is not None), service.settings.max_tokens)
+    limit = limit_of(
+        fields.max_completion_tokens, fields.max_tokens, fields.n_predict,
+        service.settings.max_tokens,
+    )  # fmt: skip
     requests = await engine_requests(
-        service, fields, [tokens], n=fields.n,
-        max_tokens=limit_of(asked), top_logprobs=(top or 0) if fields.logprobs else None,
+        service, fields, [tokens], n=fields.n, max_tokens=limit,
+        top_logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         schema=tools.schema() if tools.forced else None,
     )  # fmt: skip
-    await answer(
-        call, service, requests, _Writer(service, fields, tools), stream=bool(fields.stream)
-    )
+    writer = _Writer(service, fields, tools)
+    await answer(call, service, requests, writer, stream=bool(fields.stream))
 
 
 def _conversation(service: Service, fields: ChatFields, tools: Tools) -> Conversation:
-    """Return what the template is given; a last message of the assistant is continued."""
+    """Return what the template is given; a last message of the assistant is continued.
+
+    A template that asks for the date is told it, unless the request gives one.
+    """
+    template, today = service.model.chat_template or "", date.today()
+    dates = {name: today.strftime(form) for name, form in _DATES.items() if name in template}
     return conversation(
-        service.model, fields.messages, tools, _variables(service, fields),
+        service.model, fields.messages, tools, {**dates, **(fields.chat_template_kwargs or {})},
         continues=fields.continue_final_message, generates=fields.add_generation_prompt,
         describes=True,
     )  # fmt: skip
-
-
-def _variables(service: Service, fields: ChatFields) -> dict[str, object]:
-    """Return the template's variables: those of the request, else the date if it asks for one."""
-    template, today = service.model.chat_template or "", date.today()
-    dates = {name: today.strftime(form) for name, form in _DATES.items() if name in template}
-    return {**dates, **(fields.chat_template_kwargs or {})}
 
 
 async def input_tokens(call: Exchange, service: Service) -> None:
@@ -86,76 +83,57 @@ async def input_tokens(call: Exchange, service: Service) -> None:
     await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})
 
 
-class _Writer:
+class _Writer(Writer):
     """Writes texts as OpenAI's messages."""
 
     def __init__(self, service: Service, fields: ChatFields, tools: Tools) -> None:
-        self._service = service
-        self._fields = fields
-        self._tools = tools
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
-        self._head = service.head("chatcmpl", kind)
+        super().__init__(service, fields, "chatcmpl", kind)
+        self._logprobs, self._tools = bool(fields.logprobs), tools
         self._parsers: dict[int, CallParser] = {}
 
     def body(self, choices: Sequence[Choice]) -> object:
         """Return all messages."""
-        found = {
-            **self._head,
-            "choices": [self._message(choice.whole) for choice in choices],
-            **usage(choices),
-        }
-        if self._fields.verbose:
-            prompt = self._service.vocabulary.joined(choices[0].prompt)
-            found["__verbose"] = {"prompt": prompt}
-        return found
+        if self.fields.verbose:
+            self.head["__verbose"] = {"prompt": self.words.joined(choices[0].prompt)}
+        return super().body(choices)
 
-    def events(self, update: Update) -> list[dict[str, object]]:
-        """Return chunks: the role first, then content or calls, then the reason of the end."""
+    def part(self, update: Update, index: int) -> dict[str, object]:
+        """Return a whole message."""
+        choice = chat_choice(index, update.text, self._tools, update.end, self._rated(update))
+        return choice | self._ids(update, prompt_token_ids=update.choice.prompt)
+
+    def parts(self, update: Update) -> list[dict[str, object]]:
+        """Return changes: the role first, then content or calls, then the reason of the end."""
         index, result = update.choice.index, update.result
         parser = self._parsers.get(index)
         deltas: list[dict[str, object]] = []
         if parser is None:
             parser = self._parsers[index] = CallParser(self._tools)
             deltas.append({"role": "assistant", "content": None})
-        content, parts = parser.feed(update.text, last=result is not None)
-        rated = self._logprobs(update) if update.tokens else None
+        content, calls = parser.feed(update.text, last=result is not None)
+        rated = self._rated(update) if update.tokens else None
         logprobs = None if rated is None else {"content": rated}
         n_before = len(deltas)
-        if content or (logprobs is not None and not parts):
+        if content or (logprobs is not None and not calls):
             deltas.append({"content": content})
-        deltas += [{"tool_calls": [part]} for part in parts]
+        deltas += [{"tool_calls": [call]} for call in calls]
         chunks: list[dict[str, object]] = [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             for delta in deltas
         ]
         if len(chunks) > n_before:
-            chunks[n_before] |= {"logprobs": logprobs, **self._ids(update, with_prompt=False)}
+            chunks[n_before] |= {"logprobs": logprobs, **self._ids(update)}
         if result is not None:
             end = called(update.end) if parser.n_calls else update.end
             chunks.append({"index": index, "delta": {}, "logprobs": None, **end})
-        events: list[dict[str, object]] = [{**self._head, "choices": [each]} for each in chunks]
-        if self._fields.timings_per_token and result is not None:
-            events[-1]["timings"] = timings(result)
-        return events
+        return chunks
 
-    def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
-        """Return the usage, if it is asked for."""
-        event = {**self._head, "choices": [], **usage(choices)}
-        return [event] if self._fields.includes_usage else []
+    def _ids(self, update: Update, **more: object) -> dict[str, object]:
+        ids = [token.token for token in update.tokens]
+        return {"token_ids": ids, **more} if self.fields.return_token_ids else {}
 
-    def _message(self, update: Update) -> dict[str, object]:
-        index, logprobs = update.choice.index, self._logprobs(update)
-        choice = chat_choice(index, update.text, self._tools, update.end, logprobs)
-        return choice | self._ids(update, with_prompt=True)
-
-    def _ids(self, update: Update, *, with_prompt: bool) -> dict[str, object]:
-        if not self._fields.return_token_ids:
-            return {}
-        found: dict[str, object] = {"token_ids": [token.token for token in update.tokens]}
-        return found | ({"prompt_token_ids": update.choice.prompt} if with_prompt else {})
-
-    def _logprobs(self, update: Update) -> list[dict[str, object]] | None:
-        if not self._fields.logprobs:
+    def _rated(self, update: Update) -> list[dict[str, object]] | None:
+        if not self._logprobs:
             return None
-        more = bool(self._fields.token_details)
-        return self._service.vocabulary.chat_logprobs(update.tokens, more=more)
+        return self.words.chat_logprobs(update.tokens, more=bool(self.fields.token_details))

@@ -10,11 +10,10 @@ from ..branch import Produced
 from ..context import TokenScore
 from ..engine.openai import completion_choice
 from ..sampling import SamplingParams
-from .counters import timings
 from .errors import HttpError
 from .exchange import Exchange
-from .fields import TextFields, check_top, engine_requests, infill, limit_of, prompt_tokens
-from .generation import Choice, Update, answer, usage
+from .fields import Prompt, TextFields, Top, engine_requests, infill, limit_of, prompt_tokens
+from .generation import Choice, Update, Writer, answer, timings
 from .service import Service
 
 __all__ = ["CompletionFields", "completion", "completions", "sampling_of"]
@@ -23,15 +22,15 @@ _DEFAULT_TOKENS = 16
 
 
 class CompletionFields(TextFields, kw_only=True):
-    """The body of a request; the last three are for ``/completion``."""
+    """The body of a request; the last two are for ``/completion``."""
 
-    prompt: object = None
+    prompt: Prompt | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
-    logprobs: int | None = None
-    n_probs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Top | None = None
+    n_probs: Top | None = None
+    prompt_logprobs: Top | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
@@ -39,39 +38,30 @@ class CompletionFields(TextFields, kw_only=True):
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
 
+    async def tokens(
+        self, service: Service, prompt: Prompt | None, *, add_special: bool = True
+    ) -> list[list[int]]:
+        """Return the token ids of prompts."""
+        if prompt is None:
+            raise HttpError(400, "prompt is missing", param="prompt")
+        parse = self.parse_special is not False
+        return await prompt_tokens(service, prompt, add_special=add_special, parse_special=parse)
+
 
 async def completions(call: Exchange, service: Service) -> None:
     """Answer a request of OpenAI's."""
     fields = await call.json(CompletionFields)
-    n = 1 if fields.n is None else fields.n
+    n = fields.n or 1
     best_of = n if fields.best_of is None else fields.best_of
-    logprobs = check_top(fields.n_probs if fields.logprobs is None else fields.logprobs, "logprobs")
-    rated = check_top(fields.prompt_logprobs, "prompt_logprobs")
-    if n < 1 or best_of < n:
-        raise HttpError(400, "n must be at least 1, and best_of at least n", param="best_of")
+    logprobs = fields.n_probs if fields.logprobs is None else fields.logprobs
+    rated = fields.prompt_logprobs
+    if best_of < n:
+        raise HttpError(400, "best_of must be at least n", param="best_of")
     if fields.stream and (best_of > n or (fields.echo and logprobs is not None)):
         told = "best_of above n, and echo with logprobs, cannot be streamed"
         raise HttpError(400, told, param="stream")
-    branch = None if fields.branch_id is None else service.branches[fields.branch_id]
-    given = "" if fields.prompt is None and branch is not None else fields.prompt
-    add_special = fields.add_special_tokens is not False and branch is None
-    parse = fields.parse_special is not False
-    prompts = bare = await prompt_tokens(
-        service, given, add_special=add_special, parse_special=parse
-    )
-    if fields.echo:
-        bare = await prompt_tokens(service, given, add_special=False, parse_special=parse)
-    n_added = [len(prompt) - len(own) for prompt, own in zip(prompts, bare, strict=True)]
-    if branch is not None:
-        prompts = [[*branch.tokens, *prompt] for prompt in prompts]
-        n_added = [branch.position] * len(prompts)
-    if fields.suffix:
-        prompts = [
-            await infill(service, prompt, fields.suffix, parse_special=parse) for prompt in prompts
-        ]
-        n_added = list(map(len, prompts))
-    asked = fields.n_predict if fields.max_tokens is None else fields.max_tokens
-    max_tokens = limit_of(_DEFAULT_TOKENS if asked is None else asked)
+    prompts, n_added = await _prompts(service, fields)
+    max_tokens = limit_of(fields.max_tokens, fields.n_predict, _DEFAULT_TOKENS)
     if max_tokens == 0 and not fields.echo:
         raise HttpError(400, "max_tokens may be 0 only with echo", param="max_tokens")
     if fields.echo and logprobs is not None:
@@ -83,6 +73,27 @@ async def completions(call: Exchange, service: Service) -> None:
     )  # fmt: skip
     writer = _Writer(service, fields, logprobs, n, best_of, n_added)
     await answer(call, service, requests, writer, stream=bool(fields.stream))
+
+
+async def _prompts(
+    service: Service, fields: CompletionFields
+) -> tuple[list[list[int]], Sequence[int]]:
+    """Return the prompts, and how many first tokens of each are not the client's."""
+    branch = None if fields.branch_id is None else service.branches[fields.branch_id]
+    given = "" if fields.prompt is None and branch is not None else fields.prompt
+    add_special = fields.add_special_tokens is not False and branch is None
+    prompts = bare = await fields.tokens(service, given, add_special=add_special)
+    if fields.echo:
+        bare = await fields.tokens(service, given, add_special=False)
+    n_added = [len(prompt) - len(own) for prompt, own in zip(prompts, bare, strict=True)]
+    if branch is not None:
+        prompts = [[*branch.tokens, *prompt] for prompt in prompts]
+        n_added = [branch.position] * len(prompts)
+    if fields.suffix:
+        parse, suffix = fields.parse_special is not False, fields.suffix
+        prompts = [await infill(service, each, suffix, parse_special=parse) for each in prompts]
+        n_added = list(map(len, prompts))
+    return prompts, n_added
 
 
 class _Offsets:
@@ -105,7 +116,7 @@ class _Offsets:
         return found
 
 
-class _Writer:
+class _Writer(Writer):
     """Writes texts as OpenAI's choices.
 
     Args:
@@ -123,72 +134,56 @@ class _Writer:
         best_of: int,
         n_added: Sequence[int],
     ) -> None:
-        self._service = service
-        self._fields = fields
-        self._head = service.head("cmpl", "text_completion")
+        super().__init__(service, fields, "cmpl", "text_completion")
+        self._own = fields
         self._logprobs = logprobs
         self._n, self._best_of, self._n_added = n, best_of, n_added
         self._offsets: dict[int, _Offsets] = {}  # of each text
 
-    def body(self, choices: Sequence[Choice]) -> object:
+    def kept(self, choices: Sequence[Choice]) -> Sequence[Choice]:
         """Return the best ``n`` of the ``best_of`` texts of each prompt, best first."""
-        kept = list(choices)
-        if self._best_of > self._n:
-            size = self._best_of
-            groups = [choices[i : i + size] for i in range(0, len(choices), size)]
-            ranked = [sorted(group, key=lambda each: -each.mean_logprob) for group in groups]
-            kept = [each for group in ranked for each in group[: self._n]]
-        shown = [self._part(each.whole, index) for index, each in enumerate(kept)]
-        return {**self._head, "choices": shown, **usage(choices)}
+        size = self._best_of
+        if size == self._n:
+            return choices
+        groups = [choices[i : i + size] for i in range(0, len(choices), size)]
+        ranked = [sorted(group, key=lambda each: -each.mean_logprob) for group in groups]
+        return [each for group in ranked for each in group[: self._n]]
 
-    def events(self, update: Update) -> list[dict[str, object]]:
-        """Return one event."""
-        event = {**self._head, "choices": [self._part(update, update.choice.index)]}
-        if self._fields.timings_per_token and update.result is not None:
-            event["timings"] = timings(update.result)
-        return [event]
-
-    def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
-        """Return the usage, if it is asked for."""
-        event = {**self._head, "choices": [], **usage(choices)}
-        return [event] if self._fields.includes_usage else []
-
-    def _part(self, update: Update, index: int) -> dict[str, object]:
-        fields, words = self._fields, self._service.vocabulary
-        ids, result, place = update.choice.prompt, update.result, update.choice.index
+    def part(self, update: Update, index: int) -> dict[str, object]:
+        """Return what has come of a text, or all of it, with the prompt where that is asked for."""
+        fields, place, prompt = self._own, update.choice.index, update.choice.prompt
         echoed = self._echoed(update.choice) if update.is_first and fields.echo else []
         echo = b"".join(echoed).decode("utf-8", "replace")
         if update.is_first:
             self._offsets[place] = _Offsets(len(echo))
         found = completion_choice(index, echo + update.text, update.end, None)
-        scores = None if result is None else result.prompt_logprobs
+        scores = None if update.result is None else update.result.prompt_logprobs
         if self._logprobs is not None:
             rated: list[tuple[int, Produced | TokenScore | None]] = [
                 (token.token, token) for token in update.tokens
             ]
-            model = self._service.model
-            offsets = self._offsets[place].of(model.piece(token.token) for token in update.tokens)
+            piece = self.service.model.piece
+            offsets = self._offsets[place].of(piece(token.token) for token in update.tokens)
             if fields.echo and scores is not None:
-                rated = [*zip(ids, scores, strict=True), *rated]
+                rated = [*zip(prompt, scores, strict=True), *rated]
                 offsets = [*_Offsets().of(echoed), *offsets]
-            found["logprobs"] = words.completion_logprobs(
+            found["logprobs"] = self.words.completion_logprobs(
                 rated, offsets, self._logprobs, as_ids=bool(fields.return_tokens_as_token_ids),
                 more=bool(fields.token_details),
             )  # fmt: skip
         if fields.return_token_ids:
             found["token_ids"] = [token.token for token in update.tokens]
             if update.is_first:
-                found["prompt_token_ids"] = ids
+                found["prompt_token_ids"] = prompt
         if fields.prompt_logprobs is not None and scores is not None:
-            found["prompt_logprobs"] = words.prompt_logprobs(scores)
+            found["prompt_logprobs"] = self.words.prompt_logprobs(scores)
         return found
 
     def _echoed(self, choice: Choice) -> list[bytes]:
         """Return the bytes of a prompt's tokens in the text."""
         n, ids = self._n_added[choice.index // self._best_of], choice.prompt
-        words = self._service.vocabulary
-        own = [words.entry(token)[0] for token in ids[n:]]
-        return [*map(self._service.model.piece, ids[:n]), *own]
+        own = [self.words.entry(token)[0] for token in ids[n:]]
+        return [*map(self.service.model.piece, ids[:n]), *own]
 
 
 # -- llama-server's own ----------------------------------------------------------------------------
@@ -197,78 +192,74 @@ class _Writer:
 async def completion(call: Exchange, service: Service) -> None:
     """Answer a request of llama-server's: an object, or a list of them for several prompts."""
     fields = await call.json(CompletionFields)
-    parse = fields.parse_special is not False
-    prompts = await prompt_tokens(service, fields.prompt, parse_special=parse)
-    asked = fields.max_tokens if fields.n_predict is None else fields.n_predict
-    limit = service.settings.max_tokens if asked is None else limit_of(asked, "n_predict")
+    prompts = await fields.tokens(service, fields.prompt)
+    limit = limit_of(fields.n_predict, fields.max_tokens, service.settings.max_tokens)
     requests = await engine_requests(
-        service, fields, prompts, n=fields.n, max_tokens=limit,
-        top_logprobs=check_top(fields.n_probs, "n_probs") or None,
-    )  # fmt: skip
+        service, fields, prompts, n=fields.n, max_tokens=limit, top_logprobs=fields.n_probs or None
+    )
     writer = _NativeWriter(service, fields, limit)
     await answer(call, service, requests, writer, stream=bool(fields.stream))
 
 
-class _NativeWriter:
+class _NativeWriter(Writer):
     """Writes texts as llama-server does."""
 
     def __init__(self, service: Service, fields: CompletionFields, limit: int | None) -> None:
-        self._service = service
-        self._fields = fields
+        super().__init__(service, fields, "cmpl", "text_completion")
+        self._own = fields
         self._limit = -1 if limit is None else limit
 
     def body(self, choices: Sequence[Choice]) -> object:
         """Return one text, or all of several."""
         found = [self._end(choice.whole) for choice in choices]
-        if self._fields.response_fields:
-            found = [dict(_selected(each, self._fields.response_fields)) for each in found]
+        if self._own.response_fields:
+            found = [dict(_selected(each, self._own.response_fields)) for each in found]
         return found[0] if len(found) == 1 else found
 
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return an event for each token, and one for the end."""
-        tokens, rest = update.tokens, update.text
-        parts = [Update(update.choice, text=one.text, tokens=[one]) for one in tokens]
-        found = [self._part(part) for part in parts]
+        choice, tokens, rest = update.choice, update.tokens, update.text
+        found = [self.part(Update(choice, text=t.text, tokens=[t]), choice.index) for t in tokens]
         if update.result is not None:
             rest = rest.removeprefix("".join(one.text for one in tokens))  # held back until the end
-            found.append(self._end(Update(update.choice, text=rest, result=update.result)))
+            found.append(self._end(Update(choice, text=rest, result=update.result)))
         return found
 
     def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
         """Return nothing more."""
         return []
 
-    def _part(self, update: Update) -> dict[str, object]:
+    def part(self, update: Update, index: int) -> dict[str, object]:
+        """Return what has come of a text."""
         found: dict[str, object] = {
-            "index": update.choice.index,
+            "index": index,
             "content": update.text,
             "tokens": [token.token for token in update.tokens],
             "stop": False,
             "id_slot": -1,
         }
-        if self._fields.n_probs:
-            words = self._service.vocabulary
-            found["completion_probabilities"] = words.chat_logprobs(update.tokens, more=False)
+        if self._own.n_probs:
+            found["completion_probabilities"] = self.words.chat_logprobs(update.tokens)
         return found
 
     def _end(self, update: Update) -> dict[str, object]:
         result, params = update.choice.result, update.choice.request.sampling
-        found = self._part(update)
-        if not self._fields.return_tokens:
+        found = self.part(update, update.choice.index)
+        if not self._own.return_tokens:
             found["tokens"] = []
         word = result.stop_reason if isinstance(result.stop_reason, str) else ""
         ended = "limit" if update.end["finish_reason"] == "length" else "word" if word else "eos"
-        settings = sampling_of(params or self._service.settings.sampling)
+        settings = sampling_of(params or self.service.settings.sampling)
         own = {"seed": result.seed, "n_predict": self._limit, "max_tokens": self._limit}
         return {
             **found,
             "stop": True,
-            "model": self._service.names[0],
+            "model": self.service.names[0],
             "tokens_predicted": len(result.tokens),
             "tokens_evaluated": result.num_prompt_tokens,
             "tokens_cached": result.num_cached_tokens,
-            "generation_settings": {**settings, **own, "stop": self._fields.stops},
-            "prompt": self._service.vocabulary.joined(update.choice.prompt),
+            "generation_settings": {**settings, **own, "stop": self._own.stops},
+            "prompt": self.words.joined(update.choice.prompt),
             "has_new_line": "\n" in result.text,
             "truncated": False,
             "stop_type": ended,

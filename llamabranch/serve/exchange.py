@@ -150,7 +150,8 @@ class Exchange:
         except msgspec.ValidationError as error:
             message, _, path = str(error).partition(" - at `")
             missing = re.search("missing required field `(.*)`", message)
-            names = [path.rstrip("`").removeprefix("$").removeprefix("."), missing and missing[1]]
+            within = path.rstrip("`").replace("[...]", "").removeprefix("$").removeprefix(".")
+            names = [within, missing and missing[1]]
             param = ".".join(filter(None, names)) or None
             told = f"{path and param}: {message}" if path else message
             raise HttpError(400, told, param=param) from None

@@ -1,8 +1,8 @@
 """The fields of requests, and what they mean: sampling settings, grammars, token ids, engine requests.
 
-Unknown fields are ignored, as by llama-server and vLLM; so are those of OpenAI that do not change a text
-(``user``, ``store``, ``metadata``, ...). Others that would, and are not offered, are refused by name, but
-for those that llama-server's own clients send in every request.
+msgspec checks types and ranges. Unknown fields are ignored, as by llama-server and vLLM; so are those of
+OpenAI that do not change a text (``user``, ``store``, ``metadata``, ...). Others that would, and are not
+offered, are refused by name, but for those that llama-server's own clients send in every request.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import re
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ..engine import Request
 from ..errors import LlamaBranchError
@@ -26,13 +27,25 @@ from .service import Service
 from .settings import ServeSettings
 
 __all__ = [
-    "SamplingFields", "StructuredOutputs", "TextFields", "check_top", "engine_requests", "infill",
-    "limit_of", "prompt_tokens",
+    "Limit", "Prompt", "SamplingFields", "StructuredOutputs", "TextFields", "Top", "engine_requests",
+    "infill", "limit_of", "prompt_tokens",
 ]  # fmt: skip
 
-_MOST_LOGPROBS = 20
 _ID = re.compile(r"-?[0-9]{1,10}")
 _FIM = ("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id")
+
+Limit = Annotated[int, Meta(ge=-2)]  # of tokens; -1 and -2, which are llama-server's, are none
+Top = Annotated[int, Meta(ge=0, le=20)]  # how many of the most probable tokens are told
+
+
+class PromptString(Struct, forbid_unknown_fields=True):
+    """A text in a prompt, as llama-server also takes it."""
+
+    prompt_string: str
+
+
+_Parts = Annotated[list[int | str | PromptString], Meta(min_length=1)]
+Prompt = str | PromptString | Annotated[list[int | str | PromptString | _Parts], Meta(min_length=1)]
 
 
 class RefusedFields(Struct, kw_only=True):
@@ -101,18 +114,12 @@ class SamplingFields(RefusedFields, kw_only=True):
         """
         self.check()
         base = default or settings.sampling
-        given = {
-            ours: value
-            for name, ours in _SETTINGS.items()
-            if (value := getattr(self, name)) is not None
-        }
+        asked = {ours: getattr(self, name) for name, ours in _SETTINGS.items()}
+        given = {name: value for name, value in asked.items() if value is not None}
         if self.top_k is not None:
             given["top_k"] = max(0, self.top_k)
         if self.logit_bias or self.ignore_eos:
-            bias = {**base.logit_bias, **self._bias(model)}
-            if self.ignore_eos:
-                bias.update(dict.fromkeys(model.eog_tokens, -math.inf))
-            given["logit_bias"] = bias
+            given["logit_bias"] = {**base.logit_bias, **self._bias(model)}
         if self.seed is not None and self.seed != -1:
             given["seed"] = self.seed
         elif base.seed is None and settings.seed is not None and self.seed is None:
@@ -130,7 +137,7 @@ class SamplingFields(RefusedFields, kw_only=True):
                 tokens = model.tokenize(key, add_special=False)
             model.check_tokens(tokens)
             found |= dict.fromkeys(tokens, added)
-        return found
+        return found | dict.fromkeys(model.eog_tokens if self.ignore_eos else (), -math.inf)
 
 
 # What the fields are called in SamplingParams, where nothing but the name may differ.
@@ -156,6 +163,18 @@ class ResponseFormat(Struct, kw_only=True):
     json_schema: JsonSchema | None = None
     schema: dict[str, object] | None = None
 
+    def asked(self) -> object:
+        """Return the schema that is asked for, None for free text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"} if self.schema is None else self.schema
+        schema = self.schema if self.json_schema is None else self.json_schema.schema
+        if self.type == "json_schema" and schema is not None:
+            return schema
+        told = f"response_format of type {self.type[:40]!r} is unknown, or lacks its schema"
+        raise HttpError(400, told, param="response_format")
+
 
 class StructuredOutputs(Struct, kw_only=True):
     """vLLM's: one of these."""
@@ -178,9 +197,9 @@ class TextFields(SamplingFields, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    n_predict: int | None = None
-    n: int | None = None
+    max_tokens: Limit | None = None
+    n_predict: Limit | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
@@ -205,22 +224,7 @@ class TextFields(SamplingFields, kw_only=True):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def _format(self) -> object:
-        """Return the schema of ``response_format``, None if there is none."""
-        given = self.response_format
-        if given is None or given.type == "text":
-            return None
-        if given.type == "json_object":
-            return {"type": "object"} if given.schema is None else given.schema
-        schema = given.schema if given.json_schema is None else given.json_schema.schema
-        if given.type == "json_schema" and schema is not None:
-            return schema
-        told = f"response_format of type {given.type[:40]!r} is unknown, or lacks its schema"
-        raise HttpError(400, told, param="response_format")
-
-    async def text_grammar(
-        self, service: Service, schema: Mapping[str, object] | None = None
-    ) -> Grammar | None:
+    async def text_grammar(self, schema: Mapping[str, object] | None = None) -> Grammar | None:
         """Return the grammar that the text must follow, None if there is none.
 
         ``schema``, of the tools, is one in place of what the fields ask for.
@@ -228,9 +232,9 @@ class TextFields(SamplingFields, kw_only=True):
         Raises:
             GrammarError, ConfigError, HttpError: it is invalid, or more than one is asked for.
         """
-        outputs = self.structured_outputs or StructuredOutputs()
+        outputs, form = self.structured_outputs or StructuredOutputs(), self.response_format
         asked: list[tuple[str, str, object]] = [
-            ("response_format", "json_schema", self._format()),
+            ("response_format", "json_schema", None if form is None else form.asked()),
             ("json_schema", "json_schema", self.json_schema),
             ("grammar", "gbnf", self.grammar or None),
             ("structured_outputs", "json_schema", outputs.json),
@@ -238,41 +242,28 @@ class TextFields(SamplingFields, kw_only=True):
             ("structured_outputs", "choice", outputs.choice),
             ("structured_outputs", "gbnf", outputs.grammar),
         ]
-        given = [each for each in asked if each[2] is not None]
         if schema is not None:
-            given = [("tools", "json_schema", schema)]
+            asked = [("tools", "json_schema", schema)]
+        given = [each for each in asked if each[2] is not None]
         if len(given) > 1:
             told = "give one of response_format, json_schema, grammar and structured_outputs"
             raise HttpError(400, told, param="grammar")
-        if not given:
-            return None
-        name, kind, source = given[0]
-        text = source if isinstance(source, str) else json.dumps(source)
-        try:
-            return await to_thread(lambda: _compiled(kind, text))
-        except LlamaBranchError as error:
-            raise http_error(error, param=name) from None
-
-
-@lru_cache(maxsize=64)
-def _compiled(kind: str, source: str) -> Grammar:
-    return Grammar(source, kind)
-
-
-def limit_of(given: int | None, name: str = "max_tokens") -> int | None:
-    """Return a limit of tokens; -1 and -2, which are llama-server's, are none."""
-    if given is None or given in (-1, -2):
+        for name, kind, source in given:
+            text = source if isinstance(source, str) else json.dumps(source)
+            try:
+                return await to_thread(_compiled, text, kind)
+            except LlamaBranchError as error:
+                raise http_error(error, param=name) from None
         return None
-    if given < 0:
-        raise HttpError(400, f"{name} must be at least 0, not {given}", param=name)
-    return given
 
 
-def check_top(top: int | None, name: str = "top_logprobs") -> int | None:
-    """Return how many of the most probable tokens are asked for; raise HttpError for too many."""
-    if top is not None and not 0 <= top <= _MOST_LOGPROBS:
-        raise HttpError(400, f"{name} must be 0 to {_MOST_LOGPROBS}, not {top}", param=name)
-    return top
+_compiled = lru_cache(maxsize=64)(Grammar)
+
+
+def limit_of(*given: int | None) -> int | None:
+    """Return the first limit of tokens that is given; None where there is none."""
+    asked = next((limit for limit in given if limit is not None), -1)
+    return None if asked < 0 else asked
 
 
 # -- the engine's requests -------------------------------------------------------------------------
@@ -300,23 +291,22 @@ async def engine_requests(
     Raises:
         HttpError, LlamaBranchError: something is invalid, or too much.
     """
-    model, most = service.model, service.settings.max_choices
-    n = 1 if n is None else n
-    if n < 1 or len(prompts) * n > most:
+    n, most = n or 1, service.settings.max_choices
+    if len(prompts) * n > most:
         told = f"{len(prompts)} prompts with {n} texts each; 1 to {most} are allowed"
         raise HttpError(400, told, param="n")
     for prompt in prompts:
-        model.check_tokens(prompt)
+        service.model.check_tokens(prompt)
         param = "messages" if hasattr(fields, "messages") else "prompt"
         service.check_room(prompt, max_tokens, param)
-    params = fields.sampling(model, service.settings).replace(logprobs=top_logprobs is not None)
-    grammar = await fields.text_grammar(service, schema)
+    params = fields.sampling(service.model, service.settings)
+    grammar = await fields.text_grammar(schema)
     return [
         Request(
             prompt,
             max_tokens=service.n_ctx if max_tokens is None else max_tokens,
             min_tokens=fields.min_tokens or 0,
-            sampling=params,
+            sampling=params.replace(logprobs=top_logprobs is not None),
             stop=fields.stops,
             stop_tokens=fields.stop_token_ids or (),
             grammar=grammar,
@@ -330,7 +320,7 @@ async def engine_requests(
 
 
 async def prompt_tokens(
-    service: Service, prompt: object, *, add_special: bool = True, parse_special: bool = True
+    service: Service, prompt: Prompt, *, add_special: bool = True, parse_special: bool = True
 ) -> list[list[int]]:
     """Return the token ids of a request's prompts.
 
@@ -338,31 +328,23 @@ async def prompt_tokens(
     and its ``{"prompt_string": ...}`` too. Token ids are used as they are.
 
     Raises:
-        HttpError, TokenizeError: something else, or a text that the vocabulary cannot write.
+        HttpError, TokenizeError: a list in one of token ids, or a text that the vocabulary cannot write.
     """
-    several = isinstance(prompt, list) and prompt and not any(type(part) is int for part in prompt)
-    prompts = prompt if several and isinstance(prompt, list) else [prompt]
-    return [await _one(service, each, add_special, parse_special) for each in prompts]
-
-
-async def _one(
-    service: Service, prompt: object, add_special: bool, parse_special: bool
-) -> list[int]:
-    if isinstance(prompt, list) and not prompt:
-        raise HttpError(400, "a prompt of token ids must have one at least", param="prompt")
-    tokens: list[int] = []
-    for i, part in enumerate(prompt if isinstance(prompt, list) else [prompt]):
-        if isinstance(part, dict) and set(part) == {"prompt_string"}:
-            part = part["prompt_string"]
-        if isinstance(part, str):
+    one = not isinstance(prompt, list) or any(isinstance(part, int) for part in prompt)
+    found = []
+    for each in [prompt] if one or not isinstance(prompt, list) else prompt:
+        tokens: list[int] = []
+        for i, part in enumerate(each if isinstance(each, list) else [each]):
+            if isinstance(part, list):
+                raise HttpError(400, "prompt mixes token ids and lists of them", param="prompt")
+            if isinstance(part, int):
+                tokens.append(part)
+                continue
+            text = part.prompt_string if isinstance(part, PromptString) else part
             add = add_special and i == 0
-            tokens += await service.tokenize(part, add_special=add, parse_special=parse_special)
-        elif type(part) is int and isinstance(prompt, list):
-            tokens.append(part)
-        else:
-            told = "prompt must be a text, a list of token ids, or a list of these"
-            raise HttpError(400, told, param="prompt")
-    return tokens
+            tokens += await service.tokenize(text, add_special=add, parse_special=parse_special)
+        found.append(tokens)
+    return found
 
 
 async def infill(

@@ -8,18 +8,17 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from typing import Protocol
 
 from ..branch import Produced
 from ..engine import Request, Result
 from ..engine.openai import End, end_reason
 from ..engine.openai import usage as usage_of
-from .counters import timings
 from .errors import HttpError, http_error
 from .exchange import Exchange
-from .service import Service
+from .fields import TextFields
+from .service import Service, seconds
 
-__all__ = ["Choice", "Update", "Writer", "all_choices", "answer", "usage"]
+__all__ = ["Choice", "Update", "Writer", "all_choices", "answer", "timings", "usage"]
 
 _numbers = count()  # of requests to the engine, for their ids
 
@@ -83,17 +82,50 @@ class Choice:
         return math.fsum(token.logprob for token in tokens) / max(1, len(tokens))
 
 
-class Writer(Protocol):
-    """Writes texts in the form that an endpoint has."""
+class Writer:
+    """Writes texts in the form that an endpoint has; this one the ends of OpenAI's.
+
+    Args:
+        service, fields: the model, and the request.
+        prefix, kind: of the answer's id, and what it is called.
+    """
+
+    def __init__(self, service: Service, fields: TextFields, prefix: str, kind: str) -> None:
+        self.service = service
+        self.fields = fields
+        self.words = service.vocabulary
+        self.head = service.head(prefix, kind)
+
+    def part(self, update: Update, index: int) -> dict[str, object]:
+        """Return what has come of a text, or all of it, as one of the ``choices``."""
+        raise NotImplementedError
+
+    def kept(self, choices: Sequence[Choice]) -> Sequence[Choice]:
+        """Return the texts that are told, in their order."""
+        return choices
 
     def body(self, choices: Sequence[Choice]) -> object:
         """Return an answer in one piece."""
+        parts = [self.part(each.whole, index) for index, each in enumerate(self.kept(choices))]
+        return {**self.head, "choices": parts, **usage(choices)}
+
+    def parts(self, update: Update) -> list[dict[str, object]]:
+        """Return the ``choices`` of events, one of each, for what a step has brought."""
+        return [self.part(update, update.choice.index)]
 
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return the events of a stream for what a step has brought."""
+        events: list[dict[str, object]] = [
+            {**self.head, "choices": [part]} for part in self.parts(update)
+        ]
+        if self.fields.timings_per_token and update.result is not None:
+            events[-1]["timings"] = timings(update.result)
+        return events
 
     def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
         """Return the events that end a stream."""
+        event = {**self.head, "choices": [], **usage(choices)}
+        return [event] if self.fields.includes_usage else []
 
 
 async def answer(
@@ -187,7 +219,29 @@ def usage(choices: Sequence[Choice]) -> dict[str, object]:
     n_prompt = sum(result.num_prompt_tokens for result in prompts)
     n_completion = sum(len(result.tokens) for result in results)
     n_cached = sum(result.num_cached_tokens for result in prompts)
-    return {
-        "usage": usage_of(n_prompt, n_completion, n_cached),
-        "timings": timings(results[0]),
+    return {"usage": usage_of(n_prompt, n_completion, n_cached), "timings": timings(results[0])}
+
+
+def timings(result: Result) -> dict[str, object]:
+    """Return llama-server's ``timings`` of a text.
+
+    The first token comes from the last decode of the prompt: rates are over the others.
+    """
+    n_cached, n, stats = result.num_cached_tokens, len(result.tokens), result.stats
+    n_prompt = result.num_prompt_tokens - n_cached
+    prompt_s, predicted_s = seconds(result)
+    per_token = predicted_s / (n - 1) if n > 1 else 0.0
+    found: dict[str, object] = {
+        "cache_n": n_cached,
+        "prompt_n": n_prompt,
+        "prompt_ms": 1e3 * prompt_s,
+        "prompt_per_token_ms": 1e3 * prompt_s / n_prompt if n_prompt else 0.0,
+        "prompt_per_second": n_prompt / prompt_s if prompt_s else 0.0,
+        "predicted_n": n,
+        "predicted_ms": 1e3 * predicted_s,
+        "predicted_per_token_ms": 1e3 * per_token,
+        "predicted_per_second": 1 / per_token if per_token else 0.0,
     }
+    if stats.num_draft_tokens:
+        found |= {"draft_n": stats.num_draft_tokens, "draft_n_accepted": stats.num_accepted_tokens}
+    return found

@@ -4,22 +4,51 @@ from __future__ import annotations
 
 import hashlib
 from asyncio import to_thread
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import time
 
-from ..engine import AsyncEngine
+from ..engine import AsyncEngine, Result
 from ..engine.openai import Vocabulary, head, named_piece
-from .counters import Counters
 from .errors import HttpError
 from .nodes import Branches
 from .settings import ServeSettings
 
-__all__ = ["Service"]
+__all__ = ["Counters", "Service", "seconds"]
 
 _LONG_TEXT = 4096  # characters: tokenizing more would hold up the event loop
+
+
+def seconds(result: Result) -> tuple[float, float]:
+    """Return the seconds of a text's prompt, and those from its first token to its last."""
+    first, last = result.first_token_s, result.last_token_s
+    if first is None or last is None:
+        return 0.0, 0.0
+    return first - (result.queued_s or 0.0), last - first
+
+
+@dataclass
+class Counters:
+    """Totals over all texts: what the engine's own do not tell."""
+
+    texts: int = 0
+    cancelled: int = 0  # requests whose client went away
+    longest: int = 0  # tokens of a text, prompt included
+    prompt_s: float = 0.0
+    predicted_s: float = 0.0
+    requests: Counter[int] = field(default_factory=Counter)  # by status
+
+    def add(self, result: Result) -> None:
+        """Count a text that has ended."""
+        prompt_s, predicted_s = seconds(result)
+        self.texts += 1
+        self.longest = max(self.longest, result.num_prompt_tokens + len(result.tokens))
+        self.prompt_s += prompt_s
+        self.predicted_s += predicted_s
 
 
 class Service:

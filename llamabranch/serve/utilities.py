@@ -136,15 +136,7 @@ async def metrics(call: Exchange, service: Service) -> None:
     n_parallel, n_decodes = service.settings.parallel, stats.target_forward_passes
     n_prompt, n_predicted, spec = stats.prompt_tokens, stats.generated_tokens, stats.speculative
     n_cached = stats.cached_prompt_tokens + stats.shared_prompt_tokens
-    prompt_rate, rate, per_decode = (
-        n / of if of else 0.0
-        for n, of in (
-            (n_prompt, c.prompt_s),
-            (n_predicted, c.predicted_s),
-            (n_predicted, n_decodes),
-        )
-    )
-    counters: list[tuple[str, str, float]] = [
+    rows: list[tuple[str, str, float]] = [
         ("llamacpp:prompt_tokens_total", "Prompt tokens evaluated.", n_prompt),
         ("llamacpp:prompt_tokens_cached_total", "Prompt tokens in the cache.", n_cached),
         ("llamacpp:prompt_seconds_total", "Seconds of prompts.", c.prompt_s),
@@ -159,23 +151,28 @@ async def metrics(call: Exchange, service: Service) -> None:
         ("llamabranch:cancelled_total", "Requests whose client went away.", c.cancelled),
         ("llamabranch:shared_prompt_tokens_total", "Shared.", stats.shared_prompt_tokens),
         ("llamabranch:preemptions_total", "Texts that made room for others.", stats.preemptions),
-    ]
-    gauges: list[tuple[str, str, float]] = [
-        ("llamacpp:prompt_tokens_seconds", "Prompt tokens a second.", prompt_rate),
-        ("llamacpp:predicted_tokens_seconds", "Tokens a second of one text.", rate),
+        ("llamacpp:prompt_tokens_seconds", "Prompt tokens a second.", _rate(n_prompt, c.prompt_s)),
+        (
+            "llamacpp:predicted_tokens_seconds",
+            "Tokens a second of one text.",
+            _rate(n_predicted, c.predicted_s),
+        ),
         ("llamacpp:requests_processing", "Texts that run.", min(n_texts, n_parallel)),
         ("llamacpp:requests_deferred", "Texts that wait.", max(0, n_texts - n_parallel)),
-        ("llamacpp:n_busy_slots_per_decode", "Tokens of a decode.", per_decode),
+        ("llamacpp:n_busy_slots_per_decode", "Tokens of a decode.", _rate(n_predicted, n_decodes)),
         ("llamabranch:branches", "Nodes of branches.", len(service.branches)),
     ]
-    lines = [
-        f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}"
-        for kind, rows in (("counter", counters), ("gauge", gauges))
-        for name, text, value in rows
-    ]
+    lines = []
+    for name, text, value in rows:
+        kind = "counter" if name.endswith(("_total", "_max")) else "gauge"
+        lines.append(f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}")
     own = "llamabranch:requests_total"
     lines.append(f"# HELP {own} Answers by status.\n# TYPE {own} counter")
     lines += [f'{own}{{status="{status}"}} {n}' for status, n in sorted(c.requests.items())]
     body = "\n".join([*lines, ""]).encode()
     started = [(b"process-start-time-unix", str(service.created).encode())]
     await call.reply(body, headers=started, kind=b"text/plain; version=0.0.4")
+
+
+def _rate(n: float, of: float) -> float:
+    return n / of if of else 0.0

@@ -21,6 +21,7 @@ import pytest
 
 import llamabranch as lb
 from benchmarks import llama_tools
+from benchmarks.clocks import CallClock
 from benchmarks.drafters import AdversarialDrafter
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
 from benchmarks.prompts import PROMPTS, TASKS
@@ -28,7 +29,6 @@ from benchmarks.readme import answer_in, questions
 from benchmarks.report import is_padded
 from benchmarks.step import OTHER, Work, measure, seconds_by_part, step_cost
 from llamabranch.bench import (
-    CallClock,
     DecodeClock,
     Interval,
     Maker,
@@ -408,8 +408,7 @@ def test_edges_are_measured(cache: Path) -> None:
     assert isinstance(found, dict)
     assert set(found["curve"]) == {str(n) for n in range(1, 10)}
     assert set(found["opening"]) == {"exactness_s"}
-    kinds = [f"{k} sequences, one cache" for k in (8, 9, 16)]
-    kinds += [f"{k} sequences, own cells" for k in (8, 16)]
+    kinds = ("Engine(model, parallel=8)", "one cache")
     assert set(found["engine"]) == {f"{n}, {kind}" for n in (8, 16) for kind in kinds}
 
 

@@ -610,6 +610,28 @@ def test_chat_that_is_loaded_goes_on_with_the_same_text(
         fresh.audit()
 
 
+def test_chat_saved_with_another_kv_type_is_read_again(model: lb.Model, tmp_path: Path) -> None:
+    def options(kv_type: str) -> lb.ContextParams:
+        return lb.ContextParams(n_ctx=1024, n_threads=1, kv_type=kv_type)
+
+    folder = tmp_path / "saved"
+    with Context(model, options("f16")) as context, Chat(context, seed=5, max_tokens=10) as chat:
+        chat.send("One day").finish()
+        chat.save(folder)
+        messages = chat.messages
+    with Context(model, options("f32")) as context, Context(model, options("f32")) as other:
+        with pytest.warns(lb.PerformanceWarning, match="read again.*kv_type: f16.*has f32"):
+            again = Chat.load(context, folder)
+        with again:
+            assert (again.messages, again.branch) == (messages, None)
+            answer = again.send("And then?").finish()
+            assert answer.tokens == by_hand(other, answer, again)
+            again.save(folder)
+        context.audit()
+        with Chat.load(context, folder) as same:  # which has K/V of this type now
+            assert same.branch is not None
+
+
 def test_another_chat_is_never_written_over(ctx: Context, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     with Chat(ctx, seed=5, max_tokens=3) as chat, Chat(ctx, seed=6, max_tokens=3) as other:

@@ -22,6 +22,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, Engine, SamplingParams
+from llamabranch.bench import first_divergence
 from llamabranch.errors import ExactnessWarning, UnsupportedError
 
 TYPES = {
@@ -242,9 +243,7 @@ def test_differences_where_nothing_is_claimed_are_explained(model: lb.Model) -> 
             with Branch.start(ctx, prompt, sampling=params) as branch:
                 plain = [t.token for t in branch.generate(60)]
             drafted = lb.Speculator(ctx, drafter).generate(prompt, max_tokens=60, sampling=params)
-            found = lb.proofs.first_divergence(
-                ctx, prompt, plain, drafted.finish().tokens, params, 3
-            )
+            found = first_divergence(ctx, prompt, plain, drafted.finish().tokens, params, 3)
             assert found is None or found.gap <= allowed, found
 
 

@@ -18,6 +18,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.bench import first_divergence
 from llamabranch.branch.verification import Verification
 from llamabranch.errors import UnsupportedError
 
@@ -259,9 +260,7 @@ def test_first_difference_of_inexact_contexts_is_a_near_tie(
             speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=8))
             generation = speculator.generate(prompt[start:], max_tokens=150, sampling=params)
             right = generation.finish().tokens
-            found = lb.proofs.first_divergence(
-                ctx, prompt[start:], left, right, params, params.seed or 0
-            )
+            found = first_divergence(ctx, prompt[start:], left, right, params, params.seed or 0)
             assert (found is None) == (left == right)
             if found is not None:
                 assert left[: found.position] == right[: found.position]
@@ -276,16 +275,16 @@ def test_first_divergence_reports_position_tokens_and_gap(ctx: Context) -> None:
         seed = params.seed or 0
         with Branch.start(ctx, prompt, sampling=params) as branch:
             text = [t.token for t in branch.generate(12)]
-        assert lb.proofs.first_divergence(ctx, prompt, text, text, params, seed) is None
-        assert lb.proofs.first_divergence(ctx, prompt, [], [], params, seed) is None
+        assert first_divergence(ctx, prompt, text, text, params, seed) is None
+        assert first_divergence(ctx, prompt, [], [], params, seed) is None
         other = [*text[:7], (text[7] + 1) % 4096, *text[8:]]
-        found = lb.proofs.first_divergence(ctx, prompt, text, other, params, seed)
+        found = first_divergence(ctx, prompt, text, other, params, seed)
         assert found is not None
         assert found.position == 7
         assert found.tokens == (text[7], other[7])
         assert found.gap > 0
         assert "token 7" in str(found)
-        shorter = lb.proofs.first_divergence(ctx, prompt, text, text[:5], params, seed)
+        shorter = first_divergence(ctx, prompt, text, text[:5], params, seed)
         assert shorter is not None
         assert shorter.position == 5
         assert shorter.tokens == (text[5], None)

@@ -20,6 +20,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.bench import first_divergence
 
 FREE = {1: -math.inf}  # the toys' EOG token
 GREEDY = SamplingParams(temperature=0.0, logit_bias=FREE)
@@ -141,9 +142,7 @@ def test_text_is_that_of_plain_decoding(
         # The cells of a tree are in another order, and f16 attention adds in the order of cells.
         prompt = world.ctx.tokenize(PROMPT)
         plain, drafted = ([t.token for t in each] for each in (expected, emitted))
-        found = lb.proofs.first_divergence(
-            world.ctx, prompt, plain, drafted, params, seed=params.seed or 0
-        )
+        found = first_divergence(world.ctx, prompt, plain, drafted, params, seed=params.seed or 0)
         assert found is not None
         assert found.gap <= world.rounding
         return

@@ -43,6 +43,7 @@ from llamabranch import (
     SamplingParams,
     SpeculativeConfig,
 )
+from llamabranch.bench import first_divergence
 from llamabranch.context.logits import LogitsRow
 from llamabranch.errors import (
     CacheFullError,
@@ -1149,9 +1150,7 @@ def test_other_memory_types_run_batched(architecture: str, tmp_path: Path) -> No
                 quiet.check(request, result)
                 return
             prompt, params = ctx.tokenize(str(request.prompt)), request.sampling or WARM
-            found = lb.proofs.first_divergence(
-                ctx, prompt, tokens, result.tokens, params, result.seed
-            )
+            found = first_divergence(ctx, prompt, tokens, result.tokens, params, result.seed)
             assert found is not None
             assert found.gap <= allowed
             # In company one K/V value may be rounded otherwise: a few decodes need not show it.

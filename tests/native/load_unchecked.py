@@ -17,6 +17,7 @@ def run(path: str, vocab_only: bool) -> str:
     print("load", flush=True)
     settings = llama_cpp.llama_model_default_params()
     settings.n_gpu_layers, settings.vocab_only = 0, vocab_only
+    settings.use_extra_bufts = False  # llama.cpp's AMX kernels crash with any weights
     model = llama_cpp.llama_model_load_from_file(path.encode(), settings)
     if not model:
         return "refused"

@@ -168,7 +168,7 @@ def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
         [
             compiler, "-std=c11", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
             "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all",
-            "-shared", "-fPIC", str(NATIVE / "core.c"), "-o", str(copies / "_core.bin"), "-lm",
+            "-shared", "-fPIC", str(NATIVE / "core.c"), "-o", str(copies / core.FILE_NAME), "-lm",
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip

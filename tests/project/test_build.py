@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from llamabranch.native import core
+
 ROOT = Path(__file__).parents[2]
 DATA = {
     "llamabranch/data/models.txt",
@@ -73,7 +75,7 @@ def test_wheel_from_the_sdist_holds_the_core(tmp_path: Path) -> None:
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert DATA | {"llamabranch/native/_core.bin"} <= names
+    assert DATA | {f"llamabranch/native/{core.FILE_NAME}"} <= names
     assert not [name for name in names if name.startswith(("tests/", "CMake"))]
     assert _description(wheel, tmp_path / "unpacked").startswith("compiled (")
 

@@ -23,7 +23,7 @@ FLOORS = (
     ("branch", "loading"),
     ("speculative",),
     ("engine",),
-    ("search", "bench", "proofs"),
+    ("search", "bench"),
     ("eval", "serve", "scale", "chat"),
     ("cli",),
 )
@@ -102,7 +102,6 @@ def test_room_imports_from_floors_below_only(path: Path) -> None:
             "loading",
             "model",
             "pictures",
-            "proofs",
             "scale",
             "search",
             "serve",

@@ -47,7 +47,7 @@ def test_public_names_are_sorted_and_exist(name: str) -> None:
 
 
 def test_top_of_the_package_has_what_most_programs_need() -> None:
-    """The rest is in its rooms: ``lb.speculative``, ``lb.proofs``, ``lb.hub``, ``lb.model`` and so on."""
+    """The rest is in its rooms: ``lb.speculative``, ``lb.hub``, ``lb.model`` and so on."""
     names = [n for n in llamabranch.__all__ if not inspect.ismodule(getattr(llamabranch, n))]
     assert len(names) <= 67  # ParseError: what to catch around ``Result.parsed``
 

@@ -9,6 +9,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request
+from llamabranch.bench import first_divergence
 from llamabranch.cli.jsonl import read_requests
 from llamabranch.errors import ConfigError, LlamaBranchError, TokenizeError
 
@@ -24,11 +25,9 @@ TAKES_IDS: dict[str, Callable[[Branch, Any], object]] = {
     "decode": lambda b, ids: b.ctx.decode(ids, 0),
     "detokenize": lambda b, ids: b.ctx.detokenize(ids),
     "model.detokenize": lambda b, ids: b.ctx.model.detokenize(ids),
-    "divergence prompt": lambda b, ids: lb.proofs.first_divergence(
-        b.ctx, ids, [5], [6], b.sampling
-    ),
-    "divergence left": lambda b, ids: lb.proofs.first_divergence(b.ctx, [5], ids, [5], b.sampling),
-    "divergence right": lambda b, ids: lb.proofs.first_divergence(b.ctx, [5], [5], ids, b.sampling),
+    "divergence prompt": lambda b, ids: first_divergence(b.ctx, ids, [5], [6], b.sampling),
+    "divergence left": lambda b, ids: first_divergence(b.ctx, [5], ids, [5], b.sampling),
+    "divergence right": lambda b, ids: first_divergence(b.ctx, [5], [5], ids, b.sampling),
 }
 # Each takes a prompt: text or token ids.
 TAKES_PROMPT: dict[str, Callable[[Context, Any], object]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -124,21 +125,16 @@ def fatal(number: int, ids: Collection[int], *, once: Path | None = None) -> typ
     names = {str(i) for i in ids}
 
     class Fatal(scale.Generate):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            submit = self._engine.submit
-
-            def submit_or_die(request: lb.Request) -> Any:
-                future = submit(request)
-                if request.id in names and not (once is not None and once.exists()):
-                    if once is not None:
-                        once.touch()
-                    # In this thread, as an abort is: Ray's handler of SIGABRT takes seconds on some
-                    # machines, and another thread would go on meanwhile and deliver the row.
-                    signal.raise_signal(number)
-                return future
-
-            self._engine.submit = submit_or_die  # type: ignore[method-assign]
+        async def _results(self, request: lb.Request) -> list[lb.Result]:
+            running = asyncio.ensure_future(super()._results(request))
+            await asyncio.sleep(0)  # the engine has it
+            if request.id in names and not (once is not None and once.exists()):
+                if once is not None:
+                    once.touch()
+                # In this thread: Ray's handler of SIGABRT takes seconds on some machines, and the
+                # event loop would go on meanwhile and deliver the row.
+                signal.raise_signal(number)
+            return await running
 
     return Fatal
 
@@ -148,8 +144,6 @@ def gated(folder: Path) -> type[scale.Generate]:
 
     class Gated(scale.Generate):
         async def __call__(self, batch: object) -> Any:
-            import asyncio
-
             import ray
 
             result = await super().__call__(batch)

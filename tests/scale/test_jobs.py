@@ -111,7 +111,7 @@ def test_row_that_ends_its_process_becomes_an_error_and_the_others_do_not(
     assert "grammar does not parse" in errors[100]["error"]
     assert "the context has room for" in errors[101]["error"]
     assert errors[102]["error"] == "prompt must be text or a list, not 5"
-    assert "a prompt must be text" in errors[103]["error"]
+    assert errors[103]["error"] == "prompt must be text or a list, not None"
     assert "max_tokens must be at least 0" in errors[104]["error"]
     reasons = {row["finish_reason"] for i, row in errors.items() if i != 101}
     assert reasons == {"error"}

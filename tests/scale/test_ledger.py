@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from llamabranch.scale.ledger import MOST_DEATHS, Ledger
+
+on_one_node = partial(Ledger, lambda: {"node"})
 
 
 def test_rows_in_flight_get_a_death_when_their_actor_starts_again() -> None:
-    ledger = Ledger()
+    ledger = on_one_node()
     ledger.register("a", "process 1", "node")
     ledger.ready("a")
     ledger.begin("a", "process 1", [1, 2, 3])
@@ -26,7 +30,7 @@ def test_rows_in_flight_get_a_death_when_their_actor_starts_again() -> None:
 
 
 def test_row_of_another_worker_gets_no_death() -> None:
-    ledger = Ledger()
+    ledger = on_one_node()
     for actor in ("a", "b"):
         ledger.register(actor, f"{actor} 1", "node")
         ledger.ready(actor)
@@ -38,7 +42,7 @@ def test_row_of_another_worker_gets_no_death() -> None:
 
 
 def test_row_that_has_seen_too_many_deaths_stays_an_error() -> None:
-    ledger = Ledger()
+    ledger = on_one_node()
     ledger.register("a", "0", "node")
     for i in range(MOST_DEATHS):
         ledger.begin("a", str(i), [5])
@@ -48,7 +52,7 @@ def test_row_that_has_seen_too_many_deaths_stays_an_error() -> None:
 
 
 def test_registering_the_same_process_again_is_no_death() -> None:
-    ledger = Ledger()
+    ledger = on_one_node()
     ledger.register("a", "1", "node")
     ledger.begin("a", "1", [5])
     ledger.register("a", "1", "node")
@@ -69,7 +73,7 @@ def test_rows_are_not_blamed_for_a_node_that_is_gone() -> None:
 
 
 def test_deaths_while_loading_are_counted_until_one_worker_is_ready() -> None:
-    ledger = Ledger()
+    ledger = on_one_node()
     assert [ledger.register("a", str(i), "node") for i in range(4)] == [0, 1, 2, 3]
     assert ledger.register("b", "0", "node") == 3
     ledger.ready("b")
@@ -77,7 +81,7 @@ def test_deaths_while_loading_are_counted_until_one_worker_is_ready() -> None:
 
 
 def test_words_of_a_process_that_is_gone_change_nothing() -> None:
-    ledger = Ledger()
+    ledger = on_one_node()
     ledger.register("a", "1", "node")
     ledger.register("a", "2", "node")
     ledger.begin("a", "1", [5])  # a message that was late
@@ -87,7 +91,7 @@ def test_words_of_a_process_that_is_gone_change_nothing() -> None:
 
 
 def test_ledger_that_was_started_again_goes_on() -> None:
-    ledger = Ledger()
+    ledger = on_one_node()
     ledger.begin("a", "1", [5])
     ledger.register("a", "2", "node")
     assert ledger.deaths([5]) == [(1, None)]

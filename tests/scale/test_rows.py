@@ -23,7 +23,7 @@ def test_control_tokens_are_parsed_unless_the_job_or_the_row_does_not(tmp_path: 
 
         def n_prompt(row: Record, **settings: bool) -> int:
             rows = GenerateRows(4, lb.SamplingParams(), **settings)  # type: ignore[arg-type]
-            request = rows.prepare(context, row, "0").request
+            request = rows.request(context, row, "0")
             return len(model.prompt_tokens(request.prompt, parse_special=request.parse_special))
 
         parsed, letters = 4, 13  # with BOS
@@ -31,14 +31,13 @@ def test_control_tokens_are_parsed_unless_the_job_or_the_row_does_not(tmp_path: 
             row: Record = {"prompt": TEXT, "text": TEXT, "parse_special": given}
             assert n_prompt(row) == expected
             assert n_prompt(row, parse_special=False) == letters
-            request = ScoreRows().prepare(context, row, "0").request
-            assert len(request.prompt) == expected
-            both = ScoreRows().prepare(context, {**row, "context": TEXT}, "0")
-            assert both.start == expected
-            assert len(both.request.prompt) == 2 * expected - 1
+            assert len(ScoreRows().request(context, row, "0").prompt) == expected
+            both = ScoreRows().request(context, {**row, "context": TEXT}, "0")
+            assert both.logprobs_from == expected
+            assert len(both.prompt) == 2 * expected - 1
         with pytest.raises(ConfigError, match="parse_special"):
             n_prompt({"prompt": TEXT, "parse_special": 1})
         chat = GenerateRows(4, lb.SamplingParams(), chat=True)
-        request = chat.prepare(context, {"prompt": TEXT}, "0").request
+        request = chat.request(context, {"prompt": TEXT}, "0")
         assert request.prompt == model.chat_tokens([("user", TEXT)])
         assert request.prompt[0] == model.bos

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from clusters import alone, prompts
 
 import llamabranch as lb
 from llamabranch.scale import Generate, Score, WorkerOptions
+from llamabranch.scale.rows import ROW
 
 TARGET = str(Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf")
 
@@ -52,17 +56,26 @@ def test_batches_share_the_engine(generate: Any, ctx: lb.Context) -> None:
     assert generate._engine.stats.target_forward_passes < 3 * 17
 
 
+WRONG: list[dict[str, Any]] = [
+    {"prompt": 5}, {"prompt": [1, "x"]}, {"prompt": [-1]}, {"prompt": "\ud800"}, {"prompt": True},
+    {"prompt": [2**40]}, {"prompt": {"no JSON": "b'x'"}}, {"max_tokens": "3"}, {"seed": 2**70},
+    {"stop": [1]}, {"stop": ["\ud800"]}, {"grammar": {}}, {"grammar": "root ::= ("},
+    {"parse_special": 1},
+]  # fmt: skip
+
+
 def test_rows_that_cannot_be_run_are_errors(generate: Any) -> None:
     rows: list[dict[str, Any]] = [
         {"id": "a", "prompt": "A wolf", "max_tokens": 3},
         {"id": "b", "prompt": None},
         {"id": "c", "prompt": "A wolf", "max_tokens": -2},
-        {"id": "d", "prompt": "A wolf", "problem": "no good"},
+        *({"id": str(i), "prompt": "A wolf", **wrong} for i, wrong in enumerate(WRONG)),
     ]
-    (found,) = run(generate, rows)
-    assert [row["finish_reason"] for row in found] == ["length", "error", "error", "error"]
+    # As a job has them: of any type in any row.
+    (found,) = run(generate, [{"id": row.pop("id"), ROW: json.dumps(row)} for row in rows])
+    assert [row["finish_reason"] for row in found] == ["length", *["error"] * (len(rows) - 1)]
     assert found[0]["error"] is None
-    assert found[3]["error"] == "no good"
+    assert all(row["error"] for row in found[1:])
     with pytest.raises(lb.ConfigError, match="every row needs an id"):
         run(generate, [{"id": None, "prompt": "A wolf"}])
 
@@ -103,3 +116,30 @@ def test_texts_are_scored_after_their_context(ctx: lb.Context) -> None:
 def test_file_that_is_not_the_jobs_is_refused() -> None:
     with pytest.raises(lb.ModelLoadError, match="is another file on this node"):
         Generate(TARGET, worker=WorkerOptions(fingerprint="0" * 64), n_ctx=512, n_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("raise RuntimeError('out of order')", "the engine failed: out of order"),
+        ("raise lb.DecodeError('it failed', code=-3)", "the engine failed: it failed"),
+        ("threading.Event().wait()", "no progress for 0.2 s"),
+    ],
+)
+def test_worker_with_a_broken_engine_ends_its_process(broken: str, told: str) -> None:
+    code = f"""
+import asyncio, threading
+import llamabranch as lb
+from llamabranch.scale import Generate, WorkerOptions
+stage = Generate({TARGET!r}, worker=WorkerOptions(stall_s=0.2), n_ctx=512, n_threads=1)
+def step():
+    {broken}
+stage._engine.engine.step = step
+asyncio.run(stage({{"id": [1], "prompt": ["A wolf"]}}))
+print("it went on")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert told in done.stderr

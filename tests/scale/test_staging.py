@@ -15,23 +15,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llamabranch import ConfigError
-from llamabranch.scale.folder import Folder, input_files
-from llamabranch.scale.rows import GenerateRows, ScoreRows
-from llamabranch.scale.sink import write_json_lines
-from llamabranch.scale.staging import Layout, stage_locally
-from llamabranch.scale.tables import output_table, read_rows
-
-LAYOUT = Layout("id", ("prompt", "max_tokens", "stop", "grammar", "seed"), ("source",))
+from llamabranch.scale.folder import Folder, input_files, write_json_lines
+from llamabranch.scale.rows import GenerateRows, ScoreRows, output_table, read_rows
+from llamabranch.scale.staging import Input
 
 
-def stage(tmp_path: Path, rows: list[Any], *, layout: Layout = LAYOUT, sort: bool = True) -> Any:
-    """Stage rows as JSON lines in blocks of 3; return the rows of the blocks."""
+def stage(tmp_path: Path, rows: list[Any], *, kind: Any = GenerateRows, sort: bool = True) -> Any:
+    """Stage rows as JSON lines in blocks of 3; return the rows of the blocks as a worker has them."""
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
-    files, kind, filesystem = input_files(str(path))
+    given = Input(*input_files(str(path)), "id", kind.columns, ("source",))
     folder = Folder(str(tmp_path / "staged"))
-    n = stage_locally(files, kind, filesystem, layout, folder, block_rows=3, sort=sort)
-    blocks = [pq.read_table(f"{folder.path}/{name}").to_pylist() for name in folder.names()]
+    n = given.stage_locally(folder, block_rows=3, sort=sort)
+    blocks = [read_rows(pq.read_table(path)) for path in folder.paths()]
     assert n == len(rows) == sum(map(len, blocks))
     assert all(len(block) == 3 for block in blocks[:-1])
     return [row for block in blocks for row in block]
@@ -49,21 +45,16 @@ def test_rows_are_sorted_by_prompt(tmp_path: Path) -> None:
 def test_prompts_of_tokens_are_sorted_by_them(tmp_path: Path) -> None:
     rows = [{"id": str(i), "prompt": p} for i, p in enumerate([[300, 2], [2, 9], [2, 8, 1]])]
     staged = stage(tmp_path, rows)
-    assert [row["prompt_tokens"] for row in staged] == [[2, 8, 1], [2, 9], [300, 2]]
-    assert [row["prompt"] for row in staged] == [None] * 3
+    assert [row["prompt"] for row in staged] == [[2, 8, 1], [2, 9], [300, 2]]
 
 
-def test_values_that_cannot_be_used_are_problems_of_their_row(tmp_path: Path) -> None:
-    wrong: list[dict[str, Any]] = [
-        {"prompt": 5}, {"prompt": [1, "x"]}, {"prompt": [-1]}, {"prompt": "\ud800"}, {"prompt": True},
-        {"prompt": "x", "max_tokens": "3"}, {"prompt": "x", "seed": 2**70},
-        {"prompt": "x", "stop": [1]}, {"prompt": "x", "grammar": {}},
+def test_values_of_any_type_are_kept_for_the_worker_that_checks_them(tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = [
+        {"prompt": 5}, {"prompt": [1, "x"]}, {"prompt": "\ud800"}, {"prompt": "x", "stop": {"a": 1}},
+        {"prompt": "x", "seed": 2**70, "max_tokens": 3, "parse_special": False},
     ]  # fmt: skip
-    staged = stage(tmp_path, [{"id": i, **row} for i, row in enumerate(wrong)])
-    assert all(row["problem"] for row in staged)
-    good = [{"id": 1, "prompt": "x", "max_tokens": 3, "stop": "a", "seed": -1}]
-    (row,) = stage(tmp_path, good)
-    assert (row["problem"], row["stop"], row["seed"]) == (None, ["a"], -1)
+    staged = stage(tmp_path, [{"id": i, **row} for i, row in enumerate(given)], sort=False)
+    assert staged == [{"id": i, "source": None, **row} for i, row in enumerate(given)]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +81,7 @@ def test_rows_without_an_id_are_numbered(tmp_path: Path) -> None:
 
 def test_texts_to_score_are_sorted_with_their_context(tmp_path: Path) -> None:
     rows = [{"id": 1, "text": "x", "context": "b"}, {"id": 2, "text": "bb"}, {"id": 3, "text": "a"}]
-    staged = stage(tmp_path, rows, layout=Layout("id", ("text", "context")))
+    staged = stage(tmp_path, rows, kind=ScoreRows)
     assert [row["id"] for row in staged] == [3, 2, 1]
 
 
@@ -112,12 +103,12 @@ def test_input_files_are_those_of_one_format(tmp_path: Path) -> None:
 
 def test_files_of_a_folder_are_whole_or_missing(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "a")) / "b"
-    assert folder.names() == []
+    assert folder.paths() == []
     assert folder.read_json("x") is None
     folder.create()
     folder.write_json("x", {"a": [1, "ä"]})
     assert folder.read_json("x") == {"a": [1, "ä"]}
-    assert folder.names() == ["x"]
+    assert folder.paths() == [f"{tmp_path}/a/b/x"]
     for damaged in ("{", "[]"):
         (tmp_path / "a" / "b" / "x").write_text(damaged)
         with pytest.raises(ConfigError, match="is damaged"):

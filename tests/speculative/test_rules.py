@@ -15,17 +15,18 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llamabranch.errors import ConfigError
-from llamabranch.proofs.enumeration import Outcomes, enumerate_outcomes
-from llamabranch.proofs.rule_error import (
+from benchmarks.rule_error import (
     KINDS,
     Law,
     ModelPair,
+    Outcomes,
     drafted_text,
+    enumerate_outcomes,
     random_pair,
     rule_error,
     texts_up_to,
 )
+from llamabranch.errors import ConfigError
 from llamabranch.sampling import Distribution
 from llamabranch.sampling.noise import DRAFT, derive_seed
 from llamabranch.speculative.rules import (

@@ -17,9 +17,9 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
+from llamabranch.bench import Divergence, first_divergence
+from llamabranch.bench.divergence import Logits, _Decision
 from llamabranch.errors import GrammarError
-from llamabranch.proofs import Divergence
-from llamabranch.proofs.divergence import Logits, _Decision
 from llamabranch.sampling import Sampler
 
 OPEN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -199,7 +199,7 @@ def test_where_batches_are_exact_nothing_is_explained_by_rounding(ctx: Context) 
             text = [t.token for t in branch.generate(6)]
         for position in (0, 4):
             other = [*text[:position], (text[position] + 1) % 4096]
-            found = lb.proofs.first_divergence(ctx, prompt, text, other, params, params.seed or 0)
+            found = first_divergence(ctx, prompt, text, other, params, params.seed or 0)
             assert found is not None
             assert found.position == position
             assert found.difference == 0.0
@@ -219,7 +219,7 @@ def test_a_grammar_is_part_of_what_decides(ctx: Context) -> None:
 
     def divergence(token: int, grammar: str | None) -> Divergence:
         other = [*text[:at], token]
-        found = lb.proofs.first_divergence(ctx, prompt, text, other, params, 3, grammar)
+        found = first_divergence(ctx, prompt, text, other, params, 3, grammar)
         assert found is not None
         assert found.position == at
         return found
@@ -230,7 +230,7 @@ def test_a_grammar_is_part_of_what_decides(ctx: Context) -> None:
     assert (found.gap, found.decided_by, found.explained) == (math.inf, "nothing", False)
     assert math.isfinite(divergence(forbidden, None).gap)
     with pytest.raises(GrammarError):
-        lb.proofs.first_divergence(ctx, prompt, [forbidden, *text], [forbidden], params, 3, grammar)
+        first_divergence(ctx, prompt, [forbidden, *text], [forbidden], params, 3, grammar)
     assert ctx.usage().cells_used == 0
 
 
@@ -249,7 +249,7 @@ def test_any_memory_and_a_single_sequence_will_do(
             with Branch.start(ctx, prompt, sampling=params) as branch:
                 text = [t.token for t in branch.generate(6)]
             for left, right in ((text, [200]), (text[:3], text), ([], text)):
-                found = lb.proofs.first_divergence(ctx, prompt, left, right, params, 1)
+                found = first_divergence(ctx, prompt, left, right, params, 1)
                 assert found is not None
                 assert found.gap > 0
                 assert math.isfinite(found.difference)
@@ -266,7 +266,7 @@ def test_a_text_that_ended_is_compared_with_its_end(toy: lb.Model) -> None:
             best = branch.sequence.logits_row().best
             gap = float(branch.logits[best] - branch.logits[end])
         assert best != end
-        found = lb.proofs.first_divergence(ctx, [5, 6], [best], [], params)
+        found = first_divergence(ctx, [5, 6], [best], [], params)
         assert found is not None
         assert found.tokens == (best, None)
         assert found.gap == pytest.approx(gap, rel=0.01)

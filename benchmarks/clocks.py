@@ -1,0 +1,51 @@
+"""The seconds of calls: inside some methods of one object, and of one call that is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+from llamabranch.bench import Spread
+
+__all__ = ["CallClock", "median_time"]
+
+
+class CallClock:
+    """Adds up the seconds inside some methods of one object, from ``__enter__`` to ``__exit__``."""
+
+    def __init__(self, owner: object, *names: str) -> None:
+        self._owner = owner
+        self._names = names
+        self.seconds = 0.0
+        self.n_calls = 0
+
+    def __enter__(self) -> CallClock:
+        for name in self._names:
+            vars(self._owner)[name] = self._timed(getattr(self._owner, name))  # shadows the method
+        return self
+
+    def _timed(self, inner: Callable[..., object]) -> Callable[..., object]:
+        def timed(*arguments: object) -> object:
+            start = perf_counter()
+            result = inner(*arguments)
+            self.seconds += perf_counter() - start
+            self.n_calls += 1
+            return result
+
+        return timed
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._names:
+            del vars(self._owner)[name]
+
+
+def median_time(work: Callable[[], object], n: int, warm_up: int = 3) -> Spread:
+    """Return the seconds of ``work()``: ``n`` calls after ``warm_up`` untimed ones."""
+    for _ in range(warm_up):
+        work()
+    seconds = []
+    for _ in range(n):
+        start = perf_counter()
+        work()
+        seconds.append(perf_counter() - start)
+    return Spread.of(seconds)

@@ -221,7 +221,7 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
     if reason:
         raise UnsupportedError(
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
-            hint="`llamabranch inspect` shows what two files offer each other",
+            hint="`llamabranch models show` tells what two files offer each other",
         )
     if model.shares_memory:
         if given.prefix_cache:

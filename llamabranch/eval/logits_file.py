@@ -88,7 +88,7 @@ class LogitsFile:
             if len(head) < _HEAD or not head.startswith(_MAGIC):
                 raise ConfigError(
                     f"{path} is no file of log-probabilities",
-                    hint="`llamabranch perplexity -f TEXT --save-logits FILE` writes one",
+                    hint="`llamabranch eval --perplexity TEXT --save-logits FILE` writes one",
                 )
             window, n_vocab, n_chunks = struct.unpack("<3i", head[len(_MAGIC) :])
             if window < 4 or n_vocab < 1 or n_chunks < 1:

@@ -71,7 +71,7 @@ class ModelDrafter(RunDrafter):
         if report.path == "none" or (report.path == "text" and not self.translate):
             raise VocabularyMismatchError(
                 f"{self.name} cannot draft for {target.name}: {report.reason}",
-                hint="use a draft model of the target's family; see `llamabranch inspect`",
+                hint="use a draft model of the target's family; see `llamabranch models show`",
             )
 
     def start(self, target: Branch, rule: str) -> DraftState:

@@ -1,0 +1,181 @@
+"""``--compare``: the same requests with drafts and plainly, in turn, and what that tells."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from llamabranch import DecodeInterruptedError, Engine, Request, Result, SpeculativeStats
+from llamabranch.bench import Interval
+
+from .formats import interval_text
+from .interrupts import InterruptHandler
+
+__all__ = ["LEAST_PAIRS", "MOST_PAIRS", "Comparison", "Run", "compare"]
+
+MOST_PAIRS = 12  # with 12 pairs, two outliers on either side do not widen the 95 % interval
+LEAST_PAIRS = 6  # with fewer, no interval of order statistics has 95 %
+# Where both are equally fast, all of the first seven pairs lie on one side of 1 with a probability of
+# 2 / 2^7 = 1.6 %. With the interval of twelve pairs, which is wrong at most once in twenty, a verdict is
+# wrong with a probability of 4.6 %.
+_CLEAR_PAIRS = 7
+# The 97.5 % quantile of Student's t distribution by the number of values: for fewer pairs.
+_T_QUANTILES = {3: 4.303, 4: 3.182, 5: 2.776}
+
+
+@dataclass(frozen=True)
+class Run:
+    """All texts of the requests, once, in their order."""
+
+    results: Sequence[Result]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second; nan without a token."""
+        n = sum(len(result.tokens) for result in self.results)
+        return n / self.seconds if n and self.seconds else math.nan
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each text."""
+        return [list(result.tokens) for result in self.results]
+
+    @property
+    def stats(self) -> SpeculativeStats:
+        """The statistics of all texts together."""
+        total = SpeculativeStats()
+        for result in self.results:
+            total.add(result.stats)
+        return total
+
+
+@dataclass
+class Comparison:
+    """Drafted against plain decoding of the same requests with the same seed."""
+
+    drafted: list[Run] = field(default_factory=list)
+    plain: list[Run] = field(default_factory=list)
+
+    @property
+    def drafted_tokens_per_s(self) -> float:
+        """Tokens a second with drafts: the median of the runs."""
+        return statistics.median(run.rate for run in self.drafted)
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """Tokens a second of plain decoding: the median of the runs."""
+        return statistics.median(run.rate for run in self.plain)
+
+    @property
+    def speedup(self) -> float:
+        """The drafted median divided by the plain one, nan without a token."""
+        return self.drafted_tokens_per_s / self.plain_tokens_per_s
+
+    @property
+    def ratios(self) -> list[float]:
+        """The speedup of each pair of runs, in their order."""
+        return [a.rate / b.rate for a, b in zip(self.drafted, self.plain, strict=True)]
+
+    @property
+    def interval(self) -> Interval:
+        """The speedup by pairs of runs, one right after the other.
+
+        The interval is one of order statistics from 6 pairs on. From 3 to 5 pairs it is that of Student's
+        t distribution for the logarithms of the ratios, which takes their noise to be normal.
+        """
+        ratios = self.ratios
+        found, quantile = Interval.of(ratios), _T_QUANTILES.get(len(ratios))
+        if quantile is None or found.n != len(ratios):
+            return found
+        logs = [math.log(ratio) for ratio in ratios]
+        half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+        middle = statistics.fmean(logs)
+        return Interval(found.median, math.exp(middle - half), math.exp(middle + half), found.n)
+
+    @property
+    def verdict(self) -> str:
+        """ "faster", "slower" or "inconclusive"; "nothing drafted" where both were plain decoding."""
+        if self.drafted[0].stats.num_draft_tokens == 0:
+            return "nothing drafted"
+        return self.interval.verdict
+
+    @property
+    def same_text(self) -> bool:
+        """Whether both gave the same tokens."""
+        return self.drafted[0].tokens == self.plain[0].tokens
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether so many pairs agree that no more are needed."""
+        ratios = self.ratios
+        n_above, n_below = sum(r > 1 for r in ratios), sum(r < 1 for r in ratios)
+        return len(ratios) >= _CLEAR_PAIRS and len(ratios) in (n_above, n_below)
+
+    def explain(self) -> str:
+        """Return what the verdict means, and where there is none what to do about it."""
+        interval, verdict = self.interval, self.verdict
+        if verdict == "nothing drafted":
+            return (
+                "Inconclusive: nothing was drafted, so both are plain decoding and differ by noise."
+            )
+        if verdict == "slower":
+            return "Drafting is slower than plain decoding here."
+        if verdict == "faster":
+            return ""
+        pairs = "1 pair of runs was" if interval.n == 1 else f"{interval.n} pairs of runs were"
+        found = f"their 95 % interval is {interval_text(interval)}"
+        if math.isnan(interval.low):
+            found = "fewer than 3 have no interval"
+        more = "stop other programs on the machine, generate more (-n)"
+        if interval.n < MOST_PAIRS:
+            more = "generate less (-n)"
+        return (
+            f"Inconclusive: {pairs} timed, and {found}. To see a difference, {more}, or measure "
+            "several prompts with `llamabranch bench`."
+        )
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> Run:
+    """Generate all texts, and time it."""
+    before = engine.stats.elapsed_s
+    results = engine.generate(requests)
+    return Run(results, engine.stats.elapsed_s - before)
+
+
+def compare(
+    drafting: Engine,
+    plain: Engine,
+    requests: Sequence[Request],
+    interrupts: InterruptHandler,
+    *,
+    budget_s: float = 60.0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Comparison | None:
+    """Time drafted against plain decoding; both have been warmed up. None if interrupted.
+
+    There are 12 pairs of runs at most. Seven suffice if all of them have the same sign. No pair begins
+    that would probably end later than ``budget_s`` seconds after the first; there is always one.
+    """
+    found, begun = Comparison(), perf_counter()
+    try:
+        for number in range(MOST_PAIRS):
+            spent = perf_counter() - begun
+            if number and (found.is_clear or spent * (1 + 1 / number) > budget_s):
+                break
+            so_far = f", speedup {statistics.median(found.ratios):.2f} so far" if number else ""
+            progress(f"comparing: pair {number + 1} of {MOST_PAIRS}{so_far}")
+            turns = [(drafting, found.drafted), (plain, found.plain)]
+            for engine, runs in turns if number % 2 == 0 else reversed(turns):
+                interrupts.check()
+                runs.append(run(engine, requests))
+    except (DecodeInterruptedError, KeyboardInterrupt):
+        if not interrupts.requested:
+            raise
+        return None
+    finally:
+        progress("")
+    return found

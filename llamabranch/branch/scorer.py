@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..context import Context
 from ..context.batch import Batch
-from ..context.cell_ledger import n_common
+from ..context.radix_tree import n_common
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import ConfigError
 from ..model import Model, TokenIds, token_list
@@ -299,7 +299,7 @@ class _Reading:
                     seq_id = node.base.seq_id
                     if self._can_draft and seq_id not in (-1, *in_place):
                         seqs[i], in_place[seq_id] = seq_id, node.base.position
-                        ctx.kv_cache.hold_window(seq_id, len(self._paths[i].tokens))
+                        ctx.kv_cache.prepare(seq_id, len(self._paths[i].tokens))
                         continue
                     seqs[i] = ctx.sequences.lease(self, used=self._used)
                     if as_tree or i == node.low:

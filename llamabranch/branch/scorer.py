@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from ..context import Context
 from ..context.batch import Batch
-from ..context.radix_tree import n_common
 from ..context.logits import LogitsRow, TokenScore
+from ..context.radix_tree import n_common
 from ..errors import ConfigError
 from ..model import Model, TokenIds, token_list
 from .sequence import TokenSequence

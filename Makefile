@@ -92,5 +92,5 @@ $(VENV)/.installed-dev: $(BUILT_FROM) | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf build dist llamabranch/native/_core.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist llamabranch/native/lib llamabranch/native/_core.bin .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -39,7 +39,7 @@ from .structured import SCHEMA, TEXTS
 PARTS = ("load", "chat", "shared", "json", "cancel", "fanout", "engine")
 CLIENTS = (1, 4, 8, 16)
 LENGTHS = (64, 128, 192, 256)  # tokens of a stream
-OURS, FAST, THEIRS = "llamabranch serve", "llamabranch serve --fast", "llama-server"
+OURS, FAST, THEIRS = "llamabranch serve", "llamabranch serve, batch_invariant=false", "llama-server"
 ENGINE = "engine in process"
 SIDES = {"ours": OURS, "fast": FAST, "theirs": THEIRS}
 SYSTEM = "You are a patient teller of tales who answers in one sentence. " * 12
@@ -190,7 +190,7 @@ def main() -> None:
         path = Path(probe.model.path)
         starts: dict[str, Start] = {
             name: partial(_ours, settings, path, *shlex.split(args.options), *more)
-            for name, more in ((OURS, ()), (FAST, ("--fast",)))
+            for name, more in ((OURS, ()), (FAST, ("-S", "batch_invariant=false")))
         }
         if settings.peers:
             starts[THEIRS] = partial(_theirs, settings, path)
@@ -507,7 +507,7 @@ def _fan_outs(
     for name, start in starts.items():
         sides[name] = partial(start, *parts)
         if name != THEIRS:
-            shared = ("-np", BRANCHES + 1, "-c", cells, "--kv-unified")
+            shared = ("-np", BRANCHES + 1, "-c", cells, "-S", "kv_unified=true")
             sides[f"{name}, one cache"] = partial(start, *shared)
     found: dict[str, list[_FanOut]] = {name: [] for name in sides}
     for _ in range(settings.runs):

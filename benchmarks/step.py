@@ -30,12 +30,10 @@ import numpy.typing as npt
 
 import llamabranch as lb
 from llamabranch.bench import (
-    Curve,
     DecodeClock,
     Sample,
     Spread,
     interleave,
-    save_plot,
 )
 from llamabranch.context.logits import LogitsRow
 from llamabranch.context.token_states import kept_states
@@ -44,6 +42,7 @@ from llamabranch.sampling.noise import DRAW
 from llamabranch.speculative.length.base import FixedLength
 
 from .clocks import CallClock, median_time
+from .plotting import Curve, save_plot
 from .prompts import PROMPTS, long_prompt
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
 

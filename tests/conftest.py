@@ -86,7 +86,7 @@ def freeze() -> None:
 def unannounced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that name no model say nothing of it: standard error is what a test is about."""
     if request.path.parent.name == "cli" and not request.node.get_closest_marker("smollm2"):
-        to = "llamabranch.cli.options.TargetOptions.announce"
+        to = "llamabranch.cli.options.ModelOptions.announce"
         monkeypatch.setattr(to, lambda self, console: self.target_name)
 
 

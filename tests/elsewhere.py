@@ -150,7 +150,7 @@ def interpreters() -> dict[tuple[int, int], str]:
         [uv(), "python", "list", "--only-installed", "--output-format", "json"],
         env={**os.environ, "PATH": os.pathsep.join(path)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    found = {}
+    found: dict[tuple[int, int], str] = {}
     for entry in json.loads(done.stdout):
         finished = entry["version"].replace(".", "").isdigit()  # neither a beta nor a candidate
         if finished and (entry["implementation"], entry["variant"]) == ("cpython", "default"):
@@ -215,7 +215,7 @@ def tested(place: str, pytest_args: Sequence[str]) -> int:
         found = run(python, "--version").strip()
         found += "\n" + run(uv(), "pip", "freeze", "--python", python)
     print(f"{place}: {found}", flush=True)
-    command = [python, "-m", "pytest", "-m", marked, *pytest_args]
+    command = [str(python), "-m", "pytest", "-m", marked, *pytest_args]
     return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
 
 

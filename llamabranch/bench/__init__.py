@@ -5,7 +5,6 @@ machine.py    the machine that was measured on: processor, load, build
 workloads.py  one timed generation, plain or speculative
 costs.py      the time inside llama.cpp; v(n) and c
 pair.py       which draft length and rule is the fastest for a target with its drafter
-plotting.py   curves as PNG files
 divergence.py where two texts that should be equal first differ, and whether rounding explains it
 """
 
@@ -14,7 +13,6 @@ from .costs import DecodeClock, draft_cost, verify_costs, verify_times
 from .divergence import Divergence, first_divergence
 from .machine import Machine, free_memory_bytes, load_average, processor_flags, profile_in_use
 from .pair import Cell, PairBench, PairReport, Sweep
-from .plotting import Curve, save_plot
 from .timing import (
     Interval,
     Maker,
@@ -30,7 +28,6 @@ from .workloads import plain, seed_of, speculative
 
 __all__ = [
     "Cell",
-    "Curve",
     "DecodeClock",
     "Divergence",
     "Interval",
@@ -54,7 +51,6 @@ __all__ = [
     "processor_flags",
     "profile_in_use",
     "profile_problem",
-    "save_plot",
     "seed_of",
     "speculative",
     "verify_costs",

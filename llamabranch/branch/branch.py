@@ -30,8 +30,8 @@ from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingS
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
 from ..sampling.params import settings_of
+from . import scorer
 from .output import OutputBuffer
-from .scoring import continuation, score_all
 from .sequence import TokenSequence
 from .snapshot import Snapshot, capture, fill
 from .token import Produced
@@ -404,8 +404,8 @@ class Branch:
             CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            tokens = continuation(self.ctx.model, text)
-            return score_all(self.ctx, [(self.sequence, tokens)], whole("top", top, 0))[0]
+            wanted = scorer.Wanted(self.sequence, scorer.continuation(self.ctx.model, text))
+            return scorer.score(self.ctx, [wanted], top=whole("top", top, 0))[0]
 
     def _scored(self, since: str) -> list[float]:
         """Return the surprisals of the tokens since the prompt or the fork, nats."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import SupportsIndex, TypeVar
 
 from ..arguments import instance, items, whole
@@ -13,7 +14,7 @@ from ..errors import BranchStateError, ConfigError
 from ..model import TokenIds, token_list
 from ..pictures import tree
 from .branch import Branch
-from .scoring import continuation, score_all
+from .scorer import Wanted, continuation, score
 from .sequence import TokenSequence
 from .token import Produced
 from .tree import DEFAULT_COLUMNS, BranchTree, tree_lines
@@ -174,18 +175,17 @@ class BranchStore:
             ConfigError: a branch of another context, or no tokens.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
+        model = self._ctx.model
         with self._ctx.lock:
-            given: list[tuple[Branch, list[int]]] = []
+            wanted: list[Wanted] = []
+            n_texts: dict[Branch, int] = {}
             for branch, continuations in _pairs(work):
                 self._check(branch)
                 texts = items("the continuations of a branch", continuations)
-                given += [(branch, continuation(self._ctx.model, text)) for text in texts]
-            pairs = [(branch.sequence, tokens) for branch, tokens in given]
-            scores = score_all(self._ctx, pairs, whole("top", top, 0))
-            found: dict[Branch, list[list[TokenScore]]] = {branch: [] for branch in work}
-            for (branch, _), its in zip(given, scores, strict=True):
-                found[branch].append(its)
-            return found
+                n_texts[branch] = len(texts)
+                wanted += [Wanted(branch.sequence, continuation(model, text)) for text in texts]
+            scores = iter(score(self._ctx, wanted, top=whole("top", top, 0)))
+            return {branch: list(islice(scores, n)) for branch, n in n_texts.items()}
 
     def retain_only(self, winner: Branch) -> None:
         """Prune every branch of the context but ``winner``, which becomes a root."""

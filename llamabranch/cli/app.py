@@ -14,49 +14,57 @@ from typer.core import TyperCommand
 
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c, read_arguments_as_utf8
 
+from .command import Command, CommandGroup, UsageError, reopen_closed_streams
 from .console import Console, print_json_error
-from .llama_cpp import COMMANDS_MEANT
-from .parsing import Command, CommandGroup, PromptsCommand, UsageError, reopen_closed_streams
-from .reporting import EXIT_FAILURE
+from .interrupts import EXIT_FAILURE
 
-__all__ = ["COMMANDS", "app", "load_command", "main"]
+__all__ = ["COMMANDS", "HIDDEN", "MOVED", "app", "load_command", "main"]
 
 # Each command in the order of --help, with the first sentence of its own help. It is the function of that
-# name in the module of that name.
+# name in the module of that name. A new command is a line here, and its file.
 COMMANDS = {
     "demo": "Show what this is for, in half a minute: forks, drafts, JSON and scores, as you watch.",
+    "generate": "Generate text from one prompt or many, and show what drafting did.",
     "chat": "Talk with a model in the terminal; turns can be retried, edited, forked and saved.",
-    "speculate": "Generate text with a draft model and show what the drafting did.",
-    "generate": "Generate text from a prompt, or from many together, with a draft model.",
-    "bench": "Measure a pair: what drafting costs and brings here, and the best setting to use.",
-    "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",
-    "select": "Score several texts as the continuation of a prompt and print the best.",
-    "score": "Score given text: log-probabilities of its tokens, their sum, perplexity and ranks.",
     "open": "Open a page in the browser: branch texts, see every probability, compare two models.",
     "serve": "Serve a model over HTTP: OpenAI's API, scores of given text, and branches.",
-    "eval": "Score a model on tasks with right answers, offline.",
-    "perplexity": "Measure the perplexity of a model on a text, as llama-perplexity does.",
-    "kld": "Compare a model with saved log-probabilities: KL divergence, perplexities, agreement.",
+    "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",
+    "score": "Score given text: log-probabilities of its tokens, perplexity, or the best of several.",
+    "eval": "Measure models: tasks with right answers, perplexity, KL divergence.",
     "compare": "Compare two models on a text: KL divergence, perplexities, where they part.",
-    "quants": "Compare quantisations of one model on one text, to choose a file.",
-    "inspect": "Print architecture, size, vocabulary, memory type and capabilities of a model.",
-    "models": "List the models of models.txt and mark those that are on this machine.",
-    "pull": "Download a model if it is not on this machine, and print the path of its file.",
-    "theory": "Print tokens a round, speedup and best draft length that the theory expects.",
-    "plan": "Estimate the time and the cost of a job on a cluster; rates not given are measured here.",
-    "doctor": "Report versions, processor, build, memory, GPU and caches, test the installation, and "
-    "advise.",
+    "bench": "Measure drafting with a pair of models here, and name the best setting.",
+    "models": "List the known models, download one, or show what a file is.",
+    "doctor": "Report versions, processor, build, memory and caches, test the installation, and advise.",
 }
-TAKE_PROMPTS = {"generate", "bench"}
+HIDDEN = {"speculate": "generate"}  # names of commands that --help does not list
+# What some type in place of a command, and the commands of earlier versions.
+MOVED = {
+    "cli": "chat",
+    "run": "chat",
+    "complete": "generate",
+    "completion": "generate",
+    "server": "serve",
+    "select": "score --context PROMPT CHOICE... --best mean",
+    "perplexity": "eval --perplexity FILE",
+    "kld": "eval --against FILE",
+    "quants": "eval --perplexity FILE --against BASE -m A -m B",
+    "inspect": "models show",
+    "pull": "models pull",
+    "theory": "bench, or llamabranch.theory in Python",
+    "plan": "generate --ray, or llamabranch.scale.JobNumbers in Python",
+}
 
 
 @cache
 def load_command(name: str) -> TyperCommand:
     """Import a subcommand and return it."""
     holder = typer.Typer(add_completion=False)
-    function = getattr(import_module(f".{name}", __package__), name)
-    holder.command(cls=PromptsCommand if name in TAKE_PROMPTS else Command)(function)
-    return cast(TyperCommand, typer.main.get_command(holder))
+    module = HIDDEN.get(name, name)
+    function = getattr(import_module(f".{module}", __package__), module)
+    holder.command(name, cls=Command)(function)
+    command = cast(Command, typer.main.get_command(holder))
+    command.first = function.first
+    return command
 
 
 class _Commands(CommandGroup):
@@ -66,9 +74,9 @@ class _Commands(CommandGroup):
         self, ctx: typer.Context, args: list[str]
     ) -> tuple[str | None, TyperCommand | None, list[str]]:
         """Return the subcommand that the arguments name, imported, and the arguments after it."""
-        meant = COMMANDS_MEANT.get(args[0]) if args else None
+        meant = MOVED.get(args[0]) if args else None
         if meant is not None:
-            raise UsageError(f"No such command '{args[0]}'. Did you mean '{meant}'?", ctx)
+            raise UsageError(f"No such command '{args[0]}'. Use 'llamabranch {meant}'", ctx)
         name, listed, rest = super().resolve_command(ctx, args)
         if listed is None:
             return name, None, rest
@@ -119,6 +127,8 @@ def _listed() -> None:
 
 for _name, _help in COMMANDS.items():
     app.command(_name, help=_help)(_listed)
+for _name in HIDDEN:
+    app.command(_name, hidden=True)(_listed)
 
 
 def main() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import typer
 
-from llamabranch import ConfigError, Context, Drafter, LlamaBranchError
+from llamabranch import ConfigError, Context, Drafter, SamplingParams
 from llamabranch.bench import (
     Machine,
     PairBench,
@@ -20,23 +19,13 @@ from llamabranch.bench import (
 )
 from llamabranch.model import Prompt
 
-from .bench_report import FILES, BenchReport
+from .bench_report import BenchReport
 from .bundles import option, with_bundles
-from .console import Console, print_json
-from .drafters import MTP, drafting_models, is_model, make_drafter, note_translation
-from .files import check_new_file
-from .interrupts import InterruptHandler
-from .options import (
-    DRAFTING,
-    REQUESTS,
-    ChatOptions,
-    ModelOptions,
-    OutputOptions,
-    PromptOptions,
-    RuntimeOptions,
-    SamplingOptions,
-)
-from .reporting import EXIT_INTERRUPTED
+from .console import print_json
+from .drafters import MTP, is_model, make_drafter, note_translation, open_draft
+from .interrupts import EXIT_INTERRUPTED, InterruptHandler
+from .jsonl import InvalidLines
+from .options import ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
 
 # A story, instructions, a program, a dialogue: acceptance depends on the kind of text.
 PROMPTS = (
@@ -51,33 +40,30 @@ PROMPTS = (
 class SizeOptions:
     """How much is measured."""
 
-    panel: ClassVar[str] = REQUESTS
+    panel: ClassVar[str] = "Measurement"
 
     max_tokens: int | None = option(
         None,
-        "Tokens for each prompt. Default: 64.",
-        "--max-tokens",
-        "--predict",
-        "--n-predict",
-        "-n",
+        "Tokens for each prompt.  [default: 64]",
+        *("--n-predict", "--max-tokens", "--predict", "-n"),
         min=1,
+        first=True,
     )
     runs: int | None = option(
         None,
-        "How often everything is measured. Default: 3.",
-        "--runs",
-        "--repetitions",
-        "-r",
+        "How often everything is measured.  [default: 3]",
+        *("--runs", "--repetitions", "-r"),
         min=1,
+        first=True,
     )
     quick: bool = option(
         False,
-        "One prompt, one run, 16 tokens, lengths 1, 2 and auto: does it run? The times mean "
-        "little.",
+        "One prompt, one run, 16 tokens, lengths 1, 2 and auto: does it run? The times mean little.",
         "--quick",
+        first=True,
     )
     longest: int | None = option(
-        None, "The longest draft of the sweep. Default: 8.", min=1, max=64, rich_help_panel=DRAFTING
+        None, "The longest draft of the sweep.  [default: 8]", min=1, max=64, first=True
     )
 
     def sweep(self) -> Sweep:
@@ -92,60 +78,17 @@ class SizeOptions:
         )
 
 
-@dataclass(frozen=True)
-class BenchOutput(OutputOptions):
-    """Where the results go."""
-
-    folder: Path | None = option(
-        None,
-        "Write bench.json, speed.png and acceptance.png into this folder.",
-        "--output",
-        "-o",
-        metavar="DIR",
-    )
-
-    def check(self) -> None:
-        """Make the folder; raise ConfigError for what cannot be written or is there already."""
-        if self.folder is not None:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"cannot write into {self.folder}: {error}") from None
-            for name in FILES:
-                check_new_file(self.folder / name)
-
-    def show(self, report: BenchReport, console: Console) -> None:
-        """Write the files and print the report; what the files raise is raised after that."""
-        files: list[Path] = []
-        failure: LlamaBranchError | None = None
-        try:
-            if self.folder is not None:
-                for path in report.write(self.folder, console):
-                    files.append(path)
-        except LlamaBranchError as error:
-            failure = error
-        if self.as_json:
-            print_json(report.as_json() | {"files": [str(path) for path in files]})
-        else:
-            report.print(console)
-            for path in files:
-                console.note(f"wrote {path}")
-        if failure is not None:
-            raise failure
-
-
 @with_bundles
 def bench(
     *,
-    models: ModelOptions,
-    prompts: PromptOptions,
+    prompts: ManyPrompts,
     chat: ChatOptions,
     size: SizeOptions,
     sampling: SamplingOptions,
-    runtime: RuntimeOptions,
-    output: BenchOutput,
+    models: DraftOptions,
+    output: OutputOptions,
 ) -> None:
-    """Measure a pair: what drafting costs and brings here, and the best setting to use.
+    """Measure drafting with a pair of models here, and name the best setting.
 
     Plain and speculative decoding take turns on the same prompts with the same seeds; figures are
     medians of the runs. A best setting is named only where a 95 % interval of its speedup lies above
@@ -154,36 +97,37 @@ def bench(
     """
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
-        params, sweep = sampling.params(), size.sweep()
-        if any(text.isdecimal() for text in prompts.given):
+        params, sweep = sampling.params(models), size.sweep()
+        if any(text.isdecimal() for text in (*(prompts.texts or ()), *(prompts.prompts or ()))):
             raise ConfigError(
                 "-p is a text to continue, not llama-bench's number of prompt tokens",
                 hint="leave it out to measure drafting on four prompts; -n sets the generated tokens, "
                 "--file a long prompt",
             )
-        given = [request.prompt for request in prompts.read().requests(params)]
+        invalid = InvalidLines()
+        given = [request.prompt for request in prompts.requests(params, invalid.add)]
+        invalid.report(console)
         if prompts.input_file is not None and not given:
             raise ConfigError(f"{prompts.input_file} has no prompts")
         texts = given or list(PROMPTS[:1] if size.quick else PROMPTS)
-        output.check()
         if problem := profile_problem():
             console.note(
                 f"{profile_in_use()} cannot be written ({problem}): no later run knows these times"
             )
         target_name, drafters = models.resolve(console)
-
-        context = runtime.open(
-            target_name, console, stack, load_mtp=MTP in drafters, chat_template=chat.template
+        load_mtp = MTP in drafters
+        context = models.open(
+            target_name, console, stack, load_mtp=load_mtp, chat_template=chat.template
         )
         # Each run gets a new drafter, over the same contexts.
         contexts: dict[str, Context] = {
-            name: runtime.open_draft(name, context, console, stack)
+            name: open_draft(models, name, context, console, stack, {})
             for name in drafters
             if is_model(name)
         }
 
         def new_drafter() -> Drafter:
-            return make_drafter(drafters, contexts.__getitem__, width=1)
+            return make_drafter(drafters, contexts.__getitem__)
 
         note_translation(new_drafter(), context.model, console)
         params = sampling.without_eog(params, context.model)
@@ -206,18 +150,36 @@ def bench(
             target=context,
             target_name=target_name,
             drafters=drafters,
-            draft_models=drafting_models(new_drafter()),
+            draft_models=[each.model for each in new_drafter().contexts],
             temperature=params.temperature,
             n_prompts=len(texts),
             n_tokens=sweep.n_tokens,
             n_runs=sweep.n_runs,
-            options=[*sampling.temperature_arguments(), *runtime.as_arguments()],
+            options=_arguments(sampling, models),
             profile=profile_in_use(),
         )
-        output.show(report, console)
+        if output.as_json:
+            print_json(report.as_json())
+        else:
+            report.print(console)
         if interrupts.requested:
             console.note("interrupted: this is what was measured until then")
             raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
+    """Return the options that the setting was measured with, for the command line to use."""
+    temperature = sampling.temperature
+    given = {
+        "--temp": None if temperature == SamplingParams().temperature else f"{temperature:g}",
+        "--ctx-size": models.n_ctx,
+        "--threads": models.threads,
+        "--gpu-layers": models.gpu_layers,
+        "--kv-type": models.kv_type,
+        "--flash-attn": None if models.flash_attn == "auto" else models.flash_attn,
+    }
+    found = [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
+    return [*found, *(arg for text in models.settings or () for arg in ("-S", text))]
 
 
 def _tokens(context: Context, prompt: Prompt, chat: ChatOptions) -> list[int]:

@@ -1,26 +1,19 @@
-"""What ``bench`` prints at the end: tables, the setting to use, one JSON object, plots."""
+"""What ``bench`` prints at the end: tables, the setting to use, one JSON object."""
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
-from typing import IO
 
-from llamabranch import Context, Model, UnsupportedError
-from llamabranch.bench import Cell, Curve, Machine, PairReport, save_plot
+from llamabranch import Context, Model
+from llamabranch.bench import Cell, Machine, PairReport
 
 from .console import Console, finite
-from .files import write_new_file
 from .formats import base_name, interval_text, machine_text, number, spread_text
 
-__all__ = ["FILES", "BenchReport"]
-
-FILES = ("bench.json", "speed.png", "acceptance.png")  # of `bench --output`
+__all__ = ["BenchReport"]
 
 
 @dataclass(frozen=True)
@@ -50,12 +43,12 @@ class BenchReport:
     def command(self) -> str | None:
         """Return the command line of the setting to use, None where none is established."""
         report = self.report
-        arguments = ["llamabranch", "speculate", "--target", self.target_name]
+        arguments = ["llamabranch", "generate", "-m", self.target_name]
         if report.best is not None:
             arguments += ["--draft", "+".join(self.drafters)]
-            arguments += ["--draft-length", str(report.best.length)]
+            arguments += ["--draft-max", str(report.best.length)]
             if self.temperature > 0:
-                arguments += ["--rule", report.best.rule]
+                arguments += ["-S", f"rule={report.best.rule}"]
         elif report.verdict == "slower":
             arguments += ["--draft", "none"]
         else:
@@ -107,7 +100,7 @@ class BenchReport:
             f"Inconclusive: with {setting}, the {self._superlative} here, drafting is "
             f"{_measured(found)} times plain decoding, by {n} {'pair' if n == 1 else 'pairs'} of texts: "
             f"no setting is named unless all of the interval lies above 1. To decide it, "
-            f"measure more: --runs {more}, longer texts (--max-tokens), more prompts"
+            f"measure more: --runs {more}, longer texts (-n), more prompts"
             + (f"; {complaint}." if complaint else ", nothing else running on the machine.")
             + " Until then plain decoding (--draft none) is the safe choice."
         )
@@ -272,67 +265,6 @@ class BenchReport:
             "compared_text": compared,
             "stats": cell.stats.as_dict(),
         }
-
-    # -- files -------------------------------------------------------------------------------------
-
-    def write(self, folder: Path, console: Console) -> Iterator[Path]:
-        """Write ``FILES``, yield each that is written. Without matplotlib there are no plots, and a hint.
-
-        Raises:
-            ConfigError, OutputError: a file is there already, or cannot be written.
-        """
-        json_path, *plot_paths = (folder / name for name in FILES)
-        write_new_file(json_path, json.dumps(self.as_json(), indent=1) + "\n")
-        yield json_path
-        if not self.report.lengths:
-            return
-        for path, plot in zip(plot_paths, (self._plot_speed, self._plot_acceptance), strict=True):
-            image = BytesIO()
-            try:
-                plot(image)
-            except UnsupportedError as error:
-                console.note(f"no plots: {error.message}; {error.hint}")
-                return
-            write_new_file(path, image.getvalue())
-            yield path
-
-    def _title(self) -> str:
-        drafters = " + ".join(map(base_name, self.drafters))
-        return f"{self.target.model.name} with {drafters}, temperature {self.temperature:g}"
-
-    def _plot_speed(self, file: IO[bytes]) -> None:
-        report = self.report
-        curves = []
-        for rule in ("seeded", "token", "block"):
-            cells = [
-                cell
-                for cell in (report.lengths if rule == "seeded" else report.rules)
-                if cell.rule == rule and cell.length != "auto"
-            ]
-            if cells:
-                lengths = [cell.length for cell in cells if isinstance(cell.length, int)]
-                label = f"measured, rule {rule}" if self.temperature > 0 else "measured"
-                curves.append(Curve(label, lengths, [cell.speedup for cell in cells]))
-        theory = report.curve()
-        label = f"theory: a = {report.a:.2f}, c = {report.c:.2f}, v(n) as measured"
-        curves.append(Curve(label, [k for k, _ in theory], [y for _, y in theory], computed=True))
-        lengths = [k for k, _ in theory]
-        for cell in report.lengths:
-            if cell.length == "auto":
-                gain = [cell.speedup.median] * len(lengths)
-                curves.append(Curve("measured, length auto", lengths, gain, computed=True))
-        axes = ("draft length, tokens", "tokens a second over plain decoding")
-        save_plot(file, self._title(), axes, curves, level=1.0)
-
-    def _plot_acceptance(self, file: IO[bytes]) -> None:
-        curves = []
-        for cell in self.report.fixed:
-            rates = cell.stats.conditional_rates_per_pos
-            if rates:
-                places = list(range(1, len(rates) + 1))
-                curves.append(Curve(f"draft length {cell.length}", places, rates))
-        axes = ("position in the draft", "acceptance rate of tested tokens")
-        save_plot(file, self._title(), axes, curves)
 
 
 def _described(model: Model) -> dict[str, object]:

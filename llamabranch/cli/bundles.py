@@ -22,20 +22,22 @@ __all__ = ["option", "with_bundles"]
 T = TypeVar("T")
 
 
-def option(default: T, text: str, *names: str, **more: object) -> T:
+def option(default: T, text: str, *names: str, first: bool = False, **more: object) -> T:
     """Return the field of a bundle that is an option of a command.
 
     Args:
         default: its value where it is not given.
         text: its line in --help.
         names: as in `typer.Option`; none = from the field's.
+        first: --help shows it; the others are shown by --help-all.
         more: other arguments of `typer.Option`.
     """
     make: Callable[..., object] = typer.Option
-    return field(default=default, metadata={_OPTION: make(*names, help=text, **more)})
+    metadata = {_OPTION: make(*names, help=text, **more), _FIRST: first}
+    return field(default=default, metadata=metadata)
 
 
-_OPTION = "option"  # where a field keeps it
+_OPTION, _FIRST = "option", "first"  # where a field keeps them
 
 
 def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
@@ -44,15 +46,18 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
     A parameter whose type is a dataclass is a bundle: each of its fields becomes an option, declared by
     `option` or by its annotation, under the heading that the class which declares it names as ``panel``
     unless the field names another. The command gets the bundle, built from the options that were given.
+    Its attribute ``first`` holds the names of the parameters that --help shows.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []
     bundles: dict[str, type] = {}
+    first: set[str] = set()
     for parameter in signature(command).parameters.values():
         kind = hints[parameter.name]
         if isinstance(kind, type) and is_dataclass(kind):
             bundles[parameter.name] = kind
             parameters += _parameters(kind)
+            first |= {f.name for f in fields(kind) if f.metadata.get(_FIRST)}
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
 
@@ -65,6 +70,7 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
     run.__name__, run.__doc__ = command.__name__, _paragraphs(cleandoc(command.__doc__ or ""))
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.first = frozenset(first)  # type: ignore[attr-defined]
     return run
 
 

@@ -18,22 +18,18 @@ from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .chat_session import ChatSession
 from .console import Console, print_json
-from .jsonl import read_text
-from .opening import open_pair
+from .files import read_text
+from .interrupts import EXIT_FAILURE
 from .options import (
-    MODELS,
-    REQUESTS,
-    SAMPLING,
-    DraftedOptions,
+    TEXT,
+    ChatOptions,
+    DraftOptions,
     OutputOptions,
-    RuntimeOptions,
     SamplingOptions,
-    SystemOptions,
-    given_seed,
     limit,
+    trained_length,
 )
-from .prompts import read_standard_input, trained_length
-from .reporting import EXIT_FAILURE
+from .prompts import read_standard_input
 
 _N_CTX = 4096  # unless the model was trained for less
 _N_SEQ_MAX = 16  # turns whose K/V is kept, two for each
@@ -43,26 +39,19 @@ _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
 @dataclass(frozen=True)
-class ChatModels(DraftedOptions):
-    """The model that answers and what drafts for it."""
-
-    panel: ClassVar[str] = MODELS
-
-
-@dataclass(frozen=True)
-class TurnOptions(SystemOptions):
+class TurnOptions:
     """What is said."""
 
-    panel: ClassVar[str] = REQUESTS
+    panel: ClassVar[str] = TEXT
 
-    prompt: str | None = option(None, "The first message.", "--prompt", "-p")
+    prompt: str | None = option(None, "The first message.", "--prompt", "-p", first=True)
     file: str | None = option(
         None,
         "A file of turns, one a line: messages, and commands such as /retry; - is standard input. "
         "The program ends after the last one.",
-        "--file",
-        "-f",
+        *("--file", "-f"),
         metavar="FILE|-",
+        first=True,
     )
     load: Path | None = option(
         None,
@@ -70,6 +59,23 @@ class TurnOptions(SystemOptions):
         "given.",
         "--load",
         metavar="FOLDER",
+        first=True,
+    )
+    max_tokens: int | None = option(
+        None,
+        "Tokens of an answer at most; -1: until the model ends it or the context is full.  "
+        f"[default: -1; {_N_PLAIN} without a chat template]",
+        *("--n-predict", "--max-tokens", "--predict", "-n"),
+        first=True,
+    )
+    stop: list[str] | None = option(None, "End an answer at this text; may be repeated.")
+    system: str | None = option(None, "The system message.", "--system-prompt", "-sys", first=True)
+    chat_template: str | None = option(
+        None,
+        "A chat template in place of the model's: its text, a file of it, or the name of one of "
+        "llama.cpp's own, such as chatml.",
+        *("--chat-template", "--chat-template-file"),
+        metavar="JINJA|FILE|NAME",
     )
 
     @property
@@ -98,36 +104,13 @@ class TurnOptions(SystemOptions):
         return text or None
 
 
-@dataclass(frozen=True)
-class AnswerOptions(SamplingOptions):
-    """How answers are drawn, and where they end."""
-
-    panel: ClassVar[str] = SAMPLING
-
-    max_tokens: int | None = option(
-        None,
-        "Tokens of an answer at most; -1: until the model ends it or the context is full.  "
-        f"[default: -1; {_N_PLAIN} without a chat template]",
-        "--max-tokens",
-        "--predict",
-        "--n-predict",
-        "-n",
-    )
-    seed: int | None = option(
-        None, "The same seed gives the same answers; -1 is a random one.", "--seed", "-s",
-        callback=given_seed,
-    )  # fmt: skip
-    stop: list[str] | None = option(None, "End an answer at this text; may be repeated.")
-
-
 @with_bundles
 def chat(
     *,
     call: typer.Context,
     given: TurnOptions,
-    models: ChatModels,
-    text: AnswerOptions,
-    runtime: RuntimeOptions,
+    sampling: SamplingOptions,
+    models: DraftOptions,
     output: OutputOptions,
 ) -> None:
     """Talk with a model in the terminal; turns can be retried, edited, forked and saved.
@@ -137,7 +120,7 @@ def chat(
     message, whose answer alone is printed.
     """
     with output.console() as console, ExitStack() as stack:
-        config, params = models.config(), text.params(text.seed)
+        config, params = models.config(), sampling.params(models, sampling.seed)
         if output.as_json and given.is_interactive:
             raise typer.BadParameter("needs --file or a pipe", param_hint="--json")
         message, lines = given.message(), given.lines()
@@ -145,22 +128,23 @@ def chat(
             path = saved_model(given.load)
             models = replace(models, target=None if path is None else str(path))
         names = models.resolve(console)
-        n_ctx, template = _suited(models, names[0], given.template, console)
-        max_tokens = limit(text.max_tokens)
-        if text.max_tokens is None and template == _PLAIN:
+        wrapping = ChatOptions(chat_template=given.chat_template)
+        n_ctx, template = _suited(names[0], wrapping.template, console)
+        max_tokens = limit(given.max_tokens)
+        if given.max_tokens is None and template == _PLAIN:
             max_tokens = _N_PLAIN
-        if runtime.n_ctx is None:
-            runtime = replace(runtime, n_ctx=n_ctx)
         target = LoadOptions(n_seq_max=_N_SEQ_MAX, chat_template=template)
-        context, drafter = open_pair(runtime, names, console, stack, target, LoadOptions())
-        params = text.without_eog(params, context.model)
+        if models.n_ctx is None:
+            models = replace(models, n_ctx=n_ctx)
+        context, drafter = models.open_pair(names, console, stack, target, LoadOptions())
+        params = sampling.without_eog(params, context.model)
         if given.load is not None:
             talk = Chat.load(context, given.load, drafter, config)
-            _change(talk, call, given.system, params, max_tokens, text.stop)
+            _change(talk, call, given, models, params, max_tokens)
         else:
             talk = Chat(
                 context, drafter, config, system=given.system, max_tokens=max_tokens,
-                sampling=params, stop=text.stop or (),
+                sampling=params, stop=given.stop or (),
             )  # fmt: skip
         contexts = [context, *drafter.contexts]
         session = ChatSession(
@@ -183,31 +167,30 @@ def chat(
 def _change(
     talk: Chat,
     call: typer.Context,
-    system: str | None,
+    given: TurnOptions,
+    models: DraftOptions,
     params: SamplingParams,
     max_tokens: int | None,
-    stop: list[str] | None,
 ) -> None:
     """Give a chat that was loaded the settings of the command line, as far as these were given."""
     sources = {name: call.get_parameter_source(name) for name in call.params}
     names = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
+    names |= set(models.set("sampling"))
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     if "ignore_eos" in names and "logit_bias" not in names:
         names.add("logit_bias")
         values["logit_bias"] = {**talk.sampling.logit_bias, **params.logit_bias}
     values["max_tokens"] = max_tokens
     talk.set(**{name: value for name, value in values.items() if name in names})
-    if stop:
-        talk.stop = tuple(stop)
-    if system is not None:
-        talk.system = system
+    if given.stop:
+        talk.stop = tuple(given.stop)
+    if given.system is not None:
+        talk.system = given.system
 
 
-def _suited(
-    models: ChatModels, name: str, template: str | None, console: Console
-) -> tuple[int, str | None]:
+def _suited(name: str, template: str | None, console: Console) -> tuple[int, str | None]:
     """Return a size for the context, and a template for a model that has none, with a note."""
-    with lb.Model(models.find(name), vocab_only=True, chat_template=template) as model:
+    with lb.Model(hub.resolve(name), vocab_only=True, chat_template=template) as model:
         n_ctx = min(_N_CTX, trained_length(model) or _N_CTX)
         has_template = model.chat_template is not None
     if has_template:

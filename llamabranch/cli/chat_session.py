@@ -28,8 +28,7 @@ from llamabranch import (
 from llamabranch.chat import Answer, Exchange
 
 from .console import Console
-from .interrupts import InterruptHandler
-from .reporting import EXIT_INTERRUPTED
+from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .trees import drawn_tree
 
 __all__ = ["ChatSession"]

@@ -18,9 +18,9 @@ from .console import Console, print_json
 from .files import check_new_file
 from .formats import decimal_size, number
 from .measuring import Progress, interruptible, open_for_chunks
-from .options import OUTPUT, REQUESTS, OutputOptions, RuntimeOptions, TargetOptions
+from .interrupts import EXIT_FAILURE
+from .options import OUTPUT, TEXT, ModelOptions, OutputOptions
 from .prompts import read_prompt_file
-from .reporting import EXIT_FAILURE
 
 if TYPE_CHECKING:
     from llamabranch.loom.report import Comparison
@@ -32,7 +32,7 @@ Rows = list[tuple[str, ...]]
 class CompareOptions:
     """What is compared, and what fails it."""
 
-    panel: ClassVar[str] = REQUESTS
+    panel: ClassVar[str] = TEXT
 
     text: Path | None = option(None, "The text: a file in UTF-8.", "--text", "--file", "-f")
     window: int = option(512, "Tokens a chunk; the second half is compared.", min=8)
@@ -57,8 +57,7 @@ def compare(
     b: Annotated[str, typer.Argument(metavar="B", help="The model that is compared with it.")],
     *,
     asked: CompareOptions,
-    models: TargetOptions,
-    runtime: RuntimeOptions,
+    models: ModelOptions,
     output: OutputOptions,
 ) -> None:
     """Compare two models on a text: KL divergence, perplexities, where they part, and what it means.
@@ -78,7 +77,7 @@ def compare(
         if asked.report is not None:
             check_new_file(asked.report)
         text, window = read_prompt_file(asked.text), asked.window
-        both = [open_for_chunks(models, name, runtime, window, console, stack) for name in (a, b)]
+        both = [open_for_chunks(name, models, window, console, stack) for name in (a, b)]
         found: list[Comparison] = []
         shown = Progress(console, "chunks", asked.chunks)
 

@@ -1,7 +1,7 @@
 """Standard output and standard error: text, tables, colours, progress, one JSON object.
 
 Standard output carries the answer, standard error everything about it. Colours are used on a
-terminal only, and neither with ``--no-color`` nor when ``NO_COLOR`` is set.
+terminal only, and not when ``NO_COLOR`` is set.
 """
 
 from __future__ import annotations
@@ -50,8 +50,14 @@ class Console:
     """Standard output and standard error, with or without colour."""
 
     def __init__(
-        self, *, color: bool = True, silent: bool = False, to_stderr: bool = False
+        self,
+        *,
+        color: bool = True,
+        silent: bool = False,
+        to_stderr: bool = False,
+        verbose: bool = False,
     ) -> None:
+        self.verbose = verbose  # more is told, and llama.cpp's log shown
         self.silent = silent  # standard output carries nothing: one JSON object comes instead
         self._to_stderr = to_stderr
         self._color = color

@@ -27,8 +27,8 @@ from llamabranch import LlamaBranchError, UnsupportedError, hub
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import decimal_size
-from .options import OutputOptions, RuntimeOptions, TargetOptions, Threads
-from .reporting import EXIT_FAILURE
+from .interrupts import EXIT_FAILURE
+from .options import ModelOptions, OutputOptions
 
 if TYPE_CHECKING:
     from llamabranch import Context
@@ -40,7 +40,7 @@ PROMPT = "Once upon a time there was a king"
 N_TOKENS = 32
 SPEED_S = 1.0  # how long each speed is measured
 SIZES = (1, 2, 4, 8)  # tokens of the decodes that are timed for a model
-KV_TOKENS = (32, 96)  # of the texts whose K/V is weighed
+KV_TOKENS = 128  # of the text whose K/V is weighed
 PACKAGES = ("llama-cpp-python", "numpy", "rich", "typer", "huggingface_hub")
 VARIABLES = (
     "CMAKE_ARGS", "GGML_CUDA_ENABLE_UNIFIED_MEMORY", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
@@ -71,8 +71,8 @@ class Check:
 
 
 @with_bundles
-def doctor(*, models: TargetOptions, threads: Threads = None, output: OutputOptions) -> None:
-    """Report versions, processor, build, memory, GPU and caches, test the installation, and advise.
+def doctor(*, models: ModelOptions, output: OutputOptions) -> None:
+    """Report versions, processor, build, memory and caches, test the installation, and advise.
 
     With --model also what that model costs here: its context, memory and decode times. The tests and
     measurements take some ten seconds. A bug report needs this output. Exit code 1: a test failed.
@@ -95,11 +95,11 @@ def doctor(*, models: TargetOptions, threads: Threads = None, output: OutputOpti
         advice: list[str] = []
         machine: Machine | None = None
         if models.target is not None:
-            models.find(models.target)
+            hub.resolve(models.target)
         try:
             machine = _machine()
             tell("machine", _describe(machine))
-            runtime = RuntimeOptions(n_ctx=1024, threads=threads)
+            runtime = ModelOptions(n_ctx=1024, threads=models.threads)
             target = runtime.open(hub.BUNDLED_TARGET, console, stack)
             draft = runtime.open(hub.BUNDLED_DRAFT, console, stack)
         except Exception as error:  # a broken build can fail in any way; this command is for that
@@ -110,7 +110,7 @@ def doctor(*, models: TargetOptions, threads: Threads = None, output: OutputOpti
             if (name := models.target) is not None:
                 try:
                     with ExitStack() as closing:
-                        context = RuntimeOptions(threads=threads).open(name, console, closing)
+                        context = models.open(name, console, closing)
                         tell("model", _model(context))
                 except LlamaBranchError as error:
                     checks.append(Check(f"loading {name}", False, _told(error)))
@@ -233,17 +233,20 @@ def _model(context: Context) -> dict[str, str]:
     """Return what a model costs on this machine."""
     from llamabranch.bench import verify_costs
 
-    model, rows = context.model, dict[str, str]()
-    rows["file"] = f"{model.path.name}, {decimal_size(model.size_bytes)} ({model.file_type})"
-    rows["layers x width"] = f"{model.n_layer} x {model.n_embd}, {model.memory_type} memory"
-    rows["trained context"] = f"{model.n_ctx_train:,} tokens"
-    rows |= {name: each for name, each in _context(context).items() if "profile" not in name}
+    model = context.model
+    rows = {
+        "file": f"{model.path.name}, {decimal_size(model.size_bytes)} ({model.file_type})",
+        "layers x width": f"{model.n_layer} x {model.n_embd}, {model.memory_type} memory",
+        "trained context": f"{model.n_ctx_train:,} tokens",
+        **{name: each for name, each in _context(context).items() if "profile" not in name},
+    }
     if not model.can_generate:
         return rows
-    lengths = sorted({context.n_ctx, model.n_ctx_train})
-    per_token, fixed = _kv_bytes(context)
+    with lb.Branch.start(context, [model.bos or 0] * KV_TOKENS) as branch:
+        per_token = branch.snapshot().state.nbytes / KV_TOKENS
     rows["K/V of a context"] = ", ".join(
-        f"{decimal_size(fixed + per_token * n)} for {n:,} tokens" for n in lengths if n > 0
+        f"{decimal_size(per_token * n)} for {n:,} tokens"
+        for n in sorted({context.n_ctx, model.n_ctx_train})
     )
     try:
         times = verify_costs(context, SIZES, n_prefix=64, repeats=5)
@@ -253,16 +256,6 @@ def _model(context: Context) -> dict[str, str]:
         f"{n} token{'s' * (n > 1)} {1e3 * seconds:.2f} ms" for n, seconds in times.items()
     )
     return rows
-
-
-def _kv_bytes(context: Context) -> tuple[float, float]:
-    """Return the bytes of K/V for each token, and those that any text takes."""
-    token, sizes = context.model.bos or 0, []
-    for n in KV_TOKENS:
-        with lb.Branch.start(context, [token] * n) as branch:
-            sizes.append(branch.snapshot().state.nbytes)
-    per_token = (sizes[1] - sizes[0]) / (KV_TOKENS[1] - KV_TOKENS[0])
-    return per_token, sizes[0] - KV_TOKENS[0] * per_token
 
 
 def _version(package: str) -> str:

@@ -1,10 +1,14 @@
-"""What ``--draft`` means: a draft model, a head, a drafter that copies, a chain, or none."""
+"""What ``--draft`` means: a draft model, a head, a drafter that copies, a chain, or what fits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llamabranch import (
     ChainDrafter,
@@ -16,26 +20,34 @@ from llamabranch import (
     LlamaBranchError,
     Model,
     ModelDrafter,
+    ModelLoadError,
     MTPDrafter,
     NullDrafter,
     PromptLookupDrafter,
-    SpeculativeConfig,
     SuffixDrafter,
+    UnsupportedError,
     hub,
+    load,
 )
 
 from .console import Console
 
+if TYPE_CHECKING:
+    from ..loading import LoadOptions
+    from .options import ModelOptions
+
 __all__ = [
     "COPYING",
     "MTP",
-    "drafting_models",
+    "Candidate",
+    "candidates",
+    "choose_drafters",
     "has_model",
     "is_model",
     "make_drafter",
     "note_translation",
+    "open_draft",
     "parse_draft",
-    "tree_sequences",
 ]
 
 # Packages declare a drafter's class, or a function, by a name.
@@ -46,18 +58,63 @@ COPYING: dict[str, Callable[[], Drafter]] = {
     "lookup": PromptLookupDrafter,
     "suffix": lambda: SuffixDrafter(shared_tokens=0),
 }
-
 MTP = "mtp"  # the target's own MTP layers
-# What the text's grammar forces, and what follows in the chain where it does not.
-GRAMMAR = "grammar"
+GRAMMAR = (
+    "grammar"  # what the text's grammar forces, and where it does not what follows in the chain
+)
+
+LARGEST_SHARE = 0.5  # of the target's bytes and of its parameters: a larger draft cannot pay
+BEST_SHARE = 0.1
+MOST = 6  # models whose vocabularies are compared; a large one takes a second
 
 
-def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[str, ...]:
+def choose_drafters(
+    target: str, given: str | None, console: Console, *, has_grammar: bool
+) -> tuple[str, ...]:
+    """Return the names of the drafters for a target, all found before any model is loaded.
+
+    Where ``--draft`` was not ``given`` the grammar drafts if there is one, else what fits. What "auto"
+    found is printed to standard error.
+
+    Raises:
+        ConfigError: a model that is not on this machine and may not be downloaded.
+        ModelLoadError: the target is no model.
+        DownloadError, UnsupportedError: a model cannot be downloaded; or there are no MTP layers.
+    """
+    path = hub.resolve(target)
+    if has_grammar and given is None:
+        return parse_draft("grammar+suffix")
+    if given in (None, "auto", MTP):
+        if Model.head_kind(path) == MTP:
+            if given != MTP:
+                console.note("draft: mtp, the target's own MTP layers")
+            return (MTP,)
+        if given == MTP:
+            raise UnsupportedError(
+                f"{target} has no MTP layers that llama.cpp computes",
+                hint="`llamabranch models show` tells what a file offers; --draft FILE takes MTP "
+                "layers that are in a file of their own",
+            )
+    listed = hub.draft_for(target)
+    if given is None and any(e.name == listed and e.path is not None for e in hub.catalogue()):
+        given = listed
+    if given not in (None, "auto"):
+        return parse_draft(given)
+    found = _fittest(target)
+    if found is None:
+        console.note(f"no smaller model here drafts for {target}: copying from the text (suffix)")
+        return ("suffix",)
+    # A model that nobody has paired with this target may not pay; copying costs next to nothing.
+    first = () if found == listed else ("suffix",)
+    console.note(f"draft: {'+'.join((*first, found))}")
+    return (*first, *parse_draft(found))
+
+
+def parse_draft(given: str) -> tuple[str, ...]:
     """Return the drafters of a chain in order, () for "none".
 
     ``lookup``, ``suffix``, ``grammar``, ``mtp``, ``none`` and the names of installed drafters are never
     file names; a file may have a + in its name.
-    ``find`` is called with the name of each model, and raises if there is no such model.
 
     Raises:
         ConfigError: a model that is not on this machine, or an invalid chain.
@@ -76,16 +133,21 @@ def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[
         if part.isdecimal() and not Path(part).exists():
             raise ConfigError(
                 f"--draft names what drafts, not {part}",
-                hint=f"--draft-length {part} drafts that many tokens",
+                hint=f"--draft-max {part} drafts that many tokens",
             )
         if part != MTP and is_model(part):
-            find(part)
+            hub.resolve(part)
     return parts
 
 
 def is_model(part: str) -> bool:
     """Return whether a part of a chain is a model, or mtp: neither a copying drafter nor installed."""
     return part not in COPYING and part != GRAMMAR and part not in _installed()
+
+
+def has_model(parts: Sequence[str]) -> bool:
+    """Return whether one of the drafters is a model."""
+    return any(map(is_model, parts))
 
 
 def _installed() -> dict[str, EntryPoint]:
@@ -118,12 +180,29 @@ def _make_installed(name: str) -> Drafter:
     return drafter
 
 
-def has_model(parts: Sequence[str]) -> bool:
-    """Return whether one of the drafters is a model."""
-    return any(map(is_model, parts))
+def open_draft(
+    models: ModelOptions,
+    name: str,
+    target: Context,
+    console: Console,
+    stack: ExitStack,
+    more: LoadOptions,
+) -> Context:
+    """Open what drafts for ``target``: a draft model, a head in a file of its own, or ``mtp``."""
+    if name == MTP:
+        return stack.enter_context(Context(target.model, target=target))
+    if models.n_ctx == 0:
+        more = {**more, "n_ctx": target.n_ctx}
+    if not Model.is_head(hub.resolve(name)):
+        return models.open(name, console, stack, **more)
+    options = models.load_options()
+    options.update(more)
+    with console.loading(name) as progress:
+        context = load(name, progress=progress, verbose=console.verbose, target=target, **options)
+        return stack.enter_context(context)
 
 
-def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], width: int) -> Drafter:
+def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context]) -> Drafter:
     """Return the drafter that ``parts`` name, with its models opened.
 
     ``open_model`` gets the name of each model, or ``mtp``, and opens heads for the target.
@@ -131,17 +210,18 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], wid
     Raises:
         ConfigError: a drafter of an installed package that does not work.
     """
-
     if parts and parts[0] == GRAMMAR:
-        values = make_drafter(parts[1:], open_model, width) if len(parts) > 1 else None
-        return GrammarDrafter(values)
+        return GrammarDrafter(make_drafter(parts[1:], open_model) if len(parts) > 1 else None)
 
     def make(part: str) -> Drafter:
         if part in COPYING:
             return COPYING[part]()
-        if is_model(part):
-            return _drafter_over(open_model(part), width)
-        return _make_installed(part)
+        if not is_model(part):
+            return _make_installed(part)
+        ctx = open_model(part)
+        if ctx.target is None:
+            return ModelDrafter(ctx)
+        return EagleDrafter(ctx) if ctx.model.target_layers else MTPDrafter(ctx)
 
     drafters = [make(part) for part in parts]
     if not drafters:
@@ -149,32 +229,102 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], wid
     return drafters[0] if len(drafters) == 1 else ChainDrafter(drafters)
 
 
-def _drafter_over(ctx: Context, width: int) -> Drafter:
-    if ctx.target is None:
-        return ModelDrafter(ctx, width=width)
-    if ctx.model.target_layers:
-        return EagleDrafter(ctx, width=width)
-    if width > 1:
-        raise ConfigError("MTP layers draft one token at each position, no trees")
-    return MTPDrafter(ctx)
-
-
-def drafting_models(drafter: Drafter) -> list[Model]:
-    """Return the models among the drafters, in order."""
-    return [context.model for context in drafter.contexts]
-
-
 def note_translation(drafter: Drafter, target: Model, console: Console) -> None:
     """Print to standard error which draft models have another vocabulary than the target."""
-    for model in drafting_models(drafter):
-        if target.compatibility(model).path == "text":
-            console.note(f"{model.name} has another vocabulary: it drafts through the text")
+    for context in drafter.contexts:
+        if target.compatibility(context.model).path == "text":
+            console.note(f"{context.model.name} has another vocabulary: it drafts through the text")
 
 
-def tree_sequences(config: SpeculativeConfig, width: int) -> tuple[int, int]:
-    """Return how many sequences trees need at most: in the target's context, in the draft's.
+# -- models that could draft ---------------------------------------------------------------------------
 
-    The target needs one for each leaf, the draft one for each node of a level, and one for the text.
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that could draft for a target.
+
+    Attributes:
+        name: what ``--draft`` takes.
+        path: its file, None if it is not on this machine.
+        size_bytes: of its file; rounded if it is not here.
+        drafts_by: "tokens", or "text" where the vocabularies differ; "unknown" if it is not here.
+        listed: models.txt lists it for this target.
     """
-    levels = config.draft_k if isinstance(config.draft_k, int) else config.max_draft_tokens
-    return min(256, 1 + levels * width), 1 + width
+
+    name: str
+    path: Path | None
+    size_bytes: int
+    drafts_by: str
+    listed: bool
+
+
+def candidates(target: str) -> list[Candidate]:
+    """Return the models that could draft for a target that is on this machine, the fittest first.
+
+    First the draft that models.txt lists, then the models of the same vocabulary on this machine, from
+    those of about a tenth of the target's size on, then those that could draft through the text. None has
+    more than half of the target's parameters, as another quantization of the same model has. The bundled
+    draft is left out of the last: it knows fairy tales only.
+    """
+    path, listed = hub.resolve(target), hub.draft_for(target)
+    size = _size(path)
+    found = []
+    with Model(path, vocab_only=True) as model:
+        if not model.has_text:
+            return []
+        nearby = sorted(
+            (abs(math.log(max(_size(each) / size, 1e-9) / BEST_SHARE)), name, each)
+            for name, each in _present(listed).items()
+            if not each.samefile(path) and _size(each) <= LARGEST_SHARE * size
+        )
+        for _, name, each in nearby[:MOST]:
+            try:
+                if Model.is_head(each) and name != listed:
+                    continue  # it fits one model only
+                with Model(each, vocab_only=True) as draft:
+                    if draft.n_params > LARGEST_SHARE * model.n_params:
+                        continue
+                    way = model.compatibility(draft).path
+            except ModelLoadError:
+                continue
+            if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
+                found.append(Candidate(name, each, _size(each), way, name == listed))
+    if listed is not None and not any(each.listed for each in found):
+        (entry,) = (entry for entry in hub.catalogue() if entry.name == listed)
+        if entry.path is None:
+            found.append(Candidate(listed, None, entry.size_bytes, "unknown", True))
+    return sorted(found, key=lambda each: (each.drafts_by == "text", not each.listed))
+
+
+def _fittest(target: str) -> str | None:
+    """Return the name of the fittest draft, downloaded if it must be and may be, or None."""
+    for each in candidates(target):
+        if each.path is None:
+            try:
+                hub.resolve(each.name)
+            except ConfigError:  # it may not be downloaded
+                continue
+            return each.name
+        if each.drafts_by == "tokens":
+            return each.name
+    return None
+
+
+def _present(listed: str | None) -> dict[str, Path]:
+    """Return the models on this machine by name: one name for each file."""
+    named: dict[str, Path] = {}
+    for entry in hub.catalogue():
+        path = entry.path
+        if path is not None and (entry.name == listed or entry.role == "draft"):
+            named[entry.name] = path
+    known = {path.resolve() for path in named.values()}
+    for model in hub.local_models():
+        if model.path.resolve() not in known:
+            known.add(model.path.resolve())
+            named[str(model.path) if model.cache == "llamabranch" else model.name] = model.path
+    return named
+
+
+def _size(path: Path) -> int:
+    """Return the size of a model in bytes, all shards together."""
+    return sum(part.stat().st_size for part in hub.parts(path))

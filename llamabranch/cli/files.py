@@ -1,4 +1,4 @@
-"""Files that commands write: never over another file, whole or not at all."""
+"""Files that commands read and write: never over another file, whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 from llamabranch import ConfigError
 
-from ..files import atomic_write, check_writable
+from ..files import check_writable
 from .console import OutputError
 
-__all__ = ["check_new_file", "write_error", "write_new_file"]
+__all__ = ["check_new_file", "is_unicode", "read_text", "write_error"]
 
 
 def check_new_file(path: Path, *, hint: str = "name another file, or delete it") -> None:
@@ -38,30 +38,29 @@ def check_new_file(path: Path, *, hint: str = "name another file, or delete it")
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def write_new_file(path: Path, data: str | bytes) -> None:
-    """Write a file in one go; on failure it is not there, or as empty as it was.
-
-    Args:
-        path: as for `check_new_file`, which is called again.
-        data: text is written as UTF-8.
-
-    Raises:
-        ConfigError: as `check_new_file`: something has come there in the meantime.
-        OutputError: the disk is full or broken.
-    """
-    check_new_file(path)
-    if isinstance(data, str):
-        data = data.encode("utf-8", "backslashreplace")
-    is_device = path.exists() and not path.is_file()
-    try:
-        with path.open("wb") if is_device else atomic_write(path) as file:
-            file.write(data)
-    except OSError as error:
-        raise write_error(path, error) from None
-
-
 def write_error(path: Path, error: OSError, hint: str | None = None) -> OutputError:
     """Return the error for a file that cannot be written; for a full disk the hint tells so first."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "free some space" + (f"; {hint}" if hint else "")
     return OutputError(f"cannot write {path}: {error.strerror or error}", hint=hint)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, without a byte order mark.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be written as UTF-8: it has no half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -80,7 +80,5 @@ def reasons_text(counts: Mapping[str, int]) -> str:
 
 def cut_text(finish_reason: str) -> str:
     """Return what to know about a text that ended, by "length" or "capacity", before its grammar did."""
-    limit, more = (
-        ("--max-tokens", "-n") if finish_reason == "length" else ("the context", "--n-ctx")
-    )
+    limit, more = ("-n", "it") if finish_reason == "length" else ("the context", "--ctx-size")
     return f"{limit} ended the text before its grammar: it may be incomplete; raise {more}"

@@ -1,8 +1,9 @@
-"""``llamabranch generate``: any number of prompts, batched, with a draft model."""
+"""``llamabranch generate``: any number of prompts, batched, with what drafts for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import secrets
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,251 +11,201 @@ from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
-from llamabranch import ConfigError, DecodeInterruptedError, Engine, Grammar, Request
+from llamabranch import (
+    ConfigError,
+    DecodeInterruptedError,
+    Engine,
+    Grammar,
+    NullDrafter,
+    Request,
+)
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .console import Console, print_json
+from .comparison import Comparison, compare, run
+from .console import Console
 from .drafters import has_model
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
-from .job_survey import JobSurvey
+from .job import JobLengths
 from .jsonl import InvalidLines
-from .opening import open_pair
 from .options import (
     DRAFTING,
-    REQUESTS,
-    RUNTIME,
+    MODEL,
+    OUTPUT,
     ChatOptions,
-    DraftedOptions,
-    Explain,
-    PromptOptions,
-    RuntimeOptions,
-    SharedOptions,
-    TextOutputOptions,
-    TextSettings,
+    DraftOptions,
+    ManyPrompts,
+    OutputOptions,
+    TextOptions,
 )
-from .prompts import PromptSource, digest
-from .ray_jobs import RayOptions, finish_job, job_paths
-from .reporting import EXIT_FAILURE, EXIT_INTERRUPTED
+from .prompts import digest
+from .ray_jobs import RayOptions, finish_job
 from .results import JobSettings, ResultFile
 
 if TYPE_CHECKING:
+    from llamabranch import Context, Drafter, SamplingParams, SpeculativeConfig
+    from llamabranch.bench import Divergence
     from llamabranch.scale import JobReport
 
+DEFAULT_PROMPT = "Once upon a time"  # of speculate
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
 _LEAST_CELLS = 2048
-_SKIP_HINT = "correct what is invalid, or leave it out with --skip-invalid"
+
+
+@dataclass(frozen=True)
+class BatchOptions(DraftOptions):
+    """The models, and how many texts they generate at a time."""
+
+    panel: ClassVar[str] = MODEL
+
+    parallel: int = option(8, "Texts at a time at most.", "--parallel", "-np", min=1, max=255)
+    compare: bool = option(
+        False,
+        "Also decode plainly, in turn: speedup, and whether the text is the same.",
+        "--compare",
+        rich_help_panel=DRAFTING,
+        first=True,
+    )
+
+    def contexts(
+        self, job: JobLengths, drafters: tuple[str, ...], chat_template: str | None
+    ) -> tuple[LoadOptions, LoadOptions]:
+        """Return the options of the target's context and of those that draft, as the job needs them."""
+        given = self.set("load")
+        kv_unified, n_own = given.get("kv_unified", "auto"), None
+        if kv_unified is False:
+            n_own = job.most_cells_per_text(self.parallel)
+        elif kv_unified == "auto":
+            if self.n_ctx is None and not has_model(drafters):
+                n_own = job.cells_per_text(self.parallel)
+            kv_unified = "auto" if n_own else True
+        shared = LoadOptions(n_seq_max=self.parallel, prefix_cache=self.compare)
+        n = min(self.parallel, job.n_texts)
+        if self.n_ctx is None and (n > 1 or job.n_ctx > _LEAST_CELLS):
+            per_text = max(_CELLS_PER_TEXT, n_own or 0)
+            shared["n_ctx"] = max(_LEAST_CELLS, per_text * n, job.n_ctx)
+        target = LoadOptions(**shared, kv_unified=kv_unified, chat_template=chat_template)
+        return target, shared
 
 
 @dataclass(frozen=True)
 class JobOptions(RayOptions):
     """What is generated for each prompt, and where the results go."""
 
-    panel: ClassVar[str] = REQUESTS
+    panel: ClassVar[str] = OUTPUT
 
     output_file: Path | None = option(
         None,
         "Append each result to this file as it ends, one JSON object a line.",
-        "--output",
-        "-o",
+        *("--output", "-o"),
+        first=True,
     )
     resume: bool = option(False, "Skip the texts that are in --output already.", "--resume")
-    skip_invalid: bool = option(
-        False,
-        "Leave out lines of --input that are no requests; they are named on standard error.",
-        "--skip-invalid",
-    )
-    in_order: bool = option(
-        False, "Give the results in the order of the prompts, not as they end.", "--in-order"
-    )
-    stats: bool = option(False, "Add the statistics of drafting to each result.", "--stats")
-    samples: int = option(1, "Texts for each prompt, from one prefill.", min=1)
+    samples: int = option(1, "Texts for each prompt, from one prefill.", "--samples", min=1)
     top_logprobs: int | None = option(
         None, "Give each token with its log-probability and the N most probable ones.", min=0
     )
-    prompt_logprobs: int | None = option(
-        None, "Score the prompts' tokens, with the N most probable ones.", min=0
-    )
 
-    def requests(
-        self,
-        source: PromptSource,
-        text: TextSettings,
-        grammar: Grammar | None,
-        invalid: InvalidLines,
-    ) -> Iterator[Request]:
-        """Yield the requests of a source, with the settings of the command line."""
-        for request in source.requests(text.params(), invalid.add):
-            yield replace(
-                request,
-                stop=request.stop or text.stop_strings,
-                grammar=request.grammar or grammar,
-                n=max(request.n, self.samples),
-                top_logprobs=_either(request.top_logprobs, self.top_logprobs),
-                prompt_logprobs=_either(request.prompt_logprobs, self.prompt_logprobs),
-            )
+    def completed(self, request: Request, text: TextOptions, grammar: Grammar | None) -> Request:
+        """Return a request with the settings of the command line that it has none of."""
+        top = request.top_logprobs
+        return replace(
+            request,
+            stop=request.stop or text.stop_strings,
+            grammar=request.grammar or grammar,
+            n=max(request.n, self.samples),
+            top_logprobs=self.top_logprobs if top is None else top,
+        )
 
     def settings(
-        self, text: TextSettings, chat: ChatOptions, models: DraftedOptions, runtime: RuntimeOptions
+        self, text: TextOptions, params: SamplingParams, chat: ChatOptions, models: BatchOptions
     ) -> JobSettings:
         """Return what --resume compares; how to sample and when to stop as a digest."""
         grammar = text.parse_grammar()
         options = {
-            "sampling": asdict(text.params()),
+            "sampling": asdict(params),
             "grammar": None if grammar is None else grammar.as_dict(),
             "max_tokens": text.max_tokens,
             "stop": list(text.stop_strings),
             "ignore_end": text.ignore_eos,
             "chat": chat.is_on,
         }
-        # Not in the digests of older files, where these were not given.
-        if not chat.parse_special:
-            options["parse_special"] = False
-        if chat.system is not None:
+        if chat.system is not None:  # not in the digests of older files without one
             options["system"] = chat.system
         if chat.template is not None:
             options["chat_template"] = chat.template
+        is_fast = models.set("load").get("batch_invariant") is False
         return JobSettings(
             sampling=digest(options),
             samples=self.samples,
-            rule=models.rule,
-            kv_type=runtime.kv_type or ("auto" if runtime.exact else "fast"),
+            rule=str(models.config().rule),
+            kv_type=models.kv_type or ("fast" if is_fast else "auto"),
             seed=text.seed,
             seed_given=text.seed is not None,
         )
 
 
-@dataclass(frozen=True)
-class BatchModels(DraftedOptions):
-    """The models, and whether one drafts."""
-
-    panel: ClassVar[str] = DRAFTING
-
-    auto_regressive: bool = option(
-        False, "Decode plainly, without a draft: the same as --draft none.", "--auto-regressive"
-    )
-
-    def resolve(
-        self, console: Console, *, has_grammar: bool = False
-    ) -> tuple[str, tuple[str, ...]]:
-        """As in the base class; no drafters with ``--auto-regressive``."""
-        models = replace(self, draft="none") if self.auto_regressive else self
-        return super(BatchModels, models).resolve(console, has_grammar=has_grammar)
-
-
-@dataclass(frozen=True)
-class BatchOptions(SharedOptions):
-    """The context of many texts at a time."""
-
-    panel: ClassVar[str] = RUNTIME
-
-    prefix_cache: bool = option(
-        False, "Keep the K/V of finished texts for prompts that begin like them.", "--prefix-cache"
-    )
-
-    def sized(self, job: JobSurvey, drafters: tuple[str, ...]) -> BatchOptions:
-        """Return them with the size and the layout of the cache that the job needs, unless given."""
-        n_ctx, kv_unified, n_own = self.n_ctx, self.kv_unified, None
-        if kv_unified is False:
-            n_own = job.most_cells_per_text(self.parallel)
-        elif kv_unified is None:
-            if n_ctx is None and not has_model(drafters):
-                n_own = job.cells_per_text(self.parallel)
-            kv_unified = None if n_own else True
-        if n_ctx is None and (self.parallel > 1 or job.n_ctx > _LEAST_CELLS):
-            per_text = max(_CELLS_PER_TEXT, n_own or 0)
-            n_ctx = max(_LEAST_CELLS, per_text * self.parallel, job.n_ctx)
-        return replace(self, n_ctx=n_ctx, kv_unified=kv_unified)
-
-    def contexts(self, chat_template: str | None) -> tuple[LoadOptions, LoadOptions]:
-        """Return the options of the target's context and of those that draft for it."""
-        keeps = self.prefix_cache or self.cache_ram > 0
-        draft = LoadOptions(n_seq_max=self.parallel, prefix_cache=keeps)
-        target = LoadOptions(
-            **draft,
-            cache_ram=self.cache_ram << 20,
-            kv_unified="auto" if self.kv_unified is None else self.kv_unified,
-            chat_template=chat_template,
-        )
-        return target, draft
-
-
-@dataclass(frozen=True)
-class BatchOutput(TextOutputOptions):
-    """How the results are shown."""
-
-    explain: Explain = False
-
-    def show(self, report: GenerateReport, interrupted: bool) -> None:
-        """Print the totals; exit as they ask for."""
-        if self.as_json:
-            print_json(report.as_json(interrupted))
-        else:
-            report.print(explain=self.explain)
-        if interrupted:
-            more = "" if report.file is None else "; --resume continues from here"
-            report.console.note("interrupted" + more)
-            raise typer.Exit(EXIT_INTERRUPTED)
-        if report.n_failed:
-            raise typer.Exit(EXIT_FAILURE)
-
-
 @with_bundles
 def generate(
     *,
-    prompts: PromptOptions,
+    call: typer.Context,
+    prompts: ManyPrompts,
     chat: ChatOptions,
+    text: TextOptions,
+    models: BatchOptions,
     job: JobOptions,
-    models: BatchModels,
-    text: TextSettings,
-    runtime: BatchOptions,
-    output: BatchOutput,
+    output: OutputOptions,
 ) -> None:
-    """Generate text from a prompt, or from many together, with a draft model.
+    """Generate text from one prompt or many, and show what drafting did.
 
-    All texts share one decode a step. With a seed, or at temperature 0, each is the one its prompt has
-    alone where the context is batch-invariant; elsewhere rounding can change it. A text is printed, or
-    written to --output, as soon as it ends. On a pipe standard output is the texts alone, in the order of
-    the prompts.
+    One text is printed as it is generated, several as they end, over one batch. With a seed, or at
+    temperature 0, each is the one its prompt has alone and undrafted where batches are exact; elsewhere
+    rounding can change it. On a pipe standard output is the texts alone, in the order of the prompts, and
+    the table of statistics goes to standard error.
     """
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
-        config, params, grammar = models.config(), text.params(), text.parse_grammar()
+        if models.compare and text.seed is None:
+            text = replace(text, seed=secrets.randbits(31))
+        config, params, grammar = models.config(), text.params(models), text.parse_grammar()
         if job.resume and job.output_file is None:
             raise typer.BadParameter("needs --output", param_hint="--resume")
         if job.ray is not None:
-            report = _generate_on_ray(console, prompts, chat, job, models, text, runtime)
+            report = _generate_on_ray(console, prompts, chat, text, models, job)
             finish_job(console, report, as_json=output.as_json)
             return
-        source, invalid = prompts.read(), InvalidLines()
-        with_grammar: list[Request] = []
-
-        def read() -> Iterator[Request]:
-            for request in job.requests(source, text, grammar, invalid):
-                if request.grammar is not None and not with_grammar:
-                    with_grammar.append(request)
-                yield request
-
-        survey = JobSurvey.of(read, text.max_tokens)
-        invalid.report(console, skip=job.skip_invalid, hint=_SKIP_HINT)
-        if not survey.n_requests:
-            raise ConfigError("there is no prompt", hint="give --prompts or --input")
-        settings = job.settings(text, chat, models, runtime)
+        is_flat = call.command.name == "speculate"
+        if is_flat:
+            params = params.replace(seed=text.seed)  # that of the text itself, not of a job
+            if not (prompts.texts or prompts.prompts or prompts.files or prompts.input_file):
+                prompts = replace(prompts, texts=[DEFAULT_PROMPT])
+        invalid = InvalidLines()
+        requests = [
+            job.completed(request, text, grammar)
+            for request in prompts.requests(params, invalid.add)
+        ]
+        invalid.report(console)
+        if not requests:
+            raise ConfigError("there is no prompt", hint="give one, or --input")
+        if models.compare and job.output_file is not None:
+            raise ConfigError("--compare prints its results: leave out --output")
+        if is_flat and (len(requests) > 1 or requests[0].n > 1 or job.output_file is not None):
+            raise ConfigError("speculate has one text", hint="`llamabranch generate` takes more")
+        settings = job.settings(text, params, chat, models)
         file = None
         if job.output_file is not None:
-            file = ResultFile(
-                job.output_file, settings, survey.requests(), resume=job.resume, stats=job.stats
-            )
+            file = ResultFile(job.output_file, settings, requests, resume=job.resume)
             settings = stack.enter_context(file).job
-        names = models.resolve(console, has_grammar=bool(with_grammar))
-        survey = survey.measured(models.find(names[0]), runtime.n_ctx)
-        runtime = runtime.sized(survey, names[1])
-        opened = runtime.contexts(chat.template)
-        context, drafter = open_pair(runtime, names, console, stack, *opened)
+        has_grammar = any(request.grammar is not None for request in requests)
+        names = models.resolve(console, has_grammar=has_grammar)
+        lengths = JobLengths.measured(requests, text.max_tokens, names[0], models.n_ctx)
+        opened = models.contexts(lengths, names[1], chat.template)
+        context, drafter = models.open_pair(names, console, stack, *opened)
         seed = settings.seed if settings.seed_given else None
-        engine = Engine(
-            context, drafter, config, sampling=params, max_tokens=text.max_tokens, seed=seed
+        engine, plain = (
+            Engine(context, each, config, sampling=params, max_tokens=text.max_tokens, seed=seed)
+            for each in (drafter, NullDrafter())
         )
         # One seed for all requests, also if none was given: a resumed job continues with the one that was
         # picked for it.
@@ -262,45 +213,47 @@ def generate(
         if file is not None:
             file.open(context.model, engine.seed)
         shown = GenerateReport(
-            engine,
-            survey,
-            console,
-            file,
-            output,
-            in_order=job.in_order,
-            stats=job.stats,
-            chat=chat.is_on,
-        )
-        interrupted = _run(shown, text, chat)
-        output.show(shown, interrupted)
+            engine, requests, console, file, output, chat=chat.is_on, is_flat=is_flat,
+            seed_given=seed is not None,
+        )  # fmt: skip
+        prepared = [_prepared(request, text, chat, context) for request in requests]
+        with InterruptHandler([context, *drafter.contexts]) as interrupts:
+            if models.compare:
+                _warm_up(context, drafter, config, prepared)
+            _run(shown, prepared, interrupts)
+            if models.compare and not interrupts.requested:
+                shown.comparison = compare(
+                    engine, plain, prepared, interrupts, progress=console.progress
+                )
+        if shown.comparison is not None and shown.expects_same_text:
+            shown.divergence = _divergence(context, shown.comparison, prepared, params)
+        shown.finish(interrupted=interrupts.requested)
 
 
 def _generate_on_ray(
     console: Console,
-    prompts: PromptOptions,
+    prompts: ManyPrompts,
     chat: ChatOptions,
+    text: TextOptions,
+    models: BatchOptions,
     job: JobOptions,
-    models: BatchModels,
-    text: TextSettings,
-    runtime: BatchOptions,
 ) -> JobReport:
     from llamabranch import scale
 
     refused = {
         "--top-logprobs": job.top_logprobs is not None,
-        "--prompt-logprobs": job.prompt_logprobs is not None,
         "--ignore-eos": text.ignore_eos,
-        "--skip-invalid": job.skip_invalid,
         "--system-prompt": chat.system is not None,
-        "--n-ctx 0": runtime.n_ctx == 0,
+        "--compare": models.compare,
+        "--ctx-size 0": models.n_ctx == 0,
     }
     for name, is_given in refused.items():
         if is_given:
             raise ConfigError(f"a job on Ray has no {name}")
-    inputs, folder = job_paths(prompts.input_file, job.output_file, prompts.given)
-    options = job.options(console, resume=job.resume, streams=runtime.parallel)
+    inputs, folder = job.paths(prompts.input_file, job.output_file, prompts.given)
+    options = job.ray_options(console, resume=job.resume, streams=models.parallel)
     options["draft"] = None if models.draft == "none" else models.draft
-    load = runtime.options()
+    load = models.load_options()
     if chat.template is not None:
         load["chat_template"] = chat.template
     return scale.generate(
@@ -309,52 +262,76 @@ def _generate_on_ray(
         model=models.announce(console),
         max_tokens=text.max_tokens,
         seed=text.seed,
-        sampling=text.params(),
+        sampling=text.params(models),
         stop=text.stop_strings,
         grammar=text.parse_grammar(),
         n=job.samples,
         chat=chat.is_on,
-        parse_special=chat.parse_special,
         load=load,
         **options,
     )
 
 
-def _either(given: int | None, default: int | None) -> int | None:
-    return default if given is None else given
+def _prepared(request: Request, text: TextOptions, chat: ChatOptions, context: Context) -> Request:
+    """Return a request as the engine gets it: a message in the chat template, no end if asked for."""
+    if request.sampling is not None:
+        params = text.without_eog(request.sampling, context.model)
+        request = replace(request, sampling=params)
+    if chat.is_on and isinstance(request.prompt, str):
+        return replace(request, prompt=chat.prompt_tokens(context.model, request.prompt))
+    return request
 
 
-def _run(report: GenerateReport, options: TextSettings, chat: ChatOptions) -> bool:
-    """Run all requests; return whether it was interrupted."""
+def _warm_up(
+    context: Context, drafter: Drafter, config: SpeculativeConfig, requests: list[Request]
+) -> None:
+    """Decode some tokens: the first decodes of a context are slower than later ones.
+
+    Engines of their own run them, so that they do not influence the draft length.
+    """
+    few = [replace(request, max_tokens=8, n=1) for request in requests]
+    for each in (drafter, NullDrafter()):
+        run(Engine(context, each, replace(config, draft_k=2)), few)
+
+
+def _divergence(
+    context: Context, compared: Comparison, requests: list[Request], params: SamplingParams
+) -> Divergence | None:
+    """Return the first difference of the first two texts that differ, or None."""
+    from llamabranch.bench import first_divergence
+
+    by_id = {str(request.id): request for request in requests}
+    for drafted, plain in zip(compared.drafted[0].results, compared.plain[0].results, strict=True):
+        if list(drafted.tokens) != list(plain.tokens):
+            request = by_id[drafted.id]
+            grammar = request.grammar
+            return first_divergence(
+                context,
+                context.model.prompt_tokens(request.prompt),
+                list(plain.tokens),
+                list(drafted.tokens),
+                request.sampling or params,
+                seed=plain.seed,
+                grammar=grammar if isinstance(grammar, Grammar) else None,
+            )
+    return None
+
+
+def _run(report: GenerateReport, requests: Sequence[Request], interrupts: InterruptHandler) -> None:
+    """Run all requests, and show their texts."""
     engine = report.engine
-
-    def prepared(request: Request) -> Request:
-        report.begin(request)
-        if request.sampling is not None:
-            params = options.without_eog(request.sampling, engine.target.model)
-            request = replace(request, sampling=params)
-        if chat.is_on and isinstance(request.prompt, str):
-            tokens = chat.prompt_tokens(engine.target.model, request.prompt)
-            return replace(request, prompt=tokens)
-        return replace(request, parse_special=request.parse_special and chat.parse_special)
-
-    requests: Iterable[Request] = map(prepared, report.job.requests())
-    if report.job.kept is not None:  # a list begins in the order of priorities
-        requests = list(requests)
+    report.begin()
     stream = engine.stream(requests, skip=report.done)
-    contexts = [engine.target, *engine.drafter.contexts]
-    with InterruptHandler(contexts) as interrupts, report.progress() as progress:
+    with report.progress() as progress:
         try:
             if interrupts.requested:  # before there was a decode to stop
                 engine.target.interrupt()
             for event in stream:  # the last ones after a Ctrl-C are what unfinished texts have
                 progress.update(event)
-                if event.result is not None:
-                    report.add(event.result)
+                report.show(event)
         except DecodeInterruptedError:
             if not interrupts.requested:
                 raise
         finally:
             stream.close()
             report.flush()
-    return interrupts.requested

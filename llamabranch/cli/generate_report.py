@@ -1,24 +1,29 @@
-"""What ``generate`` shows: results as they end, progress, totals as a table or one JSON object."""
+"""What ``generate`` shows: texts as they come, progress, statistics as a table or one JSON object."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from time import perf_counter
 
 import rich.progress
+import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from llamabranch import Engine, Event, NullDrafter, Request, Result
+from llamabranch.bench import Divergence, Machine, load_average
 
-from .console import Console
-from .formats import batch_invariance, cut_text, number, reasons_text
-from .job_survey import JobSurvey
-from .options import TextOutputOptions
+from .comparison import Comparison
+from .console import Console, print_json
+from .formats import batch_invariance, cut_text, interval_text, machine_text, number, reasons_text
+from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
+from .options import OutputOptions
 from .results import ResultFile
 
-__all__ = ["GenerateReport", "Progress"]
+__all__ = ["GenerateReport"]
 
 
 class GenerateReport:
@@ -26,71 +31,84 @@ class GenerateReport:
 
     Args:
         engine: what runs the job.
-        job: what the requests are.
+        requests: all of them, as they were given.
         console: where results, progress and totals go.
         file: where results are appended instead, if anywhere.
-        output: with ``as_json`` neither results nor their errors are printed, with ``display_prompt``
-            prompts before the texts; None = on a terminal only, where each text has the
-            id of its request before it. A pipe gets the texts alone, in the order of the prompts.
-        in_order: keep results back until those of all earlier texts are there.
-        stats: add the statistics of drafting to each result.
+        output: with ``as_json`` results are not printed as they end.
         chat: prompts are questions: print them on lines of their own.
+        is_flat: the JSON object is that of the only text, as ``speculate`` prints it.
+        seed_given: the texts have seeds that were given.
 
     Attributes:
         done: the texts (id, sample) that the file had before.
-        n_failed: how many texts have an error and no token.
+        comparison: with plain decoding, if requested.
+        divergence: the first difference of texts that should be the same.
     """
 
     def __init__(
         self,
         engine: Engine,
-        job: JobSurvey,
+        requests: Sequence[Request],
         console: Console,
         file: ResultFile | None,
-        output: TextOutputOptions,
+        output: OutputOptions,
         *,
-        in_order: bool = False,
-        stats: bool = False,
         chat: bool = False,
+        is_flat: bool = False,
+        seed_given: bool = False,
     ) -> None:
-        quiet, display_prompt = output.as_json, output.display_prompt
         self.engine = engine
-        self.job = job
-        self.console = console
-        self.file = file
-        self.quiet = quiet
-        self.results: list[Result] = []
-        self.n_failed = 0
-        self._finish_reasons: Counter[str] = Counter()
-        self._begun: dict[str, tuple[Request, int]] = {}  # with the number of texts to come
+        self._requests = {str(request.id): request for request in requests}
+        self._n_texts = sum(request.n for request in requests)
         self.done = set() if file is None else file.done
-        self._stats = stats
+        self.comparison: Comparison | None = None
+        self.divergence: Divergence | None = None
+        self._console = console
+        self._file = file
+        self._quiet = output.as_json
         self._chat = chat
+        self._is_flat = is_flat
+        self._seed_given = seed_given
+        self._results: list[Result] = []
+        self._n_failed = 0
+        self._finish_reasons: Counter[str] = Counter()
         self._held: dict[tuple[str, int], Result] = {}
-        on_terminal = console.out.is_terminal
-        if not on_terminal and file is None and not quiet:
-            in_order = True
+        self._on_terminal = console.out.is_terminal
+        # A pipe gets the texts in the order of the prompts, a terminal as they end.
+        in_order = not self._on_terminal and file is None and not output.as_json
         self._order: deque[tuple[str, int]] | None = deque() if in_order else None
+        self._streams = self._n_texts == 1 and file is None and not output.as_json
         self._has_shown = False
-        self._with_id = on_terminal or bool(display_prompt)
-        self._with_prompt = on_terminal if display_prompt is None else display_prompt
+        self._machine = Machine.now()
+        self._rate = math.nan
+        self._total_rows: list[tuple[str, str]] = []
+        self._counted: tuple[dict[str, object], str] = {}, ""
 
-    def begin(self, request: Request) -> None:
-        """Note a request, as it was given, whose results will come."""
-        texts = [(str(request.id), i) for i in range(request.n)]
-        texts = [text for text in texts if text not in self.done]
-        if texts:
-            self._begun[str(request.id)] = request, len(texts)
-        if self._order is not None:
-            self._order += texts
+    # -- texts -----------------------------------------------------------------------------------------
 
-    def add(self, result: Result) -> None:
-        """Give a result, or keep it back until those before it are there.
+    def begin(self) -> None:
+        """Note which texts will come."""
+        for name, request in self._requests.items():
+            texts = [(name, i) for i in range(request.n) if (name, i) not in self.done]
+            if self._order is not None:
+                self._order += texts
+            if self._streams and self._on_terminal:
+                if not isinstance(self.engine.drafter, NullDrafter):
+                    self._console.legend()
+                self._console.write(self._prompt(request), "dim")
 
-        One that an interruption has cut is printed if it has a token, and not written to a file, which
+    def show(self, event: Event) -> None:
+        """Print a token of the only text, or what is known of a text that has ended.
+
+        A text that an interruption has cut is printed if it has a token, and not written to a file, which
         --resume completes.
         """
-        if result.finish_reason == "cancelled" and (self.file is not None or not result.tokens):
+        result = event.result
+        if event.emitted is not None and self._streams:
+            self._console.emit(event.emitted)
+        if result is None:
+            return
+        if result.finish_reason == "cancelled" and (self._file is not None or not result.tokens):
             return
         if self._order is None:
             self._give(result)
@@ -107,44 +125,49 @@ class GenerateReport:
 
     def _give(self, result: Result) -> None:
         """Write a result to the file, or print it, or keep it for the JSON object."""
-        request, n_left = self._begun.pop(result.id)
-        if n_left > 1:
-            self._begun[result.id] = request, n_left - 1
+        request = self._requests[result.id]
         result.prompt = request.prompt  # the given one, without the chat template
-        self.n_failed += result.error is not None and not result.tokens
+        self._n_failed += result.error is not None and not result.tokens
         self._finish_reasons[result.finish_reason] += 1
-        if self.file is not None:
-            self.file.write(result, request)
+        if self._file is not None:
+            self._file.write(result, request)
         else:
-            self.results.append(result)
-            if not self.quiet:
-                self._show(result)
-        if result.error is not None and not self.quiet:
-            self.console.error(f"{_label(result)}: {result.error.message}", result.error.hint)
+            self._results.append(result)
+            if not self._quiet:
+                self._print(result, request)
+        if result.error is not None and not self._quiet:
+            self._console.error(f"{_label(result)}: {result.error.message}", result.error.hint)
         if result.grammar is not None and result.finish_reason in ("length", "capacity"):
-            self.console.note(f"warning: {_label(result)}: {cut_text(result.finish_reason)}")
+            self._console.note(f"warning: {_label(result)}: {cut_text(result.finish_reason)}")
 
-    def _show(self, result: Result) -> None:
+    def _print(self, result: Result, request: Request) -> None:
         if result.error is not None and not result.tokens:
             return
-        if self._with_id:
-            self.console.write(f"[{_label(result)}] ", "bold")
+        if self._streams:
+            self._console.write("\n\n" if self._on_terminal else "\n")
+            return
+        if self._on_terminal:
+            self._console.write(f"[{_label(result)}] ", "bold")
+            self._console.write(self._prompt(request), "dim")
         elif self._has_shown:
-            self.console.write("\n")  # an empty line between two texts
+            self._console.write("\n")  # an empty line between two texts
         self._has_shown = True
-        if self._with_prompt and isinstance(result.prompt, str):
-            self.console.write(result.prompt + "\n" * self._chat, "dim")
-        elif self._with_prompt and isinstance(result.prompt[-1], Mapping):
-            self.console.write(f"{result.prompt[-1]['content']}\n", "dim")
-        self.console.write(result.text + "\n" + "\n" * self._with_id)
+        self._console.write(result.text + "\n" + "\n" * self._on_terminal)
+
+    def _prompt(self, request: Request) -> str:
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            return prompt + "\n" * self._chat
+        return f"{prompt[-1]['content']}\n" if isinstance(prompt[-1], Mapping) else ""
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
         """Show the progress of the job on standard error while it is entered."""
-        console = self.console
         # Where results are shown as they end, they are the progress.
-        shown = console.err.is_terminal and (
-            self.file is not None or self.quiet or not console.out.is_terminal
+        shown = (
+            self._console.err.is_terminal
+            and not self._streams
+            and (self._file is not None or self._quiet or not self._on_terminal)
         )
         columns = (
             TextColumn("requests"),
@@ -153,47 +176,132 @@ class GenerateReport:
             TextColumn("{task.description}"),
         )
         with rich.progress.Progress(
-            *columns, console=console.err, transient=True, disable=not shown
+            *columns, console=self._console.err, transient=True, disable=not shown
         ) as bar:
-            yield Progress(bar, self.job.n_texts, len(self.done))
+            yield Progress(bar, self._n_texts, len(self.done))
+        # Now, before a comparison adds to them.
+        stats = self.engine.stats
+        self._rate, self._total_rows = stats.tokens_per_s, self._rows()
+        drafter, told = self.engine.drafter, self.engine.explain()
+        if not isinstance(drafter, NullDrafter):
+            told = f"drafter: {drafter.name}; {told}"
+        self._counted = stats.as_dict(), told
 
-    def as_json(self, interrupted: bool) -> dict[str, object]:
+    # -- totals ----------------------------------------------------------------------------------------
+
+    @property
+    def rule(self) -> str:
+        """The acceptance rule in effect."""
+        given = self.engine.config.rule
+        if given != "auto":
+            return str(given)
+        is_fixed = self.engine.sampling.temperature == 0 or self._seed_given
+        return "seeded" if is_fixed else "block"
+
+    @property
+    def expects_same_text(self) -> bool:
+        """Whether the rule promises the text of plain decoding, not only its distribution."""
+        engine = self.engine
+        is_plain = isinstance(engine.drafter, NullDrafter)
+        return is_plain or self.rule == "seeded" or engine.sampling.temperature == 0
+
+    def finish(self, *, interrupted: bool) -> None:
+        """Print the totals, and exit as the job asks for."""
+        if self._quiet:
+            print_json(self._as_json(interrupted))
+        else:
+            self._print_totals(self._console.beside)
+        if interrupted:
+            more = "" if self._file is None else "; --resume continues from here"
+            self._console.note("interrupted" + more)
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if self._n_failed:
+            raise typer.Exit(EXIT_FAILURE)
+
+    def _as_json(self, interrupted: bool) -> dict[str, object]:
         """Return the totals, and the results unless a file has them."""
+        stats, explanation = self._counted
+        if self._is_flat:
+            return {**self._flat(explanation), **self._compared_json()}
         answer: dict[str, object] = {
-            "requests": self.job.n_requests,
+            "requests": len(self._requests),
             "skipped": len(self.done),
-            "failed": self.n_failed,
+            "failed": self._n_failed,
             "interrupted": interrupted,
             "seed": self.engine.seed,
             "batch_invariant": self.engine.target.capabilities.batch_invariant,
-            "explain": self.engine.explain(),
-            "stats": self.engine.stats.as_dict(),
+            "explain": explanation,
+            "stats": stats,
         }
-        if self.file is None:
-            answer["results"] = [result.as_dict(stats=self._stats) for result in self.results]
-        return answer
+        if self._file is None:
+            answer["results"] = [result.as_dict(stats=False) for result in self._results]
+        return {**answer, **self._compared_json()}
 
-    def print(self, *, explain: bool) -> None:
-        """Print the totals as a table: on a pipe to standard error."""
-        console = self.console.beside
-        stats = self.engine.stats
+    def _flat(self, explanation: str) -> dict[str, object]:
+        """Return what ``speculate`` prints of its only text."""
+        if not self._results:  # it was interrupted before the first token, or failed
+            return {"text": "", "tokens": [], "finish_reason": None, "explain": explanation}
+        (result,) = self._results
+        speed = self._rate
+        if self.comparison is not None:
+            speed = self.comparison.drafted_tokens_per_s
+        return {
+            "text": result.text,
+            "tokens": result.tokens,
+            "finish_reason": None if result.finish_reason == "cancelled" else result.finish_reason,
+            "tokens_per_s": speed,
+            "seed": result.seed,
+            "rule": self.rule,
+            "explain": explanation,
+            "stats": result.stats.as_dict(),
+        }
+
+    def _compared_json(self) -> dict[str, object]:
+        found = self.comparison
+        if found is None:
+            return {}
+        results = found.plain[0].results
+        plain: dict[str, object] = {"tokens_per_s": found.plain_tokens_per_s}
+        if self._is_flat:
+            plain |= {"text": results[0].text, "tokens": results[0].tokens}
+        else:
+            plain["results"] = [result.as_dict(stats=False) for result in results]
+        can, where = self.engine.target.capabilities, self.divergence
+        facts = None if where is None else asdict(where) | {"explained": where.explained}
+        if facts is not None and where is not None and not math.isfinite(where.gap):
+            facts["gap"] = None  # JSON has no infinity
+        return {
+            "plain": plain,
+            "speedup": found.speedup,
+            "speedup_interval": found.interval.as_dict(),
+            "speedup_verdict": found.verdict,
+            "machine": self._machine.as_dict() | {"load_after": load_average()},
+            "n_threads": self.engine.target.n_threads,
+            "same_text": found.same_text,
+            "same_text_expected": self.expects_same_text,
+            "batch_invariant": can.batch_invariant,
+            "batch_invariant_reason": can.batch_invariant_reason,
+            "divergence": facts,
+        }
+
+    def _rows(self) -> list[tuple[str, str]]:
+        stats, engine = self.engine.stats, self.engine
         drafting = stats.speculative
-        rows = [("requests", str(self.job.n_requests))]
+        rows = [("requests", str(len(self._requests)))]
         if self.done:
             rows.append(("texts in the file already", str(len(self.done))))
-        if self.n_failed:
-            rows.append(("failed", str(self.n_failed)))
+        if self._n_failed:
+            rows.append(("failed", str(self._n_failed)))
         if self._finish_reasons:
             rows.append(("finish reason", reasons_text(self._finish_reasons)))
-        rows += [
-            ("tokens", str(stats.generated_tokens)),
-            ("tokens a second", number(stats.tokens_per_s, 1)),
-        ]
-        if not isinstance(self.engine.drafter, NullDrafter):
+        if not isinstance(engine.drafter, NullDrafter):
             rows += [
+                ("iterations", str(drafting.num_drafts)),
                 ("drafted", str(drafting.num_draft_tokens)),
                 ("accepted", str(drafting.num_accepted_tokens)),
                 ("accept rate", number(100 * drafting.draft_acceptance_rate, 1, " %")),
+                ("tokens a drafted round", number(drafting.mean_acceptance_length, 2)),
+                ("plain steps", str(drafting.num_plain_steps)),
             ]
             if drafting.stop_reasons:
                 rows.append(("drafts ended by", reasons_text(drafting.stop_reasons)))
@@ -204,13 +312,75 @@ class GenerateReport:
             rows.append(("prompt tokens shared", str(stats.shared_prompt_tokens)))
         if stats.preemptions:
             rows.append(("preemptions", str(stats.preemptions)))
-        rows.append(("seed", str(self.engine.seed)))
-        rows.append(("K/V type", self.engine.target.kv_type))
-        rows.append(("batch-invariant", batch_invariance(self.engine.target.capabilities)))
-        console.table(("", "total"), rows)
-        if explain:
+        seed = self._results[0].seed if self._is_flat and self._results else engine.seed
+        return [
+            *rows,
+            ("seed", str(seed)),
+            ("K/V type", engine.target.kv_type),
+            ("batch-invariant", batch_invariance(engine.target.capabilities)),
+            ("tokens", str(stats.generated_tokens)),
+        ]
+
+    def _print_totals(self, console: Console) -> None:
+        """Print the totals as a table: on a pipe to standard error."""
+        compared = self.comparison
+        if compared is None:
+            rate = ("tokens a second", number(self._rate, 1))
+            console.table(("", "total"), [*self._total_rows, rate])
+        else:
+            fast, slow = compared.drafted_tokens_per_s, compared.plain_tokens_per_s
+            rows = [(name, value, "") for name, value in self._total_rows]
+            rows += [
+                ("tokens a second", number(fast, 1), number(slow, 1)),
+                ("speedup", number(compared.speedup, 2), "1"),
+                ("95 % interval", interval_text(compared.interval), ""),
+                ("same text", "yes" if compared.same_text else "no", ""),
+            ]
+            console.table(("", "drafted", "plain"), rows)
+        paragraphs = [self._counted[1] if self._console.verbose else ""]
+        if "capacity" in self._finish_reasons:
+            self._console.note("the context is full: raise --ctx-size to go on")
+        if compared is not None:
+            paragraphs += [self._about_the_texts(compared), compared.explain()]
+            n_threads = self.engine.target.n_threads
+            paragraphs.append(machine_text(self._machine, load_average(), n_threads))
+        for paragraph in filter(None, paragraphs):
             console.line()
-            console.line(self.engine.explain())
+            console.line(paragraph)
+
+    def _about_the_texts(self, compared: Comparison) -> str:
+        if not self.expects_same_text:
+            return f"same text: not expected (rule {self.rule} is lossless in distribution)"
+        if compared.same_text:
+            return ""
+        can, found = self.engine.target.capabilities, self.divergence
+        told = "The texts differ."
+        if found is not None:
+            plain, drafted = (self._quoted(token) for token in found.tokens)
+            told += (
+                f" First difference at token {found.position}: plain decoding generated {plain}, with "
+                f"drafts {drafted} (logits must change by {found.gap:.3g} for that; between decodes here "
+                f"they change by {found.difference:.3g})."
+            )
+        reason = can.batch_invariant_reason
+        if can.batch_invariant:
+            return (
+                f"{told} This context is batch-invariant ({reason}): this is a bug in llamabranch."
+            )
+        if found is not None and not found.explained:
+            return (
+                f"{told} This context is not batch-invariant ({reason}), but rounding of this size does "
+                "not explain it: this is a bug in llamabranch."
+            )
+        return (
+            f"{told} This context is not batch-invariant ({reason}): how logits are rounded depends on "
+            "how many tokens are decoded at once, and drafts are verified several at a time."
+        )
+
+    def _quoted(self, token: int | None) -> str:
+        if token is None:
+            return "nothing"
+        return repr(self.engine.target.model.piece(token).decode(errors="replace"))
 
 
 class Progress:

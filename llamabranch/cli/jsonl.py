@@ -18,6 +18,7 @@ from llamabranch import ConfigError, LlamaBranchError
 
 from ..files import atomic_write
 from .console import Console
+from .files import is_unicode
 
 if TYPE_CHECKING:
     from llamabranch import Request, SamplingParams
@@ -26,12 +27,10 @@ __all__ = [
     "InvalidLines",
     "cut_incomplete_line",
     "drop_failed",
-    "is_unicode",
     "parse_json",
     "parse_lines",
     "read_requests",
     "read_results",
-    "read_text",
     "text_id",
     "write_record",
 ]
@@ -68,27 +67,22 @@ class InvalidLines:
         if len(self.errors) < self.MOST:
             self.errors.append(error)
 
-    def report(self, console: Console, *, skip: bool = False, hint: str | None = None) -> None:
-        """Print what is wrong with each line, if there are several or they are skipped.
-
-        Args:
-            skip: they were left out on request.
-            hint: what to do about them.
+    def report(self, console: Console) -> None:
+        """Print what is wrong with each line, if there are several.
 
         Raises:
-            ConfigError: there are invalid lines, and they are not to be skipped.
+            ConfigError: there are invalid lines.
         """
-        if self.n == 1 and not skip:
-            raise ConfigError(self.errors[0].message, hint=self.errors[0].hint or hint)
+        if self.n == 1:
+            raise self.errors[0]
         for error in self.errors:
-            advice = f" ({error.hint})" if error.hint else ""
-            console.note(("skipped " if skip else "") + error.message + advice)
+            console.note(error.message + (f" ({error.hint})" if error.hint else ""))
         if self.n > len(self.errors):
             console.note(f"and {self.n - len(self.errors)} more")
-        if self.n and not skip:
+        if self.n:
             numbers = ", ".join(each.message.partition(":")[0][5:] for each in self.errors)
             more = ", ..." if self.n > len(self.errors) else ""
-            raise ConfigError(f"{self.n} lines are invalid: {numbers}{more}", hint=hint)
+            raise ConfigError(f"{self.n} lines are invalid: {numbers}{more}")
 
 
 def parse_lines(
@@ -386,24 +380,3 @@ def drop_failed(path: Path) -> None:
         for line in old:
             if line.endswith(b"\n") and not (b'"error"' in line and json.loads(line).get("error")):
                 new.write(line)
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file, without a byte order mark.
-
-    Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether a text can be written as UTF-8: it has no half of a surrogate pair."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -5,103 +5,60 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, ClassVar
-
-import typer
+from typing import TYPE_CHECKING
 
 import llamabranch as lb
 from llamabranch import ConfigError, Context, LlamaBranchError
 
 from ..files import atomic_write
-from .bundles import option
 from .console import Console, finite
-from .files import check_new_file, write_error
-from .jsonl import read_text
-from .options import OUTPUT, REQUESTS, RuntimeOptions, TargetOptions
-from .prompts import trained_length
+from .files import check_new_file, read_text, write_error
+from .options import ModelOptions, trained_length
 
 if TYPE_CHECKING:
     from ..loading import LoadOptions
 
-__all__ = [
-    "Kept", "KeptOptions", "Progress", "TextFile", "interruptible", "open_for_chunks", "scoring_options",
-    "window_of",
-]  # fmt: skip
+__all__ = ["Kept", "Progress", "interruptible", "open_for_chunks", "scoring_options", "window_of"]
 
 DEFAULT_WINDOW = 512
 _ROW_BYTES = 64 * 2**20  # of logits at a time
 _SAVED_EVERY_S = 10.0
 
-TextFile = Annotated[
-    Path,
-    typer.Option(
-        "--file",
-        "-f",
-        help="The text: a file in UTF-8, without its last newline; CRLF is read as LF.",
-        rich_help_panel=REQUESTS,
-    ),
-]
 
-
-@dataclass(frozen=True)
-class KeptOptions:
-    """Where results are kept while a command goes on."""
-
-    panel: ClassVar[str] = OUTPUT
-
-    kept_file: Path | None = option(
-        None, "Write the results to this file, also when interrupted.", "--output", "-o"
-    )
-    resume: bool = option(False, "Go on where --output ends.", "--resume")
-
-    def open(self, kind: str) -> Kept:
-        """Return what is kept of a command; see `Kept`."""
-        return Kept(self.kept_file, self.resume, kind)
-
-
-def window_of(name: str, runtime: RuntimeOptions) -> int:
+def window_of(name: str, models: ModelOptions) -> int:
     """Return the tokens of a chunk: ``--n-ctx`` as in llama-perplexity; 0 is the trained length."""
-    if runtime.n_ctx is None:
+    if models.n_ctx is None:
         return DEFAULT_WINDOW
-    if runtime.n_ctx:
-        return runtime.n_ctx
+    if models.n_ctx:
+        return models.n_ctx
     with lb.Model(lb.hub.resolve(name), vocab_only=True) as model:
         return trained_length(model) or DEFAULT_WINDOW
 
 
-def scoring_options(name: str, runtime: RuntimeOptions, n_seq_max: int) -> LoadOptions:
+def scoring_options(name: str, models: ModelOptions, n_seq_max: int) -> LoadOptions:
     """Return options of a context whose rows of logits take a bounded memory, whatever the vocabulary."""
     with lb.Model(lb.hub.resolve(name), vocab_only=True) as model:
         rows = _ROW_BYTES // (4 * model.n_vocab)
-    n_batch = runtime.n_batch or 512
-    return {
-        "n_seq_max": n_seq_max,
-        "n_outputs_max": max(n_seq_max, min(n_batch, 256, rows)),
-    }
+    n_batch = models.set("load").get("n_batch") or 512
+    n_seq_max = min(n_seq_max, n_batch)
+    return {"n_seq_max": n_seq_max, "n_outputs_max": max(n_seq_max, min(n_batch, 256, rows))}
 
 
 def open_for_chunks(
-    models: TargetOptions,
-    name: str,
-    runtime: RuntimeOptions,
-    window: int,
-    console: Console,
-    stack: ExitStack,
+    name: str, models: ModelOptions, window: int, console: Console, stack: ExitStack
 ) -> Context:
     """Open a context for texts that are read in chunks, with llama-perplexity's K/V type, f16."""
-    models.find(name)
-    more = scoring_options(name, runtime, 1)
-    n_batch = runtime.n_batch or min(512, window)
+    more = scoring_options(name, models, 1)
+    n_batch = models.set("load").get("n_batch") or min(512, window)
     more["n_ctx"] = window
     more["n_batch"] = n_batch
     more["n_outputs_max"] = min(more["n_outputs_max"] or n_batch, n_batch)
     more["batch_invariant"] = False
-    if runtime.kv_type is None:
+    if models.kv_type is None:
         more["kv_type"] = "f16"
-    return runtime.open(name, console, stack, **more)
+    return models.open(name, console, stack, **more)
 
 
 @contextmanager
@@ -177,7 +134,7 @@ class Kept:
             found = None
         if not isinstance(found, dict) or found.get("kind") != kind:
             raise ConfigError(
-                f"{path} has no results of `llamabranch {kind}`", hint="name another file"
+                f"{path} has no results of this kind ({kind})", hint="name another file"
             )
         self.data = found
 

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from llamabranch import AsyncEngine, ConfigError, Context, UnsupportedError
+from llamabranch import AsyncEngine, ConfigError, Context, UnsupportedError, hub
 from llamabranch.serve import ServeSettings
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, print_json
-from .opening import open_pair
-from .options import DraftedOptions, OutputOptions, RuntimeOptions
+from .options import DraftOptions, OutputOptions
 
 if TYPE_CHECKING:
     from llamabranch.loom import Loom
@@ -72,8 +71,7 @@ def open(
     ] = None,
     *,
     page: PageOptions,
-    models: DraftedOptions,
-    runtime: RuntimeOptions,
+    models: DraftOptions,
     output: OutputOptions,
 ) -> None:
     """Open a page in the browser: branch texts, see every probability, compare two models.
@@ -92,18 +90,18 @@ def open(
         models = replace(models, target=model or models.target or _BUNDLED)
         target, drafters = models.resolve(console)
         if page.compare is not None:
-            models.find(page.compare)
+            hub.resolve(page.compare)
         partner: list[Context] = []
         of_drafts = LoadOptions(n_seq_max=_SEQUENCES, prefix_cache=True)
-        if runtime.n_ctx is None:
-            runtime = replace(runtime, n_ctx=_MOST_CELLS)
+        if models.n_ctx is None:
+            models = replace(models, n_ctx=_MOST_CELLS)
 
         def open_engine() -> AsyncEngine:
             names = target, drafters
-            context, drafter = open_pair(runtime, names, console, stack, of_drafts, of_drafts)
+            context, drafter = models.open_pair(names, console, stack, of_drafts, of_drafts)
             if page.compare is not None:
                 same = LoadOptions(n_seq_max=4, prefix_cache=True, kv_type=context.kv_type)
-                partner.append(runtime.open(page.compare, console, stack, **same))
+                partner.append(models.open(page.compare, console, stack, **same))
             return AsyncEngine(
                 context, drafter, models.config(), max_tokens=None, parallel=_PARALLEL
             )

@@ -11,75 +11,85 @@ import typer
 
 from llamabranch import ConfigError
 
+from ..arguments import nearest
 from .bundles import option
 from .console import Console, print_json
-from .reporting import EXIT_FAILURE
+from .interrupts import EXIT_FAILURE
+from .options import setting_value
 
 if TYPE_CHECKING:
     from llamabranch.scale import JobOptions, JobReport, Progress
 
-__all__ = ["RayOptions", "finish_job", "job_paths"]
-
-RAY = "On a Ray cluster"
+__all__ = ["RayOptions", "finish_job"]
 
 
 @dataclass(frozen=True)
 class RayOptions:
     """Where a job runs, and on how much."""
 
-    panel: ClassVar[str] = RAY
+    panel: ClassVar[str] = "Cluster"
 
     ray: str | None = option(
         None,
-        "Run as a job on a Ray cluster (auto: this machine's, or RAY_ADDRESS; local: one that "
-        "is started for it). --input is then Parquet or JSON lines, --output a folder.",
+        "Run as a job on a Ray cluster: `auto`, `local` or an address, then workers=2:8, cpus, gpus, "
+        "block_rows, price, format, keep. --input is Parquet or JSON lines, --output a folder.",
         "--ray",
-        metavar="ADDRESS|local",
-    )
-    workers: str = option("1", "Worker processes, with --ray.", metavar="N|LEAST:MOST")
-    cpus_per_worker: float = option(1.0, "CPUs, and threads, of each worker.", min=0)
-    gpus_per_worker: float = option(0.0, "GPUs of each worker.", min=0)
-    block_rows: int = option(512, "Rows that are written, or repeated, together.", min=1)
-    price: float | None = option(None, "Of one worker for one hour: shows the cost.", min=0)
-    job_format: str = option("parquet", "Of the results.", "--format", metavar="parquet|jsonl")
-    keep: list[str] | None = option(
-        None, "A column of the input that the output has too; may be repeated."
+        metavar="ADDRESS[,NAME=VALUE...]",
     )
 
-    def options(self, console: Console, *, resume: bool, streams: int) -> JobOptions:
-        """Return them as `llamabranch.scale` takes them; progress goes to ``console``."""
+    def ray_options(self, console: Console, *, resume: bool, streams: int) -> JobOptions:
+        """Return them as `llamabranch.scale` takes them; progress goes to ``console``.
+
+        Raises:
+            ConfigError: an unknown option.
+        """
         from llamabranch.scale import JobOptions
 
-        return JobOptions(
-            address=self.ray,
-            workers=_parse_workers(self.workers),
-            cpus=self.cpus_per_worker,
-            gpus=self.gpus_per_worker,
-            block_rows=self.block_rows,
-            price=self.price,
-            format=self.job_format,
-            keep=self.keep or (),
+        address, *given = (self.ray or "").split(",")
+        options = JobOptions(
+            address=address,
             resume=resume,
             streams=streams,
             on_progress=lambda progress: console.progress(_line(progress)),
         )
+        for text in given:
+            name, _, value = text.partition("=")
+            if name not in _NAMES:
+                raise ConfigError(f"--ray has no {name!r}", hint=nearest(name, _NAMES, "options"))
+            options[name] = _option(name, value)  # type: ignore[literal-required]
+        return options
+
+    @staticmethod
+    def paths(
+        input_file: str | None, output: Path | None, prompts: Sequence[str] | None
+    ) -> tuple[str, str]:
+        """Return the input and the output of a job.
+
+        Raises:
+            ConfigError: one is missing, or there are prompts besides.
+        """
+        if prompts:
+            raise ConfigError("a job on Ray reads its rows from files", hint="give --input")
+        if input_file is None or input_file == "-":
+            raise ConfigError("a job on Ray needs --input: a file, a folder or a pattern")
+        if output is None:
+            raise ConfigError("a job on Ray needs --output: a folder")
+        return input_file, str(output)
 
 
-def job_paths(
-    input_file: str | None, output: Path | None, prompts: Sequence[str] | None
-) -> tuple[str, str]:
-    """Return the input and the output of a job.
+_NAMES = ("workers", "cpus", "gpus", "block_rows", "price", "format", "keep")
 
-    Raises:
-        ConfigError: one is missing, or there are prompts besides.
-    """
-    if prompts:
-        raise ConfigError("a job on Ray reads its rows from files", hint="give --input")
-    if input_file is None or input_file == "-":
-        raise ConfigError("a job on Ray needs --input: a file, a folder or a pattern")
-    if output is None:
-        raise ConfigError("a job on Ray needs --output: a folder")
-    return input_file, str(output)
+
+def _option(name: str, value: str) -> object:
+    """Return the value of an option of a job: ``workers`` is N or LEAST:MOST, ``keep`` has names."""
+    if name == "keep":
+        return value.split("+")
+    if name == "workers" and ":" in value:
+        least, _, most = value.partition(":")
+        if least.isdecimal() and most.isdecimal():
+            return int(least), int(most)
+        raise ConfigError(f"workers is a number or LEAST:MOST, not {value!r}")
+    return setting_value(value)
 
 
 def finish_job(console: Console, report: JobReport, *, as_json: bool) -> None:
@@ -116,13 +126,3 @@ def _line(progress: Progress) -> str:
     if progress.cost is not None:
         parts.append(f"cost {progress.cost:.2f}")
     return ", ".join(parts)
-
-
-def _parse_workers(text: str) -> int | tuple[int, int]:
-    least, _, most = text.partition(":")
-    try:
-        return (int(least), int(most)) if most else int(least)
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is neither a number nor LEAST:MOST", param_hint="--workers"
-        ) from None

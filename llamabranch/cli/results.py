@@ -78,11 +78,9 @@ class ResultFile:
         requests: Iterable[Request],
         *,
         resume: bool,
-        stats: bool = False,
     ) -> None:
         self.path = path
         self.job = job
-        self._stats = stats
         self.done: set[tuple[str, int]] = set()
         self._file: IO[str] | None = None
         self._synced = 0.0  # when the disk was last asked to store it
@@ -208,7 +206,7 @@ class ResultFile:
             del self._gathered[result.id]
             record = answer(request, results, self._model.name, self._model.piece)
         else:
-            record = result.as_dict(stats=self._stats)
+            record = result.as_dict(stats=False)
         return {**record, "job": {**asdict(self.job), "request": _digest(request)}}
 
     def __enter__(self) -> ResultFile:

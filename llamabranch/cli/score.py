@@ -1,4 +1,4 @@
-"""``llamabranch score``: how probable a model finds given text."""
+"""``llamabranch score``: how probable a model finds given text, and which of several it prefers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Annotated, ClassVar, NamedTuple
 import typer
 
 from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
+from llamabranch.search import Selection, select
 
+from ..arguments import choice
+from ..loading import LoadOptions
+from ..search.selection import METHODS
 from .bundles import option, with_bundles
 from .console import Console, print_json
+from .files import read_text
 from .formats import number
-from .jsonl import InvalidLines, parse_json, parse_lines, read_text, text_id
-from .options import (
-    REQUESTS,
-    ChatOptions,
-    OutputOptions,
-    ParseSpecial,
-    RuntimeOptions,
-    TargetOptions,
-)
+from .jsonl import InvalidLines, parse_json, parse_lines, text_id
+from .options import TEXT, ChatOptions, ModelOptions, OutputOptions
 from .prompts import read_prompt_file, read_standard_input
-from .ray_jobs import RayOptions, finish_job, job_paths
+from .ray_jobs import RayOptions, finish_job
+from .search import stats_text
 
+_SEQUENCES = 33
 _FIELDS = {"id", "text", "context", "continuations"}
 
 
@@ -40,112 +40,145 @@ class _Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TextArguments:
+class ScoreOptions(RayOptions):
     """What is scored."""
 
-    panel: ClassVar[str] = REQUESTS
+    panel: ClassVar[str] = TEXT
 
     texts: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="TEXT",
-            help="What to score; with --context its continuations.",
+            help="What to score; with --context its continuations. Begin them with a space where the "
+            "text needs one.",
             rich_help_panel="Arguments",
         ),
     ] = None
-    context: str | None = option(None, "Text before each TEXT, not scored.", "--context")
+    context: str | None = option(
+        None, "Text before each TEXT, not scored.", "--context", first=True
+    )
     files: list[Path] | None = option(
         None,
         "A file whose whole text is scored, without its last newline; may be repeated.",
-        "--file",
-        "-f",
+        *("--file", "-f"),
+        first=True,
     )
     input_file: str | None = option(
         None,
         "A file of JSON objects, one a line, with text, or context and continuations; "
         "- is standard input.",
-        "--input",
-        "-i",
+        *("--input", "-i"),
         metavar="FILE|-",
+        first=True,
     )
-    top: int = option(0, "Show the N most probable tokens.", min=0)
-    parse_special: ParseSpecial = True
+    best: str | None = option(
+        None,
+        "Print the best continuation first, by this measure of the log-probabilities of its tokens.",
+        metavar="mean|greedy|contrast|sum|bytes",
+        first=True,
+    )
+    top: int = option(0, "Show the N most probable tokens.", min=0, first=True)
+    output_folder: Path | None = option(
+        None, "With --ray: the folder of the results.", *("--output", "-o")
+    )
+    resume: bool = option(False, "With --ray: continue the job in --output.", "--resume")
 
+    def items(self, console: Console) -> list[_Item]:
+        """Return what is to be scored.
 
-@dataclass(frozen=True)
-class ScoreJobOptions(RayOptions):
-    """A job on Ray, and where its results go."""
-
-    output_folder: Path | None = option(None, "The folder of the results.", "--output", "-o")
-    resume: bool = option(False, "Continue the job in --output.", "--resume")
-
-
-@with_bundles
-def score(
-    *,
-    given: TextArguments,
-    models: TargetOptions,
-    runtime: RuntimeOptions,
-    job: ScoreJobOptions,
-    output: OutputOptions,
-) -> None:
-    """Score given text: log-probabilities of its tokens, their sum, perplexity and ranks.
-
-    The first token of a text is not scored unless the model begins every text with a BOS token. With a
-    context, each text is a continuation of it, and all are decoded together.
-    """
-    with output.console() as console, ExitStack() as stack:
-        if job.ray is not None:
-            from llamabranch import scale
-
-            inputs, folder = job_paths(given.input_file, job.output_folder, given.texts)
-            options = job.options(console, resume=job.resume, streams=8)
-            load = runtime.options()
-            report = scale.score(
-                inputs,
-                folder,
-                model=models.announce(console),
-                load=load,
-                parse_special=given.parse_special,
-                **options,
-            )
-            finish_job(console, report, as_json=output.as_json)
-            return
-        whole = [read_prompt_file(path) for path in given.files or ()]
-        items = list(_given([*(given.texts or ()), *whole], given.context))
-        if given.input_file is not None:
+        Raises:
+            ConfigError: nothing, a file that cannot be read, or lines that are no items.
+        """
+        whole = [read_prompt_file(path) for path in self.files or ()]
+        items = list(_given([*(self.texts or ()), *whole], self.context))
+        if self.input_file is not None:
             invalid = InvalidLines()
-            items += _lines(given.input_file, invalid)
+            items += _lines(self.input_file, invalid)
             invalid.report(console)
         if not items:
             raise ConfigError("there is no text", hint="give a text, --file or --input")
+        if self.best is not None:
+            choice("--best", self.best, METHODS)
+            for item in items:
+                if item.context is None:
+                    raise ConfigError("--best needs a --context, which the texts continue")
+                if not all(item.texts):
+                    raise ConfigError("a choice must not be empty")
+        return items
+
+
+@with_bundles
+def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -> None:
+    """Score given text: log-probabilities of its tokens, perplexity, or the best of several.
+
+    The first token of a text is not scored unless the model begins every text with a BOS token. With a
+    context, each text is a continuation of it, and all are decoded together; --best prints the one that
+    the model prefers first.
+    """
+    with output.console() as console, ExitStack() as stack:
+        if given.ray is not None:
+            from llamabranch import scale
+
+            inputs, folder = given.paths(given.input_file, given.output_folder, given.texts)
+            options = given.ray_options(console, resume=given.resume, streams=8)
+            model, load = models.announce(console), models.load_options()
+            report = scale.score(inputs, folder, model=model, load=load, **options)
+            finish_job(console, report, as_json=output.as_json)
+            return
+        items = given.items(console)
         name = models.announce(console)
-        models.find(name)
         longest = max(
             ((item.context or "") + text for item in items for text in item.texts), key=len
         )
-        special = ChatOptions(parse_special=given.parse_special)
-        runtime = runtime.with_room(name, longest, 0, special)
-        ctx = runtime.open(name, console, stack)
+        models = models.with_room(name, longest, 0, ChatOptions())
+        more = LoadOptions() if given.best is None else LoadOptions(n_seq_max=_SEQUENCES)
+        ctx = models.open(name, console, stack, **more)
         found: list[dict[str, object]] = []
         for item in items:
-            scores = _score(ctx, item, given.top, given.parse_special)
-            records = [
-                _record(ctx, text, its) for text, its in zip(item.texts, scores, strict=True)
-            ]
-            found.append({"id": item.name, "context": item.context, "scores": records})
-            if not output.as_json:
-                if len(items) > 1:
-                    console.line(f"[{item.name}]", "bold")
-                _print(console, ctx, item, scores)
+            if not output.as_json and len(items) > 1:
+                console.line(f"[{item.name}]", "bold")
+            record: dict[str, object] = {"id": item.name, "context": item.context}
+            if given.best is not None:
+                chosen = _choose(ctx, item, given.best)
+                record |= {"method": given.best, **chosen.as_dict()}
+                if not output.as_json:
+                    _print_choices(console, item, chosen)
+            else:
+                scores = _score(ctx, item, given.top)
+                pairs = zip(item.texts, scores, strict=True)
+                record["scores"] = [_record(ctx, text, its) for text, its in pairs]
+                if not output.as_json:
+                    _print(console, ctx, item, scores)
+            found.append(record)
         if output.as_json:
-            print_json({"items": found, "total": _total(found)})
-        elif len(items) > 1:
+            answer: dict[str, object] = {"items": found}
+            print_json(answer if given.best else {**answer, "total": _total(found)})
+        elif len(items) > 1 and given.best is None:
             total = _total(found)
             console.line(
                 f"{total['n_tokens']} tokens, log-probability {total['logprob']:.3f} nats, "
                 f"perplexity {total['perplexity']:.3f}"
             )
+
+
+def _choose(ctx: Context, item: _Item, method: str) -> Selection:
+    with Branch.start(ctx, item.context or "") as branch:
+        return select(branch, item.texts, method=method)
+
+
+def _print_choices(console: Console, item: _Item, found: Selection) -> None:
+    order = sorted(range(len(item.texts)), key=lambda i: (i != found.index, -found.scores[i]))
+    rows = [
+        (
+            item.texts[i],
+            f"{found.scores[i]:.4f}",
+            f"{sum(found.logprobs[i]):.3f}",
+            str(len(found.tokens[i])),
+        )
+        for i in order
+    ]
+    console.table(("choice", "score", "log p, nats", "tokens"), rows)
+    console.line(stats_text(found.stats), "dim")
 
 
 def _given(texts: Sequence[str], context: str | None) -> Iterator[_Item]:
@@ -181,20 +214,20 @@ def _item(data: object, name: str) -> _Item:
     raise ConfigError("give text, or context and a list of continuations, as texts")
 
 
-def _score(ctx: Context, item: _Item, top: int, parse_special: bool) -> list[list[TokenScore]]:
+def _score(ctx: Context, item: _Item, top: int) -> list[list[TokenScore]]:
     if item.context is None:
-        tokens = ctx.model.prompt_tokens(item.texts[0], parse_special=parse_special)
+        tokens = ctx.model.prompt_tokens(item.texts[0])
         if len(tokens) == 1:
             return [[]]
         with Branch.start(ctx, tokens[:1]) as branch:
             return [branch.score(tokens[1:], top)]
     continuations = [
-        ctx.tokenize(text, add_special=False, parse_special=parse_special) for text in item.texts
+        ctx.tokenize(text, add_special=False, parse_special=True) for text in item.texts
     ]
     for text, tokens in zip(item.texts, continuations, strict=True):
         if not tokens:
             raise ConfigError(f"a continuation has no tokens: {text!r}")
-    with Branch.start(ctx, item.context, parse_special=parse_special) as branch:
+    with Branch.start(ctx, item.context) as branch:
         return BranchStore(ctx).score({branch: continuations}, top)[branch]
 
 

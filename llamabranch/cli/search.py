@@ -7,8 +7,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import typer
 
@@ -18,6 +17,7 @@ from llamabranch.search import (
     SearchStats,
     beam_search,
     best_of_n,
+    outline,
     smc,
     step_search,
     tree_search,
@@ -27,27 +27,20 @@ from llamabranch.search import (
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, print_json
-from .files import check_new_file, write_new_file
-from .interrupts import InterruptHandler
-from .opening import open_pair
-from .options import (
-    OUTPUT,
-    ChatOptions,
-    ModelOptions,
-    PromptArgument,
-    RuntimeOptions,
-    TextOutputOptions,
-    TextSettings,
-)
-from .reporting import EXIT_INTERRUPTED
-from .search_report import print_tree, search_page, stats_text
+from .interrupts import EXIT_INTERRUPTED, InterruptHandler
+from .options import ChatOptions, DraftOptions, OutputOptions, PromptOptions, TextOptions
+from .trees import LEGEND, drawn_tree
 
+__all__ = ["search", "stats_text"]
+
+DEFAULT_PROMPT = "Once upon a time"
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
 NEED_REWARD = ("steps", "mcts")
 NEED_LIMIT = ("beam", "smc", "mcts")  # of tokens: they weigh or compare texts by their lengths
+_MOST_SEQUENCES = 33  # of the cache; a wider search decodes in waves
 _CELLS_PER_TEXT = 256
 _LEAST_CELLS = 2048
-_NONE_HINT = "raise --max-tokens, or allow shorter texts in the grammar; for smc also raise --width"
+_NONE_HINT = "raise -n, or allow shorter texts in the grammar; for smc also raise --width"
 
 
 @dataclass(frozen=True)
@@ -56,25 +49,23 @@ class MethodOptions:
 
     panel: ClassVar[str] = "Search"
 
-    method: str = option("beam", "How to search.", metavar="|".join(WIDTHS))
+    method: str = option("beam", "How to search.", metavar="|".join(WIDTHS), first=True)
     width: int | None = option(
         None,
         "Beams, texts, particles, texts of a step, or moves; by default "
         + ", ".join(f"{n} ({name})" for name, n in WIDTHS.items())
         + ".",
-        "--width",
-        "-w",
+        *("--width", "-w"),
         min=1,
+        first=True,
     )
     best: int = option(1, "How many results to print.", min=1)
-    length_penalty: float = option(1.0, "beam: above 0 favours long texts, below 0 short ones.")
-    groups: int = option(1, "beam: groups of beams.", min=1)
-    diversity_penalty: float = option(0.0, "beam: nats for a token of an earlier group.")
     reward: str | None = option(
         None,
         "best-of, steps, mcts: a program that reads a text from standard input and prints "
         "a number, higher is better.",
         metavar="COMMAND",
+        first=True,
     )
     answer: str = option(
         r"-?\d+(?:\.\d+)?",
@@ -85,9 +76,7 @@ class MethodOptions:
         r"\n", "steps, mcts: where a step ends: at a text, or after N tokens.", metavar="TEXT|N"
     )
     iterations: int = option(40, "steps: at most N steps; mcts: texts evaluated.", min=1)
-    sequences: int = option(
-        33, "Sequences of the cache; a wider search decodes in waves.", min=2, max=256
-    )
+    tree: bool = option(False, "Draw the tree of the search.", "--tree")
 
     def check(self, max_tokens: int | None) -> None:
         """Raise ConfigError for what cannot be searched with."""
@@ -106,7 +95,7 @@ class MethodOptions:
             raise ConfigError(f"--answer is no regular expression: {error}") from None
         if max_tokens is None and self.method in NEED_LIMIT:
             raise ConfigError(
-                f"--method {self.method} needs a limit", hint="--max-tokens N, at least 1"
+                f"--method {self.method} needs a limit", hint="--n-predict N, at least 1"
             )
 
     @property
@@ -118,8 +107,8 @@ class MethodOptions:
     def n_sequences(self) -> int:
         """The sequences of the cache that the search can use."""
         if self.method == "mcts":
-            return self.sequences
-        return max(2, min(self.n + 1, self.sequences))
+            return _MOST_SEQUENCES
+        return max(2, min(self.n + 1, _MOST_SEQUENCES))
 
     def boundary(self) -> str | int:
         """Return where a step ends."""
@@ -140,28 +129,15 @@ class MethodOptions:
         return params.replace(**kept)
 
 
-@dataclass(frozen=True)
-class SearchOutput(TextOutputOptions):
-    """What is shown of a search."""
-
-    panel: ClassVar[str] = OUTPUT
-
-    tree: bool = option(False, "Draw the tree of the search.", "--tree")
-    html: Path | None = option(
-        None, "Also write a page: the results and the tree of the search.", metavar="FILE"
-    )
-
-
 @with_bundles
 def search(
     *,
-    given: PromptArgument,
+    given: PromptOptions,
     chat: ChatOptions,
     method: MethodOptions,
-    models: ModelOptions,
-    text: TextSettings,
-    runtime: RuntimeOptions,
-    output: SearchOutput,
+    text: TextOptions,
+    models: DraftOptions,
+    output: OutputOptions,
 ) -> None:
     """Search for the best continuation: beams, samples, votes, particles, steps, or a tree.
 
@@ -169,20 +145,18 @@ def search(
     pipe standard output is the text alone.
     """
     with output.console() as console, ExitStack() as stack:
-        if output.html is not None:
-            check_new_file(output.html)
         grammar = text.parse_grammar()
         method.check(text.max_tokens)
-        params, prompt = method.params(text.params(text.seed)), given.read()
-        target, drafters = replace(models, draft=models.draft or "none").resolve(console)
+        params = method.params(text.params(models, text.seed))
+        prompt = given.one(DEFAULT_PROMPT)
+        names = replace(models, draft=models.draft or "none").resolve(console)
         n_sequences = method.n_sequences
-        sized = runtime.with_room(target, prompt, text.max_tokens, chat)
-        if runtime.n_ctx is None:  # a long prompt has cells of its own, which all texts share
+        sized = models.with_room(names[0], prompt, text.max_tokens, chat)
+        if models.n_ctx is None:  # a long prompt has cells of its own, which all texts share
             n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
-            runtime = replace(runtime, n_ctx=n_cells + (sized.n_ctx or 0))
-        context, drafter = open_pair(
-            runtime,
-            (target, drafters),
+            models = replace(models, n_ctx=n_cells + (sized.n_ctx or 0))
+        context, drafter = models.open_pair(
+            names,
             console,
             stack,
             LoadOptions(n_seq_max=n_sequences, chat_template=chat.template),
@@ -200,19 +174,16 @@ def search(
                 return interrupts.requested
 
             try:
-                result = _run(method, branch, text, drafter if drafters else None, on_step)
+                result = _run(method, branch, text, drafter if names[1] else None, on_step)
             finally:
                 console.progress("")
-        if output.html is not None:
-            page = search_page(result, prompt, context.model.name, method.best)
-            stack.callback(write_new_file, output.html, page)  # after the results are printed
         if output.as_json:
             record = {"prompt": prompt, "method": method.method, "seed": branch.seed}
-            record |= {**result.as_dict(tree=output.tree), "interrupted": interrupts.requested}
+            record |= {**result.as_dict(tree=method.tree), "interrupted": interrupts.requested}
             print_json(record)
         else:
-            before = chat.shown_prompt(prompt) if output.shows_prompt(console) else ""
-            _print(console, prompt, before, result, method.best, output.tree)
+            before = chat.shown_prompt(prompt) if console.out.is_terminal else ""
+            _print(console, prompt, before, result, method)
         if interrupts.requested:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -226,38 +197,27 @@ def search(
 def _run(
     method: MethodOptions,
     branch: Branch,
-    text: TextSettings,
+    text: TextOptions,
     drafter: Drafter | None,
     on_step: Callable[[SearchStats], bool],
 ) -> SearchResult:
-    n, most, stop = method.n, text.max_tokens, text.stop_strings
+    n, most = method.n, text.max_tokens
     limit = most or 0  # checked: it is given where it must be
     reward = None if method.reward is None else _reward(method.reward)
+    shared: dict[str, Any] = {"stop": text.stop_strings, "on_step": on_step}
     if method.method == "beam":
-        return beam_search(
-            branch,
-            n,
-            limit,
-            n=min(n, method.best),
-            length_penalty=method.length_penalty,
-            groups=method.groups,
-            diversity_penalty=method.diversity_penalty,
-            stop=stop,
-            on_step=on_step,
-        )
+        return beam_search(branch, n, limit, n=min(n, method.best), **shared)
     if method.method == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
-        return smc(branch, n, limit, force_end=not text.ignore_eos, stop=stop, on_step=on_step)
+        return smc(branch, n, limit, force_end=not text.ignore_eos, **shared)
+    shared["drafter"] = drafter
     if method.method == "best-of":
-        return best_of_n(
-            branch, n, most, reward=reward, stop=stop, drafter=drafter, on_step=on_step
-        )
+        return best_of_n(branch, n, most, reward=reward, **shared)
     if method.method == "vote":
-        return vote(
-            branch, _answer(method.answer), n, most, stop=stop, drafter=drafter, on_step=on_step
-        )
+        return vote(branch, _answer(method.answer), n, most, **shared)
     if reward is None:
         raise ConfigError(f"--method {method.method} needs a reward")
+    shared["step"] = method.boundary()
     if method.method == "steps":
         return step_search(
             branch,
@@ -265,23 +225,11 @@ def _run(
             n,
             beam_width=n,
             max_steps=method.iterations,
-            step=method.boundary(),
             max_tokens=most,
-            stop=stop,
-            drafter=drafter,
-            on_step=on_step,
+            **shared,
         )
     return tree_search(
-        branch,
-        reward,
-        method.iterations,
-        expand=n,
-        n=method.best,
-        step=method.boundary(),
-        max_tokens=limit,
-        stop=stop,
-        drafter=drafter,
-        on_step=on_step,
+        branch, reward, method.iterations, expand=n, n=method.best, max_tokens=limit, **shared
     )
 
 
@@ -328,12 +276,14 @@ def _answer(pattern: str) -> Callable[[str], str | None]:
 
 
 def _print(
-    console: Console, prompt: str, before: str, result: SearchResult, best: int, tree: bool
+    console: Console, prompt: str, before: str, result: SearchResult, method: MethodOptions
 ) -> None:
     beside = console.beside
-    if tree:
-        print_tree(beside, result.tree, prompt)
-    for hypothesis in result.hypotheses[:best]:
+    if method.tree:
+        beside.render(drawn_tree(outline(result.tree, prompt=prompt)))
+        beside.line(f"{LEGEND} What is dim was given up.", "dim")
+        beside.line()
+    for hypothesis in result.hypotheses[: method.best]:
         beside.line(
             f"score {hypothesis.score:.4f}, log p {hypothesis.logprob:.2f} nats, "
             f"{len(hypothesis.tokens)} tokens, {hypothesis.finish_reason}",
@@ -355,3 +305,13 @@ def _print(
             f"log evidence: {result.log_evidence:.3f} nats; at least {least:.1f} effective particles"
         )
     beside.line(stats_text(result.stats), "dim")
+
+
+def stats_text(stats: SearchStats) -> str:
+    """Return the cost of a search as a line."""
+    again = f" ({stats.tokens_redecoded} again)" if stats.tokens_redecoded else ""
+    return (
+        f"{stats.decodes} decodes of {stats.tokens_decoded} tokens{again}, "
+        f"{stats.tokens_shared} tokens shared, at most {stats.peak_sequences} sequences, "
+        f"{stats.elapsed_s:.2f} s"
+    )

@@ -6,34 +6,37 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from llamabranch import AsyncEngine, ConfigError, Model
+from llamabranch import AsyncEngine, ConfigError, Model, hub
 from llamabranch import serve as server
 from llamabranch.serve import ServeSettings
 
+from ..arguments import nearest
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import print_json
 from .drafters import COPYING, has_model
-from .jsonl import read_text
-from .opening import open_pair
+from .files import read_text
 from .options import (
-    SAMPLING,
-    DraftedOptions,
+    MODEL,
+    ChatOptions,
+    DraftOptions,
     OutputOptions,
     SamplingOptions,
-    SharedOptions,
-    TemplateOptions,
-    given_seed,
     limit,
+    setting_value,
+    trained_length,
 )
-from .prompts import trained_length
 
 _MOST_CELLS = 8192  # of the cache, unless --n-ctx is given
 _CELLS_PER_TEXT = 2048  # at least, where each has its own
 _PARALLEL = 8
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server's, too
+_LIMITS = (
+    "max_queue", "max_body", "max_choices", "send_timeout_s", "shutdown_timeout_s", "max_branches",
+    "branch_ttl_s", "metrics", "slots",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,48 +45,46 @@ class ServerOptions:
 
     panel: ClassVar[str] = "Server"
 
-    host: str = option("127.0.0.1", "The address to listen on.")
-    port: int = option(8080, "The port; 0 is any that is free.")
+    host: str = option("127.0.0.1", "The address to listen on.", first=True)
+    port: int = option(8080, "The port; 0 is any that is free.", first=True)
     api_key: list[str] | None = option(
-        None, f"A key that clients must send; may be repeated.  [env: {_KEY_VARIABLE}]"
+        None,
+        f"A key that clients must send; may be repeated.  [env: {_KEY_VARIABLE}]",
+        first=True,
     )
     api_key_file: Path | None = option(None, "A file with one key a line.")
     allow_origin: list[str] | None = option(
         None,
         "An origin whose web pages may call the server; may be repeated.",
-        "--allow-origin",
-        "--cors-origins",
+        *("--allow-origin", "--cors-origins"),
         metavar="ORIGIN|localhost|*",
     )
     allowed_host: list[str] | None = option(
         None, "A name by which the server may be called, besides localhost; may be repeated."
     )
     alias: str | None = option(
-        None, "The model's name for clients; several with commas between.", "--alias", "-a"
+        None, "The model's name for clients; several with commas between.", *("--alias", "-a")
     )
-    max_queue: int = option(256, "Requests that may wait; more get 429.", min=0)
-    max_body: str = option("8M", "The longest body, such as 500k.", metavar="BYTES")
     request_timeout: float = option(
         600.0,
         "Seconds after which a request is cancelled; 0 is never.",
-        "--request-timeout",
-        "--timeout",
-        "-to",
+        *("--timeout", "--request-timeout", "-to"),
         min=0,
-    )
-    shutdown_timeout: float = option(
-        30.0, "Seconds that running requests get once the server is to end.", min=0
-    )
-    metrics: bool = option(True, "Answer /metrics.", "--metrics/--no-metrics")
-    slots: bool = option(True, "Answer /slots.", "--slots/--no-slots")
-    max_branches: int = option(4096, "Nodes of branches at most.", min=0)
-    branch_ttl: float = option(
-        3600.0, "Seconds after which branches that nobody uses are deleted.", min=0
     )
     snapshot_dir: Path | None = option(
         None, "A folder where branches are kept while the server does not run."
     )
-    log_requests: bool = option(False, "Print one line for each request.", "--log-requests")
+    log_requests: bool = option(
+        False, "Print one line for each request.", "--log-requests", first=True
+    )
+    limits: list[str] | None = option(
+        None,
+        "Another limit or setting of llamabranch.serve.ServeSettings: max_queue, max_body, "
+        "max_choices, send_timeout_s, shutdown_timeout_s, max_branches, branch_ttl_s, metrics, slots; "
+        "may be repeated.",
+        "--limit",
+        metavar="NAME=VALUE",
+    )
 
     def settings(self) -> ServeSettings:
         """Return them as the library takes them.
@@ -98,17 +99,21 @@ class ServerOptions:
             allow_origins=_parts(self.allow_origin),
             allowed_hosts=_parts(self.allowed_host),
             alias=self.alias,
-            max_queue=self.max_queue,
-            max_body=server.parse_bytes(self.max_body),
             request_timeout_s=self.request_timeout,
-            shutdown_timeout_s=self.shutdown_timeout,
-            max_branches=self.max_branches,
-            branch_ttl_s=self.branch_ttl,
             snapshot_dir=self.snapshot_dir,
-            metrics=self.metrics,
-            slots=self.slots,
             log_requests=self.log_requests,
+            **self._limits(),
         )
+
+    def _limits(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for text in self.limits or ():
+            name, equals, value = text.partition("=")
+            if name not in _LIMITS or not equals:
+                raise ConfigError(f"no limit {text!r}", hint=nearest(name, _LIMITS, "limits"))
+            is_size = name == "max_body"
+            found[name] = server.parse_bytes(value) if is_size else setting_value(value)
+        return found
 
     def _keys(self) -> tuple[str, ...]:
         keys = list(_parts(self.api_key))
@@ -121,39 +126,32 @@ class ServerOptions:
 
 
 @dataclass(frozen=True)
-class DefaultOptions(SamplingOptions):
-    """What holds for requests that do not say otherwise."""
+class ServedModels(DraftOptions):
+    """The model, and the context of the server."""
 
-    panel: ClassVar[str] = SAMPLING
+    panel: ClassVar[str] = MODEL
 
+    parallel: int = option(
+        -1, "Texts at a time at most; -1: 8.", *("--parallel", "-np"), min=-1, max=255, first=True
+    )
     max_tokens: int | None = option(
         -1,
         "The limit of texts whose request has none; -1: the context.",
-        "--max-tokens",
-        "--predict",
-        "--n-predict",
-        "-n",
+        *("--n-predict", "--max-tokens", "--predict", "-n"),
         callback=limit,
+        rich_help_panel="Server",
     )
-    seed: int | None = option(
+    chat_template: str | None = option(
         None,
-        "The seed of requests that have none; -1 is another one each.",
-        "--seed",
-        "-s",
-        callback=given_seed,
+        "A chat template in place of the model's: its text, a file of it, or the name of one of "
+        "llama.cpp's own, such as chatml.",
+        *("--chat-template", "--chat-template-file"),
+        metavar="JINJA|FILE|NAME",
+        rich_help_panel="Server",
     )
 
-
-@dataclass(frozen=True)
-class ServedOptions(SharedOptions):
-    """The context of the server."""
-
-    parallel: int = option(
-        -1, "Texts at a time at most; -1: 8.", "--parallel", "-np", min=-1, max=255
-    )
-
-    def sized(self, trained: int | None, drafters: tuple[str, ...]) -> ServedOptions:
-        """Return them with the number of texts, and the layout and size of their cache.
+    def sized(self, trained: int | None, drafters: tuple[str, ...]) -> LoadOptions:
+        """Return the number of texts, and the layout and size of their cache.
 
         As in llama-server, texts whose number is given have cells of their own; not where a model
         drafts, since drafts differ in length.
@@ -168,24 +166,28 @@ class ServedOptions(SharedOptions):
         if self.parallel == 0:
             raise ConfigError("--parallel must be at least 1, or -1")
         parallel = _PARALLEL if self.parallel < 0 else self.parallel
-        kv_unified, n_ctx = self.kv_unified, self.n_ctx
+        kv_unified = self.set("load").get("kv_unified")
         if kv_unified is None and (self.parallel < 2 or has_model(drafters)):
             kv_unified = True
+        n_ctx = self.n_ctx
         if n_ctx is None:
-            n_texts = 1 if kv_unified else parallel
+            n_texts = 1 if kv_unified is True else parallel
             n_ctx = max(_MOST_CELLS, n_texts * _CELLS_PER_TEXT)
             n_ctx = min(n_ctx, n_texts * (trained or n_ctx))
-        return replace(self, parallel=parallel, kv_unified=kv_unified, n_ctx=n_ctx)
+        return LoadOptions(
+            n_seq_max=parallel,
+            n_ctx=n_ctx,
+            kv_unified="auto" if kv_unified is None else kv_unified,
+            prefix_cache=True,
+        )
 
 
 @with_bundles
 def serve(
     *,
     listening: ServerOptions,
-    models: DraftedOptions,
-    template: TemplateOptions,
-    defaults: DefaultOptions,
-    runtime: ServedOptions,
+    sampling: SamplingOptions,
+    models: ServedModels,
     output: OutputOptions,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, scores of given text, and branches.
@@ -194,34 +196,32 @@ def serve(
     requests end in time; the second ends them.
     """
     with output.console() as console, ExitStack() as stack:
-        config, chat_template = models.config(), template.template
+        config, template = models.config(), ChatOptions(chat_template=models.chat_template).template
         settings = replace(
             listening.settings(),
-            max_tokens=defaults.max_tokens,
-            seed=defaults.seed,
-            sampling=defaults.params(),
+            max_tokens=models.max_tokens,
+            seed=sampling.seed,
+            sampling=sampling.params(models),
         )
         target, drafters = models.resolve(console)
         if models.draft in (None, "auto") and all(name in COPYING for name in drafters):
             drafters = ("grammar", *drafters)  # what a schema forces is not copied from anywhere
-        with Model(models.find(target), vocab_only=True) as model:
-            sampling = defaults.without_eog(settings.sampling, model)
-            runtime = runtime.sized(trained_length(model), drafters)
-        settings = replace(settings, sampling=sampling, parallel=runtime.parallel)
+        with Model(hub.resolve(target), vocab_only=True) as model:
+            params = sampling.without_eog(settings.sampling, model)
+            of_target = models.sized(trained_length(model), drafters)
+        parallel = of_target["n_seq_max"] or _PARALLEL
+        settings = replace(settings, sampling=params, parallel=parallel)
 
         def open_engine() -> AsyncEngine:
-            of_drafts = LoadOptions(n_seq_max=runtime.parallel, prefix_cache=True)
-            of_target = LoadOptions(
-                **of_drafts,
-                cache_ram=runtime.cache_ram << 20,
-                kv_unified="auto" if runtime.kv_unified is None else runtime.kv_unified,
-                chat_template=chat_template,
-            )
+            of_drafts = LoadOptions(**of_target)
+            del of_drafts["kv_unified"]
             names = target, drafters
-            context, drafter = open_pair(runtime, names, console, stack, of_target, of_drafts)
+            context, drafter = models.open_pair(
+                names, console, stack, {**of_target, "chat_template": template}, of_drafts
+            )
             return AsyncEngine(
-                context, drafter, config, sampling=sampling, max_tokens=None,
-                max_waiting=settings.max_queue, parallel=runtime.parallel,
+                context, drafter, config, sampling=params, max_tokens=None,
+                max_waiting=settings.max_queue, parallel=parallel,
             )  # fmt: skip
 
         def ready(url: str, name: str) -> None:

@@ -1,11 +1,9 @@
 """Evaluation: how probable a model finds given texts, measured so that the numbers can be compared.
 
-trie.py         token sequences as a tree: what they have in common is decoded once
 scoring.py      continuations after contexts
 tasks.py        items with a right answer; suite/ has those that are shipped
 harness.py      a model for lm-evaluation-harness
-chunks.py       a text in chunks, and their losses
-perplexity.py   llama-perplexity's number, and the strided one
+perplexity.py   a text in chunks: llama-perplexity's number, and the strided one
 logits_file.py  llama.cpp's files of log-probabilities
 divergence.py   a model against saved log-probabilities
 

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from ..arguments import instance, whole
 from ..context import Context
 from ..context.context import text_context
 from ..context.logits import LogitsRow
-from ..errors import ConfigError, VocabularyMismatchError
+from ..errors import VocabularyMismatchError
 from ..model import TokenIds
-from .chunks import Floats, about, check_room, check_same, read_chunks, with_bos
 from .logits_file import Codes, LogitsFile
-from .perplexity import Perplexity, exp, measure, prepare
+from .perplexity import (
+    Chunked,
+    Floats,
+    Perplexity,
+    check_room,
+    exp,
+    loss,
+    prepare,
+    read_chunks,
+    with_bos,
+)
 
-__all__ = [
-    "KLDivergence", "KLStatistics", "Uncertain", "compare_coded", "divergence", "save_logits",
-]  # fmt: skip
+__all__ = ["KLDivergence", "KLStatistics", "Uncertain", "compare_coded", "divergence", "save_logits"]
 
 _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
-_SAME = ("window", "n_chunks", "text", "model")
 KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
 P_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001, 0.0)
 
@@ -63,37 +68,19 @@ class KLStatistics(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KLDivergence:
+class KLDivergence(Chunked):
     """How a model's next-token distributions differ from saved ones, or as many of them as are done.
 
-    Attributes:
-        window: tokens a chunk.
-        n_chunks: how many chunks the file has.
-        text: a hash of the text's tokens.
-        model: the fingerprint of the model, and the K/V type.
-        rows: of each chunk that is done float64 (tokens, 5): the loss -log p of the token in the text
-            under the model and under the base, KL(base || model), all nats; the change of that token's
-            probability; and 1 where both find the same token most probable.
+    ``rows`` has five numbers for each token: the loss -log p of the token in the text under the model and
+    under the base, KL(base || model), all nats; the change of that token's probability; and 1 where both
+    find the same token most probable.
     """
 
-    window: int
-    n_chunks: int
-    text: str
-    model: str
-    rows: list[Floats] = field(default_factory=list, repr=False)
+    _KEY = "rows"
+    _SHAPE = (5,)
 
     def _columns(self) -> Floats:
         return np.concatenate(self.rows).T if self.rows else np.empty((5, 0))
-
-    @property
-    def n_done(self) -> int:
-        """How many chunks are done."""
-        return len(self.rows)
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens are compared so far."""
-        return sum(map(len, self.rows))
 
     @property
     def statistics(self) -> KLStatistics:
@@ -138,26 +125,15 @@ class KLDivergence:
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, with every statistic; `from_dict` takes them."""
-        names = (*_SAME, "n_done", "n_tokens")
-        found: dict[str, object] = {name: getattr(self, name) for name in names}
-        for name, value in self.statistics._asdict().items():
-            found[name] = value._asdict() if isinstance(value, Uncertain) else value
+        found: dict[str, object] = {
+            name: value._asdict() if isinstance(value, Uncertain) else value
+            for name, value in self.statistics._asdict().items()
+        }
         found["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
         found["p_change_percentiles"] = {
             f"{100 * f:g}": self.p_change_percentile(f) for f in P_FRACTIONS
         }
-        return {**found, "rows": [rows.tolist() for rows in self.rows]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> KLDivergence:
-        """Return what ``as_dict`` was called on. Raises ConfigError if it is something else."""
-        try:
-            window, n_chunks = whole("window", data["window"]), whole("n_chunks", data["n_chunks"])
-            given = cast(Sequence[Sequence[Sequence[float]]], data["rows"])
-            rows = [np.array(each, dtype=np.float64).reshape(-1, 5) for each in given]
-            return cls(window, n_chunks, str(data["text"]), str(data["model"]), rows)
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError("this is no saved KL divergence") from None
+        return {**found, **super().as_dict()}
 
 
 def save_logits(
@@ -192,11 +168,15 @@ def save_logits(
         ConfigError: a text that is too short, or a file that cannot be written. CacheFullError,
         TokenizeError, DecodeError. OSError: the disk is full.
     """
-    parts, begun = prepare(ctx, text, window, chunks, resume)
-    with LogitsFile.create(path, ctx.n_vocab, parts, begun.n_done) as file:
+    parts, found = prepare(ctx, text, window, chunks, resume)
+    with LogitsFile.create(path, ctx.n_vocab, parts, found.n_done) as file:
+
+        def write(chunk: int, i: int, token: int, row: LogitsRow) -> float:
+            file.write(chunk, i, row.array)
+            return loss(chunk, i, token, row)
+
         firsts = [file.first] * len(parts)
-        read = with_bos(ctx.model, parts)
-        return measure(ctx, read, firsts, begun, progress, lambda _, i, row: file.write(row.array))
+        return read_chunks(ctx, found, with_bos(ctx.model, parts), firsts, write, progress)
 
 
 def divergence(
@@ -230,26 +210,13 @@ def divergence(
         check_room(ctx, file.window)
         flat = [token for chunk in file.chunks for token in chunk]
         ctx.model.check_tokens(flat)
-        found = KLDivergence(file.window, len(file.chunks), *about(ctx, flat))
-        if resume is not None:
-            check_same(found, instance("resume", resume, KLDivergence), _SAME)
-            found.rows.extend(resume.rows[: len(file.chunks)])
-        rows: list[Floats] = []
+        found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks)).resumed(resume)
 
-        def compare(chunk: int, i: int, row: LogitsRow) -> None:
-            if i == file.first:
-                rows.append(np.empty((file.n_rows, 5)))
-                file.seek(chunk)
-            rows[-1][i - file.first] = compare_coded(row, *file.read(), file.chunks[chunk][i + 1])
+        def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
+            return compare_coded(row, *file.read(chunk, i), token)
 
         chunks, firsts = with_bos(ctx.model, file.chunks), [file.first] * len(file.chunks)
-        while found.n_done < len(chunks):
-            read_chunks(ctx, chunks, firsts, found.n_done, compare)
-            found.rows.extend(rows)
-            rows.clear()
-            if progress is not None:
-                progress(found)
-        return found
+        return read_chunks(ctx, found, chunks, firsts, compare, progress)
 
 
 def compare_coded(

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -35,10 +35,7 @@ Codes = npt.NDArray[np.uint16]
 
 
 def encode(logits: npt.NDArray[np.float32], out: Codes) -> None:
-    """Write a row of logits, float32 (V,), as codes into ``out``, with llama.cpp's arithmetic.
-
-    ``out`` begins with the scale and the smallest log-probability, see above.
-    """
+    """Write a row of logits, float32 (V,), as codes into ``out``, with llama.cpp's arithmetic."""
     n = len(logits)
     largest = np.float32(logits.max())
     smallest = max(np.float32(logits.min()), largest - _RANGE)
@@ -52,18 +49,11 @@ def encode(logits: npt.NDArray[np.float32], out: Codes) -> None:
         out[4 : 4 + n] = np.where(logits > smallest, steps, 0)
 
 
-@contextmanager
-def _opened(path: Path, mode: str, purpose: str) -> Iterator[IO[bytes]]:
-    """Open a file, which is closed if the block raises, and only then."""
+def _open(path: Path, mode: str, purpose: str) -> IO[bytes]:
     try:
-        file = path.open(mode)
+        return path.open(mode)
     except OSError as error:
         raise ConfigError(f"cannot {purpose} {path}: {error.strerror or error}") from None
-    try:
-        yield file
-    except BaseException:
-        file.close()
-        raise
 
 
 class LogitsFile:
@@ -80,11 +70,8 @@ class LogitsFile:
     def __init__(
         self, path: Path, file: IO[bytes], window: int, n_vocab: int, chunks: Sequence[list[int]]
     ) -> None:
-        self.path = path
-        self.window = window
-        self.n_vocab = n_vocab
-        self.chunks = chunks
-        self._file = file
+        self.path, self._file = path, file
+        self.window, self.n_vocab, self.chunks = window, n_vocab, chunks
         self._width = 2 * ((n_vocab + 1) // 2) + 4
 
     @classmethod
@@ -95,12 +82,13 @@ class LogitsFile:
             ConfigError: it cannot be read, is of another kind, or shorter than it tells.
         """
         path = path_of(path)
-        with _opened(path, "rb", "read") as file:
+        with ExitStack() as stack:  # closes the file if it is refused
+            file = stack.enter_context(_open(path, "rb", "read"))
             head = file.read(_HEAD)
             if len(head) < _HEAD or not head.startswith(_MAGIC):
                 raise ConfigError(
                     f"{path} is no file of log-probabilities",
-                    hint="`llamabranch perplexity -f TEXT --save-logits FILE` writes one",
+                    hint="`llamabranch eval --perplexity TEXT --save-logits FILE` writes one",
                 )
             window, n_vocab, n_chunks = struct.unpack("<3i", head[len(_MAGIC) :])
             if window < 4 or n_vocab < 1 or n_chunks < 1:
@@ -116,6 +104,7 @@ class LogitsFile:
                 )
             tokens = np.frombuffer(file.read(4 * window * n_chunks), dtype="<i4")
             found.chunks = tokens.reshape(n_chunks, window).tolist()
+            stack.pop_all()
         return found
 
     @classmethod
@@ -134,17 +123,17 @@ class LogitsFile:
         path, window = path_of(path), len(chunks[0])
         tokens = np.asarray(chunks, dtype="<i4").tobytes()
         header = _MAGIC + struct.pack("<3i", window, n_vocab, len(chunks)) + tokens
-        with _opened(path, "r+b" if n_done else "wb", "write") as file:
+        with ExitStack() as stack:
+            file = stack.enter_context(_open(path, "r+b" if n_done else "wb", "write"))
             found = cls(path, file, window, n_vocab, chunks)
             if not n_done:
                 file.write(header)
-                return found
-            kept = len(header) + n_done * found._chunk_bytes
-            if file.read(len(header)) != header or path.stat().st_size < kept:
+            elif file.read(len(header)) != header or path.stat().st_size < found._at(n_done):
                 told = f"{path} was begun with another text, window or number of chunks"
                 raise ConfigError(told, hint="begin anew")
-            file.truncate(kept)
-            file.seek(kept)
+            else:
+                file.truncate(found._at(n_done))
+            stack.pop_all()
         return found
 
     @property
@@ -157,27 +146,27 @@ class LogitsFile:
         """How many rows a chunk has."""
         return self.window - 1 - self.first
 
-    @property
-    def _chunk_bytes(self) -> int:
-        return 2 * self._width * self.n_rows
-
     def size(self, n_chunks: int) -> int:
         """Return how many bytes the file has with so many chunks."""
-        return _HEAD + 4 * self.window * n_chunks + n_chunks * self._chunk_bytes
+        row_bytes = 2 * self._width * self.n_rows
+        return _HEAD + n_chunks * (4 * self.window + row_bytes)
 
-    def write(self, logits: npt.NDArray[np.float32]) -> None:
-        """Write a row of logits at the end. Raises OSError if the disk is full."""
+    def _at(self, chunk: int, row: int = 0) -> int:
+        """Return where a row begins."""
+        n_rows = chunk * self.n_rows + row
+        return _HEAD + 4 * self.window * len(self.chunks) + 2 * self._width * n_rows
+
+    def write(self, chunk: int, i: int, logits: npt.NDArray[np.float32]) -> None:
+        """Write the logits after token ``i`` of a chunk. Raises OSError if the disk is full."""
         codes = np.empty(self._width, dtype="<u2")
         encode(logits, codes)
+        self._file.seek(self._at(chunk, i - self.first))
         self._file.write(codes.tobytes())
 
-    def seek(self, chunk: int, row: int = 0) -> None:
-        """Go to a row of a chunk."""
-        begin = _HEAD + 4 * self.window * len(self.chunks)
-        self._file.seek(begin + chunk * self._chunk_bytes + 2 * self._width * row)
-
-    def read(self) -> tuple[np.float32, np.float32, Codes]:
-        """Return the next row: its scale, its smallest log-probability and its codes, uint16 (V,)."""
+    def read(self, chunk: int, i: int) -> tuple[np.float32, np.float32, Codes]:
+        """Return what follows token ``i`` of a chunk: its scale, smallest log-probability and codes,
+        uint16 (V,)."""
+        self._file.seek(self._at(chunk, i - self.first))
         data = self._file.read(2 * self._width)
         if len(data) < 2 * self._width:
             raise ConfigError(f"{self.path} has become shorter while it was read")
@@ -185,7 +174,7 @@ class LogitsFile:
         return scale, smallest, np.frombuffer(data, dtype="<u2", offset=8, count=self.n_vocab)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, as leaving a ``with`` block does."""
         self._file.close()
 
     def __enter__(self) -> Self:

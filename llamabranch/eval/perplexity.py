@@ -1,59 +1,218 @@
-"""Perplexity of a text: llama-perplexity's number, and the strided one."""
+"""Perplexity of a text, llama-perplexity's number and the strided one; how a text is read in chunks."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self
 
 from ..arguments import instance, whole
+from ..branch.scorer import Wanted, read
 from ..context import Context
-from ..errors import ConfigError
-from ..model import TokenIds
-from .chunks import Floats, Visit, about, check_same, read_chunks, text_tokens, with_bos
+from ..context.context import text_context
+from ..context.logits import LogitsRow
+from ..errors import CacheFullError, ConfigError
+from ..model import Model, TokenIds, token_list
 
-__all__ = ["Perplexity", "exp", "measure", "perplexity", "prepare", "strided_perplexity"]
+__all__ = [
+    "Chunked", "Floats", "Perplexity", "check_room", "exp", "loss", "perplexity", "prepare",
+    "read_chunks", "strided_perplexity", "with_bos",
+]  # fmt: skip
 
-Progress = Callable[["Perplexity"], None]
-_SAME = ("method", "window", "text", "model")  # in a run that is continued
+Floats = npt.NDArray[np.float64]
+# Called with the number of a chunk, the index of one of its tokens, the token after that, and the logits
+# that it is scored by, which are valid until it returns; what it returns is kept.
+Value = Callable[[int, int, int, LogitsRow], float | tuple[float, ...]]
 
 
 @dataclass(frozen=True)
-class Perplexity:
-    """The perplexity of a text, or of as much of it as is done.
+class Chunked:
+    """What is known of a text that is read in chunks, or of as many of them as are done.
 
     Attributes:
-        method: "chunked", llama-perplexity's, or "strided".
         window: tokens that the model sees at most.
         n_chunks: how many chunks the whole text has.
-        losses: of each chunk that is done -log p of its scored tokens, nats, float64.
         text: a hash of the text's tokens.
         model: the fingerprint of the model, and the K/V type.
+        rows: of each chunk that is done the numbers of its scored tokens, float64.
+        method: how the text is cut: "chunked" is llama-perplexity's way.
     """
 
-    method: str
     window: int
     n_chunks: int
     text: str
     model: str
-    losses: list[Floats] = field(default_factory=list)
+    rows: list[Floats] = field(default_factory=list, repr=False)
+    method: str = "chunked"
+
+    _KEY: ClassVar[str]  # of the rows in JSON
+    _SHAPE: ClassVar[tuple[int, ...]]  # of the numbers of a token
+
+    @classmethod
+    def begun(
+        cls,
+        ctx: Context,
+        tokens: Sequence[int],
+        window: int,
+        n_chunks: int,
+        method: str = "chunked",
+    ) -> Self:
+        """Return what is known of a text of which nothing was read."""
+        text = hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()[:16]
+        model = f"{ctx.model.fingerprint} {ctx.kv_type}"
+        return cls(window, n_chunks, text, model, method=method)
+
+    def resumed(self, earlier: Self | None) -> Self:
+        """Add the chunks that are done in ``earlier``; ConfigError if it is of something else."""
+        if earlier is None:
+            return self
+        instance("resume", earlier, type(self))
+        for name in ("method", "window", "text", "model"):
+            ours, theirs = getattr(self, name), getattr(earlier, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"what is to be resumed has another {name}: {theirs}, not {ours}",
+                    hint="resume with the same text, model and settings",
+                )
+        self.rows.extend(earlier.rows[: self.n_chunks])
+        return self
+
+    @property
+    def n_done(self) -> int:
+        """How many chunks are done."""
+        return len(self.rows)
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens are scored so far."""
+        return sum(map(len, self.rows))
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON types; `from_dict` takes them."""
+        names = ("method", "window", "n_chunks", "text", "model", "n_done", "n_tokens")
+        found: dict[str, object] = {name: getattr(self, name) for name in names}
+        return {**found, self._KEY: [rows.tolist() for rows in self.rows]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
+        """Return what ``as_dict`` was called on. Raises ConfigError if it is something else."""
+        try:
+            window, n_chunks = whole("window", data["window"]), whole("n_chunks", data["n_chunks"])
+            given = cast(Sequence[object], data[cls._KEY])
+            rows = [np.array(its, dtype=np.float64).reshape(-1, *cls._SHAPE) for its in given]
+            names = str(data["text"]), str(data["model"])
+            return cls(window, n_chunks, *names, rows, str(data.get("method", "chunked")))
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"this is no saved {cls.__name__}") from None
+
+
+Found = TypeVar("Found", bound=Chunked)
+
+
+def text_tokens(ctx: Context, text: str | TokenIds, window: int) -> list[int]:
+    """Return the tokens of a text as llama-perplexity has them, control tokens in it read as text.
+
+    Raises:
+        ConfigError: there are none.
+        CacheFullError: ``ctx`` has no room for a window.
+        TokenizeError: an id that is not in the vocabulary.
+    """
+    model = text_context("ctx", ctx).model
+    check_room(ctx, window)
+    if isinstance(text, str):
+        tokens = model.tokenize(text) if text else []
+    else:
+        tokens = token_list(text)
+        model.check_tokens(tokens)
+    if not tokens:
+        raise ConfigError("the text is empty: there is nothing to score")
+    return tokens
+
+
+def with_bos(model: Model, chunks: Sequence[list[int]]) -> Sequence[list[int]]:
+    """Return chunks whose first token is replaced by BOS, if the model begins every text with it."""
+    begin = model.tokenize("")[:1]
+    return [[*begin, *chunk[1:]] for chunk in chunks] if begin == [model.bos] else chunks
+
+
+def check_room(ctx: Context, window: int) -> None:
+    """Raise CacheFullError if a sequence of ``ctx`` has no room for a window."""
+    if window - 1 > ctx.n_ctx_seq:
+        raise CacheFullError(
+            f"a window of {window} tokens does not fit into a context of {ctx.n_ctx_seq}",
+            hint="open the context with a larger n_ctx, or choose a smaller window",
+        )
+
+
+def read_chunks(
+    ctx: Context,
+    found: Found,
+    chunks: Sequence[list[int]],
+    firsts: Sequence[int],
+    value: Value,
+    progress: Callable[[Found], None] | None,
+) -> Found:
+    """Read the chunks that are not done, and return ``found`` with what ``value`` returns.
+
+    Args:
+        ctx: has room for a chunk, see `check_room`. Other branches of it are not touched.
+        found: what is known so far.
+        chunks: token ids; none is longer than those before it.
+        firsts: for each chunk the index of the token before the first one that is scored.
+        value: of each token that is scored; in any order of the chunks of a decode.
+        progress: called after each decode.
+    """
+    is_apart = not ctx.kv_cache.is_placement_exact
+    while found.n_done < len(chunks):
+        size = len(chunks[found.n_done])
+        n = min(ctx.n_seq_free, ctx.usage().cells_free // size, ctx.n_batch // size)
+        # What is computed in f16 depends on which cells a text has.
+        low, n = found.n_done, 1 if is_apart else max(1, n)
+        numbers = range(low, min(low + n, len(chunks)))
+        rows = [np.empty((len(chunks[i]) - 1 - firsts[i], *found._SHAPE)) for i in numbers]
+
+        def show(
+            text: int,
+            i: int,
+            row: LogitsRow,
+            rows: list[Floats] = rows,
+            numbers: range = numbers,
+        ) -> None:
+            chunk = numbers[text]
+            its = value(chunk, i - 1, chunks[chunk][i], row)
+            rows[text][i - 1 - firsts[chunk]] = its
+
+        read(ctx, [Wanted(None, chunks[i], firsts[i] + 1) for i in numbers], show)
+        found.rows.extend(rows)
+        if progress is not None:
+            progress(found)
+    return found
+
+
+Progress = Callable[["Perplexity"], None]
+
+
+@dataclass(frozen=True)
+class Perplexity(Chunked):
+    """The perplexity of a text, or of as much of it as is done; ``method`` is "chunked" or "strided"."""
+
+    _KEY = "losses"
+    _SHAPE = ()
 
     def __repr__(self) -> str:
         of = f"{self.n_done} of {self.n_chunks} chunks of {self.window} tokens"
         return f"<Perplexity {self.value:.4f} ± {self.stderr:.4f}, {self.method}, {of}>"
 
     @property
-    def n_done(self) -> int:
-        """How many chunks are done."""
-        return len(self.losses)
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens are scored so far."""
-        return sum(map(len, self.losses))
+    def losses(self) -> list[Floats]:
+        """Of each chunk that is done -log p of its scored tokens, nats, float64."""
+        return self.rows
 
     @property
     def value(self) -> float:
@@ -83,24 +242,7 @@ class Perplexity:
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types; `from_dict` takes them."""
-        return {
-            "perplexity": self.value,
-            "stderr": self.stderr,
-            **{name: getattr(self, name) for name in (*_SAME, "n_chunks", "n_done", "n_tokens")},
-            "losses": [losses.tolist() for losses in self.losses],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Perplexity:
-        """Return what ``as_dict`` was called on. Raises ConfigError if it is something else."""
-        try:
-            window, n_chunks = whole("window", data["window"]), whole("n_chunks", data["n_chunks"])
-            given = cast(Sequence[Sequence[float]], data["losses"])
-            losses = [np.array(each, dtype=np.float64).reshape(-1) for each in given]
-            text, model = str(data["text"]), str(data["model"])
-            return cls(str(data["method"]), window, n_chunks, text, model, losses)
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError("this is no saved perplexity") from None
+        return {"perplexity": self.value, "stderr": self.stderr, **super().as_dict()}
 
 
 def perplexity(
@@ -132,8 +274,14 @@ def perplexity(
         ConfigError: the text is shorter than two windows, or ``resume`` is of something else.
         CacheFullError: the context is smaller than a window. TokenizeError, DecodeError.
     """
-    parts, begun = prepare(ctx, text, window, chunks, resume)
-    return measure(ctx, with_bos(ctx.model, parts), [window // 2] * len(parts), begun, progress)
+    parts, found = prepare(ctx, text, window, chunks, resume)
+    firsts = [window // 2] * len(parts)
+    return read_chunks(ctx, found, with_bos(ctx.model, parts), firsts, loss, progress)
+
+
+def loss(_chunk: int, _i: int, token: int, row: LogitsRow) -> float:
+    """Return -log p of a token, nats."""
+    return -row.logprob(token)
 
 
 def prepare(
@@ -150,8 +298,7 @@ def prepare(
         )
     n = n if chunks is None else min(n, whole("chunks", chunks, 1))
     parts = [tokens[i * window : (i + 1) * window] for i in range(n)]
-    begun = Perplexity("chunked", window, n, *about(ctx, tokens))
-    return parts, _resumed(begun, resume)
+    return parts, Perplexity.begun(ctx, tokens, window, n).resumed(resume)
 
 
 def strided_perplexity(
@@ -187,32 +334,8 @@ def strided_perplexity(
     starts = range(0, max(1, len(tokens) - window + stride), stride)
     parts = [tokens[start : start + window] for start in starts]
     firsts = [0, *[window - stride - 1] * (len(parts) - 1)]
-    method = f"strided, {stride}"
-    begun = Perplexity(method, window, len(parts), *about(ctx, tokens))
-    return measure(ctx, parts, firsts, _resumed(begun, resume), progress)
-
-
-def _resumed(begun: Perplexity, earlier: Perplexity | None) -> Perplexity:
-    if earlier is not None:
-        check_same(begun, instance("resume", earlier, Perplexity), _SAME)
-        begun.losses.extend(earlier.losses[: begun.n_chunks])
-    return begun
-
-
-def measure(
-    ctx: Context,
-    parts: Sequence[list[int]],
-    firsts: Sequence[int],
-    begun: Perplexity,
-    progress: Progress | None,
-    also: Visit | None = None,
-) -> Perplexity:
-    """Score the tokens after index ``firsts`` of each part, from where ``begun`` ends; it is returned."""
-    while begun.n_done < len(parts):
-        begun.losses.extend(read_chunks(ctx, parts, firsts, begun.n_done, also))
-        if progress is not None:
-            progress(begun)
-    return begun
+    found = Perplexity.begun(ctx, tokens, window, len(parts), f"strided, {stride}")
+    return read_chunks(ctx, found.resumed(resume), parts, firsts, loss, progress)
 
 
 def exp(value: float) -> float:

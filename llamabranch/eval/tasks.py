@@ -19,7 +19,7 @@ from ..context import Context
 from ..errors import ConfigError
 from ..files import path_of
 from .perplexity import exp
-from .scoring import Score, rate
+from .scoring import Score, score
 
 __all__ = ["Item", "Sample", "Task", "TaskResult", "find_task", "run_task", "task_names"]
 
@@ -241,9 +241,8 @@ def run_task(
         if on_sample is not None:
             on_sample(sample)
 
-    rate(
-        ctx, [(f"{task.name}, item {each.id}", (each.context, each.choices)) for each in left], note
-    )
+    names = [f"{task.name}, item {item.id}" for item in left]
+    score(ctx, [(item.context, item.choices) for item in left], on_done=note, names=names)
     return TaskResult(task, tuple(found[item.id] for item in items))
 
 

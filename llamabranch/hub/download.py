@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from ..errors import ConfigError, DownloadError, UnsupportedError
 from ..files import atomic_write
@@ -197,7 +196,8 @@ def _download_file(
     etag, size = str(metadata.etag), metadata.size
     if not (_SHA256.fullmatch(etag) or _SHA1.fullmatch(etag)):
         raise DownloadError(f"the hub gives no checksum of {file.path}", hint="use another mirror")
-    blob, bar = plan.folder / "blobs" / etag, _bar(report)
+    blob = plan.folder / "blobs" / etag
+    bar = None if report is None else _bar(report)
     if size is not None and size <= _LARGEST_OVER_HTTP:
         _stream_blob(plan, url, etag, size, bar)
     is_new = not blob.is_file()
@@ -223,7 +223,7 @@ def _wrong_bytes(path: str, etag: str) -> DownloadError:
     )
 
 
-def _stream_blob(plan: DownloadPlan, url: str, etag: str, size: int, bar: type) -> None:
+def _stream_blob(plan: DownloadPlan, url: str, etag: str, size: int, bar: type | None) -> None:
     """Put the file at ``blobs/SHA``: download what is not here yet, check it, rename it.
 
     The hub redirects to where the file is, each time with a fresh signature: a later attempt may come
@@ -269,12 +269,9 @@ def _checksum(path: Path, etag: str) -> str:
     return hasher.hexdigest()
 
 
-def _bar(report: Callable[[int], None] | None) -> type:
-    """Return a progress bar as huggingface_hub wants it: its own, or one that only reports the bytes."""
+def _bar(report: Callable[[int], None]) -> type:
+    """Return a progress bar as huggingface_hub wants it that shows nothing and reports the bytes here."""
     from huggingface_hub.utils import tqdm
-
-    if report is None:
-        return cast(type, tqdm)
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: object, initial: int = 0, **options: object) -> None:

@@ -187,7 +187,7 @@ class _RemoteModel:
         name, entry = self.name, self.entry
         size = "" if entry is None else f" ({entry.size})"
         why = f"{name} is not on this machine" + (", and this is offline" if offline else "")
-        hint = f"`llamabranch pull {name}` downloads it{size}, --download and load(download=True) do so"
+        hint = f"`llamabranch models pull {name}` downloads it{size}, load(download=True) does so"
         if entry is not None:
             hint += f"; or `{entry.download_command}`, or put {entry.file} in {own_cache()}"
             if entry.package is not None:

@@ -18,10 +18,9 @@ from ..branch import Branch
 from ..context import Context
 from ..context.logits import LogitsRow
 from ..eval import KLDivergence
-from ..eval.chunks import read_chunks, with_bos
 from ..eval.divergence import compare_coded
 from ..eval.logits_file import Codes, encode
-from ..eval.perplexity import prepare
+from ..eval.perplexity import Perplexity, prepare, read_chunks, with_bos
 from ..model import Model
 from ..sampling import SamplingParams
 from .pair import Spans, compared, same_vocabulary, spans
@@ -192,33 +191,37 @@ def _read(
     first = len(part) // 2
     n_vocab = a.n_vocab
     base: list[npt.NDArray[np.float32]] = []
-    numbers: list[tuple[float, ...]] = []
-    read_chunks(a, [part], [first], 0, lambda _, i, row: base.append(row.array.copy()))
+
+    def hold(_chunk: int, _i: int, _token: int, row: LogitsRow) -> float:
+        base.append(row.array.copy())
+        return 0.0
+
+    read_chunks(a, Perplexity(len(part), 1, "", ""), [part], [first], hold, None)
     codes: Codes = np.empty(2 * ((n_vocab + 1) // 2) + 4, dtype="<u2")
 
-    def visit(_: int, i: int, row: LogitsRow) -> None:
-        token = part[i + 1]
+    def compare(_chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
         place = compared((a.model, b.model), (LogitsRow(base[i - first]), row), token, None, top=1)
         score, other = place.score, place.other
         if coded:
             encode(base[i - first], codes)
             scale, smallest = codes[:4].view("<f4")
-            numbers.append(compare_coded(row, scale, smallest, codes[4 : 4 + n_vocab], token))
+            its = compare_coded(row, scale, smallest, codes[4 : 4 + n_vocab], token)
         else:
             change = math.exp(other.logprob) - math.exp(score.logprob)
-            numbers.append((-other.logprob, -score.logprob, place.kl, change, float(place.same)))
+            its = -other.logprob, -score.logprob, place.kl, change, float(place.same)
         around = told[max(0, i + 1 - _AROUND) : i + 1], told[i + 2 : i + 2 + _AROUND]
         before, after = (_text(a.model, ids) for ids in around)
         tops = [_text(a.model, [each.alternatives[0].token]) for each in (score, other)]
         quarter = 1 + 4 * (i - first) // (len(part) - 1 - first)
-        its = _text(a.model, [token])
-        found.tokens.append(
-            Token(numbers[-1][2], place.klr, quarter, _kind(its), before, its, after, *tops)
-        )
+        text = _text(a.model, [token])
+        told_of = Token(its[2], place.klr, quarter, _kind(text), before, text, after, *tops)
+        found.tokens.append(told_of)
+        return its
 
-    read_chunks(b, [part], [first], 0, visit)
+    numbers = KLDivergence(len(part), 1, "", "")
+    read_chunks(b, numbers, [part], [first], compare, None)
     if found.divergence is not None:
-        found.divergence.rows.append(np.array(numbers))
+        found.divergence.rows.extend(numbers.rows)
     found.n_chunks += 1
 
 

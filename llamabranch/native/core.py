@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "FILE_NAME", "RowSampler", "Stepper", "address_of", "available", "description", "measure", "pieces",
+    "LIBRARY", "RowSampler", "Stepper", "address_of", "available", "description", "measure", "pieces",
     "softmax",
 ]  # fmt: skip
 
-# What CMakeLists.txt installs beside this file.
-FILE_NAME = "_core" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+# What CMakeLists.txt builds. A folder of its own: beside this file Python would take it for a module.
+LIBRARY = Path(__file__).parent / "lib"
+LIBRARY /= "_core" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -105,11 +106,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     """Return the library, or None, and a description of what runs."""
     if os.environ.get("LLAMABRANCH_CORE") == "0":
         return None, "off (LLAMABRANCH_CORE=0): NumPy"
-    path = Path(__file__).with_name(FILE_NAME)
-    if not path.is_file():
+    if not LIBRARY.is_file():
         return None, "not built: NumPy"
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(LIBRARY))
         layout = int(library.lb_layout())
         library.lb_variant.restype = ctypes.c_char_p
         variant = (library.lb_variant() or b"").decode()

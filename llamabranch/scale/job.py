@@ -232,26 +232,27 @@ class _Job:
         if unknown:
             raise ConfigError(f"a job has no option {unknown[0]!r}")
         import_ray()
-        get = options.get
-        workers = get("workers", 1)
+        workers = options.get("workers", 1)
         least, most = (workers, workers) if isinstance(workers, int) else workers
         self._least = whole("workers", least, 1)
         self._most = whole("workers", most, self._least)
-        self._cpus = bounded("cpus", get("cpus", 1.0), 0.0, _MOST)
-        self._gpus = bounded("gpus", get("gpus", 0.0), 0.0, _MOST)
-        self._streams = whole("streams", get("streams", 8), 1, 255)
-        self._block_rows = whole("block_rows", get("block_rows", 512), 1)
-        self._local_bytes = whole("local_bytes", get("local_bytes", _LOCAL_BYTES), 0)
-        price = get("price")
+        self._cpus = bounded("cpus", options.get("cpus", 1.0), 0.0, _MOST)
+        self._gpus = bounded("gpus", options.get("gpus", 0.0), 0.0, _MOST)
+        self._streams = whole("streams", options.get("streams", 8), 1, 255)
+        self._block_rows = whole("block_rows", options.get("block_rows", 512), 1)
+        self._local_bytes = whole("local_bytes", options.get("local_bytes", _LOCAL_BYTES), 0)
+        price = options.get("price")
         self._price = None if price is None else bounded("price", price, 0.0, _MOST)
-        self._stall_s = bounded("stall_s", get("stall_s", 600.0), 0.0, _MOST)
-        self._format = get("format", "parquet")
+        self._stall_s = bounded("stall_s", options.get("stall_s", 600.0), 0.0, _MOST)
+        self._format = options.get("format", "parquet")
         if self._format not in ("parquet", "jsonl"):
             raise ConfigError(f"format must be 'parquet' or 'jsonl', not {self._format!r}")
         self._model, self._load, self._options = model, LoadOptions(**(load or {})), options
-        id_column, keep = get("id_column", "id"), tuple(get("keep", ()))
-        self._input = Input(*input_files(inputs, get("filesystem")), id_column, columns, keep)
-        self._output = Folder(output, get("filesystem"))
+        id_column, keep = options.get("id_column", "id"), tuple(options.get("keep", ()))
+        self._input = Input(
+            *input_files(inputs, options.get("filesystem")), id_column, columns, keep
+        )
+        self._output = Folder(output, options.get("filesystem"))
         self._folder = self._output / "_job"
         files = json.dumps([[file.path, file.size] for file in self._input.files])
         self._settings: dict[str, object] = {

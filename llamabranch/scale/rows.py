@@ -88,13 +88,15 @@ class GenerateRows:
         Raises:
             ConfigError, UnsupportedError: a value is missing, of the wrong type or out of range.
         """
-        prompt = _texts("prompt", row.get("prompt"))
+        text = _texts("prompt", row.get("prompt"))
+        prompt: str | list[int]
         if self.chat:
-            prompt = context.model.prompt_tokens(
-                [{"role": "user", "content": _text("prompt", prompt)}]
-            )
-        elif not isinstance(prompt, str):
-            prompt = [whole("a token of the prompt", token, 0) for token in prompt]
+            message = {"role": "user", "content": _text("prompt", text)}
+            prompt = context.model.prompt_tokens([message])
+        elif isinstance(text, str):
+            prompt = text
+        else:
+            prompt = [whole("a token of the prompt", token, 0) for token in text]
         given, sampling = row.get("max_tokens"), self.sampling or SamplingParams()
         if (seed := row.get("seed")) is not None:
             sampling = sampling.replace(seed=whole("seed", seed, -(2**63), 2**63 - 1))

@@ -16,7 +16,6 @@ from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .node import SearchNode
 from .result import SearchResult
 from .sequences import OnStep, SearchSequences
-from .trie import Trie
 
 __all__ = ["Expand", "TreeSearch", "tree_search"]
 
@@ -236,13 +235,12 @@ class TreeSearch:
         tokens = [model.tokenize(move, add_special=False) for move in dict.fromkeys(moves)]
         if not tokens:
             return []
-        trie = Trie(self.lines, state.node, tokens)
-        trie.score()
-        weights = [0.0 if self._is_uniform else path[-1].logprob for path in trie.paths]
+        paths, _ = self.lines.add_given(state.node, tokens)
+        weights = [0.0 if self._is_uniform else path[-1].logprob for path in paths]
         top = max(weights)
         total = math.fsum(math.exp(weight - top) for weight in weights)
         found = []
-        for path, weight in zip(trie.paths, weights, strict=True):
+        for path, weight in zip(paths, weights, strict=True):
             text = state.text.fork(self._seed)
             text.follow(path)
             found.append(_State(text, math.exp(weight - top) / total))

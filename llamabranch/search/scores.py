@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
@@ -14,21 +13,7 @@ from ..errors import ConfigError
 from ..native import core
 from .beams import best_tokens
 
-__all__ = ["BestScores", "Scored", "log_softmax"]
-
-Floats = npt.NDArray[np.float64]
-
-
-def log_softmax(logits: npt.NDArray[np.floating]) -> Floats:
-    """Return log softmax(logits), float64 (V,).
-
-    Raises:
-        ConfigError: the logits contain NaN.
-    """
-    x = logits.astype(np.float64)
-    x -= _finite(float(x.max()))
-    x -= math.log(np.exp(x).sum())
-    return x
+__all__ = ["BestScores", "Scored"]
 
 
 class Scored(NamedTuple):
@@ -61,25 +46,20 @@ class BestScores:
             ConfigError: the logits contain NaN.
         """
         row, sampler = sequence.logits_row(), sequence.sampler
+        if not math.isfinite(top := float(row.array[row.best])):
+            raise ConfigError(f"no scores: the largest logit is {top}")
         if not sampler.is_stateless:
-            every = log_softmax(row.array)
+            every = row.log_probs()
             best = best_tokens(*sampler.processed(every), self._k)
             return Scored(best, {token: float(every[token]) for token, _ in best})
         # The order of the scores is that of the logits but for tokens with a bias.
         bias = sampler.params.logit_bias
         tokens = self._largest(row, self._k + len(bias))
         if tokens is None:
+            ids = np.arange(len(row.array), dtype=np.int32)
             every = row.array.astype(np.float64)
-            ids = np.arange(len(every), dtype=np.int32)
             tokens = [token for token, _ in best_tokens(ids, every, self._k + len(bias))]
-        logits = row.array
-        x = logits.astype(np.float64)
-        top = _finite(float(x.max()))
-        x -= top
-        log_total = math.log(np.exp(x, out=x).sum())
-        tokens = list(dict.fromkeys((*tokens, *bias)))
-        values = logits[tokens].astype(np.float64) - top - log_total
-        logprobs = dict(zip(tokens, values.tolist(), strict=True))
+        logprobs = {token: row.logprob(token) for token in (*tokens, *bias)}
         scores = logprobs | {t: logprobs[t] + float(np.float32(x)) for t, x in bias.items()}
         ranked = sorted((-score, token) for token, score in scores.items() if score > -math.inf)
         return Scored([(token, -minus) for minus, token in ranked[: self._k]], logprobs)
@@ -96,9 +76,3 @@ class BestScores:
             )
         found = self._compiled.candidates(row.address)
         return None if found is None else found[0].tolist()
-
-
-def _finite(top: float) -> float:
-    if not math.isfinite(top):
-        raise ConfigError(f"no scores: the largest logit is {top}")
-    return top

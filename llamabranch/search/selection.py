@@ -8,25 +8,19 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
-import numpy.typing as npt
 
 from ..arguments import choice, items
 from ..branch import Branch
-from ..branch.sequence import TokenSequence
-from ..context.logits import LogitsRow
+from ..branch.scorer import Wanted
 from ..errors import ConfigError
 from .checks import check_start
 from .node import SearchNode
 from .result import SearchStats
-from .scores import log_softmax
 from .sequences import SearchSequences
-from .trie import Trie
 
 __all__ = ["METHODS", "Selection", "select"]
 
 METHODS = ("mean", "greedy", "contrast", "sum", "bytes")
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -96,21 +90,20 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
     if not all(tokens):
         raise ConfigError("a choice has no tokens")
     with SearchSequences(branch) as sequences:
-        trie = Trie(sequences, sequences.root, tokens)
-        trie.score()
-        logprobs = trie.logprobs()
+        paths, logprobs = sequences.add_given(sequences.root, tokens)
         if method == "contrast":
+            alone = sequences.logprobs([Wanted(None, text, 1) for text in tokens])
             scores = [
-                float(np.mean(np.subtract(given, alone)))
-                for given, alone in zip(logprobs, _alone(sequences, tokens), strict=True)
+                math.fsum(np.subtract(given, [0.0, *its])) / len(given)
+                for given, its in zip(logprobs, alone, strict=True)
             ]
         else:
             scores = _scores(method, choices, logprobs)
     index = int(np.argmax(scores))  # of equals, the first
-    for i, path in enumerate(trie.paths):
+    for i, path in enumerate(paths):
         path[-1].status = "finished" if i == index else path[-1].status
         path[-1].score = scores[i]
-    for path in trie.paths:
+    for path in paths:
         if path[-1].status != "finished":
             path[-1].status = "pruned"
     sequences.root.prune_open()
@@ -149,31 +142,3 @@ def _greedy(logprobs: Sequence[Sequence[float]]) -> list[float]:
         if len(left) == 1:
             break
     return survived
-
-
-def _alone(sequences: SearchSequences, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return log p of the tokens of each text without the prompt; 0 for its first token."""
-    known: dict[tuple[int, ...], list[float]] = {}
-    for text in texts:
-        key = tuple(text)
-        if key in known:
-            continue
-        known[key] = [0.0]
-        if len(text) > 1:
-            with Branch.create(sequences.ctx) as branch, sequences.ctx.lock:
-                rows = _decode_all(sequences, branch.sequence, text[:-1])
-                known[key] += [
-                    float(log_softmax(row.array)[token])
-                    for row, token in zip(rows, text[1:], strict=True)
-                ]
-    return [known[tuple(text)] for text in texts]
-
-
-def _decode_all(
-    sequences: SearchSequences, sequence: TokenSequence, tokens: Sequence[int]
-) -> list[LogitsRow]:
-    before = sequences.ctx.decoder.n_decodes
-    rows = sequence.decode_run(tokens, "all")
-    sequences.stats.decodes += sequences.ctx.decoder.n_decodes - before
-    sequences.stats.tokens_decoded += len(tokens)
-    return rows

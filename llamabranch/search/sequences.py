@@ -14,7 +14,9 @@ from time import perf_counter
 from typing import TypeVar
 
 from ..branch import Branch, BranchStore
+from ..branch.scorer import Wanted, read
 from ..branch.sequence import TokenSequence
+from ..context.logits import LogitsRow
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, SequencesExhaustedError
 from .node import SearchNode
 from .result import SearchStats
@@ -220,6 +222,58 @@ class SearchSequences:
                 return False
             self.release(next((node for node in free if node not in wanted), free[0]))
         return True
+
+    # -- given texts -------------------------------------------------------------------------------
+
+    def add_given(
+        self, start: SearchNode, texts: Sequence[Sequence[int]]
+    ) -> tuple[list[list[SearchNode]], list[list[float]]]:
+        """Add given texts after ``start`` as nodes of one token each; return the nodes and log p of each.
+
+        Common beginnings are the same nodes. Afterwards ``start`` is held, the new nodes are not.
+
+        Raises:
+            SequencesExhaustedError, CacheFullError, DecodeError.
+        """
+        with self.ctx.lock:
+            if self.sequence(start) is None:
+                taken = self.take(start, reuse=False)
+                if taken is None:
+                    raise SequencesExhaustedError("no sequence is left for texts that are scored")
+                branch, lacking = taken
+                self.append({branch: lacking})
+                self.hold(start, branch)
+            self.make_room(min(len(texts), self.capacity - (start is not self.root)), {start})
+            after = self.sequence(start)
+            before = self.stats.tokens_decoded
+            logprobs = self.logprobs([Wanted(after, text) for text in texts])
+        known: dict[tuple[SearchNode, int], SearchNode] = {}
+        paths = []
+        for text, its in zip(texts, logprobs, strict=True):
+            path = [start]
+            for token, logprob in zip(text, its, strict=True):
+                key = path[-1], token
+                if key not in known:
+                    known[key] = self.child(path[-1], [token], [logprob])
+                path.append(known[key])
+            paths.append(path[1:])
+        n_inner = len({parent for parent, _ in known} - {start})
+        self.stats.tokens_redecoded += self.stats.tokens_decoded - before - n_inner
+        return paths, logprobs
+
+    def logprobs(self, wanted: Sequence[Wanted]) -> list[list[float]]:
+        """Return log p of the tokens of given texts that are wanted, nats."""
+        found: list[list[float]] = [[] for _ in wanted]
+        stats, before = self.stats, self.ctx.decoder.n_decodes
+
+        def visit(number: int, i: int, row: LogitsRow) -> None:
+            found[number].append(row.logprob(wanted[number].tokens[i]))
+
+        cost = read(self.ctx, wanted, visit)
+        stats.decodes += self.ctx.decoder.n_decodes - before
+        stats.tokens_decoded += cost.n_tokens
+        stats.peak_sequences = max(stats.peak_sequences, self.n_held + cost.n_sequences)
+        return found
 
     # -- decoding ----------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ async def props(call: Exchange, service: Service) -> None:
 async def slots(call: Exchange, service: Service) -> None:
     """Tell how many texts hold a sequence."""
     if not service.settings.slots:
-        raise HttpError(501, "the server was started with --no-slots")
+        raise HttpError(501, "the server was started with --limit slots=false")
     n_running, n_ctx = service.ctx.n_seq_max - service.ctx.n_seq_free, service.n_ctx
     n = service.settings.parallel
     await call.reply([{"id": i, "n_ctx": n_ctx, "is_processing": i < n_running} for i in range(n)])
@@ -131,7 +131,7 @@ async def tokenizer_info(call: Exchange, service: Service) -> None:
 async def metrics(call: Exchange, service: Service) -> None:
     """Write the totals in Prometheus' format, by llama-server's names and our own."""
     if not service.settings.metrics:
-        raise HttpError(501, "the server was started with --no-metrics")
+        raise HttpError(501, "the server was started with --limit metrics=false")
     c, stats, n_texts = service.counters, service.engine.stats, service.n_texts
     n_parallel, n_decodes = service.settings.parallel, stats.target_forward_passes
     n_prompt, n_predicted, spec = stats.prompt_tokens, stats.generated_tokens, stats.speculative

@@ -266,15 +266,6 @@ def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
     assert moved.exit_code == 0, moved.stderr
 
 
-def test_an_unknown_chat_template_is_refused_with_the_names() -> None:
-    for command in (["chat"], ["generate", "-p", "One day"], ["speculate", "One day"]):
-        result = CliRunner().invoke(
-            app, [*command, "-m", TARGET, "--chat-template", "ChatML"], input="Hi"
-        )
-        assert result.exit_code == 2, result.output
-        assert "unknown chat template 'ChatML'" in result.stderr and "chatml" in result.stderr
-
-
 def test_a_wrong_command_of_a_file_does_not_end_the_run(tmp_path: Path) -> None:
     turns = tmp_path / "turns.txt"
     turns.write_text("One day\n/what\n/clear\n/regen\n/compare\n/exit\nnever sent\n")

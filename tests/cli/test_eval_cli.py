@@ -45,31 +45,34 @@ def text(tmp_path: Path) -> Path:
 
 def test_perplexity_saves_what_kld_compares(text: Path, tmp_path: Path) -> None:
     logits = tmp_path / "base.logits"
-    shared = ("-f", text, "-c", 64, "--chunks", 3)
-    found = run_json("perplexity", *shared, "--save-logits", logits)
+    shared = ("--perplexity", text, "-c", 64, "--chunks", 3)
+    found = run_json("eval", *shared, "--save-logits", logits)
     assert found["n_done"] == found["n_chunks"] == 3 and found["n_tokens"] == 93
     assert found["kv_type"] == "f16" and found["window"] == 64
     assert "losses" not in found
-    plain = run("perplexity", *shared)
+    plain = run("eval", *shared)
     assert f"{found['perplexity']:.4f}" in plain.stdout and "3 of 3" in plain.stdout
-    same, other = run_json("kld", logits), run_json("kld", logits, "-m", DRAFT)
+    same, other = (
+        run_json("eval", "--against", logits),
+        run_json("eval", "--against", logits, "-m", DRAFT),
+    )
     means = [each["mean"] for each in (same, other)]
     assert isinstance(means[0], dict) and isinstance(means[1], dict)
     assert abs(means[0]["value"]) < 1e-4 < 0.1 < means[1]["value"]
-    shown = run("kld", logits, "-m", DRAFT).stdout
+    shown = run("eval", "--against", logits, "-m", DRAFT).stdout
     assert f"{means[1]['value']:.6f}" in shown and "percentiles" in shown
 
 
 def test_strided_perplexity_is_named_as_such(text: Path) -> None:
-    found = run_json("perplexity", "-f", text, "-c", 64, "--ppl-stride", 32)
+    found = run_json("eval", "--perplexity", text, "-c", 64, "--ppl-stride", 32)
     assert found["method"] == "strided, 32"
-    result = run("perplexity", "-f", text, "--stride", 32, "--chunks", 2)
+    result = run("eval", "--perplexity", text, "--stride", 32, "--chunks", 2)
     assert result.exit_code == 2
 
 
 def test_results_are_kept_and_continued(text: Path, tmp_path: Path) -> None:
     kept, logits = tmp_path / "kept.json", tmp_path / "base.logits"
-    shared = ("perplexity", "-f", text, "-c", 64)
+    shared = ("eval", "--perplexity", text, "-c", 64)
     whole = run_json(*shared, "--save-logits", tmp_path / "whole")
     run_json(*shared, "-o", kept, "--save-logits", logits)
     data = json.loads(kept.read_text())
@@ -83,32 +86,32 @@ def test_results_are_kept_and_continued(text: Path, tmp_path: Path) -> None:
     assert again["perplexity"] == whole["perplexity"]
     assert logits.read_bytes() == (tmp_path / "whole").read_bytes()
     assert run(*shared, "--resume").exit_code == 2
-    other = run("kld", logits, "-o", kept, "--resume")
+    other = run("eval", "--against", logits, "-o", kept, "--resume")
     assert other.exit_code == 2 and "kld" in other.stderr
     compared = tmp_path / "kld.json"
-    first = run_json("kld", logits, "-m", DRAFT, "-o", compared)
+    first = run_json("eval", "--against", logits, "-m", DRAFT, "-o", compared)
     data = json.loads(compared.read_text())
     compared.write_text(json.dumps({**data, "rows": data["rows"][:1]}))
-    assert run_json("kld", logits, "-m", DRAFT, "-o", compared, "--resume") == first
+    assert run_json("eval", "--against", logits, "-m", DRAFT, "-o", compared, "--resume") == first
 
 
 def test_eval_runs_tasks_and_continues_samples(tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
     shared = ("eval", "true_ending", "last_word", "--limit", 4, "-c", 1024)
-    whole = run_json(*shared, "--samples", samples)
+    whole = run_json(*shared, "-o", samples)
     tables = whole["tasks"]
     assert isinstance(tables, list)
     assert [table["n_done"] for table in tables] == [4, 4]
     lines = samples.read_text().splitlines(keepends=True)
     assert len(lines) == 8
     samples.write_text("".join(lines[:3]) + lines[3][:20])  # the last one was cut
-    again = run_json(*shared, "--samples", samples, "--resume")
+    again = run_json(*shared, "-o", samples, "--resume")
     assert again["tasks"] == tables
     assert sorted(samples.read_text().splitlines(keepends=True)) == sorted(lines)
-    assert run(*shared, "--samples", samples).exit_code == 2
-    refused = run(*shared, "--samples", samples, "--resume", "-m", DRAFT)
+    assert run(*shared, "-o", samples).exit_code == 2
+    refused = run(*shared, "-o", samples, "--resume", "-m", DRAFT)
     assert refused.exit_code == 2 and "another model" in refused.stderr
-    refused = run(*shared, "--samples", samples, "--resume", "--kv-type", "q8_0")
+    refused = run(*shared, "-o", samples, "--resume", "--kv-type", "q8_0")
     assert refused.exit_code == 2 and "K/V type" in refused.stderr
     assert run(*shared, "--resume").exit_code == 2
     shown = run(*shared)
@@ -125,7 +128,7 @@ def test_tasks_of_a_folder_are_listed_and_run(tmp_path: Path) -> None:
     for arguments in (
         ("arc",),
         ("--tasks-dir", tmp_path / "none"),
-        ("mine", "--samples", tmp_path),
+        ("mine", "-o", tmp_path),
     ):
         assert run("eval", *arguments).exit_code == 2
 
@@ -143,7 +146,19 @@ def test_an_item_that_cannot_be_scored_is_named_and_the_tasks_before_it_are_show
 
 def test_quants_shows_files_side_by_side_and_continues(text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "quants.json"
-    shared = ("quants", DRAFT, TARGET, "-f", text, "-c", 64, "--chunks", 2)
+    shared = (
+        "eval",
+        "-m",
+        DRAFT,
+        "--against",
+        TARGET,
+        "--perplexity",
+        text,
+        "-c",
+        64,
+        "--chunks",
+        2,
+    )
     found = run_json(*shared, "-o", kept)
     rows = found["models"]
     assert isinstance(rows, list)
@@ -164,7 +179,7 @@ def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None
     """The names of the files that are made of a package's tell it; they need not be here."""
     made = tmp_path / "smollm2-135m-Q8_0.gguf"
     made.symlink_to(TARGET)
-    shared = ("quants", DRAFT, made, "-f", text, "-c", 64, "--chunks", 1)
+    shared = ("eval", "-m", DRAFT, "--against", made, "--perplexity", text, "-c", 64, "--chunks", 1)
     assert "smollm2-135m-Q8_0.gguf was made from smollm2-135m, whose losses it has" in " ".join(
         run(*shared).stdout.split()
     )
@@ -182,9 +197,23 @@ def test_quants_that_was_interrupted_before_its_first_chunk_is_resumed(
         raise KeyboardInterrupt
 
     kept = tmp_path / "quants.json"
-    arguments = ("quants", DRAFT, TARGET, "-f", text, "-c", 64, "--chunks", 1, "-o", kept)
+    arguments = (
+        "eval",
+        "-m",
+        DRAFT,
+        "--against",
+        TARGET,
+        "--perplexity",
+        text,
+        "-c",
+        64,
+        "--chunks",
+        1,
+        "-o",
+        kept,
+    )
     with monkeypatch.context() as patched:
-        module = importlib.import_module("llamabranch.eval.perplexity")
+        module = importlib.import_module("llamabranch.eval.divergence")
         patched.setattr(module, "read_chunks", interrupt)
         assert run(*arguments).exit_code == 130
     assert (tmp_path / "quants.json.logits").exists()
@@ -192,48 +221,13 @@ def test_quants_that_was_interrupted_before_its_first_chunk_is_resumed(
     assert isinstance(found, list) and len(found) == 2
 
 
-def test_quants_draws_a_plot(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plot.png"
-    arguments = ("quants", DRAFT, TARGET, "-f", text, "-c", 64, "--chunks", 1, "--plot", path)
-    kept = tmp_path / "kept.json"
-    assert run(*arguments, "-o", kept).exit_code == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert run(*arguments).exit_code == 2
-    assert run(*arguments, "-o", kept, "--resume").exit_code == 0
-    logits = tmp_path / "other.logits"
-    logits.write_text("mine")
-    refused = run(*arguments[:-2], "-o", tmp_path / "other")
-    assert refused.exit_code == 2 and logits.read_text() == "mine"
-
-
-def test_what_cannot_be_scored_is_refused_before_a_model_loads(text: Path, tmp_path: Path) -> None:
-    latin, empty = tmp_path / "latin.txt", tmp_path / "empty.txt"
-    latin.write_bytes("Größe".encode("latin-1"))
-    empty.write_text("")
-    for arguments in (
-        ("perplexity", "-f", latin),
-        ("perplexity", "-f", empty),
-        ("perplexity", "-f", tmp_path / "none"),
-        ("perplexity", "-f", text, "-c", 1024),
-        ("perplexity", "-f", text, "--save-logits", text),
-        ("kld", text),
-        ("kld", tmp_path / "none"),
-        ("quants", TARGET, "-f", text),
-        ("quants", TARGET, TARGET, "-f", text),
-    ):
-        result = run(*arguments)
-        assert result.exit_code == 2, result.output
-        assert result.stderr.startswith("error: ")
-    assert text.read_text() == TEXT
-
-
 def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     text, kept = tmp_path / "long.txt", tmp_path / "kept.json"
     text.write_text(TEXT * 300)  # half a minute, of which a second is run
     command = [
-        sys.executable, "-m", "llamabranch.cli", "perplexity", "-f", str(text), "-c", "64",
-        "-b", "64", "-t", "1", "-o", str(kept), "--save-logits", str(tmp_path / "logits"),
+        sys.executable, "-m", "llamabranch.cli", "eval", "--perplexity", str(text), "-c", "64",
+        "-S", "n_batch=64", "-m", "tale-target", "-t", "1", "-o", str(kept),
+        "--save-logits", str(tmp_path / "logits"),
     ]  # fmt: skip
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}

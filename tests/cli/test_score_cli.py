@@ -93,22 +93,6 @@ def test_table_has_a_row_for_each_token(ctx: lb.Context) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "there is no text"),
-        (("--context", "The king"), "needs a text that continues it"),
-        (("--context", "The king", ""), "has no tokens"),
-        (("--input", "missing.jsonl"), "cannot read missing.jsonl"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_scored_is_an_error(arguments: tuple[str, ...], message: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2, result.stderr
-    assert message in " ".join(result.stderr.split())
-
-
-@pytest.mark.parametrize(
     "line",
     ["[]", "{", '{"text": 5}', '{"context": "a"}', '{"context": "a", "continuations": [5]}',
      '{"text": "a", "x": 1}', '{"text": "a", "context": "b"}', '{"text": "\\ud83d"}',
@@ -127,3 +111,19 @@ def test_all_bad_lines_are_named_before_a_model_loads(tmp_path: Path) -> None:
     result = run("--input", str(path), "--target", "no-such-model")
     assert result.exit_code == 2
     assert "2 lines are invalid: 2, 3" in result.stderr
+
+
+def test_best_prints_the_choice_that_the_model_prefers_first(tmp_path: Path) -> None:
+    given = ("--context", "The king's daughter was very", " telephone", " beautiful")
+    result = run(*given, "--best", "mean")
+    assert result.exit_code == 0, result.stderr
+    first, second = result.stdout.splitlines()[:2]
+    assert first.startswith("choice") and second.startswith(" beautiful")
+    items = answer(*given, "--best", "sum")["items"]
+    assert isinstance(items, list)
+    (found,) = items
+    assert (found["choice"], found["index"], found["method"]) == (" beautiful", 1, "sum")
+    assert found["scores"][1] == pytest.approx(sum(found["logprobs"][1]))
+    path = tmp_path / "items.jsonl"
+    path.write_text(json.dumps({"context": "The king", "continuations": [" said", " zebra"]}))
+    assert "[" not in run("--input", str(path), "--best", "bytes").stdout

@@ -756,7 +756,7 @@ app(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("command", ["speculate", "inspect", "generate"])
+@pytest.mark.parametrize("command", ["speculate", "doctor", "generate"])
 def test_ctrl_c_while_a_model_loads_ends_the_command(command: str) -> None:
     arguments = ["-p", "The king"] if command == "generate" else []
     assert run_interrupted(LOADING_COMMAND, command, *arguments, "--verbose") == ""
@@ -782,7 +782,9 @@ app(sys.argv[1:])
 
 
 @pytest.mark.parametrize(
-    "arguments", [["speculate", "-n", "100"], ["generate", "-p", "a"], ["inspect"]], ids=" ".join
+    "arguments",
+    [["speculate", "-n", "100"], ["generate", "-p", "a"], ["models", "show"]],
+    ids=" ".join,
 )
 def test_ctrl_c_that_python_loses_in_a_finalizer_ends_the_command(arguments: list[str]) -> None:
     done = subprocess.run(
@@ -846,9 +848,9 @@ def test_ctrl_c_while_the_command_is_imported_ends_it(module: str, tmp_path: Pat
 
 def test_ctrl_c_when_the_command_has_ended_shows_no_traceback(tmp_path: Path) -> None:
     """Its output is complete and its exit functions have run: it ends as it would have ended."""
-    done = run_with_customisation(ENDING, tmp_path, "theory")
+    done = run_with_customisation(ENDING, tmp_path, "models")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Speedup" in done.stdout
+    assert "tale-target" in done.stdout
 
 
 def test_program_that_imports_the_library_keeps_its_ctrl_c() -> None:

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from llama_cpp import llama_cpp as C
 from rounding import rounding
 
 import llamabranch as lb
@@ -100,20 +101,17 @@ def test_random_trees_of_tokens_are_what_each_line_is_alone(toy: lb.Model) -> No
             assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
 
 
-def test_common_beginnings_are_decoded_once(ctx: Context) -> None:
+def test_common_beginnings_are_decoded_once(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = ctx.model.tokenize(SHOTS * 4)
     seen: list[int] = []
-    inner = ctx.decoder.decode
+    real = C.llama_decode
 
-    def counted(*given: object, **named: object) -> object:
-        seen.append(len(given[0]))  # type: ignore[arg-type]
-        return inner(*given, **named)  # type: ignore[arg-type]
+    def counted(ptr: object, batch: C.llama_batch) -> int:
+        seen.append(batch.n_tokens)
+        return int(real(ptr, batch))
 
-    ctx.decoder.decode = counted  # type: ignore[method-assign, assignment]
-    try:
-        score(ctx, [([*tokens, i], [[7, 8, 9, 10], [11, 12, 13]]) for i in range(20, 30)])
-    finally:
-        del ctx.decoder.decode
+    monkeypatch.setattr(C, "llama_decode", counted)
+    score(ctx, [([*tokens, i], [[7, 8, 9, 10], [11, 12, 13]]) for i in range(20, 30)])
     unshared = 10 * 2 * (len(tokens) + 3)
     assert sum(seen) == len(tokens) + 10 * (1 + 3 + 2) < unshared / 10
 

@@ -547,7 +547,7 @@ def test_two_processes_share_one_download(hub: FakeHub) -> None:
 
 def test_ctrl_c_leaves_nothing_with_a_name_and_the_next_run_completes_it(hub: FakeHub) -> None:
     hub.gate = threading.Event()
-    command = [sys.executable, "-m", "llamabranch.cli", "pull", f"{REPOSITORY}:Q8_0"]
+    command = [sys.executable, "-m", "llamabranch.cli", "models", "pull", f"{REPOSITORY}:Q8_0"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip

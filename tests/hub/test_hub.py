@@ -315,7 +315,7 @@ def test_repository_is_found_in_the_shared_cache_by_tag_file_and_revision(caches
     for absent in ("me/tale-GGUF:BF16", "me/tale-GGUF@v2", "me/tale-GGUF/x.gguf", "me/other"):
         with pytest.raises(lb.ConfigError, match="is not on this machine") as caught:
             hub.resolve(absent)
-        assert f"llamabranch pull {absent}" in str(caught.value.hint)
+        assert f"llamabranch models pull {absent}" in str(caught.value.hint)
 
 
 def test_dangling_link_and_missing_shard_are_no_model(caches: Path) -> None:
@@ -400,7 +400,7 @@ def test_import_of_the_package_needs_neither_numpy_nor_llama_cpp_nor_the_hub() -
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["models"], ["pull", "tale-target"], ["theory"]], ids=" ".join
+    "arguments", [["--help"], ["models"], ["models", "pull", "tale-target"]], ids=" ".join
 )
 def test_command_that_only_looks_up_needs_neither_numpy_nor_llama_cpp(arguments: list[str]) -> None:
     code = (

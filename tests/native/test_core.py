@@ -162,13 +162,14 @@ def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
     if None in sanitizers:
         pytest.skip("this compiler has no shared AddressSanitizer or UBSan")
     copies = tmp_path / "compiled"
-    copies.mkdir()
+    library = copies / "lib" / core.LIBRARY.name
+    library.parent.mkdir(parents=True)
     (copies / "__init__.py").touch()
     built = subprocess.run(
         [
             compiler, "-std=c11", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
             "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all",
-            "-shared", "-fPIC", str(NATIVE / "core.c"), "-o", str(copies / core.FILE_NAME), "-lm",
+            "-shared", "-fPIC", str(NATIVE / "core.c"), "-o", str(library), "-lm",
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -148,7 +148,7 @@ def test_results_that_are_replaced_need_a_regular_file(
     before = path.stat().st_mode
     text = tmp_path / "text"
     text.write_text("Once upon a time there was a king. " * 20, "utf-8")
-    command = ["perplexity", "-f", str(text), "--chunks", "1", "--n-ctx", "32", "-o", str(path)]
+    command = ["eval", "--perplexity", str(text), "--chunks", "1", "--n-ctx", "32", "-o", str(path)]
     model = ["-m", str(hub.resolve("tale-draft"))]
     done = subprocess.run(
         [sys.executable, "-m", "llamabranch.cli", *command, *model, *resume],

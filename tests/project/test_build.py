@@ -75,7 +75,7 @@ def test_wheel_from_the_sdist_holds_the_core(tmp_path: Path) -> None:
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert DATA | {f"llamabranch/native/{core.FILE_NAME}"} <= names
+    assert DATA | {f"llamabranch/native/lib/{core.LIBRARY.name}"} <= names
     assert not [name for name in names if name.startswith(("tests/", "CMake"))]
     assert _description(wheel, tmp_path / "unpacked").startswith("compiled (")
 

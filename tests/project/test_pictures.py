@@ -6,16 +6,13 @@ import math
 import pickle
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import llamabranch as lb
 from llamabranch import pictures
-from llamabranch.cli import app
 
 VOID = {"meta", "br", "hr"}
 HOSTILE = "<script>alert(1)</script><img src=x onerror=\"a('b')\">&amp;"
@@ -195,17 +192,3 @@ def test_search_result_draws_its_tree(ctx: lb.Context) -> None:
     ended_at_once = lb.search.Hypothesis([], "", -1.0, -1.0, "stop", prompt)
     empty = lb.search.SearchResult([ended_at_once], lb.search.SearchStats(), prompt)
     assert read(empty._repr_html_()).text.startswith("1 hypothesis; ")
-
-
-def test_speculate_writes_a_page(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    arguments = ["-n", "16", "-k", "4", "--seed", "1", "--threads", "1", "--html", str(path)]
-    result = CliRunner().invoke(app, ["speculate", "<b>Once</b>", *arguments])
-    assert result.exit_code == 0, result.stderr
-    reader = read(path.read_text(encoding="utf-8"))
-    assert "<b>Once</b>" in reader.text
-    assert "accept rate" in reader.text
-    assert ("name", "color-scheme") in reader.attributes
-    refused = CliRunner().invoke(app, ["speculate", *arguments[:-1], str(tmp_path / "no" / "x")])
-    assert refused.exit_code == 2
-    assert refused.stderr.splitlines()[0].startswith("error: ")

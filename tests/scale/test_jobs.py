@@ -247,24 +247,26 @@ def test_documented_jobs_run(
 
 
 def test_commands_run_jobs(ray_cluster: Any, ctx: lb.Context, tmp_path: Path) -> None:
-    def run(*arguments: str) -> Result:
-        return CliRunner().invoke(app, [*arguments, "--ray", "local", "-m", TARGET, "-c", "1024"])
+    def run(*arguments: str, ray: str = "local,block_rows=8,price=3.6") -> Result:
+        return CliRunner().invoke(app, [*arguments, "--ray", ray, "-m", TARGET, "-c", "1024"])
 
     rows = prompts(20)
     inputs, out = write_rows(tmp_path / "in.jsonl", rows), str(tmp_path / "out")
-    job = ("generate", "--input", inputs, "--output", out, "--seed", str(SEED), "--price", "3.6")
-    result = run(*job, "--block-rows", "8", "--parallel", "4", "--json")
+    job = ("generate", "--input", inputs, "--output", out, "--seed", str(SEED))
+    result = run(*job, "--parallel", "4", "--json")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert (report["n_rows"], report["n_errors"]) == (20, 0)
     assert report["last"]["cost"] == pytest.approx(report["last"]["seconds"] / 1000)
     assert_equal(read_output(out), alone(ctx, rows, SEED))
-    result = run(*job, "--resume", "--block-rows", "8")
+    result = run(*job, "--resume")
     assert result.exit_code == 0, result.stderr
     assert "20 rows were there already" in result.stdout
     assert run(*job).exit_code == 2
-    for wrong in (["-p", "x"], ["--top-logprobs", "1"], ["--ignore-eos"], ["--workers", "a"]):
+    for wrong in (["-p", "x"], ["--top-logprobs", "1"], ["--ignore-eos"]):
         assert run(*job, *wrong).exit_code == 2
+    for wrong_option in ("workers=a:b", "wrokers=2"):
+        assert run(*job, ray=f"local,{wrong_option}").exit_code == 2
     assert run("generate", "--input", inputs).exit_code == 2
     assert run("score", "--output", out).exit_code == 2
 

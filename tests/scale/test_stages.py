@@ -64,7 +64,8 @@ WRONG: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_rows_that_cannot_be_run_are_errors(generate: Any) -> None:
+def test_rows_that_cannot_be_run_are_errors() -> None:
+    generate = Generate(TARGET, n_ctx=1024, n_threads=1)
     rows: list[dict[str, Any]] = [
         {"id": "a", "prompt": "A wolf", "max_tokens": 3},
         {"id": "b", "prompt": None},

@@ -119,7 +119,7 @@ def test_files_of_a_folder_are_whole_or_missing(tmp_path: Path) -> None:
 
 
 def test_schema_of_the_output_does_not_depend_on_the_rows() -> None:
-    for kind in (GenerateRows(8, None), GenerateRows(8, None, n=2), ScoreRows()):  # type: ignore[arg-type]
+    for kind in (GenerateRows(8, None), GenerateRows(8, None, n=2), ScoreRows()):
         nothing: dict[str, object] = {
             "id": 1,
             "finish_reason": ["error"] if kind.n > 1 else "error",

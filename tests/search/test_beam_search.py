@@ -17,6 +17,7 @@ from failing import check_every_failure
 
 import llamabranch as lb
 from llamabranch import Branch, Context, search
+from llamabranch.context.logits import LogitsRow
 from llamabranch.errors import (
     BranchStateError,
     CacheFullError,
@@ -25,7 +26,6 @@ from llamabranch.errors import (
     SequencesExhaustedError,
 )
 from llamabranch.search.beams import Beams, best_tokens
-from llamabranch.search.scores import log_softmax
 
 STORY = "Once upon a time there was a poor woodcutter who lived with his wife and two children"
 GOLDEN = json.loads(Path(golden_beams.__file__).with_suffix(".json").read_text("utf-8"))["cases"]
@@ -46,7 +46,7 @@ def beams_over_tables(case: dict[str, Any]) -> list[tuple[list[int], float]]:
             for text in running
         ]
         offered = [
-            best_tokens(ids, log_softmax(np.array(row, dtype=np.float32)), group.n_kept)
+            best_tokens(ids, LogitsRow(np.array(row, dtype=np.float32)).log_probs(), group.n_kept)
             for row in rows
         ]
         chosen = group.choose(offered)
@@ -88,7 +88,7 @@ def every_text(root: Branch, n: int) -> dict[tuple[int, ...], float]:
     start = root.position
 
     def visit(branch: Branch, text: tuple[int, ...], logprob: float) -> None:
-        row = log_softmax(branch.logits)
+        row = branch.log_probs()
         for token in range(len(row)):
             longer, total = (*text, token), logprob + float(row[token])
             if len(longer) == n or branch.ctx.model.is_eog(token):
@@ -154,7 +154,7 @@ def test_beams_of_a_grammar_follow_it_and_are_not_normalised_again(ctx: Context)
         for hypothesis in found.hypotheses:
             with free.fork() as same:
                 same.extend(hypothesis.tokens)
-                eog = float(log_softmax(same.logits)[ctx.model.eos])
+                eog = float(same.log_probs()[ctx.model.eos])
                 expected = same.log_likelihood() + eog
             assert hypothesis.finish_reason == "stop"
             assert hypothesis.score == pytest.approx(expected, abs=1e-3)

@@ -19,11 +19,16 @@ from llamabranch.errors import ConfigError, UsageError
 from llamabranch.search import particles as module
 from llamabranch.search.particles import Following
 from llamabranch.search.resampling import SCHEMES, ancestors
-from llamabranch.search.scores import log_softmax
 from llamabranch.search.sequences import SearchSequences
 
 PLAIN = lb.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=3)
 STORY = "Once upon a time there was"
+
+
+def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    found: npt.NDArray[np.float64] = wide - np.logaddexp.reduce(wide)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,16 @@ from llamabranch.serve.server import Server
 __all__ = ["Process", "mapped"]
 
 SAME = {
-    "--port", "--temp", "--seed", "--batch-size", "--ubatch-size", "--alias", "--ctx-size",
+    "--port", "--temp", "--seed", "--alias", "--ctx-size",
     "--parallel", "--n-predict", "--api-key", "--chat-template", "--chat-template-file",
 }  # fmt: skip
-FLAGS = {"--metrics", "--slots", "--no-slots", "--kv-unified"}
+FLAGS = {
+    "--metrics": ("--limit", "metrics=true"),
+    "--slots": ("--limit", "slots=true"),
+    "--no-slots": ("--limit", "slots=false"),
+    "--kv-unified": ("-S", "kv_unified=true"),
+}
+SETTINGS = {"--batch-size": "n_batch", "--ubatch-size": "n_ubatch"}
 RENAMED = {"--cors-origins": "--allow-origin"}
 WITHOUT_VALUE = {
     "--offline", "--cont-batching", "--embedding", "--reranking", "--swa-full", "--verbose",
@@ -29,23 +35,26 @@ WITHOUT_VALUE = {
 
 def mapped(arguments: list[str]) -> list[str]:
     """Return the arguments of ``llamabranch`` for those of ``llama-server``."""
-    found = ["serve", "--threads", "1", "--draft", "none", "--shutdown-timeout", "0"]
+    found = ["serve", "--threads", "1", "--draft", "none"]
+    found += ["--limit", "shutdown_timeout_s=0"]
     left = list(arguments)
     while left:
         name = left.pop(0)
         if name in FLAGS:
-            found.append(name)
+            found += FLAGS[name]
         elif name not in WITHOUT_VALUE:
             value = left.pop(0)
             if name == "--host":
                 value = value.split(",")[0]
             if name in SAME or name == "--host":
                 found += [name, value]
+            elif name in SETTINGS:
+                found += ["-S", f"{SETTINGS[name]}={value}"]
             elif name in RENAMED:
                 found += [RENAMED[name], value]
     # What llama-server does unless it is told otherwise.
     for given, default in (
-        ("--metrics", ["--no-metrics"]),
+        ("metrics=", ["--limit", "metrics=false"]),
         ("--allow-origin", ["--allow-origin", "*"]),
         ("--chat-template", ["--chat-template", "chatml"]),
     ):

@@ -475,7 +475,7 @@ def test_second_signal_ends_streams_with_an_error() -> None:
     ("more", "told"),
     [
         (("--host", "0.0.0.0"), "--api-key"),
-        (("--max-body", "much"), "no number of bytes"),
+        (("--limit", "max_body=much"), "no number of bytes"),
         (("--port", "70000"), "65535"),
         (("-m", "none.gguf"), "none.gguf"),
         (("--api-key-file", os.devnull), "holds no key"),

@@ -11,7 +11,7 @@ from serving import TARGET, Serving, serving
 from toys import CHAT_TEMPLATE
 
 import llamabranch as lb
-from llamabranch.cli.serve import ServedOptions
+from llamabranch.cli.serve import ServedModels
 
 
 @pytest.fixture(scope="module")
@@ -147,21 +147,21 @@ def test_answers_tell_where_batches_are_not_exact() -> None:
 
 
 def test_texts_whose_number_is_given_have_cells_of_their_own() -> None:
-    """Where the memory can be divided: None leaves that to the context."""
+    """Where the memory can be divided: "auto" leaves that to the context."""
 
     def sized(trained: int | None = 1024, drafter: str = "suffix", **given: Any) -> object:
-        found = ServedOptions(**given).sized(trained, (drafter,))
-        return found.parallel, found.kv_unified, found.n_ctx
+        found = ServedModels(**given).sized(trained, (drafter,))
+        return found["n_seq_max"], found["kv_unified"], found["n_ctx"]
 
     assert sized() == (8, True, 1024)
     assert sized(None) == (8, True, 8192)
-    assert sized(parallel=6) == (6, None, 6 * 1024)
-    assert sized(10_000, parallel=6) == (6, None, 6 * 2048)
-    assert sized(10_000, parallel=2) == (2, None, 8192)
-    assert sized(parallel=6, n_ctx=0) == (6, None, 0)
+    assert sized(parallel=6) == (6, "auto", 6 * 1024)
+    assert sized(10_000, parallel=6) == (6, "auto", 6 * 2048)
+    assert sized(10_000, parallel=2) == (2, "auto", 8192)
+    assert sized(parallel=6, n_ctx=0) == (6, "auto", 0)
     assert sized(parallel=1) == (1, True, 1024)
-    assert sized(parallel=6, kv_unified=True) == (6, True, 1024)
-    assert sized(kv_unified=False, n_ctx=4096) == (8, False, 4096)
+    assert sized(parallel=6, settings=["kv_unified=true"]) == (6, True, 1024)
+    assert sized(settings=["kv_unified=false"], n_ctx=4096) == (8, False, 4096)
     assert sized(parallel=6, drafter="tale-draft") == (6, True, 1024)
     with pytest.raises(lb.ConfigError, match="parallel"):
         sized(parallel=0)

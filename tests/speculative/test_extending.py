@@ -244,9 +244,7 @@ def test_installed_drafter_is_named_by_draft() -> None:
         result = CliRunner().invoke(app, [*arguments, "--draft", draft])
         assert result.exit_code == 0, result.stderr
         assert result.stdout.split("\n\n")[0] in plain.stdout
-        assert (
-            "repeat" in CliRunner().invoke(app, [*arguments, "--draft", draft, "--explain"]).stderr
-        )
+        assert "repeat" in CliRunner().invoke(app, [*arguments, "--draft", draft, "-v"]).stderr
 
 
 @pytest.mark.usefixtures("plugin")

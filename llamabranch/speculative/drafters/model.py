@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...branch import Branch, BranchStore
 from ...context import Context
 from ...context.context import text_context
-from ...context.decoder import DraftInput
+from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
 from ...errors import SequencesExhaustedError, VocabularyMismatchError
 from ...model import Model
@@ -71,7 +71,7 @@ class ModelDrafter(RunDrafter):
         if report.path == "none" or (report.path == "text" and not self.translate):
             raise VocabularyMismatchError(
                 f"{self.name} cannot draft for {target.name}: {report.reason}",
-                hint="use a draft model of the target's family; see `llamabranch inspect`",
+                hint="use a draft model of the target's family; see `llamabranch models show`",
             )
 
     def start(self, target: Branch, rule: str) -> DraftState:

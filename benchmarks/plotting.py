@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from ..errors import ConfigError, UnsupportedError
-from .timing import Spread
+from llamabranch import ConfigError, UnsupportedError
+from llamabranch.bench import Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,383 @@
+"""Scores of given texts: ``score``, and ``read`` for whoever needs the rows of logits themselves.
+
+All texts become one tree of tokens, in which what several begin with is decoded once. It is read depth
+first, in groups that fit into the free cells and sequences. Where sequences share cells, a group is
+decoded as a tree: a token belongs to the sequences of all texts through it. In other memory it is decoded
+level by level, and the sequences of each level are copied. The last token of a text is not decoded. Each
+row is read as soon as it is computed; no text that is there changes, and nothing is left in the cache. In
+a batch-invariant context the numbers do not depend, to the bit, on which texts are scored together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..context import Context
+from ..context.batch import Batch
+from ..context.logits import LogitsRow, TokenScore
+from ..context.radix_tree import n_common
+from ..errors import ConfigError
+from ..model import Model, TokenIds, token_list
+from .sequence import TokenSequence
+
+__all__ = ["Cost", "Visit", "Wanted", "continuation", "read", "score"]
+
+# How many decodes the tokens of a group fill, at most: more leave fewer half empty, and need more cells.
+_DECODES = 4
+# Where sharing takes a decode of its own, a beginning of fewer tokens is not worth it.
+_LEAST_SHARED = 8
+
+# Called with the number of a text, the index of one of its tokens, and the logits that this token is
+# scored by, which are valid until it returns.
+Visit = Callable[[int, int, LogitsRow], None]
+
+
+class Wanted(NamedTuple):
+    """A text to score.
+
+    Attributes:
+        after: what it continues, which is not empty; None: nothing.
+        tokens: valid ids.
+        first: the index of the first token that is scored; at least 1 where it continues nothing.
+    """
+
+    after: TokenSequence | None
+    tokens: Sequence[int]
+    first: int = 0
+
+
+class Cost(NamedTuple):
+    """How many tokens were decoded, and in how many sequences at a time, those of ``after`` left out."""
+
+    n_tokens: int
+    n_sequences: int
+
+
+def continuation(model: Model, text: str | TokenIds) -> list[int]:
+    """Return the token ids of a text to score: those given, or of a text tokenized by itself.
+
+    Raises:
+        ConfigError: none. TokenizeError: a bad id, or text that cannot be tokenized.
+    """
+    tokens = token_list(model.tokenize(text, add_special=False) if isinstance(text, str) else text)
+    if not tokens:
+        raise ConfigError("nothing to score: no tokens")
+    model.check_tokens(tokens)
+    return tokens
+
+
+def score(ctx: Context, wanted: Sequence[Wanted], *, top: int = 0) -> list[list[TokenScore]]:
+    """Return for each text the scores of its tokens, with the ``top`` most probable ones.
+
+    Hold the lock if a text continues another one. Raises the errors of `read`.
+    """
+    found: list[list[TokenScore]] = [[] for _ in wanted]
+
+    def visit(number: int, i: int, row: LogitsRow) -> None:
+        found[number].append(row.score(wanted[number].tokens[i], ctx.model, top))
+
+    read(ctx, wanted, visit)
+    return found
+
+
+def read(
+    ctx: Context,
+    wanted: Sequence[Wanted],
+    visit: Visit,
+    done: Callable[[int], None] | None = None,
+) -> Cost:
+    """Show to ``visit`` the logits before each token that is scored, in the order of each text.
+
+    ``done`` is called with the number of a text between two decodes, as soon as all of it was shown. Hold
+    the lock if a text continues another one.
+
+    Raises:
+        CacheFullError: a text is longer than the free cells. SequencesExhaustedError: this memory needs a
+            free sequence. BranchStateError, DecodeError, and what the functions raise: all sequences are
+            returned.
+    """
+    reading = _Reading(ctx, wanted, visit, done)
+    reading.run()
+    return Cost(reading.n_tokens, reading.n_sequences)
+
+
+class _Text:
+    """A text with the tokens before it; ``next`` is the index of the next token to score."""
+
+    def __init__(self, number: int, wanted: Wanted, base: TokenSequence | _Prefix) -> None:
+        self.number = number
+        self.base = base
+        self.start = base.position
+        self.tokens = [*base.tokens, *wanted.tokens]
+        self.next = self.start + wanted.first
+
+    @property
+    def is_done(self) -> bool:
+        return self.next >= len(self.tokens)
+
+
+class _Prefix:
+    """A sequence that holds what several texts begin with; -1: none, for those that continue nothing."""
+
+    def __init__(self, seq_id: int = -1, tokens: Sequence[int] = ()) -> None:
+        self.seq_id = seq_id
+        self.tokens = list(tokens)
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens)
+
+
+class _Path:
+    """Tokens to decode: all but the last one of its last text; its other texts are beginnings of it."""
+
+    def __init__(self, text: _Text, n_shared: int) -> None:
+        self.tokens = text.tokens[:-1]
+        self.texts = [text]
+        self.n_shared = n_shared  # with the path before it
+
+
+class _Node(NamedTuple):
+    """Tokens [start, end) of the paths [low, high), which are the same in them; ``base`` comes before."""
+
+    base: TokenSequence | _Prefix
+    low: int
+    high: int
+    start: int
+    end: int
+
+
+class _Reading:
+    """One call of ``read``."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        wanted: Sequence[Wanted],
+        visit: Visit,
+        done: Callable[[int], None] | None,
+    ) -> None:
+        empty = _Prefix()
+        self.n_tokens = self.n_sequences = 0
+        self._ctx = ctx
+        self._visit = visit
+        self._done = done
+        self._can_draft = ctx.kv_cache.can_draft
+        self._is_tree = not ctx.kv_cache.tree_needs
+        self._least = 1 if self._is_tree else _LEAST_SHARED
+        self._texts = [_Text(i, each, each.after or empty) for i, each in enumerate(wanted)]
+        self._paths: list[_Path] = []
+        self._used = {text.base.seq_id for text in self._texts}  # not to be evicted
+        self._n_held = 0
+        self._finished = [text.number for text in self._texts if text.is_done]
+
+    def run(self) -> None:
+        """Read everything."""
+        by_base: dict[int, list[_Text]] = {}
+        for text in self._texts:
+            by_base.setdefault(id(text.base), []).append(text)
+        roots: list[_Node] = []
+        for texts in by_base.values():
+            base, low = texts[0].base, len(self._paths)
+            if isinstance(base, TokenSequence):
+                self._show_first(base, texts)
+            self._add_paths(base.position, [text for text in texts if not text.is_done])
+            roots += self._nodes(base, low, len(self._paths), base.position)
+        self._report()
+        self._walk(roots)
+
+    def _show_first(self, base: TokenSequence, texts: Sequence[_Text]) -> None:
+        """Show the logits that are there already."""
+        base.check_usable()
+        base.catch_up()
+        row = base.logits_row()
+        for text in texts:
+            self._show(text, base.position, row)
+
+    def _add_paths(self, start: int, texts: Sequence[_Text]) -> None:
+        """Add the paths of texts that continue the same, which has ``start`` tokens."""
+        last: _Path | None = None
+        for text in sorted(texts, key=lambda text: text.tokens[:-1]):
+            tokens = text.tokens[:-1]
+            n = start if last is None else n_common(last.tokens, tokens)
+            if last is not None and n == len(last.tokens):  # this one continues it
+                last.tokens = tokens
+                last.texts.append(text)
+            else:
+                last = _Path(text, n)
+                self._paths.append(last)
+
+    def _nodes(self, base: TokenSequence | _Prefix, low: int, high: int, start: int) -> list[_Node]:
+        """Return the nodes from ``start`` on of the paths [low, high)."""
+        paths, least = self._paths, start + self._least
+        cuts = [i for i in range(low, high) if i == low or paths[i].n_shared < least]
+        found = []
+        for a, b in pairwise([*cuts, high]):
+            shared = (paths[i].n_shared for i in range(a + 1, b))
+            found.append(_Node(base, a, b, start, min(shared, default=len(paths[a].tokens))))
+        return found
+
+    def _below(self, node: _Node, base: TokenSequence | _Prefix) -> list[_Node]:
+        if node.high - node.low == 1:
+            return []
+        return self._nodes(base, node.low, node.high, node.end)
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def _walk(self, nodes: Sequence[_Node]) -> None:
+        """Read all at and below ``nodes``: what fits together at once, what does not in parts."""
+        for group in self._groups(nodes):
+            node = group[0]
+            if len(group) > 1 or node.high - node.low == 1 or self._fits(group):
+                self._read_group(group)
+            elif self._n_free() >= (1 if self._can_draft else 2):
+                self._read_prefix(node)
+            else:  # no sequence is left for it: what is shared is decoded again
+                for i in range(node.low, node.high):
+                    end = len(self._paths[i].tokens)
+                    self._read_group([_Node(node.base, i, i + 1, node.start, end)])
+
+    def _groups(self, nodes: Sequence[_Node]) -> Iterator[list[_Node]]:
+        group: list[_Node] = []
+        for node in nodes:
+            if group and not self._fits([*group, node]):
+                yield group
+                group = []
+            group.append(node)
+        if group:
+            yield group
+
+    def _fits(self, group: Sequence[_Node]) -> bool:
+        cells = min(self._ctx.kv_cache.n_free, _DECODES * self._ctx.n_batch)
+        n_in_place = len({node.base.seq_id for node in group} - {-1}) if self._can_draft else 0
+        n_leaves = sum(node.high - node.low for node in group)
+        return self._n_needed(group) <= cells and n_leaves <= self._n_free() + n_in_place
+
+    def _n_free(self) -> int:
+        return self._ctx.sequences.count_free(used=self._used)
+
+    def _n_needed(self, group: Sequence[_Node]) -> int:
+        """Return how many tokens are decoded, at most: little that is shared may be decoded twice."""
+        n = 0
+        for node in group:
+            for i in range(node.low, node.high):
+                path = self._paths[i]
+                shared = path.n_shared - self._least + 1 if i > node.low else 0
+                n += len(path.tokens) - max(node.start, shared)
+        return n
+
+    def _read_prefix(self, node: _Node) -> None:
+        """Read a node by itself, then what is below it, while a sequence of its own holds it."""
+        ctx, prefix = self._ctx, _Prefix(tokens=self._paths[node.low].tokens[: node.end])
+        with ctx.lock:
+            self._make_room(node.end - node.start)
+            prefix.seq_id = ctx.sequences.lease(prefix, used=self._used)
+            self._used.add(prefix.seq_id)
+            self._n_held += 1
+        try:
+            with ctx.lock:
+                self._share(node.base, prefix.seq_id)
+                self._decode([node], {node.low: prefix.seq_id})
+            self._report()
+            self._walk(self._below(node, prefix))
+        finally:
+            self._n_held -= 1
+            self._used.discard(prefix.seq_id)
+            ctx.sequences.give_back(prefix.seq_id)
+
+    def _read_group(self, group: Sequence[_Node]) -> None:
+        """Read nodes and all below them; the first text after a base is read in its sequence."""
+        ctx, seqs = self._ctx, dict[int, int]()
+        as_tree = self._is_tree and any(node.high - node.low > 1 for node in group)
+        in_place: dict[int, int] = {}
+        with ctx.lock:
+            self._make_room(self._n_needed(group))
+            try:
+                for node, i in [(its, i) for its in group for i in range(its.low, its.high)]:
+                    seq_id = node.base.seq_id
+                    if self._can_draft and seq_id not in (-1, *in_place):
+                        seqs[i], in_place[seq_id] = seq_id, node.base.position
+                        ctx.kv_cache.prepare(seq_id, len(self._paths[i].tokens))
+                        continue
+                    seqs[i] = ctx.sequences.lease(self, used=self._used)
+                    if as_tree or i == node.low:
+                        self._share(node.base, seqs[i])
+                n_leased = len(seqs) - len(in_place) + self._n_held
+                self.n_sequences = max(self.n_sequences, n_leased)
+                self._decode_all(group, seqs, as_tree=as_tree)
+            finally:
+                for seq_id in seqs.values():
+                    if seq_id in in_place:
+                        ctx.kv_cache.cut(seq_id, in_place[seq_id])
+                    else:
+                        ctx.sequences.give_back(seq_id)
+        self._report()
+
+    def _decode_all(self, group: Sequence[_Node], seqs: dict[int, int], *, as_tree: bool) -> None:
+        """Decode nodes and all below them: as a tree, or level by level."""
+        if as_tree:
+            nodes, waiting = [], [*reversed(group)]
+            while waiting:
+                nodes.append(waiting.pop())
+                waiting += reversed(self._below(nodes[-1], nodes[-1].base))
+            self._decode(nodes, seqs, as_tree=True)
+            return
+        level = [*group]
+        while level:
+            self._decode(level, seqs)
+            above, level = level, []
+            for node in above:
+                for child in self._below(node, node.base):
+                    if child.low != node.low:
+                        self._ctx.kv_cache.fork(seqs[node.low], seqs[child.low])
+                    level.append(child)
+
+    def _decode(
+        self, nodes: Sequence[_Node], seqs: dict[int, int], *, as_tree: bool = False
+    ) -> None:
+        """Decode the tokens of ``nodes``, each in the sequence of its first path, or in those of all."""
+        batch, shown = Batch(), list[tuple[list[_Text], int]]()
+        for node in nodes:
+            paths = self._paths[node.low : node.high]
+            texts = [text for path in paths for text in path.texts if not text.is_done]
+            first = min((text.next - 1 for text in texts), default=node.end)
+            first = min(max(node.start, first), node.end)  # the position of the first row
+            tokens = paths[0].tokens[node.start : node.end]
+            if as_tree:
+                members = [seqs[i] for i in range(node.low, node.high)]
+                batch.add_shared(members, node.start, tokens, first - node.start)
+            else:
+                batch.add(seqs[node.low], tokens, first - node.start)
+            shown += [(texts, position) for position in range(first, node.end)]
+
+        def show(n_before: int, rows: list[LogitsRow]) -> None:
+            its = shown[n_before : n_before + len(rows)]
+            for (texts, position), row in zip(its, rows, strict=True):
+                for text in texts:
+                    self._show(text, position + 1, row)
+
+        batch.decode(self._ctx.decoder, read=show)
+        self.n_tokens += len(batch.tokens)
+
+    def _show(self, text: _Text, i: int, row: LogitsRow) -> None:
+        """Show a row if it is the one before the next token of ``text``: not if it was shown before."""
+        if text.next == i < len(text.tokens):
+            self._visit(text.number, i - text.start, row)
+            text.next = i + 1
+            if text.is_done:
+                self._finished.append(text.number)
+
+    def _report(self) -> None:
+        while self._finished:
+            number = self._finished.pop(0)
+            if self._done is not None:
+                self._done(number)
+
+    def _share(self, base: TokenSequence | _Prefix, seq_id: int) -> None:
+        if base.seq_id >= 0:
+            self._ctx.kv_cache.fork(base.seq_id, seq_id, base.position)
+
+    def _make_room(self, n: int) -> None:
+        self._ctx.decoder.make_room(min(n, self._ctx.kv_cache.n_free))

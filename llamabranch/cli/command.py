@@ -1,0 +1,231 @@
+"""How arguments are read: several prompts, two screens of help, hints, wrong usage as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from .console import Console, begin_answer, leave_standard_output, print_json_error
+from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
+
+__all__ = ["Command", "CommandGroup", "UsageError", "reopen_closed_streams", "spread_out"]
+
+# Typer brings a Click of its own, or uses the one that is installed: this is the class of either.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+_PROMPTS = {"--prompts", "--prompt", "-p"}
+# Flags of llama.cpp, vLLM and of earlier versions, and what to use.
+HINTS = {
+    "-b --batch-size -ub --ubatch-size": "-S n_batch=N, -S n_ubatch=N",
+    "--mlock --no-mmap --mmap -lm": "-S use_mlock=true, -S use_mmap=false",
+    "--exact --fast": "-S batch_invariant=false gives up exact batches, as --kv-type f16 does",
+    "-kvu --kv-unified --no-kv-unified -no-kvu": "-S kv_unified=true or false",
+    "-cram --cache-ram --prefix-cache": "-S cache_ram=BYTES, -S prefix_cache=true",
+    "--rule --entropy-stop --spec-draft-p-min --draft-p-min": "-S rule=NAME, -S entropy_stop=NATS",
+    "--regex --choice": "--grammar '/one|another/'",
+    "-e --escape --no-escape": "in a shell $'a\\nb' holds a new line",
+    "-sysf --system-prompt-file": 'use -sys "$(cat FILE)"',
+    "-ts -sm -mg -dev -ot -ncmoe -cmoe": "llama.cpp divides a model by itself; -ngl sets how much",
+    "-tb -td -tbd --threads-batch --threads-draft": "-t is used for prompts and drafts too",
+    "-ngld -ctkd -ctvd -cd": "-ngl, -ctk and -c are for target and draft",
+    "--draft-min --spec-draft-n-min --spec-type": "--draft-max N or auto; -md names what drafts",
+    "--draft-width --spec-draft-p-split": "token trees: ModelDrafter(context, width=N) in Python",
+    "-l --logit-bias": "-S 'logit_bias={\"15043\": 1.5}'",
+    "--mirostat --mirostat-lr --mirostat-ent --adaptive-target": "-S dynatemp_range=X instead",
+    "--samplers --sampler-seq --sampling-seq": "samplers run in llama.cpp's default order",
+    "-cnv --conversation -no-cnv -st -i -if --interactive": "`llamabranch chat`, or --chat",
+    "-r --reverse-prompt": "--stop ends the text at a string",
+    "-mm --mmproj --image --audio --lora --lora-scaled --control-vector": "it is not supported",
+    "--host --port --api-key -a --alias --metrics": "an option of `llamabranch serve`",
+    "-hff --hf-file": "-m user/repo/file.gguf",
+    "-hft --hf-token": "set the environment variable HF_TOKEN",
+    "--download --no-download --offline": "LLAMABRANCH_DOWNLOAD=1 or 0, HF_HUB_OFFLINE=1",
+    "--no-color --color -co": "colours are used on a terminal only; NO_COLOR=1 turns them off",
+    "--display-prompt --no-display-prompt": "the prompt is shown on a terminal only",
+    "--explain --log-disable -lv --verbosity": "-v shows how drafts went, and llama.cpp's log",
+    "-ns --sequences": "--samples N gives several texts for a prompt",
+    "--keep --context-shift --prompt-cache --slot-save-path -ctxcp": "there is nothing like it here",
+    "--html --plot": "llamabranch.pictures and `llamabranch bench --json` have what it showed",
+}
+_HINTS = {name: hint for names, hint in HINTS.items() for name in names.split()}
+# Options of llama-server that say what is so anyway.
+_TRUE_ANYWAY = {"--jinja", "-cb", "--cont-batching", "--cache-prompt", "--no-ui", "--no-webui"}
+
+
+class _Parameter(Protocol):
+    """An argument or an option of either Click."""
+
+    name: str
+    opts: list[str]
+    secondary_opts: list[str]
+    nargs: int
+    hidden: bool
+    is_flag: bool
+    param_type_name: str
+
+
+class Command(TyperCommand):
+    """A command with a short --help and a whole --help-all, and hints at options that it lacks.
+
+    ``first`` holds the names of the parameters that --help shows.
+    """
+
+    first: frozenset[str] = frozenset()
+
+    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
+        """Return the help: all options, with their other names at the end, or the first of them."""
+        params: list[_Parameter] = self.params  # type: ignore[assignment]
+        options = [p for p in params if p.param_type_name == "option" and not p.hidden]
+        names = [(param, param.opts) for param in options]
+        hidden: list[_Parameter] = []
+        if ctx.meta.get(_ALL):
+            others = [name for p in options for name in p.opts[1:] if name.startswith("--")]
+            self.epilog = "Other names of these options: " + ", ".join(others) if others else None
+        else:
+            hidden = [p for p in options if self.first and p.name not in self.first]
+            if hidden:
+                self.epilog = f"{len(hidden)} more options: {ctx.command_path} --help-all"
+        try:
+            for param in options:
+                param.opts = [
+                    n for i, n in enumerate(param.opts) if i == 0 or not n.startswith("--")
+                ]
+            for param in hidden:
+                param.hidden = True
+            return super().get_help(ctx)
+        finally:
+            for param, opts in names:
+                param.opts, param.hidden = opts, False
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the arguments; an unknown option gets a hint."""
+        params: list[_Parameter] = self.params  # type: ignore[assignment]
+        known = {n: p for p in params for n in (*p.opts, *p.secondary_opts) if n.startswith("-")}
+        if "--help-all" in args:
+            ctx.meta[_ALL] = True
+            args = ["--help"]
+        if any(name in known for name in _PROMPTS):
+            args = spread_out(args, known)
+        args = self._without_what_is_so(args, known)
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            name = getattr(error, "option_name", None)
+            if name is not None:
+                hint = _HINTS.get(name)
+                if hint is not None:
+                    raise UsageError(f"No such option: {name} ({hint})", ctx) from None
+                close = getattr(error, "possibilities", None) or ()
+                error.possibilities = [n for n in close if n in known]  # type: ignore[attr-defined]
+            raise
+
+    def _without_what_is_so(self, args: Sequence[str], known: dict[str, _Parameter]) -> list[str]:
+        """Return the arguments without those that change nothing; refuse unknown short names.
+
+        Click would read an unknown option of one dash as a short one with text behind it.
+        """
+        found, takes_value = [], False
+        for argument in args:
+            is_value, takes_value = takes_value, False
+            if not is_value and argument.startswith("-"):
+                param = known.get(argument)
+                takes_value = param is not None and not param.is_flag
+                if param is None and self.name == "serve" and argument in _TRUE_ANYWAY:
+                    continue
+                if param is None and argument in _HINTS and re.match("-[a-z][a-z-]+$", argument):
+                    raise UsageError(f"No such option: {argument} ({_HINTS[argument]})")
+            found.append(argument)
+        return found
+
+
+_ALL = "llamabranch.help_all"
+
+
+def spread_out(arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the arguments with ``--prompts`` before every prompt, and ``known`` options with dashes.
+
+    A prompt that begins with a dash is given as ``--prompts=-...``. ``--auto-regressive``, the name of
+    the papers, is ``--draft none``.
+    """
+    found: list[str] = []
+    in_prompts, n_prompts = False, 0
+    for argument in arguments:
+        if argument.startswith("-") and argument != "-":
+            if in_prompts and n_prompts == 0:
+                break
+            name, equals, value = argument.partition("=")
+            dashed = name.replace("_", "-")
+            if dashed in known:
+                name = dashed
+            in_prompts, n_prompts = name in _PROMPTS, len(equals)
+            if dashed == "--auto-regressive" and "--draft" in known:
+                found += ["--draft", "none"]
+            elif not in_prompts or equals:
+                found.append(name + equals + value)
+        elif in_prompts:
+            found += ["--prompts" if "--prompts" in known else "--prompt", argument]
+            n_prompts += 1
+        else:
+            found.append(argument)
+    if in_prompts and n_prompts == 0:
+        raise typer.BadParameter("needs at least one prompt", param_hint="--prompts")
+    return found
+
+
+class CommandGroup(TyperGroup):
+    """The commands; with ``--json``, wrong usage is reported as a JSON object too."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the arguments before the name of the command."""
+        self._arguments = tuple(args)
+        begin_answer()
+        with _answering(args):
+            try:
+                return super().parse_args(ctx, args)
+            except UsageError as error:
+                error.message += (  # type: ignore[attr-defined]
+                    " (options follow a command: `llamabranch generate -m a.gguf -p ...` generates text)"
+                )
+                raise
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
+        """Parse the rest and run the command."""
+        with _answering(self._arguments):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _answering(arguments: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        if "--json" in arguments:
+            print_json_error(error, error.format_message(), None)  # type: ignore[attr-defined]
+        raise
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # from what Click prints itself: help and version
+        leave_standard_output()
+        Console().error(f"cannot write to standard output: {error.strerror or error}")
+        raise typer.Exit(EXIT_FAILURE) from None
+    except KeyboardInterrupt:  # between two steps of the command line itself
+        Console().note("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def reopen_closed_streams() -> None:
+    """Open closed ones of standard input, output and error on the null device.
+
+    Otherwise the next opened file would get their number, and output meant for the terminal.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number

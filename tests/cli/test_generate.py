@@ -1,0 +1,442 @@
+"""``llamabranch generate`` and its name ``speculate``: texts, drafters, output, comparisons."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import answer, run, said_by
+from toys import CHAT_TEMPLATE, Vocabulary, write_toy
+
+import llamabranch as lb
+from llamabranch import hub
+from llamabranch.cli import comparison
+from llamabranch.cli.comparison import Comparison, Run, compare
+from llamabranch.cli.interrupts import InterruptHandler
+
+ESCAPE = "\x1b["
+FIXED = ("--draft-length", "4")  # where a test needs drafts: "auto" drafts where it pays
+PROMPTS = ("What is random forest?", "Explain black holes", "What is the capital of France?")
+REFRAIN = "Mirror, mirror on the wall, who is the fairest of them all?\n\n" * 4
+STATISTICS = (
+    "iterations", "drafted", "accepted", "accept rate", "tokens a drafted round", "plain steps",
+    "drafts ended by", "tokens a second",
+)  # fmt: skip
+
+
+def speculate(*arguments: object) -> dict[str, Any]:
+    return answer("speculate", *arguments)
+
+
+def texts(found: dict[str, Any]) -> dict[str, str]:
+    return {f"{record['id']}.{record['sample']}": record["text"] for record in found["results"]}
+
+
+# -- texts ---------------------------------------------------------------------------------------------
+
+
+def test_command_of_the_seed_runs_as_it_is_written() -> None:
+    command = ["generate", "--target_model", "tale-target", "--draft_model", "tale-draft"]
+    command += [
+        "--prompts",
+        *PROMPTS,
+        "--gamma",
+        "5",
+        "--max_tokens",
+        "12",
+        "--temperature",
+        "0.75",
+    ]
+    result = run(*command)
+    assert result.exit_code == 0, result.stderr
+    for label in ("requests", *STATISTICS, "target forward passes", "draft forward passes"):
+        assert label in result.stderr  # a pipe gets the texts alone
+        assert label not in result.stdout
+    assert ESCAPE not in result.output
+    plain = run(*command, "--auto_regressive")
+    assert plain.exit_code == 0, plain.stderr
+    assert "accept rate" not in plain.output
+    assert "draft forward passes" not in plain.output
+
+
+def test_drafts_and_neighbours_change_no_text() -> None:
+    common = ("generate", "-p", *PROMPTS, "-s", "5", "-n", "20", "--samples", "2")
+    several = answer(*common)
+    assert set(several) == {
+        *("requests", "skipped", "failed", "interrupted", "seed", "batch_invariant"),
+        *("explain", "stats", "results"),
+    }
+    assert several["seed"] == 5 and several["batch_invariant"] is True
+    assert texts(several) == texts(answer(*common, "--draft", "none", "--parallel", "1"))
+    assert len(texts(several)) == 6
+    few = answer("generate", "-p", *PROMPTS[:2], *common[-6:], "--draft", "lookup", "--gamma", "3")
+    assert texts(few).items() <= texts(several).items()
+
+
+def test_a_pipe_gets_the_texts_alone_in_the_order_of_the_prompts() -> None:
+    given = (
+        "generate",
+        "-p",
+        "Once",
+        "The old",
+        "A",
+        "-s",
+        "2",
+        "-n",
+        "9",
+        "-np",
+        "2",
+        "-d",
+        "none",
+    )
+    results = answer(*given)["results"]
+    found = [record["text"] for record in sorted(results, key=lambda record: record["id"])]
+    assert run(*given).stdout == "\n\n".join(found) + "\n"
+    shown = run(*given, FORCE_COLOR="1", NO_COLOR="1").stdout
+    assert f"[1] The old{found[1]}\n\n" in shown
+
+
+def test_one_text_is_streamed_and_coloured_by_source_on_a_terminal() -> None:
+    given = ("A prince", "-n", "48", "-s", "3", *FIXED)
+    text = speculate(*given)["text"]
+    for command in ("speculate", "generate"):
+        assert run(command, *given).stdout.count("\n\n") == 0
+    assert run("speculate", *given).stdout == text + "\n"
+    terminal = run("speculate", *given, FORCE_COLOR="1", TERM="dumb", NO_COLOR="1")
+    assert terminal.stdout.startswith("A prince" + text + "\n\n")
+    assert "tokens a second" in terminal.stdout and ESCAPE not in terminal.stdout
+    colored = run("speculate", *given, FORCE_COLOR="1", TERM="xterm-256color").stdout
+    assert "drafted and accepted" in colored
+    assert "\x1b[32m" in colored and "\x1b[33m" in colored  # drafted: green; corrected: yellow
+
+
+def test_json_of_speculate_is_flat_and_has_the_names_of_the_field() -> None:
+    found = speculate("-n", "20", "-s", "5", *FIXED)
+    assert set(found) == {
+        *("text", "tokens", "finish_reason", "tokens_per_s", "seed", "rule", "explain", "stats")
+    }
+    assert (found["rule"], found["seed"]) == ("seeded", 5)
+    assert found["finish_reason"] in ("length", "stop") and len(found["tokens"]) <= 20
+    assert "tale-draft" in found["explain"]
+    stats = found["stats"]
+    assert set(stats) == set(lb.SpeculativeStats().as_dict())
+    assert 0 < stats["num_accepted_tokens"] <= stats["num_draft_tokens"]
+    with lb.load(n_threads=1) as ctx:
+        plain = lb.Speculator(ctx).generate(
+            "Once upon a time", max_tokens=20, sampling=lb.SamplingParams(seed=5)
+        )
+        assert found["tokens"] == plain.finish().tokens
+    assert speculate("-n", "8")["rule"] == "block"
+    assert speculate("-n", "8", "--temp", "0")["rule"] == "seeded"
+
+
+def test_same_seed_gives_the_same_text_and_another_seed_another() -> None:
+    one, again, other = (speculate("-n", "32", "-s", seed) for seed in "112")
+    assert one["tokens"] == again["tokens"] != other["tokens"]
+
+
+def test_prompt_comes_from_standard_input_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("Once upon\na time\n\n")
+    results = answer("generate", "-p", "A", "-f", path, "-n", "2", "-d", "none")["results"]
+    # One newline is taken off, as llama.cpp does.
+    assert {result["prompt"] for result in results} == {"A", "Once upon\na time\n"}
+    (read,) = answer("generate", "-", "-n", "2", "-s", "1", stdin="The king")["results"]
+    assert read["prompt"] == "The king"
+
+
+def test_stop_text_and_full_context_end_the_generation() -> None:
+    found = speculate("--stop", " ", "-s", "1", "-n", "64")
+    assert found["finish_reason"] == "stop" and " " not in found["text"]
+    arguments = ("-c", "256", "-n", "400", "--ignore-eos", "-s", "1")
+    assert speculate(*arguments)["finish_reason"] == "capacity"
+    assert "raise --ctx-size" in said_by("speculate", *arguments)
+
+
+def test_structure_that_the_limit_cuts_is_warned_of() -> None:
+    common = ("generate", "-p", "The king", "--grammar", "/ is [0-9]{8}/")
+    cut = run(*common, "-n", "3")
+    assert cut.exit_code == 0, cut.stderr
+    assert "-n ended the text before its grammar" in cut.stderr
+    assert re.search(r"finish reason +length", cut.stderr)
+    whole = run(*common, "-n", "40")
+    assert "warning" not in whole.stderr and re.search(r"finish reason +stop", whole.stderr)
+    (result,) = answer(*common, "-n", "40", "-s", "1")["results"]
+    assert re.fullmatch(r" is [0-9]{8}", result["text"])
+
+
+def test_one_bad_request_does_not_stop_the_others() -> None:
+    stdin = '{"prompt": "The king"}\n{"prompt": [5, 99999999], "id": "bad"}\n'
+    result = run("generate", "--input", "-", "-n", "4", stdin=stdin)
+    assert result.exit_code == 1
+    assert "bad: token 99999999" in result.stderr and "failed" in result.stderr
+    assert result.stdout.strip()
+
+
+def test_lines_have_priorities_and_ask_for_detail(tmp_path: Path) -> None:
+    lines = [
+        {"id": "later", "prompt": "The wolf", "priority": 3},
+        {"id": "sooner", "prompt": "The king", "prompt_logprobs": 2, "max_tokens": 3},
+    ]
+    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    done = run(
+        "generate", "-i", source, "-o", results, "-np", "1", "-n", "4", "--top-logprobs", "1",
+        "-s", "1", "-S", "prefix_cache=true",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    sooner, later = (json.loads(line) for line in results.read_text("utf-8").splitlines())
+    assert [sooner["id"], later["id"]] == ["sooner", "later"]
+    assert [one["token"] for one in sooner["logprobs"]] == sooner["tokens"]
+    assert [len(one["alternatives"]) for one in later["logprobs"]] == [1] * len(later["tokens"])
+    assert sooner["prompt_logprobs"][0] is None and sooner["prompt_logprobs"][1]["rank"] >= 1
+    assert "prompt_logprobs" not in later
+
+
+def test_control_tokens_of_a_prompt_are_parsed_unless_a_line_says_not(tmp_path: Path) -> None:
+    vocabulary = Vocabulary.with_control("<s>", "</s>", "<|im_end|>")
+    model, prompt = write_toy(tmp_path / "toy.gguf", vocab=vocabulary), "a<|im_end|>b"
+    settings = {"prompt": prompt, "seed": 1, "max_tokens": 6}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, [settings, {**settings, "parse_special": False}])))
+    found = texts(answer("generate", "-i", path, "-m", model, "-d", "none"))
+    with lb.load(model, n_ctx=256, n_threads=1) as ctx:
+        for name, parses in (("0.0", True), ("1.0", False)):
+            with lb.Branch.start(ctx, prompt, seed=1, parse_special=parses) as branch:
+                assert found[name] == "".join(token.text for token in branch.generate(6))
+    assert found["0.0"] != found["1.0"]
+    assert answer("score", prompt, "-m", model)["total"]["n_tokens"] == 3  # after BOS
+
+
+@pytest.mark.parametrize("command", ["generate", "search"])
+def test_chat_prints_the_answer_on_a_line_of_its_own(command: str, tmp_path: Path) -> None:
+    template = {"tokenizer.chat_template": CHAT_TEMPLATE}
+    model = write_toy(tmp_path / "chat.gguf", vocab="bytes", metadata=template)
+    given = (command, "-p", "Hi there", "-m", model, "-d", "none", "-s", "1", "-n", "4")
+    terminal = {"FORCE_COLOR": "1", "NO_COLOR": "1"}
+    assert "Hi there\n" not in run(*given, **terminal).stdout
+    assert "Hi there\n" in run(*given, "--chat", **terminal).stdout
+
+
+@pytest.mark.filterwarnings("always::llamabranch.ContextLengthWarning")
+def test_warning_is_one_line_on_standard_error() -> None:
+    given = ("-n", "1040", "-d", "none", "-c", "2048", "--ignore-eos", "--json")
+    result = run("speculate", *given)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.startswith("warning: ") and "1024 tokens" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+# -- drafters ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", ["lookup", "suffix", "suffix+tale-draft", "lookup+suffix"])
+def test_every_drafter_gives_the_text_of_plain_decoding(draft: str) -> None:
+    arguments = (REFRAIN, "-n", "48", "-s", "7", "--temp", "0")
+    drafted = speculate("-d", draft, *arguments, *FIXED)
+    assert drafted["tokens"] == speculate("-d", "none", *arguments)["tokens"]
+    assert drafted["stats"]["num_accepted_tokens"] > 0
+    files = draft.replace("tale-draft", "tale-draft-q8_0")  # models are named by their files
+    assert files in drafted["explain"]
+
+
+def test_draft_none_decodes_plainly_and_a_length_bounds_what_a_round_drafts() -> None:
+    arguments = ("-n", "24", "-s", "7")
+    plain, fixed = speculate("-d", "none", *arguments), speculate("-k", "2", *arguments)
+    assert plain["tokens"] == fixed["tokens"] == speculate(*arguments)["tokens"]
+    assert plain["stats"]["num_draft_tokens"] == 0
+    assert plain["explain"] == "plain decoding: there is no drafter"
+    assert fixed["stats"]["num_draft_tokens"] <= 2 * fixed["stats"]["num_drafts"]
+    stopped = speculate("-S", "entropy_stop=0", *arguments)["stats"]
+    assert (stopped["num_draft_tokens"], stopped["draft_acceptance_rate"]) == (0, None)
+
+
+def test_file_with_a_plus_in_its_name_is_no_chain(tmp_path: Path) -> None:
+    path = write_toy(tmp_path / "a+b.gguf", vocab="bytes")
+    found = speculate("Hi", "-m", path, "-d", path, "-n", "8", *FIXED, "-s", "1")
+    assert found["stats"]["draft_acceptance_rate"] == 1.0
+
+
+def test_draft_of_another_vocabulary_drafts_through_the_text(tmp_path: Path) -> None:
+    other = write_toy(tmp_path / "other.gguf", vocab="bytes")
+    given = ("speculate", "-n", "16", "-s", "7", "--json", *FIXED)
+    result = run(*given, "-d", other)
+    assert "another vocabulary" in result.stderr
+    assert json.loads(result.stdout)["tokens"] == speculate(*given[1:], "-d", "none")["tokens"]
+
+
+def test_how_it_drafted_is_told_on_request() -> None:
+    arguments = ("speculate", "-n", "16", "-s", "7", *FIXED)
+    assert "drafter: " not in said_by(*arguments)
+    shown = run(*arguments, "-v").stderr
+    assert "drafter: tale-draft-q8_0; always 4 tokens a draft" in shown
+    assert "no drafter" in said_by(*arguments, "-d", "none", "-v")
+
+
+# -- compared with plain decoding ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_compare_gives_the_text_of_plain_decoding(temperature: str) -> None:
+    found = speculate("--compare", "--temp", temperature, "-n", "40", "-s", "7", *FIXED)
+    plain = found["plain"]
+    assert set(plain) == {"text", "tokens", "tokens_per_s"}
+    assert (plain["text"], plain["tokens"]) == (found["text"], found["tokens"])
+    assert found["speedup"] == pytest.approx(found["tokens_per_s"] / plain["tokens_per_s"])
+    assert found["same_text"] is found["same_text_expected"] is found["batch_invariant"] is True
+    assert found["divergence"] is None and found["speedup_interval"]["n"] >= 1
+
+
+def test_compare_takes_several_prompts_and_picks_a_seed() -> None:
+    found = answer("generate", *PROMPTS, "--compare", "-n", "12", *FIXED)
+    assert found["same_text"] is True and len(found["plain"]["results"]) == 3
+    again = answer("generate", *PROMPTS, "-s", found["seed"], "-n", "12")
+    assert texts(again) == texts(found) == texts(found["plain"])
+    shown = run("generate", *PROMPTS, "--compare", "-n", "12", *FIXED).stderr
+    rows = {line.split("  ")[0]: line.split()[-2:] for line in shown.splitlines() if line}
+    assert rows["same text"][-1] == "yes" and float(rows["speedup"][0]) > 0
+    assert "Machine: " in shown
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rule_lossless_in_distribution_expects_no_equal_text(rule: str) -> None:
+    arguments = ("-S", f"rule={rule}", "--compare", "-n", "32", "-s", "7", *FIXED)
+    found = speculate(*arguments)
+    assert (found["rule"], found["same_text_expected"]) == (rule, False)
+    assert found["divergence"] is None
+    expected = f"same text: not expected (rule {rule} is lossless in distribution)"
+    assert expected in said_by("speculate", *arguments)
+    assert speculate(*arguments, "--temp", "0")["same_text"] is True
+
+
+def test_repeated_runs_of_a_comparison_do_not_copy_each_other() -> None:
+    # With an index shared by all runs the second one would find its own text and accept all of it.
+    arguments = ("A prince", "-d", "suffix", "-s", "3", "-n", "40", *FIXED)
+    alone, again = speculate(*arguments), speculate(*arguments, "--compare")
+    counts = [run["stats"]["num_accepted_tokens"] for run in (alone, again)]
+    assert counts[0] == counts[1] < 20
+
+
+def _flawed(*arguments: Any, **options: Any) -> Comparison | None:
+    """Compare as usual, then pretend that plain decoding had generated another token 5."""
+    found = compare(*arguments, **options)
+    if found is not None:
+        (result,) = found.plain[0].results
+        result.tokens = [*result.tokens[:5], 0, *result.tokens[6:]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ((), "batch-invariant (measured"),
+        (("--temp", "0", "--kv-type", "f16"), "rounding of this size does not explain it"),
+    ],
+)
+def test_texts_that_differ_are_reported_with_place_and_gap(
+    more: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("llamabranch.cli.generate")
+    monkeypatch.setattr(module, "compare", _flawed)
+    arguments = ("--compare", "-n", "12", "-s", "7", *FIXED, *more)
+    found = speculate(*arguments)
+    divergence = found["divergence"]
+    assert found["same_text"] is False
+    assert (divergence["position"], divergence["tokens"]) == (5, [0, found["tokens"][5]])
+    assert divergence["gap"] > 0 and divergence["explained"] is False
+    shown = said_by("speculate", *arguments)
+    assert "First difference at token 5: " in shown and told in shown
+    assert "bug in llamabranch" in shown
+
+
+def _times(
+    drafted: Sequence[float],
+    plain: Sequence[float],
+    monkeypatch: pytest.MonkeyPatch,
+    n_drafted: int,
+) -> tuple[Comparison, list[str]]:
+    """Compare runs that say they took so many seconds, one after another."""
+    log: list[str] = []
+    clock = [0.0]
+
+    def timed(name: str, seconds: Sequence[float], n: int) -> Callable[[], Run]:
+        left: Iterator[float] = iter(seconds)
+
+        def run_once() -> Run:
+            log.append(name)
+            took = next(left)
+            clock[0] += took
+            stats = lb.SpeculativeStats(num_drafts=min(n, 5), num_draft_tokens=n)
+            result = lb.Result("0", 0, "", "text", list(range(10)), "length", 1, stats)
+            return Run([result], took)
+
+        return run_once
+
+    runs = {"drafted": timed("drafted", drafted, n_drafted), "plain": timed("plain", plain, 0)}
+    monkeypatch.setattr(comparison, "run", lambda engine, requests: runs[engine]())
+    monkeypatch.setattr(comparison, "perf_counter", lambda: clock[0])
+    given: Any = ("drafted", "plain", [], InterruptHandler())
+    found = compare(*given)
+    assert found is not None
+    return found, log
+
+
+ONE_SLOWER = [0.1, *[0.2] * 11]  # of plain runs: the first pair disagrees with the others
+
+
+@pytest.mark.parametrize(
+    ("drafted", "plain", "n_drafted", "n_pairs", "verdict"),
+    [
+        ([0.15] * 12, ONE_SLOWER, 20, 12, "faster"),
+        ([0.1] * 12, [0.2] * 12, 20, 7, "faster"),  # seven that agree are enough
+        ([0.3] * 12, [0.2] * 12, 20, 7, "slower"),
+        ([3.0, 3.1, 2.9, 3.0, 3.0], [9.0] * 5, 20, 5, "faster"),  # within the time
+        ([40.0], [90.0], 20, 1, "inconclusive"),  # longer than the time: not repeated
+        ([0.1] * 12, [0.09, 0.15] * 6, 20, 12, "inconclusive"),
+        ([0.1] * 12, [0.2] * 12, 0, 7, "nothing drafted"),
+    ],
+)
+def test_verdict_needs_the_whole_interval_and_noise_is_no_answer(
+    drafted: list[float],
+    plain: list[float],
+    n_drafted: int,
+    n_pairs: int,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, log = _times(drafted, plain, monkeypatch, n_drafted)
+    assert log.count("drafted") == log.count("plain") == found.interval.n == n_pairs
+    assert log[:4] in (["drafted", "plain", "plain", "drafted"], ["drafted", "plain"])
+    assert found.verdict == verdict
+    told = found.explain()
+    assert told.startswith("Inconclusive") == (verdict in ("inconclusive", "nothing drafted"))
+    if verdict == "inconclusive":
+        assert ("fewer than 3" in told) == (n_pairs < 3) and "`llamabranch bench`" in told
+
+
+# -- which model drafts --------------------------------------------------------------------------------
+
+
+def test_models_are_taken_by_name_and_by_path() -> None:
+    paths = ("-m", hub.resolve(hub.BUNDLED_TARGET), "-d", hub.resolve(hub.BUNDLED_DRAFT))
+    names = ("-m", "tale-target", "-d", "tale-draft")
+    by_path, by_name = (speculate(*each, "-n", "8", "-s", "1") for each in (paths, names))
+    assert replace_times(by_path) == replace_times(by_name)
+
+
+def replace_times(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: found[key] for key in ("text", "tokens", "seed", "rule", "finish_reason")}
+
+
+def test_comparison_of_one_request_counts_as_the_text_alone(ctx: lb.Context) -> None:
+    engine = lb.Engine(ctx, lb.NullDrafter())
+    request = lb.Request("Once", id="0", max_tokens=4)
+    found = comparison.run(engine, [request])
+    assert found.rate > 0 and found.tokens == [list(found.results[0].tokens)]
+    assert replace(found, seconds=0.0).rate != found.rate

@@ -1,0 +1,294 @@
+"""Options: few, the same everywhere, by llama.cpp's names; help, hints, former names."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import answer, run, said_by
+from toys import CHAT_TEMPLATE, write_toy
+
+import llamabranch as lb
+from llamabranch import hub
+from llamabranch.cli.app import COMMANDS, HIDDEN, MOVED, load_command
+from llamabranch.cli.command import HINTS, spread_out
+
+TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
+SHORT = ("-c", "256", "-d", "none")
+ROOT = Path(__file__).parents[2]
+
+
+def options(name: str) -> list[Any]:
+    return [
+        param
+        for param in load_command(name).params
+        if param.param_type_name == "option" and param.name != "help"
+    ]
+
+
+def test_there_are_twelve_commands_at_most_and_their_own_help_begins_as_the_list() -> None:
+    assert len(COMMANDS) <= 12
+    for name, line in COMMANDS.items():
+        assert (load_command(name).help or "").split("\n\n")[0].replace("\n", " ") == line
+        assert load_command(name).name == name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_few_options_and_help_shows_the_first_of_them(name: str) -> None:
+    command: Any = load_command(name)
+    assert len(options(name)) <= 35
+    assert len(command.first) <= 14
+    assert command.first <= {param.name for param in options(name)}
+    short, whole = (run(name, each).stdout for each in ("--help", "--help-all"))
+    for param in options(name):
+        assert param.opts[0] in whole
+        assert (f"{param.opts[0]} " in short) >= (param.name in command.first)
+    if len(options(name)) > len(command.first):
+        assert "--help-all" in short and "Other names" not in short
+    assert short.count("--") <= whole.count("--")
+
+
+def test_an_option_means_the_same_in_every_command() -> None:
+    meant: dict[str, str] = {}
+    for name in COMMANDS:
+        for param in options(name):
+            if param.name == "text_file":  # llama-perplexity's -f
+                continue
+            for option in param.opts:
+                assert meant.setdefault(option, param.opts[0]) == param.opts[0], (name, option)
+
+
+def test_the_page_of_the_command_line_is_what_its_generator_prints() -> None:
+    made = subprocess.run(
+        [sys.executable, ROOT / "docs" / "hooks" / "cli_page.py", "--print"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    page = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    assert page == made.stdout, "python docs/hooks/cli_page.py writes it"
+    assert len(page.split()) <= 2500
+
+
+# -- llama.cpp's spellings -----------------------------------------------------------------------------
+
+# Each line: the same text, by other names of the same options. What all have: -m, -c, -t.
+SPELLINGS = (
+    ("generate", "The old king", "--target", TARGET, "--draft", DRAFT, "--draft-length", 3,
+     "--max-tokens", 12, "--temperature", 0.7, "--seed", 5, "--n-ctx", 256, "--threads", 1),
+    ("generate", "-p", "The old king", "-m", TARGET, "-md", DRAFT, "--draft-max", 3, "-n", 12,
+     "--temp", 0.7, "-s", 5, "-c", 256, "-t", 1, "-ngl", 0, "-np", 1),
+    ("generate", "-f", "FILE", "--model", TARGET, "--model-draft", DRAFT, "--spec-draft-n-max", 3,
+     "--n-predict", 12, "--temp", 0.7, "--seed", 5, "--ctx-size", 256, "-t", 1,
+     "--n-gpu-layers", "all", "-fa", "1"),
+    ("generate", "--prompts", "The old king", "--target_model", TARGET, "--draft_model", DRAFT,
+     "--gamma", 3, "--max_tokens", 12, "--temperature", 0.7, "--seed", 5, "-c", 256, "-t", 1),
+    ("generate", "The old king", "-m", TARGET, "--auto_regressive", "-n12", "--temp", 0.7, "-s5",
+     "-c", 256, "-t", 1, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.05, "--repeat-penalty", 1,
+     "-ctk", "bf16", "-ctv", "bf16", "--parallel", 4),
+)  # fmt: skip
+
+
+def test_a_text_is_the_same_by_the_names_of_llama_cpp_vllm_and_the_papers(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("The old king\n")
+    found = []
+    for line in SPELLINGS:
+        given = [str(path) if each == "FILE" else each for each in line]
+        found.append(answer(*given)["results"][0]["tokens"])
+    assert found == [found[0]] * len(SPELLINGS)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["--prompts", "a", "b"], ["--prompts", "a", "--prompts", "b"]),
+        (
+            ["--prompts", "a", "-p", "b", "c"],
+            ["--prompts", "a", "--prompts", "b", "--prompts", "c"],
+        ),
+        (["--prompts=-a", "b"], ["--prompts=-a", "--prompts", "b"]),
+        (["--prompts", "a", "--seed", "1"], ["--prompts", "a", "--seed", "1"]),
+        (["--input", "-", "--max_tokens=5"], ["--input", "-", "--max-tokens=5"]),
+        (["--no_such_thing", "x_y"], ["--no_such_thing", "x_y"]),
+        (["-p", "a", "--auto_regressive"], ["--prompts", "a", "--draft", "none"]),
+    ],
+    ids=" ".join,
+)
+def test_every_prompt_gets_its_option(given: list[str], meant: list[str]) -> None:
+    known = {"--prompts", "-p", "--seed", "--input", "--max-tokens", "--draft"}
+    assert spread_out(given, known) == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        (
+            ["typical_p=0.9", "top-n-sigma=2", "xtc_probability=0.5", "xtc_threshold=0.2"],
+            {"typical_p": 0.9, "top_n_sigma": 2, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+        ),
+        (
+            ["presence_penalty=1", "frequency_penalty=0.5", "penalty_last_n=20"],
+            {"presence_penalty": 1, "frequency_penalty": 0.5, "penalty_last_n": 20},
+        ),
+        (
+            ["dry_multiplier=2", "dry_base=1.2", "dry_allowed_length=1", 'dry_sequence_breakers=["e"]'],
+            {
+                "dry_multiplier": 2, "dry_base": 1.2, "dry_allowed_length": 1,
+                "dry_sequence_breakers": ("e",),
+            },
+        ),
+        (
+            ["dynatemp_range=0.7", "dynatemp_exponent=2", 'logit_bias={"300": 4.5, "301": -50}'],
+            {"dynatemp_range": 0.7, "dynatemp_exponent": 2, "logit_bias": {300: 4.5, 301: -50.0}},
+        ),
+    ],
+    ids=["truncation", "penalties", "dry", "temperature and bias"],
+)  # fmt: skip
+def test_rare_settings_are_those_of_the_library(
+    given: list[str], settings: dict[str, object]
+) -> None:
+    prompt = "Once upon a time there was a king and a king and a king"
+    common = ("speculate", prompt, *SHORT, "-n", "24", "-s", "3", "--temp", "1.2")
+    found = answer(*common, *(each for text in given for each in ("-S", text)))["tokens"]
+    sampling = lb.SamplingParams(temperature=1.2, seed=3).replace(**settings)
+    with lb.load(n_ctx=256, n_threads=1) as ctx:
+        expected = lb.Speculator(ctx).generate(prompt, max_tokens=24, sampling=sampling).finish()
+    assert found == expected.tokens
+    assert found != answer(*common)["tokens"]
+
+
+def test_settings_of_loading_and_drafting_are_taken() -> None:
+    given = ("speculate", "Once upon a time", "-s", "1", "-n", "12")
+    plain = answer(*given, "-d", "none")["tokens"]
+    for more in (
+        ("-S", "n_batch=64", "-S", "n_ubatch=16", "-S", "use_mlock=true", "-S", "use_mmap=false"),
+        ("-S", "kv_unified=false"),
+        ("-k", "4", "-S", "rule=seeded", "-S", "entropy_stop=1"),
+    ):
+        assert answer(*given, *more)["tokens"] == plain
+    assert answer(*given, "-k", "4", "-S", "rule=token")["rule"] == "token"
+    found = answer("generate", "Once", "-n", "4", "-S", "batch_invariant=false")
+    assert found["batch_invariant"] is False
+
+
+def test_minus_one_is_a_random_seed_and_no_limit() -> None:
+    given = ("speculate", "Once", *SHORT, "--temp", "1.5")
+    seeds = {answer(*given, "-n", "4", "-s", "-1")["seed"] for _ in range(2)}
+    assert len(seeds) == 2 and -1 not in seeds
+    limited = answer(*given, "-n", "-1", "-s", "1", "--ignore-eos")
+    assert limited["finish_reason"] == "capacity"
+
+
+def test_context_of_zero_tokens_is_the_trained_length() -> None:
+    with lb.Model(hub.resolve(hub.BUNDLED_TARGET), vocab_only=True) as model:
+        n_ctx = int(model.metadata["llama.context_length"])
+    given = ("speculate", "Once", "-d", "none", "-n", "-1", "-s", "1", "--ignore-eos")
+    assert n_ctx - 4 <= len(answer(*given, "-c", "0")["tokens"]) <= n_ctx
+
+
+def test_structure_is_a_text_a_file_or_an_expression(tmp_path: Path) -> None:
+    grammar, schema = tmp_path / "g.gbnf", tmp_path / "s.json"
+    grammar.write_text('root ::= " yes" | " no"')
+    schema.write_text('{"enum": ["king", "queen"]}')
+    given = ("speculate", "Once", "-s", "1")
+    for option, texts in (
+        (("--grammar", grammar), (" yes", " no")),
+        (("--grammar", grammar.read_text()), (" yes", " no")),
+        (("--grammar", "/ (yes|no)/"), (" yes", " no")),
+        (("-j", schema), ('"king"', '"queen"')),
+        (("--json-schema", schema.read_text()), ('"king"', '"queen"')),
+    ):
+        assert answer(*given, *option)["text"] in texts
+
+
+def test_system_message_and_template_are_taken(tmp_path: Path) -> None:
+    template = {"tokenizer.chat_template": CHAT_TEMPLATE}
+    model = write_toy(tmp_path / "chat.gguf", vocab="bytes", metadata=template)
+    own = tmp_path / "template.jinja"
+    own.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    given = ("speculate", "Hi", "-m", model, *SHORT, "-n", "8", "-s", "1")
+
+    def expected(messages: list[tuple[str, str]] | None, prompt: str = "") -> list[int]:
+        sampling = lb.SamplingParams(seed=1)
+        with lb.load(model, n_ctx=256, n_threads=1) as ctx:
+            tokens = ctx.tokenize(prompt, parse_special=True)
+            if messages is not None:
+                written = [{"role": role, "content": content} for role, content in messages]
+                tokens = ctx.model.prompt_tokens(written)
+            text = lb.Speculator(ctx).generate(tokens, max_tokens=8, sampling=sampling)
+            return text.finish().tokens
+
+    system = ("-sys", "Be brief.")
+    asked = expected([("system", "Be brief."), ("user", "Hi")])
+    assert answer(*given, *system)["tokens"] == answer(*given, *system, "--chat")["tokens"] == asked
+    assert answer(*given, "--chat")["tokens"] == expected([("user", "Hi")])
+    wrapped = expected(None, "<Be brief.><Hi>")
+    for named in (own, own.read_text()):
+        assert answer(*given, *system, "--chat-template", named)["tokens"] == wrapped
+    assert "unknown chat template 'ChatML'" in said_by(*given, "--chat-template", "ChatML")
+
+
+# -- hints ---------------------------------------------------------------------------------------------
+
+
+def test_flags_that_a_command_lacks_get_a_hint() -> None:
+    assert len(HINTS) <= 30
+    known = {option for name in COMMANDS for p in options(name) for option in p.opts}
+    for names, hint in HINTS.items():
+        for name in names.split():
+            if name in known:  # of another command
+                continue
+            said = said_by("generate", name, "x")
+            assert f"No such option: {name} (" in said, name
+            assert hint.split()[0] in said
+            assert run("generate", name).exit_code == 2
+    assert "--temperature" in said_by("generate", "--temprature", "1")
+    assert said_by("bench", "-p", "512", "-r", "3").count("not llama-bench's") == 1
+    assert "llamabranch generate -m" in said_by("-m", "a.gguf", "-p", "x")
+    assert "$'...\\n...'" in said_by("speculate", r"a\nb", *SHORT, "-n", "1")
+
+
+def test_a_value_that_looks_like_an_option_is_a_value() -> None:
+    assert run("speculate", "--stop", "-hff", "-n", "2").exit_code == 0
+    assert run("speculate", "-n2", "-k2", "-dlookup").exit_code == 0
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_former_commands_name_the_new_one(name: str) -> None:
+    result = run(name, "x", "--json")
+    assert result.exit_code == 2
+    assert f"llamabranch {MOVED[name]}" in json.loads(result.stdout)["error"]["message"]
+    assert MOVED[name].split()[0].rstrip(",") in COMMANDS
+
+
+def test_hidden_names_are_not_listed_and_work() -> None:
+    shown = run("--help").stdout
+    assert all(name in shown for name in COMMANDS)
+    for name in HIDDEN:
+        assert name not in shown
+        assert run(name, "--help").exit_code == 0
+    assert run("--version").stdout.startswith("llamabranch 0.")
+
+
+@pytest.mark.smollm2
+def test_commands_agree_on_the_model_and_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generate and select took the tale model in silence, chat and demo SmolLM2."""
+    catalogue = importlib.import_module("llamabranch.hub.catalogue")
+    few = ("-n", "1", "--temp", "0")
+    commands = (
+        ("generate", "-p", "The capital of France is", *few),
+        ("score", "--context", "The capital of France is", " Paris", " Rome", "--best", "mean"),
+        ("speculate", "The capital of France is", *few),
+        ("chat", "-p", "Hello", *few),
+    )
+    for name in ("smollm2-135m", "tale-target"):
+        monkeypatch.setattr(catalogue, "DEFAULT_MODEL", name)
+        for command in commands:
+            assert f"model: {name}" in run(*command).stderr, command
+    monkeypatch.setattr(catalogue, "DEFAULT_MODEL", "not-installed")
+    assert "model: tale-target" in run(*commands[0]).stderr
+    assert "model: " not in run(*commands[1], "-m", "tale-target").stderr

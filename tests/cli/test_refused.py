@@ -1,0 +1,236 @@
+"""Calls that are refused: one line and a hint, the right exit code; also as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from commands import run, said_by
+from toys import write_toy
+
+from llamabranch import hub
+
+LONG = "The king was old. " * 400
+TEXT = "Once upon a time there was a king who had three sons.\n" * 20
+
+# The arguments, and a part of the message; TEXT, EMPTY, LATIN, MODEL, FOLDER are files of the test.
+WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("no-such-command",), "no-such-command"),
+    (("speculate", "--no-such-option"), "--no-such-option"),
+    (("speculate", "--draft-length", "four"), "neither a number nor auto"),
+    (("speculate", "--draft-length", "-1"), "draft"),
+    (("speculate", "--draft", "suffix+"), "not a chain of drafters"),
+    (("speculate", "--draft", "none+suffix"), "not a chain of drafters"),
+    (("speculate", "--draft", "suffix+tale-dratf"), "did you mean tale-draft?"),
+    (("speculate", "--draft", "16"), "--draft-max 16"),
+    (("speculate", "-S", "rule=best"), "unknown rule 'best'"),
+    (("speculate", "-S", "hotness=3"), "no setting 'hotness'"),
+    (("speculate", "-S", "typical_p"), "not NAME=VALUE"),
+    (("speculate", "-S", "typical_p=x"), "typical_p"),
+    (("speculate", "--temperature", "1e5"), "temperature"),
+    (("speculate", "-n", "0"), "not at least 1"),
+    (("speculate", "-n", "-3"), "not at least 1"),
+    (("speculate", "--target", "tale-targte"), "did you mean tale-target?"),
+    (("speculate", "--target", "absent.gguf", "--draft", "none"), "no file absent.gguf"),
+    (("speculate", "--grammar", "absent.gbnf"), "cannot read absent.gbnf"),
+    (("speculate", "--grammar", "a", "--json-schema", "{}"), "exclude each other"),
+    (("speculate", "--grammar", "/(a/"), "unclosed group"),
+    (("speculate", "--json-schema", '{"properties": 5}'), "properties"),
+    (("speculate", "--json-schema", "{"), "schema"),
+    (("speculate", "--kv-type", "f7"), "f7"),
+    (("speculate", "-ctk", "q8_0", "-ctv", "f16"), "K and V have one type"),
+    (("speculate", "-ctv", "q8_0", "-fa", "0"), "needs flash attention"),
+    (("speculate", "-fa", "maybe"), "none of on, off, auto"),
+    (("speculate", "-ngl", "many"), "many"),
+    (("speculate", "a", "b"), "speculate has one text"),
+    (("generate", "--seed", "1"), "there is no prompt"),
+    (("generate", "--prompts"), "at least one prompt"),
+    (("generate", "a", "--resume"), "needs --output"),
+    (("generate", "a", "--compare", "-o", "NEW"), "leave out --output"),
+    (("generate", "--input", "no-such-file.txt"), "cannot read no-such-file.txt"),
+    (("generate", "a", "--output", "no/such/folder/out.jsonl"), "cannot write"),
+    (("generate", "a", "--output", "MODEL"), "already exists"),
+    (("generate", "a", "--output", "FOLDER"), "is a folder"),
+    (("generate", "a", "--draft", "no-such-model"), "no-such-model"),
+    (("generate", "a", "--samples", "100000000"), "from 1 to"),
+    (("generate", "a", "--ray", "local"), "--input"),
+    (("search", "a", "b"), "more than one prompt"),
+    (("search", "a", "--method", "best"), "methods"),
+    (("search", "a", "--method", "mcts"), "reward"),
+    (("search", "a", "--method", "vote", "--answer", "("), "regular expression"),
+    (("search", "a", "--method", "best-of", "-n", "2", "--reward", "echo good"), "good"),
+    (("search", "a", "--method", "best-of", "-n", "2", "--reward", "exit 3"), "exit code 3"),
+    (("search", "a", "--method", "smc", "--top-k", "5"), "top_k"),
+    (("search", "a", "-n", "-1"), "needs a limit"),
+    (("search", "a", "-w", "0"), "width"),
+    (("score",), "there is no text"),
+    (("score", "--context", "The king"), "needs a text that continues it"),
+    (("score", "--context", "The king", ""), "has no tokens"),
+    (("score", "--context", "The king", "", "--best", "mean"), "must not be empty"),
+    (("score", "a", "--best", "mean"), "needs a --context"),
+    (("score", "--context", "a", "b", "--best", "good"), "unknown --best"),
+    (("score", "--input", "missing.jsonl"), "cannot read missing.jsonl"),
+    (("eval", "arc"), "arc"),
+    (("eval", "--tasks-dir", "no-folder"), "not a folder"),
+    (("eval", "--resume"), "needs --output"),
+    (("eval", "-o", "FOLDER"), "is a folder"),
+    (("eval", "--chunks", "3"), "need --perplexity"),
+    (("eval", "last_word", "--perplexity", "TEXT"), "tasks go with neither"),
+    (("eval", "--perplexity", "LATIN"), "cannot read"),
+    (("eval", "--perplexity", "EMPTY"), ""),
+    (("eval", "--perplexity", "none.txt"), "cannot read"),
+    (("eval", "--perplexity", "TEXT", "-c", "1024"), "tokens"),
+    (("eval", "--perplexity", "TEXT", "--save-logits", "MODEL"), "already exists"),
+    (("eval", "--perplexity", "TEXT", "--stride", "8", "--chunks", "2"), "--stride goes with"),
+    (("eval", "--perplexity", "TEXT", "--resume"), "--resume needs --output"),
+    (("eval", "--against", "TEXT"), "no file of log-probabilities"),
+    (("eval", "--against", "tale-draft"), "needs --perplexity"),
+    (("eval", "--perplexity", "TEXT", "--against", "tale-target", "-m", "tale-target"), "another model"),
+    (("bench", "--target", "tale-targte"), "did you mean tale-target?"),
+    (("bench", "--draft", "suffix+"), "not a chain of drafters"),
+    (("bench", "--input", os.devnull), "has no prompts"),
+    (("bench", "--longest", "0"), "longest"),
+    (("bench", "--runs", "0"), "runs"),
+    (("models", "delete"), "no action"),
+    (("models", "pull"), "takes a model"),
+    (("models", "show", "a", "b", "c"), "one or two"),
+    (("models", "show", "tale-dratf"), "did you mean tale-draft?"),
+    (("models", "--search", "a", "--local"), "exclude each other"),
+    (("serve", "--limit", "max_quue=3"), "did you mean max_queue?"),
+    (("serve", "-np", "0"), "at least 1"),
+    (("chat", "-m", "tale-target"), "there is no message"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    found = {
+        name: str(tmp_path / name) for name in ("TEXT", "EMPTY", "LATIN", "MODEL", "FOLDER", "NEW")
+    }
+    Path(found["TEXT"]).write_text(TEXT, "utf-8")
+    Path(found["EMPTY"]).touch()
+    Path(found["LATIN"]).write_bytes("Größe".encode("latin-1"))
+    Path(found["MODEL"]).write_bytes(hub.resolve("tale-draft").read_bytes())
+    Path(found["FOLDER"]).mkdir()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"), WRONG, ids=[" ".join(each[0])[:60] for each in WRONG]
+)
+def test_wrong_usage_exits_with_2(
+    arguments: tuple[str, ...], complaint: str, files: dict[str, str]
+) -> None:
+    given = [files.get(each, each) for each in arguments]
+    before = {
+        name: Path(path).read_bytes() for name, path in files.items() if name in ("TEXT", "MODEL")
+    }
+    result = run(*given)
+    assert result.exit_code == 2, result.output
+    assert complaint in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    assert before == {name: Path(files[name]).read_bytes() for name in before}
+    answered = run(*given, "--json")
+    (error,) = json.loads(answered.stdout).values()
+    assert answered.exit_code == 2 and set(error) == {"type", "message", "hint"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("speculate",), ("generate", "a"), ("bench", "--draft", "none"), ("models", "show", "MODEL")],
+    ids=lambda c: c[0],
+)
+def test_failure_exits_with_1_in_one_line_and_v_shows_where(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "garbage.gguf"
+    path.write_bytes(b"GGUF" + bytes(64))
+    given = [str(path) if each == "MODEL" else each for each in command]
+    given += [] if command[0] == "models" else ["-m", str(path)]
+    result = run(*given)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert sum(not line.startswith("hint: ") for line in result.stderr.splitlines()) == 1
+    (error,) = json.loads(run(*given, "--json").stdout).values()
+    assert error["type"] == "ModelLoadError" and "garbage.gguf" in error["message"]
+    shown = run(*given, "-v")
+    assert shown.exit_code == 1 and "Traceback" in shown.stderr and "ModelLoadError" in shown.stderr
+
+
+def test_bug_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[hub.CatalogueEntry]:
+        raise ZeroDivisionError("by accident")
+
+    monkeypatch.setattr(hub, "catalogue", fail)
+    result = run("models")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: unexpected ZeroDivisionError: by accident\n")
+    assert "Traceback" not in result.stderr
+
+
+def test_draft_without_a_vocabulary_fails_with_a_reason(tmp_path: Path) -> None:
+    other = write_toy(tmp_path / "other.gguf", vocab="none")
+    result = run("speculate", "--draft", other, "-n", "4")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ")
+
+
+def test_target_that_is_empty_fails_and_one_without_a_draft_says_what_drafts(
+    tmp_path: Path,
+) -> None:
+    path = write_toy(tmp_path / "other.gguf", vocab="bytes")
+    told = f"no smaller model here drafts for {path}: copying from the text"
+    assert told in said_by("speculate", "--target", path, "-n", "4")
+    (tmp_path / "empty.gguf").touch()
+    result = run("speculate", "--target", tmp_path / "empty.gguf")
+    assert result.exit_code == 1 and "the file is empty" in result.stderr
+    assert "no chat template" in said_by("speculate", "Hi", "--chat")
+
+
+@pytest.mark.parametrize("n_ctx", [None, "256"])
+@pytest.mark.parametrize(
+    "command",
+    [("speculate", LONG), ("generate", LONG), ("search", LONG), ("score", LONG),
+     ("score", "--context", LONG, " Old", "--best", "mean")],
+    ids=lambda c: c[0],
+)  # fmt: skip
+def test_prompt_that_is_too_long_is_refused_before_the_model_loads(
+    command: tuple[str, ...], n_ctx: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("llamabranch.load", load)
+    result = run(*command, *([] if n_ctx is None else ["-c", n_ctx]))
+    assert result.exit_code == 1
+    most = "the model is made for 1,024" if n_ctx is None else "--n-ctx is 256"
+    said = " ".join(result.stderr.split())
+    assert "the prompt has " in said and f"tokens, {most}" in said
+
+
+@pytest.mark.parametrize("depth", [20, 200, 20_000])
+def test_schema_that_nests_too_deep_is_wrong_usage(depth: int, tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    inside, ends = '{"type": "array", "items": ' * depth, "}" * depth
+    path.write_text(inside + '{"type": "integer"}' + ends, encoding="utf-8")
+    result = run("speculate", "--json-schema", path, "-n", "4")
+    assert result.exit_code == (0 if depth == 20 else 2), result.output
+    if depth > 20:
+        assert result.stderr == "error: the JSON schema is nested too deep\n"
+
+
+@pytest.mark.parametrize("place", ["missing/file", "dangling"])
+def test_place_that_cannot_be_written_is_refused_before_a_model_loads(
+    place: str, tmp_path: Path
+) -> None:
+    path, aim = tmp_path / place, tmp_path / "aim"
+    if place == "dangling":
+        path.symlink_to(aim)
+    result = run("generate", "Once", "-o", path, "-m", tmp_path / "no-such-model.gguf")
+    assert result.exit_code == 2
+    assert str(path) in result.stderr and "no-such-model" not in result.stderr
+    assert not aim.exists()

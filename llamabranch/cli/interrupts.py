@@ -120,7 +120,8 @@ def reporting_errors(console: Console, *, debug: bool, as_json: bool = False) ->
     """Turn exceptions into one line on standard error and an exit code.
 
     A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130.
-    ``debug`` prints the traceback too, ``as_json`` the error as a JSON object to standard output.
+    ``debug`` prints the traceback of what failed too, ``as_json`` the error as a JSON object to standard
+    output.
     Warnings of the library become one line each.
     """
 
@@ -137,7 +138,6 @@ def reporting_errors(console: Console, *, debug: bool, as_json: bool = False) ->
             _show_warnings(console)
             yield
     except (KeyboardInterrupt, DecodeInterruptedError) as error:
-        _trace(debug)
         console.note("interrupted")
         if as_json:
             print_json_error(error, "interrupted", None)

@@ -36,7 +36,6 @@ from .request import EngineStats, Event, Request, Result
 
 __all__ = ["AnyRequest", "Engine", "Target", "opened"]
 
-_PARALLEL = 8  # texts at a time of an engine that opens its model
 Target = Context | Model | str | os.PathLike[str]
 Messages = Sequence[Message]
 AnyRequest = Request | str | Messages

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +109,7 @@ def test_repository_alone_is_enough(hub: FakeHub) -> None:
 def test_on_a_terminal_a_download_starts_after_its_size_was_shown(hub: FakeHub) -> None:
     command = [sys.executable, "-m", "llamabranch.cli", "models", "show", DRAFT, "--json"]
     leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower) as process:
         os.close(follower)
         assert process.stdout is not None

@@ -759,7 +759,9 @@ app(sys.argv[1:])
 @pytest.mark.parametrize("command", ["speculate", "doctor", "generate"])
 def test_ctrl_c_while_a_model_loads_ends_the_command(command: str) -> None:
     arguments = ["-p", "The king"] if command == "generate" else []
-    assert run_interrupted(LOADING_COMMAND, command, *arguments, "--verbose") == ""
+    printed = run_interrupted(LOADING_COMMAND, command, *arguments, "--verbose")
+    # doctor tells what it knows as it goes
+    assert printed.startswith("\nversions\n") if command == "doctor" else printed == ""
 
 
 FINALIZER = """

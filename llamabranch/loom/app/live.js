@@ -103,7 +103,10 @@ function outline({ nodes, children }) {
 /** @param {Search} search */
 function drawSearch(search) {
   const { job, kind, stats, sizes, votes, nodes } = search;
-  const state = store.jobs.get(job)?.state ?? "done";
+  const { state, result } = store.jobs.get(job) ?? { state: "done", result: null };
+  for (const [leaf, , score] of result?.hypotheses ?? []) {
+    if (nodes[leaf]) [nodes[leaf][5], nodes[leaf][7]] = [score, "finished"];
+  }
   const counted = Object.entries(votes).sort((a, b) => b[1] - a[1]);
   return h("div", { class: "panel" }, h("div", { class: "totals" },
     h("p", {}, `${kind.replace(/_/g, " ")}: ${state}, ${plural(nodes.length, "place")}, `,
@@ -193,11 +196,6 @@ function searched({ job, add, set: changed, stats, sizes, votes }) {
 export function startLive() {
   listeners.push((name, data) => {
     if (name === "search") searched(data);
-    const found = name === "job" ? searches.get(data.id) : null;
-    for (const [leaf, , score] of data.result?.hypotheses ?? []) {
-      if (found?.nodes[leaf]) [found.nodes[leaf][5], found.nodes[leaf][7]] = [score, "finished"];
-    }
-    if (found) drawn = "";
     if (name === "end" && data.rate) rate = ` · ${short(data.rate)} tokens/s`;
   });
   $("live-body").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {

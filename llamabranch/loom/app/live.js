@@ -88,7 +88,7 @@ function outline({ nodes, children }) {
   while (waiting.length && lines.length < LINES) {
     let [i, depth] = /** @type {number[]} */ (waiting.pop());
     let text = nodes[i][2];
-    while (i && children[i]?.length === 1) {
+    while (i && children[i]?.length === 1 && nodes[i][7] !== "finished") {
       i = children[i][0];
       text += nodes[i][2];
     }

@@ -117,6 +117,7 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     idle(page)
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
+    idle(page)
     chosen = page.locator("#text [aria-selected=true]")
     assert chosen.get_attribute("data-token") == str(len(tokens(page)) - 2)
     assert page.locator("#text").get_attribute("aria-activedescendant") == chosen.get_attribute(

@@ -150,7 +150,11 @@ def state(page: Page, *names: str) -> None:
 
 
 def idle(page: Page) -> None:
-    """Wait until nothing is generated and everything is drawn."""
+    """Wait until the server does nothing, the page knows it, and everything is drawn."""
+    page.wait_for_function(
+        """() => "exported" in document.documentElement.dataset || fetch("/loom/doc").then((answer) =>
+        answer.json()).then(({jobs}) => jobs.every((job) => job.state !== "running"))"""
+    )
     state(page, "ready", "read-only")
     page.evaluate("() => new Promise(done => setTimeout(() => requestAnimationFrame(done), 120))")
 

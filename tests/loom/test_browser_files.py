@@ -89,7 +89,7 @@ def test_exported_file_works_from_disk_without_a_request(
     page.locator("#text").press("g")
     page.wait_for_function("() => /no model/.test(document.querySelector('#status').textContent)")
     page.locator("#fold").click()
-    assert page.locator("#live-body").is_visible()
+    page.locator("#live-body").wait_for()
     page.locator("#find").fill("fox")
     page.wait_for_function("() => /[1-9]/.test(document.querySelector('#found').textContent)")
     assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []

@@ -134,7 +134,7 @@ function ask(title, fields, verb, done, more = []) {
     done(Object.fromEntries([...new FormData(form)].filter(([name, value]) => value !== "" || name === "note")
       .map(([name, value]) => [name, WORDS.includes(name) || Number.isNaN(Number(value)) ? value : Number(value)])));
   };
-  dialog.onclose = () => $("text").focus();
+  dialog.onclose = () => document.activeElement !== $("tree") && $("text").focus();
   dialog.showModal();
 }
 

@@ -45,7 +45,8 @@ export class Tokens {
     this.grow(at + from.ids.length);
     this.version++;
     for (let i = 0; i < from.ids.length; i++) {
-      for (const name of NUMBERS) this[name][at + i] = from[name][i] ?? NaN;
+      const same = this.ids[at + i] === from.ids[i]; // an answer may be older than an event with the numbers
+      for (const name of NUMBERS) this[name][at + i] = from[name][i] ?? (same ? this[name][at + i] : NaN);
       this.pieces[at + i] = from.text[i];
       this.src[at + i] = from.src[i] ?? "";
     }

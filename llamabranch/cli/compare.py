@@ -17,8 +17,8 @@ from .bundles import option, with_bundles
 from .console import Console, print_json
 from .files import check_new_file
 from .formats import decimal_size, number
-from .measuring import Progress, interruptible, open_for_chunks
 from .interrupts import EXIT_FAILURE
+from .measuring import Progress, interruptible, open_for_chunks
 from .options import OUTPUT, TEXT, ModelOptions, OutputOptions
 from .prompts import read_prompt_file
 

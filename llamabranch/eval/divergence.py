@@ -28,7 +28,14 @@ from .perplexity import (
     with_bos,
 )
 
-__all__ = ["KLDivergence", "KLStatistics", "Uncertain", "compare_coded", "divergence", "save_logits"]
+__all__ = [
+    "KLDivergence",
+    "KLStatistics",
+    "Uncertain",
+    "compare_coded",
+    "divergence",
+    "save_logits",
+]
 
 _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
 KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)

@@ -18,8 +18,6 @@ __all__ = [
     "TreeLine",
     "bars",
     "coloured",
-    "page",
-    "table",
     "tokens_picture",
     "tree",
 ]
@@ -159,34 +157,6 @@ def tree(roots: Sequence[TreeLine], *, caption: str = "") -> str:
     """
     body = "".join(map(_tree_line, roots)) or f'<div style="{_DIM}">no branches</div>'
     return f"<div>{_caption(caption) if caption else ''}{body}{_legend('probability')}</div>"
-
-
-def table(rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of text as a table; the first column is dim."""
-    lines = []
-    for row in rows:
-        cells = [
-            f'<td style="text-align:{"right" if i else "left"};padding:0 1em 0 0;border:0;'
-            f'{_DIM if i == 0 else ""}">{_text(cell)}</td>'
-            for i, cell in enumerate(row)
-        ]
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return (
-        '<table style="font-family:monospace;border-collapse:collapse;border:0">'
-        f"{''.join(lines)}</table>"
-    )
-
-
-def page(title: str, *parts: str) -> str:
-    """Return a whole page, light or dark as the reader's browser is."""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{_text(title)}</title></head>\n"
-        '<body style="max-width:60em;margin:2em auto;padding:0 1em;font-family:sans-serif">\n'
-        f"<h1>{_text(title)}</h1>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
 
 
 def _tree_line(line: TreeLine) -> str:

@@ -192,9 +192,9 @@ class TokenSequence:
         """Set the logits after the last token."""
         if row is not None:
             row.users += 1
-        if self.row is not None:
-            self.row.users -= 1
-        self.row = row
+        old, self.row = self.row, row
+        if old is not None:
+            old.users -= 1
         self._produced = None
 
     def expiring_rows(self) -> tuple[LogitsRow, ...]:
@@ -508,15 +508,26 @@ class TokenSequence:
         self.set_row(row)
 
     def forget(self, position: int) -> None:
-        """Reset everything except the cache to the state after the first ``position`` tokens."""
-        del self.tokens[position:]
-        self.n_prompt = min(self.n_prompt, position)
-        del self.surprisals[position - self.n_prompt :]
-        self.appended = [(a, min(b, position)) for a, b in self.appended if a < position]
-        self.sampler = self.replayed(self.sampler)
-        self._pending = None
-        self.finish_reason = None
-        self.set_row(None)
+        """Reset everything except the cache to the state after the first ``position`` tokens, or nothing."""
+        n_prompt = min(self.n_prompt, position)
+        appended = [(a, min(b, position)) for a, b in self.appended if a < position]
+        start = appended[-1][1] if appended else n_prompt
+        # It takes long: a Ctrl-C that comes in it has to find all as it was.
+        sampler = self.sampler.replay(self.tokens[:start], self.tokens[start:position])
+
+        def change() -> None:
+            self.set_row(None)
+            del self.tokens[position:]
+            del self.surprisals[position - n_prompt :]
+            self.n_prompt, self.appended, self.sampler = n_prompt, appended, sampler
+            self._pending = None
+            self.finish_reason = None
+
+        try:
+            change()
+        except BaseException:
+            change()
+            raise
 
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` on, in the cache too."""

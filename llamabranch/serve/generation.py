@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -82,7 +83,7 @@ class Choice:
         return math.fsum(token.logprob for token in tokens) / max(1, len(tokens))
 
 
-class Writer:
+class Writer(ABC):
     """Writes texts in the form that an endpoint has; this one the ends of OpenAI's.
 
     Args:
@@ -96,9 +97,9 @@ class Writer:
         self.words = service.vocabulary
         self.head = service.head(prefix, kind)
 
+    @abstractmethod
     def part(self, update: Update, index: int) -> dict[str, object]:
         """Return what has come of a text, or all of it, as one of the ``choices``."""
-        raise NotImplementedError
 
     def kept(self, choices: Sequence[Choice]) -> Sequence[Choice]:
         """Return the texts that are told, in their order."""

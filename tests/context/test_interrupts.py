@@ -26,6 +26,7 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, Context, DecodeInterruptedError, SamplingParams
 from llamabranch.errors import ConfigError
+from llamabranch.sampling.sampler import Sampler
 
 pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them"),
@@ -258,6 +259,29 @@ def test_ctrl_c_when_no_thread_can_be_had_comes_after_the_decode(
         with pytest.raises(KeyboardInterrupt):
             branch.prefill(long_prompt(1800))
         check_goes_on(branch, long_ctx)
+
+
+def test_ctrl_c_while_a_rewind_reads_the_history_again_changes_nothing(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SamplingParams(temperature=0.8, repeat_penalty=1.3, seed=3)
+    with Branch.start(ctx, "Once upon a time", sampling=settings) as branch:
+        for _ in range(30):
+            branch.step()
+        tokens = branch.tokens
+
+        def interrupted(*_: object) -> Sampler:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Sampler, "replay", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            branch.rewind(20)
+        assert branch.tokens == tokens
+        check_goes_on(branch, ctx)
+        branch.rewind(20)
+        assert branch.tokens == tokens[:20]
+        check_goes_on(branch, ctx)
 
 
 SCENES = ("plain", "forks", "history", "speculative", "tree", "engine")

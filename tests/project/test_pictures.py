@@ -82,7 +82,6 @@ def test_any_tokens_give_a_harmless_picture(
     below = pictures.TreeLine(tokens, prompt, [pruned], n_hidden=2)
     read(pictures.tree([pictures.TreeLine(tokens, caption, [pruned, below, below])]))
     read(pictures.tree([pictures.TreeLine(tokens, caption, [below])]))
-    read(pictures.page(caption, pictures.table([(prompt, caption)])))
     read(pictures.bars([(prompt, 0.5), (caption, 0.0)]))
 
 

@@ -508,7 +508,7 @@ class TokenSequence:
         self.set_row(row)
 
     def forget(self, position: int) -> None:
-        """Reset everything except the cache to the state after the first ``position`` tokens, or nothing."""
+        """Reset all but the cache to the state after the first ``position`` tokens, or change nothing."""
         n_prompt = min(self.n_prompt, position)
         appended = [(a, min(b, position)) for a, b in self.appended if a < position]
         start = appended[-1][1] if appended else n_prompt

@@ -144,21 +144,12 @@ def test_an_item_that_cannot_be_scored_is_named_and_the_tasks_before_it_are_show
     assert "error: b, item 2 has " in found.stderr and "1.0000" in found.stdout
 
 
+AGAINST = ("eval", "-m", DRAFT, "--against", TARGET, "-c", 64, "--perplexity")
+
+
 def test_quants_shows_files_side_by_side_and_continues(text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "quants.json"
-    shared = (
-        "eval",
-        "-m",
-        DRAFT,
-        "--against",
-        TARGET,
-        "--perplexity",
-        text,
-        "-c",
-        64,
-        "--chunks",
-        2,
-    )
+    shared = (*AGAINST, text, "--chunks", 2)
     found = run_json(*shared, "-o", kept)
     rows = found["models"]
     assert isinstance(rows, list)
@@ -197,21 +188,7 @@ def test_quants_that_was_interrupted_before_its_first_chunk_is_resumed(
         raise KeyboardInterrupt
 
     kept = tmp_path / "quants.json"
-    arguments = (
-        "eval",
-        "-m",
-        DRAFT,
-        "--against",
-        TARGET,
-        "--perplexity",
-        text,
-        "-c",
-        64,
-        "--chunks",
-        1,
-        "-o",
-        kept,
-    )
+    arguments = (*AGAINST, text, "--chunks", 1, "-o", kept)
     with monkeypatch.context() as patched:
         module = importlib.import_module("llamabranch.eval.divergence")
         patched.setattr(module, "read_chunks", interrupt)

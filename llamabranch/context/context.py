@@ -379,7 +379,7 @@ class Context:
         for seq_id in checked:
             if seq_id in self.sequences:
                 raise BranchStateError(
-                    f"sequence {seq_id} is leased to {self.sequences.holder(seq_id)!r}"
+                    f"sequence {seq_id} is held by {self.sequences.holder(seq_id)!r}"
                 )
         return checked
 
@@ -882,7 +882,7 @@ def _head_params(model: Model, target: Context, given: ContextParams) -> Context
     if reason:
         raise UnsupportedError(
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
-            hint="`llamabranch models show` tells what two files offer each other",
+            hint="`llamabranch models show TARGET HEAD` shows whether one can draft for the other",
         )
     if model.shares_memory:
         if given.prefix_cache:

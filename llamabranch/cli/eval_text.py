@@ -461,5 +461,5 @@ def _print_rows(console: Console, rows: Sequence[dict[str, Any]], *, with_base: 
             console.line()
             console.line(
                 f"{base_name(row['model'])} was made from {row['made_from']}, whose losses it has: its "
-                "figures tell what that step changed, not how near it is to the original model."
+                "figures show what that step changed, not how near it is to the original model."
             )

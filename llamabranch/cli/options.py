@@ -233,7 +233,7 @@ class ModelOptions:
             with lb.Model(hub.resolve(name, download=None), vocab_only=True) as model:
                 options["n_ctx"] = trained_length(model)
             if options["n_ctx"] is None:
-                told = f"{name} does not tell the length it was trained for"
+                told = f"{name} does not say what length it was trained for"
                 raise ConfigError(told, hint="-c N sets one")
         with console.loading(name) as progress:
             context = lb.load(name, progress=progress, verbose=console.verbose, **options)

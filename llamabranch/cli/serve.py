@@ -71,9 +71,6 @@ class ServerOptions:
         *("--timeout", "--request-timeout", "-to"),
         min=0,
     )
-    snapshot_dir: Path | None = option(
-        None, "A folder where branches are kept while the server does not run."
-    )
     log_requests: bool = option(
         False, "Print one line for each request.", "--log-requests", first=True
     )
@@ -100,7 +97,6 @@ class ServerOptions:
             allowed_hosts=_parts(self.allowed_host),
             alias=self.alias,
             request_timeout_s=self.request_timeout,
-            snapshot_dir=self.snapshot_dir,
             log_requests=self.log_requests,
             **self._limits(),
         )

@@ -25,6 +25,7 @@ FLOORS = (
     ("engine",),
     ("search", "bench"),
     ("eval", "serve", "scale", "chat"),
+    ("loom",),
     ("cli",),
 )
 RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
@@ -100,6 +101,7 @@ def test_room_imports_from_floors_below_only(path: Path) -> None:
             "files",
             "hub",
             "loading",
+            "loom",
             "model",
             "pictures",
             "scale",

@@ -1,0 +1,480 @@
+"""The document: nodes, and the records that make and change them.
+
+All that happens to a document is a record, and `Document.apply` is the one place where a record does
+something: the same when it is made and when it is read again. A node never changes its tokens; what is
+undone is hidden. Positions count the tokens of a node's whole text, from its root on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from msgspec import Raw, Struct
+
+from ..model import Model
+
+__all__ = [
+    "AnyRecord",
+    "Change",
+    "Compared",
+    "Current",
+    "Document",
+    "Ended",
+    "Head",
+    "Made",
+    "Node",
+    "Number",
+    "Outline",
+    "Pieces",
+    "Record",
+    "Redo",
+    "Round",
+    "Tokens",
+    "Undo",
+    "decoded",
+    "digest",
+    "short",
+]  # fmt: skip
+
+Piece = str | list[int] | dict[str, str]  # text; bytes that are none; the name of a control token
+Number = float | None
+_GENERATED = frozenset("sfdbc")
+_SHOWN = 40  # characters of a node's text in the list of nodes
+
+
+class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
+    """A line of the journal: its revision, and when it was written (ms)."""
+
+    r: int = 0
+    t: int = 0
+
+
+class Head(Record, tag="head", kw_only=True):
+    """The first line: what the numbers are of."""
+
+    version: int = 1
+    model: str = ""
+    fingerprint: str = ""
+    vocab: str = ""
+    kv_type: str = ""
+
+
+class Made(Record, tag="node", kw_only=True):
+    """A node; ``a`` is the action that made it, 0 = this record begins one."""
+
+    id: str
+    parent: str | None = None
+    at: int = 0
+    kind: str = "typed"
+    by: str = "user"
+    a: int = 0
+    seed: str | None = None
+    sampling: dict[str, object] = {}
+    stop: list[str] = []
+    max_tokens: int | None = None
+    grammar: str | None = None
+    json_schema: dict[str, object] | None = None
+    seam: bool = False
+
+
+class Tokens(Record, tag="tok", kw_only=True):
+    """Tokens of a node from its own ``at`` on: new ones, or numbers of those that are there."""
+
+    id: str
+    at: int = 0
+    ids: list[int]
+    lp: list[Number]
+    h: list[Number]
+    rk: list[int | None]
+    src: str
+    top: list[Raw]
+
+
+class Pieces(Record, tag="voc", kw_only=True):
+    """The texts of tokens, by id, so that a file can be read without its model."""
+
+    p: dict[int, Piece]
+
+
+class Ended(Record, tag="end", kw_only=True):
+    """How the generation of a node has ended; ``read`` prompt tokens were evaluated."""
+
+    id: str
+    reason: str
+    read: int = 0
+    cached: int = 0
+    digest: str = ""
+
+
+class Round(Record, tag="round", kw_only=True):
+    """A round of speculation: the drafted tokens are never part of the text."""
+
+    id: str
+    at: int
+    draft: list[int]
+    lp: list[Number]
+    accepted: int
+    rejected: int
+    next: tuple[int, Number]
+    src: str
+    drafter: str
+    ms: tuple[float, float]
+
+
+class Compared(Record, tag="cmp", kw_only=True):
+    """What a second model finds of a stretch, as it is sent."""
+
+    id: str
+    data: Raw
+
+
+class Outline(Record, tag="search", kw_only=True):
+    """What a search from a node has looked at, as it is sent."""
+
+    id: str
+    data: Raw
+
+
+class Change(Record, tag="set", kw_only=True):
+    """A bookmark, a note or a mark of deletion."""
+
+    id: str
+    name: str
+    value: bool | str
+    a: int = 0
+
+
+class Undo(Record, tag="undo", kw_only=True):
+    """Takes an action back."""
+
+    of: int
+
+
+class Redo(Record, tag="redo", kw_only=True):
+    """Brings an action back."""
+
+    of: int
+
+
+class Current(Record, tag="cur", kw_only=True):
+    """The node that is looked at."""
+
+    id: str
+
+
+AnyRecord = (
+    Head
+    | Made
+    | Tokens
+    | Pieces
+    | Ended
+    | Round
+    | Compared
+    | Outline
+    | Change
+    | Undo
+    | Redo
+    | Current
+)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A text: the first ``made.at`` tokens of its parent's, and its own; of each all that is known."""
+
+    made: Made
+    parent: Node | None
+    ids: list[int] = field(default_factory=list)
+    lp: list[Number] = field(default_factory=list)
+    h: list[Number] = field(default_factory=list)
+    rk: list[int | None] = field(default_factory=list)
+    src: list[str] = field(default_factory=list)
+    top: list[Raw] = field(default_factory=list)
+    ended: Ended | None = None
+    hidden: bool = True  # until the record that makes it is applied
+    bookmark: bool = False
+    note: str = ""
+    deleted: bool = False
+    job: str | None = None
+    rounds: list[Round] = field(default_factory=list)
+    compared: list[Raw] = field(default_factory=list)
+    searches: list[Raw] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.made.id
+
+    @property
+    def end(self) -> int:
+        """How many tokens its text has."""
+        return self.made.at + len(self.ids)
+
+    @property
+    def reason(self) -> str | None:
+        """How its generation ended, "running" or "interrupted"; None where nothing was generated."""
+        if self.ended is not None:
+            return self.ended.reason
+        if self.made.seed is None:
+            return None
+        return "running" if self.job else "interrupted"
+
+    @property
+    def n_given(self) -> int:
+        """How many of its own tokens were not generated: they come first."""
+        return next((i for i, s in enumerate(self.src) if s in _GENERATED), len(self.src))
+
+    def stretches(self, start: int = 0, end: int | None = None) -> list[tuple[Node, int, int]]:
+        """Return who owns the tokens from ``start`` to ``end``: nodes with ranges of their own tokens."""
+        found, node, end = [], self, self.end if end is None else min(end, self.end)
+        owner: Node | None = node
+        while owner is not None and end > start:
+            at = owner.made.at
+            if end > at:
+                found.append((owner, max(0, start - at), end - at))
+            owner, end = owner.parent, min(end, at)
+        return found[::-1]
+
+    def tokens(self, end: int | None = None) -> list[int]:
+        """Return the ids of its text, or of its first ``end`` tokens."""
+        return [t for node, a, b in self.stretches(0, end) for t in node.ids[a:b]]
+
+    def record(self, a: int, b: int | None = None) -> Tokens:
+        """Return its own tokens from ``a`` to ``b`` as a record."""
+        cut = slice(a, b)
+        return Tokens(
+            id=self.id, at=a, ids=self.ids[cut], lp=self.lp[cut], h=self.h[cut], rk=self.rk[cut],
+            src="".join(self.src[cut]), top=self.top[cut],
+        )  # fmt: skip
+
+    def summary(self) -> dict[str, object]:
+        """Return means and extremes of its own tokens, for its row."""
+        lp, h = ([x for x in column if x is not None] for column in (self.lp, self.h))
+        return {
+            "lp": round(sum(lp) / len(lp), 3) if lp else None, "lpw": round(min(lp), 3) if lp else None,
+            "h": round(sum(h) / len(h), 3) if h else None, "hw": round(max(h), 3) if h else None,
+            "rkw": max((k for k in self.rk if k is not None), default=None), "known": len(lp),
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Action:
+    """What can be undone: attributes of nodes, as they were and as they became."""
+
+    r: int
+    op: str
+    changes: list[tuple[Node, str, object, object]] = field(default_factory=list)
+
+
+class Document:
+    """All nodes, what can be undone, and the newest revision."""
+
+    def __init__(self) -> None:
+        self.head: Head | None = None
+        self.nodes: dict[str, Node] = {}
+        self.pieces: dict[int, Piece] = {}
+        self.done: list[Action] = []
+        self.undone: list[Action] = []
+        self.current: str | None = None
+        self.rev = 0
+        self.n_made = 0
+
+    def apply(self, record: Record) -> None:
+        """Do what a record says.
+
+        Raises:
+            LookupError, ValueError: it fits nothing that is here; nothing has changed.
+        """
+        match record:
+            case Made():
+                parent = None if record.parent is None else self.nodes[record.parent]
+                if record.id in self.nodes or not 0 <= record.at <= (parent.end if parent else 0):
+                    raise ValueError(f"node {record.id} cannot begin at {record.at}")
+                node = self.nodes[record.id] = Node(record, parent)
+                self.n_made += 1
+                self._act(record.a or record.r, record.kind, node, "hidden", False)
+            case Tokens():
+                self.put(self.nodes[record.id], record)
+            case Pieces():
+                self.pieces.update(record.p)
+            case Ended():
+                self.nodes[record.id].ended = record
+            case Round():
+                self.nodes[record.id].rounds.append(record)
+            case Compared():
+                self.nodes[record.id].compared.append(record.data)
+            case Outline():
+                self.nodes[record.id].searches.append(record.data)
+            case Change(name="bookmark" | "note" | "deleted"):
+                node = self.nodes[record.id]
+                self._act(record.a or record.r, "set", node, record.name, record.value)
+            case Undo() | Redo():
+                back = isinstance(record, Undo)
+                source, other = (self.done, self.undone) if back else (self.undone, self.done)
+                if not source or source[-1].r != record.of:
+                    raise ValueError(f"there is no action {record.of} to take")
+                action = source.pop()
+                other.append(action)
+                for node, name, old, new in action.changes[:: -1 if back else 1]:
+                    setattr(node, name, old if back else new)
+            case Current():
+                self.current = self.nodes[record.id].id
+            case Head():
+                self.head = record
+            case _:
+                raise ValueError("an unknown record")
+        self.rev = max(self.rev, record.r)
+
+    def _act(self, r: int, op: str, node: Node, name: str, value: object) -> None:
+        if not self.done or self.done[-1].r != r:
+            self.done.append(Action(r, op))
+            self.undone.clear()
+        self.done[-1].changes.append((node, name, getattr(node, name), value))
+        setattr(node, name, value)
+
+    @staticmethod
+    def put(node: Node, new: Tokens) -> None:
+        """Put tokens into a node, behind its own or in their place."""
+        # The ids last: who reads in another thread finds numbers for all of them.
+        columns = (new.lp, new.h, new.rk, list(new.src), new.top, new.ids)
+        n = len(new.ids)
+        if not 0 <= new.at <= len(node.ids) or any(len(each) != n for each in columns):
+            raise ValueError(f"tokens of {node.id} do not fit")
+        held = (node.lp, node.h, node.rk, node.src, node.top, node.ids)
+        for column, its in zip(held, columns, strict=True):
+            column[new.at : new.at + n] = its  # type: ignore[index]
+
+    def shown(self) -> Iterator[Node]:
+        """Yield the nodes that are not undone, parents first."""
+        return (node for node in [*self.nodes.values()] if not node.hidden)
+
+    def records(self) -> Iterator[Record]:
+        """Yield records that make what is shown, in the order of the actions that made it."""
+        if self.head is not None:
+            yield self.head
+        yield Pieces(p=self.pieces)
+        for node in self.shown():
+            yield node.made
+            if node.ids:
+                yield node.record(0)
+            yield from node.rounds
+            yield from (Compared(id=node.id, data=data) for data in node.compared)
+            yield from (Outline(id=node.id, data=data) for data in node.searches)
+            if node.ended is not None:
+                yield node.ended
+        for action in self.done:
+            for node, name, _, value in action.changes:
+                if name != "hidden" and not node.hidden and isinstance(value, (bool, str)):
+                    yield Change(id=node.id, name=name, value=value, r=action.r, a=action.r)
+        if self.current is not None and not self.nodes[self.current].hidden:
+            yield Current(id=self.current)
+
+    def learn(self, model: Model, ids: Iterable[int]) -> Pieces | None:
+        """Return a record with the texts of ids that are new, if there are any."""
+        new: dict[int, Piece] = {}
+        for token in set(ids) - self.pieces.keys():
+            piece = model.piece(token)
+            if not piece:
+                name = model.detokenize([token], special=True)
+                new[token] = {"c": name or f"[{token}]"}
+                continue
+            try:
+                new[token] = piece.decode()
+            except UnicodeDecodeError:
+                new[token] = list(piece)
+        return Pieces(p=new) if new else None
+
+    def bytes_of(self, ids: Iterable[int]) -> bytes:
+        """Return the text of tokens; control tokens have none."""
+        return b"".join(
+            p.encode() if isinstance(p, str) else bytes(p) if isinstance(p, list) else b""
+            for p in map(self.pieces.__getitem__, ids)
+        )
+
+    def text(self, node: Node, *, own: bool = True) -> str:
+        """Return the text of a node's own tokens, or all of it."""
+        return self.bytes_of(node.ids if own else node.tokens()).decode("utf-8", "replace")
+
+    # -- as the page gets it ---------------------------------------------------------------------------
+
+    def flags(self, node: Node) -> int:
+        """Return what is there besides tokens, as bits."""
+        marks = node.deleted, node.made.seam, node.rounds, node.compared, node.bookmark, node.note
+        return sum(1 << i for i, mark in enumerate(marks) if mark)
+
+    def told(self, node: Node) -> dict[str, object]:
+        """Return all of a node but its tokens."""
+        made, ended = node.made, node.ended
+        return {
+            "id": node.id, "parent": made.parent, "at": made.at, "n": len(node.ids),
+            "kind": made.kind, "by": made.by, "reason": node.reason, "flags": self.flags(node),
+            "text": self.text(node)[:_SHOWN], "seed": made.seed, "sampling": made.sampling,
+            "stop": made.stop, "digest": ended.digest or None if ended else None,
+            "read": ended.read if ended else None, "cached": ended.cached if ended else None,
+            "note": node.note, "job": node.job, **node.summary(),
+        }  # fmt: skip
+
+    def listed(self) -> dict[str, object]:
+        """Return all nodes in columns, without what only few have."""
+        names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
+        names += ["lp", "lpw", "h", "hw", "rkw", "known"]
+        columns: dict[str, list[object]] = {name: [] for name in names}
+        for node in self.shown():
+            told = self.told(node)
+            for name in names:
+                columns[name].append(told[name])
+        return dict(columns)
+
+    def columns(self, parts: Sequence[tuple[Node, int, int]], *, top: bool) -> dict[str, object]:
+        """Return the tokens of stretches, see `Node.stretches`, one after the other."""
+        records = [node.record(a, b) for node, a, b in parts]
+        ids = [token for each in records for token in each.ids]
+        found: dict[str, object] = {
+            "at": parts[0][0].made.at + parts[0][1] if parts else 0, "ids": ids,
+            "text": [self.pieces[token] for token in ids],
+            "lp": [x for each in records for x in each.lp],
+            "h": [x for each in records for x in each.h],
+            "rk": [x for each in records for x in each.rk],
+            "src": "".join(each.src for each in records),
+        }  # fmt: skip
+        if top:
+            found["top"] = [self.alternatives(raw) for each in records for raw in each.top]
+        return found
+
+    def round(self, record: Round, number: int) -> dict[str, object]:
+        """Return a round of speculation, the ``number``-th of its node."""
+        lps = [*record.lp, *([None] * (len(record.draft) - len(record.lp)))]
+        n, rejected = len(record.draft), record.rejected
+        return {
+            "node": record.id, "at": record.at, "round": number, "accepted": record.accepted,
+            "draft": [(t, self.pieces[t], p) for t, p in zip(record.draft, lps, strict=True)],
+            "rejected": rejected, "unreached": n - record.accepted - rejected, "src": record.src,
+            "next": (record.next[0], self.pieces[record.next[0]], record.next[1]),
+            "drafter": record.drafter, "ms": record.ms,
+        }  # fmt: skip
+
+    def alternatives(self, raw: Raw) -> list[tuple[int, Number, Piece]]:
+        """Return the most probable tokens with their texts."""
+        return [(t, p, self.pieces[t]) for t, p in decoded(raw)]
+
+
+def decoded(raw: Raw) -> list[tuple[int, Number]]:
+    """Return the most probable tokens of a place."""
+    return msgspec.json.decode(raw, type=list[tuple[int, Number]])
+
+
+def short(x: float) -> Number:
+    """Return a number as its shortest float32 decimal; None for what is no number."""
+    return float(str(np.float32(x))) if math.isfinite(x) else None
+
+
+def digest(ids: Sequence[int], logprobs: Sequence[Number]) -> str:
+    """Return the hash of tokens and their log-probabilities: the same only to the bit."""
+    numbers = np.array([math.nan if x is None else x for x in logprobs], dtype="<f4")
+    data = np.asarray(ids, dtype="<i4").tobytes() + numbers.tobytes()
+    return hashlib.sha256(data).hexdigest()

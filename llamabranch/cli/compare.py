@@ -34,21 +34,13 @@ class CompareOptions:
 
     panel: ClassVar[str] = TEXT
 
-    text: Path | None = option(None, "The text: a file in UTF-8.", "--text", "--file", "-f")
-    window: int = option(512, "Tokens a chunk; the second half is compared.", min=8)
-    chunks: int = option(8, "Compare so many chunks at most.", min=1)
-    coded: bool = option(
-        False, "Code A's log-probabilities in 16 bits, as llama-perplexity's files do.", "--coded"
-    )
-    report: Path | None = option(
-        None, "Write the report as HTML to this file.", "--output", "-o", rich_help_panel=OUTPUT
-    )
-    fail_kl: float | None = option(
-        None, "Exit with 1 if the mean KL divergence is above this, nats.", min=0
-    )
-    fail_top: float | None = option(
-        None, "Exit with 1 if the share of equal most probable tokens is below this.", min=0, max=1
-    )
+    text: Path | None = option(None, "The text, UTF-8.", "--text", "--file", "-f")
+    window: int = option(512, "Tokens a chunk.", min=8)
+    chunks: int = option(8, "Chunks at most.", min=1)
+    coded: bool = option(False, "Through llama-perplexity's 16 bits.", "--coded")
+    report: Path | None = option(None, "Write HTML.", "--output", "-o", rich_help_panel=OUTPUT)
+    fail_kl: float | None = option(None, "Exit 1 above this mean, nats.", min=0)
+    fail_top: float | None = option(None, "Exit 1 below this agreement.", min=0, max=1)
 
 
 @with_bundles

@@ -39,14 +39,14 @@ class PageOptions:
 
     panel: ClassVar[str] = "Page"
 
-    compare: str | None = option(None, "A second model to compare with.", metavar="MODEL2")
+    compare: str | None = option(None, "A second model.", metavar="MODEL2")
     file: Path | None = option(
         None,
-        f"The document, NAME{_SUFFIX}; made if it is not there.  [default: one for each model]",
+        f"NAME{_SUFFIX}, made where absent.  [default: one a model]",
     )
-    port: int = option(8137, "The port; if it is taken, the next one that is free.", max=65_535)
-    browser: bool = option(True, "Open the page in the browser.", "--browser/--no-browser")
-    read_only: bool = option(False, "Never write the file.", "--read-only")
+    port: int = option(8137, "The port, or the next free one.", max=65_535)
+    browser: bool = option(True, "Open a browser.", "--browser/--no-browser")
+    read_only: bool = option(False, "Write nothing.", "--read-only")
 
     def path(self, target: str) -> Path:
         """Return the document's file; the folder of the default one is made.

@@ -34,7 +34,7 @@ class CompareOptions:
 
     panel: ClassVar[str] = TEXT
 
-    text: Path | None = option(None, "The text, UTF-8.", "--text", "--file", "-f")
+    text: Path | None = option(None, "The text, UTF-8.")
     window: int = option(512, "Tokens a chunk.", min=8)
     chunks: int = option(8, "Chunks at most.", min=1)
     coded: bool = option(False, "Through llama-perplexity's 16 bits.", "--coded")
@@ -52,9 +52,10 @@ def compare(
     models: ModelOptions,
     output: OutputOptions,
 ) -> None:
-    """Compare two models on a text: KL divergence, perplexities, where they part, and what it means.
+    """Compare two models on a text.
 
-    The numbers are those of llama-perplexity --kl-divergence; with --coded to its last digit.
+    KL divergence both ways, perplexities, where they part, and what it means. The numbers are those of
+    llama-perplexity --kl-divergence; with --coded to its last digit.
     """
     with output.console() as console, ExitStack() as stack:
         try:

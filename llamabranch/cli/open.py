@@ -74,7 +74,7 @@ def open(
     models: DraftOptions,
     output: OutputOptions,
 ) -> None:
-    """Open a page in the browser: branch texts, see every probability, compare two models.
+    """Branch, see and compare texts in the browser.
 
     The page listens on 127.0.0.1 alone, and its link works once; Enter prints another one.
     """

@@ -44,7 +44,8 @@ __all__ = [
 Piece = str | list[int] | dict[str, str]  # text; bytes that are none; the name of a control token
 Number = float | None
 _GENERATED = frozenset("sfdbc")
-_SHOWN = 40  # characters of a node's text in the list of nodes
+_SHOWN, _LISTED = 40, 20  # characters of a text: of a node, and in a list of more than _MANY
+_MANY = 2000
 
 
 class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
@@ -256,8 +257,8 @@ class Node:
         """Return means and extremes of its own tokens, for its row."""
         lp, h = ([x for x in column if x is not None] for column in (self.lp, self.h))
         return {
-            "lp": round(sum(lp) / len(lp), 3) if lp else None, "lpw": round(min(lp), 3) if lp else None,
-            "h": round(sum(h) / len(h), 3) if h else None, "hw": round(max(h), 3) if h else None,
+            "lp": round(sum(lp) / len(lp), 2) if lp else None, "lpw": round(min(lp), 2) if lp else None,
+            "h": round(sum(h) / len(h), 2) if h else None, "hw": round(max(h), 2) if h else None,
             "rkw": max((k for k in self.rk if k is not None), default=None), "known": len(lp),
         }  # fmt: skip
 
@@ -424,8 +425,10 @@ class Document:
         names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
         names += ["lp", "lpw", "h", "hw", "rkw", "known"]
         columns: dict[str, list[object]] = {name: [] for name in names}
+        most = _LISTED if len(self.nodes) > _MANY else _SHOWN
         for node in self.shown():
             told = self.told(node)
+            told["text"] = str(told["text"])[:most]
             for name in names:
                 columns[name].append(told[name])
         return dict(columns)

@@ -699,5 +699,6 @@ class Found:
             "partner": self.partner.id if self.partner else None,
         }  # fmt: skip
         if node is not None and self._live.journal.read_only is None:
-            data = {"node": node.id, "at": self._at, "mode": self._mode, **columns}
+            partner = {"partner": self.partner.id} if self.partner else {}
+            data = {"node": node.id, "at": self._at, "mode": self._mode, **columns, **partner}
             self._live.add(Compared(id=node.id, data=Raw(_encode(data))))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import html
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,14 @@ if TYPE_CHECKING:
     from llamabranch.loom.report import Comparison
 
 Rows = list[tuple[str, ...]]
+_HEAD = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark"><title>Two models compared</title>
+<style>body { max-width: 60em; margin: 2em auto; padding: 0 1em; font-family: sans-serif }
+td { text-align: right; padding: 0 1em 0 0; font-family: monospace; white-space: pre-wrap }
+td:first-child { text-align: left; opacity: .65 }</style>
+<h1>Two models compared</h1>
+"""
 
 
 @dataclass(frozen=True)
@@ -100,24 +110,28 @@ def compare(
 def _report(console: Console, asked: CompareOptions, found: Comparison, *, as_json: bool) -> None:
     tables = list(_tables(found))
     if asked.report is not None:
-        parts = [
-            part for title, rows in tables for part in (f"<h2>{title}</h2>", pictures.table(rows))
-        ]
-        html = pictures.page("Two models compared", *parts, pictures.table([("", found.advice)]))
         with atomic_write(asked.report) as file:
-            file.write(html.encode())
+            file.write(_page([*tables, (found.advice, [])]).encode())
     if as_json:
         print_json(found.as_dict())
         return
     for _, rows in tables:
-        console.table(rows[0], [tuple(map(_visible, row)) for row in rows[1:]])
+        console.table(rows[0], [tuple(map(pictures.visible, row)) for row in rows[1:]])
         console.line()
     console.line(found.advice)
 
 
-def _visible(text: str) -> str:
-    """Return text as it is printed: what cannot be seen as its code, so that nothing escapes."""
-    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+def _page(tables: Sequence[tuple[str, Rows]]) -> str:
+    """Return the tables as a page that is light or dark as the reader's browser is."""
+
+    def shown(text: str) -> str:
+        return html.escape(pictures.visible(text))
+
+    parts = []
+    for title, rows in tables:
+        lines = ["<tr>" + "".join(f"<td>{shown(cell)}" for cell in row) for row in rows]
+        parts.append(f"<h2>{shown(title)}</h2>\n<table>{''.join(lines)}</table>")
+    return _HEAD + "\n".join(parts) + "\n"
 
 
 def _tables(found: Comparison) -> Iterator[tuple[str, Rows]]:
@@ -131,50 +145,46 @@ def _tables(found: Comparison) -> Iterator[tuple[str, Rows]]:
         ),
     ]  # fmt: skip
     if found.divergence is None:
-        t = found.totals
-        yield (
-            "Different tokenizers: bits",
-            [
-                ("", "bits", "bits per byte"),
-                ("A", number(t["bitsA"], 1), number(t["bpbA"], 4)),
-                ("B", number(t["bitsB"], 1), number(t["bpbB"], 4)),
-                ("bytes", number(t["bytes"], 0), ""),
-                ("greedy next texts agree, %", number(100 * t["agreement"], 1), ""),
-            ],
-        )
+        t = {name: math.nan if x is None else x for name, x in found.totals.items()}
+        yield "Different tokenizers: bits", [
+            ("", "bits", "bits per byte"),
+            *((s, number(t[f"bits{s}"], 1), number(t[f"bpb{s}"], 4)) for s in "AB"),
+            ("bytes", number(t["bytes"], 0), ""),
+            ("greedy next texts agree, %", number(100 * t["agreement"], 1), ""),
+        ]  # fmt: skip
         return
-    its, rows = found.divergence.statistics, []
-    for name, value, digits, factor in (
-        ("perplexity of A", its.base_perplexity, 6, 1), ("perplexity of B", its.perplexity, 6, 1),
-        ("log of their ratio", its.log_ratio, 6, 1), ("mean KL(A, B), nats", its.mean, 6, 1),
-        ("mean change of probability, %", its.p_change, 3, 100),
-        ("root mean square change, %", its.p_change_rms, 3, 100),
-        ("same most probable token, %", its.same_top, 3, 100),
-    ):  # fmt: skip
-        rows.append((name, number(factor * value[0], digits), number(factor * value[1], digits)))
-    rows.append(("mean KL(B, A), nats", number(found.reverse, 6), ""))
-    rows.append(("correlation of the losses", number(its.correlation, 6), ""))
-    yield "Numbers", [("", "value", "±"), *rows]
+    its = found.divergence.statistics
+    yield "Numbers", [
+        ("", "value", "±"),
+        *(
+            (name, *(number(factor * x, digits) for x in value))
+            for name, value, digits, factor in (
+                ("perplexity of A", its.base_perplexity, 6, 1),
+                ("perplexity of B", its.perplexity, 6, 1),
+                ("log of their ratio", its.log_ratio, 6, 1), ("mean KL(A, B), nats", its.mean, 6, 1),
+                ("mean change of probability, %", its.p_change, 3, 100),
+                ("root mean square change, %", its.p_change_rms, 3, 100),
+                ("same most probable token, %", its.same_top, 3, 100),
+            )
+        ),
+        ("mean KL(B, A), nats", number(found.reverse, 6), ""),
+        ("correlation of the losses", number(its.correlation, 6), ""),
+    ]  # fmt: skip
     fractions = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
     percentiles = [number(found.divergence.percentile(f), 6) for f in fractions]
     names = ["median", *(f"{100 * f:g} %" for f in fractions[1:-1]), "maximum"]
     yield "Percentiles", [("", *names), ("KL(A, B)", *percentiles)]
-    yield (
-        "The worst tokens",
-        [
-            ("KL", "before", "token", "after", "A's top", "B's top"),
-            *((number(t.kl, 3), t.before, t.text, t.after, t.top_a, t.top_b) for t in found.worst),
-        ],
-    )
+    yield "The worst tokens", [
+        ("KL", "before", "token", "after", "A's top", "B's top"),
+        *((number(t.kl, 3), t.before, t.text, t.after, t.top_a, t.top_b) for t in found.worst),
+    ]  # fmt: skip
     groups = [*found.by(lambda t: f"quarter {t.quarter}").items()]
     groups += found.by(lambda t: t.kind).items()
     yield "Where", [
         ("", "tokens", "mean KL(A, B)"), *((name, str(n), number(kl, 5)) for name, (n, kl) in groups)
     ]  # fmt: skip
     if found.forks:
-        middle = sorted(found.forks)[len(found.forks) // 2]
-        each = ", ".join(map(str, found.forks))
-        yield (
-            "Greedy texts",
-            [("", "tokens until they part"), ("median", str(middle)), ("each", each)],
-        )
+        yield "Greedy texts", [
+            ("", "tokens until they part"), ("median", f"{found.median_fork:g}"),
+            ("each", ", ".join(map(str, found.forks))),
+        ]  # fmt: skip

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import IO, TYPE_CHECKING, Literal
 
@@ -71,6 +72,9 @@ class Console:
         self.colored = self.out.color_system not in (None, "windows")
         self._warned_of_escapes = False
         self._progress_at = monotonic() + PROGRESS_S
+        self.on_loading: Callable[[str, float], None] | None = (
+            None  # told of a model while it loads
+        )
 
     @property
     def beside(self) -> Console:
@@ -191,15 +195,22 @@ class Console:
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:
         """Show a progress bar while a model loads; nothing if standard error is no terminal."""
+        told = None if self.on_loading is None else partial(self.on_loading, name)
         if not self.err.is_terminal:
-            yield None
+            yield told
             return
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
         columns = (TextColumn("loading {task.description}"), BarColumn(), TaskProgressColumn())
         with Progress(*columns, console=self.err, transient=True) as bar:
             task = bar.add_task(name, total=1.0)
-            yield lambda fraction: bar.update(task, completed=fraction)
+
+            def show(fraction: float) -> None:
+                bar.update(task, completed=fraction)
+                if told is not None:
+                    told(fraction)
+
+            yield show
 
 
 def _styled(text: str, style: str) -> str:

@@ -80,7 +80,7 @@ def open(
     """
     with output.console() as console, ExitStack() as stack:
         try:
-            from llamabranch.loom import Loom
+            from llamabranch.loom import Loom, front_of
             from llamabranch.serve.server import Server
         except ImportError as error:
             raise UnsupportedError(
@@ -110,16 +110,18 @@ def open(
             loom.ready()
             console.note(f"{name} is loaded")
 
-        server = _listening(page.port, lambda settings: Server(
-            open_engine, settings, ready, console.note,
-            outer=lambda app: loom.app(app, settings), stopping=lambda: loom.close(),
-        ), console)  # fmt: skip
+        def listen(settings: ServeSettings) -> Server:
+            return Server(open_engine, settings, ready, console.note)
+
+        server = _listening(page.port, listen, console)
         loom = Loom(
             page.path(target), server.port, lambda: server.service,
             lambda: partner[0] if partner else None, read_only=page.read_only,
             draft="+".join(drafters) or "none",
             settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
         )  # fmt: skip
+        server.front = front_of(loom)
+        console.on_loading = loom.loading
         _tell(loom, server.url, console, as_json=output.as_json, browser=page.browser)
         server.run()
 
@@ -154,18 +156,27 @@ def _tell(loom: Loom, url: str, console: Console, *, as_json: bool, browser: boo
         else:
             console.line(f"the page: {told['link']}")
 
-    first, path, key = link(), loom.journal.path, loom.guard.key
+    first, path, key = link(), loom.live.journal.path, loom.guard.key
     show({"link": first, "url": url, "key": key, "file": str(path)})
     if not as_json:
         console.note(f"document: {path}; scripts send Authorization: Bearer {key}")
-    if loom.journal.read_only is not None:
-        console.note(f"{loom.journal.path.name} is read-only: {loom.journal.read_only}")
+    if loom.live.journal.read_only is not None:
+        console.note(f"{path.name} is read-only: {loom.live.journal.read_only}")
 
     def listen() -> None:
         with suppress(OSError, ValueError):
             for _ in sys.stdin:
                 show({"link": link()})
 
-    threading.Thread(target=listen, daemon=True).start()
+    if _reads_terminal():
+        threading.Thread(target=listen, daemon=True).start()
     if browser:
         threading.Thread(target=webbrowser.open, args=(first,), daemon=True).start()
+
+
+def _reads_terminal() -> bool:
+    """Return whether the terminal may be read: a program in its background would be stopped."""
+    with suppress(OSError, ValueError):
+        if sys.platform != "win32" and sys.stdin.isatty():
+            return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    return True

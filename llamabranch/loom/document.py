@@ -11,48 +11,34 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from ..model import Model
 
 __all__ = [
-    "AnyRecord",
-    "Change",
-    "Compared",
-    "Current",
-    "Document",
-    "Ended",
-    "Head",
-    "Made",
-    "Node",
-    "Number",
-    "Outline",
-    "Pieces",
-    "Record",
-    "Redo",
-    "Round",
-    "Tokens",
-    "Undo",
-    "decoded",
-    "digest",
-    "short",
+    "KEPT", "AnyRecord", "Change", "Document", "Ended", "Head", "Kept", "Made", "Node", "Number",
+    "Piece", "Pieces", "Record", "Seed", "Tokens", "Undo", "decoded", "digest", "short",
 ]  # fmt: skip
 
 Piece = str | list[int] | dict[str, str]  # text; bytes that are none; the name of a control token
 Number = float | None
+Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
+KEPT = ("rounds", "compare", "searches")
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = 40, 20  # characters of a text: of a node, and in a list of more than _MANY
 _MANY = 2000
 
 
 class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
-    """A line of the journal: its revision, and when it was written (ms)."""
+    """A line of the journal: its revision, when it was written (ms), and who asked for its action."""
 
     r: int = 0
     t: int = 0
+    cid: str = ""
 
 
 class Head(Record, tag="head", kw_only=True):
@@ -74,7 +60,7 @@ class Made(Record, tag="node", kw_only=True):
     kind: str = "typed"
     by: str = "user"
     a: int = 0
-    seed: str | None = None
+    seed: Seed | None = None
     sampling: dict[str, object] = {}
     stop: list[str] = []
     max_tokens: int | None = None
@@ -86,7 +72,7 @@ class Made(Record, tag="node", kw_only=True):
 class Tokens(Record, tag="tok", kw_only=True):
     """Tokens of a node from its own ``at`` on: new ones, or numbers of those that are there."""
 
-    id: str
+    id: str = ""
     at: int = 0
     ids: list[int]
     lp: list[Number]
@@ -112,76 +98,31 @@ class Ended(Record, tag="end", kw_only=True):
     digest: str = ""
 
 
-class Round(Record, tag="round", kw_only=True):
-    """A round of speculation: the drafted tokens are never part of the text."""
+class Kept(Record, tag="keep", kw_only=True):
+    """What else is known of a node, as it is sent: a round of speculation, a comparison, a search."""
 
     id: str
-    at: int
-    draft: list[int]
-    lp: list[Number]
-    accepted: int
-    rejected: int
-    next: tuple[int, Number]
-    src: str
-    drafter: str
-    ms: tuple[float, float]
-
-
-class Compared(Record, tag="cmp", kw_only=True):
-    """What a second model finds of a stretch, as it is sent."""
-
-    id: str
-    data: Raw
-
-
-class Outline(Record, tag="search", kw_only=True):
-    """What a search from a node has looked at, as it is sent."""
-
-    id: str
+    name: Literal["rounds", "compare", "searches"]
     data: Raw
 
 
 class Change(Record, tag="set", kw_only=True):
-    """A bookmark, a note or a mark of deletion."""
+    """A bookmark, a note or a mark of deletion; or the node that is looked at, which is no action."""
 
     id: str
-    name: str
-    value: bool | str
+    name: Literal["bookmark", "note", "deleted", "current"]
+    value: bool | str = True
     a: int = 0
 
 
 class Undo(Record, tag="undo", kw_only=True):
-    """Takes an action back."""
+    """Takes an action back, or does it again."""
 
     of: int
+    again: bool = False
 
 
-class Redo(Record, tag="redo", kw_only=True):
-    """Brings an action back."""
-
-    of: int
-
-
-class Current(Record, tag="cur", kw_only=True):
-    """The node that is looked at."""
-
-    id: str
-
-
-AnyRecord = (
-    Head
-    | Made
-    | Tokens
-    | Pieces
-    | Ended
-    | Round
-    | Compared
-    | Outline
-    | Change
-    | Undo
-    | Redo
-    | Current
-)
+AnyRecord = Head | Made | Tokens | Pieces | Ended | Kept | Change | Undo
 
 
 @dataclass(slots=True, eq=False)
@@ -202,8 +143,8 @@ class Node:
     note: str = ""
     deleted: bool = False
     job: str | None = None
-    rounds: list[Round] = field(default_factory=list)
-    compared: list[Raw] = field(default_factory=list)
+    rounds: list[Raw] = field(default_factory=list)
+    compare: list[Raw] = field(default_factory=list)
     searches: list[Raw] = field(default_factory=list)
 
     @property
@@ -283,7 +224,8 @@ class Document:
         self.undone: list[Action] = []
         self.current: str | None = None
         self.rev = 0
-        self.n_made = 0
+        self.asked: dict[str, int] = {}  # actions, by what asked for them
+        self._n_made = 0
 
     def apply(self, record: Record) -> None:
         """Do what a record says.
@@ -297,7 +239,8 @@ class Document:
                 if record.id in self.nodes or not 0 <= record.at <= (parent.end if parent else 0):
                     raise ValueError(f"node {record.id} cannot begin at {record.at}")
                 node = self.nodes[record.id] = Node(record, parent)
-                self.n_made += 1
+                number = record.id[1:]
+                self._n_made = max(self._n_made + 1, int(number) if number.isdecimal() else 0)
                 self._act(record.a or record.r, record.kind, node, "hidden", False)
             case Tokens():
                 self.put(self.nodes[record.id], record)
@@ -305,31 +248,30 @@ class Document:
                 self.pieces.update(record.p)
             case Ended():
                 self.nodes[record.id].ended = record
-            case Round():
-                self.nodes[record.id].rounds.append(record)
-            case Compared():
-                self.nodes[record.id].compared.append(record.data)
-            case Outline():
-                self.nodes[record.id].searches.append(record.data)
-            case Change(name="bookmark" | "note" | "deleted"):
+            case Kept():
+                getattr(self.nodes[record.id], record.name).append(record.data)
+            case Change(name="current"):
+                self.current = self.nodes[record.id].id
+            case Change():
                 node = self.nodes[record.id]
                 self._act(record.a or record.r, "set", node, record.name, record.value)
-            case Undo() | Redo():
-                back = isinstance(record, Undo)
-                source, other = (self.done, self.undone) if back else (self.undone, self.done)
+            case Undo():
+                source, other = self.done, self.undone
+                if record.again:
+                    source, other = other, source
                 if not source or source[-1].r != record.of:
                     raise ValueError(f"there is no action {record.of} to take")
                 action = source.pop()
                 other.append(action)
-                for node, name, old, new in action.changes[:: -1 if back else 1]:
-                    setattr(node, name, old if back else new)
-            case Current():
-                self.current = self.nodes[record.id].id
+                for node, name, old, new in action.changes[:: 1 if record.again else -1]:
+                    setattr(node, name, new if record.again else old)
             case Head():
                 self.head = record
             case _:
                 raise ValueError("an unknown record")
         self.rev = max(self.rev, record.r)
+        if record.cid:
+            self.asked[record.cid] = record.r
 
     def _act(self, r: int, op: str, node: Node, name: str, value: object) -> None:
         if not self.done or self.done[-1].r != r:
@@ -350,11 +292,15 @@ class Document:
         for column, its in zip(held, columns, strict=True):
             column[new.at : new.at + n] = its  # type: ignore[index]
 
+    def name(self, i: int = 0) -> str:
+        """Return the name of the next node, or of one of those after it."""
+        return f"n{self._n_made + 1 + i}"
+
     def shown(self) -> Iterator[Node]:
         """Yield the nodes that are not undone, parents first."""
         return (node for node in [*self.nodes.values()] if not node.hidden)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[AnyRecord]:
         """Yield records that make what is shown, in the order of the actions that made it."""
         if self.head is not None:
             yield self.head
@@ -363,17 +309,23 @@ class Document:
             yield node.made
             if node.ids:
                 yield node.record(0)
-            yield from node.rounds
-            yield from (Compared(id=node.id, data=data) for data in node.compared)
-            yield from (Outline(id=node.id, data=data) for data in node.searches)
+            for name in ("rounds", "compare", "searches"):
+                yield from (Kept(id=node.id, name=name, data=d) for d in getattr(node, name))
             if node.ended is not None:
                 yield node.ended
         for action in self.done:
             for node, name, _, value in action.changes:
-                if name != "hidden" and not node.hidden and isinstance(value, (bool, str)):
-                    yield Change(id=node.id, name=name, value=value, r=action.r, a=action.r)
+                if name != "hidden" and not node.hidden:
+                    told = {
+                        "id": node.id,
+                        "name": name,
+                        "value": value,
+                        "r": action.r,
+                        "a": action.r,
+                    }
+                    yield msgspec.convert(told, Change)
         if self.current is not None and not self.nodes[self.current].hidden:
-            yield Current(id=self.current)
+            yield Change(id=self.current, name="current")
 
     def learn(self, model: Model, ids: Iterable[int]) -> Pieces | None:
         """Return a record with the texts of ids that are new, if there are any."""
@@ -403,72 +355,58 @@ class Document:
 
     # -- as the page gets it ---------------------------------------------------------------------------
 
-    def flags(self, node: Node) -> int:
-        """Return what is there besides tokens, as bits."""
-        marks = node.deleted, node.made.seam, node.rounds, node.compared, node.bookmark, node.note
-        return sum(1 << i for i, mark in enumerate(marks) if mark)
+    def counts(self) -> dict[str, object]:
+        """Return how many actions can be undone and done again."""
+        return {"undo": len(self.done), "redo": len(self.undone)}
 
     def told(self, node: Node) -> dict[str, object]:
-        """Return all of a node but its tokens."""
+        """Return all of a node but its tokens; ``flags`` has what is there besides them, as bits."""
         made, ended = node.made, node.ended
+        marks = node.deleted, made.seam, node.rounds, node.compare, node.bookmark, node.note
         return {
             "id": node.id, "parent": made.parent, "at": made.at, "n": len(node.ids),
-            "kind": made.kind, "by": made.by, "reason": node.reason, "flags": self.flags(node),
+            "kind": made.kind, "by": made.by, "reason": node.reason,
+            "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
             "text": self.text(node)[:_SHOWN], "seed": made.seed, "sampling": made.sampling,
             "stop": made.stop, "digest": ended.digest or None if ended else None,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "job": node.job, **node.summary(),
         }  # fmt: skip
 
-    def listed(self) -> dict[str, object]:
+    def listed(self) -> dict[str, list[object]]:
         """Return all nodes in columns, without what only few have."""
         names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
         names += ["lp", "lpw", "h", "hw", "rkw", "known"]
-        columns: dict[str, list[object]] = {name: [] for name in names}
-        most = _LISTED if len(self.nodes) > _MANY else _SHOWN
-        for node in self.shown():
-            told = self.told(node)
-            told["text"] = str(told["text"])[:most]
-            for name in names:
-                columns[name].append(told[name])
-        return dict(columns)
+        told = [self.told(node) for node in self.shown()]
+        columns = {name: [each[name] for each in told] for name in names}
+        if len(told) > _MANY:
+            columns["text"] = [str(text)[:_LISTED] for text in columns["text"]]
+        return columns
 
     def columns(self, parts: Sequence[tuple[Node, int, int]], *, top: bool) -> dict[str, object]:
         """Return the tokens of stretches, see `Node.stretches`, one after the other."""
-        records = [node.record(a, b) for node, a, b in parts]
-        ids = [token for each in records for token in each.ids]
+        names = ("ids", "lp", "h", "rk")
         found: dict[str, object] = {
-            "at": parts[0][0].made.at + parts[0][1] if parts else 0, "ids": ids,
-            "text": [self.pieces[token] for token in ids],
-            "lp": [x for each in records for x in each.lp],
-            "h": [x for each in records for x in each.h],
-            "rk": [x for each in records for x in each.rk],
-            "src": "".join(each.src for each in records),
-        }  # fmt: skip
+            name: [x for node, a, b in parts for x in getattr(node, name)[a:b]] for name in names
+        }
+        ids = [token for node, a, b in parts for token in node.ids[a:b]]
+        found["at"] = parts[0][0].made.at + parts[0][1] if parts else 0
+        found["text"] = [self.pieces[token] for token in ids]
+        found["src"] = "".join(s for node, a, b in parts for s in node.src[a:b])
         if top:
-            found["top"] = [self.alternatives(raw) for each in records for raw in each.top]
+            tops = [decoded(raw) for node, a, b in parts for raw in node.top[a:b]]
+            found["top"] = [[(t, p, self.pieces[t]) for t, p in each] for each in tops]
         return found
 
-    def round(self, record: Round, number: int) -> dict[str, object]:
-        """Return a round of speculation, the ``number``-th of its node."""
-        lps = [*record.lp, *([None] * (len(record.draft) - len(record.lp)))]
-        n, rejected = len(record.draft), record.rejected
-        return {
-            "node": record.id, "at": record.at, "round": number, "accepted": record.accepted,
-            "draft": [(t, self.pieces[t], p) for t, p in zip(record.draft, lps, strict=True)],
-            "rejected": rejected, "unreached": n - record.accepted - rejected, "src": record.src,
-            "next": (record.next[0], self.pieces[record.next[0]], record.next[1]),
-            "drafter": record.drafter, "ms": record.ms,
-        }  # fmt: skip
 
-    def alternatives(self, raw: Raw) -> list[tuple[int, Number, Piece]]:
-        """Return the most probable tokens with their texts."""
-        return [(t, p, self.pieces[t]) for t, p in decoded(raw)]
+class _Alternative(Struct, array_like=True):
+    token: int
+    lp: Number
 
 
 def decoded(raw: Raw) -> list[tuple[int, Number]]:
-    """Return the most probable tokens of a place."""
-    return msgspec.json.decode(raw, type=list[tuple[int, Number]])
+    """Return the most probable tokens of a place; what else is told of them is left out."""
+    return [(one.token, one.lp) for one in msgspec.json.decode(raw, type=list[_Alternative])]
 
 
 def short(x: float) -> Number:

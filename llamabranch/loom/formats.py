@@ -1,6 +1,6 @@
 """Documents as other programs have them: four looms, JSON that keeps all, Markdown, and one HTML file.
 
-Other looms fork at the ends of nodes only, so a node is written as the stretches between its forks.
+Other looms fork at the ends of nodes only, so a node is written as the segments between its forks.
 Nothing here recurses: a text of a thousand tokens may be nested a thousand deep.
 """
 
@@ -11,99 +11,114 @@ import json
 import math
 import re
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Raw
 
 from ..errors import ConfigError
+from ..serve.fields import SamplingFields
 from . import page
-from .document import Document, Made, Node, Number, Piece, Pieces, Record, Round, Tokens
+from .document import (
+    KEPT,
+    Change,
+    Document,
+    Ended,
+    Head,
+    Kept,
+    Made,
+    Node,
+    Number,
+    Piece,
+    Pieces,
+    Tokens,
+)  # fmt: skip
 
-__all__ = ["FORMATS", "Item", "export", "read"]
+__all__ = ["Item", "Segment", "export", "items_of", "read", "segments"]
 
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
 _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')
 _TOKEN = re.compile(r'[\s,:]*([{}\[\]]|"(?:[^"\\]|\\.)*"|[^\s{}\[\],:"]+)')
-_JSON, _PLAIN = b"application/json", b"text/markdown; charset=utf-8"
+_JSON, _MARKDOWN = b"application/json", b"text/markdown; charset=utf-8"
+_encode = msgspec.json.encode
 Values = Mapping[str, object]
 
 
 @dataclass
-class Item:
-    """A node to be made: texts with log-probabilities where they are known, and its marks.
+class Segment:
+    """A part of a node between two places where something forks; ``node`` is None for an added root."""
 
-    ``parent`` is the number of an earlier one, -1 of none; ``at`` how many of its tokens count, -1 = all.
-    """
-
-    parts: list[tuple[str, Number]]
-    parent: int = -1
-    at: int = -1
-    by: str = "import"
-    bookmark: bool = False
-    note: str = ""
-    deleted: bool = False
-    kind: str = "imported"
-    seed: str | None = None
-    sampling: dict[str, object] = field(default_factory=dict)
-    reason: str = ""
-    tokens: Tokens | None = None
-    more: list[Record] = field(default_factory=list)
-
-
-@dataclass
-class _Segment:
-    """A stretch of a node between two places where something forks."""
-
-    node: Node
+    node: Node | None
     a: int
     b: int
-    parent: int
+    parent: int  # the number of an earlier one; -1 = none
     text: str
     children: list[int] = field(default_factory=list)
-    ends_node: bool = True
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return f"{self.node.id}-{self.a}" if self.node else "root"
+
+    @property
+    def last(self) -> Node | None:
+        """The node if it ends here: its marks are told once."""
+        return self.node if self.node and self.b == len(self.node.ids) else None
 
 
-def _segments(document: Document) -> list[_Segment]:
-    nodes = [node for node in document.shown() if not _is_deleted(node)]
-    owners = {node: _owner(node) for node in nodes}
-    cuts: dict[Node, set[int]] = {node: {len(node.ids)} for node in nodes}
-    for node in nodes:
-        owner = owners[node]
+class _Shape(NamedTuple):
+    """How a loom writes a document.
+
+    Attributes:
+        fields: its name of each thing that `_told` tells of a node.
+        around: returns the whole, given the document, its title, the segments, and the nodes as JSON.
+        is_nested: nodes hold their children, so they come as objects with commas between; else as a map.
+        has_tokens: each token is a node.
+        has_one_root: several roots are put under an empty one.
+    """
+
+    fields: dict[str, str]
+    around: Callable[[Document, str, Sequence[Segment], bytes], object]
+    is_nested: bool = False
+    has_tokens: bool = False
+    has_one_root: bool = False
+
+
+def segments(
+    document: Document, *, has_tokens: bool = False, has_one_root: bool = False
+) -> list[Segment]:
+    """Return what is shown and not deleted, parents first; see `_Shape` for the arguments."""
+    cuts: dict[Node, set[int]] = {}
+    owners: dict[Node, Node | None] = {}  # in whose own tokens a node begins
+    for node in document.shown():
+        if node.deleted or not (node.parent is None or node.parent in cuts):
+            continue
+        owner = node.parent if node.made.at else None
+        while owner is not None and owner.parent is not None and node.made.at <= owner.made.at:
+            owner = owner.parent
+        owners[node] = owner
+        n = len(node.ids)
+        cuts[node] = set(range(1, n)) | {n} if has_tokens else {n}
         if owner is not None:
             cuts[owner].add(node.made.at - owner.made.at)
-    found: list[_Segment] = []
+    is_alone = sum(owner is None for owner in owners.values()) == 1
+    found = [Segment(None, 0, 0, -1, "")] if has_one_root and not is_alone else []
+    top = len(found) - 1
     ending: dict[tuple[Node, int], int] = {}
-    for node in nodes:
-        owner, a = owners[node], 0
-        parent = -1 if owner is None else ending[owner, node.made.at - owner.made.at]
+    for node, owner in owners.items():
+        a, parent = 0, top if owner is None else ending[owner, node.made.at - owner.made.at]
         for b in sorted(cuts[node] - {0}) or [0]:
             text = document.bytes_of(node.ids[a:b]).decode("utf-8", "replace")
-            found.append(_Segment(node, a, b, parent, text, ends_node=b == len(node.ids)))
             if parent >= 0:
-                found[parent].children.append(len(found) - 1)
+                found[parent].children.append(len(found))
+            found.append(Segment(node, a, b, parent, text))
             a, parent = b, len(found) - 1
             ending[node, b] = parent
     return found
-
-
-def _is_deleted(node: Node | None) -> bool:
-    while node is not None:
-        if node.deleted:
-            return True
-        node = node.parent
-    return False
-
-
-def _owner(node: Node) -> Node | None:
-    """Return the node in whose own tokens one begins."""
-    owner = node.parent
-    while owner is not None and owner.parent is not None and node.made.at <= owner.made.at:
-        owner = owner.parent
-    return owner
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -125,21 +140,24 @@ def export(
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
     if kind in ("json", "html"):
-        data = msgspec.json.encode(_whole(document, kind, title, top, models))
+        data = _encode(_whole(document, kind, title, top, models))
         if kind == "html":
             return page.html_file(data, title), f"{safe}.html", b"text/html; charset=utf-8"
         return data, f"{safe}.json", _JSON
     if kind == "markdown":
         if node is None:
             raise ConfigError("node is needed: Markdown has the text of one path")
-        return document.text(node, own=False).encode(), f"{safe}.md", _PLAIN
-    segments = _segments(document)
+        return document.text(node, own=False).encode(), f"{safe}.md", _MARKDOWN
     if kind == "markdown-tree":
-        return _bullets(segments).encode(), f"{safe}.md", _PLAIN
-    writer = _WRITERS.get(kind)
-    if writer is None:
-        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {kind!r:.40}")
-    return writer(document, segments, title).encode(), f"{safe}.{kind}.json", _JSON
+        return _bullets(segments(document)).encode(), f"{safe}.md", _MARKDOWN
+    shape = _SHAPES.get(kind)
+    if shape is None:
+        raise ConfigError(f"format must be one of {_NAMES}, not {kind!r:.40}")
+    parts = segments(document, has_tokens=shape.has_tokens, has_one_root=shape.has_one_root)
+    nodes = _nested(parts, shape) if shape.is_nested else _encode(
+        {part.id: _told(parts, i, shape) for i, part in enumerate(parts)}
+    )  # fmt: skip
+    return _encode(shape.around(document, title, parts, nodes)), f"{safe}.{kind}.json", _JSON
 
 
 def _whole(document: Document, kind: str, title: str, top: int, models: object) -> Values:
@@ -148,180 +166,167 @@ def _whole(document: Document, kind: str, title: str, top: int, models: object) 
         columns = document.columns([(node, 0, len(node.ids))], top=True)
         tops = columns["top"]
         columns["top"] = [each[:top] for each in tops] if isinstance(tops, list) else []
-        del columns["at"]
-        made = node.made
+        columns["at"] = 0
         nodes.append({
-            **document.told(node), "text": document.text(node), "max_tokens": made.max_tokens,
-            "grammar": made.grammar, "json_schema": made.json_schema, "bookmark": node.bookmark,
-            "deleted": node.deleted, "tokens": columns, "compare": node.compared,
-            "searches": node.searches,
-            "rounds": [document.round(r, i + 1) for i, r in enumerate(node.rounds)],
+            **msgspec.to_builtins(node.made), **document.told(node), "text": document.text(node),
+            "bookmark": node.bookmark, "deleted": node.deleted, "tokens": columns,
+            **{name: getattr(node, name) for name in KEPT},
         })  # fmt: skip
-    head = msgspec.to_builtins(document.head) if document.head else {}
     return {
-        "format": _MARKER, "version": 1, "title": title, "header": head, "models": models,
-        "current": document.current, "export": kind, "nodes": nodes,
+        "format": _MARKER, "version": 1, "title": title, "header": document.head or Head(),
+        "models": models, "current": document.current, "export": kind, "nodes": nodes,
     }  # fmt: skip
 
 
-def _bullets(segments: Sequence[_Segment]) -> str:
-    lines, depths = [], list[int]()
-    order = _walk(
-        [i for i, s in enumerate(segments) if s.parent < 0], lambda i: segments[i].children
-    )
-    depths = [0] * len(segments)
-    for i in order:
-        segment = segments[i]
-        parent = segment.parent
-        if parent >= 0:
-            depths[i] = depths[parent] + 1
-        indent = "  " * depths[i]
-        lines.append(f"{indent}- " + segment.text.replace("\n", f"\n{indent}  "))
+def _bullets(parts: Sequence[Segment]) -> str:
+    lines = []
+    waiting = [(i, 0) for i, part in enumerate(parts) if part.parent < 0][::-1]
+    while waiting:
+        i, depth = waiting.pop()
+        indent = "  " * depth
+        lines.append(f"{indent}- " + parts[i].text.replace("\n", f"\n{indent}  "))
+        waiting += [(child, depth + 1) for child in reversed(parts[i].children)]
     return "\n".join(lines) + "\n"
 
 
-def _walk(roots: Iterable[int], children: Callable[[int], Sequence[int]]) -> list[int]:
-    """Return all numbers below roots, parents first."""
-    waiting, found = [*roots][::-1], []
-    while waiting:
-        i = waiting.pop()
-        found.append(i)
-        waiting += reversed(children(i))
-    return found
+def _told(parts: Sequence[Segment], i: int, shape: _Shape) -> Values:
+    """Return a node with the fields that a loom writes; nested ones without those that are None."""
+    part = parts[i]
+    node, last = part.node, part.last
+    lp = (node.lp[part.a] if node and part.b > part.a else None) or 0.0
+    told: dict[str, object] = {
+        "id": part.id, "text": part.text, "no": False,
+        "parent": parts[part.parent].id if part.parent >= 0 else None,
+        "children": [parts[child].id for child in part.children],
+        "author": "model" if node and node.made.by in ("A", "B") else "user",
+        "time": node.made.t if node else 0, "bookmark": last is not None and last.bookmark,
+        "logprob": lp, "prob": math.exp(lp),
+        "finished": last is not None and last.reason == "stop",
+    }  # fmt: skip
+    fields = shape.fields.items()
+    return {n: told[key] for n, key in fields if told[key] is not None or not shape.is_nested}
 
 
-def _nested(
-    roots: Sequence[int], fields: Callable[[int], Values], below: Sequence[Sequence[int]]
-) -> str:
-    """Return nodes as JSON objects that hold their ``children``, with commas between."""
-    out: list[str] = []
-    waiting: list[int | str] = [*reversed(roots)]
+def _nested(parts: Sequence[Segment], shape: _Shape) -> bytes:
+    """Return the roots as JSON objects that hold their ``children``, with commas between."""
+    out: list[bytes] = []
+    roots = [i for i, part in enumerate(parts) if part.parent < 0]
+    waiting: list[int | bytes] = [*reversed(roots)]
     while waiting:
         i = waiting.pop()
-        if isinstance(i, str):
+        if isinstance(i, bytes):
             out.append(i)
             continue
-        if out and out[-1].endswith("}"):
-            out.append(",")
-        out.append(json.dumps(fields(i), ensure_ascii=False)[:-1] + ', "children": [')
-        waiting += ["]}", *reversed(below[i])]
-    return "".join(out)
+        if out and out[-1].endswith(b"}"):
+            out.append(b",")
+        out.append(_encode(_told(parts, i, shape))[:-1] + b',"children":[')
+        waiting += [b"]}", *reversed(parts[i].children)]
+    return b"".join(out)
 
 
-def _logitloom(document: Document, segments: Sequence[_Segment], title: str) -> str:
-    fields: list[Values] = []
-    below: list[list[int]] = []
-    last: dict[int, int] = {}
-    roots: list[int] = []
-    for number, segment in enumerate(segments):
-        node, before = segment.node, last.get(segment.parent, -1)
-        for i in range(segment.a, segment.b):
-            text = document.bytes_of([node.ids[i]]).decode("utf-8", "replace")
-            lp = node.lp[i]
-            ends = i == len(node.ids) - 1 and node.reason == "stop"
-            (roots if before < 0 else below[before]).append(len(fields))
-            before = len(fields)
-            fields.append({
-                "id": f"{node.id}-{i}", "text": text, "logprob": 0.0 if lp is None else lp,
-                "prob": 1.0 if lp is None else math.exp(lp), "branchFinished": ends,
-            })  # fmt: skip
-            below.append([])
-        last[number] = before
-    head = {
+def _logitloom(document: Document, title: str, _: Sequence[Segment], nodes: bytes) -> Values:
+    return {
         "isLogitLoomTreeVersion": "logit-loom-tree-v1",
         "modelName": document.head.model if document.head else title,
-        "modelSettings": {"kind": "base"},
-    }
-    trees = _nested(roots, lambda i: fields[i], below)
-    return json.dumps(head, ensure_ascii=False)[:-1] + f', "roots": [{trees}]}}'
-
-
-def _loomsidian(document: Document, segments: Sequence[_Segment], title: str) -> str:
-    names = [f"{s.node.id}-{s.a}" for s in segments]
-    here = [n for n, s in zip(names, segments, strict=True) if s.node.id == document.current]
-    nodes = {
-        name: {
-            "text": s.text, "parentId": names[s.parent] if s.parent >= 0 else None, "collapsed": False,
-            "unread": False, "bookmarked": s.node.bookmark and s.ends_node,
-        }
-        for name, s in zip(names, segments, strict=True)
+        "modelSettings": {"kind": "base"}, "roots": Raw(b"[%b]" % nodes),
     }  # fmt: skip
-    found: Values = {
-        "current": next(iter([*here, *names]), None), "hoisted": [], "searchTerm": "",
-        "generating": None, "nodes": nodes,
+
+
+def _loomsidian(document: Document, _: str, parts: Sequence[Segment], nodes: bytes) -> Values:
+    here = [part.id for part in parts if part.node and part.node.id == document.current]
+    current = next(iter([*here, *(part.id for part in parts)]), None)
+    return {
+        "current": current, "hoisted": [], "searchTerm": "", "generating": None, "nodes": Raw(nodes),
     }  # fmt: skip
-    return json.dumps(found, ensure_ascii=False)
 
 
-def _socketteer(
-    document: Document, segments: Sequence[_Segment], title: str, *, simple: bool = False
-) -> str:
-    roots = [i for i, s in enumerate(segments) if s.parent < 0]
-    below = [s.children for s in segments]
-
-    def name(i: int) -> str:
-        return f"{segments[i].node.id}-{segments[i].a}"
-
-    def fields(i: int) -> Values:
-        s = segments[i]
-        if simple:
-            return {"text": s.text}
-        found = {"id": name(i), "text": s.text, "bookmark": s.node.bookmark and s.ends_node}
-        return found | ({"parent_id": name(s.parent)} if s.parent >= 0 else {})
-
-    trees = _nested(roots, fields, below)
-    if len(roots) != 1:  # it has one root
-        trees = json.dumps({"text": ""} if simple else {"id": "root", "text": ""})[:-1] + (
-            f', "children": [{trees}]}}'
-        )
-    if simple:
-        return trees
-    noted = [i for i, s in enumerate(segments) if s.node.note and s.ends_node]
+def _socketteer(_: Document, __: str, parts: Sequence[Segment], nodes: bytes) -> Values:
+    noted = [(f"c{i}", part) for i, part in enumerate(parts) if part.last and part.last.note]
     chapters = {
-        f"c{i}": {"id": f"c{i}", "root_id": name(i), "title": segments[i].node.note} for i in noted
+        name: {"id": name, "root_id": part.id, "title": part.last.note if part.last else ""}
+        for name, part in noted
     }
-    more = json.dumps({"chapters": chapters, "selected_node_id": None}, ensure_ascii=False)
-    return f'{{"root": {trees}, {more[1:]}'
+    return {"root": Raw(nodes), "chapters": chapters, "selected_node_id": None}
 
 
-def _exoloom(document: Document, segments: Sequence[_Segment], title: str) -> str:
-    names = [f"{s.node.id}-{s.a}" for s in segments]
-    roots = [name for name, s in zip(names, segments, strict=True) if s.parent < 0]
-    nodes: dict[str, Values] = {}
-    if len(roots) != 1:
-        nodes["root"] = {
-            "content": "", "authorType": "user", "parentId": None, "childrenIds": roots, "createdAt": 0,
-        }  # fmt: skip
-    for name, s in zip(names, segments, strict=True):
-        above = names[s.parent] if s.parent >= 0 else "root" if len(roots) != 1 else None
-        nodes[name] = {
-            "content": s.text, "authorType": "model" if s.node.made.by in ("A", "B") else "user",
-            "parentId": above, "childrenIds": [names[i] for i in s.children],
-            "createdAt": s.node.made.t, "bookmarked": s.node.bookmark and s.ends_node,
-        }  # fmt: skip
-    root = roots[0] if len(roots) == 1 else "root"
-    tree = {"title": title, "rootNodeId": root, "nodes": nodes}
-    found = {"loomType": "Exoloom", "schemaVersion": 1, "tree": tree, "lens": {}}
-    return json.dumps(found, ensure_ascii=False)
+def _exoloom(_: Document, title: str, parts: Sequence[Segment], nodes: bytes) -> Values:
+    tree = {"title": title, "rootNodeId": parts[0].id, "nodes": Raw(nodes)}
+    return {"loomType": "Exoloom", "schemaVersion": 1, "tree": tree, "lens": {}}
 
 
-_WRITERS: dict[str, Callable[[Document, Sequence[_Segment], str], str]] = {
-    "logitloom": _logitloom,
-    "loomsidian": _loomsidian,
-    "socketteer": _socketteer,
-    "socketteer-simple": lambda d, s, title: _socketteer(d, s, title, simple=True),
-    "exoloom": _exoloom,
-}
-FORMATS = ("json", "html", "markdown", "markdown-tree", *_WRITERS)
+_SHAPES = {
+    "logitloom": _Shape(
+        {"id": "id", "text": "text", "logprob": "logprob", "prob": "prob", "branchFinished": "finished"},
+        _logitloom, is_nested=True, has_tokens=True,
+    ),
+    "loomsidian": _Shape(
+        {"text": "text", "parentId": "parent", "collapsed": "no", "unread": "no",
+         "bookmarked": "bookmark"},
+        _loomsidian,
+    ),
+    "socketteer": _Shape(
+        {"id": "id", "text": "text", "bookmark": "bookmark", "parent_id": "parent"}, _socketteer,
+        is_nested=True, has_one_root=True,
+    ),
+    "socketteer-simple": _Shape(
+        {"text": "text"}, lambda _, __, ___, nodes: Raw(nodes), is_nested=True, has_one_root=True
+    ),
+    "exoloom": _Shape(
+        {"content": "text", "authorType": "author", "parentId": "parent", "childrenIds": "children",
+         "createdAt": "time", "bookmarked": "bookmark"},
+        _exoloom, has_one_root=True,
+    ),
+}  # fmt: skip
+_NAMES = ", ".join(("json", "html", "markdown", "markdown-tree", *_SHAPES))
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read(data: bytes, most: int, fingerprint: str) -> tuple[str, list[Item], list[str]]:
-    """Return what a file is, its nodes, parents first, and what could not be taken.
+@dataclass
+class Item:
+    """A node to be made of texts, each with its log-probability if it is a token's and is known.
 
-    Tokens and their numbers are taken from a file of the page that is of the model with ``fingerprint``.
+    ``parent`` is the number of an earlier one, -1 of none.
+    """
+
+    parts: list[tuple[str, Number]]
+    parent: int = -1
+    by: str = "import"
+    bookmark: bool = False
+    note: str = ""
+
+
+class _SavedTokens(Tokens, tag=False, kw_only=True):
+    text: list[Piece]
+
+
+class _Saved(Made, tag=False, kw_only=True):
+    """A node in the page's own JSON."""
+
+    tokens: _SavedTokens
+    reason: str | None = None
+    read: int | None = None
+    cached: int | None = None
+    digest: str | None = None
+    note: str = ""
+    bookmark: bool = False
+    deleted: bool = False
+    rounds: tuple[Raw, ...] = ()
+    compare: tuple[Raw, ...] = ()
+    searches: tuple[Raw, ...] = ()
+
+
+class _File(msgspec.Struct):
+    nodes: list[_Saved]
+    header: Head
+
+
+def read(data: bytes, most: int, fingerprint: str) -> tuple[str, Document | list[Item], int]:
+    """Return what a file is, what is in it, and how many nodes without a way to a root were left out.
+
+    A file of the page that is of the model with ``fingerprint`` is a document; all others are texts,
+    parents first.
 
     Raises:
         ConfigError: it is of none of the formats, or has more than ``most`` nodes.
@@ -329,34 +334,36 @@ def read(data: bytes, most: int, fingerprint: str) -> tuple[str, list[Item], lis
     found = _DATA.search(data)
     if found is not None:
         data = _unpacked(found[1])
-    start = data.lstrip()[:1]
-    if start not in (b"{", b"["):
-        return "markdown", [Item([(data.decode("utf-8", "replace"), None)])], []
-    value = _parsed(data)
-    if not isinstance(value, dict):
-        raise ConfigError("this JSON is a list: no loom writes that")
-    told: list[str] = []
-    if value.get("format") == _MARKER:
-        kind, items = "json", _own(value, fingerprint)
-    elif "isLogitLoomTreeVersion" in value:
-        kind, items = "logitloom", _tree(value.get("roots"), told, most)
-    elif value.get("loomType") == "Exoloom":
-        tree = value.get("tree")
-        kind = "exoloom"
-        items = _flat(tree.get("nodes") if isinstance(tree, dict) else None, told)
-    elif isinstance(value.get("nodes"), (dict, list)):
-        kind, items = "loomsidian", _flat(value["nodes"], told)
-    elif isinstance(value.get("root"), dict):
-        kind, items = "socketteer", _tree([value["root"]], told, most, _chapters(value))
-    elif isinstance(value.get("text"), str):
-        kind, items = "socketteer-simple", _tree([value], told, most)
-    else:
-        raise ConfigError(
-            "this JSON is of no loom that is known", hint="formats: " + ", ".join(FORMATS)
-        )
-    if len(items) > most:
-        raise ConfigError(f"the file has {len(items):,} nodes, at most {most:,} can be taken")
-    return kind, items, told
+    if data.lstrip()[:1] not in (b"{", b"["):
+        return "markdown", [Item([(data.decode("utf-8", "replace"), None)])], 0
+    match _parsed(data):
+        case {"format": str(marker)} if marker == _MARKER:
+            document = _own(data, most)
+            is_same = document.head is not None and document.head.fingerprint == fingerprint
+            return "json", document if is_same else items_of(document), 0
+        case {"isLogitLoomTreeVersion": _, "roots": list(roots)}:
+            return "logitloom", *_items(roots, most)
+        case {"loomType": "Exoloom", "tree": {"nodes": dict() | list() as nodes}}:
+            return "exoloom", *_flat(nodes, most)
+        case {"nodes": dict() | list() as nodes}:
+            return "loomsidian", *_flat(nodes, most)
+        case {"root": dict() as root, "chapters": chapters}:
+            return "socketteer", *_items([root], most, notes=_chapters(chapters))
+        case {"root": dict() as root}:
+            return "socketteer", *_items([root], most)
+        case {"text": str()} as root:
+            return "socketteer-simple", *_items([root], most)
+    raise ConfigError("this JSON is of no loom that is known", hint=f"formats: {_NAMES}")
+
+
+def items_of(document: Document) -> list[Item]:
+    """Return the texts of a document, cut where something forks, for another model."""
+    found = []
+    for part in segments(document):
+        by, last = part.node.made.by if part.node else "import", part.last
+        marks = (last.bookmark, last.note) if last else (False, "")
+        found.append(Item([(part.text, None)], part.parent, by, *marks))
+    return found
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -375,37 +382,31 @@ def _parsed(data: bytes) -> object:
     try:
         return msgspec.json.decode(data)
     except RecursionError:
-        pass
+        text = data.decode("utf-8", "replace")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"this is no JSON: {error}") from None
-    text = data.decode("utf-8", "replace")
     top: list[object] = []
     open_: list[tuple[object, str | None]] = [(top, None)]  # containers, and the key that waits
-    for match in _TOKEN.finditer(text):
-        token = match[1]
-        holder, key = open_[-1]
-        if token in "}]":
-            if len(open_) < 2:
-                raise ConfigError("this is no JSON: it closes what it has not opened")
-            open_.pop()
-            continue
-        if token in "{[":
-            value: object = {} if token == "{" else []
-        else:
-            try:
-                value = json.loads(token)
-            except ValueError:
-                raise ConfigError(f"this is no JSON: {token[:40]!r}") from None
-        if isinstance(holder, dict) and key is None:
-            open_[-1] = holder, str(value)
-            continue
-        if isinstance(holder, dict):
-            holder[key] = value
-            open_[-1] = holder, None
-        elif isinstance(holder, list):
-            holder.append(value)
-        if token in "{[":
-            open_.append((value, None))
+    try:
+        for match in _TOKEN.finditer(text):
+            token = match[1]
+            if token in "}]":
+                open_.pop()
+                continue
+            holder, key = open_[-1]
+            value = {} if token == "{" else [] if token == "[" else json.loads(token)
+            if isinstance(holder, dict) and key is None:
+                open_[-1] = holder, str(value)
+                continue
+            if isinstance(holder, dict):
+                holder[key] = value
+                open_[-1] = holder, None
+            elif isinstance(holder, list):
+                holder.append(value)
+            if token in "{[":
+                open_.append((value, None))
+    except (ValueError, IndexError):
+        raise ConfigError(f"this is no JSON at {token[:40]!r}") from None
     if len(top) != 1 or len(open_) != 1:
         raise ConfigError("this is no JSON: it is not closed")
     return top[0]
@@ -415,183 +416,98 @@ def _str(value: object) -> str:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else ""
 
 
-def _number(value: object) -> Number:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+def _items(
+    roots: Sequence[object],
+    most: int,
+    below: Callable[[Values], object] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> tuple[list[Item], int]:
+    """Return nodes, parents first, and how many were none; an empty root is left out.
 
-
-def _tree(
-    roots: object, told: list[str], most: int, notes: Mapping[str, str] | None = None
-) -> list[Item]:
-    """Return nested nodes; those that go on in one way only are one, and an empty root is none."""
+    Args:
+        roots, most: nodes without a parent; how many there may be.
+        below: returns what begins with a node. None = nodes hold their ``children``, and those that go on
+            in one way only are one: their programs have a node for each token.
+        notes: by the ids of nodes.
+    """
     items: list[Item] = []
-    waiting = [(each, -1) for each in reversed(roots if isinstance(roots, list) else [])]
-    n = 0
+    waiting = [(root, -1, False) for root in reversed(roots)]
+    n_seen = n_lost = 0
     while waiting:
-        node, parent = waiting.pop()
+        node, parent, is_only = waiting.pop()
+        n_seen += 1
+        if n_seen > 50 * most or len(items) > most:
+            raise ConfigError(f"the file is too large: at most {most:,} nodes can be taken")
         if not isinstance(node, dict):
-            told.append("something that is no node was left out")
+            n_lost += 1
             continue
-        n += 1
-        if n > 50 * most:
-            raise ConfigError(f"the file has more than {50 * most:,} tokens")
-        text, below = _str(node.get("text")), node.get("children")
-        below = below if isinstance(below, list) else []
-        part = text, _number(node.get("logprob")) if "prob" in node else None
+        text, lp = _str(node.get("text", node.get("content"))), node.get("logprob")
+        if "prob" not in node or not isinstance(lp, float | int) or not math.isfinite(lp):
+            lp = None
+        part = text, None if lp is None else float(lp)
+        mark = True in (node.get("bookmark"), node.get("bookmarked"))
         note = (notes or {}).get(str(node.get("id")), "")
-        is_marked = node.get("bookmark") is True
-        siblings = node.get("_single") is True
-        if siblings and parent >= 0 and not items[parent].note and not items[parent].bookmark:
-            items[parent].parts.append(part)
-            at = parent
+        at, before = len(items), items[parent] if is_only and parent >= 0 else None
+        if before is not None and not before.note and not before.bookmark:
+            before.parts.append(part)
+            before.note, before.bookmark, at = note, mark, parent
         elif text or parent >= 0:
-            items.append(Item([part], parent))
-            at = len(items) - 1
+            by = {"user": "user", "model": "A"}.get(str(node.get("authorType")), "import")
+            items.append(Item([part], parent, by, mark, note))
         else:
             at = -1
-        if at >= 0:
-            items[at].note = note or items[at].note
-            items[at].bookmark = is_marked or items[at].bookmark
-        if len(below) == 1 and isinstance(below[0], dict):
-            below[0]["_single"] = True
-        waiting += [(each, at) for each in reversed(below)]
-    return items
+        found = node.get("children") if below is None else below(node)
+        children = found if isinstance(found, list) else []
+        is_only = below is None and len(children) == 1
+        waiting += [(child, at, is_only) for child in reversed(children)]
+    return items, n_lost
 
 
-def _flat(nodes: object, told: list[str]) -> list[Item]:
-    """Return the nodes of a map, or of a list, that name their parents."""
-    pairs: list[tuple[str, object]] = []
-    if isinstance(nodes, dict):
-        pairs = [(str(name), node) for name, node in nodes.items()]
-    elif isinstance(nodes, list):
-        pairs = [(str(n.get("id")) if isinstance(n, dict) else "", n) for n in nodes]
-    known = {name: node for name, node in pairs if isinstance(node, dict)}
-    below: dict[str | None, list[str]] = {}
-    for name, node in known.items():
-        parent = node.get("parentId")
-        below.setdefault(None if parent is None else str(parent), []).append(name)
-    items: list[Item] = []
-    n_seen = 0
-    waiting = [(name, -1) for name in reversed(below.pop(None, []))]
-    while waiting:
-        name, parent = waiting.pop()
-        node = known[name]
-        n_seen += 1
-        text = _str(node.get("text", node.get("content")))
-        at = -1
-        if text or parent >= 0:
-            by = {"user": "user", "model": "A"}.get(str(node.get("authorType")), "import")
-            mark = node.get("bookmarked") is True
-            items.append(Item([(text, None)], parent, by=by, bookmark=mark))
-            at = len(items) - 1
-        waiting += [(child, at) for child in reversed(below.pop(name, []))]
-    if len(pairs) > n_seen:
-        told.append(f"{len(pairs) - n_seen} nodes without a way to a root were left out")
-    return items
+def _flat(nodes: Values | Sequence[object], most: int) -> tuple[list[Item], int]:
+    """Return the nodes of a map, or of a list, that name their parents, and how many lead nowhere."""
+    if not isinstance(nodes, dict):
+        nodes = {str(node.get("id")): node for node in nodes if isinstance(node, dict)}
+    children: dict[str | None, list[Values]] = {}
+    for name, node in nodes.items():
+        if isinstance(node, dict):
+            node["id"], parent = name, node.get("parentId")
+            children.setdefault(None if parent is None else str(parent), []).append(node)
+    roots = children.pop(None, [])
+    items, _ = _items(roots, most, lambda node: children.pop(str(node["id"]), []))
+    return items, sum(map(len, children.values()))
 
 
-def _chapters(value: Values) -> dict[str, str]:
-    given = value.get("chapters")
+def _chapters(given: object) -> dict[str, str]:
     chapters = given.values() if isinstance(given, dict) else ()
     return {str(c.get("root_id")): _str(c.get("title")) for c in chapters if isinstance(c, dict)}
 
 
-def _own(value: Values, fingerprint: str) -> list[Item]:
-    """Return the nodes of the page's own JSON, with all that is known of them, if it is of the model."""
-    try:
-        saved = msgspec.convert(value, _Saved)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise ConfigError(f"this file of the page is damaged: {error}") from None
-    items: list[Item] = []
-    numbers: dict[str, int] = {}
-    ends: dict[str | None, int] = {None: 0}
-    for node in saved.nodes:
-        if not 0 <= node.at <= ends.get(node.parent, -1) or node.id in numbers:
-            raise ConfigError(f"this file of the page is damaged: {node.id} cannot begin")
-        ends[node.id] = node.at + len(node.tokens.ids)
-        parent = -1 if node.parent is None else numbers[node.parent]
-        columns = node.tokens
-        n = len(columns.ids)
-        if any(len(c) != n for c in (columns.lp, columns.h, columns.rk, columns.src, columns.text)):
-            raise ConfigError(f"this file of the page is damaged: the tokens of {node.id}")
-        tops = [*columns.top, *([[]] * n)][:n]
-        tokens = Tokens(
-            id="", ids=columns.ids, lp=columns.lp, h=columns.h, rk=columns.rk, src=columns.src,
-            top=[Raw(msgspec.json.encode([(t, lp) for t, lp, _ in top])) for top in tops],
-        )  # fmt: skip
-        more: list[Record] = [
-            Round(
-                id="", at=r.at, draft=[t for t, _, _ in r.draft],
-                lp=[lp for _, _, lp in r.draft][: r.accepted + r.rejected], accepted=r.accepted,
-                rejected=r.rejected, next=(r.next[0], r.next[2]), src=r.src, drafter=r.drafter, ms=r.ms,
-            )
-            for r in node.rounds
-        ]  # fmt: skip
-        numbers[node.id] = len(items)
-        items.append(Item(
-            [(_str(node.text), None)], parent, node.at, node.by, node.bookmark, node.note or "",
-            node.deleted, node.kind, node.seed, node.sampling,
-            "" if node.reason in (None, "running", "interrupted") else str(node.reason), tokens, more,
-        ))  # fmt: skip
-    return items if saved.header.get("fingerprint") == fingerprint else _retold(saved, items)
-
-
-def _retold(saved: _Saved, items: Sequence[Item]) -> list[Item]:
-    """Return nodes of another model as texts alone, cut where something forks."""
+def _own(data: bytes, most: int) -> Document:
+    """Return the document in the page's own JSON, with all that is known of it."""
     document = Document()
-    for i, (node, item) in enumerate(zip(saved.nodes, items, strict=True)):
-        document.apply(Pieces(p=dict(zip(node.tokens.ids, node.tokens.text, strict=True))))
-        parent = str(item.parent) if item.parent >= 0 else None
-        document.apply(Made(id=str(i), parent=parent, at=max(0, item.at), r=i + 1))
-        if item.tokens is not None:
-            item.tokens.id = str(i)
-            document.apply(item.tokens)
-    return [
-        Item(
-            [(s.text, None)], s.parent, by=items[int(s.node.id)].by, note=items[int(s.node.id)].note
-        )
-        for s in _segments(document)
-    ]
-
-
-class _Columns(msgspec.Struct):
-    ids: list[int]
-    text: list[Piece]
-    lp: list[Number]
-    h: list[Number]
-    rk: list[int | None]
-    src: str
-    top: list[list[tuple[int, Number, object]]] = []
-
-
-class _SavedRound(msgspec.Struct):
-    at: int
-    draft: list[tuple[int, object, Number]]
-    accepted: int
-    rejected: int
-    next: tuple[int, object, Number]
-    src: str
-    drafter: str
-    ms: tuple[float, float]
-
-
-class _SavedNode(msgspec.Struct):
-    id: str
-    parent: str | None
-    at: int
-    tokens: _Columns
-    text: str = ""
-    kind: str = "imported"
-    by: str = "import"
-    reason: str | None = None
-    seed: str | None = None
-    sampling: dict[str, object] = {}
-    note: str | None = None
-    bookmark: bool = False
-    deleted: bool = False
-    rounds: list[_SavedRound] = []
-
-
-class _Saved(msgspec.Struct):
-    nodes: list[_SavedNode]
-    header: dict[str, object] = {}
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        document.apply(file.header)
+        if len(file.nodes) > most:
+            raise ValueError(f"{len(file.nodes):,} nodes, at most {most:,} can be taken")
+        for r, node in enumerate(file.nodes, 1):
+            msgspec.convert(node.sampling, SamplingFields)
+            made = {name: getattr(node, name) for name in Made.__struct_fields__}
+            columns, name = node.tokens, node.id
+            document.apply(Pieces(p=dict(zip(columns.ids, columns.text, strict=True))))
+            document.apply(Made(**made | {"r": r, "a": 0}))
+            document.put(document.nodes[name], columns)
+            for kind in ("rounds", "compare", "searches"):
+                for kept in getattr(node, kind):
+                    document.apply(Kept(id=name, name=kind, data=kept))
+            if node.reason not in (None, "running", "interrupted"):
+                document.apply(Ended(
+                    id=name, reason=str(node.reason), read=node.read or 0, cached=node.cached or 0,
+                    digest=node.digest or "",
+                ))  # fmt: skip
+            for mark in ("bookmark", "note", "deleted"):
+                if getattr(node, mark):
+                    document.apply(Change(id=name, name=mark, value=getattr(node, mark), a=r))
+    except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
+        raise ConfigError(f"this file of the page is damaged: {error}") from None
+    return document

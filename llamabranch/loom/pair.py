@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Raw
 
 from ..branch import Branch
@@ -27,13 +27,12 @@ from ..sampling.sampler import Sampler
 from .document import Number, short
 
 __all__ = [
-    "Place", "Spans", "compared", "mean_kl", "read_pair", "same_vocabulary", "spans",
+    "Place", "Span", "compared", "mean_kl", "read_pair", "same_vocabulary", "spans", "totals",
     "vocabulary_hash", "write_pair",
 ]  # fmt: skip
 
 _STRETCH = 32  # tokens that both models read in turn
 _TOP = 10
-_BITS = math.log2(math.e)
 
 
 def same_vocabulary(a: Model, b: Model) -> bool:
@@ -58,8 +57,7 @@ def mean_kl(data: Raw) -> tuple[float, float] | None:
     return (round(sum(known) / len(known), 5), round(max(known), 5)) if known else None
 
 
-@dataclass(slots=True)
-class Place:
+class Place(NamedTuple):
     """What both models find of one token.
 
     Attributes:
@@ -89,21 +87,16 @@ def compared(
 ) -> Place:
     """Compare the distributions of two rows, before ``token``."""
     n = min(len(row.array) for row in rows)
-    log_a, log_b = (_log_probs(row, n) for row in rows)
-    difference = log_a - log_b
-    kl = float(np.sum(np.exp(log_a) * difference, where=log_a > -np.inf))
-    klr = float(np.sum(np.exp(log_b) * -difference, where=log_b > -np.inf))
+    logs = [row.log_probs()[:n] for row in rows]
+    if len(rows[0].array) != len(rows[1].array):
+        logs = [log - np.log(np.exp(log).sum()) for log in logs]
+    difference = logs[0] - logs[1]
+    kl, klr = (
+        float(np.sum(np.exp(log) * change, where=log > -np.inf))
+        for log, change in zip(logs, (difference, -difference), strict=True)
+    )
     a, b = (row.score(token, model, top) for row, model in zip(rows, models, strict=True))
     return Place(token, a, kl, klr, b, rows[0].best == rows[1].best, draw)
-
-
-def _log_probs(row: LogitsRow, n: int) -> npt.NDArray[np.float64]:
-    found = row.log_probs()
-    if n == len(found):
-        return found
-    found = found[:n]
-    found -= np.log(np.exp(found).sum())
-    return found
 
 
 def read_pair(
@@ -196,84 +189,68 @@ def write_pair(
                     other.commit(step.token)
 
 
-@dataclass
-class Spans:
-    """Stretches of a text between the boundaries that two tokenizers have in common.
+class Span(NamedTuple):
+    """A stretch of a text between boundaries that two tokenizers have in common.
 
     Attributes:
-        spans: of each: its tokens of A (from, to), its bytes, the bits under A and B (None where a model
-            does not rate its first token), and whether the next texts agree where it ends.
+        tokens: of A, from and to.
+        at, end: its bytes.
+        bits: under A and B; None where a model does not rate its first token.
+        agree: whether the most probable next texts agree where it ends; None where one is not known.
     """
 
-    spans: list[tuple[int, int, int, int, Number, Number, bool | None]] = field(
-        default_factory=list
-    )
-
-    @property
-    def totals(self) -> dict[str, Number]:
-        """Bytes, bits and bits per byte of all spans that both models rate."""
-        known = [(e - s, a, b) for _, _, s, e, a, b, _ in self.spans if None not in (a, b)]
-        n = sum(size for size, _, _ in known)
-        bits = [sum(float(each[i] or 0) for each in known) for i in (1, 2)]
-        per = [short(x / n) if n else None for x in bits]
-        return {
-            "bytes": n, "bitsA": short(bits[0]), "bitsB": short(bits[1]), "bpbA": per[0],
-            "bpbB": per[1],
-        }  # fmt: skip
+    tokens: tuple[int, int]
+    at: int
+    end: int
+    bits: tuple[Number, Number]
+    agree: bool | None
 
 
-def spans(pair: tuple[Context, Context], tokens: Sequence[int]) -> Spans:
+def totals(found: Sequence[Span]) -> dict[str, Number]:
+    """Return bytes and bits of what both models rate, bits per byte, and the share that agrees."""
+    known = [span for span in found if None not in span.bits]
+    n = sum(span.end - span.at for span in known)
+    told: dict[str, Number] = {"bytes": n}
+    for name, i in (("A", 0), ("B", 1)):
+        bits = math.fsum(span.bits[i] or 0.0 for span in known)
+        told |= {f"bits{name}": short(bits), f"bpb{name}": short(bits / n) if n else None}
+    agree = [span.agree for span in found if span.agree is not None]
+    return told | {"agreement": short(sum(agree) / len(agree)) if agree else None}
+
+
+def spans(pair: tuple[Context, Context], tokens: Sequence[int]) -> list[Span]:
     """Compare two models with different tokenizers on a text, given as tokens of A."""
-    model_a, model_b = pair[0].model, pair[1].model
-    data = b"".join(map(model_a.piece, tokens))
-    sides = []
-    for ctx, ids in ((pair[0], [*tokens]), (pair[1], model_b.prompt_tokens(_text(data)))):
-        ids = ids[: ctx.n_ctx_seq]  # what has no room is behind the last common boundary
-        pieces = [ctx.model.piece(token) for token in ids]
-        ends = [*accumulate(map(len, pieces))]
-        sides.append((ids, ends, _rated(ctx, ids), ctx.model))
-    common = sorted(set(sides[0][1]) & set(sides[1][1]))
-    cuts = [list(_cuts(ends, common)) for _, ends, _, _ in sides]
-    found = Spans()
-    start = 0
-    for end, (a0, a1), (b0, b1) in zip(common, *cuts, strict=True):
+    text = b"".join(map(pair[0].model.piece, tokens)).decode("utf-8", "replace")
+    sides = [_Side(pair[0], tokens), _Side(pair[1], pair[1].model.prompt_tokens(text))]
+    found: list[Span] = []
+    start, before = 0, [0, 0]
+    for end in sorted({*sides[0].ends} & {*sides[1].ends}):
+        after = [bisect_right(side.ends, end) for side in sides]
         if end > start:
-            pairs = [*zip(sides, ((a0, a1), (b0, b1)), strict=True)]
-            bits = [_bits(rated[i:j]) for (_, _, rated, _), (i, j) in pairs]
-            tops = [_next(rated, j, model) for (_, _, rated, model), (_, j) in pairs]
-            agree = None
-            if tops[0] and tops[1]:
-                agree = tops[0].startswith(tops[1]) or tops[1].startswith(tops[0])
-            found.spans.append((a0, a1, start, end, *bits, agree))
-        start = end
+            a, b = (side.bits(i, j) for side, i, j in zip(sides, before, after, strict=True))
+            tops = [side.next(j) for side, j in zip(sides, after, strict=True)]
+            agree = tops[0].startswith(tops[1]) or tops[1].startswith(tops[0])
+            whole = (before[0], after[0])
+            found.append(Span(whole, start, end, (a, b), agree if all(tops) else None))
+        start, before = end, after
     return found
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
+class _Side:
+    """A text as one model reads it; what has no room is behind the last common boundary."""
 
+    def __init__(self, ctx: Context, ids: Sequence[int]) -> None:
+        ids = ids[: ctx.n_ctx_seq]
+        self._model = ctx.model
+        self.ends = [*accumulate(len(ctx.model.piece(token)) for token in ids)]
+        with Branch.start(ctx, ids[:1]) as branch:
+            scores = branch.score(ids[1:], 1) if len(ids) > 1 else []
+        self._scores: list[TokenScore | None] = [None, *scores]
 
-def _cuts(ends: Sequence[int], common: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield which tokens lie between each two common boundaries."""
-    i = 0
-    for boundary in common:
-        j = i
-        while j < len(ends) and ends[j] <= boundary:
-            j += 1
-        yield i, j
-        i = j
+    def bits(self, i: int, j: int) -> Number:
+        known = [one.logprob for one in self._scores[i:j] if one is not None]
+        return short(-math.fsum(known) / math.log(2)) if len(known) == j - i else None
 
-
-def _rated(ctx: Context, ids: Sequence[int]) -> list[TokenScore | None]:
-    with Branch.start(ctx, ids[:1]) as branch:
-        return [None, *(branch.score(ids[1:], 1) if len(ids) > 1 else [])]
-
-
-def _bits(rated: Sequence[TokenScore | None]) -> Number:
-    known = [one.logprob for one in rated if one is not None]
-    return short(-sum(known) * _BITS) if len(known) == len(rated) else None
-
-
-def _next(rated: Sequence[TokenScore | None], at: int, model: Model) -> bytes:
-    one = rated[at] if at < len(rated) else None
-    return b"" if one is None else model.piece(one.alternatives[0].token)
+    def next(self, at: int) -> bytes:
+        one = self._scores[at] if at < len(self._scores) else None
+        return b"" if one is None else self._model.piece(one.alternatives[0].token)

@@ -23,7 +23,8 @@ from ..eval.logits_file import Codes, encode
 from ..eval.perplexity import Perplexity, prepare, read_chunks, with_bos
 from ..model import Model
 from ..sampling import SamplingParams
-from .pair import Spans, compared, same_vocabulary, spans
+from .document import Number
+from .pair import Span, compared, same_vocabulary, spans, totals
 
 __all__ = ["Comparison", "Token", "compare_models"]
 
@@ -55,7 +56,7 @@ class Comparison:
         divergence: llama-perplexity's numbers, with A as the base; None for different tokenizers.
         tokens: all tokens that were compared.
         forks: for each place how many tokens greedy texts of both have in common.
-        spans: for different tokenizers: what can be compared, a chunk at a time.
+        spans: for different tokenizers: what can be compared, of all chunks.
     """
 
     models: list[dict[str, object]]
@@ -63,12 +64,17 @@ class Comparison:
     divergence: KLDivergence | None = None
     tokens: list[Token] = field(default_factory=list)
     forks: list[int] = field(default_factory=list)
-    spans: list[Spans] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def worst(self) -> list[Token]:
         """The tokens with the largest divergence."""
         return sorted(self.tokens, key=lambda each: -each.kl)[:_N_WORST]
+
+    @property
+    def median_fork(self) -> float | None:
+        """The median of the forks."""
+        return statistics.median(self.forks) if self.forks else None
 
     @property
     def reverse(self) -> float:
@@ -83,17 +89,9 @@ class Comparison:
         return {name: (len(kls), _mean(kls)) for name, kls in sorted(groups.items())}
 
     @property
-    def totals(self) -> dict[str, float]:
-        """Bytes, bits under both, bits per byte and the share of agreeing boundaries of the spans."""
-        found = {"bytes": 0.0, "bitsA": 0.0, "bitsB": 0.0}
-        agree: list[bool] = []
-        for each in self.spans:
-            totals = each.totals
-            found = {name: value + float(totals[name] or 0) for name, value in found.items()}
-            agree += [span[6] for span in each.spans if span[6] is not None]
-        n = found["bytes"] or math.nan
-        share = sum(agree) / len(agree) if agree else math.nan
-        return found | {"bpbA": found["bitsA"] / n, "bpbB": found["bitsB"] / n, "agreement": share}
+    def totals(self) -> dict[str, Number]:
+        """What can be said of different tokenizers."""
+        return totals(self.spans)
 
     @property
     def advice(self) -> str:
@@ -124,7 +122,7 @@ class Comparison:
         return found | numbers | {
             "reverse_kl": self.reverse, "worst": [each._asdict() for each in self.worst],
             "by_quarter": self.by(lambda t: t.quarter), "by_kind": self.by(lambda t: t.kind),
-            "forks": self.forks, "median_fork": statistics.median(self.forks) if self.forks else None,
+            "forks": self.forks, "median_fork": self.median_fork,
             "advice": self.advice,
         }  # fmt: skip
 
@@ -155,7 +153,7 @@ def compare_models(
     found = Comparison([_about(ctx) for ctx in (a, b)])
     if not same_vocabulary(a.model, b.model):
         for part in parts:
-            found.spans.append(spans((a, b), part))
+            found.spans += spans((a, b), part)
             found.n_chunks += 1
             progress(found)
         return found

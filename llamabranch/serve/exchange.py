@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from .errors import HttpError, http_error
 from .settings import ServeSettings
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "Headers"]
 
 T = TypeVar("T")
 Headers = Iterable[tuple[bytes, bytes]]

@@ -7,16 +7,15 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..engine import AsyncEngine
 from ..errors import ConfigError
 from ..startup import quit_interrupted
-from .app import make_app
+from .app import Front, make_app
 from .service import Service
 from .settings import ServeSettings
 
@@ -37,9 +36,6 @@ class Server:
         settings: where to listen, and the limits.
         ready: called with the URL and the name of the model, once that is loaded.
         log: gets lines for people.
-        outer: returns the application that answers, given that of the API; it may answer before the model
-            is loaded.
-        stopping: awaited once no more requests are taken.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -47,7 +43,10 @@ class Server:
     Attributes:
         service: once the model is loaded.
         port, url: where it listens.
+        front: what is in front of the API; set before ``run``.
     """
+
+    front: Front | None = None
 
     def __init__(
         self,
@@ -55,11 +54,7 @@ class Server:
         settings: ServeSettings,
         ready: Callable[[str, str], None] = lambda _url, _name: None,
         log: Callable[[str], None] = print,
-        outer: Callable[[ASGIApp], ASGIApp] = lambda app: app,
-        stopping: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._outer = outer
-        self._stopping = stopping
         self.settings = settings
         self.service: Service | None = None
         self._open_engine = open_engine
@@ -121,7 +116,7 @@ class Server:
                 signal.signal(number, handler)
 
     async def _serve(self) -> None:
-        app = self._outer(make_app(lambda: self.service, self.settings, self._log))
+        app = make_app(lambda: self.service, self.settings, self._log, self.front)
         config = uvicorn.Config(
             app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
             access_log=False, log_level="critical", server_header=False, proxy_headers=False,
@@ -150,8 +145,8 @@ class Server:
     async def _drain(self, service: Service) -> None:
         """Wait until the running requests have ended, or their time is over."""
         service.is_draining = True
-        if self._stopping is not None:
-            await self._stopping()
+        if self.front is not None:
+            await self.front.close()
         if service.n_texts:
             self._log(f"{service.n_texts} texts run: waiting for them; another Ctrl-C does not")
         left = self.settings.shutdown_timeout_s

@@ -126,9 +126,9 @@ def visiting(browser: Browser, served: Server, **settings: object) -> Iterator[P
         context.add_cookies(served.cookies)
         page.goto(served.base)
     else:
-        page.goto(served.link)
+        with page.expect_response("**/loom/session"):  # then there is a cookie
+            page.goto(served.link)
         page.wait_for_url(served.base)
-        state(page, "ready", "generating", "model-loading", "read-only")
         served.cookies += context.cookies()
     try:
         yield page

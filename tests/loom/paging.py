@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ pytest.importorskip("uvicorn", reason="needs the extra page")
 pytest.importorskip("msgspec", reason="needs the extra page")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
-from llamabranch.loom import Loom  # noqa: E402
+from llamabranch.loom import Loom, front_of  # noqa: E402
 from llamabranch.serve.server import Server  # noqa: E402
 
 __all__ = ["DRAFT", "TARGET", "Paged", "drafted"]
@@ -83,15 +84,13 @@ class Paged:
             self._ready.set()
 
         settings = ServeSettings(port=0, shutdown_timeout_s=0.0)
-        self.server = Server(
-            open_engine, settings, ready, print,
-            outer=lambda app: self.loom.app(app, settings), stopping=lambda: self.loom.close(),
-        )  # fmt: skip
+        self.server = Server(open_engine, settings, ready, print)
         self.loom = Loom(
             folder / name, self.server.port, lambda: self.server.service,
             lambda: self.contexts[1] if len(self.contexts) > 1 else None,
             read_only=read_only, settings_file=folder / "config" / "page.json",
         )  # fmt: skip
+        self.server.front = front_of(self.loom)
         self.url = self.server.url
         self.client = httpx.Client(
             base_url=self.url,
@@ -101,6 +100,7 @@ class Paged:
         self.events: list[tuple[str, Any]] = []
         self._news = threading.Condition()
         self._numbers = itertools.count()
+        self._name = uuid.uuid4().hex[:8]
         self._thread = threading.Thread(target=self._run, name="page")
         self._listener = threading.Thread(target=self._listen, daemon=True)
 
@@ -182,7 +182,7 @@ class Paged:
 
     def do(self, op: str, status: int | None = None, **fields: object) -> Any:
         """Do an operation and return its answer, which has this status."""
-        body = {"op": op, "cid": f"t{next(self._numbers)}", **fields}
+        body = {"op": op, "cid": f"{self._name}-{next(self._numbers)}", **fields}
         answer = self.client.post("/loom/do", json=body)
         if status is None:
             assert answer.status_code in (200, 202), answer.text

@@ -301,7 +301,7 @@ def test_reading_with_a_second_model(page: Paged, root: Any) -> None:
     node = page.done("continue", node=root["id"], n=1, max_tokens=12, seed="31")["nodes"][0]["id"]
     result = page.done("compare", node=node, mode="read")["ended"]["result"]
     told = page.tokens(node)
-    found = told["compare"]
+    found = told["compare"][-1]
     assert result["n"] == 12 == len(found["kl"]) and found["at"] == told["at"]
     assert all(kl > 0 for kl in found["kl"]) and all(kl > 0 for kl in found["klr"])
     assert found["lpA"] == told["lp"]
@@ -322,7 +322,7 @@ def test_lockstep_writes_what_the_engine_writes(page: Paged, root: Any) -> None:
     assert together["lp"] == page.tokens(alone)["lp"]
     events = page.of("compare", node=node["id"])
     assert sum(len(each["kl"]) for each in events) == len(together["ids"])
-    assert len(together["compare"]["kl"]) == len(together["ids"])
+    assert len(together["compare"][-1]["kl"]) == len(together["ids"])
 
 
 def test_parting_shows_where_the_second_model_goes_on(page: Paged, root: Any) -> None:
@@ -336,8 +336,8 @@ def test_parting_shows_where_the_second_model_goes_on(page: Paged, root: Any) ->
     assert first is not None and result["partner"] is not None
     b = page.tokens(result["partner"], path=1)
     assert a["ids"][:first] == b["ids"][:first] and a["ids"][first] != b["ids"][first]
-    draws = a["compare"]["draw"]
-    assert draws[first - a["compare"]["at"]] == b["ids"][first]
+    compared = a["compare"][-1]
+    assert compared["draw"][first - compared["at"]] == b["ids"][first]
     alone = page.done(
         "compare", node=root["id"], mode="lockstep", writer="B", max_tokens=24, seed="43",
         sampling={"temperature": 1.0},
@@ -349,7 +349,7 @@ def test_a_model_compared_with_itself_is_at_zero(tmp_path: Path) -> None:
     with Paged(tmp_path, partner=TARGET) as page:
         root = page.type(START)
         page.done("compare", node=root["id"], mode="read")
-        found = page.tokens(root["id"])["compare"]
+        found = page.tokens(root["id"])["compare"][-1]
         assert set(found["kl"]) == {0.0} == set(found["klr"]) and all(found["same"])
 
 

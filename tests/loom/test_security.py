@@ -82,7 +82,7 @@ def test_a_link_works_once(page: Paged) -> None:
 def test_a_link_ends_after_five_minutes(page: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     token = page.loom.guard.link()
     now = page.loom.guard._links[token]
-    monkeypatch.setattr("llamabranch.loom.api.monotonic", lambda: now + 0.1)
+    monkeypatch.setattr("llamabranch.loom.guard.monotonic", lambda: now + 0.1)
     answer = ask(page, "/loom/session", "POST", f'{{"token": "{token}"}}', Origin=page.url)
     assert answer.status == 401
 
@@ -200,6 +200,10 @@ def test_bad_settings_make_no_node(page: Paged, fields: dict[str, object]) -> No
 @pytest.mark.parametrize("options", [{"width": 0}, {"width": 1e9}, {"answer": "("}, {"what": 1}])
 def test_bad_searches_end_with_a_message(page: Paged, options: dict[str, object]) -> None:
     root = page.type("A king")
+    if options != {"answer": "("}:
+        told = page.do("search", 400, node=root["id"], kind="vote", options=options)["error"]
+        assert min(options) in told["message"]
+        return
     answer = page.do("search", node=root["id"], kind="vote", options=options)
     job = page.finish(answer["job"])
     assert job["state"] == "failed" and job["error"]["message"]

@@ -53,7 +53,7 @@ function spanTable({ spans, totals, why, at }) {
     h("p", {}, `${totals.bytes} bytes: A ${short(totals.bpbA)}, B ${short(totals.bpbB)} bits per byte.`),
     h("table", { class: "spans" },
       h("thead", {}, h("tr", {}, ["span", "A", "B", "B − A"].map((name) => h("th", { scope: "col" }, name)))),
-      h("tbody", {}, spans.slice(0, 400).map((/** @type {any} */ [begin, end, , , bitsA, bitsB, agree]) =>
+      h("tbody", {}, spans.slice(0, 400).map((/** @type {any} */ [[begin, end], , , [bitsA, bitsB], agree]) =>
         h("tr", { class: agree === false ? "apart" : "" },
           h("th", { scope: "row" }, label(c.text.slice(begin, end).join(""))), h("td", {}, short(bitsA)),
           h("td", {}, short(bitsB)), h("td", {}, `${bitsB > bitsA ? "+" : ""}${short(bitsB - bitsA)}`))))),

@@ -16,8 +16,7 @@ export function h(tag, props = {}, ...children) {
   return element;
 }
 
-/** @param {any} element @param {Record<string, any>} props */
-export function set(element, props) {
+export function set(/** @type {any} */ element, /** @type {Record<string, any>} */ props) {
   for (const [name, value] of Object.entries(props)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name.startsWith("--")) element.style.setProperty(name, value);
@@ -34,7 +33,7 @@ export function attribute(element, name, value) {
 
 /** Replace what an element holds. @param {Element} element @param {...any} children */
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child != null && child !== false));
+  element.replaceChildren(...children.flat(3).filter((child) => child != null && child !== false));
 }
 
 const UNSEEN = /[\p{C}\p{Z}]/gu;
@@ -80,8 +79,7 @@ let asked = 0;
 let last = 0;
 let timer = 0;
 
-/** @param {string} part @param {() => void} paint */
-export const paints = (part, paint) => void painters.set(part, paint);
+export const paints = (/** @type {string} */ part, /** @type {() => void} */ paint) => void painters.set(part, paint);
 
 function frame() {
   asked = timer = 0;

@@ -9,8 +9,9 @@ import { named, moveTo, shownPath, topsAt, view } from "./text.js";
 
 /** The token that is inspected: pinned, under the mouse, at the cursor, or the last. */
 export const inspected = () => {
-  for (const i of [view.pinned, view.hover, view.cursor]) if (i >= 0 && i < shownPath().n) return i;
-  return shownPath().n - 1;
+  const { n } = shownPath();
+  const found = [view.pinned, view.hover < n ? view.hover : -1, view.cursor].find((i) => i >= 0 && i <= n);
+  return found ?? n - 1;
 };
 
 const percent = (/** @type {number | null} */ lp) => (lp == null ? "–" : `${short(100 * Math.exp(lp))} %`);
@@ -45,8 +46,7 @@ export async function take(i, token) {
 /** @param {string} name @param {...any} value */
 const fact = (name, ...value) => [h("dt", {}, name), h("dd", {}, ...value)];
 
-/** @param {import("./store.js").Path} c @param {number} i */
-function numbers(c, i) {
+function numbers(/** @type {import("./store.js").Path} */ c, /** @type {number} */ i) {
   const rank = c.rk[i] || "–";
   const entropy = Number.isNaN(c.h[i]) ? "–" : short(c.h[i]);
   return h("dl", { class: "numbers" },
@@ -125,18 +125,17 @@ function drawInspector() {
     owner?.read, owner?.rounds.length, view.pinned, document.documentElement.dataset.lens].join();
   if (drawnFor === key) return; // an element under the mouse or with the focus stays
   drawnFor = key;
-  const bin = binOf(c, i);
+  const bin = binOf(c, i), isNext = i === c.n;
   const focused = /** @type {any} */ (document.activeElement)?.dataset?.alternative;
   fill(box,
-    h("h2", {}, h("span", { class: `t b${bin < 0 ? "x" : bin}` }, named(c.pieces[i])),
+    h("h2", {}, isNext ? "What could follow" : h("span", { class: `t b${bin < 0 ? "x" : bin}` }, named(c.pieces[i])),
       view.pinned >= 0 && h("small", {}, "pinned")),
-    numbers(c, i), alternatives(c, i), second(c, i), origin(c, i));
+    !isNext && numbers(c, i), alternatives(c, i), !isNext && [second(c, i), origin(c, i)]);
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
   attribute($("token-pane"), "data-position", i);
 }
 
-/** @param {(node: string, end: number | null) => void} choose */
-export function startInspector(choose) {
+export function startInspector(/** @type {(node: string, end: number | null) => void} */ choose) {
   showBranch = choose;
   $("token-pane").addEventListener("mouseleave", () => {
     view.hover = -1;

@@ -78,8 +78,7 @@ export function binOf(c, i) {
   return Number.isNaN(value) ? -1 : lens.bin(value);
 }
 
-/** @param {string} name */
-export function choose(name) {
+export function choose(/** @type {string} */ name) {
   lens = LENSES.find((each) => each.name === name) ?? LENSES[0];
   document.documentElement.dataset.lens = lens.name;
   for (const input of $("lenses").querySelectorAll("input")) input.checked = input.value === lens.name;

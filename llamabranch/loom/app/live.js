@@ -24,8 +24,7 @@ function rounds() {
   return [...ids].flatMap((id) => store.nodes.get(id)?.rounds ?? []);
 }
 
-/** @param {Loose[]} all */
-function totals(all) {
+function totals(/** @type {Loose[]} */ all) {
   const judged = [], accepted = [], sum = { drafted: 0, accepted: 0, rejected: 0, unreached: 0, draft: 0, verify: 0 };
   for (const round of all) {
     sum.drafted += round.draft.length;
@@ -42,8 +41,7 @@ function totals(all) {
   return { ...sum, byPosition: judged.map((n, i) => [accepted[i], n]) };
 }
 
-/** @param {Loose} round */
-const sentence = ({ round, draft, accepted, rejected, unreached }) =>
+const sentence = (/** @type {Loose} */ { round, draft, accepted, rejected, unreached }) =>
   `Round ${round}: drafted ${draft.length}, accepted ${accepted}, rejected ${rejected}, not reached ${unreached}`;
 
 /** One round: its tokens as they were judged, then what replaced or followed them. @param {Loose} round @param {boolean} chosen */
@@ -61,8 +59,7 @@ function roundLine(round, chosen) {
     ms && h("span", { class: "ms" }, `${short(ms[0])} + ${short(ms[1])} ms`));
 }
 
-/** @param {Loose[]} all */
-function drawRounds(all) {
+function drawRounds(/** @type {Loose[]} */ all) {
   const sum = totals(all);
   const spent = sum.draft + sum.verify;
   return h("div", { class: "panel" }, h("div", { class: "totals" },
@@ -100,8 +97,7 @@ function outline({ nodes, children }) {
   return lines;
 }
 
-/** @param {Search} search */
-function drawSearch(search) {
+function drawSearch(/** @type {Search} */ search) {
   const { job, kind, stats, sizes, votes, nodes } = search;
   const { state, result } = store.jobs.get(job) ?? { state: "done", result: null };
   for (const [leaf, , score] of result?.hypotheses ?? []) {
@@ -128,8 +124,7 @@ function drawSearch(search) {
     })));
 }
 
-/** @param {string} job @param {number} leaf */
-async function adopt(job, leaf) {
+async function adopt(/** @type {string} */ job, /** @type {number} */ leaf) {
   const answer = await act("adopt", { job, leaf });
   const last = answer?.nodes?.at(-1);
   if (!last) return;
@@ -163,8 +158,7 @@ function drawLive() {
   if (inside) list?.focus();
 }
 
-/** @param {boolean} [to] */
-export function fold(to = !isOpen) {
+export function fold(/** @type {boolean} */ to = !isOpen) {
   isOpen = to;
   drawn = "";
   redraw(["live", "text", "tree"]);

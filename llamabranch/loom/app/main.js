@@ -58,8 +58,7 @@ function type(at, edit) {
     redraw(["text", "inspect"]);
     $("text").focus();
   };
-  /** @param {boolean} more */
-  const keep = async (more) => {
+  const keep = async (/** @type {boolean} */ more) => {
     if (!edit && !box.value) return close();
     const answer = await act("type", { node, at, text: box.value, edit });
     if (!answer) return;
@@ -154,8 +153,7 @@ const FORMATS = {
   logitloom: "logitloom", loomsidian: "loomsidian", socketteer: "socketteer", exoloom: "exoloom",
 };
 
-/** @param {any} file */
-async function bring(file) {
+async function bring(/** @type {any} */ file) {
   if (!file) return;
   const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => tell(error.message));
   if (!answer) return;
@@ -332,8 +330,7 @@ function drawCards() {
     h("button", { type: "button", class: "card", onclick: click }, h("b", {}, title), h("span", {}, told))));
 }
 
-/** @param {string} side @param {number} width */
-function widen(side, width) {
+function widen(/** @type {string} */ side, /** @type {number} */ width) {
   const splitter = $(`split-${side}`);
   const [low, high] = [Number(splitter.ariaValueMin), Number(splitter.ariaValueMax)];
   const wide = Math.max(low, Math.min(high, width));

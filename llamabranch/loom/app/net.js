@@ -23,8 +23,7 @@ export const backend = {
   },
 };
 
-/** @param {string} path @param {Record<string, any>} [query] */
-export function get(path, query = {}) {
+export function get(/** @type {string} */ path, /** @type {Record<string, any>} */ query = {}) {
   const given = Object.entries(query).filter(([, value]) => value != null);
   const search = new URLSearchParams(given.map(([name, value]) => [name, String(value)]));
   return backend.ask(`${path}?${search}`);
@@ -49,11 +48,11 @@ export async function act(op, fields = {}) {
       return answer;
     } catch (error) {
       const { message, hint, status } = /** @type {any} */ (error);
-      if (status) {
+      if (status && status !== 401) {
         tell(hint ? `${message} ${hint}` : message);
         return null;
       }
-      lost();
+      if (!status) lost(); // without a session it waits for a fresh link
       await pause(wait);
     }
   }
@@ -96,13 +95,23 @@ export async function fetchPath(node, from, n, top) {
         ...Object.fromEntries(names.map((name) => [name, columns[name]?.slice(begin, end)])) });
     });
     rounds?.forEach(putRound);
-    for (const each of compare ? [compare].flat() : []) putCompare(each);
+    compare?.forEach(putCompare);
     redraw(top ? ["inspect"] : ["tree", "text", "inspect", "live", "compare", "legend"]);
   } catch (error) {
     if (!(/** @type {any} */ (error).status)) lost();
   } finally {
     setTimeout(() => fetching.delete(key), 300);
   }
+}
+
+/** Fetch what could follow a text. @param {string} key of the store @param {string} node @param {number} at */
+export async function fetchNext(key, node, at) {
+  if (fetching.has(key)) return;
+  fetching.add(key);
+  const found = await get("/loom/next", { node, at }).catch(() => null);
+  if (found) store.tops.set(key, found.top);
+  if (found) redraw(["inspect"]);
+  fetching.delete(key);
 }
 
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */

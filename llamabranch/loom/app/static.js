@@ -30,7 +30,7 @@ function findIn(q) {
 /** Answer as the server would. @param {any} data */
 function answering(data) {
   const names = [...new Set(data.nodes.flatMap((/** @type {object} */ node) => Object.keys(node)))]
-    .filter((name) => !["tokens", "rounds", "compare"].includes(String(name)));
+    .filter((name) => !["tokens", "rounds", "compare", "searches"].includes(String(name)));
   const columns = Object.fromEntries(names.map((name) =>
     [name, data.nodes.map((/** @type {any} */ node) => node[/** @type {string} */ (name)] ?? null)]));
   return async (/** @type {string} */ path) => {

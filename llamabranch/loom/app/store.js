@@ -25,8 +25,7 @@ export class Tokens {
     this.same = column(), this.draw = column();
   }
 
-  /** @param {number} n */
-  grow(n) {
+  grow(/** @type {number} */ n) {
     if (n > this.ids.length) {
       const bigger = new Tokens(Math.max(n, 2 * this.ids.length));
       for (const name of [...NUMBERS, ...COMPARED]) {
@@ -135,8 +134,7 @@ export function putDoc(doc) {
   store.revision++;
 }
 
-/** @param {string[]} ids */
-export function hideNodes(ids) {
+export function hideNodes(/** @type {string[]} */ ids) {
   for (const id of ids) {
     const node = store.nodes.get(id);
     if (!node) continue;
@@ -167,8 +165,7 @@ export function putTokens(columns) {
   putTops(node.id, columns.at, columns.top);
 }
 
-/** @param {string} id @param {number} at @param {Top[] | undefined} tops */
-function putTops(id, at, tops) {
+function putTops(/** @type {string} */ id, /** @type {number} */ at, /** @type {Top[] | undefined} */ tops) {
   (tops ?? []).forEach((top, i) => {
     store.tops.set(`${id}:${at + i}`, top);
   });
@@ -176,14 +173,12 @@ function putTops(id, at, tops) {
   while (store.tops.size > CACHED_TOPS) store.tops.delete(/** @type {string} */ (keys.next().value));
 }
 
-/** @param {Loose} round */
-export function putRound(round) {
+export function putRound(/** @type {Loose} */ round) {
   const rounds = store.nodes.get(round.node)?.rounds;
   if (rounds && !rounds.some((each) => each.at === round.at && each.round === round.round)) rounds.push(round);
 }
 
-/** @param {Loose} compare */
-export function putCompare(compare) {
+export function putCompare(/** @type {Loose} */ compare) {
   const node = store.nodes.get(compare.node);
   if (!node) return;
   node.compares = node.compares.filter((each) => each.at !== compare.at || each.mode !== compare.mode);

@@ -3,7 +3,7 @@
 // cursor; continuations that could follow.
 import { $, attribute, fill, h, label, plural, redraw, set, short, visible } from "./dom.js";
 import { SOURCES, binOf, lens } from "./lenses.js";
-import { fetchPath } from "./net.js";
+import { fetchNext, fetchPath } from "./net.js";
 import { FLAGS, ownerOf, pathOf, pieces, store, texts } from "./store.js";
 import { endOf, following } from "./tree.js";
 
@@ -146,8 +146,7 @@ export function textView(box, source, prefix) {
     return block.from + low;
   }
 
-  /** @param {Path} c @param {number} from @param {number} to */
-  function run(c, from, to) {
+  function run(/** @type {Path} */ c, /** @type {number} */ from, /** @type {number} */ to) {
     let text = "";
     for (let i = from; i < to; i++) text += visible(c.text[i]);
     return document.createTextNode(text);
@@ -261,10 +260,10 @@ export function textView(box, source, prefix) {
 /** Put the cursor on a token, or nowhere. @param {number} i */
 export function moveTo(i) {
   const { n } = shownPath();
-  view.cursor = i < 0 || n === 0 ? -1 : Math.min(i, n - 1);
+  view.cursor = i < 0 || n === 0 ? -1 : Math.min(i, n); // n: behind the last token
   view.hover = -1;
   redraw(["text", "inspect"]);
-  if (view.cursor >= 0) main.reveal(view.cursor);
+  if (view.cursor >= 0) main.reveal(Math.min(view.cursor, n - 1));
 }
 
 /** What keys do in the text. @type {Record<string, () => void>} */
@@ -342,8 +341,7 @@ function drawShoots(select) {
   attribute(box, "data-more", all.length > shown.length ? `${plural(all.length - shown.length, "more")} in the tree` : null);
 }
 
-/** @param {(id: string, end: number | null) => void} select */
-export function startText(select) {
+export function startText(/** @type {(id: string, end: number | null) => void} */ select) {
   main = textView($("text"), shownPath, "t");
   $("after").append(h("div", { id: "shoots" }));
   const box = $("text");
@@ -387,7 +385,16 @@ export function topsAt(i) {
   const c = shownPath();
   const owner = ownerOf(c, i);
   const top = owner ? store.tops.get(`${owner}:${i}`) : undefined;
-  if (!top && store.current && owner && i < c.n) void fetchPath(store.current, Math.max(0, i - 8), 32, 1);
+  if (i === c.n) return nextTops(i);
+  if (!top && store.current && owner) void fetchPath(store.current, Math.max(0, i - 8), 32, 1);
+  return top;
+}
+
+/** The ten most probable tokens behind the path. @param {number} i */
+function nextTops(i) {
+  const key = `next ${store.current}:${i}`;
+  const top = store.tops.get(key);
+  if (!top && store.current) void fetchNext(key, store.current, i);
   return top;
 }
 

@@ -75,8 +75,7 @@ function build() {
   }
 }
 
-/** @param {Segment[]} siblings */
-function number(siblings) {
+function number(/** @type {Segment[]} */ siblings) {
   siblings.forEach((segment, i) => {
     segment.place = i + 1;
     segment.siblings = siblings.length;
@@ -131,14 +130,12 @@ export function following(id, end) {
   return segment && (end == null || end >= segment.to) ? segment.children : [];
 }
 
-/** @param {Segment} segment */
-const goTo = (segment) => chooseNode(segment.node.id, endOf(segment));
+const goTo = (/** @type {Segment} */ segment) => chooseNode(segment.node.id, endOf(segment));
 
 /** The end of a segment in the words of the store: null where the node ends. @param {Segment} segment */
 export const endOf = ({ node, to }) => (to < node.at + node.n ? to : /** @type {any} */ (null));
 
-/** @param {Segment} segment @param {boolean} open */
-function setOpen(segment, open) {
+function setOpen(/** @type {Segment} */ segment, /** @type {boolean} */ open) {
   if (open) closed.delete(segment.key);
   else closed.add(segment.key);
   unfold();
@@ -181,8 +178,7 @@ export const treeMoves = {
   },
 };
 
-/** @param {number} by */
-function step(by) {
+function step(/** @type {number} */ by) {
   const segment = segmentOf(store.current);
   const place = segment ? rows.indexOf(segment) : -1;
   const next = rows[Math.max(0, Math.min(rows.length - 1, place + by))];
@@ -360,8 +356,7 @@ async function find(q) {
   attribute($("found"), "aria-label", plural(found.length, "place"));
 }
 
-/** @param {number} by */
-function nextHit(by) {
+function nextHit(/** @type {number} */ by) {
   if (!hits.length) return;
   hit = (hit + by + hits.length) % hits.length;
   const { node, at, text } = hits[hit];

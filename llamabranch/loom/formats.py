@@ -166,7 +166,7 @@ def _whole(document: Document, kind: str, title: str, top: int, models: object) 
         columns = document.columns([(node, 0, len(node.ids))], top=True)
         tops = columns["top"]
         columns["top"] = [each[:top] for each in tops] if isinstance(tops, list) else []
-        columns["at"] = 0
+        del columns["at"]
         nodes.append({
             **msgspec.to_builtins(node.made), **document.told(node), "text": document.text(node),
             "bookmark": node.bookmark, "deleted": node.deleted, "tokens": columns,

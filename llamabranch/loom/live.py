@@ -17,7 +17,7 @@ from itertools import count, zip_longest
 from pathlib import Path
 from secrets import token_hex
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Raw
@@ -26,15 +26,13 @@ from ..branch import Produced
 from ..context import TokenScore
 from ..engine import Request, Result
 from ..sampling import SamplingParams
+from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
 from ..serve.exchange import Exchange
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Document, Ended, Kept, Node, Number, Record, Tokens, digest, short
 from .journal import Journal
-
-if TYPE_CHECKING:
-    from .searching import Watch
 
 __all__ = ["MOST_TOP", "Job", "Live", "Work"]
 
@@ -64,7 +62,7 @@ class Job:
     at: int = 0  # where a search begins
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # of the engine's requests
-    watch: Watch | None = None
+    places: list[SearchNode] = field(default_factory=list)  # that a search has looked at
 
     def as_dict(self) -> dict[str, object]:
         """Return what the page gets."""

@@ -223,9 +223,9 @@ async def _search(loom: Loom, do: Do, node: Node, at: int) -> Told:
     asked = do.options or SearchOptions()
 
     async def work(job: Job) -> None:
-        job.at, job.watch = at, Watch(live, job)
-        found = await asyncio.to_thread(search, ctx, tokens, sampling, do.kind, asked, job.watch)
-        live.keep(node, "searches", job.watch.end(found))
+        watch, job.at = Watch(live, job), at
+        found = await asyncio.to_thread(search, ctx, tokens, sampling, do.kind, asked, watch)
+        live.keep(node, "searches", watch.end(found))
 
     return loom.started(live.start("search", work, node, kind=do.kind))
 
@@ -245,11 +245,11 @@ async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Told:
             records += live.plain(name, each.own, "s" if parent else "p")
     else:
         job = live.jobs.get(do.job or "")
-        if job is None or job.watch is None or job.node is None:
+        if job is None or job.node is None or not job.places:
             raise HttpError(404, "there is no such search", param="job")
-        if not 0 < do.leaf < len(job.watch.nodes):
+        if not 0 < do.leaf < len(job.places):
             raise HttpError(400, f"the search has no text {do.leaf}", param="leaf")
-        ids = job.watch.nodes[do.leaf].path_tokens
+        ids = job.places[do.leaf].path_tokens
         if ids and loom.service.model.is_eog(ids[-1]):
             ids.pop()
         name = document.name()

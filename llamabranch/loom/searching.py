@@ -93,7 +93,6 @@ class Watch(SearchObserver):
     """Looks at a search while it runs, in its thread, and tells what is new in its tree."""
 
     def __init__(self, live: Live, job: Job) -> None:
-        self.nodes: list[SearchNode] = []
         self.live = live
         self.job = job
         self._index: dict[SearchNode, int] = {}
@@ -115,8 +114,8 @@ class Watch(SearchObserver):
             i = self._index.get(node)
             state = (short(node.score), node.n_visits, node.status)
             if i is None:
-                self._index[node] = i = len(self.nodes)
-                self.nodes.append(node)
+                self._index[node] = i = len(self.job.places)
+                self.job.places.append(node)
                 self._seen.append(state)
                 add.append(self._told(i, node))
             elif self._seen[i] != state:
@@ -139,7 +138,7 @@ class Watch(SearchObserver):
             if h.node is not None
         ]
         self.job.result = {"hypotheses": best, "votes": votes, "stats": found.stats.as_dict()}
-        lines = [self._told(i, node) for i, node in enumerate(self.nodes[:_MOST_OUTLINE])]
+        lines = [self._told(i, node) for i, node in enumerate(self.job.places[:_MOST_OUTLINE])]
         head = {"job": self.job.id, "kind": self.job.kind, "at": self.job.at}
         return {**head, "lines": lines, **self.job.result}
 

@@ -132,6 +132,24 @@ def test_a_killed_process_loses_no_action_and_goes_on_the_same(
         assert page.done("replay", node=node)["ended"]["result"]["same"]
 
 
+def test_an_action_is_done_once_also_after_a_restart(tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = [{"op": "type", "cid": "once", "text": START}]
+    with Paged(tmp_path) as page:
+        root = page.client.post("/loom/do", json=asked[0]).json()["node"]["id"]
+        asked.append({"op": "continue", "cid": "more", "node": root, "n": 2, "max_tokens": 3})
+        page.finish(page.client.post("/loom/do", json=asked[1]).json()["job"])
+        asked.append({"op": "undo", "cid": "back"})
+        page.client.post("/loom/do", json=asked[2])
+        before = page.doc()["nodes"]
+    with Paged(tmp_path) as page:
+        answers = [page.client.post("/loom/do", json=each) for each in asked]
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert answers[0].json()["node"]["id"] == root
+        assert page.doc()["nodes"] == before and page.doc()["redo"] == 1
+        page.type("and new ones go on")
+        assert len(page.doc()["nodes"]["id"]) == len(before["id"]) + 1
+
+
 def test_every_cut_of_a_file_opens(tmp_path: Path) -> None:
     with Paged(tmp_path) as page:
         root = page.type(START)

@@ -124,6 +124,20 @@ def test_an_alternative_reads_no_prompt_token(page: Paged, root: Any) -> None:
     )
 
 
+def test_what_could_follow_is_what_the_model_finds(page: Paged, root: Any) -> None:
+    first = page.done("continue", node=root["id"], n=1, max_tokens=4, seed="17")["nodes"][0]
+    told = page.tokens(first["id"], top=1)
+    for i in range(4):
+        query = {"node": first["id"], "at": told["at"] + i}
+        found = page.client.get("/loom/next", params=query).json()
+        assert found["top"] == told["top"][i] and found["h"] == told["h"][i]
+    end = page.client.get("/loom/next", params={"node": first["id"]}).json()
+    answer = page.do("fork", node=first["id"], token=end["top"][1][0], max_tokens=0)
+    page.done("score", node=answer["nodes"][0]["id"])
+    new = page.tokens(answer["nodes"][0]["id"], path=1)
+    assert new["ids"][-1] == end["top"][1][0] and new["rk"][-1] == 2
+
+
 def test_replay_is_the_same_to_the_bit(page: Paged, root: Any) -> None:
     answer = page.done("continue", node=root["id"], n=1, max_tokens=24, seed="13")
     node = answer["nodes"][0]["id"]

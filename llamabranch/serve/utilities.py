@@ -150,7 +150,7 @@ async def metrics(call: Exchange, service: Service) -> None:
         ("llamabranch:texts_total", "Texts that have ended.", c.texts),
         ("llamabranch:cancelled_total", "Requests whose client went away.", c.cancelled),
         ("llamabranch:shared_prompt_tokens_total", "Shared.", stats.shared_prompt_tokens),
-        ("llamabranch:preemptions_total", "Texts that made room for others.", stats.preemptions),
+        ("llamabranch:preemptions_total", "Preempted texts.", stats.preemptions),
         ("llamacpp:prompt_tokens_seconds", "Prompt tokens a second.", _rate(n_prompt, c.prompt_s)),
         (
             "llamacpp:predicted_tokens_seconds",

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 
 import typer
@@ -18,7 +18,6 @@ from rich.text import Text
 from llamabranch import (
     Chat,
     ConfigError,
-    Context,
     DecodeInterruptedError,
     LlamaBranchError,
     SamplingParams,
@@ -41,8 +40,6 @@ class ChatSession:
     Args:
         chat: the conversation.
         console: where answers are printed.
-        contexts: those that decode; Ctrl-C interrupts them.
-        silent: print no answers.
         interactive: turns are typed; an answer that fails does not end the program then.
 
     Attributes:
@@ -50,18 +47,10 @@ class ChatSession:
         has_failed: whether a command has failed.
     """
 
-    def __init__(
-        self,
-        chat: Chat,
-        console: Console,
-        contexts: Sequence[Context],
-        *,
-        silent: bool = False,
-        interactive: bool = True,
-    ) -> None:
+    def __init__(self, chat: Chat, console: Console, *, interactive: bool = True) -> None:
         self.chat = chat
-        self._console, self._contexts = console, contexts
-        self._silent, self._interactive = silent, interactive
+        self._console, self._interactive = console, interactive
+        self._contexts = [chat.ctx, *chat.speculator.drafter.contexts]
         self._read: Read | None = None
         self._line = ""  # the last one of an answer, as it was printed
         self._has_quit = False
@@ -98,7 +87,7 @@ class ChatSession:
         if self._has_quit or not line.strip():
             return
         try:
-            if not self._interactive and self._console.out.is_terminal and not self._silent:
+            if not self._interactive and self._console.out.is_terminal:
                 self._console.line(_PROMPT + line, "dim")
             if not line.startswith("/"):
                 self.say(line)
@@ -150,8 +139,7 @@ class ChatSession:
             raise typer.Exit(EXIT_INTERRUPTED)
 
     def _write(self, text: str) -> None:
-        if not self._silent:
-            self._console.write(self._wrapped(text) if self._console.out.is_terminal else text)
+        self._console.write(self._wrapped(text) if self._console.out.is_terminal else text)
 
     def _wrapped(self, text: str) -> str:
         """Return what to write for ``text``: a word that reaches the edge is moved to the next line."""
@@ -196,12 +184,9 @@ class ChatSession:
         """Replace message N and answer it, on a new branch."""
         number, _, text = rest.partition(" ")
         n = _number(number, "/edit N [TEXT]", len(self.chat.exchanges))
-        if not text.strip():
-            if self._read is None or not 1 <= n <= len(self.chat.exchanges):
-                text = ""
-            else:
-                text = self._read(self.chat.exchanges[n - 1].user)
-            if not text.strip() and 1 <= n <= len(self.chat.exchanges):
+        if not text.strip() and 1 <= n <= len(self.chat.exchanges):
+            text = "" if self._read is None else self._read(self.chat.exchanges[n - 1].user)
+            if not text.strip():
                 raise UsageError("nothing to replace it with", hint="/edit N TEXT")
         self._stream(lambda: self.chat.edit(n, text))
         self._where()
@@ -242,8 +227,7 @@ class ChatSession:
         self._console.render(table)
 
     def _last_of(self, number: int) -> Exchange:
-        found = self.chat.on(number)
-        if not found:
+        if not (found := self.chat.on(number)):
             raise UsageError(f"branch {number} has no answer yet", hint="send a message first")
         return found[-1]
 
@@ -382,16 +366,9 @@ def _reader(console: Console) -> Read:
 def _line_editor() -> Read:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-    keys = KeyBindings()
-
-    def begin_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    keys.add("escape", "enter")(begin_line)
     commands = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
-    session: PromptSession[str] = PromptSession(completer=commands, key_bindings=keys)
+    session: PromptSession[str] = PromptSession(completer=commands)
     return lambda default: session.prompt(_PROMPT, default=default)
 
 

@@ -46,7 +46,7 @@ class Console:
 
     Args:
         color: use colours where there is a terminal.
-        silent: standard output carries nothing: one JSON object comes instead.
+        silent: standard output carries one JSON object, and nothing that is printed.
         to_stderr: print to standard error.
         verbose: more is told, and llama.cpp's log shown.
     """
@@ -75,7 +75,11 @@ class Console:
 
         A pipe gets the text alone.
         """
-        return self if self.out.is_terminal else Console(color=self._color, to_stderr=True)
+        return (
+            self
+            if self.silent or self.out.is_terminal
+            else Console(color=self._color, to_stderr=True)
+        )
 
     # -- standard output ---------------------------------------------------------------------------
 
@@ -96,6 +100,11 @@ class Console:
         with contextlib.suppress(OSError):  # as for remarks
             self.out.file.write(text)
             self.out.file.flush()
+
+    def answer(self, value: Mapping[str, object]) -> None:
+        """Print the JSON object, where one is asked for."""
+        if self.silent:
+            print_json(value)
 
     def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""

@@ -34,7 +34,7 @@ from llamabranch.search import select
 from ..loading import LoadOptions
 from .bundles import with_bundles
 from .comparison import compare
-from .console import Console, print_json
+from .console import Console
 from .formats import number
 from .interrupts import InterruptHandler
 from .options import ModelOptions, OutputOptions, Threads
@@ -133,7 +133,6 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
     """
     with output.console() as console, ExitStack() as stack:
         start = time.perf_counter()
-        show = Console(color=False, silent=True) if output.as_json else console
         is_here = hub.default_model() == MODEL
         name = WEIGHTS if is_here else hub.BUNDLED_TARGET
         hub.resolve(name)  # the first time it makes these weights, and says so
@@ -153,17 +152,15 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
             contexts.append(models.open(hub.BUNDLED_DRAFT, console, stack, **more))
         with InterruptHandler(contexts) as interrupts:
             machine = Machine.now()
-            show.line(
+            console.line(
                 f"{machine.processor}, {machine.cores} cores, {target.n_threads} in use; {name}, "
                 f"{target.model.n_params / 1e6:,.0f}M parameters"
             )
             run = _on_smollm2 if is_here else _on_the_pair
-            shown = run(contexts, show, interrupts)
+            shown = run(contexts, console, interrupts)
         elapsed = time.perf_counter() - start
-        if output.as_json:
-            found = {"machine": machine.as_dict(), "n_threads": target.n_threads}
-            print_json({"model": name, **shown, **found, "elapsed_s": elapsed})
-            return
+        found = {"machine": machine.as_dict(), "n_threads": target.n_threads}
+        console.answer({"model": name, **shown, **found, "elapsed_s": elapsed})
         console.heading(f"That took {elapsed:.1f} s. Next:")
         for command, what in NEXT:
             console.line(f"  {command}\n    {what}")

@@ -544,6 +544,6 @@ class OutputOptions:
     @contextmanager
     def console(self) -> Iterator[Console]:
         """Yield the console of a command; errors end the command with one line and an exit code."""
-        console = Console(verbose=self.verbose)
-        with reporting_errors(console, debug=self.verbose, as_json=self.as_json):
+        console = Console(silent=self.as_json, verbose=self.verbose)
+        with reporting_errors(console):
             yield console

@@ -17,7 +17,7 @@ from llamabranch.search import Selection, select
 from ..loading import LoadOptions
 from ..search.selection import METHODS
 from .bundles import option, with_bundles
-from .console import Console, print_json
+from .console import Console
 from .files import read_prompt_file, read_standard_input, read_text
 from .formats import number
 from .job import with_room
@@ -126,7 +126,7 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
             options = given.ray_options(console, resume=given.resume, streams=8)
             model, load = models.announce(console), models.load_options()
             report = scale.score(inputs, folder, model=model, load=load, **options)
-            finish_job(console, report, as_json=output.as_json)
+            finish_job(console, report)
             return
         items = given.items(console)
         name = models.announce(console)
@@ -136,22 +136,21 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
         models = with_room(models, name, longest, 0)
         more = LoadOptions() if given.best is None else LoadOptions(n_seq_max=_SEQUENCES)
         ctx = models.open(name, console, stack, **more)
-        show = Console(silent=True) if output.as_json else console
         found: list[dict[str, Any]] = []
         for item in items:
             if len(items) > 1:
-                show.line(f"[{item.name}]", "bold")
+                console.line(f"[{item.name}]", "bold")
             record: dict[str, Any] = {"id": item.name, "context": item.context}
             if given.best is not None:
                 with Branch.start(ctx, item.context or "") as branch:
                     chosen = select(branch, item.texts, method=given.best)
                 record |= {"method": given.best, **chosen.as_dict()}
-                _print_choices(show, item, chosen)
+                _print_choices(console, item, chosen)
             else:
                 scores = _score(ctx, item, given.top)
                 pairs = zip(item.texts, scores, strict=True)
                 record["scores"] = [_record(ctx, text, its) for text, its in pairs]
-                _print(show, item, record["scores"], given.top)
+                _print(console, item, record["scores"], given.top)
             found.append(record)
         if given.best is not None:
             answer: dict[str, Any] = {"items": found}
@@ -163,12 +162,11 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
             total["perplexity"] = _perplexity(logprob, n_tokens)
             answer = {"items": found, "total": total}
             if len(items) > 1:
-                show.line(
+                console.line(
                     f"{n_tokens} tokens, log-probability {logprob:.3f} nats, "
                     f"perplexity {total['perplexity']:.3f}"
                 )
-        if output.as_json:
-            print_json(answer)
+        console.answer(answer)
 
 
 def _lines(input_file: str | None, invalid: list[ConfigError]) -> Iterator[_Item]:

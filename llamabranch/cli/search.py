@@ -29,7 +29,7 @@ from llamabranch.search import (
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .console import Console, print_json
+from .console import Console
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .job import with_room
 from .options import ChatOptions, DraftOptions, OutputOptions, PromptOptions, TextOptions
@@ -170,13 +170,11 @@ def search(
                 result = _run(method, branch, text, drafter if names[1] else None, on_step)
             finally:
                 console.progress("")
-        if output.as_json:
-            record = {"prompt": prompt, "method": method.method, "seed": branch.seed}
-            record |= {**result.as_dict(tree=method.tree), "interrupted": interrupts.requested}
-            print_json(record)
-        else:
-            before = chat.shown_prompt(prompt) if console.out.is_terminal else ""
-            _print(console, prompt, before, result, method)
+        before = chat.shown_prompt(prompt) if console.out.is_terminal else ""
+        _print(console, prompt, before, result, method)
+        record = {"prompt": prompt, "method": method.method, "seed": branch.seed}
+        found = result.as_dict(tree=method.tree)
+        console.answer({**record, **found, "interrupted": interrupts.requested})
         if interrupts.requested:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)

@@ -8,14 +8,12 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar
-
-import typer
+from typing import IO, Any, ClassVar
 
 from llamabranch import ConfigError, Context, hub
 from llamabranch.eval import Sample, Task, TaskResult, find_task, run_task, task_names
 
-from .bundles import option, with_bundles
+from .bundles import argument, option, with_bundles
 from .console import Console, Progress
 from .eval_text import ReadingOptions, compare_models, interruptible, measure, scoring_options
 from .files import check_new_file, read_text
@@ -51,14 +49,10 @@ class TaskOptions:
 
     panel: ClassVar[str] = TEXT
 
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TASK",
-            help="Tasks that are shipped, or of --tasks-dir. Default: all of the one or the other.",
-            rich_help_panel="Arguments",
-        ),
-    ] = None
+    names: list[str] | None = argument(
+        "Tasks that are shipped, or of --tasks-dir. Default: all of the one or the other.",
+        metavar="TASK",
+    )
     tasks_dir: Path | None = option(None, "A folder of tasks, one NAME.jsonl each.", first=True)
     limit: int | None = option(None, "Items of each task at most.", min=1, first=True)
     list_tasks: bool = option(False, "List the tasks, and score nothing.", "--list", first=True)

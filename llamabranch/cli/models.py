@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar
-
-import typer
+from typing import Any, ClassVar
 
 import llamabranch as lb
 from llamabranch import ConfigError, hub
 
-from .bundles import option, with_bundles
+from .bundles import argument, option, with_bundles
 from .console import Console
 from .formats import base_name, decimal_size
 from .options import MODEL, OutputOptions
@@ -39,16 +37,12 @@ class ModelsOptions:
 
     panel: ClassVar[str] = MODEL
 
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[list | pull MODEL | show MODEL [DRAFT]]",
-            help="list: the models of models.txt. pull: download a "
-            "model if it is not on this machine, and print the path of its file. show: what a model is, "
-            "and what could draft for it, or whether a second one can.",
-            rich_help_panel="Arguments",
-        ),
-    ] = None
+    arguments: list[str] | None = argument(
+        "list: the models of models.txt. pull: download a model if it is not on this machine, and print "
+        "the path of its file. show: what a model is, and what could draft for it, or whether a second "
+        "one can.",
+        metavar="[list | pull MODEL | show MODEL [DRAFT]]",
+    )
     local: bool = option(
         False,
         "List what is in the caches (Hugging Face's, Ollama's, LM Studio's, llama.cpp's) and in Python "

@@ -21,7 +21,7 @@ import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
 from ..arguments import nearest
-from .bundles import option
+from .bundles import argument, option
 from .console import Console
 from .files import read_prompt_file, read_standard_input, read_text
 from .interrupts import reporting_errors
@@ -329,10 +329,9 @@ class PromptOptions:
 
     panel: ClassVar[str] = TEXT
 
-    texts: Annotated[list[str] | None, typer.Argument(
-        metavar="[PROMPT]...", help="What to continue; - reads standard input.",
-        show_default=False, rich_help_panel="Arguments",
-    )] = None  # fmt: skip
+    texts: list[str] | None = argument(
+        "What to continue; - reads standard input.", metavar="PROMPT"
+    )
     prompts: list[str] | None = option(
         None,
         "What to continue: one text or more; may be repeated.",

@@ -7,16 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
-
-import typer
+from typing import Any, ClassVar, NamedTuple
 
 from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 from llamabranch.search import Selection, select
 
 from ..loading import LoadOptions
 from ..search.selection import METHODS
-from .bundles import option, with_bundles
+from .bundles import argument, option, with_bundles
 from .console import Console
 from .files import read_prompt_file, read_standard_input, read_text
 from .formats import number
@@ -44,15 +42,11 @@ class ScoreOptions(RayOptions):
 
     panel: ClassVar[str] = TEXT
 
-    texts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TEXT",
-            help="What to score; with --context its continuations. Begin them with a space where the "
-            "text needs one.",
-            rich_help_panel="Arguments",
-        ),
-    ] = None
+    texts: list[str] | None = argument(
+        "What to score; with --context its continuations. Begin them with a space where the text needs "
+        "one.",
+        metavar="TEXT",
+    )
     context: str | None = option(
         None, "Text before each TEXT, not scored.", "--context", first=True
     )

@@ -48,7 +48,7 @@ MOVED = {
     "inspect": "models show",
     "pull": "models pull",
     "theory": "bench, or llamabranch.theory in Python",
-    "plan": "generate --ray, or llamabranch.scale.JobNumbers in Python",
+    "plan": "generate --ray; benchmarks/plan_job.py of the source",
 }
 
 

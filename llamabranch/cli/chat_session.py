@@ -159,7 +159,7 @@ class ChatSession:
         """Note how an answer has ended, and what it did not see unless that ``is_same`` as before."""
         reasons = {
             None: "interrupted: this part of the answer stays",
-            "length": "the answer has as many tokens as it may: /set max_tokens N",
+            "length": "the answer has reached max_tokens: /set max_tokens N",
             "capacity": "the context is full: the answer ends here",
         }
         n = self.chat.n_cut

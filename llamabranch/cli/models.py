@@ -45,8 +45,7 @@ class ModelsOptions:
     )
     local: bool = option(
         False,
-        "List what is in the caches (Hugging Face's, Ollama's, LM Studio's, llama.cpp's) and in Python "
-        "packages.",
+        "List what is in the caches (Hugging Face's, llama.cpp's) and in Python packages.",
         "--local",
     )
     search: str | None = option(

@@ -71,9 +71,6 @@ class ServerOptions:
         *("--timeout", "--request-timeout", "-to"),
         min=0,
     )
-    snapshot_dir: Path | None = option(
-        None, "A folder where branches are kept while the server does not run."
-    )
     log_requests: bool = option(
         False, "Print one line for each request.", "--log-requests", first=True
     )
@@ -92,7 +89,7 @@ class ServerOptions:
         Raises:
             ConfigError: a value out of range, or a file that cannot be read.
         """
-        same = ("host", "port", "alias", "snapshot_dir", "log_requests")
+        same = ("host", "port", "alias", "log_requests")
         found: dict[str, Any] = {name: getattr(self, name) for name in same}
         found["allow_origins"] = _parts(self.allow_origin)
         found["allowed_hosts"] = _parts(self.allowed_host)

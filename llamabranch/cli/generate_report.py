@@ -61,7 +61,7 @@ class GenerateReport:
         # Whether it promises the text of plain decoding, not only its distribution.
         self.expects_same_text = self._is_plain or self.rule == "seeded" or is_greedy
         self._results: list[Result] = []
-        self._n_failed = self._n_drafted = self._n_accepted = self._n_tokens = 0
+        self._n_failed = self._n_tokens = 0
         self._finish_reasons: Counter[str] = Counter()
         self._held: dict[tuple[str, int], Result] = {}
         self._on_terminal = console.out.is_terminal
@@ -120,17 +120,10 @@ class GenerateReport:
     def _count(self, event: Event) -> None:
         """Show how far the job is."""
         self._n_tokens += event.emitted is not None
-        if event.result is not None:
-            self._n_ended += 1
-            self._n_drafted += event.result.stats.num_draft_tokens
-            self._n_accepted += event.result.stats.num_accepted_tokens
-        elif self._n_tokens % 16:
-            return
-        if self._progress is not None:
+        self._n_ended += event.result is not None
+        if self._progress is not None and (event.result or self._n_tokens % 16 == 0):
             rate = self._n_tokens / max(monotonic() - self._progress.start_s, 1e-9)
-            share = self._n_accepted / max(1, self._n_drafted)
-            told = f", {share:.0%} accepted" if self._n_drafted else ""
-            self._progress.show(self._n_ended, f"{rate:.0f} tokens/s{told}")
+            self._progress.show(self._n_ended, f"{rate:.0f} tokens/s")
 
     def end(self) -> None:
         """Give what is still kept back, if the job was interrupted; keep the figures of the job.

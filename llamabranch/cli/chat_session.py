@@ -15,14 +15,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from llamabranch import (
-    Chat,
-    ConfigError,
-    DecodeInterruptedError,
-    LlamaBranchError,
-    SamplingParams,
-    UsageError,
-)
+import llamabranch as lb
 from llamabranch.chat import Answer, Exchange
 
 from .console import Console
@@ -47,7 +40,7 @@ class ChatSession:
         has_failed: whether a command has failed.
     """
 
-    def __init__(self, chat: Chat, console: Console, *, interactive: bool = True) -> None:
+    def __init__(self, chat: lb.Chat, console: Console, *, interactive: bool = True) -> None:
         self.chat = chat
         self._console, self._interactive = console, interactive
         self._contexts = [chat.ctx, *chat.speculator.drafter.contexts]
@@ -96,9 +89,9 @@ class ChatSession:
             name = _ALIASES.get(name, name)
             if name not in COMMANDS:
                 hint = _INSTEAD.get(name, "/help lists the commands")
-                raise ConfigError(f"there is no command /{name}", hint=hint)
+                raise lb.ConfigError(f"there is no command /{name}", hint=hint)
             COMMANDS[name](self, rest.strip())
-        except LlamaBranchError as error:
+        except lb.LlamaBranchError as error:
             if not self._interactive and not line.startswith("/"):
                 raise
             self.has_failed = True
@@ -121,7 +114,7 @@ class ChatSession:
                 for token in answer:
                     self._write(token.text)
                     interrupts.check()
-            except (KeyboardInterrupt, DecodeInterruptedError):
+            except (KeyboardInterrupt, lb.DecodeInterruptedError):
                 if not interrupts.requested:
                     raise
                 interrupted = True
@@ -187,7 +180,7 @@ class ChatSession:
         if not text.strip() and 1 <= n <= len(self.chat.exchanges):
             text = "" if self._read is None else self._read(self.chat.exchanges[n - 1].user)
             if not text.strip():
-                raise UsageError("nothing to replace it with", hint="/edit N TEXT")
+                raise lb.UsageError("nothing to replace it with", hint="/edit N TEXT")
         self._stream(lambda: self.chat.edit(n, text))
         self._where()
 
@@ -228,7 +221,7 @@ class ChatSession:
 
     def _last_of(self, number: int) -> Exchange:
         if not (found := self.chat.on(number)):
-            raise UsageError(f"branch {number} has no answer yet", hint="send a message first")
+            raise lb.UsageError(f"branch {number} has no answer yet", hint="send a message first")
         return found[-1]
 
     def _other_answer(self) -> int:
@@ -254,7 +247,7 @@ class ChatSession:
         name = name.lstrip("-").replace("-", "_")
         name = _SETTINGS.get(name, name)
         if not name:
-            known = {f.name: getattr(self.chat.sampling, f.name) for f in fields(SamplingParams)}
+            known = {f.name: getattr(self.chat.sampling, f.name) for f in fields(lb.SamplingParams)}
             known["max_tokens"] = self.chat.max_tokens
             rows = [(name, str(value)) for name, value in known.items()]
             self._console.table(("setting", "value"), rows, left=("value",))
@@ -273,7 +266,7 @@ class ChatSession:
         folder, old = _path(rest, "/load FOLDER"), self.chat
         old.close()  # for room; if the other one cannot be read, it goes on and reads itself again
         speculator = old.speculator
-        self.chat = Chat.load(old.ctx, folder, speculator.drafter, speculator.config)
+        self.chat = lb.Chat.load(old.ctx, folder, speculator.drafter, speculator.config)
         self.show_last()
 
     def show_last(self) -> None:
@@ -381,11 +374,11 @@ def _number(text: str, usage: str, default: int | None = None) -> int:
     if not text and default:
         return default
     if not text.isdecimal():
-        raise UsageError(f"{text!r} is no number" if text else "which one?", hint=usage)
+        raise lb.UsageError(f"{text!r} is no number" if text else "which one?", hint=usage)
     return int(text)
 
 
 def _path(text: str, usage: str) -> str:
     if not text:
-        raise UsageError("where?", hint=usage)
+        raise lb.UsageError("where?", hint=usage)
     return os.path.expanduser(text)

@@ -14,16 +14,7 @@ from typing import Any, ClassVar
 
 import llamabranch as lb
 from llamabranch import ConfigError, Context
-from llamabranch.eval import (
-    KLDivergence,
-    LogitsFile,
-    Perplexity,
-    Uncertain,
-    divergence,
-    perplexity,
-    save_logits,
-    strided_perplexity,
-)
+from llamabranch.eval import KLDivergence, Perplexity, Uncertain
 
 from ..files import atomic_write
 from ..loading import LoadOptions
@@ -247,18 +238,20 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         if logits is None:
             window = _window_of(name, models)
         else:
-            with LogitsFile.open(logits) as file:
+            with lb.eval.LogitsFile.open(logits) as file:
                 window = file.window
         ctx = open_for_chunks(name, models, window, console, stack)
         with interruptible(console) as interrupted:
             if logits is not None:
-                found = divergence(ctx, logits, **options)
+                found = lb.eval.divergence(ctx, logits, **options)
             elif stride is not None:
-                found = strided_perplexity(ctx, text, window, stride, **options)
+                found = lb.eval.strided_perplexity(ctx, text, window, stride, **options)
             elif save_to is None:
-                found = perplexity(ctx, text, window, chunks=reading.chunks, **options)
+                found = lb.eval.perplexity(ctx, text, window, chunks=reading.chunks, **options)
             else:
-                found = save_logits(ctx, text, save_to, window, chunks=reading.chunks, **options)
+                found = lb.eval.save_logits(
+                    ctx, text, save_to, window, chunks=reading.chunks, **options
+                )
         if found is not None and found.n_done:
             kept.save(found.as_dict, now=True)
             _print(console, ctx, found)
@@ -403,12 +396,12 @@ def _row(
     if base in (None, name):
         options: Any = {"chunks": chunks, "progress": note}
         if base is None:
-            found = perplexity(ctx, text, window, **options)
+            found = lb.eval.perplexity(ctx, text, window, **options)
         else:
-            found = save_logits(ctx, text, logits, window, **options)
+            found = lb.eval.save_logits(ctx, text, logits, window, **options)
         n_read, figures = found.n_done * window, (found.value, found.stderr)
     else:
-        kl = divergence(ctx, logits, progress=note)
+        kl = lb.eval.divergence(ctx, logits, progress=note)
         its, n_read = kl.statistics, kl.n_done * window
         figures = its.perplexity
         row |= {"kl": its.mean.value, "kl_stderr": its.mean.stderr, "kl_99": kl.percentile(0.99)}

@@ -71,16 +71,13 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
             arguments[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
         command(**arguments, **values)
 
-    run.__name__, run.__doc__ = command.__name__, _paragraphs(cleandoc(command.__doc__ or ""))
+    # One line for each paragraph, for --help to wrap at any width.
+    told = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.__doc__ or ""))
+    run.__name__, run.__doc__ = command.__name__, told
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.first = frozenset(first)  # type: ignore[attr-defined]
     return run
-
-
-def _paragraphs(text: str) -> str:
-    """Return the text with one line for each paragraph, for --help to wrap at any width."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 def _parameters(bundle: type) -> Iterator[Parameter]:

@@ -315,7 +315,11 @@ class GenerateReport:
             return ""
         can, found, told = self.engine.target.capabilities, self.divergence, "The texts differ."
         if found is not None:
-            plain, drafted = map(self._quoted, found.tokens)
+            piece = self.engine.target.model.piece
+            plain, drafted = (
+                "nothing" if token is None else repr(piece(token).decode(errors="replace"))
+                for token in found.tokens
+            )
             told += (
                 f" First difference at token {found.position}: plain decoding generated {plain}, with "
                 f"drafts {drafted} (logits must change by {found.gap:.3g} for that; between decodes here "
@@ -334,11 +338,6 @@ class GenerateReport:
             f"{told}: how logits are rounded depends on how many tokens are decoded at once, and drafts "
             "are verified several at a time."
         )
-
-    def _quoted(self, token: int | None) -> str:
-        if token is None:
-            return "nothing"
-        return repr(self.engine.target.model.piece(token).decode(errors="replace"))
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

@@ -66,22 +66,6 @@ def _on_off_auto(value: str) -> str:
     return value
 
 
-def _one_type(values: list[str] | None) -> list[str] | None:
-    if len(set(values or ())) > 1:
-        told = "K and V have one type here: give -ctk and -ctv the same"
-        raise typer.BadParameter(told, param_hint="--kv-type")
-    return values
-
-
-def _read_settings(texts: list[str] | None) -> list[str] | None:
-    """Check ``-S`` before anything else is: the names, and that each has a value."""
-    for text in texts or ():
-        if text.find("=") < 1:
-            told = f"{text!r} is not NAME=VALUE, such as typical_p=0.9"
-            raise typer.BadParameter(told, param_hint="-S")
-    return texts
-
-
 def setting_value(text: str) -> Any:
     """Return a setting's value: a number, true, none, a JSON list or object, or the text itself."""
     if text.lower() in ("none", "null", ""):
@@ -144,7 +128,6 @@ class ModelOptions:
         "Type of the K/V cache: f16, bf16, q8_0, ... Default: what makes batches exact.",
         *("--kv-type", "--cache-type-k", "--cache-type-v", "-ctk", "-ctv"),
         metavar="TYPE",
-        callback=_one_type,
     )
     flash_attn: str = option(
         "auto",
@@ -159,7 +142,6 @@ class ModelOptions:
         "such as typical_p=0.9, rule=block or n_batch=256; may be repeated.",
         *("--set", "-S"),
         metavar="NAME=VALUE",
-        callback=_read_settings,
         rich_help_panel=SAMPLING,
     )
 
@@ -171,7 +153,10 @@ class ModelOptions:
     @property
     def kv_type(self) -> str | None:
         """The type of K/V that was given."""
-        return self.kv_types[0] if self.kv_types else None
+        found = {*(self.kv_types or ())}
+        if len(found) > 1:
+            raise ConfigError("K and V have one type here: give -ctk and -ctv the same")
+        return next(iter(found), None)
 
     def announce(self, console: Console) -> str:
         """Return the name of the model; the default is named on standard error, but for --json."""
@@ -194,7 +179,9 @@ class ModelOptions:
         }
         found = {}
         for text in self.settings or ():
-            name, _, value = text.partition("=")
+            name, equals, value = text.partition("=")
+            if not (name and equals):
+                raise ConfigError(f"-S takes NAME=VALUE, such as typical_p=0.9, not {text!r}")
             name = name.strip().replace("-", "_")
             known = set().union(*kinds.values())
             if name not in known:
@@ -423,10 +410,6 @@ class ChatOptions:
             return model.prompt_tokens(prompt)
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return model.prompt_tokens([*before, {"role": "user", "content": prompt}])
-
-    def shown_prompt(self, prompt: str) -> str:
-        """Return a prompt as it is printed before its text: in a chat on a line of its own."""
-        return f"{prompt}\n" if self.is_on else prompt
 
 
 @dataclass(frozen=True)

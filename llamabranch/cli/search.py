@@ -160,7 +160,7 @@ def search(
                 result = _run(method, branch, text, drafter if names[1] else None, on_step)
             finally:
                 console.progress("")
-        before = chat.shown_prompt(prompt) if console.out.is_terminal else ""
+        before = prompt + "\n" * chat.is_on if console.out.is_terminal else ""
         _print(console, prompt, before, result, method)
         record = {"prompt": prompt, "method": method.method, "seed": branch.seed}
         found = result.as_dict(tree=method.tree)

@@ -49,6 +49,9 @@ class Console:
         silent: standard output carries one JSON object, and nothing that is printed.
         to_stderr: print to standard error.
         verbose: more is told, and llama.cpp's log shown.
+
+    Attributes:
+        on_loading: called with the name of a model and how much of it is loaded.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Console:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
+        self.on_loading: Callable[[str, float], None] | None = None
 
     @property
     def beside(self) -> Console:
@@ -182,12 +186,16 @@ class Console:
 
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:
-        """Show how far a model is loaded; nothing if standard error is no terminal."""
-        if not self.err.is_terminal:
-            yield None
-            return
+        """Show how far a model is loaded, on a terminal and to ``on_loading``."""
+
+        def show(fraction: float) -> None:
+            if self.err.is_terminal:
+                self.progress(f"loading {name}: {fraction:.0%}")
+            if self.on_loading is not None:
+                self.on_loading(name, fraction)
+
         try:
-            yield lambda fraction: self.progress(f"loading {name}: {fraction:.0%}")
+            yield show if self.err.is_terminal or self.on_loading is not None else None
         finally:
             self.progress("")
 

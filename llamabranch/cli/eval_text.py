@@ -244,14 +244,9 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         with interruptible(console) as interrupted:
             if logits is not None:
                 found = lb.eval.divergence(ctx, logits, **options)
-            elif stride is not None:
-                found = lb.eval.strided_perplexity(ctx, text, window, stride, **options)
-            elif save_to is None:
-                found = lb.eval.perplexity(ctx, text, window, chunks=reading.chunks, **options)
             else:
-                found = lb.eval.save_logits(
-                    ctx, text, save_to, window, chunks=reading.chunks, **options
-                )
+                options |= {"chunks": reading.chunks, "stride": stride, "save_to": save_to}
+                found = lb.eval.perplexity(ctx, text, window, **options)
         if found is not None and found.n_done:
             kept.save(found.as_dict, now=True)
             _print(console, ctx, found)
@@ -398,7 +393,7 @@ def _row(
         if base is None:
             found = lb.eval.perplexity(ctx, text, window, **options)
         else:
-            found = lb.eval.save_logits(ctx, text, logits, window, **options)
+            found = lb.eval.perplexity(ctx, text, window, save_to=logits, **options)
         n_read, figures = found.n_done * window, (found.value, found.stderr)
     else:
         kl = lb.eval.divergence(ctx, logits, progress=note)

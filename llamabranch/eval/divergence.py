@@ -14,21 +14,10 @@ from ..context import Context
 from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import VocabularyMismatchError
-from ..model import TokenIds
 from .logits_file import Codes, LogitsFile
-from .perplexity import (
-    Chunked,
-    Floats,
-    Perplexity,
-    check_room,
-    exp,
-    loss,
-    prepare,
-    read_chunks,
-    with_bos,
-)
+from .perplexity import Chunked, Floats, check_room, exp, read_chunks, with_bos
 
-__all__ = ["KLDivergence", "KLStatistics", "Uncertain", "divergence", "save_logits"]
+__all__ = ["KLDivergence", "KLStatistics", "Uncertain", "compare_coded", "divergence"]
 
 _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
 KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
@@ -121,7 +110,15 @@ class KLDivergence(Chunked):
 
     def _quantile(self, column: int, fraction: float) -> float:
         values = self._columns()[column]
-        return float(np.quantile(values, min(1.0, max(0.0, fraction)))) if len(values) else math.nan
+        if not len(values):
+            return math.nan
+        ordered = np.sort(values.astype(np.float32))
+        # In 32 bits, as llama-perplexity does it: the place itself is rounded.
+        place = np.float32(min(1.0, max(0.0, fraction))) * np.float32(len(values) - 1)
+        below = int(place)
+        part = place - np.float32(below)
+        above = ordered[min(below + 1, len(values) - 1)]
+        return float((np.float32(1) - part) * ordered[below] + part * above)
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, with every statistic; `from_dict` takes them."""
@@ -134,49 +131,6 @@ class KLDivergence(Chunked):
             f"{100 * f:g}": self.p_change_percentile(f) for f in P_FRACTIONS
         }
         return {**found, **super().as_dict()}
-
-
-def save_logits(
-    ctx: Context,
-    text: str | TokenIds,
-    path: str | os.PathLike[str],
-    window: int = 512,
-    *,
-    chunks: int | None = None,
-    progress: Callable[[Perplexity], None] | None = None,
-    resume: Perplexity | None = None,
-) -> Perplexity:
-    """Write the log-probabilities of a text's tokens to a file, as llama-perplexity does; for
-    `divergence`.
-
-    It takes two bytes for each token of the vocabulary and each scored token of the text: 25 MB a chunk
-    of 512 with a vocabulary of 49,152. llama-perplexity reads it, too (``--kl-divergence``).
-
-    Args:
-        ctx: of the base model; as for `perplexity`.
-        text: as for `perplexity`.
-        path: the file; one that is there is written over.
-        window: tokens a chunk.
-        chunks: how many chunks at most; None = all.
-        progress: called with what is done so far.
-        resume: what ``progress`` got in an earlier call that wrote to the same file.
-
-    Returns:
-        the perplexity, as `perplexity`.
-
-    Raises:
-        ConfigError: a text that is too short, or a file that cannot be written. CacheFullError,
-        TokenizeError, DecodeError. OSError: the disk is full.
-    """
-    parts, found = prepare(ctx, text, window, chunks, resume)
-    with LogitsFile.create(path, ctx.n_vocab, parts, found.n_done) as file:
-
-        def write(chunk: int, i: int, token: int, row: LogitsRow) -> float:
-            file.write(chunk, i, row.array)
-            return loss(chunk, i, token, row)
-
-        firsts = [file.first] * len(parts)
-        return read_chunks(ctx, found, with_bos(ctx.model, parts), firsts, write, progress)
 
 
 def divergence(
@@ -192,7 +146,7 @@ def divergence(
 
     Args:
         ctx: of the model; with the base's vocabulary, and room for the file's window.
-        path: a file of `save_logits` or of ``llama-perplexity --kl-divergence-base``.
+        path: a file of `perplexity` (``save_to``) or of ``llama-perplexity --kl-divergence-base``.
         progress: called after each decode with what is done so far.
         resume: what ``progress`` got in an earlier call for the same file and model.
 
@@ -213,13 +167,13 @@ def divergence(
         found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks)).resumed(resume)
 
         def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
-            return _compare(row, *file.read(chunk, i), token)
+            return compare_coded(row, *file.read(chunk, i), token)
 
         chunks, firsts = with_bos(ctx.model, file.chunks), [file.first] * len(file.chunks)
         return read_chunks(ctx, found, chunks, firsts, compare, progress)
 
 
-def _compare(
+def compare_coded(
     row: LogitsRow, scale: np.float32, smallest: np.float32, codes: Codes, token: int
 ) -> tuple[float, float, float, float, float]:
     """Return the numbers of one token, with llama-perplexity's arithmetic: 32 bits, sums in 64."""

@@ -395,6 +395,7 @@ class EngineCore:
         stream = self.learning.joint.open(branch, rule, job.stats, top, drafts=drafts, like=like)
         if like is not None:
             stream.state.observe(n_shared)
+        stream.on_round = job.request.on_round
         job.begin(stream)
         if stream.pending is not None or job.output.finish_reason is not None:
             return []  # it was preempted, and goes on after its last token; or max_tokens is 0

@@ -293,7 +293,7 @@ def perplexity(
     window = whole("window", window, 4)
     tokens = text_tokens(ctx, text, window)
     if stride is None:
-        parts, method = _chunks(tokens, window, chunks), "chunked"
+        parts, method = cut_chunks(tokens, window, chunks), "chunked"
         firsts, given = [window // 2] * len(parts), with_bos(ctx.model, parts)
     else:
         stride, method = whole("stride", stride, 1, window - 1), f"strided, {stride}"
@@ -319,7 +319,8 @@ def _loss(_chunk: int, _i: int, token: int, row: LogitsRow) -> float:
     return -row.logprob(token)
 
 
-def _chunks(tokens: list[int], window: int, most: int | None) -> Sequence[list[int]]:
+def cut_chunks(tokens: list[int], window: int, most: int | None) -> Sequence[list[int]]:
+    """Return the chunks of a text, ``most`` of them at most; ConfigError if there are not two."""
     n = len(tokens) // window
     if n < 2:
         raise ConfigError(

@@ -23,6 +23,7 @@ from .drafters.grammar import GrammarDrafter
 from .drafters.model import ModelDrafter
 from .drafters.mtp import MTPDrafter
 from .length.base import DraftLength
+from .round import RoundTrace
 from .rules import Acceptance, RandomSource, block_rule, token_rule
 from .session import InferenceSession
 from .speculator import Generation, Speculator
@@ -45,6 +46,7 @@ __all__ = [
     "NullDrafter",
     "PromptLookupDrafter",
     "RandomSource",
+    "RoundTrace",
     "SpeculativeConfig",
     "SpeculativeStats",
     "Speculator",

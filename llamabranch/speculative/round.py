@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from ..branch import Branch, Produced
 from ..branch.sequence import TokenSequence
 from ..branch.verification import TargetDistributions, Verification
-from ..context.logits import Alternative, LogitsRow
+from ..context.logits import LogitsRow
 from ..errors import CapacityError, ConfigError, DecodeError, GrammarError
 from ..model import token_list
 from ..sampling import Distribution
@@ -25,11 +26,37 @@ from .length.base import DraftLength, RoundReport
 from .rules import DraftTree, Noise, Rule, apply_rule, match_draws, tree_rule
 from .stats import SpeculativeStats
 
-__all__ = ["Stream", "finish_at"]
+__all__ = ["RoundTrace", "Stream", "finish_at"]
 
 T = TypeVar("T")
 
 _MOST_PLAIN = 64  # plain steps that are reported together
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrace:
+    """What a round with a draft has done; for ``Request.on_round``.
+
+    Attributes:
+        position: that of the first drafted token in the text, prompt included.
+        draft: the drafted ids; of a tree parents first.
+        logprobs: the target's log-probabilities, nats, of the tokens that were accepted, in their order,
+            and then of those that were rejected after them: one at most, but of a tree.
+        n_accepted, n_rejected: of the draft; the others were never judged.
+        following: the token after them: the target's own, or an accepted one that ends the text.
+        drafter: what drafted.
+        draft_s, verify_s: seconds of the draft, and of the decode or this text's share of it.
+    """
+
+    position: int
+    draft: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    n_accepted: int
+    n_rejected: int
+    following: Produced | None = None
+    drafter: str = ""
+    draft_s: float = 0.0
+    verify_s: float = 0.0
 
 
 class _DeadEnd(Exception):
@@ -60,6 +87,7 @@ class Stream:
     Attributes:
         sequence: that of the branch.
         pending: the last emitted token, which is not yet decoded; None before the first.
+        on_round: called after each round with a draft; None = nobody looks.
     """
 
     def __init__(
@@ -78,7 +106,9 @@ class Stream:
         self.stats = stats
         self.pending: Produced | None = None
         self.rule = rule
+        self.on_round: Callable[[RoundTrace], None] | None = None
         self._n_alternatives = n_alternatives
+        self._trace: RoundTrace | None = None
         self._draft = NO_DRAFT
         # Tokens the draft state has been given; it gets the others with its next call.
         self._n_seen = 0
@@ -262,12 +292,15 @@ class Stream:
         plan = self.plan
         verification = self._verification or self._verification_of(plan, rows)
         path, following = self._choose(plan, verification.targets)
-        n = len(path)
+        n, chosen = len(path), [*path]
         is_eog = branch.ctx.model.is_eog
         is_dead_end = following is None
         if following is None:  # the last accepted token waits; the next round raises the error
             following = plan[path.pop()]
         ends = [at for at, i in enumerate(path) if is_eog(plan[i])]
+        if self.on_round is not None:
+            accepted = path[: ends[0] + 1] if ends else chosen
+            self._trace = self._traced(plan, accepted, rows, is_end=bool(ends) or is_dead_end)
         if ends:  # the text ends at an accepted EOG token, whatever the draft proposed after it
             n, following = ends[0] + 1, plan[path[ends[0]]]
             del path[ends[0] :]
@@ -283,9 +316,8 @@ class Stream:
             is_forced = bool(draft.forced) and draft.forced[i - 1]
             self.stats.num_forced_tokens += is_forced
             source = "forced" if is_forced else "drafted"
-            emitted.append(
-                Produced(token, text, False, logprob, entropy, source, self._alternatives(row))
-            )
+            described = Produced(token, text, False, logprob, entropy, source)
+            emitted.append(self._emitted(described, row, source))
         if draft.parents is None:
             is_complete = n == len(draft.tokens)
         else:
@@ -373,14 +405,34 @@ class Stream:
             return self._emitted(produced, sequence.logits_row(), "plain")
 
     def _emitted(self, token: Produced, row: LogitsRow, source: str) -> Produced:
-        return Produced(*token[:5], source, self._alternatives(row))
+        if not self._n_alternatives:
+            return Produced(*token[:5], source)
+        alternatives = row.alternatives(self.branch.ctx.model, self._n_alternatives)
+        return Produced(*token[:5], source, alternatives, row.rank(token.token))
 
-    def _alternatives(self, row: LogitsRow) -> tuple[Alternative, ...]:
-        return row.alternatives(self.branch.ctx.model, self._n_alternatives)
+    def _traced(
+        self, plan: list[int], accepted: list[int], rows: Sequence[LogitsRow], *, is_end: bool
+    ) -> RoundTrace:
+        """Return what ``on_round`` is told, while the logits are there; times follow later.
+
+        ``is_end``: nothing was judged after the last accepted token.
+        """
+        last, draft = (accepted or [0])[-1], self._draft
+        parents = self._plan_parents() if draft.parents is not None else range(-1, len(plan) - 1)
+        rejected = [] if is_end else [i for i, parent in enumerate(parents) if parent == last]
+        pairs = [*zip([0, *accepted], accepted, strict=False), *((last, i) for i in rejected)]
+        logprobs = tuple(rows[parent].logprob(plan[i]) for parent, i in pairs)
+        return RoundTrace(
+            self.branch.position + 1, tuple(draft.tokens), logprobs, len(accepted), len(rejected),
+            drafter=draft.drafter, draft_s=draft.seconds,
+        )  # fmt: skip
 
     def _count(self, outcome: _Unreported, overhead_s: float) -> None:
         n_accepted, n_verified, n_rows, verify_s, _ = outcome
         stats, draft = self.stats, self._draft
+        trace, self._trace = self._trace, None
+        if self.on_round is not None and trace is not None:
+            self.on_round(replace(trace, following=self.pending, verify_s=verify_s))
         stats.count_decode(n_rows or n_verified, verify_s)
         n_steps = draft.n_steps
         if draft.tokens:

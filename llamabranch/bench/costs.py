@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from ..context import Context
-from ..context.decoder import DecodeHook
+from ..context.runner import DecodeHook
 from ..speculative import SpeculativeStats
 from .timing import Spread, Stopped
 from .workloads import never

@@ -257,7 +257,7 @@ class PairBench:
 
     def _verify_times(self) -> dict[int, list[float]]:
         target = self._target
-        if not target.capabilities.can_truncate:
+        if not target.kv_cache.can_draft:
             return {}
         longest = max((k for k in self._sweep.lengths if isinstance(k, int)), default=1)
         sizes = range(1, longest + 2)

@@ -205,7 +205,7 @@ class Verification:
             seq.check_usable()
             if self._is_tree:
                 self.rows = self._decode_tree()
-            elif seq.ctx.capabilities.can_truncate or len(self._tokens) == 1:
+            elif seq.ctx.kv_cache.can_draft or len(self._tokens) == 1:
                 self.rows = seq.decode_run(self._tokens, "all", seq.expiring_rows())
             else:
                 # This memory cannot drop a tail, so the verification runs on a fork.
@@ -229,13 +229,9 @@ class Verification:
         SpecInfer, Miao et al. 2023, 2305.09781.
         """
         seq = self._sequence
-        if not seq.ctx.capabilities.can_truncate:
-            raise UnsupportedError("a token tree needs memory whose tail can be dropped")
-        if not seq.ctx.capabilities.can_share:
-            raise UnsupportedError(
-                "a token tree needs sequences that share cells",
-                hint="create the context with kv_unified=True, or draft with width 1",
-            )
+        lacking = seq.ctx.kv_cache.tree_needs
+        if lacking:
+            raise UnsupportedError(f"a token tree needs {lacking}", hint="draft with width 1")
         self._below = _leaves_below(self._parents)
         trial = self._begin_trial(1 + max(max(leaves) for leaves in self._below))
         try:

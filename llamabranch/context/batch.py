@@ -8,14 +8,14 @@ wanted rows of each run. Tokens must be valid, and the caller holds the context'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from .decoder import Decoder
 from .logits import LogitsRow
+from .runner import Runner
 
 __all__ = ["Batch", "decode_run"]
 
@@ -57,7 +57,7 @@ class Batch:
     def add_shared(
         self, members: Sequence[int], position: int, tokens: Sequence[int], first_row: int
     ) -> None:
-        """Add tokens that belong to several sequences, see ``Decoder.decode_tree``; then no others.
+        """Add tokens that belong to several sequences, see ``Runner.decode_tree``; then no others.
 
         Args:
             members: the sequences.
@@ -71,7 +71,7 @@ class Batch:
 
     def decode(
         self,
-        decoder: Decoder,
+        runner: Runner,
         expiring: Iterable[LogitsRow] = (),
         *,
         states: npt.NDArray[np.float32] | None = None,
@@ -80,7 +80,7 @@ class Batch:
         """Decode all runs; return the rows of each. All of them are in the cache then, or none.
 
         Args:
-            decoder: of the context.
+            runner: of the context.
             expiring: rows that need not survive, because these replace them.
             states: what a head reads with each token, float32 (n, n_embd).
             read: called after each decode with the number of rows before it and its own, which are
@@ -89,52 +89,18 @@ class Batch:
         Raises:
             CacheFullError, DecodeError: no sequence has changed. And what ``read`` raises.
         """
-        cache, handle = decoder.cache, decoder.handle
-        tokens, seqs, wants = self.tokens, self.seqs, self.wants
-        pieces = list(self._pieces(handle.n_chunk, handle.n_outputs_max)) if tokens else []
-        if len(pieces) > 1:
-            expiring = ()  # a later decode may fail after an earlier one has overwritten the row
-            decoder.make_room(len(tokens))
-        starts = {seq_id: cache.next_position(seq_id) for seq_id in set(seqs)}
         rows: list[LogitsRow] = []
-        n_read = 0
-        try:
-            for low, high in pieces:
-                for row in rows:  # the next decode overwrites the buffer
-                    row.detach()
-                part = slice(low, high)
-                if self.members:
-                    where = self.positions[part], self.members[part]
-                    new = decoder.decode_tree(tokens[part], *where, wants[part])
-                else:
-                    its = None if states is None else states[part]
-                    new = decoder.decode(tokens[part], seqs[part], wants[part], expiring, its)
-                if read is None:
-                    rows += new
-                else:
-                    read(n_read, new)
-                    n_read += len(new)
-        except BaseException:
-            for seq_id, start in starts.items():
-                if cache.next_position(seq_id) > start:
-                    cache.cut(seq_id, start)
-            raise
+        if self.members:
+            rows = runner.decode_tree(self.tokens, self.positions, self.members, self.wants, read)
+        elif self.tokens:
+            expiring = list(expiring)
+            rows = runner.decode(self.tokens, self.seqs, self.wants, expiring, states, read)
         given = iter(rows)
         return [list(islice(given, n)) for n in self.n_rows]
 
-    def _pieces(self, most: int, most_rows: int) -> Iterator[tuple[int, int]]:
-        """Yield the bounds of each decode: at most ``most`` tokens, at most ``most_rows`` rows."""
-        low = rows = 0
-        for i, wants in enumerate(self.wants):
-            if i - low == most or rows + wants > most_rows:
-                yield low, i
-                low, rows = i, 0
-            rows += wants
-        yield low, len(self.wants)
-
 
 def decode_run(
-    decoder: Decoder,
+    runner: Runner,
     tokens: Sequence[int],
     seq_id: int,
     logits: str,
@@ -143,4 +109,4 @@ def decode_run(
     """Decode any number of tokens of one sequence, all of them or none; return the rows wanted."""
     batch = Batch()
     batch.add(seq_id, tokens, logits)
-    return batch.decode(decoder, expiring)[0]
+    return batch.decode(runner, expiring)[0]

@@ -22,7 +22,7 @@ from ..profile import is_off, machine_key, read_entry, write_entries
 from .params import ContextParams
 from .timing import stopped_after, trial_decode
 
-__all__ = ["IDLE", "ThreadTuner", "candidates"]
+__all__ = ["ThreadTuner", "candidates"]
 
 _SECTION = "threads"
 
@@ -33,7 +33,7 @@ _BLOCK_LIMIT_S = 0.1  # ... and never longer than this: then the running decode 
 _BATCH = 8  # tokens of the batch that is timed for all: about one drafted round, or a few texts
 _PAUSE_S = 0.005  # the threads of the previous number still spin for a short time
 _WORTH = 0.9  # more threads must take less than this share of the time of fewer
-IDLE = 0.8  # threads that got less than this share of their cores shared them with other programs
+_IDLE = 0.8  # threads that got less than this share of their cores shared them with other programs
 _STALE = 3.0  # if a decode takes this many times as long as when it was stored, measure again
 
 
@@ -80,7 +80,6 @@ class ThreadTuner:
             if self._kept is not None and max(self._kept[:2]) == 1 and not changes_logits:
                 n_threads = 1  # the stored best is one thread: start no others to measure again
         self.n_threads = n_threads
-        self.step_s: float | None = None  # seconds of a decode of one token, if measured
         self.n_threads_batch = n_threads if n_threads_batch is None else n_threads_batch
 
     def filled(self, params: ContextParams) -> ContextParams:
@@ -132,7 +131,6 @@ class ThreadTuner:
         n_tokens, n_threads = (1, one) if one != 1 else (_batch_size(handle), many)
         if _time(handle, n_tokens, n_threads).seconds > _STALE * seconds:
             return None
-        self.step_s = seconds if n_tokens == 1 else None
         return one, many
 
     # -- measuring ---------------------------------------------------------------------------------
@@ -141,7 +139,6 @@ class ThreadTuner:
         numbers = candidates(self._cores)
         singles = {n: _time(handle, 1, n) for n in numbers}
         one = _best(singles)
-        self.step_s = singles[one].seconds if singles[one].seconds < math.inf else None
         n_tokens = _batch_size(handle)
         if self._given_batch is not None or n_tokens == 1:
             return one, one
@@ -206,5 +203,5 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
                 cpu += time.process_time() - cpu_start
     if n == 0:  # none finished in time: whether the cores were idle is known all the same
         cpu, waited = time.process_time() - first_cpu, time.perf_counter() - first
-        return _Timing(math.inf, idle=cpu >= IDLE * waited * n_threads)
-    return _Timing(spent / n, idle=cpu >= IDLE * spent * n_threads)
+        return _Timing(math.inf, idle=cpu >= _IDLE * waited * n_threads)
+    return _Timing(spent / n, idle=cpu >= _IDLE * spent * n_threads)

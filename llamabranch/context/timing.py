@@ -1,7 +1,7 @@
 """Limits of time on decodes, and timing decodes on a native context that nothing has used yet.
 
-The latter bypass the ledger, and the memory is cleared afterwards, so nothing shows that they have
-taken place: no cell, no row, no count. That is certain only while the memory is as it was created.
+The latter bypass the table of cells, and the memory is cleared afterwards, so nothing shows that they
+have taken place: no cell, no row, no count. That is certain only while the memory is as it was created.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...branch import Branch
 from ...context import Context
 from ...context.batch import Batch
-from ...context.decoder import DraftInput
+from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
 from ...context.token_states import kept_states
 from ...errors import ConfigError, UnsupportedError

@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..context import Context
-from ..context.batch import Batch
 from ..context.logits import LogitsRow, TokenScore
 from ..context.radix_tree import n_common
+from ..context.runner import Batch
 from ..errors import ConfigError
 from ..model import Model, TokenIds, token_list
 from .sequence import TokenSequence

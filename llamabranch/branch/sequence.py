@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
-from ..context.batch import Batch, decode_run
 from ..context.logits import LogitsRow
+from ..context.runner import Batch, decode_run
 from ..errors import BranchStateError, ConfigError
 from ..model.text import decode_utf8
 from ..sampling import Sampler
@@ -85,7 +85,7 @@ class TokenSequence:
             self.surprisals += parent.surprisals
             self._pending = parent._pending
             if parent.tokens:
-                self._cache.share(parent.seq_id, seq_id)
+                self._cache.fork(parent.seq_id, seq_id)
             self.set_row(parent.row)
             self._produced, self._pending_after = parent._produced, parent._pending_after
 
@@ -443,7 +443,7 @@ class TokenSequence:
     def share_prefix(self, source: TokenSequence, n: int) -> None:
         """Make the first ``n`` tokens of ``source`` this empty sequence's prompt, sharing their cells."""
         with self.ctx.lock:
-            self._cache.share(source.seq_id, self.seq_id, 0, n)
+            self._cache.fork(source.seq_id, self.seq_id, n)
             self.append_prompt(source.tokens[:n], None)
 
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:

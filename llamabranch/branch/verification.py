@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
-from ..context.batch import decode_run
 from ..context.logits import LogitsRow, note_measures
+from ..context.runner import decode_run
 from ..errors import UnsupportedError
 from ..native import acceptance
 from ..sampling import Distribution, Sampler
@@ -127,7 +127,7 @@ class _Trial:
         try:
             for _ in range(n):
                 self.seqs.append(ctx.sequences.lease(self, used=(source,)))
-                ctx.kv_cache.share(source, self.seqs[-1])
+                ctx.kv_cache.fork(source, self.seqs[-1])
         except BaseException:
             self.end()
             raise
@@ -238,10 +238,13 @@ class Verification:
             depths = {-1: len(seq.tokens) - 1}
             for i, parent in enumerate(self._parents):
                 depths[i] = depths[parent] + 1
-            return seq.ctx.decoder.decode_tree(
+            members = [[trial.seqs[leaf] for leaf in leaves] for leaves in self._below]
+            return seq.ctx.decoder.decode(
                 self._tokens,
-                [depths[i] for i in range(len(self._tokens))],
-                [[trial.seqs[leaf] for leaf in leaves] for leaves in self._below],
+                [group[0] for group in members],
+                [True] * len(members),
+                positions=[depths[i] for i in range(len(members))],
+                members=members,
             )
         except BaseException:
             self.abandon()
@@ -304,7 +307,7 @@ class Verification:
                 leaf = trial.seqs[self._below[path[-1]][0]]
                 cache.adopt(trial.seqs, leaf, seq.seq_id, path, len(self._parents))
             elif cache.next_position(trial.seqs[0]) == len(seq.tokens):
-                cache.share(trial.seqs[0], seq.seq_id)
+                cache.fork(trial.seqs[0], seq.seq_id)
             else:
                 for row in rows:  # the caller reads them after this decode
                     row.detach()

@@ -11,11 +11,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..errors import DecodeInterruptedError, SnapshotError
 from ..native import call_in_thread
-from .batch import decode_run
 from .memory import Memory, State
 from .prefix_cache import PrefixCache
 from .radix_tree import RadixTree
-from .runner import Runner
+from .runner import Runner, decode_run
 
 __all__ = ["Replayable", "rewrite_in_order"]
 

@@ -18,7 +18,6 @@ from ..model import Model, Prompt, TokenIds, token_list
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base, number_array
 from ..sampling.params import settings_of
-from .batch import decode_run
 from .capabilities import Capabilities
 from .cell_table import Usage
 from .compaction import rewrite_in_order
@@ -28,10 +27,10 @@ from .memory import END, Memory
 from .opening import open_native
 from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams
 from .prefix_cache import PrefixCache
-from .runner import Runner
+from .runner import Runner, decode_run
 from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
-from .timing import stopped_after
+from .threads import stopped_after
 
 if TYPE_CHECKING:
     from ..engine import Result
@@ -123,7 +122,7 @@ class Context:
         self.n_vocab = model.n_vocab
         self._owns_model = owns_model
         self._lock = handle.lock
-        self.capabilities, self._memory = opened.probed
+        self.capabilities, self._memory = opened.capabilities, opened.memory
         self.n_seq_max = native.n_seq_max
         self.n_threads, self.n_threads_batch = native.n_threads, native.n_threads_batch
         self.params = resolved
@@ -142,12 +141,6 @@ class Context:
         self.release_threads()
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
-        if cache_ram and not self._memory.can_copy:
-            self._runner.handle.close()
-            raise UnsupportedError(
-                f"cache_ram is not possible with {self.model.memory_type} memory, which cannot be copied",
-                hint="leave cache_ram out; prefix_cache works without it",
-            )
         saved = SavedPrefixes(cache_ram) if cache_ram else None
         return PrefixCache(self._memory, self.sequences, saved, self._runner)
 
@@ -422,8 +415,7 @@ class Context:
     def model_entropy(self, base: str = "nats", logits: Logits | None = None) -> float:
         """Return the entropy of softmax(logits) in "nats" or "bits"; default: the last row."""
         with self._lock:
-            row = self._row(-1) if logits is None else LogitsRow(self._check_logits(logits))
-            return row.entropy() / log_base(base)
+            return self._row_or(logits).entropy() / log_base(base)
 
     def model_surprisal(
         self, token: SupportsIndex, base: str = "nats", logits: Logits | None = None
@@ -431,14 +423,15 @@ class Context:
         """Return -log p(token) under softmax(logits) in "nats" or "bits"; default: the last row."""
         with self._lock:
             token = self.model.token_id(token)
-            row = self._row(-1) if logits is None else LogitsRow(self._check_logits(logits))
-            return -row.logprob(token) / log_base(base)
+            return -self._row_or(logits).logprob(token) / log_base(base)
 
-    def _check_logits(self, logits: Logits) -> Logits:
+    def _row_or(self, logits: Logits | None) -> LogitsRow:
+        if logits is None:
+            return self._row(-1)
         array = number_array("logits", logits, np.float32)
         if array.shape != (self.n_vocab,):
             raise ConfigError(f"logits must have shape ({self.n_vocab},), not {array.shape}")
-        return array
+        return LogitsRow(array)
 
     def kv_seq_copy(self, src: int, dst: int) -> None:
         """Make sequence ``dst`` a copy of ``src``. In a unified cache they share cells, no K/V is copied.

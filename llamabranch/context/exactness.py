@@ -19,9 +19,10 @@ import numpy.typing as npt
 from ..model import Model
 from ..native import engine_versions, system_info
 from ..profile import is_off, read_entry, write_entries
+from .params import INVARIANT_KV_TYPES, ContextParams
 from .runner import Runner
 
-__all__ = ["Exactness", "measured_exactness"]
+__all__ = ["Exactness", "exactness_of"]
 
 _SIZES = (2, 3, 4, 5, 8, 9, 17, 64)  # where kernels change: blocks of 4, 8, 16 rows, tiles of 64
 _ALONE = 9  # rows that are decoded one by one
@@ -35,21 +36,65 @@ _SECTION = "exact rows"
 
 
 class Exactness(NamedTuple):
-    """What was measured.
-
-    Attributes:
-        rows: the most rows of a decode up to which every row's logits are those it has alone; 0 = all.
-        total_variation: the largest between the next token's distributions of the two; 0 = equal.
-    """
+    """In how many rows batches are exact, by how much others are off, and why, see `Capabilities`."""
 
     rows: int
-    total_variation: float
+    total_variation: float | None = None
+    reason: str = ""
 
 
 _found: weakref.WeakKeyDictionary[Model, dict[str, Exactness]] = weakref.WeakKeyDictionary()
 
 
-def measured_exactness(
+def exactness_of(
+    runner: Runner, model: Model, params: ContextParams, *, is_head: bool
+) -> Exactness:
+    """Return what is asked for, excluded by a rule, or measured on the empty context."""
+    if params.batch_invariant is False:
+        return Exactness(0, reason="not asked for")
+    n_ubatch = params.n_ubatch or runner.handle.n_batch
+    reason = _why_not_invariant(model, params)
+    if is_head:
+        reason = reason or "not measured for a head, which needs the states of its target"
+    slides, limit = model.memory_type == "sliding-window", ""
+    if params.kv_type not in INVARIANT_KV_TYPES:  # f16 differs only after 500 tokens
+        limit = f"the K/V type is {params.kv_type}, not bf16 or q8_0"
+    elif slides:
+        limit = "cells of a sliding window may be used in another order"
+    if reason or (limit and not slides):
+        return Exactness(0, reason=reason or limit)
+    ask = params.batch_invariant is True
+    setting = f"K/V {params.kv_type}, {params.n_threads} threads"
+    measured = _measured(runner, model, n_ubatch, setting=setting, ask=ask)
+    rows, variation, _ = measured or Exactness(0)
+    if measured is None:
+        reason = "not measured: it would take more than 2 s (batch_invariant=True asks for it)"
+    elif rows >= n_ubatch:
+        reason = "measured: the logits of batches are equal to the bit"
+    else:
+        size = f"more than {rows}" if rows > 1 else "two"
+        reason = (
+            f"measured: logits of batches of {size} tokens differ, "
+            f"probabilities by a total variation of up to {variation:.2g}"
+        )
+    if limit:
+        reason = f"{limit}; {reason}"
+        rows = rows if params.kv_type in INVARIANT_KV_TYPES else 0
+    return Exactness(rows, variation, reason)
+
+
+def _why_not_invariant(model: Model, params: ContextParams) -> str:
+    """Return the rule that excludes exact batches, "" if none does and measuring tells."""
+    if model.on_gpu:
+        return "layers may run on a GPU"
+    if model.memory_type not in ("attention", "sliding-window"):
+        return f"not established for {model.memory_type} memory"
+    if params.flash_attention is False:
+        return "flash attention is off"
+    return ""
+
+
+def _measured(
     runner: Runner, model: Model, most: int, *, setting: str, ask: bool
 ) -> Exactness | None:
     """Return up to how many rows a decode gives each the logits it has alone, and how far others are off.
@@ -81,7 +126,8 @@ def measured_exactness(
             sizes = [*(n for n in of_all if n < most), most]
             kept = _measure(runner, model, sizes, _FEW_ALONE if is_part else _ALONE)
             if key is not None:
-                write_entries([(_SECTION, key, kept._asdict())])
+                entry = {"rows": kept.rows, "total_variation": kept.total_variation}
+                write_entries([(_SECTION, key, entry)])
         known[setting] = kept
     found = known[setting]
     return found._replace(rows=found.rows or runner.handle.n_batch)

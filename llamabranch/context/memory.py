@@ -155,10 +155,6 @@ class Memory:
             self._remove(target, 0, END)
             raise
 
-    def share(self, source: int, target: int, start: int = 0, end: int = -1) -> None:
-        """Fork the tokens before ``end``, -1 = all, from 0 on."""
-        self.fork(source, target, END if end == -1 else end)
-
     def can_cut(self, seq_id: int, n: int) -> bool:
         """Return whether a sequence can go on from its first ``n`` tokens, the others dropped."""
         return True
@@ -396,9 +392,7 @@ class Windowed(Memory):
     ) -> None:
         super().__init__(handle, n_seq_max, state_layout)
         self._window = window
-        self._shadowed: dict[
-            int, int
-        ] = {}  # up to which position the shadow of a sequence holds it
+        self._shadowed: dict[int, int] = {}  # up to which position each shadow holds its sequence
         self.append = self._append
 
     def _append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:

@@ -9,9 +9,10 @@ from typing import NamedTuple, Protocol
 from ..errors import BranchStateError, UnsupportedError
 from ..model import Model
 from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
-from .capabilities import Capabilities, Probed, probe, probe_sharing_head
+from .capabilities import Capabilities, probe, probe_sharing_head
 from .cell_table import Usage
 from .kv_type import faster_kv_type
+from .memory import Memory
 from .params import ContextParams, warn_of_length
 from .runner import Runner
 from .threads import ThreadTuner
@@ -40,14 +41,15 @@ class Opened(NamedTuple):
     Attributes:
         handle: its handle.
         params: with every default resolved.
-        probed: what it can do, and its memory.
+        capabilities, memory: what it can do, and its memory.
         n_trained: the length beyond which a text warns; None if none does.
         encoder: of a head, if it has one.
     """
 
     handle: ContextHandle
     params: ContextParams
-    probed: Probed
+    capabilities: Capabilities
+    memory: Memory
     n_trained: int | None
     encoder: heads.Encoder | None
 
@@ -60,13 +62,18 @@ def open_native(model: Model, given: ContextParams, target: Target | None) -> Op
         _check_generates(model)
     given.resolve(model)  # its errors come before a warning
     n_trained = _trained_length(model, given)
-    handle, params, probed = _probed(model, given, target)
+    handle, params, found, memory = _probed(model, given, target)
     try:
+        if params.cache_ram and not memory.can_copy:
+            raise UnsupportedError(
+                f"cache_ram is not possible with {model.memory_type} memory, which cannot be copied",
+                hint="leave cache_ram out; prefix_cache works without it",
+            )
         encoder = None if target is None else _open_head(handle, model, target)
     except BaseException:
         handle.close()
         raise
-    return Opened(handle, params, probed, n_trained, encoder)
+    return Opened(handle, params, found, memory, n_trained, encoder)
 
 
 def _check_generates(model: Model) -> None:
@@ -87,6 +94,8 @@ def _check_generates(model: Model) -> None:
 
 def _trained_length(model: Model, given: ContextParams) -> int | None:
     """Return the length beyond which a text warns, None if none does; warn now of ``n_ctx`` itself."""
+    if model.shares_memory:
+        return None  # the target warns
     trained = given.trained_length(model)
     # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
     n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
@@ -98,7 +107,7 @@ def _trained_length(model: Model, given: ContextParams) -> int | None:
 
 def _probed(
     model: Model, given: ContextParams, target: Target | None
-) -> tuple[ContextHandle, ContextParams, Probed]:
+) -> tuple[ContextHandle, ContextParams, Capabilities, Memory]:
     """Create the native context and try out what it can do; twice where that changes its parameters.
 
     Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
@@ -116,9 +125,8 @@ def _probed(
         try:
             if target is not None and model.shares_memory:  # trials need memory
                 n_seq_max = params.native().n_seq_max
-                return handle, params, probe_sharing_head(handle, target.capabilities, n_seq_max)
-            probed = probe(handle, model, params, is_head=target is not None)
-            found = probed.capabilities
+                return handle, params, *probe_sharing_head(handle, target.capabilities, n_seq_max)
+            found, memory = probe(handle, model, params, is_head=target is not None)
             if not found.batch_invariant and resolved is first and target is None:
                 again = _adapted(model, resolved, given, found)
                 if again is not None:
@@ -128,7 +136,7 @@ def _probed(
                         reason += f" (with {resolved.kv_type} K/V)"
                     resolved = again
                     continue
-            if target is not None and not probed.memory.can_draft:
+            if target is not None and not memory.can_draft:
                 raise UnsupportedError(
                     "a head must be able to drop what it has drafted", hint="leave swa_full out"
                 )
@@ -146,7 +154,7 @@ def _probed(
                 reason = f"by {at_once}{more}: {reason}"
                 variation = 0.0
             found = replace(found, batch_invariant_reason=reason, total_variation=variation)
-        return handle, tuner.filled(resolved), Probed(found, probed.memory)
+        return handle, tuner.filled(resolved), found, memory
 
 
 def _adapted(

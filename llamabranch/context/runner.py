@@ -1,17 +1,18 @@
 """Decoding: the one place where tokens go in and logits come out, and the one transaction for it.
 
 Whatever is decoded (a token, a batch, a tree, a draft in the compiled loop, a head beside its target) is
-submitted, recorded and, where it fails, undone by ``Runner.transact``. Everything here expects valid
-arguments and a caller that holds the context's lock; :class:`~llamabranch.context.Context` checks the
-arguments of users, branches pass only checked ones.
+submitted, recorded and, where it fails, undone by ``Runner.transact``. A `Batch` packs tokens of any
+number of sequences into as few decodes as possible. Everything here expects valid arguments and a caller
+that holds the context's lock; :class:`~llamabranch.context.Context` checks the arguments of users,
+branches pass only checked ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from time import perf_counter
 
 import numpy as np
@@ -27,7 +28,7 @@ from .logits import LogitsRow
 from .memory import END, Memory
 from .params import warn_of_length
 
-__all__ = ["DecodeHook", "Runner"]
+__all__ = ["Batch", "DecodeHook", "Runner", "decode_run"]
 
 States = npt.NDArray[np.float32]
 Read = Callable[[int, list[LogitsRow]], None]
@@ -148,9 +149,7 @@ class Runner:
                 self.n_decodes += 1
                 rows: list[LogitsRow] = []
                 self._live = rows
-                if (
-                    n_rows
-                ):  # views into llama.cpp's buffer; no function, since each token comes here
+                if n_rows:  # views into llama.cpp's buffer; no function: each token comes here
                     arrays, at = handle.rows(n_rows), handle.rows_address or 0
                     for i in range(n_rows):
                         rows.append(LogitsRow(arrays[i], at + i * self._row_bytes))
@@ -277,8 +276,11 @@ class Runner:
         expiring: Sequence[LogitsRow] = (),
         states: States | None = None,
         read: Read | None = None,
+        *,
+        positions: Sequence[int] = (),
+        members: Sequence[Sequence[int]] = (),
     ) -> list[LogitsRow]:
-        """Decode tokens, each at the end of its sequence, in as few decodes as possible; return the rows.
+        """Decode tokens in as few decodes as possible; return the rows.
 
         Args:
             tokens, seqs, wants_logits: of each token its id, its sequence, and whether its row is wanted.
@@ -286,29 +288,42 @@ class Runner:
             states: what a head reads with each token, float32 (n, n_embd).
             read: called after each decode with the number of rows before it and its own, which are
                 valid until it returns; no row is copied or returned then.
+            positions: of each token; by default each goes to the end of its sequence. If they are given,
+                the memory does not record the tokens, and no cells are freed for them, since compaction
+                would find texts with an unknown end. A head that reads its target's memory writes none.
+            members: the sequences of each token of a tree; ``seqs`` has the first of each.
+                ``Memory.adopt`` the accepted path, then drop the other sequences.
 
         Raises:
             CacheFullError, DecodeError: all sequences are as before. And what ``read`` raises.
         """
-        self.check_open()
-        starts = {seq_id: self.memory.next_position(seq_id) for seq_id in seqs}
-        n_new = Counter(seqs)
-        if max(start + n_new[seq_id] for seq_id, start in starts.items()) > self.n_trained:
+        written = [seq_id for group in members for seq_id in group] if positions else seqs
+        starts = {seq_id: self.memory.next_position(seq_id) for seq_id in written}
+        is_recorded = not positions
+        if not positions:
+            ends, positions = dict(starts), []
+            for seq_id in seqs:
+                positions.append(ends[seq_id])
+                ends[seq_id] += 1
+        if max(positions) >= self.n_trained:
             self._warn_beyond_trained()
         bounds = list(self._bounds(wants_logits))
-        if len(bounds) > 1:
+        if len(bounds) > 1 and is_recorded:
             expiring = ()
             self.make_room(len(tokens))
         pieces = (
             self._piece(
                 tokens[part],
-                seqs[part],
+                positions[part],
                 wants_logits[part],
+                seqs[part],
+                members[part],
                 None if states is None else states[part],
+                is_recorded,
             )
             for part in bounds
         )
-        return self.transact(pieces, starts, expiring, read)
+        return self.transact(pieces, starts, expiring, read, reclaims=is_recorded)
 
     def _bounds(self, wants_logits: Sequence[bool]) -> Iterator[slice]:
         """Yield which tokens each decode has: as many, and as many rows, as one can have."""
@@ -324,9 +339,12 @@ class Runner:
     def _piece(
         self,
         tokens: Sequence[int],
-        seqs: Sequence[int],
+        positions: Sequence[int],
         wants_logits: Sequence[bool],
+        seqs: Sequence[int],
+        members: Sequence[Sequence[int]],
         states: States | None,
+        is_recorded: bool,
     ) -> Piece:
         """Return one decode of at most n_batch tokens, in an order that llama.cpp can decode."""
         places: list[int] | None = None
@@ -335,19 +353,12 @@ class Runner:
             wanted = [i for i in order if wants_logits[i]]
             places = [wanted.index(i) for i in sorted(wanted)]
             tokens = [tokens[i] for i in order]
-            seqs = [seqs[i] for i in order]
+            positions = [positions[i] for i in order]
             wants_logits = [wants_logits[i] for i in order]
+            seqs = [seqs[i] for i in order]
             states = None if states is None else states[order]
-        ends: dict[int, int] = {}
-        positions = []
-        for seq_id in seqs:
-            at = ends.get(seq_id)
-            if at is None:
-                at = self.memory.next_position(seq_id)
-            positions.append(at)
-            ends[seq_id] = at + 1
-        submit = partial(self._submit, tokens, positions, wants_logits, seqs, None, states)
-        record = partial(self.memory.record, seqs)
+        submit = partial(self._submit, tokens, positions, wants_logits, seqs, members, states)
+        record = partial(self.memory.record, seqs if is_recorded else ())
         return len(tokens), sum(wants_logits), submit, record, places
 
     def _submit(
@@ -356,8 +367,8 @@ class Runner:
         positions: Sequence[int],
         wants_logits: Sequence[bool],
         seqs: Sequence[int],
-        members: Sequence[Sequence[int]] | None = None,
-        states: States | None = None,
+        members: Sequence[Sequence[int]],
+        states: States | None,
     ) -> int:
         """Decode tokens, each of its sequence, or of its ``members``; return llama.cpp's code."""
         handle, n = self.handle, len(tokens)
@@ -367,7 +378,7 @@ class Runner:
         handle.seqs[:n] = seqs
         if states is not None:
             handle.states[:n] = states
-        if members is not None:
+        if members:
             return handle.decode_tree(n, members)
         begun = perf_counter()
         code = handle.decode(n)
@@ -375,62 +386,6 @@ class Runner:
             took, known = (perf_counter() - begun) / n, self.read_s
             self.read_s = took if known != known else 0.9 * known + 0.1 * took
         return code
-
-    def decode_tree(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        members: Sequence[Sequence[int]],
-        wants_logits: Sequence[bool] | None = None,
-        read: Read | None = None,
-    ) -> list[LogitsRow]:
-        """Decode tokens that belong to several sequences each; return the rows wanted, by default all.
-
-        The table of cells does not get them: ``Memory.adopt`` the accepted path, then drop the other
-        sequences. Nor are cells freed for them: compaction would find a text with an unknown end.
-
-        Args:
-            tokens, positions, members: of each token its id, its position and its sequences.
-            wants_logits, read: see ``decode``.
-        """
-        self.check_open()
-        if max(positions) >= self.n_trained:
-            self._warn_beyond_trained()
-        starts = {seq: self.memory.next_position(seq) for group in members for seq in group}
-        wants = [True] * len(tokens) if wants_logits is None else wants_logits
-        seqs = [group[0] for group in members]
-        pieces: list[Piece] = []
-        for part in self._bounds(wants):
-            where = positions[part], wants[part], seqs[part], members[part]
-            submit = partial(self._submit, tokens[part], *where)
-            n = part.stop - part.start
-            pieces.append((n, sum(wants[part]), submit, _record_nothing, None))
-        return self.transact(pieces, starts, (), read, reclaims=False)
-
-    def decode_beside(
-        self, tokens: Sequence[int], seqs: Sequence[int], positions: Sequence[int], states: States
-    ) -> list[LogitsRow]:
-        """Decode a token for each of the target's sequences, of which nothing is kept; return their rows.
-
-        For a head without memory of its own. Hold the target's lock.
-
-        Args:
-            tokens: at most n_seq_max.
-            seqs: sequences of the target.
-            positions: the next ones of these sequences.
-            states: what the head reads with each token, float32 (n, n_embd_out).
-
-        Raises:
-            CacheFullError: llama.cpp wants a free cell for each token, although it writes none.
-        """
-        n = len(tokens)
-        submit = partial(self._submit, tokens, positions, [True] * n, seqs, None, states)
-        try:
-            return self.transact(((n, n, submit, _record_nothing, None),), {}, (), reclaims=False)
-        except CacheFullError:
-            raise CacheFullError(
-                "the target's cache is full: a draft needs a free cell in it"
-            ) from None
 
     def _warn_beyond_trained(self) -> None:
         trained, self.n_trained = self.n_trained, END
@@ -526,5 +481,80 @@ class Runner:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _record_nothing() -> None:
-    """Record a decode whose cells the table does not get."""
+class Batch:
+    """Runs of tokens, each at the end of a sequence, decoded in the order in which they were added.
+
+    Attributes:
+        tokens, seqs, wants: for each token its id, its sequence, and whether its logits are wanted.
+        positions, members: of a batch of shared runs for each token its position and its sequences.
+        n_rows: for each run how many rows it gets.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.seqs: list[int] = []
+        self.wants: list[bool] = []
+        self.positions: list[int] = []
+        self.members: list[Sequence[int]] = []
+        self.n_rows: list[int] = []
+
+    def add(self, seq_id: int, tokens: Sequence[int], logits: str | int = "last") -> None:
+        """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
+
+        Args:
+            seq_id: the sequence.
+            tokens: ids, at least one.
+            logits: the rows wanted: "all", "last" or "none", or those from a token of this number on.
+        """
+        n = len(tokens)
+        if isinstance(logits, str):
+            logits = 0 if logits == "all" else n - (logits == "last")
+        n_rows = max(0, n - logits)
+        self.tokens += tokens
+        self.seqs += [seq_id] * n
+        self.wants += [False] * (n - n_rows) + [True] * n_rows
+        self.n_rows.append(n_rows)
+
+    def add_shared(
+        self, members: Sequence[int], position: int, tokens: Sequence[int], first_row: int
+    ) -> None:
+        """Add tokens that belong to several sequences, see ``Runner.decode``; then no others.
+
+        Args:
+            members: the sequences.
+            position: of the first token, the same in all of them.
+            tokens: ids, at least one.
+            first_row: the number of the first token whose logits are wanted.
+        """
+        self.add(members[0], tokens, first_row)
+        self.positions += range(position, position + len(tokens))
+        self.members += [members] * len(tokens)
+
+    def decode(
+        self,
+        runner: Runner,
+        expiring: Iterable[LogitsRow] = (),
+        *,
+        states: States | None = None,
+        read: Read | None = None,
+    ) -> list[list[LogitsRow]]:
+        """Decode all runs, or none if that fails; return the rows of each. See ``Runner.decode``."""
+        rows: list[LogitsRow] = []
+        if self.tokens:
+            runs = self.tokens, self.seqs, self.wants, list(expiring), states, read
+            rows = runner.decode(*runs, positions=self.positions, members=self.members)
+        given = iter(rows)
+        return [list(islice(given, n)) for n in self.n_rows]
+
+
+def decode_run(
+    runner: Runner,
+    tokens: Sequence[int],
+    seq_id: int,
+    logits: str,
+    expiring: Iterable[LogitsRow] = (),
+) -> list[LogitsRow]:
+    """Decode any number of tokens of one sequence, all of them or none; return the rows wanted."""
+    batch = Batch()
+    batch.add(seq_id, tokens, logits)
+    return batch.decode(runner, expiring)[0]

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from ..arguments import whole
 from ..errors import CapacityError, UnsupportedError
-from .batch import decode_run
 from .context import Context
+from .runner import decode_run
 
 __all__ = ["kept_states", "layer_states"]
 

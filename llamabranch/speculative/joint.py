@@ -22,8 +22,8 @@ from typing import Protocol
 from ..branch import Branch, Produced
 from ..branch.sequence import TokenSequence
 from ..context import Context
-from ..context.batch import Batch
 from ..context.logits import LogitsRow
+from ..context.runner import Batch
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from .drafters.base import NO_DRAFT, Drafter, DraftRequest, DraftState, NullState
 from .length.auto import AutoLength

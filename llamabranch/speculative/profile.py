@@ -15,7 +15,7 @@ from dataclasses import replace
 from time import monotonic, perf_counter, strftime
 
 from ..context import Context
-from ..context.batch import Batch
+from ..context.runner import Batch
 from ..errors import DecodeInterruptedError, LlamaBranchError
 from ..native import forkable_lock
 from ..profile import Entry, is_off, machine_key, read_entry, write_entries

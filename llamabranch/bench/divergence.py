@@ -156,7 +156,7 @@ def _rows(ctx: Context, prompt: Sequence[int], prefix: Sequence[int]) -> Iterato
             return
         n_rest = len(whole) - start
         most = ctx.n_outputs_max
-        if not ctx.capabilities.can_truncate and not ctx.n_seq_free:
+        if not ctx.fits(branch.seq_id, 1):
             most = 1  # there longer runs need a free sequence: they are verified on a fork
         for n in sorted({min(n, most) for n in (*_RUNS, n_rest)}):
             branch.rewind(start)

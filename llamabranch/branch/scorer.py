@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..context import Context
-from ..context.batch import Batch
-from ..context.cell_ledger import n_common
 from ..context.logits import LogitsRow, TokenScore
+from ..context.radix_tree import n_common
+from ..context.runner import Batch
 from ..errors import ConfigError
 from ..model import Model, TokenIds, token_list
 from .sequence import TokenSequence
@@ -159,13 +159,13 @@ class _Reading:
         visit: Visit,
         done: Callable[[int], None] | None,
     ) -> None:
-        can, empty = ctx.capabilities, _Prefix()
+        empty = _Prefix()
         self.n_tokens = self.n_sequences = 0
         self._ctx = ctx
         self._visit = visit
         self._done = done
-        self._can_truncate = can.can_truncate
-        self._is_tree = can.can_truncate and can.can_share
+        self._can_draft = ctx.kv_cache.can_draft
+        self._is_tree = not ctx.kv_cache.tree_needs
         self._least = 1 if self._is_tree else _LEAST_SHARED
         self._texts = [_Text(i, each, each.after or empty) for i, each in enumerate(wanted)]
         self._paths: list[_Path] = []
@@ -232,7 +232,7 @@ class _Reading:
             node = group[0]
             if len(group) > 1 or node.high - node.low == 1 or self._fits(group):
                 self._read_group(group)
-            elif self._n_free() >= (1 if self._can_truncate else 2):
+            elif self._n_free() >= (1 if self._can_draft else 2):
                 self._read_prefix(node)
             else:  # no sequence is left for it: what is shared is decoded again
                 for i in range(node.low, node.high):
@@ -251,7 +251,7 @@ class _Reading:
 
     def _fits(self, group: Sequence[_Node]) -> bool:
         cells = min(self._ctx.kv_cache.n_free, _DECODES * self._ctx.n_batch)
-        n_in_place = len({node.base.seq_id for node in group} - {-1}) if self._can_truncate else 0
+        n_in_place = len({node.base.seq_id for node in group} - {-1}) if self._can_draft else 0
         n_leaves = sum(node.high - node.low for node in group)
         return self._n_needed(group) <= cells and n_leaves <= self._n_free() + n_in_place
 
@@ -297,9 +297,9 @@ class _Reading:
             try:
                 for node, i in [(its, i) for its in group for i in range(its.low, its.high)]:
                     seq_id = node.base.seq_id
-                    if self._can_truncate and seq_id not in (-1, *in_place):
+                    if self._can_draft and seq_id not in (-1, *in_place):
                         seqs[i], in_place[seq_id] = seq_id, node.base.position
-                        ctx.kv_cache.hold_window(seq_id, len(self._paths[i].tokens))
+                        ctx.kv_cache.prepare(seq_id, len(self._paths[i].tokens))
                         continue
                     seqs[i] = ctx.sequences.lease(self, used=self._used)
                     if as_tree or i == node.low:
@@ -331,7 +331,7 @@ class _Reading:
             for node in above:
                 for child in self._below(node, node.base):
                     if child.low != node.low:
-                        self._ctx.kv_cache.share(seqs[node.low], seqs[child.low])
+                        self._ctx.kv_cache.fork(seqs[node.low], seqs[child.low])
                     level.append(child)
 
     def _decode(
@@ -377,8 +377,7 @@ class _Reading:
 
     def _share(self, base: TokenSequence | _Prefix, seq_id: int) -> None:
         if base.seq_id >= 0:
-            end = base.position if self._can_truncate else -1
-            self._ctx.kv_cache.share(base.seq_id, seq_id, 0, end)
+            self._ctx.kv_cache.fork(base.seq_id, seq_id, base.position)
 
     def _make_room(self, n: int) -> None:
         self._ctx.decoder.make_room(min(n, self._ctx.kv_cache.n_free))

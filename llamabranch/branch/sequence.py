@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
-from ..context.batch import Batch, decode_run
 from ..context.logits import LogitsRow
+from ..context.runner import Batch, decode_run
 from ..errors import BranchStateError, ConfigError
 from ..model.text import decode_utf8
 from ..sampling import Sampler
@@ -85,7 +85,7 @@ class TokenSequence:
             self.surprisals += parent.surprisals
             self._pending = parent._pending
             if parent.tokens:
-                self._cache.share(parent.seq_id, seq_id)
+                self._cache.fork(parent.seq_id, seq_id)
             self.set_row(parent.row)
             self._produced, self._pending_after = parent._produced, parent._pending_after
 
@@ -258,22 +258,17 @@ class TokenSequence:
 
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
-        held = self._cache.next_position
-        can = held(self.seq_id) >= position and self._cache.can_cut(self.seq_id, position)
-        if can and self._cache.drop(self.seq_id, position):
-            return
+        done = self._cache.cut(self.seq_id, position)
         parent = self.parent
-        self._cache.drop(self.seq_id, 0)
-        done = 0
         if (
-            parent is not None
+            not done
+            and parent is not None
             and not parent.is_pruned
             and parent.position <= position
             and parent.tokens == self.tokens[: parent.position]
-            and held(parent.seq_id) == parent.position
+            and self._cache.next_position(parent.seq_id) == parent.position
         ):
-            self._cache.share(parent.seq_id, self.seq_id)
-            done = parent.position
+            done = self._cache.fork(parent.seq_id, self.seq_id)
         if done < position:
             decode_run(self._decoder, self.tokens[done:position], self.seq_id, "none")
 
@@ -448,7 +443,7 @@ class TokenSequence:
     def share_prefix(self, source: TokenSequence, n: int) -> None:
         """Make the first ``n`` tokens of ``source`` this empty sequence's prompt, sharing their cells."""
         with self.ctx.lock:
-            self._cache.share(source.seq_id, self.seq_id, 0, n)
+            self._cache.fork(source.seq_id, self.seq_id, n)
             self.append_prompt(source.tokens[:n], None)
 
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
@@ -487,7 +482,7 @@ class TokenSequence:
             n = self._cache.next_position(self.seq_id)
             if n > len(self.tokens):  # a round was broken off: the tail is a draft
                 return
-            if self._cache.can_truncate or n == len(self.tokens):
+            if self._cache.usable(n, len(self.tokens)):
                 self._owned_by_prefix_cache = prefixes.put(
                     self.seq_id, self.tokens[:n], is_last=is_last
                 )

@@ -8,8 +8,8 @@ from typing import SupportsIndex, TypeVar
 
 from ..arguments import instance, items, whole
 from ..context import Context, TokenScore
-from ..context.batch import Batch
 from ..context.logits import LogitsRow
+from ..context.runner import Batch
 from ..errors import BranchStateError, ConfigError
 from ..model import TokenIds, token_list
 from ..pictures import tree

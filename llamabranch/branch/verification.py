@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
-from ..context.batch import decode_run
 from ..context.logits import LogitsRow, note_measures
+from ..context.runner import decode_run
 from ..errors import UnsupportedError
 from ..native import acceptance
 from ..sampling import Distribution, Sampler
@@ -127,7 +127,7 @@ class _Trial:
         try:
             for _ in range(n):
                 self.seqs.append(ctx.sequences.lease(self, used=(source,)))
-                ctx.kv_cache.share(source, self.seqs[-1])
+                ctx.kv_cache.fork(source, self.seqs[-1])
         except BaseException:
             self.end()
             raise
@@ -205,7 +205,7 @@ class Verification:
             seq.check_usable()
             if self._is_tree:
                 self.rows = self._decode_tree()
-            elif seq.ctx.capabilities.can_truncate or len(self._tokens) == 1:
+            elif seq.ctx.kv_cache.can_draft or len(self._tokens) == 1:
                 self.rows = seq.decode_run(self._tokens, "all", seq.expiring_rows())
             else:
                 # This memory cannot drop a tail, so the verification runs on a fork.
@@ -229,23 +229,22 @@ class Verification:
         SpecInfer, Miao et al. 2023, 2305.09781.
         """
         seq = self._sequence
-        if not seq.ctx.capabilities.can_truncate:
-            raise UnsupportedError("a token tree needs memory whose tail can be dropped")
-        if not seq.ctx.capabilities.can_share:
-            raise UnsupportedError(
-                "a token tree needs sequences that share cells",
-                hint="create the context with kv_unified=True, or draft with width 1",
-            )
+        lacking = seq.ctx.kv_cache.tree_needs
+        if lacking:
+            raise UnsupportedError(f"a token tree needs {lacking}", hint="draft with width 1")
         self._below = _leaves_below(self._parents)
         trial = self._begin_trial(1 + max(max(leaves) for leaves in self._below))
         try:
             depths = {-1: len(seq.tokens) - 1}
             for i, parent in enumerate(self._parents):
                 depths[i] = depths[parent] + 1
-            return seq.ctx.decoder.decode_tree(
+            members = [[trial.seqs[leaf] for leaf in leaves] for leaves in self._below]
+            return seq.ctx.decoder.decode(
                 self._tokens,
-                [depths[i] for i in range(len(self._tokens))],
-                [[trial.seqs[leaf] for leaf in leaves] for leaves in self._below],
+                [group[0] for group in members],
+                [True] * len(members),
+                positions=[depths[i] for i in range(len(members))],
+                members=members,
             )
         except BaseException:
             self.abandon()
@@ -308,7 +307,7 @@ class Verification:
                 leaf = trial.seqs[self._below[path[-1]][0]]
                 cache.adopt(trial.seqs, leaf, seq.seq_id, path, len(self._parents))
             elif cache.next_position(trial.seqs[0]) == len(seq.tokens):
-                cache.share(trial.seqs[0], seq.seq_id)
+                cache.fork(trial.seqs[0], seq.seq_id)
             else:
                 for row in rows:  # the caller reads them after this decode
                     row.detach()

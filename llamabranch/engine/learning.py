@@ -33,15 +33,11 @@ class Learning:
         self._profile: PairProfile | None = None
         self.joint = Joint(target, draft_length(config))
         self.concurrency: Concurrency | None = None
-        capabilities = target.capabilities
-        self._grammars_only = drafter is None and capabilities.can_truncate
-        if (
-            drafter is not None
-            and not isinstance(drafter, NullDrafter)
-            and capabilities.can_truncate
-        ):
+        memory = target.kv_cache
+        self._grammars_only = drafter is None and memory.can_draft
+        if drafter is not None and not isinstance(drafter, NullDrafter) and memory.can_draft:
             self._draft_with(drafter)
-        elif capabilities.batch_invariant and capabilities.can_share:
+        elif target.capabilities.batch_invariant and memory.can_pad:
             self._draft_with(None)
             # It goes by measured times, so which texts share a batch differs from run to run: only where
             # that changes no text.

@@ -7,8 +7,9 @@ from contextlib import suppress
 
 from ..branch import Branch
 from ..context import Context
-from ..context.cell_ledger import n_common
+from ..context.memory import END
 from ..context.prefix_cache import MIN_SHARED
+from ..context.radix_tree import n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from .job import Job, JobState, Key, Submission
 
@@ -256,32 +257,31 @@ class Scheduler:
 
     def _has_room(self, n: int) -> bool:
         """Return whether ``n`` cells are free, besides those that the active jobs need next."""
-        if not self._ctx.capabilities.can_share:  # every sequence has cells of its own
-            return True
-        free = self._ctx.kv_cache.n_free - sum(other.n_uncached + 1 for other in self.active)
-        return n <= free
+        n_needed = sum(other.n_uncached + 1 for other in self.active)
+        return self._ctx.kv_cache.has_room(n, n_needed)
 
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
         """Return the active job that shares the longest prefix with the prompt, and how many tokens.
 
         None if the prefix cache has a longer one.
         """
-        if not self._ctx.capabilities.can_truncate or job.wants_rows:
+        if job.wants_rows:
             return None, 0
         # The last token must be decoded: its logits are needed. Tokens that a job generated before it
         # was preempted are decoded by the job itself, since they advance its grammar.
         tokens = job.to_cache[:-1]
         wanted = tokens[: job.n_read]
         best: tuple[Job | None, int] = (None, 0)
+        memory = self._ctx.kv_cache
         for other in self.active:
             if other.branch is None:
                 continue
-            n = n_common(other.to_cache, wanted)
+            n = memory.usable(n_common(other.to_cache, wanted), END)  # it goes on
             if n >= MIN_SHARED and n > best[1]:
                 best = (other, n)
         prefixes = self._ctx.prefix_cache
         n_kept = 0 if prefixes is None else prefixes.n_common(tokens)
-        if n_kept == best[1] and not self._ctx.capabilities.can_share:
+        if n_kept == best[1] and memory.forks_copy:
             return None, 0  # cells of a kept text may be evicted, those of a running one are copied
         return (None, 0) if n_kept > best[1] else best
 

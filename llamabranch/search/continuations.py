@@ -155,7 +155,7 @@ class Continuations:
 
     def __init__(self, sequences: SearchSequences, drafter: Drafter | None = None) -> None:
         self._sequences = sequences
-        if not sequences.ctx.capabilities.can_truncate:
+        if not sequences.ctx.kv_cache.can_draft:
             drafter = None
         length = draft_length(SpeculativeConfig(rule=_RULE)) if drafter else FixedLength(0)
         self._joint = Joint(sequences.ctx, length, drafter)

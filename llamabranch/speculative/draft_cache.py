@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..branch import Branch
-from ..context.cell_ledger import n_common
+from ..context.radix_tree import n_common
 from ..errors import CapacityError
 from ..native import forkable_lock
 from ..sampling import SamplingParams

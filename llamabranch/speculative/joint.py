@@ -22,8 +22,8 @@ from typing import Protocol
 from ..branch import Branch, Produced
 from ..branch.sequence import TokenSequence
 from ..context import Context
-from ..context.batch import Batch
 from ..context.logits import LogitsRow
+from ..context.runner import Batch
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from .drafters.base import NO_DRAFT, Drafter, DraftRequest, DraftState, NullState
 from .length.auto import AutoLength
@@ -220,10 +220,8 @@ class Joint:
             return 0
         asked: list[Stream] = []
         requests: list[DraftRequest] = []
-        own_cells = 0 if ctx.capabilities.can_share else ctx.n_ctx_seq
         for stream, limit in streams:
-            if own_cells:
-                limit = min(limit, own_cells - stream.branch.position - 1)
+            limit = ctx.kv_cache.room(stream.branch.seq_id, limit + 1) - 1
             request = stream.request(limit)
             if request is None:
                 stream.set_draft(NO_DRAFT)
@@ -340,7 +338,7 @@ class Joint:
         """Note which streams have filled the cells of their own, or else that somebody must give way."""
         ctx = self._ctx
         for stream, outcome in zip(streams, step.outcomes, strict=False):
-            if not ctx.capabilities.can_share and stream.branch.position >= ctx.n_ctx_seq:
+            if not ctx.kv_cache.room(stream.branch.seq_id, 1):
                 outcome.error = error
         if all(outcome.error is None for outcome in step.outcomes):
             step.no_room = error

@@ -203,18 +203,7 @@ class Stream:
         ctx = self.branch.ctx
         draft.tokens = token_list(draft.tokens)
         ctx.model.check_tokens(draft.tokens)
-        fits, used = ctx.n_outputs_max - 1, (self.branch.seq_id,)
-        can_truncate = ctx.capabilities.can_truncate
-        if not can_truncate and not ctx.sequences.count_free(used=used):
-            return 0  # it is verified on a fork; to ask for one would search for garbage each time
-        if draft.parents is None:
-            return min(fits, len(draft.tokens))
-        # A tree with one leaf is a chain: it needs no extra sequences, and any memory can verify it.
-        room = max(1, ctx.sequences.count_free(used=used)) if can_truncate else 1
-        parents = draft.parents[:fits]
-        while parents and len(set(range(len(parents))) - set(parents)) > room:
-            parents = parents[:-1]
-        return len(parents)
+        return ctx.fits(self.branch.seq_id, len(draft.tokens), draft.parents)
 
     @property
     def plan(self) -> list[int]:

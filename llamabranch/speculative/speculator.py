@@ -79,7 +79,7 @@ class Speculator:
         """Return the speculator for ``branch``: this one, or one that drafts from its grammar."""
         if not self._is_default or branch.grammar is None:
             return self
-        if not self.target.capabilities.can_truncate:
+        if not self.target.kv_cache.can_draft:
             return self
         with self._lock:
             if self._of_grammars is None:

@@ -16,7 +16,7 @@ import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.branch.verification import Verification
 from llamabranch.context.cell_order import CellOrder
-from llamabranch.context.kv_cache import KVCache
+from llamabranch.context.memory import Memory
 from llamabranch.errors import CacheFullError
 
 Logits = npt.NDArray[np.float32]
@@ -103,7 +103,7 @@ class Compactions:
 
 def decode_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let compactions decode the tokens again instead of copying their K/V."""
-    monkeypatch.setattr(KVCache, "can_move", False)
+    monkeypatch.setattr(Memory, "can_move", False)
 
 
 # -- when cells are reserved, and when they are freed --------------------------------------------------

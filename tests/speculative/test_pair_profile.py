@@ -415,7 +415,7 @@ def test_nothing_is_decoded_before_a_text(ctx: lb.Context, profile: Path, any_si
     n_decodes = ctx.decoder.n_decodes
     speculator = lb.Speculator(ctx, lb.PromptLookupDrafter(), AUTO)
     engine = lb.Engine(ctx, lb.PromptLookupDrafter(), AUTO)
-    assert ctx.decoder.n_decodes == n_decodes and ctx.kv_cache.ledger.clock == 0
+    assert ctx.decoder.n_decodes == n_decodes and ctx.kv_cache.cells.clock == 0
     assert "from nothing yet" in speculator.explain()
     engine.generate([lb.Request(PROMPT, max_tokens=8, sampling=WARM)])
     assert "learned from this run's decodes: 1" in engine.explain()

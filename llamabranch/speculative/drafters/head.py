@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from ...branch import Branch
 from ...context import Context
-from ...context.batch import Batch
-from ...context.decoder import DraftInput
+from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
+from ...context.runner import Batch
 from ...context.token_states import kept_states
 from ...errors import ConfigError, UnsupportedError
 from ...model import Model
@@ -200,7 +200,7 @@ class HeadState(RunState):
         with self._ctx.lock:
             for mine, its in zip(self.seq_ids, other.seq_ids, strict=True):
                 if cache.next_position(mine):
-                    cache.share(mine, its)
+                    cache.fork(mine, its)
             other.tokens = list(self.tokens)
             other.n_skipped = self.n_skipped
         return other

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...branch import Branch, BranchStore
 from ...context import Context
 from ...context.context import text_context
-from ...context.decoder import DraftInput
+from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
 from ...errors import SequencesExhaustedError, VocabularyMismatchError
 from ...model import Model

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from ...branch import Branch
 from ...context import Context
-from ...context.decoder import DraftInput
+from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, GrammarError
 from ...model import Model
@@ -71,7 +71,7 @@ class RunDrafter(Drafter):
         Requests are drafted for one by one if the drafts are trees or go through the text, or on forks
         because the memory of a draft model cannot be truncated.
         """
-        on_forks = self.ctx.target is None and not self.ctx.capabilities.can_truncate
+        on_forks = self.ctx.target is None and not self.ctx.kv_cache.can_draft
         together = self.width == 1 and not on_forks
         if not (together and requests and all(isinstance(r.state, RunState) for r in requests)):
             return super().propose_many(requests)
@@ -278,7 +278,7 @@ class Drafting(ABC, Generic[R]):
         self.width = drafter.width
         self.requests = requests
         self.drafts = [Draft(drafter=drafter.name) for _ in requests]
-        self.may_loop = self.ctx.capabilities.can_truncate
+        self.may_loop = self.ctx.kv_cache.can_draft
 
     # -- what differs ------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class Drafting(ABC, Generic[R]):
             inputs.append(each)
         decoder = self.ctx.decoder
         n_decodes, most = decoder.n_decodes, max(run.limit for run in runs)
-        found = decoder.draft(inputs, most, encodes=runs[0].reads_text)
+        found = self.ctx.drafts.run(inputs, most, encodes=runs[0].reads_text)
         if found is None:
             return False
         is_read = decoder.n_decodes > n_decodes

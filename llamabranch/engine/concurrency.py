@@ -10,7 +10,7 @@ Besides, the number ends on an edge of the target's curve: nine rows can take fa
 
 from __future__ import annotations
 
-from ..speculative.length.curve import Curve
+from ..generation.length.curve import Curve
 
 __all__ = ["Concurrency"]
 

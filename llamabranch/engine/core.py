@@ -11,12 +11,12 @@ from time import perf_counter, sleep
 from ..branch import Produced
 from ..context import Context
 from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
+from ..generation.config import SpeculativeConfig
+from ..generation.loop import Step
+from ..generation.rules import choose_rule
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
-from ..speculative.config import SpeculativeConfig
-from ..speculative.joint import Outcome, Step
-from ..speculative.rules import choose_rule
 from .job import Job, JobState, Submission, refusal
 from .learning import Learning
 from .request import EngineStats, Event, Request
@@ -330,13 +330,13 @@ class EngineCore:
 
     def _run(self, running: list[Job], reading: list[Job]) -> Step:
         """Draft, decode once, and give each text what it has got."""
-        joint = self.learning.joint
-        streams = [
-            (job.stream, job.output.draft_limit if joint.drafter else 0)
+        loop = self.learning.loop
+        texts = [
+            (job.running, job.output.draft_limit if loop.drafter else 0)
             for job in running
-            if job.stream is not None
+            if job.running is not None
         ]
-        step = joint.run(streams, reading)
+        step = loop.step(texts, reading)
         self._stats.target_forward_passes += step.n_tokens > 0
         self._stats.draft_forward_passes += step.n_draft_decodes
         return step
@@ -344,18 +344,20 @@ class EngineCore:
     def _postprocess(self, jobs: list[Job], step: Step) -> None:
         """Begin texts whose prompt is read, report the emitted tokens, end what has ended."""
         try:
-            for job, outcome in zip(jobs, step.outcomes, strict=True):
-                self._take(job, outcome)
+            for job in jobs:
+                self._take(job)
             if step.no_room is not None:
                 self._make_room(step.no_room)
         except LlamaBranchError:  # of a drafter that cannot close a state: the others have accepted
             self._recover()
             raise
 
-    def _take(self, job: Job, outcome: Outcome) -> None:
-        emitted, error = outcome.emitted, outcome.error
-        if job.state is JobState.READING and outcome.n_tokens and error is None:
-            self._stats.prompt_tokens += outcome.n_tokens
+    def _take(self, job: Job) -> None:
+        running, emitted, error = job.running, [], job.error
+        if running is not None:
+            emitted, error = running.emitted, running.error
+        elif job.n_decoded and error is None:
+            self._stats.prompt_tokens += job.n_decoded
             if not job.n_uncached:
                 try:
                     emitted = self._begin(job)
@@ -374,7 +376,7 @@ class EngineCore:
             self._end(job, _reason(error), error)
 
     def _begin(self, job: Job) -> list[Produced]:
-        """Open the stream of a text whose prompt is read; return what it emits: one token or none."""
+        """Begin a text whose prompt is read; return what it emits: one token or none."""
         settings, branch = self._settings, job.held
         params = job.request.sampling or settings.sampling
         rule = choose_rule(
@@ -386,19 +388,21 @@ class EngineCore:
         like, (source, n_shared) = None, job.shared
         if (
             source is not None
-            and source.stream is not None
-            and source.stream.rule == rule
+            and source.running is not None
+            and source.running.rule == rule
             and source.request.grammar == job.request.grammar
         ):
-            like = source.stream.state  # so the drafter, too, reads a shared prompt only once
+            like = source.running.state  # so the drafter, too, reads a shared prompt only once
         top = job.request.top_logprobs or 0
-        stream = self.learning.joint.open(branch, rule, job.stats, top, drafts=drafts, like=like)
+        running = self.learning.loop.open(
+            branch.sequence, rule, job.stats, top, drafts=drafts, like=like
+        )
         if like is not None:
-            stream.state.observe(n_shared)
-        job.begin(stream)
-        if stream.pending is not None or job.output.finish_reason is not None:
+            running.state.observe(n_shared)
+        job.begin(running)
+        if job.output.emitted or job.output.finish_reason is not None:
             return []  # it was preempted, and goes on after its last token; or max_tokens is 0
-        return [stream.begin()]
+        return [running.draw()]
 
     def _make_room(self, error: CacheFullError) -> None:
         """Preempt the newest request; end the last one as "capacity"."""

@@ -23,13 +23,13 @@ from ..errors import (
     LlamaBranchError,
     QueueFullError,
 )
+from ..generation.config import checked_config
+from ..generation.drafter import checked_drafter
 from ..hub import resolve
 from ..model import Message, Model, is_chat
 from ..sampling import SamplingParams
 from ..sampling.params import settings_of
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
-from ..speculative.config import checked_config
-from ..speculative.drafters.base import checked_drafter
 from .core import EngineCore, EngineSettings, Seeds
 from .learning import Learning
 from .request import EngineStats, Event, Request, Result
@@ -325,11 +325,11 @@ class Engine:
 
     def explain(self) -> str:
         """Return a description of how it drafts and fills decodes, with the measurements behind it."""
-        joint = self._learning.joint
-        if joint.drafter is not None:
-            return joint.length.explain()
+        loop = self._learning.loop
+        if loop.drafter is not None:
+            return loop.length.explain()
         if isinstance(self.drafter, NullDrafter):
-            curve = joint.curve
+            curve = loop.curve
             times = f"; {curve.explain()}" if curve is not None and curve.is_kept else ""
             return f"plain decoding: there is no drafter{times}"
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ..branch import Branch
 from ..context import Context
+from ..generation.config import SpeculativeConfig
+from ..generation.length.auto import draft_length
+from ..generation.loop import Loop
+from ..generation.profile import PairProfile
 from ..speculative import Drafter, GrammarDrafter, NullDrafter
-from ..speculative.config import SpeculativeConfig
-from ..speculative.joint import Joint
-from ..speculative.length.auto import draft_length
-from ..speculative.profile import PairProfile
 from .concurrency import Concurrency
 
 __all__ = ["Learning"]
@@ -23,7 +23,7 @@ class Learning:
         config: how much to draft.
 
     Attributes:
-        joint: runs the streams.
+        loop: runs the texts.
         concurrency: chooses how many texts run at a time; None = as many as can.
     """
 
@@ -31,7 +31,7 @@ class Learning:
         self._target = target
         self._config = config
         self._profile: PairProfile | None = None
-        self.joint = Joint(target, draft_length(config))
+        self.loop = Loop(target, draft_length(config))
         self.concurrency: Concurrency | None = None
         capabilities = target.capabilities
         self._grammars_only = drafter is None and capabilities.can_truncate
@@ -45,26 +45,26 @@ class Learning:
             self._draft_with(None)
             # It goes by measured times, so which texts share a batch differs from run to run: only where
             # that changes no text.
-            self.concurrency = Concurrency(self.joint.curve)
+            self.concurrency = Concurrency(self.loop.curve)
 
     def _draft_with(self, drafter: Drafter | None) -> None:
         length, self._profile = PairProfile.open(
             self._target, drafter or NullDrafter(), self._config, batched=True
         )
-        self.joint.use(length, drafter)
+        self.loop.use(length, drafter)
         self.concurrency = None
 
     def drafts_for(self, branch: Branch) -> bool:
         """Return whether the text of ``branch`` is drafted; the first grammar makes the drafter."""
         if not self._grammars_only:
-            return self.joint.drafter is not None
-        if branch.grammar is not None and self.joint.drafter is None:
+            return self.loop.drafter is not None
+        if branch.grammar is not None and self.loop.drafter is None:
             self._draft_with(GrammarDrafter.copying())
         return branch.grammar is not None
 
     def measure(self) -> bool:
         """Time one decode of the target, while nobody waits; False if enough of them are known."""
-        return self._profile is not None and self._profile.measure(self.joint.length)
+        return self._profile is not None and self._profile.measure(self.loop.length)
 
     def end_measuring(self) -> None:
         """Stop that decode, since somebody waits. From any thread."""
@@ -74,4 +74,4 @@ class Learning:
     def save(self, *, at_once: bool = False) -> None:
         """Keep what was learned about drafts for later runs; at most once in some seconds."""
         if self._profile is not None:
-            self._profile.save(self.joint.length, at_once=at_once)
+            self._profile.save(self.loop.length, at_once=at_once)

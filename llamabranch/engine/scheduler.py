@@ -209,7 +209,7 @@ class Scheduler:
                 break
             source, n_shared = self._best_prefix(job)
             shared = None if source is None else source.branch
-            if shared is not None and shared.position < n_shared:
+            if shared is not None and shared.sequence.n_cached < n_shared:
                 break  # the prefix it will share is still being decoded
             if self.active and not self._has_room(n_tokens + 1 - n_shared):
                 if self._set_paused_aside():

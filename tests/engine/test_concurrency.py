@@ -7,7 +7,7 @@ import pytest
 import llamabranch as lb
 from llamabranch import Context, Engine, Request, SamplingParams
 from llamabranch.engine.concurrency import Concurrency
-from llamabranch.speculative.length.curve import Curve
+from llamabranch.generation.length.curve import Curve
 
 
 def run(
@@ -125,9 +125,9 @@ def test_engine_runs_as_many_texts_as_end_on_an_edge(n: int, target: lb.Model) -
         expected = [result.tokens for result in Engine(ctx, seed=1).generate(requests)]
         engine = Engine(ctx, seed=1)
         assert engine.explain() == "plain decoding: there is no drafter"
-        engine.core.learning.joint.curve = stairs()
+        engine.core.learning.loop.curve = stairs()
         assert "9 tokens v = 3.34" in engine.explain() and "5 to 8" in engine.explain()
-        engine.core.learning.joint.curve = None
+        engine.core.learning.loop.curve = None
         engine.core.learning.concurrency = Concurrency(stairs())
         for request in requests:
             engine.add_request(request)

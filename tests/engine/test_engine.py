@@ -53,7 +53,7 @@ from llamabranch.errors import (
     SequencesExhaustedError,
     TokenizeError,
 )
-from llamabranch.speculative.length.base import DraftLength
+from llamabranch.generation.length.base import DraftLength
 
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.8, seed=42)
@@ -1186,7 +1186,7 @@ class InterruptedOnce(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         """Any target."""
 
-    def start(self, target: Branch, rule: str) -> lb.speculative.DraftState:
+    def start(self, target: lb.speculative.Text, rule: str) -> lb.speculative.DraftState:
         """Return a state that is interrupted where the prompt is the chosen one."""
         return InterruptedState(target.tokens == self.prompt)
 
@@ -1204,7 +1204,7 @@ class InterruptedState:
         if self.is_chosen:
             raise DecodeInterruptedError("the decode was interrupted", code=2, memory_changed=True)
 
-    def fork(self, target: Branch) -> lb.speculative.DraftState:
+    def fork(self, target: lb.speculative.Text) -> lb.speculative.DraftState:
         return InterruptedState(self.is_chosen)
 
     def close(self) -> None:

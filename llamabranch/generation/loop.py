@@ -65,6 +65,7 @@ class RunningText:
         emitted: the tokens that the last step brought.
         n_decoded: how many of its tokens the decode of that step had.
         error: why it cannot go on; full cells of its own, too.
+        draws: whether a token is drawn after the last one is decoded.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class RunningText:
         self.emitted: list[Produced] = []
         self.n_decoded = 0
         self.error: LlamaBranchError | None = None
+        self.draws = True
         self._n_alternatives = n_alternatives
         self._draft = NO_DRAFT
         self._plan: Plan | None = None
@@ -223,7 +225,7 @@ class RunningText:
         else:
             if rows:
                 self.text.set_row(rows[-1])
-            self.emitted = [self._draw()]
+            self.emitted = [self._draw()] if self.draws else []
         self._plan = None
         overhead_s = perf_counter() - start
         if draft is NO_DRAFT:
@@ -443,8 +445,8 @@ class Loop:
         """Run a step of all texts, and read what there is room for.
 
         Args:
-            running: each with the most tokens that may be drafted for it. The cache lacks the last token
-                of each.
+            running: each with the most tokens that may be drafted for it; with -1 its last token is
+                decoded, and none drawn after it. The cache lacks the last token of each.
             readers: texts that are read besides.
 
         Raises:
@@ -466,8 +468,8 @@ class Loop:
     def _run(self, running: Sequence[tuple[RunningText, int]], readers: Sequence[Reader]) -> Step:
         step = Step()
         every = [each for each, _ in running]
-        for each in every:
-            each.emitted, each.n_decoded, each.error = [], 0, None
+        for each, limit in running:
+            each.emitted, each.n_decoded, each.error, each.draws = [], 0, None, limit >= 0
         for reader in readers:
             reader.n_decoded, reader.error = 0, None
         try:

@@ -15,21 +15,12 @@ from copy import deepcopy
 
 from ..arguments import whole
 from ..branch import Branch, Produced
-from ..context.logits import LogitsRow
-from ..errors import (
-    BranchStateError,
-    CacheFullError,
-    CapacityError,
-    ConfigError,
-    DecodeInterruptedError,
-    LlamaBranchError,
-)
+from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
 from ..generation.drafter import DraftState, propose
 from ..generation.length.auto import draft_length
 from ..generation.length.base import FixedLength
 from ..generation.loop import Loop, RunningText
 from ..generation.output import OutputBuffer
-from ..generation.text import Text
 from ..sampling.noise import derive_seed
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
 from .node import SearchNode
@@ -96,7 +87,7 @@ class Continuation:
         seed: of its draws.
         output: all its tokens since the first node, and whether it has ended.
         branch: the branch that generates it, None while it has none.
-        n_decoded, error: see `Reader`: what the last step has brought once its segment has ended.
+        running: its rounds, while it has a branch.
     """
 
     def __init__(
@@ -107,8 +98,6 @@ class Continuation:
         self.output = OutputBuffer(max_tokens, stop)
         self.branch: Branch | None = None
         self.running: RunningText | None = None
-        self.n_decoded = 0
-        self.error: LlamaBranchError | None = None
         self.tokens: list[int] = []  # of the segment, with an EOG token
         self.logprobs: list[float] = []
         self.segment_text = ""
@@ -128,27 +117,6 @@ class Continuation:
             logprob = node.logprob - self.node.logprob
             self.output.add(Produced(node.tokens[0], node.text, False, logprob, math.nan))
             self.node = node
-
-    # -- while its segment has ended, but for the decode of its last token: a step reads that -------
-
-    @property
-    def text(self) -> Text:
-        """What is read into."""
-        if self.branch is None:
-            raise BranchStateError("the text has no sequence")
-        return self.branch.sequence
-
-    wants_rows = False
-
-    def unread(self) -> list[int]:
-        """Return the last token, which the cache lacks."""
-        return self.text.lacking()
-
-    def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
-        """Take the logits after it."""
-        self.text.set_row(rows[-1])
-
-    # -- what it is --------------------------------------------------------------------------------
 
     @property
     def n_segment(self) -> int:
@@ -261,11 +229,10 @@ class Continuations:
         stats, active = self._sequences.stats, list(self._active)
         step = self._loop.step(
             [
-                (line.running, line.output.draft_limit)
+                (line.running, -1 if line.is_closing else line.output.draft_limit)
                 for line in active
-                if line.running is not None and not line.is_closing
-            ],
-            [line for line in active if line.is_closing],
+                if line.running is not None
+            ]
         )
         stats.decodes += step.n_tokens > 0
         stats.tokens_decoded += step.n_tokens
@@ -273,17 +240,15 @@ class Continuations:
             self._give_way(active[-1])
             return
         for line in active:
-            running, emitted, error = line.running, [], line.error
-            if running is not None and not line.is_closing:
-                emitted, error = running.emitted, running.error
+            error = None if line.running is None else line.running.error
             if isinstance(error, CapacityError):  # the cells of its own are full
                 self._end_early(line, "capacity")
             elif error is not None:
                 raise error
-            elif not line.is_closing:
-                self._add(line, emitted, boundary)
-            elif line.n_decoded:
+            elif line.is_closing:
                 self._end(line)
+            elif line.running is not None:
+                self._add(line, line.running.emitted, boundary)
 
     def _add(self, line: Continuation, produced: Sequence[Produced], boundary: Boundary) -> None:
         """Add the tokens of a round to a text, up to the end of its segment."""

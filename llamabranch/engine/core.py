@@ -12,13 +12,14 @@ from ..branch import Produced
 from ..context import Context
 from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
 from ..generation.config import SpeculativeConfig
+from ..generation.generation import Drafting
 from ..generation.loop import Step
 from ..generation.rules import choose_rule
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
+from ..speculative import GrammarDrafter
 from .job import Job, JobState, Submission, refusal
-from .learning import Learning
 from .request import EngineStats, Event, Request
 from .scheduler import Scheduler
 
@@ -38,6 +39,9 @@ class EngineSettings:
     seed_given: bool
     wait_s: float
     parallel: int | None = None
+    drafts_grammars: bool = (
+        False  # no drafter was asked for: texts with a grammar are drafted from it
+    )
 
 
 @dataclass
@@ -65,20 +69,20 @@ class EngineCore:
     ``add`` and ``abort`` may be called from any thread, all else from one at a time.
 
     Args:
-        settings, learning, seeds, stats: those of the engine.
+        settings, drafting, seeds, stats: those of the engine.
         reports_tokens: whether there are events for tokens, besides those for results.
         expected: ids of requests that are not added yet, to which ``abort`` applies as well.
         redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
-        learning: what it drafts with and learns from.
+        drafting: what it drafts with and learns from.
         n_added: how many requests were added.
     """
 
     def __init__(
         self,
         settings: EngineSettings,
-        learning: Learning,
+        drafting: Drafting,
         seeds: Seeds,
         stats: EngineStats,
         *,
@@ -88,10 +92,10 @@ class EngineCore:
     ) -> None:
         self.n_added = 0
         self._settings = settings
-        self.learning = learning
+        self.drafting = drafting
         self._seeds = seeds
         self._stats = stats
-        self._scheduler = Scheduler(settings.target)
+        self._scheduler = Scheduler(settings.target, settings.parallel)
         self._reports_tokens = reports_tokens
         self._expected = expected
         self._seed = None if redraws else seeds.draw()
@@ -269,16 +273,12 @@ class EngineCore:
             self._added.clear()
             self._events.clear()
             self._scheduler.close()
-            self.learning.save()
+            self.drafting.save_profile()
 
     def _step(self) -> None:
-        start = perf_counter()
         running, reading = self._schedule()
         if running or reading:
-            step = self._run(running, reading)
-            self._postprocess([*running, *reading], step)
-            if step.n_tokens:
-                self._learn(len(running), [*running, *reading], perf_counter() - start)
+            self._postprocess([*running, *reading], self._run(running, reading))
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -299,7 +299,6 @@ class EngineCore:
                     self._end(job, "cancelled")
             self._aborted.popleft()
         if scheduler.has_queued:
-            scheduler.limit = self._limit()
             n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
             for job, error in scheduler.admit():
                 self._end(job, _reason(error), error)
@@ -314,23 +313,9 @@ class EngineCore:
         running = [j for j in active if j.state is JobState.RUNNING and j.name not in paused]
         return running, [job for job in active if job.state is JobState.READING]
 
-    def _limit(self) -> int | None:
-        """Return how many texts may run at a time, while some wait; None = as many as can."""
-        parallel, concurrency = self._settings.parallel, self.learning.concurrency
-        if concurrency is None:
-            return parallel
-        most = concurrency.limit or self._most
-        return concurrency.on_edge(most, self._scheduler.n_unfinished(2 * most))
-
-    @property
-    def _most(self) -> int:
-        """The most texts that can run at a time."""
-        n_seq_max = self._settings.target.n_seq_max
-        return min(n_seq_max, self._settings.parallel or n_seq_max)
-
     def _run(self, running: list[Job], reading: list[Job]) -> Step:
         """Draft, decode once, and give each text what it has got."""
-        loop = self.learning.loop
+        loop = self.drafting.loop
         texts = [
             (job.running, job.output.draft_limit if loop.drafter else 0)
             for job in running
@@ -384,7 +369,7 @@ class EngineCore:
             seed_given=settings.seed_given or params.seed is not None,
             temperature=params.temperature,
         )
-        drafts = self.learning.drafts_for(branch) and job.output.finish_reason is None
+        drafts = self._drafts_for(job) and job.output.finish_reason is None
         like, (source, n_shared) = None, job.shared
         if (
             source is not None
@@ -394,7 +379,7 @@ class EngineCore:
         ):
             like = source.running.state  # so the drafter, too, reads a shared prompt only once
         top = job.request.top_logprobs or 0
-        running = self.learning.loop.open(
+        running = self.drafting.loop.open(
             branch.sequence, rule, job.stats, top, drafts=drafts, like=like
         )
         if like is not None:
@@ -403,6 +388,15 @@ class EngineCore:
         if job.output.emitted or job.output.finish_reason is not None:
             return []  # it was preempted, and goes on after its last token; or max_tokens is 0
         return [running.draw()]
+
+    def _drafts_for(self, job: Job) -> bool:
+        """Return whether a text is drafted for; the first one with a grammar makes that drafter."""
+        drafting = self.drafting
+        if not self._settings.drafts_grammars:
+            return drafting.loop.drafter is not None
+        if job.request.grammar is not None and drafting.loop.drafter is None:
+            drafting.use(GrammarDrafter.copying())
+        return job.request.grammar is not None
 
     def _make_room(self, error: CacheFullError) -> None:
         """Preempt the newest request; end the last one as "capacity"."""
@@ -419,26 +413,7 @@ class EngineCore:
         self._scheduler.finish(job)
         self._stats.speculative.add(job.stats)
         self._stats.generated_tokens += len(result.tokens)
-        concurrency = self.learning.concurrency
-        if concurrency is not None and error is None:
-            concurrency.note_end(result.num_prompt_tokens + len(result.tokens))
-        self.learning.save()
-
-    def _learn(self, n_running: int, jobs: list[Job], seconds: float) -> None:
-        """Learn from a decode how many texts should run at a time."""
-        concurrency = self.learning.concurrency
-        if concurrency is not None:
-            most = self._most
-            if concurrency.limit is None:
-                most = self._scheduler.limit or most
-            concurrency.note_step(
-                n_running,
-                len(jobs),
-                sum(len(job.branch.sequence.tokens) for job in jobs if job.branch is not None),
-                seconds,
-                most=most,
-                waits=self._scheduler.has_queued,
-            )
+        self.drafting.save_profile()
 
 
 def _reason(error: LlamaBranchError) -> str:

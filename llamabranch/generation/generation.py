@@ -33,6 +33,9 @@ class Drafting:
         ctx: the context that generates.
         drafter: proposes the drafts; None = none are drafted.
         config: how much to draft.
+        stats: counts and times of all generations that have ended; None = new ones.
+        batched: whether texts share decodes, as in an engine. Then memory that cannot drop a tail is not
+            drafted for, and where batches do not matter the times of plain decodes are learned, too.
 
     Raises:
         ConfigError: an argument of another type.
@@ -40,9 +43,7 @@ class Drafting:
         VocabularyMismatchError: the drafter cannot draft for the context's vocabulary.
 
     Attributes:
-        length: the draft-length controller, which learns from all generations.
         loop: runs the texts.
-        stats: counts and times of all generations that have ended.
     """
 
     def __init__(
@@ -51,19 +52,35 @@ class Drafting:
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
         stats: SpeculativeStats | None = None,
+        *,
+        batched: bool = False,
     ) -> None:
         self.ctx = text_context("target", ctx)
         self.drafter = checked_drafter(drafter, ctx.model)
         self.config = checked_config(config)
-        self.length: DraftLength = FixedLength(0)  # without a drafter nothing is drafted
-        self._profile: PairProfile | None = None
-        is_plain = isinstance(self.drafter, NullDrafter)
-        if not is_plain:
-            self.length, self._profile = PairProfile.open(ctx, self.drafter, self.config)
-        self.loop = Loop(ctx, self.length, None if is_plain else self.drafter)
         self.stats = SpeculativeStats() if stats is None else stats
+        self.loop = Loop(ctx, FixedLength(0))  # without a drafter nothing is drafted
+        self._batched = batched
+        self._profile: PairProfile | None = None
         self._states = DraftCache(self.drafter)
         self._lock = forkable_lock()
+        can = ctx.capabilities
+        if not isinstance(self.drafter, NullDrafter) and (can.can_truncate or not batched):
+            self.use(self.drafter)
+        elif batched and can.batch_invariant and can.can_share:
+            self.use(None)
+
+    def use(self, drafter: Drafter | None) -> None:
+        """Draft with another drafter from the next step on; None = only learn the times of decodes."""
+        length, self._profile = PairProfile.open(
+            self.ctx, drafter or NullDrafter(), self.config, batched=self._batched
+        )
+        self.loop.use(length, drafter)
+
+    @property
+    def length(self) -> DraftLength:
+        """The draft-length controller, which learns from all generations."""
+        return self.loop.length
 
     def rule(self, text: Text) -> Rule:
         """Return the acceptance rule for a text, "auto" resolved."""
@@ -90,10 +107,19 @@ class Drafting:
             self.stats.add(stats)
         self.save_profile()
 
-    def save_profile(self) -> None:
+    def save_profile(self, *, at_once: bool = False) -> None:
         """Keep what "auto" has learned in the profile of the machine; at most once in some seconds."""
         if self._profile is not None:
-            self._profile.save(self.length)
+            self._profile.save(self.length, at_once=at_once)
+
+    def measure(self) -> bool:
+        """Time one decode of the target, while nobody waits; False if enough of them are known."""
+        return self._profile is not None and self._profile.measure(self.length)
+
+    def end_measuring(self) -> None:
+        """Stop that decode, since somebody waits. From any thread."""
+        if self._profile is not None:
+            self._profile.end_measuring()
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""

@@ -1341,6 +1341,25 @@ def test_engine_opens_a_model_and_gives_each_text_a_part_of_the_cache(
     assert not ctx.closed
 
 
+def test_no_more_texts_run_than_in_parallel_and_they_are_the_same(
+    ctx: Context, other_ctx: Context
+) -> None:
+    requests = [Request(f"The wolf number {i}", max_tokens=30, sampling=WARM) for i in range(7)]
+    expected = [result.tokens for result in Engine(ctx).generate(requests)]
+    limited, most = Engine(other_ctx, parallel=5), 0
+    names = [limited.add_request(request) for request in requests]
+    found: dict[str, list[int]] = {}
+    while limited.has_unfinished():
+        events = limited.step()
+        most = max(most, len({event.id for event in events}))
+        found |= {event.id: event.result.tokens for event in events if event.result is not None}
+    assert [found[name] for name in names] == expected
+    assert most == 5
+    assert other_ctx.usage().cells_used == 0
+    with pytest.raises(ConfigError, match="parallel"):
+        Engine(ctx, parallel=0)
+
+
 async def _ask(model: lb.Model, prompt: str) -> tuple[str, Context]:
     async with AsyncEngine(model, parallel=2, seed=3) as engine:
         result = await engine.complete(prompt, max_tokens=12)

@@ -37,7 +37,6 @@ from .verify import verify
 
 __all__ = ["Loop", "Reader", "RunningText", "Step"]
 
-
 _MOST_PLAIN = 64  # plain steps that are reported together
 
 
@@ -99,16 +98,13 @@ class RunningText:
 
     def draw(self) -> Produced:
         """Draw the next token and append it; the cache does not hold it yet. An EOG token is not kept."""
-        with self.text.ctx.lock:
-            return self._draw()
-
-    def _draw(self) -> Produced:
         text = self.text
-        one = text.produce()
-        if self._n_alternatives:
-            one = one._replace(alternatives=self._alternatives(text.logits_row()))
-        if not one.is_stop:
-            text.append(one.token, -one.logprob, None)
+        with text.ctx.lock:
+            one = text.produce()
+            if self._n_alternatives:
+                one = one._replace(alternatives=self._alternatives(text.logits_row()))
+            if not one.is_stop:
+                text.append(one.token, -one.logprob, None)
         return one
 
     def advance(self) -> None:
@@ -225,7 +221,7 @@ class RunningText:
         else:
             if rows:
                 self.text.set_row(rows[-1])
-            self.emitted = [self._draw()] if self.draws else []
+            self.emitted = [self.draw()] if self.draws else []
         self._plan = None
         overhead_s = perf_counter() - start
         if draft is NO_DRAFT:

@@ -119,10 +119,6 @@ class Speculator:
             release=release,
         )
 
-    def save_profile(self) -> None:
-        """Keep what "auto" has learned in the profile of the machine; at most once in some seconds."""
-        self.drafting.save_profile()
-
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""
         return (self._of_grammars or self.drafting).explain()

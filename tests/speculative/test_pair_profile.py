@@ -219,7 +219,7 @@ def test_it_is_written_at_the_end_of_a_generation_and_seldom(
     speculator.generate(PROMPT, max_tokens=8, sampling=WARM).finish()
     assert len(written) == 2
     now += 60.0
-    speculator.save_profile()  # nothing was learned since
+    speculator.drafting.save_profile()  # nothing was learned since
     assert len(written) == 2
 
 

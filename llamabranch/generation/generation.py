@@ -37,11 +37,6 @@ class Drafting:
         batched: whether texts share decodes, as in an engine. Then memory that cannot drop a tail is not
             drafted for, and where batches do not matter the times of plain decodes are learned, too.
 
-    Raises:
-        ConfigError: an argument of another type.
-        UnsupportedError: ``ctx`` is the context of a head, or the drafter is a head for another model.
-        VocabularyMismatchError: the drafter cannot draft for the context's vocabulary.
-
     Attributes:
         loop: runs the texts.
     """

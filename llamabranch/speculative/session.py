@@ -29,9 +29,7 @@ class InferenceSession:
         prompt: text, token ids, messages, or a branch to continue.
         sampling, grammar, parse_special: as for ``Branch.start``.
         config: how much to draft when ``next_token`` is given a drafter.
-        max_tokens: the most tokens to generate; None = until the model ends the text or the cache is
-            full.
-        stop: strings that end the text. ``text`` leaves them out, ``tokens`` include their tokens.
+        max_tokens, stop: as for ``Branch.generate``.
 
     Attributes:
         branch: the branch being continued; it holds the tokens that were returned.
@@ -58,12 +56,15 @@ class InferenceSession:
         self._draftings: dict[int, Drafting] = {}
         self.branch = start_or_continue(target, prompt, sampling, grammar, parse_special)
         self._owned = self.branch is not prompt
-        # The branch's version after the last call, and where the output begins.
-        self._version, self._base = self.branch.sequence.version, self.branch.position
+        self._text = text = self.branch.sequence
+        self._version, self._base = (
+            text.version,
+            text.position,
+        )  # after the last call; of its output
         self._emitted: list[Produced] = []  # by the last round, not yet returned
         self._closed = False
         self._generating = ExitStack()  # until it is closed or forgotten
-        self._generating.enter_context(self.branch.sequence.generating())
+        self._generating.enter_context(text.generating())
 
     @property
     def tokens(self) -> list[int]:
@@ -100,7 +101,7 @@ class InferenceSession:
             raise ClosedError("the session is closed")
         if self.finish_reason is not None:
             return None
-        text = self.branch.sequence
+        text = self._text
         if text.version != self._version:  # somebody else has changed it
             self._emitted, self._base = [], text.position - len(self.tokens)
         if not self._emitted:
@@ -122,7 +123,7 @@ class InferenceSession:
         found = self._draftings.get(id(drafter))
         if found is None:
             found = self._draftings[id(drafter)] = Drafting(self._target, drafter, self._config)
-        running = found.open(self.branch.sequence, self.stats)
+        running = found.open(self._text, self.stats)
         try:
             return found.loop.round(running, self._output.draft_limit)
         finally:
@@ -136,14 +137,14 @@ class InferenceSession:
         self._generating.close()
         self._output.break_off()
         for drafting in self._draftings.values():
-            drafting.forget(self.branch.sequence)
+            drafting.forget(self._text)
             drafting.save_profile()
         if self.branch.ctx.closed:
             return
         if self._owned:
             self.branch.prune()
         else:
-            self.branch.sequence.end_at(self._base + len(self.tokens), decodes=True)
+            self._text.end_at(self._base + len(self.tokens), decodes=True)
 
     def __enter__(self) -> InferenceSession:
         return self

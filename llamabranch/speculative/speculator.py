@@ -11,10 +11,8 @@ from ..errors import ConfigError
 from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter
 from ..generation.generation import Drafting, Generation
-from ..generation.length.base import DraftLength
 from ..generation.output import OutputBuffer
 from ..generation.rules import rule_name
-from ..generation.stats import SpeculativeStats
 from ..model import Prompt
 from ..native import forkable_lock
 from ..sampling import SamplingParams
@@ -53,11 +51,8 @@ class Speculator:
         config: SpeculativeConfig | None = None,
     ) -> None:
         self.drafting = drafting = Drafting(target, drafter, config)
-        self.target: Context = target
-        self.drafter: Drafter = drafting.drafter
-        self.config: SpeculativeConfig = drafting.config
-        self.length: DraftLength = drafting.length
-        self.stats: SpeculativeStats = drafting.stats
+        self.target, self.drafter, self.config = target, drafting.drafter, drafting.config
+        self.length, self.stats = drafting.length, drafting.stats
         self._is_default = drafter is None
         self._of_grammars: Drafting | None = None  # drafts where none was asked for
         self._lock = forkable_lock()
@@ -96,12 +91,8 @@ class Speculator:
                 sampling and grammar; at the end it holds exactly the tokens that were yielded, even if
                 the cache had no cell for the last. The drafter's state for it is kept for its next
                 generation, and for those of branches forked from it.
-            max_tokens: the most tokens to generate; None = until the model ends the text or the cache
-                is full.
+            max_tokens, stop, top_logprobs: as for ``Branch.generate``.
             sampling, grammar, parse_special: as for ``Branch.start``.
-            stop: strings that end the text. ``text`` leaves them out; ``tokens``, and a branch that is
-                continued, hold the tokens that completed them.
-            top_logprobs: how many alternatives to report with each token.
 
         Raises:
             ConfigError, TokenizeError, GrammarError, CapacityError: nothing was started.
@@ -110,14 +101,8 @@ class Speculator:
         top_logprobs = whole("top_logprobs", top_logprobs, 0)
         branch = start_or_continue(self.target, prompt, sampling, grammar, parse_special)
         release = None if branch is prompt else branch.prune
-        return Generation(
-            self._for(branch),
-            branch.sequence,
-            output,
-            top_logprobs,
-            owner=branch,
-            release=release,
-        )
+        drafting, text = self._for(branch), branch.sequence
+        return Generation(drafting, text, output, top_logprobs, owner=branch, release=release)
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""

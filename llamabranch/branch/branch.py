@@ -543,8 +543,6 @@ class Branch:
 
     def _drafting(self, drafter: Drafter | None, config: SpeculativeConfig) -> Drafting:
         """Return who drafts: the same for all branches that were forked from one."""
-        if drafter is None:
-            return Drafting(self.ctx, None, config)
         # By identity, since a drafter need not be hashable; the value keeps it alive.
         key = id(drafter), config
         found = self._draftings.get(key)

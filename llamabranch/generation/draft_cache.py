@@ -10,13 +10,11 @@ from ..context.cell_ledger import n_common
 from ..errors import CapacityError
 from ..native import forkable_lock
 from ..sampling import SamplingParams
-from .drafter import Drafter, DraftState, NullState
+from .drafter import NO_STATE, Drafter, DraftState
 from .rules import Rule, rule_name
 from .text import Text
 
 __all__ = ["DraftCache"]
-
-_IDLE = NullState()  # used where there is no room for a real state; it holds nothing
 
 
 class DraftCache:
@@ -51,7 +49,7 @@ class DraftCache:
             except CapacityError:
                 oldest = self._pop_oldest()
                 if oldest is None:  # without room for a draft state it decodes plainly
-                    return _IDLE
+                    return NO_STATE
                 oldest.state.close()
 
     def _make(self, text: Text, rule: Rule) -> DraftState:
@@ -81,7 +79,7 @@ class DraftCache:
 
     def give_back(self, text: Text, state: DraftState, rule: Rule, *, keep: bool) -> None:
         """Keep ``state`` for the next generation of ``text``, or close it."""
-        if state is _IDLE:
+        if state is NO_STATE:
             return
         if not keep or text.state == "pruned" or text.ctx.closed:
             state.close()

@@ -23,6 +23,7 @@ from .text import Text
 
 __all__ = [
     "NO_DRAFT",
+    "NO_STATE",
     "Draft",
     "DraftRequest",
     "DraftState",
@@ -247,7 +248,7 @@ class NullDrafter(Drafter):
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a state that never drafts."""
-        return NullState()
+        return NO_STATE
 
 
 class NullState:
@@ -266,3 +267,6 @@ class NullState:
 
     def close(self) -> None:
         """Do nothing: it holds nothing."""
+
+
+NO_STATE = NullState()  # of a text that is not drafted for

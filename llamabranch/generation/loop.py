@@ -25,7 +25,7 @@ from ..context.batch import Batch
 from ..context.logits import Alternative, LogitsRow
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from ..model import token_list
-from .drafter import NO_DRAFT, Draft, Drafter, DraftRequest, DraftState, NullState
+from .drafter import NO_DRAFT, NO_STATE, Draft, Drafter, DraftRequest, DraftState
 from .length.auto import AutoLength
 from .length.base import DraftLength, RoundReport
 from .output import Produced
@@ -406,7 +406,7 @@ class Loop:
             like: the draft state of a text that begins like this one: the drafter then need not read
                 those tokens again.
         """
-        state: DraftState = NullState()
+        state: DraftState = NO_STATE
         if drafts and self.drafter is not None:
             with suppress(CapacityError):
                 if like is None:

@@ -259,10 +259,10 @@ def _run(
             queue: list[Produced] = []
             try:
                 while output.finish_reason is None:
-                    if is_changed:
+                    if is_changed and not running.follows():
                         drafting.close(running, keep=False)
                         running = drafting.open(text, stats, n_alternatives)
-                        is_changed = False
+                    is_changed = False
                     if not queue:
                         queue = run(running, output.draft_limit)
                     shown = output.add(queue.pop(0))

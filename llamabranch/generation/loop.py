@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 from ..context import Context
 from ..context.batch import Batch
+from ..context.cell_ledger import n_common
 from ..context.logits import Alternative, LogitsRow
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from ..model import token_list
@@ -64,7 +65,10 @@ class RunningText:
         emitted: the tokens that the last step brought.
         n_decoded: how many of its tokens the decode of that step had.
         error: why it cannot go on; full cells of its own, too.
+        draft: of this round.
         draws: whether a token is drawn after the last one is decoded.
+        basis: the seed, the settings and the end of the prompt that the draft state was made for.
+        seen: the tokens that it was given with its last call.
     """
 
     def __init__(
@@ -86,10 +90,10 @@ class RunningText:
         self.error: LlamaBranchError | None = None
         self.draws = True
         self._n_alternatives = n_alternatives
-        self._draft = NO_DRAFT
+        self.basis = text.seed, text.sampler.params, text.answer_start
+        self.seen: list[int] = []
+        self.draft = NO_DRAFT
         self._plan: Plan | None = None
-        # Tokens the draft state has been given; it gets the others with its next call.
-        self._n_seen = 0
         self._n_plain_left = 0  # plain steps to take before it is called again
         self._plain_s: list[tuple[float, float]] = []  # of those taken: of the decode, of the rest
         self._unreported: _Unreported | None = None
@@ -113,6 +117,14 @@ class RunningText:
         self.text.decode_last()
         self.take((), perf_counter() - start)
 
+    def follows(self) -> bool:
+        """Let the draft state follow a text that was changed; False if it was made for another one."""
+        text = self.text
+        if self.basis != (text.seed, text.sampler.params, text.answer_start):
+            return False
+        self.state.observe(n_common(self.seen, text.tokens))
+        return True
+
     def skips_draft(self) -> bool:
         """Return whether the length has asked for a plain step now; count it."""
         self._n_plain_left -= 1
@@ -127,16 +139,16 @@ class RunningText:
             return None
         self.report()
         tokens = self.text.tokens
-        n_plain = self.length.plain_steps(len(tokens) - self._n_seen)
+        n_plain = self.length.plain_steps(len(tokens) - len(self.seen))
         if n_plain:
             self._n_plain_left = n_plain - 1  # without this one
             return None
-        self._n_seen = len(tokens)
-        return DraftRequest(self.state, tokens.copy(), self.length, limit)
+        self.seen = tokens.copy()
+        return DraftRequest(self.state, self.seen, self.length, limit)
 
     def set_draft(self, draft: Draft) -> None:
         """Use as much of ``draft`` in this round as can be verified."""
-        self._draft = draft
+        self.draft = draft
         if draft is not NO_DRAFT:
             n_steps = max(draft.n_decodes, len(draft.tokens))
             self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
@@ -173,27 +185,17 @@ class RunningText:
             parents = parents[:-1]
         return len(parents)
 
-    @property
-    def n_drafted(self) -> int:
-        """How many tokens the draft of this round has."""
-        return len(self._draft.tokens)
-
-    @property
-    def has_tree(self) -> bool:
-        """Whether the draft of this round is a tree."""
-        return self._draft.parents is not None
-
     def drop_draft(self) -> None:
         """Go back to before the draft, which could not be decoded."""
         self.abandon()
-        self._draft = NO_DRAFT
+        self.draft = NO_DRAFT
         self.state.observe(self.text.n_decoded)
 
     # -- rounds ------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """Return what is to be decoded in this round. The context's lock is held until ``take``."""
-        self._plan = Plan(self.text, self._draft.tokens, self._draft.parents)
+        self._plan = Plan(self.text, self.draft.tokens, self.draft.parents)
         return self._plan
 
     def abandon(self) -> None:
@@ -214,7 +216,7 @@ class RunningText:
             n_rows: of the decode, where no other text shared it; more than the plan's if it was filled.
         """
         start = perf_counter()
-        draft, plan, n_accepted = self._draft, self._plan, 0
+        draft, plan, n_accepted = self.draft, self._plan, 0
         if plan is not None and draft.tokens:
             plan.rows = rows
             self.emitted, n_accepted = self._verified(draft, plan)
@@ -290,7 +292,7 @@ class RunningText:
 
     def _count(self, outcome: _Unreported, overhead_s: float) -> None:
         n_accepted, n_rows, verify_s, _ = outcome
-        stats, draft = self.stats, self._draft
+        stats, draft = self.stats, self.draft
         stats.count_decode(n_rows, verify_s)
         n_steps = draft.n_steps
         if draft.tokens:
@@ -473,10 +475,10 @@ class Loop:
             try:
                 self._decode(step, every, readers)
             except CapacityError:
-                if not any(each.n_drafted for each in every):
+                if not any(each.draft.tokens for each in every):
                     raise
                 for each in every:
-                    if each.n_drafted:
+                    if each.draft.tokens:
                         each.stats.count_stop("no room to verify")
                     each.drop_draft()
                 self._decode(step, every, readers)
@@ -534,7 +536,7 @@ class Loop:
         """Decode last tokens, drafts and texts together; let each take its rows."""
         ctx = self._ctx
         if not ctx.capabilities.batch_invariant and any(each.rule == "seeded" for each in running):
-            ctx.warn_if_inexact(len(running) + sum(each.n_drafted for each in running))
+            ctx.warn_if_inexact(len(running) + sum(len(each.draft.tokens) for each in running))
         with self._lock:  # the logits are valid until the next decode of any thread
             filler = [] if readers else self._filler(running)
             if len(running) == 1 and not readers and not filler:
@@ -580,13 +582,13 @@ class Loop:
     def _decode_alone(self, step: Step, running: RunningText) -> None:
         """Decode the plan of one text, a tree perhaps, and let it take its rows."""
         start = perf_counter()
-        if running.n_drafted:
+        if running.draft.tokens:
             rows = running.plan().decode()
         else:  # the compiled core draws the next token in the same call
             running.text.decode_last()
             rows = ()
         step.verify_s = perf_counter() - start
-        step.n_tokens = running.n_decoded = 1 + running.n_drafted
+        step.n_tokens = running.n_decoded = 1 + len(running.draft.tokens)
         try:
             running.take(rows, step.verify_s)
         except LlamaBranchError as error:
@@ -602,13 +604,13 @@ class Loop:
         """
         if self.curve is None or not self.curve.fills:
             return []
-        n = len(running) + sum(each.n_drafted for each in running)
+        n = len(running) + sum(len(each.draft.tokens) for each in running)
         rows = self.curve.rows(n)
         ctx = self._ctx
         if rows == n or rows > ctx.n_outputs_max or ctx.kv_cache.n_vacant < rows:
             return []
         last = running[-1]
-        if last.has_tree or last.text.n_cached < last.text.n_decoded:
+        if last.draft.parents is not None or last.text.n_cached < last.text.n_decoded:
             return []
         return [last.text.tokens[-1]] * (rows - n)
 

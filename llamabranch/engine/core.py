@@ -18,7 +18,6 @@ from ..generation.rules import choose_rule
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
-from ..speculative import GrammarDrafter
 from .job import Job, JobState, Submission, refusal
 from .request import EngineStats, Event, Request
 from .scheduler import Scheduler
@@ -39,9 +38,6 @@ class EngineSettings:
     seed_given: bool
     wait_s: float
     parallel: int | None = None
-    drafts_grammars: bool = (
-        False  # no drafter was asked for: texts with a grammar are drafted from it
-    )
 
 
 @dataclass
@@ -369,7 +365,7 @@ class EngineCore:
             seed_given=settings.seed_given or params.seed is not None,
             temperature=params.temperature,
         )
-        drafts = self._drafts_for(job) and job.output.finish_reason is None
+        drafts = self.drafting.drafts_for(branch.sequence) and job.output.finish_reason is None
         like, (source, n_shared) = None, job.shared
         if (
             source is not None
@@ -388,15 +384,6 @@ class EngineCore:
         if job.output.emitted or job.output.finish_reason is not None:
             return []  # it was preempted, and goes on after its last token; or max_tokens is 0
         return [running.draw()]
-
-    def _drafts_for(self, job: Job) -> bool:
-        """Return whether a text is drafted for; the first one with a grammar makes that drafter."""
-        drafting = self.drafting
-        if not self._settings.drafts_grammars:
-            return drafting.loop.drafter is not None
-        if job.request.grammar is not None and drafting.loop.drafter is None:
-            drafting.use(GrammarDrafter.copying())
-        return job.request.grammar is not None
 
     def _make_room(self, error: CacheFullError) -> None:
         """Preempt the newest request; end the last one as "capacity"."""

@@ -28,7 +28,7 @@ from ..hub import resolve
 from ..model import Message, Model, is_chat
 from ..sampling import SamplingParams
 from ..sampling.params import settings_of
-from ..speculative import Drafter, NullDrafter, SpeculativeConfig
+from ..speculative import Drafter, GrammarDrafter, NullDrafter, SpeculativeConfig
 from .core import EngineCore, EngineSettings, Seeds
 from .request import EngineStats, Event, Request, Result
 
@@ -103,7 +103,9 @@ class Engine:
     ) -> None:
         self.owns_target = not isinstance(target, Context)
         self.target = target = opened(target, drafter, parallel)
-        self._drafting = Drafting(target, drafter, config, batched=True)
+        self._drafting = Drafting(
+            target, drafter, config, for_grammars=GrammarDrafter.copying, batched=True
+        )
         self.drafter = self._drafting.drafter
         if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
@@ -118,7 +120,6 @@ class Engine:
             seed_given=seed is not None,
             wait_s=bounded("wait_s", wait_s, 0.0, math.inf),
             parallel=None if parallel is None else whole("parallel", parallel, 1),
-            drafts_grammars=drafter is None and target.capabilities.can_truncate,
         )
         given = None if seed is None else whole("seed", seed)
         self._seeds = Seeds(random_seed() if given is None else given, given is not None)

@@ -14,7 +14,7 @@ from ..native import forkable_lock
 from ..pictures import tokens_picture
 from .config import SpeculativeConfig, checked_config
 from .draft_cache import DraftCache
-from .drafter import Drafter, NullDrafter, checked_drafter
+from .drafter import NO_STATE, Drafter, NullDrafter, checked_drafter
 from .length.base import DraftLength, FixedLength
 from .loop import Loop, RunningText
 from .output import OutputBuffer, Produced
@@ -33,12 +33,13 @@ class Drafting:
         ctx: the context that generates.
         drafter: proposes the drafts; None = none are drafted.
         config: how much to draft.
-        stats: counts and times of all generations that have ended; None = new ones.
+        for_grammars: makes the drafter of texts that have a grammar, where no other was asked for.
         batched: whether texts share decodes, as in an engine. Then memory that cannot drop a tail is not
             drafted for, and where batches do not matter the times of plain decodes are learned, too.
 
     Attributes:
         loop: runs the texts.
+        stats: counts and times of all generations that have ended.
     """
 
     def __init__(
@@ -46,20 +47,21 @@ class Drafting:
         ctx: Context,
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
-        stats: SpeculativeStats | None = None,
         *,
+        for_grammars: Callable[[], Drafter] | None = None,
         batched: bool = False,
     ) -> None:
         self.ctx = text_context("target", ctx)
         self.drafter = checked_drafter(drafter, ctx.model)
         self.config = checked_config(config)
-        self.stats = SpeculativeStats() if stats is None else stats
+        self.stats = SpeculativeStats()
         self.loop = Loop(ctx, FixedLength(0))  # without a drafter nothing is drafted
         self._batched = batched
         self._profile: PairProfile | None = None
         self._states = DraftCache(self.drafter)
         self._lock = forkable_lock()
         can = ctx.capabilities
+        self._for_grammars = for_grammars if drafter is None and can.can_truncate else None
         if not isinstance(self.drafter, NullDrafter) and (can.can_truncate or not batched):
             self.use(self.drafter)
         elif batched and can.batch_invariant and can.can_share:
@@ -67,10 +69,19 @@ class Drafting:
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft with another drafter from the next step on; None = only learn the times of decodes."""
-        length, self._profile = PairProfile.open(
-            self.ctx, drafter or NullDrafter(), self.config, batched=self._batched
-        )
+        used = drafter or NullDrafter()
+        length, self._profile = PairProfile.open(self.ctx, used, self.config, batched=self._batched)
+        self._states = DraftCache(used)
         self.loop.use(length, drafter)
+
+    def drafts_for(self, text: Text) -> bool:
+        """Return whether a text is drafted for; the first one with a grammar may make its drafter."""
+        if self._for_grammars is None:
+            return self.loop.drafter is not None
+        with self._lock:
+            if text.grammar is not None and self.loop.drafter is None:
+                self.use(self._for_grammars())
+        return text.grammar is not None
 
     @property
     def length(self) -> DraftLength:
@@ -88,7 +99,7 @@ class Drafting:
     def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
         """Return a text to be run by itself; end that with ``close``."""
         rule = self.rule(text)
-        state = self._states.take(text, rule)
+        state = self._states.take(text, rule) if self.drafts_for(text) else NO_STATE
         return RunningText(text, state, self.length.stream(), rule, stats, n_alternatives)
 
     def close(self, running: RunningText, *, keep: bool) -> None:
@@ -118,12 +129,13 @@ class Drafting:
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""
-        if self.loop.drafter is None:
+        drafter = self.loop.drafter
+        if drafter is None:
             return "plain decoding: there is no drafter"
         stats = SpeculativeStats()
         with self._lock:
             stats.add(self.stats)
-        lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
+        lines = [f"drafter: {drafter.name}; {self.length.explain()}"]
         if stats.num_drafts:
             low, high = stats.alpha_interval
             drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"

@@ -426,7 +426,7 @@ class Loop:
         text = running.text
         if not text.is_behind:
             return [running.draw()]
-        if self.drafter is None or running.skips_draft():
+        if running.state is NO_STATE or running.skips_draft():
             with self._lock:
                 running.advance()
             running.conclude()

@@ -11,10 +11,10 @@ from ..errors import ConfigError
 from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter
 from ..generation.generation import Drafting, Generation
+from ..generation.length.base import DraftLength
 from ..generation.output import OutputBuffer
 from ..generation.rules import rule_name
 from ..model import Prompt
-from ..native import forkable_lock
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .drafters.grammar import GrammarDrafter
@@ -40,7 +40,6 @@ class Speculator:
 
     Attributes:
         target, drafter, config: as given.
-        length: the draft-length controller, which learns from all generations.
         stats: counts and times of all generations that have ended.
     """
 
@@ -50,24 +49,16 @@ class Speculator:
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
     ) -> None:
-        self.drafting = drafting = Drafting(target, drafter, config)
+        self.drafting = drafting = Drafting(
+            target, drafter, config, for_grammars=GrammarDrafter.copying
+        )
         self.target, self.drafter, self.config = target, drafting.drafter, drafting.config
-        self.length, self.stats = drafting.length, drafting.stats
-        self._is_default = drafter is None
-        self._of_grammars: Drafting | None = None  # drafts where none was asked for
-        self._lock = forkable_lock()
+        self.stats = drafting.stats
 
-    def _for(self, branch: Branch) -> Drafting:
-        """Return who drafts for ``branch``: the drafter, or where none was asked for its grammar."""
-        if not self._is_default or branch.grammar is None:
-            return self.drafting
-        if not self.target.capabilities.can_truncate:
-            return self.drafting
-        with self._lock:
-            if self._of_grammars is None:
-                drafter = GrammarDrafter.copying()
-                self._of_grammars = Drafting(self.target, drafter, self.config, self.stats)
-            return self._of_grammars
+    @property
+    def length(self) -> DraftLength:
+        """The draft-length controller, which learns from all generations."""
+        return self.drafting.length
 
     def rule_for(self, branch: Branch) -> str:
         """Return the name of the acceptance rule used for ``branch``, "auto" resolved."""
@@ -101,18 +92,16 @@ class Speculator:
         top_logprobs = whole("top_logprobs", top_logprobs, 0)
         branch = start_or_continue(self.target, prompt, sampling, grammar, parse_special)
         release = None if branch is prompt else branch.prune
-        drafting, text = self._for(branch), branch.sequence
-        return Generation(drafting, text, output, top_logprobs, owner=branch, release=release)
+        text = branch.sequence
+        return Generation(self.drafting, text, output, top_logprobs, owner=branch, release=release)
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""
-        return (self._of_grammars or self.drafting).explain()
+        return self.drafting.explain()
 
     def forget(self, branch: Branch) -> None:
         """Free the draft state that is kept for ``branch``, if there is one."""
         self.drafting.forget(branch.sequence)
-        if self._of_grammars is not None:
-            self._of_grammars.forget(branch.sequence)
 
 
 def start_or_continue(

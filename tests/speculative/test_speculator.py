@@ -651,7 +651,7 @@ def test_single_slow_step_is_counted_but_not_learned(
 
     monkeypatch.setattr(Text, "decode_last", slow)
     speculator = Speculator(ctx)
-    speculator.drafting.length = Spy(0)
+    speculator.drafting.loop.length = Spy(0)
     stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats
     assert [report.n_rounds for report in learned] == [19]
     assert learned[0].verify_s < 1.0

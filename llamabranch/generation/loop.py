@@ -103,7 +103,7 @@ class RunningText:
     def draw(self) -> Produced:
         """Draw the next token and append it; the cache does not hold it yet. An EOG token is not kept."""
         text = self.text
-        with text.ctx.lock:
+        with text.lock:
             one = text.produce()
             if self._n_alternatives:
                 one = one._replace(alternatives=self._alternatives(text.logits_row()))
@@ -202,7 +202,7 @@ class RunningText:
         """Return the sequences that the plan has leased; safe to call at any time."""
         plan, self._plan = self._plan, None
         if plan is not None:
-            with self.text.ctx.lock:
+            with self.text.lock:
                 plan.end()
 
     def take(self, rows: Sequence[LogitsRow], verify_s: float, n_rows: int = 0) -> None:

@@ -39,6 +39,7 @@ class Text:
         parent: the sequence to start as a copy of, sharing its cells; None for an empty one.
 
     Attributes:
+        lock: the context's.
         tokens: all ids, prompt and inherited ones included.
         n_prompt: how many of them were prefilled, not generated.
         appended: (start, end) of each run of later tokens that was read, not generated; ascending.
@@ -62,6 +63,7 @@ class Text:
         parent: Text | None = None,
     ) -> None:
         self.ctx = ctx
+        self.lock = ctx.lock
         self.seq_id = seq_id
         self.sampler = sampler
         self.parent = parent
@@ -191,7 +193,7 @@ class Text:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Raise BranchStateError if another generation of it has begun and not ended."""
-        with self.ctx.lock:
+        with self.lock:
             if self._is_generating:
                 raise BranchStateError(
                     "another generation of this branch is running",
@@ -503,7 +505,7 @@ class Text:
         """
         if not tokens:
             return
-        with self.ctx.lock:
+        with self.lock:
             self.check_usable()
             self.settle()
             known = self.row
@@ -515,7 +517,7 @@ class Text:
 
     def share_prefix(self, source: Text, n: int) -> None:
         """Make the first ``n`` tokens of ``source`` this empty sequence's prompt, sharing their cells."""
-        with self.ctx.lock:
+        with self.lock:
             self._cache.share(source.seq_id, self.seq_id, 0, n)
             self.append_prompt(source.tokens[:n], None)
 
@@ -534,7 +536,7 @@ class Text:
         prefixes = self.ctx.prefix_cache
         if prefixes is None:
             return 0
-        with self.ctx.lock:
+        with self.lock:
             n = self.n_cached or prefixes.take(self.seq_id, tokens)
             if n:
                 n_prompt = n if n_prompt is None else min(n, n_prompt)
@@ -551,7 +553,7 @@ class Text:
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
             return
-        with self.ctx.lock:
+        with self.lock:
             n = self._cache.next_position(self.seq_id)
             if n > len(self.tokens):  # a round was broken off: the tail is a draft
                 return
@@ -610,7 +612,7 @@ class Text:
 
         ``decodes``: the last one is decoded now, if the cache has room for it, not when it is needed.
         """
-        with self.ctx.lock:
+        with self.lock:
             if self.is_pruned:
                 return
             reason = self.finish_reason

@@ -276,7 +276,7 @@ def _run(
                         running = drafting.open(text, stats, n_alternatives)
                     is_changed = False
                     if not queue:
-                        queue = run(running, output.draft_limit)
+                        queue = run(running, output)
                     shown = output.add(queue.pop(0))
                     text.n_held = len(text.tokens) - base - len(output.tokens)
                     text.finish_reason = output.finish_reason

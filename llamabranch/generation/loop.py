@@ -29,7 +29,7 @@ from ..model import token_list
 from .drafter import NO_DRAFT, NO_STATE, Draft, Drafter, DraftRequest, DraftState
 from .length.auto import AutoLength
 from .length.base import DraftLength, RoundReport
-from .output import Produced
+from .output import OutputBuffer, Produced
 from .plan import Plan
 from .rules import Rule, rule_name
 from .stats import SpeculativeStats
@@ -102,20 +102,24 @@ class RunningText:
 
     def draw(self) -> Produced:
         """Draw the next token and append it; the cache does not hold it yet. An EOG token is not kept."""
-        text = self.text
-        with text.lock:
-            one = text.produce()
-            if self._n_alternatives:
-                one = one._replace(alternatives=self._alternatives(text.logits_row()))
-            if not one.is_stop:
-                text.append(one.token, -one.logprob, None)
+        with self.text.lock:
+            return self._drawn(self.text.logits_row())
+
+    def _drawn(self, row: LogitsRow) -> Produced:
+        one = self.text.produce_from(row)
+        if self._n_alternatives:
+            one = one._replace(alternatives=self._alternatives(row))
+        if not one.is_stop:
+            self.text.append(one.token, -one.logprob, None)
         return one
 
     def advance(self) -> None:
         """Decode the last token and draw the next one. The compiled core does both in one call."""
         start = perf_counter()
-        self.text.decode_last()
-        self.take((), perf_counter() - start)
+        row = self.text.decode_last(draws_next=True)
+        decoded = perf_counter()
+        self.emitted = [self._drawn(row)]
+        self._plain_s.append((decoded - start, perf_counter() - decoded))
 
     def follows(self) -> bool:
         """Let the draft state follow a text that was changed; False if it was made for another one."""
@@ -211,7 +215,7 @@ class RunningText:
         ``conclude`` must follow, once the context's lock is free.
 
         Args:
-            rows: those after each token of the plan; none where the text itself was advanced.
+            rows: those after each token of the plan.
             verify_s: seconds of the decode, or this text's share of them.
             n_rows: of the decode, where no other text shared it; more than the plan's if it was filled.
         """
@@ -221,9 +225,8 @@ class RunningText:
             plan.rows = rows
             self.emitted, n_accepted = self._verified(draft, plan)
         else:
-            if rows:
-                self.text.set_row(rows[-1])
-            self.emitted = [self.draw()] if self.draws else []
+            self.text.set_row(rows[-1])
+            self.emitted = [self._drawn(rows[-1])] if self.draws else []
         self._plan = None
         overhead_s = perf_counter() - start
         if draft is NO_DRAFT:
@@ -418,11 +421,8 @@ class Loop:
         length = self.length.stream(shares_decode=True)
         return RunningText(text, state, length, rule, stats, n_alternatives)
 
-    def round(self, running: RunningText, limit: int) -> list[Produced]:
-        """Run a step of one text by itself; return what it emits, at most ``limit`` + 1 tokens.
-
-        The first token needs no decode where the logits are there.
-        """
+    def round(self, running: RunningText, output: OutputBuffer) -> list[Produced]:
+        """Run a step of one text by itself; return what it emits, no more than ``output`` may take."""
         text = running.text
         if not text.is_behind:
             return [running.draw()]
@@ -431,7 +431,7 @@ class Loop:
                 running.advance()
             running.conclude()
             return running.emitted
-        step = self._run([(running, limit)], ())
+        step = self._run([(running, output.draft_limit)], ())
         error = step.no_room or running.error
         if error is not None:
             raise error
@@ -585,8 +585,7 @@ class Loop:
         if running.draft.tokens:
             rows = running.plan().decode()
         else:  # the compiled core draws the next token in the same call
-            running.text.decode_last()
-            rows = ()
+            rows = [running.text.decode_last(draws_next=running.draws)]
         step.verify_s = perf_counter() - start
         step.n_tokens = running.n_decoded = 1 + len(running.draft.tokens)
         try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -227,20 +226,22 @@ class Text:
             return row
         if not self.tokens:
             raise BranchStateError("the branch is empty: it has no logits", hint="prefill it first")
-        self._decode_last(None)
-        return cast(LogitsRow, self.row)
+        return self.decode_last()
 
-    def decode_last(self) -> None:
-        """Decode the last token; the next one is drawn in the same native call where it can be."""
-        self.check_usable()
-        self._decode_last(self.sampler)
+    def decode_last(self, *, draws_next: bool = False) -> LogitsRow:
+        """Decode the last token; return the logits after it.
 
-    def _decode_last(self, sampler: Sampler | None) -> None:
+        ``draws_next``: the next one is drawn in the same native call where it can be.
+        """
+        if self.is_pruned:
+            self.check_usable()
         n = len(self.tokens) - 1
         if self._cache.next_position(self.seq_id) != n:
             self.truncate(n)
+        sampler = self.sampler if draws_next else None
         row = self._decoder.advance(self.seq_id, self.tokens[n], self.row, sampler, self._seed)
         self.set_row(row)
+        return row
 
     def set_row(self, row: LogitsRow | None) -> None:
         """Set the logits after the last token."""
@@ -260,17 +261,17 @@ class Text:
     def produce(self) -> Produced:
         """Return the next token; drawn once, until the state changes."""
         if self._produced is None or self.n_held:
-            row = self.logits_row()
-            self._produced, self._incomplete_after = self._describe(self.draw(row), row)
-        else:
-            self.check_usable()
+            return self.produce_from(self.logits_row())
+        self.check_usable()
         return self._produced
 
-    def draw(self, row: LogitsRow) -> int:
-        """Return a token drawn from ``row``, the logits after the last token."""
-        return row.draw(
-            self.sampler, self._seed, len(self.tokens), measured=self.sampler.params.logprobs
-        )
+    def produce_from(self, row: LogitsRow) -> Produced:
+        """Return the next token; ``row`` are the logits after the last one."""
+        sampler = self.sampler
+        token = row.draw(sampler, self._seed, len(self.tokens), measured=sampler.params.logprobs)
+        produced, self._incomplete_after = self._describe(token, row)
+        self._produced = produced
+        return produced
 
     def describe(self, token: int, row: LogitsRow) -> Produced:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""

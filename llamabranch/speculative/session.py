@@ -125,7 +125,7 @@ class InferenceSession:
             found = self._draftings[id(drafter)] = Drafting(self._target, drafter, self._config)
         running = found.open(self._text, self.stats)
         try:
-            return found.loop.round(running, self._output.draft_limit)
+            return found.loop.round(running, self._output)
         finally:
             found.close(running, keep=True)
 

@@ -18,6 +18,7 @@ from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.context.logits import LogitsRow
 from llamabranch.generation.length.base import DraftLength, FixedLength, RoundReport
 from llamabranch.generation.text import Text
 from llamabranch.speculative import Draft
@@ -642,12 +643,12 @@ def test_single_slow_step_is_counted_but_not_learned(
 
     decode_last, n_decodes = Text.decode_last, 0
 
-    def slow(text: Text) -> None:
+    def slow(text: Text, *, draws_next: bool) -> LogitsRow:
         nonlocal n_decodes
         n_decodes += 1
         if n_decodes == 5:
             time.sleep(2.0)
-        decode_last(text)
+        return decode_last(text, draws_next=draws_next)
 
     monkeypatch.setattr(Text, "decode_last", slow)
     speculator = Speculator(ctx)

@@ -23,7 +23,7 @@ __all__ = ["LoadOptions", "load"]
 # What llama-cpp-python's Llama has, and what to use here.
 _HINTS = {
     "embedding": "there are no embeddings here; Branch.hidden_states() has the states of a text's tokens",
-    "logits_all": "Branch.score and prompt_logprobs rate every token; decode(logits='all') keeps all",
+    "logits_all": "Branch.score and prompt_logprobs score every token; decode(logits='all') keeps all",
     "add_bos": "a text begins with the model's BOS token; give token ids for another beginning",
 }
 

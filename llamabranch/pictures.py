@@ -193,7 +193,7 @@ def _unfolding(pruned: Sequence[TreeLine], n_hidden: int) -> str:
     more = f"<div>and {n_hidden} more</div>" if n_hidden else ""
     return (
         f'<details style="display:inline-block;vertical-align:top;{_DIM}"><summary style="display:inline;'
-        f'cursor:pointer;font-size:85%" title="{len(pruned) + n_hidden} given up"> '
+        f'cursor:pointer;font-size:85%" title="{len(pruned) + n_hidden} pruned"> '
         f"[+{len(pruned) + n_hidden}]</summary>"
         f'<div style="margin-left:2em">{listed}{more}</div></details>'
     )

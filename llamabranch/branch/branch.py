@@ -48,7 +48,7 @@ _serial = itertools.count()  # sorts children by age
 
 
 class Branch:
-    """A leased sequence with its tokens and its sampler.
+    """A text: a sequence of the cache, its tokens and its sampler.
 
     Made by :meth:`start`, :meth:`create` or :meth:`fork`, ended by :meth:`prune` or by leaving its
     ``with`` block; when an unreferenced branch is garbage collected, its sequence is returned.
@@ -219,7 +219,7 @@ class Branch:
 
     @property
     def seq_id(self) -> int:
-        """The leased sequence."""
+        """The id of its sequence."""
         return self.sequence.seq_id
 
     @property

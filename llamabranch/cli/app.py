@@ -82,7 +82,7 @@ class _Commands(CommandGroup):
             return name, load_command(listed.name), rest
         except (ImportError, OSError, RuntimeError) as error:  # of llama.cpp's library
             message = f"{name} cannot be loaded: {error}"
-            hint = "`llamabranch doctor` tells what is installed"
+            hint = "`llamabranch doctor` shows what is installed"
             Console().error(message, hint)
             if "--json" in args:
                 print_json_error(error, message, hint)

@@ -316,11 +316,11 @@ class ChatSession:
         rows = [
             ("answers", stats.num_answers),
             ("tokens evaluated", stats.num_evaluated_tokens),
-            ("tokens of prompts that were there", stats.num_cached_tokens),
+            ("prompt tokens from the cache", stats.num_cached_tokens),
             ("tokens drafted", drafts.num_draft_tokens),
             ("drafted tokens accepted", drafts.num_accepted_tokens),
             ("target decodes of answers", drafts.target_forward_passes),
-            ("exchanges left out", stats.num_cut_exchanges),
+            ("turns left out", stats.num_cut_exchanges),
         ]
         self._console.table(("", "so far"), [(name, f"{count:,}") for name, count in rows])
 

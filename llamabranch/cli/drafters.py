@@ -84,7 +84,7 @@ def choose_drafters(
         if given == MTP:
             raise UnsupportedError(
                 f"{target} has no MTP layers that llama.cpp computes",
-                hint="`llamabranch models show` tells what a file offers; --draft FILE takes MTP "
+                hint="`llamabranch models show` lists what a file offers; --draft FILE takes MTP "
                 "layers that are in a file of their own",
             )
     listed = hub.draft_for(target)

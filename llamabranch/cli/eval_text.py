@@ -401,7 +401,7 @@ def _print_rows(console: Console, rows: Sequence[_Row], *, with_base: bool) -> N
             console.line()
             console.line(
                 f"{base_name(row.model)} was made from {row.made_from}, whose losses it has: its figures "
-                "tell what that step changed, not how near it is to the original model."
+                "show what that step changed, not how near it is to the original model."
             )
     largest = max(row.kl for row in rows)
     if largest > 0:

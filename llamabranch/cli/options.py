@@ -259,7 +259,7 @@ class ModelOptions:
                 options["n_ctx"] = trained_length(model)
             if options["n_ctx"] is None:
                 raise ConfigError(
-                    f"{name} does not tell the length it was trained for", hint="-c N sets one"
+                    f"{name} does not say what length it was trained for", hint="-c N sets one"
                 )
         with console.loading(name) as progress:
             context = lb.load(name, progress=progress, verbose=console.verbose, **options)

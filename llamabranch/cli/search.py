@@ -281,7 +281,7 @@ def _print(
     beside = console.beside
     if method.tree:
         beside.render(drawn_tree(outline(result.tree, prompt=prompt)))
-        beside.line(f"{LEGEND} What is dim was given up.", "dim")
+        beside.line(f"{LEGEND} Dim: pruned.", "dim")
         beside.line()
     for hypothesis in result.hypotheses[: method.best]:
         beside.line(

@@ -24,7 +24,7 @@ def drawn_tree(root: TreeLine, *, longest: int = 120, most_lines: int = 60) -> T
     while waiting and n_drawn < most_lines:
         line, at = waiting.pop(0)
         if line.n_hidden:
-            at.add(Text(f"... {line.n_hidden} more given up along this line", style="dim"))
+            at.add(Text(f"... {line.n_hidden} more pruned on this path", style="dim"))
         for child in line.children:
             waiting.append((child, at.add(_label(child, longest))))
             n_drawn += 1

@@ -98,7 +98,7 @@ class Context:
             a sequence does. Not where rope settings are given, nor with recurrent memory.
         PerformanceWarning: once, if decoding becomes far slower because other programs use the cores.
 
-    Sequences 0 to n_seq_max - 1 are open to the raw calls of this class unless a branch has leased
+    Sequences 0 to n_seq_max - 1 are open to the raw calls of this class unless a branch holds
     them; branches take them from the top. One lock serialises all calls from many threads.
     """
 
@@ -299,7 +299,7 @@ class Context:
 
     @property
     def n_seq_free(self) -> int:
-        """How many sequences could be leased now. Does not wait while another thread decodes."""
+        """How many sequences are free now. Does not wait while another thread decodes."""
         return self.sequences.count_free()
 
     def compact(self) -> bool:
@@ -314,7 +314,7 @@ class Context:
         )
 
     def keep_prefixes(self) -> None:
-        """Open the prefix cache, unless ``prefix_cache`` was given or kept texts would take sequences."""
+        """Open the prefix cache, unless ``prefix_cache`` was given or it would take sequences."""
         with self._lock:
             can = self.capabilities.can_share and self.capabilities.can_truncate
             if can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES:
@@ -379,7 +379,7 @@ class Context:
         for seq_id in checked:
             if seq_id in self.sequences:
                 raise BranchStateError(
-                    f"sequence {seq_id} is leased to {self.sequences.holder(seq_id)!r}"
+                    f"sequence {seq_id} is held by {self.sequences.holder(seq_id)!r}"
                 )
         return checked
 
@@ -393,7 +393,7 @@ class Context:
         Args:
             tokens: ids, at least one.
             position: must be the end of the sequence: its number of tokens.
-            seq_id: 0 to n_seq_max - 1, not leased to a branch.
+            seq_id: 0 to n_seq_max - 1, not held by a branch.
             logits: which rows to keep for ``logits()``: "last", "all" or "none".
 
         Raises:
@@ -524,7 +524,7 @@ class Context:
                 )
 
     def kv_seq_keep(self, seq_id: int) -> None:
-        """Drop every other sequence that no branch has leased."""
+        """Drop every other sequence that no branch holds."""
         with self._lock:
             (seq_id,) = self._check_raw(seq_id)
             for other in range(self.n_seq_max):
@@ -882,7 +882,7 @@ def _head_params(model: Model, target: Context, given: ContextParams) -> Context
     if reason:
         raise UnsupportedError(
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
-            hint="`llamabranch models show` tells what two files offer each other",
+            hint="`llamabranch models show TARGET HEAD` shows whether one can draft for the other",
         )
     if model.shares_memory:
         if given.prefix_cache:

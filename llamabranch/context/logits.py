@@ -56,7 +56,7 @@ class Alternative(tuple[int, float]):
 
 
 class TokenScore(NamedTuple):
-    """How a model rates a given token.
+    """How probable a model finds a given token.
 
     Attributes:
         token: its id.

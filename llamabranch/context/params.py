@@ -101,7 +101,7 @@ class ContextParams:
         kv_unified: one cache for all sequences, in which forks share cells. False: each sequence has
             cells of its own, and its attention runs over these alone, which is faster with many long
             texts that share little. Forks copy K/V there, token trees are refused, and with a prefix
-            cache each kept text takes a sequence until another needs it. For plain attention memory.
+            cache each cached prefix takes a sequence until another needs it. For plain attention memory.
             "auto": False where the memory can be divided, else True.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not read again. None: from the first call of

@@ -60,7 +60,7 @@ class Request:
         priority: a request with a smaller number is admitted earlier, and preempted later.
         top_logprobs: None = no detail; k = the result's ``logprobs`` holds every token with its
             log-probability, its source and the k most probable tokens.
-        prompt_logprobs: None = no detail; k = the result's ``prompt_logprobs`` rates every token of the
+        prompt_logprobs: None = no detail; k = the result's ``prompt_logprobs`` scores every token of the
             prompt, with the k most probable tokens. With ``max_tokens=0`` nothing else is done. Such a
             prompt is read whole, whatever the prefix cache has.
         logprobs_from: the prompt's tokens before this index are not rated, and may come from the prefix

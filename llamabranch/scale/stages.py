@@ -255,7 +255,7 @@ class _Stage:
         try:
             self._tell("last_words", self._actor, reason)
         except Exception as error:  # the reason is lost, the process ends all the same
-            reason += f" (the ledger could not be told: {error})"
+            reason += f" (it could not be reported to the job: {error})"
         print(f"llamabranch: this worker ends: {reason}", file=sys.stderr, flush=True)
         os._exit(1)
 

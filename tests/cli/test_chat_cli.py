@@ -122,7 +122,7 @@ def test_every_command_in_a_terminal(tmp_path: Path) -> None:
         chat.say("/system Be kind.", "system: Be kind.")
         chat.say("/set temperature 0.5", "temperature: 0.5")
         chat.say("/set temperature", "error")
-        assert "tokens evaluated" in chat.say("/stats", "exchanges left out")
+        assert "tokens evaluated" in chat.say("/stats", "turns left out")
         chat.say(f"/save {tmp_path}/kept", "saved in")
         chat.say("/undo", r"taken back: And then\?")
         chat.say(f"/load {tmp_path}/kept", r"branch 2, after: And then\?")

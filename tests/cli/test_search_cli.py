@@ -75,7 +75,7 @@ def test_a_long_tree_is_cut_and_what_is_hidden_is_counted() -> None:
     result = run("search", PROMPT, "-n", "40", "-w", "8", "--tree")
     drawn = result.stderr.split("score ")[0].splitlines()
     assert len(drawn) < 60
-    assert any("more given up" in line for line in drawn)
+    assert any("more pruned" in line for line in drawn)
 
 
 def test_votes_are_counted_by_the_answers_that_the_expression_finds() -> None:

@@ -64,7 +64,7 @@ def test_no_decode_is_filled_by_times_of_few_decodes() -> None:
     assert "from fewer than 4 decodes: 5 to 7" in curve.explain()
     curve.measure(6, 0.49, 4)
     assert curve.rows(1) == 6
-    assert "from fewer than 4 decodes: 5, 7; filled: 1 to 6" in curve.explain()
+    assert "from fewer than 4 decodes: 5, 7; padded: 1 to 6" in curve.explain()
 
 
 def test_edges_follow_what_is_measured() -> None:

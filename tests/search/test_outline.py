@@ -93,7 +93,7 @@ def test_a_picture_has_every_text_and_counts_what_was_given_up(ctx: Context) -> 
     picture = search.tree_picture(found.tree, prompt="Once")
     for node in found.best.node.path:
         assert node.text.strip() in picture
-    assert "given up" in picture
+    assert "pruned" in picture
     assert f"score {found.best.score:.3f}" in picture
     assert STORY not in picture and STORY in search.tree_picture(found.tree)
 
@@ -108,7 +108,7 @@ def test_only_some_of_many_are_listed() -> None:
     assert [child.text for child in line.children[:2]] == ["<1>", "<2>"]  # the most probable first
     picture = search.tree_picture(root)
     assert "&lt;1&gt;" in picture and "&lt;99&gt;" not in picture
-    assert "99 given up" in picture and "and 59 more" in picture
+    assert "99 pruned" in picture and "and 59 more" in picture
 
 
 def test_a_stop_string_is_not_found_in_the_prompt(ctx: Context) -> None:

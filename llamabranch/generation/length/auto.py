@@ -517,7 +517,7 @@ class AutoLength:
             f"a drafted token costs {c:.2f} of a target's step, about {accepted:.0%} are accepted "
             f"({record.n_accepted} of {record.n_tested} tested{earlier})"
         )
-        streams = "" if n == 1 else f" with {n} streams in a decode"
+        streams = "" if n == 1 else f" with {n} sequences in a decode"
         details = "\n" + learned.curve.explain() + self._sources(record)
         if weighs:
             return f"drafting is on{streams} where a copy is likely: {facts}{details}"

@@ -164,7 +164,7 @@ class Curve:
         told += ["others: interpolated"] if sizes != [*range(1, sizes[-1] + 1)] else []
         few = [n for n in sizes if self._n_kept.get(n, 0) + self.n_decodes.get(n, 0) < _FEW]
         told += [f"from fewer than {_FEW} decodes: {_ranges(few)}"] if few else []
-        told += ["filled: " + ", ".join(filled)] if filled else []
+        told += ["padded: " + ", ".join(filled)] if filled else []
         return "; ".join([f"a target decode of {v}", *told])
 
 

@@ -72,7 +72,7 @@ class Drafting:
         used = drafter or NullDrafter()
         length, self._profile = PairProfile.open(self.ctx, used, self.config, batched=self._batched)
         self._states = DraftCache(used)
-        self.loop.use(length, drafter)
+        self.loop = Loop(self.ctx, length, drafter)
 
     def drafts_for(self, text: Text) -> bool:
         """Return whether a text is drafted for; the first one with a grammar may make its drafter."""

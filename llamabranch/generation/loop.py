@@ -221,7 +221,7 @@ class RunningText:
         """
         start = perf_counter()
         draft, plan, n_accepted = self.draft, self._plan, 0
-        if plan is not None and draft.tokens:
+        if plan is not None:
             plan.rows = rows
             self.emitted, n_accepted = self._verified(draft, plan)
         else:
@@ -384,10 +384,6 @@ class Loop:
     def __init__(self, ctx: Context, length: DraftLength, drafter: Drafter | None = None) -> None:
         self._ctx = ctx
         self._lock = ctx.lock
-        self.use(length, drafter)
-
-    def use(self, length: DraftLength, drafter: Drafter | None) -> None:
-        """Draft with another drafter from the next step on, as far as ``length`` says."""
         self.length = length
         self.drafter = drafter
         self.curve = length.curve if isinstance(length, AutoLength) else None
@@ -618,7 +614,9 @@ class Loop:
     ) -> tuple[Batch, list[list[int]]]:
         """Return the batch of a step, and the tokens of each text in it."""
         ctx, batch = self._ctx, Batch()
-        texts = [each.plan().tokens for each in running]
+        texts = [
+            each.plan().tokens if each.draft.tokens else each.text.lacking() for each in running
+        ]
         for each, tokens in zip(running, texts, strict=True):
             batch.add(each.text.seq_id, tokens, "all")
         room = ctx.n_outputs_max - len(batch.tokens) - len(readers)

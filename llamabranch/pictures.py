@@ -19,6 +19,7 @@ __all__ = [
     "bars",
     "tokens_picture",
     "tree",
+    "visible",
 ]
 
 MOST_TOKENS = 2000  # of one picture; the last ones are shown
@@ -189,10 +190,9 @@ def _caption(text: str) -> str:
 
 def _text(text: str) -> str:
     """Return text for a page: escaped, with characters that cannot be seen as their code."""
-    return html.escape("".join(map(_visible, text)), quote=True)
+    return html.escape(visible(text, "\n\t\u200c\u200d"), quote=True)
 
 
-def _visible(character: str) -> str:
-    if character.isprintable() or character in "\n\t\u200c\u200d":
-        return character
-    return f"\\u{ord(character):04x}"
+def visible(text: str, also: str = "") -> str:
+    """Return text with characters that cannot be seen as their code, but for those in ``also``."""
+    return "".join(c if c.isprintable() or c in also else f"\\u{ord(c):04x}" for c in text)

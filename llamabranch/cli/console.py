@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import IO
 
@@ -68,6 +69,9 @@ class Console:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
+        self.on_loading: Callable[[str, float], None] | None = (
+            None  # told of a model while it loads
+        )
 
     @property
     def beside(self) -> Console:
@@ -174,11 +178,18 @@ class Console:
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:
         """Show how far a model is loaded; nothing if standard error is no terminal."""
+        told = None if self.on_loading is None else partial(self.on_loading, name)
         if not self.err.is_terminal:
-            yield None
+            yield told
             return
+
+        def show(fraction: float) -> None:
+            self.progress(f"loading {name}: {fraction:.0%}")
+            if told is not None:
+                told(fraction)
+
         try:
-            yield lambda fraction: self.progress(f"loading {name}: {fraction:.0%}")
+            yield show
         finally:
             self.progress("")
 

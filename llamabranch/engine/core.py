@@ -380,6 +380,7 @@ class EngineCore:
         )
         if like is not None:
             running.state.observe(n_shared)
+        running.on_round = job.request.on_round
         job.begin(running)
         if job.output.emitted or job.output.finish_reason is not None:
             return []  # it was preempted, and goes on after its last token; or max_tokens is 0

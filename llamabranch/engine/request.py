@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -13,7 +13,7 @@ from typing import Generic, cast
 import numpy as np
 from typing_extensions import TypeVar
 
-from ..arguments import instance, items, whole
+from ..arguments import function, instance, items, whole
 from ..branch import Produced
 from ..context.logits import TokenScore
 from ..errors import ConfigError, LlamaBranchError, ParseError
@@ -23,7 +23,7 @@ from ..pictures import tokens_picture
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from ..sampling.params import settings_of
-from ..speculative import SpeculativeStats
+from ..speculative import RoundTrace, SpeculativeStats
 from .openai import Vocabulary, chat_choice, completion_choice, end_reason, head, usage
 
 __all__ = ["EngineStats", "Event", "Request", "Result"]
@@ -51,6 +51,8 @@ class Request:
             ``text`` leaves them out, its ``tokens`` hold them.
         stop_tokens: ids of tokens that end the text, besides the model's EOG tokens; unlike those they
             are part of ``tokens`` and of the text.
+        on_round: called after each round with a draft, in the engine's thread: what was drafted, accepted
+            and rejected.
         min_tokens: the text has at least this many tokens: until then EOG tokens and ``stop_tokens`` are
             not drawn, and stop strings not looked for. Not with a grammar, which decides itself where a
             text may end, nor with ``continues``.
@@ -90,6 +92,7 @@ class Request:
     continues: int = 0
     stop_tokens: Sequence[int] = ()
     min_tokens: int = 0
+    on_round: Callable[[RoundTrace], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
@@ -110,6 +113,8 @@ class Request:
         object.__setattr__(self, "n", whole("n", self.n, 1, _MOST_TEXTS))
         if self.id is not None:
             instance("id", self.id, str)
+        if self.on_round is not None:
+            function("on_round", self.on_round)
         if not isinstance(self.parse_special, (bool, np.bool_)):
             raise ConfigError(f"parse_special must be True or False, not {self.parse_special!r}")
         object.__setattr__(self, "priority", whole("priority", self.priority))

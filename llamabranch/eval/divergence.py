@@ -28,7 +28,14 @@ from .perplexity import (
     with_bos,
 )
 
-__all__ = ["KLDivergence", "KLStatistics", "Uncertain", "divergence", "save_logits"]
+__all__ = [
+    "KLDivergence",
+    "KLStatistics",
+    "Uncertain",
+    "compare_coded",
+    "divergence",
+    "save_logits",
+]
 
 _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
 KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
@@ -121,7 +128,15 @@ class KLDivergence(Chunked):
 
     def _quantile(self, column: int, fraction: float) -> float:
         values = self._columns()[column]
-        return float(np.quantile(values, min(1.0, max(0.0, fraction)))) if len(values) else math.nan
+        if not len(values):
+            return math.nan
+        ordered = np.sort(values.astype(np.float32))
+        # In 32 bits, as llama-perplexity does it: the place itself is rounded.
+        place = np.float32(min(1.0, max(0.0, fraction))) * np.float32(len(values) - 1)
+        below = int(place)
+        part = place - np.float32(below)
+        above = ordered[min(below + 1, len(values) - 1)]
+        return float((np.float32(1) - part) * ordered[below] + part * above)
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, with every statistic; `from_dict` takes them."""
@@ -213,13 +228,13 @@ def divergence(
         found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks)).resumed(resume)
 
         def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
-            return _compare(row, *file.read(chunk, i), token)
+            return compare_coded(row, *file.read(chunk, i), token)
 
         chunks, firsts = with_bos(ctx.model, file.chunks), [file.first] * len(file.chunks)
         return read_chunks(ctx, found, chunks, firsts, compare, progress)
 
 
-def _compare(
+def compare_coded(
     row: LogitsRow, scale: np.float32, smallest: np.float32, codes: Codes, token: int
 ) -> tuple[float, float, float, float, float]:
     """Return the numbers of one token, with llama-perplexity's arithmetic: 32 bits, sums in 64."""

@@ -24,7 +24,7 @@ from typing_extensions import Self
 from ..errors import ConfigError
 from ..files import path_of
 
-__all__ = ["LogitsFile"]
+__all__ = ["Codes", "LogitsFile", "encode"]
 
 _MAGIC = b"_logits_"
 _HEAD = len(_MAGIC) + 12  # bytes before the tokens
@@ -34,7 +34,7 @@ _LARGEST = np.float32(65535.0)
 Codes = npt.NDArray[np.uint16]
 
 
-def _encode(logits: npt.NDArray[np.float32], out: Codes) -> None:
+def encode(logits: npt.NDArray[np.float32], out: Codes) -> None:
     """Write a row of logits, float32 (V,), as codes into ``out``, with llama.cpp's arithmetic."""
     n = len(logits)
     largest = np.float32(logits.max())
@@ -159,7 +159,7 @@ class LogitsFile:
     def write(self, chunk: int, i: int, logits: npt.NDArray[np.float32]) -> None:
         """Write the logits after token ``i`` of a chunk. Raises OSError if the disk is full."""
         codes = np.empty(self._width, dtype="<u2")
-        _encode(logits, codes)
+        encode(logits, codes)
         self._file.seek(self._at(chunk, i - self.first))
         self._file.write(codes.tobytes())
 

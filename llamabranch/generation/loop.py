@@ -13,9 +13,9 @@ waits for one lock while it holds the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple, Protocol
@@ -23,18 +23,18 @@ from typing import NamedTuple, Protocol
 from ..context import Context
 from ..context.batch import Batch
 from ..context.cell_ledger import n_common
-from ..context.logits import Alternative, LogitsRow
+from ..context.logits import LogitsRow
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from ..model import token_list
 from .drafter import NO_DRAFT, NO_STATE, Draft, Drafter, DraftRequest, DraftState
 from .length.auto import AutoLength
 from .length.base import DraftLength, RoundReport
 from .output import OutputBuffer, Produced
-from .plan import Plan
+from .plan import Plan, n_fitting
 from .rules import Rule, rule_name
 from .stats import SpeculativeStats
 from .text import Text
-from .verify import verify
+from .verify import RoundTrace, trace, verify
 
 __all__ = ["Loop", "Reader", "RunningText", "Step"]
 
@@ -69,6 +69,7 @@ class RunningText:
         draws: whether a token is drawn after the last one is decoded.
         basis: the seed, the settings and the end of the prompt that the draft state was made for.
         seen: the tokens that it was given with its last call.
+        on_round: called after each round with a draft; None = nobody looks.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class RunningText:
         self.basis = text.seed, text.sampler.params, text.answer_start
         self.seen: list[int] = []
         self.draft = NO_DRAFT
+        self.on_round: Callable[[RoundTrace], None] | None = None
+        self._trace: RoundTrace | None = None
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before it is called again
         self._plain_s: list[tuple[float, float]] = []  # of those taken: of the decode, of the rest
@@ -106,9 +109,7 @@ class RunningText:
             return self._drawn(self.text.logits_row())
 
     def _drawn(self, row: LogitsRow) -> Produced:
-        one = self.text.produce_from(row)
-        if self._n_alternatives:
-            one = one._replace(alternatives=self._alternatives(row))
+        one = self._described(self.text.produce_from(row), row)
         if not one.is_stop:
             self.text.append(one.token, -one.logprob, None)
         return one
@@ -156,7 +157,9 @@ class RunningText:
         if draft is not NO_DRAFT:
             n_steps = max(draft.n_decodes, len(draft.tokens))
             self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
-            draft.cut(self._fitting(draft))
+            draft.tokens = token_list(draft.tokens)
+            self.text.ctx.model.check_tokens(draft.tokens)
+            draft.cut(n_fitting(self.text, len(draft.tokens), draft.parents))
             self._cut_refused(draft)
             self.stats.draft_forward_passes += draft.n_decodes
 
@@ -170,24 +173,6 @@ class RunningText:
         drawn = bool(draft.sources) and self.rule != "seeded"
         if sampler.grammar is not None and draft.parents is None and not drawn:
             draft.cut(sampler.count_allowed(draft.tokens))
-
-    def _fitting(self, draft: Draft) -> int:
-        """Return how many of the draft's tokens the target can verify in one decode."""
-        ctx = self.text.ctx
-        draft.tokens = token_list(draft.tokens)
-        ctx.model.check_tokens(draft.tokens)
-        fits, used = ctx.n_outputs_max - 1, (self.text.seq_id,)
-        can_truncate = ctx.capabilities.can_truncate
-        if not can_truncate and not ctx.sequences.count_free(used=used):
-            return 0  # it is verified on a fork; to ask for one would search for garbage each time
-        if draft.parents is None:
-            return min(fits, len(draft.tokens))
-        # A tree with one leaf is a chain: it needs no extra sequences, and any memory can verify it.
-        room = max(1, ctx.sequences.count_free(used=used)) if can_truncate else 1
-        parents = draft.parents[:fits]
-        while parents and len(set(range(len(parents))) - set(parents)) > room:
-            parents = parents[:-1]
-        return len(parents)
 
     def drop_draft(self) -> None:
         """Go back to before the draft, which could not be decoded."""
@@ -239,6 +224,8 @@ class RunningText:
         """Return what a draft brings, and how much of it was accepted."""
         text, rows = self.text, plan.rows
         verdict = verify(text, draft, self.rule, rows)
+        if self.on_round is not None:
+            self._trace = trace(draft, verdict, rows, len(text.tokens))
         path = verdict.path
         completed = plan.keep(path, verdict.sampler)
         emitted, row = [], rows[0]
@@ -249,19 +236,22 @@ class RunningText:
             is_forced = bool(draft.forced) and draft.forced[i]
             self.stats.num_forced_tokens += is_forced
             source = "forced" if is_forced else "drafted"
-            emitted.append(
-                Produced(token, piece, False, logprob, entropy, source, self._alternatives(row))
-            )
+            one = Produced(token, piece, False, logprob, entropy, source)
+            emitted.append(self._described(one, row))
             row = rows[i + 1]
-        last = text.describe(verdict.token, row)
-        last = last._replace(source=verdict.source, alternatives=self._alternatives(row))
+        last = text.describe(verdict.token, row)._replace(source=verdict.source)
+        last = self._described(last, row)
         if not last.is_stop:
             text.append(last.token, -last.logprob, None)
         emitted.append(last)
-        return emitted, verdict.n_accepted
+        return emitted, len(verdict.accepted)
 
-    def _alternatives(self, row: LogitsRow) -> tuple[Alternative, ...]:
-        return row.alternatives(self.text.ctx.model, self._n_alternatives)
+    def _described(self, one: Produced, row: LogitsRow) -> Produced:
+        """Return it with its alternatives and its rank, if they are asked for."""
+        if not self._n_alternatives:
+            return one
+        alternatives = row.alternatives(self.text.ctx.model, self._n_alternatives)
+        return one._replace(alternatives=alternatives, rank=row.rank(one.token))
 
     def conclude(self) -> None:
         """Report the round to the draft state and the length. Call it without the context's lock."""
@@ -296,6 +286,9 @@ class RunningText:
     def _count(self, outcome: _Unreported, overhead_s: float) -> None:
         n_accepted, n_rows, verify_s, _ = outcome
         stats, draft = self.stats, self.draft
+        found, self._trace = self._trace, None
+        if self.on_round is not None and found is not None:
+            self.on_round(replace(found, following=self.emitted[-1], verify_s=verify_s))
         stats.count_decode(n_rows, verify_s)
         n_steps = draft.n_steps
         if draft.tokens:

@@ -32,6 +32,7 @@ class Produced(NamedTuple):
             accepted whole), "corrected" (the target's own where a draft was rejected) or "plain".
         alternatives: the requested number of most probable tokens, best first: pairs (token,
             log-probability) with an attribute ``text``.
+        rank: 1 + how many tokens the model finds more probable; 0 where no alternatives were asked for.
     """
 
     token: int
@@ -41,6 +42,7 @@ class Produced(NamedTuple):
     entropy: float
     source: str = "plain"
     alternatives: tuple[Alternative, ...] = ()
+    rank: int = 0
 
     def with_text(self, text: str) -> Produced:
         """Return it with another text: a part may be held back for a stop string."""

@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 from ..sampling import Sampler
 from .text import Text
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "n_fitting"]
 
 
 class _Trial:
@@ -45,6 +45,22 @@ def _leaves_below(parents: Sequence[int]) -> list[list[int]]:
             below[node].append(number)
             node = parents[node]
     return below
+
+
+def n_fitting(text: Text, n: int, parents: Sequence[int] | None) -> int:
+    """Return how many of ``n`` drafted tokens can be verified in one decode; ``parents``: see `Plan`."""
+    ctx, used = text.ctx, (text.seq_id,)
+    fits, can_truncate = ctx.n_outputs_max - 1, ctx.capabilities.can_truncate
+    if not can_truncate and not ctx.sequences.count_free(used=used):
+        return 0  # it is verified on a fork; to ask for one would search for garbage each time
+    if parents is None:
+        return min(fits, n)
+    # A tree with one leaf is a chain: it needs no extra sequences, and any memory can verify it.
+    room = max(1, ctx.sequences.count_free(used=used)) if can_truncate else 1
+    parents = parents[:fits]
+    while parents and len(set(range(len(parents))) - set(parents)) > room:
+        parents = parents[:-1]
+    return len(parents)
 
 
 class Plan:

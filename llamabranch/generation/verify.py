@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -13,10 +14,11 @@ from ..errors import ConfigError, GrammarError
 from ..native import acceptance
 from ..sampling import Distribution, Sampler
 from .drafter import Draft
+from .output import Produced
 from .rules import DraftTree, Noise, Rule, apply_rule, match_draws, tree_rule
 from .text import Text
 
-__all__ = ["Verdict", "verify"]
+__all__ = ["RoundTrace", "Verdict", "trace", "verify"]
 
 T = TypeVar("T")
 
@@ -25,18 +27,45 @@ class Verdict(NamedTuple):
     """What becomes of a draft.
 
     Attributes:
-        path: the numbers of the drafted tokens that the text takes, in order.
+        accepted: the numbers of the drafted tokens that are accepted, in order.
+        path: those that the text takes: without the last one where that ends the text, or nothing can be
+            drawn after it.
         token: what follows them.
         source: whose that token is: "bonus", "corrected", or "drafted" where it is of the draft itself.
-        n_accepted: how many drafted tokens were accepted.
         sampler: one that has accepted those of ``path``.
     """
 
+    accepted: list[int]
     path: list[int]
     token: int
     source: str
-    n_accepted: int
     sampler: Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrace:
+    """What a round with a draft has done; for ``Request.on_round``.
+
+    Attributes:
+        position: that of the first drafted token in the text, prompt included.
+        draft: the drafted ids; of a tree parents first.
+        logprobs: the target's log-probabilities, nats, of the tokens that were accepted, in their order,
+            and then of those that were rejected after them: one at most, but of a tree.
+        n_accepted, n_rejected: of the draft; the others were never judged.
+        following: the token after them: the target's own, or an accepted one that ends the text.
+        drafter: what drafted.
+        draft_s, verify_s: seconds of the draft, and of the decode or this text's share of it.
+    """
+
+    position: int
+    draft: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    n_accepted: int
+    n_rejected: int
+    following: Produced | None = None
+    drafter: str = ""
+    draft_s: float = 0.0
+    verify_s: float = 0.0
 
 
 class _DeadEnd(Exception):
@@ -65,21 +94,36 @@ def verify(text: Text, draft: Draft, rule: Rule, rows: Sequence[LogitsRow]) -> V
     """
     targets = _Targets(text, draft, rows)
     is_eog = text.ctx.model.is_eog
-    path, following = (_chain if draft.parents is None else _tree)(targets, rule)
-    n, is_dead_end = len(path), following is None
-    if following is None:  # the last accepted token waits; the next round raises the error
-        following = draft.tokens[path.pop()]
-    ends = [at for at, i in enumerate(path) if is_eog(draft.tokens[i])]
-    if ends:  # the text ends at an accepted EOG token, whatever the draft proposed after it
-        n, following = ends[0] + 1, draft.tokens[path[ends[0]]]
-        del path[ends[0] :]
+    accepted, following = (_chain if draft.parents is None else _tree)(targets, rule)
+    is_dead_end = following is None
+    # The text ends at an accepted EOG token, whatever the draft proposed after it.
+    end = next((n for n, i in enumerate(accepted, 1) if is_eog(draft.tokens[i])), None)
+    path = accepted = accepted[:end]
+    if (
+        end or following is None
+    ):  # after a dead end the last token waits; the next round raises the error
+        path, following = accepted[:-1], draft.tokens[accepted[-1]]
     last = path[-1] if path else -1
     if draft.parents is None:
-        is_complete = n == len(draft.tokens)
+        is_complete = len(accepted) == len(draft.tokens)
     else:
         is_complete = last not in draft.parents
     source = "drafted" if is_dead_end else "bonus" if is_complete else "corrected"
-    return Verdict(path, following, source, n, targets.sampler(last))
+    return Verdict(accepted, path, following, source, targets.sampler(last))
+
+
+def trace(draft: Draft, verdict: Verdict, rows: Sequence[LogitsRow], position: int) -> RoundTrace:
+    """Return what ``on_round`` is told, while the logits are there; times follow later."""
+    accepted, parents = verdict.accepted, draft.parents or range(-1, len(draft.tokens) - 1)
+    last = accepted[-1] if accepted else -1
+    is_end = len(verdict.path) < len(accepted)  # nothing was judged after the last one
+    rejected = [] if is_end else [i for i, parent in enumerate(parents) if parent == last]
+    pairs = [*zip([-1, *accepted], accepted, strict=False), *((last, i) for i in rejected)]
+    logprobs = tuple(rows[parent + 1].logprob(draft.tokens[i]) for parent, i in pairs)
+    return RoundTrace(
+        position, tuple(draft.tokens), logprobs, len(accepted), len(rejected),
+        drafter=draft.drafter, draft_s=draft.seconds,
+    )  # fmt: skip
 
 
 class _Targets:

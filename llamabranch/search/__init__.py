@@ -8,12 +8,14 @@ from .outline import TreeLine, outline, tree_picture
 from .particles import Potential, smc
 from .result import Hypothesis, SearchResult, SearchStats
 from .selection import Selection, select
+from .sequences import SearchObserver
 from .steps import step_search
 
 __all__ = [
     "Hypothesis",
     "Potential",
     "SearchNode",
+    "SearchObserver",
     "SearchResult",
     "SearchStats",
     "Selection",

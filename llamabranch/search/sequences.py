@@ -21,10 +21,27 @@ from ..generation.text import Text
 from .node import SearchNode
 from .result import SearchStats
 
-__all__ = ["OnStep", "SearchSequences"]
+__all__ = ["OnStep", "SearchObserver", "SearchSequences"]
 
 T = TypeVar("T")
 OnStep = Callable[[SearchStats], bool | None]
+
+
+class SearchObserver:
+    """An ``on_step`` of any search that can look at its tree: a subclass has ``__call__``.
+
+    Attributes:
+        root: the tree, from the beginning of the search on; it grows in the search's thread, which waits
+            while ``__call__`` runs.
+        effective_sizes: of ``smc``: see `SearchResult`, those of the steps so far.
+    """
+
+    root: SearchNode | None = None
+    effective_sizes: Sequence[float] = ()
+
+    def __call__(self, stats: SearchStats) -> bool | None:
+        """Take the statistics so far; a true result ends the search."""
+        raise NotImplementedError
 
 
 class SearchSequences:
@@ -43,6 +60,7 @@ class SearchSequences:
         branch, root: the branch and its node.
         stats: what the search has cost so far.
         is_cancelled: whether ``on_step`` has asked for the end.
+        observer: looks at the tree.
     """
 
     def __init__(self, branch: Branch, on_step: OnStep | None = None) -> None:
@@ -61,6 +79,8 @@ class SearchSequences:
                 f"all {self.ctx.n_seq_max} are taken",
                 hint="prune a branch, or create the context with a larger n_seq_max",
             )
+        self.observer = on_step if isinstance(on_step, SearchObserver) else SearchObserver()
+        self.observer.root = self.root
         self._on_step = on_step
         self._store = BranchStore(self.ctx)
         self._held: dict[SearchNode, Branch] = {}  # least recently used first

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import branches, chat, completions, utilities
 from .errors import HttpError
-from .exchange import Exchange
+from .exchange import Exchange, Headers
 from .security import Guard
 from .service import Service
 from .settings import ServeSettings
 
-__all__ = ["make_app"]
+__all__ = ["Front", "make_app"]
 
 _ROUTES: dict[str, Callable[[Exchange, Service], Awaitable[None]]] = {
     "POST /v1/completions": completions.completions,
@@ -40,8 +41,27 @@ _ROUTES: dict[str, Callable[[Exchange, Service], Awaitable[None]]] = {
 }
 
 
+class Front(NamedTuple):
+    """What a server has in front of its API, also while the model is loaded.
+
+    Attributes:
+        check: raises HttpError unless a request may be answered; in place of the settings' rules.
+        headers: of every answer.
+        routes: handlers, by method and path.
+        close: awaited once no more requests are taken.
+    """
+
+    check: Callable[[Scope], None]
+    headers: Headers
+    routes: Mapping[str, Callable[[Exchange], Awaitable[None]]]
+    close: Callable[[], Awaitable[None]]
+
+
 def make_app(
-    service_of: Callable[[], Service | None], settings: ServeSettings, log: Callable[[str], None]
+    service_of: Callable[[], Service | None],
+    settings: ServeSettings,
+    log: Callable[[str], None],
+    front: Front | None = None,
 ) -> ASGIApp:
     """Return the application.
 
@@ -49,18 +69,21 @@ def make_app(
         service_of: returns the service, None while the model is loaded.
         settings: limits.
         log: gets a line for each request, if the settings ask for it.
+        front: what is in front of the API.
     """
     guard = Guard(settings)
+    check, own = (guard.check, {}) if front is None else (front.check, front.routes)
+    handlers: dict[str, Callable[..., Awaitable[None]]] = {**own, **_ROUTES}
     routes = []
-    for asked, handler in _ROUTES.items():
+    for asked, handler in handlers.items():
         method, *paths = asked.split()
-        routes += [(Route(path, handler, methods=[method]), handler) for path in paths]
+        routes += [(Route(path, handler, methods=[method]), asked) for path in paths]
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         service = service_of()
-        headers = guard.cors(scope)
+        headers = guard.cors(scope) if front is None else [*front.headers]
         if service is not None and not service.is_exact:
             headers.append((b"x-batch-invariant", b"false"))
         call = Exchange(scope, receive, send, settings, headers)
@@ -76,20 +99,24 @@ def make_app(
 
     async def answer(call: Exchange) -> None:
         scope, service = call.scope, service_of()
-        guard.check(scope)
+        check(scope)
         if scope["method"] == "OPTIONS":
             await call.reply(b"")
             return
         status = 404
-        for route, handler in routes:
+        for route, asked in routes:
             match, found = route.matches(scope)
+            if match is Match.FULL and asked in own:
+                scope.update(found)
+                await own[asked](call)
+                return
             if match is Match.FULL:
                 if service is None:
                     raise HttpError(503, "the model is being loaded")
                 if service.is_draining:
                     raise HttpError(503, "the server is shutting down")
                 scope.update(found)
-                await handler(call, service)
+                await _ROUTES[asked](call, service)
                 return
             status = 405 if match is Match.PARTIAL else status
         told = "there is nothing at this path" if status == 404 else "this path takes other methods"

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from .errors import HttpError, http_error
 from .settings import ServeSettings
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "Headers"]
 
 T = TypeVar("T")
 Headers = Iterable[tuple[bytes, bytes]]
@@ -60,6 +60,7 @@ class Exchange:
         self._start = perf_counter()
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
+        self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._reason = ""  # why the task was cancelled by this class
         self._is_stream = self._has_ended = False
@@ -84,7 +85,8 @@ class Exchange:
     async def run(self, work: Coroutine[object, object, None]) -> None:
         """Run what answers the request; its errors become the answer."""
         limit = self._settings.request_timeout_s
-        timer = self._loop.call_later(limit, self._give_up, "timeout") if limit else None
+        if limit:
+            self._timer = self._loop.call_later(limit, self._give_up, "timeout")
         try:
             await work
         except asyncio.CancelledError:
@@ -99,10 +101,14 @@ class Exchange:
                 _log.error("%s %s failed", self.scope["method"], self.scope["path"], exc_info=error)
             await self._fail(found)
         finally:
-            if timer is not None:
-                timer.cancel()
+            self.exempt()
             if self._watcher is not None:
                 self._watcher.cancel()
+
+    def exempt(self) -> None:
+        """Take the limit of time from the request: a stream of events may last for days."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _give_up(self, reason: str) -> None:
         if not self._reason and self._task is not None:
@@ -125,8 +131,13 @@ class Exchange:
 
     # -- the request -----------------------------------------------------------------------------------
 
-    async def _body(self) -> bytes:
-        most, found, more = self._settings.max_body, bytearray(), True
+    async def body(self, most: int | None = None) -> bytes:
+        """Return the body, at most ``most`` bytes long, and watch from now on for a disconnect.
+
+        Raises:
+            HttpError: it is too long.
+        """
+        most, found, more = most or self._settings.max_body, bytearray(), True
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -144,7 +155,7 @@ class Exchange:
         Raises:
             HttpError: the body is too long or no JSON, or a field has another type.
         """
-        body = await self._body()
+        body = await self.body()
         try:
             fields = msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
@@ -181,14 +192,15 @@ class Exchange:
         """Send events in one piece; a client that does not take them in time is disconnected."""
         data = b"".join([b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events])
         if data:
-            await self._write(data)
+            await self.write(data)
 
     async def end_stream(self) -> None:
         """Send the event that ends a stream."""
-        await self._write(b"data: [DONE]\n\n")
+        await self.write(b"data: [DONE]\n\n")
         await self._close()
 
-    async def _write(self, data: bytes) -> None:
+    async def write(self, data: bytes) -> None:
+        """Send a part of a stream; a client that does not take it in time is disconnected."""
         if not self.status:
             self._is_stream = True
             await self._begin(200, _STREAM_HEADERS)

@@ -48,7 +48,7 @@ _Parts = Annotated[list[int | str | PromptString], Meta(min_length=1)]
 Prompt = str | PromptString | Annotated[list[int | str | PromptString | _Parts], Meta(min_length=1)]
 
 
-class RefusedFields(Struct, kw_only=True):
+class RefusedFields(Struct, kw_only=True, omit_defaults=True):
     """What would change a text, or what is told of it, and is not offered."""
 
     functions: object = None

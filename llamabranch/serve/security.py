@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -11,7 +12,7 @@ from starlette.types import Scope
 from .errors import HttpError
 from .settings import ServeSettings, is_loopback
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "sends_key"]
 
 _PUBLIC = {"/health", "/v1/health"}  # without a key
 
@@ -52,7 +53,7 @@ class Guard:
         is_same = origin is None or origin.partition("://")[2] == host
         if not is_same and not self._allows(str(origin)):
             raise HttpError(403, "pages of this origin may not call: --allow-origin lets them")
-        if self._keys and scope["path"] not in _PUBLIC and not self._has_key(given):
+        if self._keys and scope["path"] not in _PUBLIC and not sends_key(given, self._keys):
             raise HttpError(401, "the API key is missing or wrong: Authorization: Bearer KEY")
 
     def _knows_host(self, host: str) -> bool:
@@ -74,8 +75,10 @@ class Guard:
             return False
         return "localhost" in self._origins and name is not None and is_loopback(name)
 
-    def _has_key(self, given: dict[bytes, str]) -> bool:
-        scheme, _, key = given.get(b"authorization", "").partition(" ")
-        sent = key.strip() if scheme.lower() == "bearer" else given.get(b"x-api-key", "")
-        found = [hmac.compare_digest(sent.encode("latin-1"), each) for each in self._keys]
-        return any(found)  # of all, so that the time does not tell which
+
+def sends_key(given: Mapping[bytes, str], keys: Iterable[bytes]) -> bool:
+    """Return whether headers have one of the keys."""
+    scheme, _, key = given.get(b"authorization", "").partition(" ")
+    sent = key.strip() if scheme.lower() == "bearer" else given.get(b"x-api-key", "")
+    found = [hmac.compare_digest(sent.encode("latin-1"), each) for each in keys]
+    return any(found)  # of all, so that the time does not tell which

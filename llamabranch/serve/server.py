@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ..engine import AsyncEngine
 from ..errors import ConfigError
 from ..startup import quit_interrupted
-from .app import make_app
+from .app import Front, make_app
 from .service import Service
 from .settings import ServeSettings
 
@@ -43,7 +43,10 @@ class Server:
     Attributes:
         service: once the model is loaded.
         port, url: where it listens.
+        front: what is in front of the API; set before ``run``.
     """
+
+    front: Front | None = None
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class Server:
                 signal.signal(number, handler)
 
     async def _serve(self) -> None:
-        app = make_app(lambda: self.service, self.settings, self._log)
+        app = make_app(lambda: self.service, self.settings, self._log, self.front)
         config = uvicorn.Config(
             app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
             access_log=False, log_level="critical", server_header=False, proxy_headers=False,
@@ -138,6 +141,8 @@ class Server:
     async def _drain(self, service: Service) -> None:
         """Wait until the running requests have ended, or their time is over."""
         service.is_draining = True
+        if self.front is not None:
+            await self.front.close()
         if service.n_texts:
             self._log(f"{service.n_texts} texts run: waiting for them; another Ctrl-C does not")
         left = self.settings.shutdown_timeout_s

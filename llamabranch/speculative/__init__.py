@@ -14,6 +14,7 @@ from ..generation.length.base import DraftLength
 from ..generation.rules import Acceptance, RandomSource, block_rule, token_rule
 from ..generation.stats import SpeculativeStats
 from ..generation.text import Text
+from ..generation.verify import RoundTrace
 from .drafters.chain import ChainDrafter
 from .drafters.copying import PromptLookupDrafter, SuffixDrafter
 from .drafters.eagle import EagleDrafter
@@ -41,6 +42,7 @@ __all__ = [
     "NullDrafter",
     "PromptLookupDrafter",
     "RandomSource",
+    "RoundTrace",
     "SpeculativeConfig",
     "SpeculativeStats",
     "Speculator",

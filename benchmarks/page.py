@@ -1,0 +1,327 @@
+"""Budgets of the page: from a key or a click to what is painted, in Debian's Chromium.
+
+    python -m benchmarks.page [--target MODEL] [--runs 30] [--only small large loss]
+
+``small`` works in one text of the target: the actions of the page that have a budget. ``large`` imports
+a generated document of 10,000 nodes and 100,000 tokens: first paint, moves, scrolling, finding, memory,
+export. ``loss`` continues texts while a page watches and while none does. Medians and 95th percentiles;
+a budget is printed beside them and never asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from .report import Settings, emit, number, parser, table
+
+PARTS = ("small", "large", "loss")
+LINK = re.compile(r"http://127\.0\.0\.1:\d+/#\S+")
+# Milliseconds, from the specification: medians, or 95th percentiles where it says so.
+BUDGETS = {
+    "choose a node": 50, "lens": 50, "top 10, cached": 50, "alternative painted": 50,
+    "alternative's first token": 90, "continue's first token": 120, "type a key": 50,
+    "typed text scored": 600, "stop": 100, "search's first event": 200, "find": 100, "export": 3000,
+    "first paint": 1000, "frame while scrolling": 32,
+}  # fmt: skip
+# Functions of the page: each does something and returns the ms until a frame shows what it did.
+MEASURE = """() => {
+  const $ = (selector) => document.querySelector(selector);
+  const count = (selector) => document.querySelectorAll(selector).length;
+  const key = (id, key) => $(id).dispatchEvent(
+    new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
+  const typed = (box, text) => { box.value = text; box.dispatchEvent(new Event("input")); };
+  const node = () => $("#tree [aria-selected=true]")?.dataset.node;
+  const painted = (holds) => new Promise((done) => {
+    const begin = performance.now();
+    const look = () => {
+      if (holds()) setTimeout(() => done(performance.now() - begin));
+      else if (performance.now() - begin > 5000) done(NaN);
+      else requestAnimationFrame(look);
+    };
+    look();
+  });
+  window.key = key;
+  window.measure = {
+    choose: (i) => {
+      const old = node();
+      key("#tree", i % 2 ? "ArrowUp" : "ArrowDown");
+      return painted(() => node() !== old);
+    },
+    down: () => {
+      const old = $("#tree").getAttribute("aria-activedescendant");
+      key("#tree", "ArrowDown");
+      return painted(() => $("#tree").getAttribute("aria-activedescendant") !== old);
+    },
+    lens: () => {
+      const old = $("#legend").dataset.lens;
+      key("#text", "v");
+      return painted(() => $("#legend").dataset.lens !== old);
+    },
+    top: (i) => {
+      const old = $("#token-pane").dataset.position;
+      key("#text", i % 2 ? "ArrowRight" : "ArrowLeft");
+      return painted(() => $("#token-pane").dataset.position !== old && count("[data-alternative]"));
+    },
+    take: async (i, first) => {
+      const old = node(), buttons = [...document.querySelectorAll("[data-alternative]")];
+      const free = buttons.findIndex((each) => !each.ariaCurrent);
+      key("#text", String((free + 1) % 10));
+      return painted(() => node() !== old && $("#text .cursor") && (!first || $("#text .cursor + .t")));
+    },
+    proceed: () => {
+      const old = count(".shoot .t");
+      key("#text", "g");
+      return painted(() => count(".shoot .t") > old);
+    },
+    stop: () => {
+      key("#text", "Escape");
+      return painted(() => document.documentElement.dataset.state === "ready");
+    },
+    type: (i) => {
+      const box = $(".typing textarea");
+      typed(box, box.value + "word ");
+      return painted(() => true);
+    },
+    score: async (i) => {
+      const old = $(".preview").textContent, box = $(".typing textarea");
+      typed(box, box.value + i + " ");
+      return (await painted(() => $(".preview").textContent !== old)) - 200;
+    },
+    search: () => {
+      key("#text", "S");
+      $("dialog [name=max_tokens]").value = "8";
+      $("dialog .main").click();
+      return painted(() => count(".outline li"));
+    },
+    find: (i) => {
+      $("#found").textContent = "";
+      typed($("#find"), ["king", "fox", "sleep"][i % 3]);
+      return painted(() => $("#found").textContent !== "");
+    },
+    scroll: async () => {
+      const frames = [];
+      for (let i = 0, last = performance.now(); i < 240; i++) {
+        $("#tree").scrollTop += 300;
+        await new Promise(requestAnimationFrame);
+        frames.push(performance.now() - last);
+        last = performance.now();
+      }
+      return frames;
+    },
+    exported: async () => {
+      const begin = performance.now();
+      await (await fetch("/loom/export?format=html")).blob();
+      return performance.now() - begin;
+    },
+  };
+}"""
+# Tokens a second of three texts that the server writes, as its own clock tells.
+RATE = """async () => {
+  const ask = async (path, init) => (await fetch(path, init)).json();
+  const node = (await ask("/loom/doc")).nodes.id[0];
+  const body = {cid: crypto.randomUUID(), op: "continue", node, n: 3, max_tokens: 96, seed: "1"};
+  const begin = performance.now();
+  const {job} = await ask("/loom/do", {method: "POST", body: JSON.stringify(body)});
+  for (;;) {
+    const {jobs} = await ask("/loom/doc");
+    if (!jobs.some((each) => each.id === job && each.state === "running")) break;
+    await new Promise((done) => setTimeout(done, 50));
+  }
+  return 288000 / (performance.now() - begin);
+}"""
+
+
+def main() -> None:
+    """Measure the parts that are asked for."""
+    described = parser("the page in a browser", runs=30, tokens=24)
+    described.set_defaults(target="smollm2-135m:Q8_0")
+    described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    args = described.parse_args()
+    settings = Settings.of(args)
+    parts = {"small": _small, "large": _large, "loss": _loss}
+    results: dict[str, object] = {}
+    for name in args.only:
+        found = {key: _spread(values) for key, values in parts[name](settings).items()}
+        results[name] = found
+        rows = [
+            [key, number(p50, 1), number(p95, 1), str(BUDGETS.get(key, "-"))]
+            for key, (p50, p95) in found.items()
+        ]
+        table(f"{name}: {settings.target}", ["what", "p50", "p95", "budget"], rows)
+    with settings.context(settings.target) as ctx:
+        emit("page", settings, {"target": ctx.model}, results)
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    return median(values), quantiles(values, n=20)[-1] if len(values) > 1 else values[0]
+
+
+@contextmanager
+def _served(target: str, folder: Path) -> Iterator[str]:
+    """Run the server; yield its link."""
+    command = [
+        sys.executable,
+        "-m",
+        "llamabranch.cli",
+        "open",
+        target,
+        "--no-browser",
+        "--port",
+        "0",
+    ]
+    process = subprocess.Popen(
+        [*command, "--file", str(folder / "page.loom.jsonl")],
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CONFIG_HOME": str(folder)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        found = next(filter(None, map(LINK.search, process.stdout or ())), None)
+        if found is None:
+            raise SystemExit("the server does not start")
+        yield found[0]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def open_page(target: str, scale: float = 1.0) -> Iterator[Any]:
+    """Open the page, ready, in Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium")
+    if path is None:
+        raise SystemExit("needs Chromium: apt-get install chromium")
+    arguments = [
+        "--disable-background-networking",
+        "--enable-precise-memory-info",
+        "--js-flags=--expose-gc",
+    ]
+    arguments += ["--no-sandbox"] if os.geteuid() == 0 else []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _served(target, Path(folder)) as link,
+        sync_playwright() as playwright,
+    ):
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        page = browser.new_page(viewport={"width": 1280, "height": 800}, device_scale_factor=scale)
+        page.goto(link)
+        ready(page)
+        yield page
+        browser.close()
+
+
+def ready(page: Any) -> None:
+    """Wait until nothing is generated."""
+    page.wait_for_function(
+        "() => document.documentElement.dataset.state === 'ready'", timeout=120_000
+    )
+
+
+def begin(page: Any, text: str) -> None:
+    """Type a beginning into the empty page and have it continued three times."""
+    page.locator("#begin").fill(text)
+    page.locator("#begin").press("Control+Enter")
+    page.locator(".shoot").nth(2).wait_for()
+    ready(page)
+
+
+def _times(page: Any, n: int, name: str, before: str = "", argument: bool = False) -> list[float]:
+    """Call a function of MEASURE n times, each when all is quiet; what it did not show is NaN."""
+    found = []
+    for i in range(n):
+        ready(page)
+        if before:
+            page.evaluate(before)
+        page.wait_for_timeout(80)
+        call = f"([i, argument]) => measure.{name}(i, argument)"
+        found.append(page.evaluate(call, [i, argument]))
+    return [float("nan") if value is None else float(value) for value in found]
+
+
+def _small(settings: Settings) -> dict[str, list[float]]:
+    n = settings.runs
+    with open_page(settings.target) as page:
+        begin(page, "The moral of the story is that a king must")
+        page.evaluate(MEASURE)
+        middle = "() => { key('#tree', 'Home'); key('#tree', 'ArrowDown'); key('#text', 'End'); "
+        middle += "for (let i = 0; i < 9; i++) key('#text', 'ArrowLeft'); }"
+        found = {"choose a node": _times(page, n, "choose"), "lens": _times(page, n, "lens")}
+        page.evaluate(middle)
+        found["top 10, cached"] = _times(page, n, "top")
+        found["alternative painted"] = _times(page, n, "take", middle)
+        found["alternative's first token"] = _times(page, n, "take", middle, argument=True)
+        home = "() => key('#tree', 'Home')"
+        found["continue's first token"] = _times(page, n, "proceed", home)
+        found["stop"] = _times(page, n, "stop", "() => { key('#tree', 'Home'); key('#text', 'g') }")
+        found["search's first event"] = _times(page, min(n, 5), "search", home)
+        page.evaluate("() => key('#text', 'Enter')")
+        found["type a key"] = _times(page, n, "type")
+        found["typed text scored"] = _times(page, min(n, 10), "score")
+    return found
+
+
+def large_document(n_nodes: int = 10_000) -> str:
+    """Return a document of ten tokens a node as loomsidian writes it."""
+    words = " the old king said that a fox must never sleep"
+    nodes: dict[str, object] = {}
+    for i in range(n_nodes):
+        parent = (i - 1) // 3 if i % 5 else i - 1  # bushes along a path of 2,000 nodes
+        nodes[f"m{i}"] = {"text": words, "parentId": f"m{parent}" if i else None}
+    return json.dumps({"current": "m0", "nodes": nodes})
+
+
+def _large(settings: Settings) -> dict[str, list[float]]:
+    n = settings.runs
+    with open_page(settings.target) as page:
+        page.evaluate("body => fetch('/loom/import', {method: 'POST', body})", large_document())
+        found: dict[str, list[float]] = {"first paint": []}
+        for _ in range(min(n, 5)):
+            page.reload()
+            page.locator("[role=treeitem]").nth(5).wait_for(timeout=60_000)
+            found["first paint"].append(float(page.evaluate("performance.now()")))
+        ready(page)
+        page.evaluate(MEASURE)
+        page.evaluate("() => key('#tree', 'Home')")
+        found["choose a node"] = _times(page, n, "down")
+        found["find"] = _times(page, n, "find")
+        found["frame while scrolling"] = list(map(float, page.evaluate("measure.scroll()")))
+        found["export"] = _times(page, 1, "exported")
+        for name, script in (
+            ("elements", "document.querySelectorAll('#tree *, #text *, #after *').length"),
+            ("heap, MB", "(gc(), performance.memory.usedJSHeapSize / 1e6)"),
+            ("doc, MB", "fetch('/loom/doc').then(a => a.blob()).then(b => b.size / 1e6)"),
+        ):
+            found[name] = [float(page.evaluate(script))]
+    return found
+
+
+def _loss(settings: Settings) -> dict[str, list[float]]:
+    """Return tokens a second while the page shows the texts, and with its tab on a bare file."""
+    found: dict[str, list[float]] = {"tokens/s, watched": [], "tokens/s, unwatched": []}
+    with open_page(settings.target) as page:
+        base = page.url
+        begin(page, "The moral of the story is that a king must")
+        for _ in range(max(1, settings.runs // 3)):
+            page.goto(base)
+            ready(page)
+            page.evaluate("() => document.querySelector('[role=treeitem]').click()")
+            found["tokens/s, watched"].append(float(page.evaluate(RATE)))
+            page.goto(f"{base}loom/app/app.css")
+            found["tokens/s, unwatched"].append(float(page.evaluate(RATE)))
+    return found
+
+
+if __name__ == "__main__":
+    main()

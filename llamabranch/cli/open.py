@@ -1,0 +1,182 @@
+"""``llamabranch open``: a page in the browser to branch, see and compare texts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from llamabranch import AsyncEngine, ConfigError, Context, UnsupportedError, hub
+from llamabranch.serve import ServeSettings
+
+from ..loading import LoadOptions
+from .bundles import option, with_bundles
+from .console import Console, print_json
+from .options import DraftOptions, OutputOptions
+
+if TYPE_CHECKING:
+    from llamabranch.loom import Loom
+    from llamabranch.serve.server import Server
+
+_BUNDLED = "tale-target"
+_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; with those of searches and comparisons
+_MOST_CELLS = 8192
+_MOST_PORTS = 20
+_SUFFIX = ".loom.jsonl"
+
+
+@dataclass(frozen=True)
+class PageOptions:
+    """What the page shows, and where."""
+
+    panel: ClassVar[str] = "Page"
+
+    compare: str | None = option(None, "A second model.", metavar="MODEL2")
+    file: Path | None = option(
+        None,
+        f"NAME{_SUFFIX}, made where absent.  [default: one a model]",
+    )
+    port: int = option(8137, "The port, or the next free one.", max=65_535)
+    browser: bool = option(True, "Open a browser.", "--browser/--no-browser")
+    read_only: bool = option(False, "Write nothing.", "--read-only")
+
+    def path(self, target: str) -> Path:
+        """Return the document's file; the folder of the default one is made.
+
+        Raises:
+            ConfigError: its folder is not there.
+        """
+        if self.file is not None:
+            if not self.file.parent.is_dir():
+                raise ConfigError(f"there is no folder {self.file.parent}")
+            return self.file
+        folder = _folder("XDG_DATA_HOME", ".local/share")
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{Path(target).stem.replace(':', '-')}{_SUFFIX}"
+
+
+@with_bundles
+def open(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Default: the bundled tale model.")
+    ] = None,
+    *,
+    page: PageOptions,
+    models: DraftOptions,
+    output: OutputOptions,
+) -> None:
+    """Branch, see and compare texts in the browser.
+
+    The page listens on 127.0.0.1 alone, and its link works once; Enter prints another one.
+    """
+    with output.console() as console, ExitStack() as stack:
+        try:
+            from llamabranch.loom import Loom, front_of
+            from llamabranch.serve.server import Server
+        except ImportError as error:
+            raise UnsupportedError(
+                f"the page needs a package that is not installed: {error.name}",
+                hint="pip install 'llamabranch[page]'",
+            ) from error
+        models = replace(models, target=model or models.target or _BUNDLED)
+        target, drafters = models.resolve(console)
+        if page.compare is not None:
+            hub.resolve(page.compare)
+        partner: list[Context] = []
+        of_drafts = LoadOptions(n_seq_max=_SEQUENCES, prefix_cache=True)
+        if models.n_ctx is None:
+            models = replace(models, n_ctx=_MOST_CELLS)
+
+        def open_engine() -> AsyncEngine:
+            names = target, drafters
+            context, drafter = models.open_pair(names, console, stack, of_drafts, of_drafts)
+            if page.compare is not None:
+                same = LoadOptions(n_seq_max=4, prefix_cache=True, kv_type=context.kv_type)
+                partner.append(models.open(page.compare, console, stack, **same))
+            return AsyncEngine(
+                context, drafter, models.config(), max_tokens=None, parallel=_PARALLEL
+            )
+
+        def ready(_url: str, name: str) -> None:
+            loom.ready()
+            console.note(f"{name} is loaded")
+
+        def listen(settings: ServeSettings) -> Server:
+            return Server(open_engine, settings, ready, console.note)
+
+        server = _listening(page.port, listen, console)
+        loom = Loom(
+            page.path(target), server.port, lambda: server.service,
+            lambda: partner[0] if partner else None, read_only=page.read_only,
+            draft="+".join(drafters) or "none",
+            settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
+        )  # fmt: skip
+        server.front = front_of(loom)
+        console.on_loading = loom.loading
+        _tell(loom, server.url, console, as_json=output.as_json, browser=page.browser)
+        server.run()
+
+
+def _folder(variable: str, usual: str) -> Path:
+    given = os.environ.get(variable)
+    return (Path(given) if given else Path.home() / usual) / "llamabranch"
+
+
+def _listening(port: int, make: Callable[[ServeSettings], Server], console: Console) -> Server:
+    """Return a server on the port, or on the next one that is free."""
+    for number in range(port, min(port + _MOST_PORTS, 65_536)):
+        try:
+            server = make(ServeSettings(port=number, shutdown_timeout_s=0.0))
+        except ConfigError:
+            continue
+        if port and number != port:
+            console.note(f"port {port} is taken: using {number}")
+        return server
+    return make(ServeSettings(port=0, shutdown_timeout_s=0.0))
+
+
+def _tell(loom: Loom, url: str, console: Console, *, as_json: bool, browser: bool) -> None:
+    """Print the link, and another one at each Enter."""
+
+    def link() -> str:
+        return f"{url}/#{loom.guard.link()}"
+
+    def show(told: dict[str, object]) -> None:
+        if as_json:
+            print_json(told)
+        else:
+            console.line(f"the page: {told['link']}")
+
+    first, path, key = link(), loom.live.journal.path, loom.guard.key
+    show({"link": first, "url": url, "key": key, "file": str(path)})
+    if not as_json:
+        console.note(f"document: {path}; scripts send Authorization: Bearer {key}")
+    if loom.live.journal.read_only is not None:
+        console.note(f"{path.name} is read-only: {loom.live.journal.read_only}")
+
+    def listen() -> None:
+        with suppress(OSError, ValueError):
+            for _ in sys.stdin:
+                show({"link": link()})
+
+    if _reads_terminal():
+        threading.Thread(target=listen, daemon=True).start()
+    if browser:
+        threading.Thread(target=webbrowser.open, args=(first,), daemon=True).start()
+
+
+def _reads_terminal() -> bool:
+    """Return whether the terminal may be read: a program in its background would be stopped."""
+    with suppress(OSError, ValueError):
+        if sys.platform != "win32" and sys.stdin.isatty():
+            return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    return True

@@ -1,0 +1,169 @@
+"""The page's requests: its files, its session, the document and its events, operations, files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import accumulate
+
+from ..serve.app import Front
+from ..serve.errors import HttpError
+from ..serve.exchange import Exchange
+from . import formats, page, pair
+from .document import KEPT, short
+from .loom import Do, Loom
+from .operations import Operations
+
+__all__ = ["front_of"]
+
+_MOST_UPLOAD = 64 << 20
+_MOST_NODES = 200_000
+_MOST_FOUND = 200
+Handler = Callable[[Loom, Exchange], Awaitable[None]]
+
+
+def front_of(loom: Loom) -> Front:
+    """Return what a server has in front of its API for a page."""
+    operations = Operations(loom)
+
+    async def do(call: Exchange) -> None:
+        body = await operations.do(await call.json(Do))
+        status = 200 if body.get("job") is None else 202
+        await call.reply({"rev": loom.document.rev, **body}, status)
+
+    def bound(handler: Handler) -> Callable[[Exchange], Awaitable[None]]:
+        return lambda call: handler(loom, call)
+
+    routes = {path: bound(handler) for path, handler in _ROUTES.items()}
+    routes["POST /loom/do"] = do
+    return Front(loom.guard.check, loom.guard.headers, routes, loom.live.close)
+
+
+async def _static(loom: Loom, call: Exchange) -> None:
+    found = page.static_file(call.scope["path"])
+    if found is None:
+        raise HttpError(404, "there is nothing at this path")
+    await call.reply(found[0], kind=found[1])
+
+
+async def _session(loom: Loom, call: Exchange) -> None:
+    given = await call.json(dict[str, str])
+    cookie = loom.guard.session(given.get("token", ""))
+    await call.reply(b"", 204, [(b"set-cookie", cookie)])
+
+
+async def _doc(loom: Loom, call: Exchange) -> None:
+    document, live, wanted = loom.document, loom.live, call.query.get("branch")
+    if wanted is not None:
+        await call.reply({"branch": loom.branch(loom.node(wanted))})
+        return
+    shown = [*document.shown()]
+    current = document.current
+    state = {"state": "generating"} if loom.live.running else {}
+    await call.reply({
+        "version": 1, "boot": live.boot, "rev": document.rev, **loom.models(), **state,
+        "file": live.file, "current": current if current in {n.id for n in shown} else None,
+        "settings": loom.settings, **document.counts(), "nodes": document.listed(),
+        "jobs": [job.as_dict() for job in live.running],
+        "notes": {n.id: n.note for n in shown if n.note},
+        "bookmarks": [n.id for n in shown if n.bookmark],
+        "kl": {n.id: pair.mean_kl(n.compare[-1]) for n in shown if n.compare},
+    })  # fmt: skip
+
+
+async def _tokens(loom: Loom, call: Exchange) -> None:
+    query, document = call.query, loom.document
+    node = loom.node(query.get("node"))
+    low = 0 if query.get("path") == "1" else node.made.at
+    try:
+        start = max(low, int(query.get("from", low)))
+        end = start + int(query["n"]) if "n" in query else node.end
+    except ValueError:
+        raise HttpError(400, "from and n are numbers", param="from") from None
+    parts, top = node.stretches(start, end), query.get("top") == "1"
+    owners = dict.fromkeys([owner for owner, _, _ in parts] + [node])
+    kept = {name: [raw for owner in owners for raw in getattr(owner, name)] for name in KEPT}
+    await call.reply({
+        "node": document.told(node), **document.columns(parts, top=top), "at": start,
+        "owner": [(owner.id, owner.made.at + a) for owner, a, _ in parts], **({} if top else kept),
+    })  # fmt: skip
+
+
+async def _next(loom: Loom, call: Exchange) -> None:
+    """Tell what could follow the first ``at`` tokens of a text."""
+    node, document = loom.node(call.query.get("node")), loom.document
+    at = call.query.get("at", "")
+    tokens = node.tokens(int(at) if at.isdecimal() else None)
+    loom.service.check_room(tokens, 1)
+    one = await loom.live.following(tokens)
+    found = () if one is None else one.alternatives
+    loom.live.learn(a.token for a in found)
+    top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in found]
+    await call.reply({"h": None if one is None else short(one.entropy), "top": top})
+
+
+async def _find(loom: Loom, call: Exchange) -> None:
+    document, wanted = loom.document, call.query.get("q", "").lower()
+    found: list[dict[str, object]] = []
+    for node in document.shown() if wanted else ():
+        text = document.text(node)
+        at = text.lower().find(wanted)
+        if at < 0:
+            continue
+        if len(found) == _MOST_FOUND:
+            break
+        ends = accumulate(len(document.bytes_of([token])) for token in node.ids)
+        n_before = sum(end <= len(text[:at].encode()) for end in ends)
+        line = text[max(0, at - 30) : at + len(wanted) + 30]
+        found.append(
+            {"node": node.id, "at": min(node.made.at + n_before, node.end - 1), "text": line}
+        )
+    await call.reply({"found": found, "more": len(found) == _MOST_FOUND})
+
+
+async def _events(loom: Loom, call: Exchange) -> None:
+    last = dict(call.scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
+    await loom.live.stream(call, last or call.query.get("since", ""))
+
+
+async def _export(loom: Loom, call: Exchange) -> None:
+    query = call.query
+    node = loom.node(query["node"]) if query.get("node") else None
+    kind = query.get("format", "json")
+    title = loom.live.journal.path.name.removesuffix(".loom.jsonl")
+    top = 3 if kind == "html" and query.get("top") != "10" else 10
+    data, name, mime = await asyncio.to_thread(
+        formats.export, loom.document, kind, node, title=title, top=top,
+        models=loom.models()["models"],
+    )  # fmt: skip
+    where = f'attachment; filename="{name}"'.encode("ascii", "replace")
+    await call.reply(data, headers=[(b"content-disposition", where)], kind=mime)
+
+
+async def _import(loom: Loom, call: Exchange) -> None:
+    loom.check_writable()
+    model = loom.service.model
+    data = await call.body(_MOST_UPLOAD)
+    kind, found, n_lost = await asyncio.to_thread(
+        formats.read, data, _MOST_NODES, model.fingerprint
+    )
+    nodes = loom.make(await asyncio.to_thread(loom.copied, found))
+    loom.live.confirm()
+    told = [f"{n_lost:,} nodes without a way to a root were left out."] if n_lost else []
+    roots = [loom.document.told(node) for node in nodes if node.parent is None]
+    await call.reply({
+        "rev": loom.document.rev, "nodes": roots, "count": len(nodes), "format": kind, "told": told,
+    })  # fmt: skip
+
+
+_ROUTES: dict[str, Handler] = {
+    "GET / /loom/app/{name}": _static,
+    "POST /loom/session": _session,
+    "GET /loom/doc": _doc,
+    "GET /loom/tokens": _tokens,
+    "GET /loom/next": _next,
+    "GET /loom/find": _find,
+    "GET /loom/events": _events,
+    "GET /loom/export": _export,
+    "POST /loom/import": _import,
+}

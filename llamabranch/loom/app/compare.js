@@ -1,0 +1,122 @@
+// @ts-check
+// Two models side by side: the text under A and under B, or two texts that part; bits by span where tokenizers differ.
+import { $, fill, h, label, redraw, short, tell, visible } from "./dom.js";
+import { choose } from "./lenses.js";
+import { act, fetchPath, listeners } from "./net.js";
+import { pathOf, pieces, store } from "./store.js";
+import { shownPath, textView, view } from "./text.js";
+
+/** @typedef {import("./store.js").Path} Path */
+
+/** @type {Map<string, string>} what A wrote, and what B wrote beside it */ const partners = new Map();
+/** @type {ReturnType<typeof textView>} */ let column;
+/** @type {Path | null} */ let from = null;
+/** @type {Path} */ let shown = pathOf(null, null);
+
+/** Comparisons of the shown path. */
+const compares = () => pieces(store.current, store.end).flatMap(({ id }) => store.nodes.get(id)?.compares ?? []);
+
+/** The node by B that begins where a node by A begins. */
+function partner() {
+  const node = store.nodes.get(store.current ?? "");
+  if (!node) return null;
+  const known = partners.get(node.id);
+  if (known && store.nodes.has(known)) return known;
+  if (!node.compares.some(({ mode }) => mode === "part")) return null;
+  return [...store.nodes.values()].find(({ at, parent, by, id }) =>
+    by === "B" && at === node.at && parent === node.parent && id !== node.id)?.id ?? null;
+}
+
+/** The text of the second column: that of the partner, or the same tokens with B's numbers. */
+function secondPath() {
+  const other = partner();
+  if (other) {
+    const c = pathOf(other, null);
+    if (c.missing >= 0) void fetchPath(other, c.missing);
+    if (c.n !== shown.n || from !== null) [shown, from] = [c, null];
+    return shown;
+  }
+  const c = shownPath();
+  if (from === c) return shown;
+  from = c;
+  shown = Object.create(c, {
+    lp: { value: c.lpB }, h: { value: c.hB }, rk: { value: new Float32Array(c.n).fill(NaN) }, lpB: { value: c.lp },
+  });
+  return shown;
+}
+
+/** Spans between common byte boundaries: bits under A and under B. @param {Record<string, any>} compare */
+function spanTable({ spans, totals, why, at }) {
+  const c = shownPath();
+  return [
+    h("p", { class: "dim" }, why),
+    h("p", {}, `${totals.bytes} bytes: A ${short(totals.bpbA)}, B ${short(totals.bpbB)} bits per byte.`),
+    h("table", { class: "spans" },
+      h("thead", {}, h("tr", {}, ["span", "A", "B", "B − A"].map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, spans.slice(0, 400).map((/** @type {any} */ [[begin, end], , , [bitsA, bitsB], agree]) =>
+        h("tr", { class: agree === false ? "apart" : "" },
+          h("th", { scope: "row" }, label(c.text.slice(begin, end).join(""))), h("td", {}, short(bitsA)),
+          h("td", {}, short(bitsB)), h("td", {}, `${bitsB > bitsA ? "+" : ""}${short(bitsB - bitsA)}`))))),
+    at > 0 && h("p", { class: "dim" }, `from token ${at} on`),
+  ];
+}
+
+function drawCompare() {
+  const b = $("text-b");
+  const scroller = b.parentElement;
+  const { A, B } = store.doc.models;
+  const on = view.compare && B != null;
+  scroller.hidden = !on;
+  $("head-a").hidden = !on;
+  if (!on) return;
+  $("head-a").textContent = `A  ${A?.name ?? ""}`;
+  $("head-b").textContent = `B  ${B.name}${partner() ? "" : " on the same text"}`;
+  const unequal = compares().findLast((each) => each.spans);
+  const table = $("spans") ?? scroller.appendChild(h("div", { id: "spans" }));
+  b.hidden = unequal != null;
+  if (unequal && table.of !== unequal) fill(table, spanTable(unequal));
+  else if (!unequal) fill(table);
+  table.of = unequal;
+  if (!unequal) column.draw();
+}
+
+/** Scroll B to the character that is at the top of A. */
+function follow() {
+  if (!view.compare || $("text-b").hidden) return;
+  const top = $("text").parentElement.getBoundingClientRect().top;
+  const first = [...$("text").querySelectorAll("[data-token]")].find((each) => each.getBoundingClientRect().bottom > top);
+  if (!first) return;
+  const count = (/** @type {Path} */ c, /** @type {number} */ to) => c.text.slice(0, to).join("").length;
+  const characters = count(shownPath(), Number(first.dataset.token));
+  const c = secondPath();
+  let j = 0;
+  for (let sum = 0; j < c.n - 1 && sum < characters; j++) sum += c.text[j].length;
+  column.reveal(j, "start");
+}
+
+/** Compare from a place on. @param {string} mode @param {number} at @param {Record<string, any>} fields */
+export async function compare(mode, at, fields) {
+  const answer = await act("compare", { node: store.current, mode, ...(mode === "read" ? {} : { at, ...fields }) });
+  if (!answer) return;
+  view.compare = true;
+  choose(store.doc.models.B?.same_vocabulary === false ? "probability" : "divergence");
+  if (answer.nodes?.length === 2) partners.set(answer.nodes[0].id, answer.nodes[1].id);
+  if (answer.nodes?.length) document.dispatchEvent(new CustomEvent("show-node", { detail: answer.nodes[0].id }));
+  redraw(["compare", "text", "tree"]);
+}
+
+export function startCompare() {
+  column = textView($("text-b"), secondPath, "b");
+  $("text").parentElement.addEventListener("scroll", follow, { passive: true });
+  listeners.push((name, { op, state, result, node }) => {
+    if (name !== "job" || op !== "compare" || state !== "done" || !result) return;
+    if (result.partner) partners.set(node ?? store.current, result.partner);
+    const told = [];
+    if (result.kl != null) told.push(`mean KL(A, B) ${short(result.kl)} nats`, `top token the same in ${short(100 * result.same)} %`);
+    if (result.first_greedy != null) told.push(`the most probable token differs first at ${result.first_greedy}`);
+    if (result.first_seed != null) told.push(`with A's seed B draws another token first at ${result.first_seed}`);
+    tell(visible(`${result.n} tokens compared${told.length ? ": " + told.join(", ") : ""}.`));
+    redraw(["compare"]);
+  });
+  return drawCompare;
+}

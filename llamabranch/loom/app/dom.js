@@ -1,0 +1,115 @@
+// @ts-check
+// Elements, characters and frames. Text reaches the page as text nodes only; this module knows nothing of documents.
+
+/** @param {string} id @returns {any} */
+export const $ = (id) => document.getElementById(id);
+
+/**
+ * Make an element. A prop that begins with "on" is a listener, "class", "role", "aria-..." and "data-..." are
+ * attributes, "--x" is a style property, all else is a property. Children are elements or text.
+ * @param {string} tag @param {Record<string, any>} [props] @param {...any} children @returns {any}
+ */
+export function h(tag, props = {}, ...children) {
+  const element = document.createElement(tag);
+  set(element, props);
+  element.append(...children.flat(2).filter((child) => child != null && child !== false));
+  return element;
+}
+
+export function set(/** @type {any} */ element, /** @type {Record<string, any>} */ props) {
+  for (const [name, value] of Object.entries(props)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name.startsWith("--")) element.style.setProperty(name, value);
+    else if (/^(class|role|for|aria-|data-)/.test(name)) attribute(element, name, value);
+    else if (element[name] !== value) element[name] = value;
+  }
+}
+
+/** Set or remove an attribute, if it differs. @param {Element} element @param {string} name @param {any} value */
+export function attribute(element, name, value) {
+  if (value == null || value === false) element.removeAttribute(name);
+  else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, String(value));
+}
+
+/** Replace what an element holds. @param {Element} element @param {...any} children */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat(3).filter((child) => child != null && child !== false));
+}
+
+const UNSEEN = /[\p{C}\p{Z}]/gu;
+const KEPT = " \n\t\u200c\u200d";
+const MARKS = /(\p{M}{8})(\p{M}+)/gu;
+
+/**
+ * Text as it is drawn: what cannot be seen, or would reorder the text around it, is written as its code, and of
+ * a pile of combining marks eight are drawn. @param {string} text
+ */
+export function visible(text) {
+  if (/^[\x20-\x7e\n]*$/.test(text)) return text;
+  return text
+    .replace(UNSEEN, (c) =>
+      KEPT.includes(c) ? c : "\\u" + (c.codePointAt(0) ?? 0).toString(16).padStart(4, "0"))
+    .replace(MARKS, (_, drawn, more) => `${drawn}[+${[...more].length} marks]`);
+}
+
+/** As `visible`, on one line: spaces at the ends and line ends can be seen. @param {string} text */
+export const label = (text) =>
+  visible(text).replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +| +$/g, (s) => "·".repeat(s.length));
+
+/** A number with three digits that count. @param {number | null | undefined} x */
+export function short(x) {
+  if (x == null || Number.isNaN(x)) return "–";
+  const size = Math.abs(x);
+  if (size !== 0 && size < 0.001) return x.toExponential(0);
+  return size >= 100 ? x.toFixed(0) : String(Number(x.toPrecision(3)));
+}
+
+/** @param {number} count @param {string} one @param {string} [many] */
+export const plural = (count, one, many = one + "s") =>
+  `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+
+// What is drawn is drawn in one frame: parts ask, and each is drawn once. While a model writes, at most twenty
+// frames a second are drawn of what it writes; what a key or a click asks for is drawn in the next frame.
+const GAP = 50;
+/** @type {Map<string, () => void>} */
+const painters = new Map();
+/** @type {Set<string>} */
+const dirty = new Set();
+let asked = 0;
+let last = 0;
+let timer = 0;
+
+export const paints = (/** @type {string} */ part, /** @type {() => void} */ paint) => void painters.set(part, paint);
+
+function frame() {
+  asked = timer = 0;
+  last = performance.now();
+  const parts = [...painters.keys()].filter((part) => dirty.has(part));
+  dirty.clear();
+  for (const part of parts) painters.get(part)?.();
+}
+
+/** Draw parts in the next frame, or, if it may wait, within 50 ms. @param {string[]} parts @param {boolean} [waits] */
+export function redraw(parts, waits = false) {
+  for (const part of parts) dirty.add(part);
+  if (asked) return;
+  const wait = waits ? GAP - (performance.now() - last) : 0;
+  if (wait > 0) timer ||= window.setTimeout(() => (asked = requestAnimationFrame(frame)), wait);
+  else {
+    clearTimeout(timer);
+    asked = requestAnimationFrame(frame);
+  }
+}
+
+let toldAt = 0;
+let telling = 0;
+
+/** Say something in the footer and, at most once in two seconds, to a screen reader. @param {string} message */
+export function tell(message) {
+  $("status").textContent = visible(message);
+  clearTimeout(telling);
+  telling = window.setTimeout(() => {
+    toldAt = performance.now();
+    $("polite").textContent = visible(message);
+  }, Math.max(0, 2000 - (performance.now() - toldAt)));
+}

@@ -1,0 +1,145 @@
+// @ts-check
+// The inspector: one token with its numbers and alternatives, B's view of it, where it came from, its branch.
+import { $, attribute, fill, h, plural, redraw, short, visible } from "./dom.js";
+import { SOURCES, binOf } from "./lenses.js";
+import { act } from "./net.js";
+import { FLAGS, ownerOf, pieceBytes, store } from "./store.js";
+import { following, segmentOf } from "./tree.js";
+import { named, moveTo, shownPath, topsAt, view } from "./text.js";
+
+/** The token that is inspected: pinned, under the mouse, at the cursor, or the last. */
+export const inspected = () => {
+  const { n } = shownPath();
+  const found = [view.pinned, view.hover < n ? view.hover : -1, view.cursor].find((i) => i >= 0 && i <= n);
+  return found ?? n - 1;
+};
+
+const percent = (/** @type {number | null} */ lp) => (lp == null ? "–" : `${short(100 * Math.exp(lp))} %`);
+
+/** @type {(node: string, end: number | null) => void} */ let showBranch = () => {};
+
+/** Take the alternative of a number key: 1 is the most probable. @param {number} place */
+export function takeAt(place) {
+  const top = topsAt(inspected());
+  if (top?.[place]) void take(inspected(), top[place][0]);
+}
+
+/** Go on with another token at a position: where a branch has it already, that branch is shown.
+ * @param {number} i @param {number} token */
+export async function take(i, token) {
+  const c = shownPath();
+  const node = store.current;
+  if (c.ids[i] === token) return moveTo(i);
+  const segment = segmentOf(ownerOf(c, i), i + 1);
+  const others = segment?.from === i ? (segment.parent?.children ?? []) : following(node, i);
+  const there = others.find(({ first, from }) => first.tokens.n > from - first.at && first.tokens.ids[from - first.at] === token);
+  if (there) showBranch(there.node.id, null);
+  else {
+    const answer = await act("fork", { node, at: i, token, max_tokens: 24 });
+    if (!answer) return;
+    showBranch(answer.nodes[0].id, null);
+  }
+  Object.assign(view, { pinned: -1, cursor: i });
+  redraw(["text", "inspect"]);
+}
+
+/** @param {string} name @param {...any} value */
+const fact = (name, ...value) => [h("dt", {}, name), h("dd", {}, ...value)];
+
+function numbers(/** @type {import("./store.js").Path} */ c, /** @type {number} */ i) {
+  const rank = c.rk[i] || "–";
+  const entropy = Number.isNaN(c.h[i]) ? "–" : short(c.h[i]);
+  return h("dl", { class: "numbers" },
+    h("div", {}, fact("probability", Number.isNaN(c.lp[i]) ? "–" : percent(c.lp[i]))),
+    h("div", {}, fact("rank", rank)),
+    h("div", {}, fact("entropy", entropy, h("small", {}, " nats"))),
+    h("div", {}, fact("choices", short(Math.exp(c.h[i])))));
+}
+
+/** The ten most probable tokens as buttons. @param {import("./store.js").Path} c @param {number} i */
+function alternatives(c, i) {
+  const top = topsAt(i);
+  if (!top?.length) return h("p", { class: "dim" }, top ? "What else was probable here is not known." : "…");
+  const most = Math.exp(top[0]?.[1] ?? 0);
+  const rest = 1 - top.reduce((sum, [, lp]) => sum + Math.exp(lp ?? -Infinity), 0);
+  return [h("ol", { class: "top" }, top.map(([token, lp, piece], place) => {
+    const chosen = token === c.ids[i];
+    return h("li", {}, h("button", {
+      type: "button", "data-alternative": token, "aria-current": chosen ? "true" : null,
+      "--share": `${(100 * Math.exp(lp ?? -Infinity)) / most}%`, onclick: () => take(i, token),
+    }, h("kbd", {}, place === 9 ? "0" : place + 1), h("span", { class: "word" }, named(piece)),
+    h("span", { class: "share" }, percent(lp))));
+  })), rest > 0.0005 && h("p", { class: "dim rest" }, `all others ${short(100 * rest)} %`)];
+}
+
+/** What B says of the token. @param {import("./store.js").Path} c @param {number} i */
+function second(c, i) {
+  if (Number.isNaN(c.lpB[i])) return null;
+  const { at, topB } = c.owners.flatMap(({ id }) => store.nodes.get(id)?.compares ?? [])
+    .find((each) => each.topB && i >= each.at && i < each.at + each.topB.length) ?? { at: 0, topB: null };
+  const draw = c.draw[i] >= 0 && c.draw[i] !== c.ids[i];
+  return [h("h3", {}, "Under B"), h("dl", {},
+    fact("p", percent(c.lpB[i])), fact("KL(A, B)", `${short(c.kl[i])} nats`), fact("KL(B, A)", `${short(c.klr[i])} nats`),
+    c.same[i] >= 0 ? fact("top token", c.same[i] === 1 ? "the same" : "another") : [],
+    draw ? fact("with A's seed", "B draws another token") : []),
+  topB?.[i - at]?.length ? h("p", { class: "topb" }, topB[i - at].slice(0, 5).map((/** @type {any} */ [, lp, piece]) =>
+    h("span", {}, named(piece), h("small", {}, ` ${percent(lp)}`)))) : null];
+}
+
+/** Where the token and its branch come from. @param {import("./store.js").Path} c @param {number} i */
+function origin(c, i) {
+  const node = store.nodes.get(ownerOf(c, i) ?? "");
+  if (!node) return null;
+  const piece = c.pieces[i];
+  const bytes = pieceBytes(piece);
+  const shared = Array.isArray(piece) || c.text[i] === "";
+  const round = node.rounds.find(({ at, draft }) => i >= at && i <= at + draft.length);
+  const sampling = Object.entries(node.sampling ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
+  return [h("h3", {}, "Origin"), h("dl", {},
+    fact("source", /** @type {any} */ (SOURCES)[c.src[i]] ?? "not known"),
+    round ? fact("round", `${round.accepted} of ${round.draft.length} drafted accepted`) : [],
+    node.by === "A" || node.by === "B" ? fact("written by", store.doc.models[node.by]?.name ?? node.by) : [],
+    node.seed != null ? fact("seed", node.seed) : [],
+    sampling ? fact("sampling", sampling) : [],
+    fact("token", `${c.ids[i]} at ${i}`),
+    shared || /[^\x20-\x7e]/.test(c.text[i])
+      ? fact("bytes", bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ")) : [],
+    node.read != null ? fact("read", `${plural(node.read, "prompt token")}, ${node.cached ?? 0} in the cache`) : [],
+    node.note ? fact("note", visible(node.note)) : [],
+    node.flags & FLAGS.bookmark ? fact("bookmark", "★") : [])];
+}
+
+/** @type {any} */ let drawnFor = null;
+
+function drawInspector() {
+  const c = shownPath();
+  const i = inspected();
+  const box = $("token");
+  if (i < 0) {
+    drawnFor = null;
+    return fill(box, h("p", { class: "dim" }, "Point at a token to see what else the model had in mind."));
+  }
+  const owner = store.nodes.get(ownerOf(c, i) ?? "");
+  const top = topsAt(i);
+  const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], c.lpB[i], top?.length, owner?.flags, owner?.note, owner?.seed,
+    owner?.read, owner?.rounds.length, view.pinned, document.documentElement.dataset.lens].join();
+  if (drawnFor === key) return; // an element under the mouse or with the focus stays
+  drawnFor = key;
+  const bin = binOf(c, i), isNext = i === c.n;
+  const focused = /** @type {any} */ (document.activeElement)?.dataset?.alternative;
+  fill(box,
+    h("h2", {}, isNext ? "What could follow" : h("span", { class: `t b${bin < 0 ? "x" : bin}` }, named(c.pieces[i])),
+      view.pinned >= 0 && h("small", {}, "pinned")),
+    !isNext && numbers(c, i), alternatives(c, i), !isNext && [second(c, i), origin(c, i)]);
+  if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
+  attribute($("token-pane"), "data-position", i);
+}
+
+export function startInspector(/** @type {(node: string, end: number | null) => void} */ choose) {
+  showBranch = choose;
+  $("token-pane").addEventListener("mouseleave", () => {
+    view.hover = -1;
+    redraw(["inspect"]);
+  });
+  return drawInspector;
+}

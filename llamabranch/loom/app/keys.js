@@ -1,0 +1,108 @@
+// @ts-check
+// Keys: one table of actions with their keys, which can be changed or switched off; they act in the tree and the text.
+import { $, h, tell } from "./dom.js";
+import { act } from "./net.js";
+import { store } from "./store.js";
+
+/** @type {[string, string, string, string[]][]} name, where it acts, what it does, keys */
+export const ACTIONS = [
+  ["up", "tree", "the branch above", ["ArrowUp", "k"]],
+  ["down", "tree", "the branch below", ["ArrowDown", "j"]],
+  ["left", "tree", "close, or to the parent", ["ArrowLeft", "h"]],
+  ["right", "tree", "open, or to the first child", ["ArrowRight", "l"]],
+  ["first", "tree", "the first branch", ["Home"]],
+  ["last", "tree", "the last branch", ["End"]],
+  ["toggle", "tree", "open or close", ["Space"]],
+  ["children", "tree", "show the children only", ["Shift+Space"]],
+  ["text.left", "text", "the token before", ["ArrowLeft"]],
+  ["text.right", "text", "the token after", ["ArrowRight"]],
+  ["text.up", "text", "the token above", ["ArrowUp"]],
+  ["text.down", "text", "the token below", ["ArrowDown"]],
+  ["text.first", "text", "the first token", ["Home"]],
+  ["text.last", "text", "the last token", ["End"]],
+  ["text.surprise", "text", "the next surprise, p < .05", ["}"]],
+  ["text.surpriseBack", "text", "the surprise before", ["{"]],
+  ["pin", "", "pin the inspector", ["i"]],
+  ["continue", "", "continue: three texts of 24 tokens", ["g", "Ctrl+Enter"]],
+  ["options", "", "continue with options", ["G"]],
+  ["type", "", "type from here", ["Enter"]],
+  ["edit", "", "edit what follows", ["e"]],
+  ["stop", "", "stop", ["Escape"]],
+  ["replay", "", "replay with the same seed", ["r"]],
+  ["lens", "", "the next lens", ["v"]],
+  ["lensBack", "", "the lens before", ["V"]],
+  ["ghosts", "", "show or hide rejected drafts", ["x"]],
+  ["search", "", "search from here", ["S"]],
+  ["compare", "", "compare here", ["d"]],
+  ["bookmark", "", "bookmark", ["b"]],
+  ["note", "", "note", ["m"]],
+  ["delete", "", "delete, or restore", ["Delete"]],
+  ["hoist", "", "show this branch alone", ["H"]],
+  ["undo", "", "undo", ["u", "Ctrl+z"]],
+  ["redo", "", "redo", ["Ctrl+Shift+Z", "U"]],
+  ["find", "", "find in all nodes", ["/"]],
+  ["export", "", "export and import", ["E"]],
+  ["help", "", "help and keys", ["?"]],
+];
+
+/** The keys of an action as they are now. @param {string} name @returns {string[]} */
+export const keysOf = (name) =>
+  store.doc.settings.keys?.[name] ?? ACTIONS.find(([each]) => each === name)?.[3] ?? [];
+
+/** A pressed key by its name: Shift is told only where the key does not tell it. @param {KeyboardEvent} event */
+export function keyName({ key, ctrlKey, metaKey, altKey, shiftKey }) {
+  const name = key === " " ? "Space" : key;
+  const shift = shiftKey && (name.length > 1 || ctrlKey || metaKey);
+  return (ctrlKey || metaKey ? "Ctrl+" : "") + (altKey ? "Alt+" : "") + (shift ? "Shift+" : "") + name;
+}
+
+/** Let keys act. @param {Record<string, () => void>} run @param {(place: number) => void} take */
+export function startKeys(run, take) {
+  document.addEventListener("keydown", (event) => {
+    const where = event.target === $("tree") ? "tree" : event.target === $("text") ? "text" : "";
+    if (!where || event.isComposing) return;
+    const key = keyName(event);
+    const action = ACTIONS.find(([name, place]) => (!place || place === where) && keysOf(name).includes(key))?.[0];
+    if (!action && !/^[0-9]$/.test(key)) return;
+    event.preventDefault();
+    if (action) run[action]();
+    else take(key === "0" ? 9 : Number(key) - 1);
+  });
+}
+
+/** @param {string} name @param {string[] | null} keys null: those it had at first */
+async function remap(name, keys) {
+  const all = { ...store.doc.settings.keys, [name]: keys };
+  if (keys === null) delete all[name];
+  store.doc.settings.keys = all;
+  await act("settings", { set: { keys: all } });
+}
+
+/** The table of keys in the help: a button waits for the new key; Delete switches the action off. */
+export function keyTable() {
+  const rows = ACTIONS.map(([name, where, title]) => {
+    const button = h("button", { type: "button" });
+    const show = () => {
+      const keys = keysOf(name);
+      button.textContent = keys.length ? keys.join("  ") : "off";
+      button.title = `${title}: change the key`;
+    };
+    show();
+    button.onclick = () => (button.textContent = "press a key; Delete: off, Backspace: as at first");
+    button.onblur = show;
+    button.onkeydown = async (/** @type {KeyboardEvent} */ event) => {
+      if (!button.textContent?.startsWith("press") || ["Shift", "Control", "Alt", "Meta", "Tab"].includes(event.key)) return;
+      event.preventDefault();
+      event.stopPropagation();
+      const key = keyName(event);
+      const other = ACTIONS.find(([each, place]) =>
+        each !== name && keysOf(each).includes(key) && (!place || !where || place === where));
+      if (other && key !== "Delete") tell(`${key} is the key of “${other[2]}”.`);
+      else if (event.key !== "Escape") await remap(name, key === "Delete" ? [] : key === "Backspace" ? null : [key]);
+      show();
+    };
+    return h("tr", {}, h("th", { scope: "row" }, title, where && h("small", {}, ` in the ${where}`)), h("td", {}, button));
+  });
+  return h("table", { class: "keys" }, h("tbody", {}, rows,
+    h("tr", {}, h("th", { scope: "row" }, "take the alternative of that place"), h("td", {}, h("kbd", {}, "1 … 9, 0")))));
+}

@@ -1,0 +1,209 @@
+// @ts-check
+// The instrument: rounds of speculation with their totals, searches as outlines that can be adopted.
+import { $, attribute, fill, h, plural, redraw, set, short, tell, visible } from "./dom.js";
+import { act, listeners } from "./net.js";
+import { pieces, store, texts } from "./store.js";
+import { named } from "./text.js";
+
+/** @typedef {Record<string, any>} Loose */
+/** @typedef {{job: string, kind: string, nodes: any[], children: number[][], stats: Loose, sizes: number[], votes: Loose}} Search */
+
+const LINES = 2000, LISTED = 60; // of an outline, of rounds
+/** @type {Map<string, Search>} */ export const searches = new Map();
+let isOpen = false;
+let frozen = false;
+let at = -1; // the round that is looked at; -1: the latest
+let rate = "";
+let drawn = "";
+
+/** Rounds of the shown path, or of the node that is being written. */
+function rounds() {
+  const running = [...store.jobs.values()].findLast((job) => job.state === "running");
+  const ids = new Set(pieces(store.current, store.end).map(({ id }) => id));
+  for (const id of running?.nodes ?? []) ids.add(id);
+  return [...ids].flatMap((id) => store.nodes.get(id)?.rounds ?? []);
+}
+
+function totals(/** @type {Loose[]} */ all) {
+  const judged = [], accepted = [], sum = { drafted: 0, accepted: 0, rejected: 0, unreached: 0, draft: 0, verify: 0 };
+  for (const round of all) {
+    sum.drafted += round.draft.length;
+    sum.accepted += round.accepted;
+    sum.rejected += round.rejected;
+    sum.unreached += round.unreached;
+    sum.draft += round.ms?.[0] ?? 0;
+    sum.verify += round.ms?.[1] ?? 0;
+    for (let i = 0; i < round.accepted + round.rejected; i++) {
+      judged[i] = (judged[i] ?? 0) + 1;
+      accepted[i] = (accepted[i] ?? 0) + (i < round.accepted ? 1 : 0);
+    }
+  }
+  return { ...sum, byPosition: judged.map((n, i) => [accepted[i], n]) };
+}
+
+const sentence = (/** @type {Loose} */ { round, draft, accepted, rejected, unreached }) =>
+  `Round ${round}: drafted ${draft.length}, accepted ${accepted}, rejected ${rejected}, not reached ${unreached}`;
+
+/** One round: its tokens as they were judged, then what replaced or followed them. @param {Loose} round @param {boolean} chosen */
+function roundLine(round, chosen) {
+  const { draft, accepted, rejected, next, src, ms } = round;
+  const words = texts(draft.map((/** @type {any} */ each) => each[1]));
+  return h("li", { class: chosen ? "round chosen" : "round", title: sentence(round) },
+    h("span", { class: "number" }, round.round),
+    draft.map((/** @type {any} */ [, , lp], /** @type {number} */ i) => {
+      const state = i < accepted ? "accepted" : i < accepted + rejected ? "rejected" : "unreached";
+      return h("span", { class: `judged ${state}` }, visible(words[i]) || "∅",
+        state !== "unreached" && lp != null ? h("small", {}, short(Math.exp(lp))) : null);
+    }),
+    next && h("span", { class: "judged next" }, src === "c" ? "→ " : "+ ", named(next[1])),
+    ms && h("span", { class: "ms" }, `${short(ms[0])} + ${short(ms[1])} ms`));
+}
+
+function drawRounds(/** @type {Loose[]} */ all) {
+  const sum = totals(all);
+  const spent = sum.draft + sum.verify;
+  return h("div", { class: "panel" }, h("div", { class: "totals" },
+    h("p", {}, `${sum.drafted} drafted = ${sum.accepted} accepted + ${sum.rejected} rejected + ${sum.unreached} not reached.`),
+    h("p", {}, `${short(1 + sum.accepted / all.length)} tokens a round; ${short((100 * sum.draft) / (spent || 1))} % of the time for drafts.`),
+    h("p", { class: "dim" }, "Accepted, by place in the draft, percent:"),
+    bars(sum.byPosition.map(([yes, n]) => [(100 * yes) / n, `${yes} of ${n}`]), "Accepted, by place in the draft, percent")),
+  h("ol", { class: "rounds", role: "list", tabIndex: 0, "aria-label": "Rounds" },
+    all.slice(-LISTED).map((round, i, some) => roundLine(round, i === (at < 0 ? some.length - 1 : at)))));
+}
+
+/** Numbers as bars: [height in percent or number, title]. @param {[number, string][]} values @param {string} name */
+function bars(values, name) {
+  const most = Math.max(100, ...values.map(([value]) => value));
+  return h("ol", { class: "positions", "aria-label": name }, values.map(([value, title]) =>
+    h("li", { "--share": `${(100 * value) / most}%`, title }, short(Math.round(value)))));
+}
+
+/** Lines of a search from the top down, the best first; what alone goes on is one line. @param {Search} search */
+function outline({ nodes, children }) {
+  /** @type {[any, string, number][]} the last place of a line, its text, its depth */ const lines = [];
+  const waiting = nodes.length ? [[0, 0]] : [];
+  while (waiting.length && lines.length < LINES) {
+    let [i, depth] = /** @type {number[]} */ (waiting.pop());
+    let text = nodes[i][2];
+    while (i && children[i]?.length === 1 && nodes[i][7] !== "finished") {
+      i = children[i][0];
+      text += nodes[i][2];
+    }
+    lines.push([nodes[i], text, depth]);
+    const worth = (/** @type {number} */ j) => (nodes[j][7] === "finished" ? 1e6 : 0) + (nodes[j][5] ?? -1e5);
+    const below = [...(children[i] ?? [])].sort((a, b) => worth(a) - worth(b));
+    for (const child of below) waiting.push([child, depth + 1]);
+  }
+  return lines;
+}
+
+function drawSearch(/** @type {Search} */ search) {
+  const { job, kind, stats, sizes, votes, nodes } = search;
+  const { state, result } = store.jobs.get(job) ?? { state: "done", result: null };
+  for (const [leaf, , score] of result?.hypotheses ?? []) {
+    if (nodes[leaf]) [nodes[leaf][5], nodes[leaf][7]] = [score, "finished"];
+  }
+  const counted = Object.entries(votes).sort((a, b) => b[1] - a[1]);
+  return h("div", { class: "panel" }, h("div", { class: "totals" },
+    h("p", {}, `${kind.replace(/_/g, " ")}: ${state}, ${plural(nodes.length, "place")}, `,
+      `${short(stats.tokens_decoded)} tokens decoded, ${short(stats.tokens_shared)} shared, ${short(stats.elapsed_s)} s`),
+    h("p", {}, state === "running" && h("button", { type: "button", onclick: () => act("stop", { job }) }, "Stop"),
+      h("button", { type: "button", onclick: () => { searches.delete(job); redraw(["live"]); } }, "Close")),
+    sizes.length > 0 && [h("p", { class: "dim" }, "Effective number of particles, by step, percent of the most:"),
+      bars(sizes.slice(-9).map((size) => [(100 * size) / Math.max(...sizes), `effective size ${short(size)}`]),
+        "Effective number of particles, by step")],
+    counted.length > 0 && h("table", {}, h("tbody", {}, counted.map(([answer, n]) =>
+      h("tr", {}, h("th", { scope: "row" }, visible(answer)), h("td", {}, plural(n, "vote"))))))),
+    h("ol", { class: "outline", role: "list" }, outline(search).map(([[i, , , n, lp, score, visits, status], text, depth]) => {
+      const told = [score != null && `score ${short(score)}`, visits > 0 && plural(visits, "visit"), plural(n, "token"),
+        lp != null && `log p ${short(lp)}`].filter(Boolean).join(", ");
+      return h("li", { class: status, "--level": Math.min(depth, 12) },
+        h("button", { type: "button", title: `${status}. Enter adopts it as a branch.`, onclick: () => adopt(job, i) },
+          h("span", { class: "mark" }, { open: "○", pruned: "×", finished: "●" }[/** @type {string} */ (status)] ?? ""),
+          h("span", {}, visible(text) || "start"), h("small", {}, told)));
+    })));
+}
+
+async function adopt(/** @type {string} */ job, /** @type {number} */ leaf) {
+  const answer = await act("adopt", { job, leaf });
+  const last = answer?.nodes?.at(-1);
+  if (!last) return;
+  document.dispatchEvent(new CustomEvent("show-node", { detail: last.id }));
+  tell("Adopted: it is a branch of the document now.");
+}
+
+function drawLive() {
+  if (frozen) return;
+  const all = rounds();
+  const search = [...searches.values()].at(-1);
+  const latest = all.at(-1);
+  const sum = totals(all);
+  $("live-line").textContent = search && !latest ? `${search.kind.replace(/_/g, " ")}: ${plural(search.nodes.length, "place")}`
+    : latest ? `${sentence(latest)} · ${sum.accepted} of ${sum.drafted} accepted${rate}`
+      : rate.slice(3);
+  $("pause").hidden = !isOpen;
+  set($("fold"), { "aria-expanded": String(isOpen) });
+  const body = $("live-body");
+  body.hidden = !isOpen;
+  if (!isOpen) return;
+  const key = `${all.length} ${latest?.node} ${at} ${searches.size} ${search?.nodes.length} ${JSON.stringify(search?.stats)} ${
+    store.jobs.get(search?.job ?? "")?.state}`;
+  if (key === drawn) return;
+  drawn = key;
+  const inside = body.contains(document.activeElement) && document.activeElement?.classList.contains("rounds");
+  fill(body, search ? drawSearch(search) : all.length ? drawRounds(all) : h("p", { class: "dim" },
+    "Nothing was drafted here. Rounds of speculation and searches are shown while they run."));
+  const list = body.querySelector(".rounds");
+  list?.querySelector(".chosen")?.scrollIntoView({ block: "nearest" });
+  if (inside) list?.focus();
+}
+
+export function fold(/** @type {boolean} */ to = !isOpen) {
+  isOpen = to;
+  drawn = "";
+  redraw(["live", "text", "tree"]);
+}
+
+/** Freeze the view of what runs, not the run. */
+export function freeze() {
+  frozen = !frozen;
+  attribute($("pause"), "aria-pressed", String(frozen));
+  redraw(["live"]);
+}
+
+/** What an event tells of a search. @param {Loose} data */
+function searched({ job, add, set: changed, stats, sizes, votes }) {
+  if (!searches.has(job)) {
+    searches.set(job, { job, kind: store.jobs.get(job)?.kind ?? "search", nodes: [], children: [], stats: {}, sizes: [],
+      votes: {} });
+    fold(true);
+  }
+  const search = /** @type {Search} */ (searches.get(job));
+  for (const node of add ?? []) {
+    search.nodes[node[0]] = node;
+    if (node[1] >= 0) (search.children[node[1]] ??= []).push(node[0]);
+  }
+  for (const [i, ...rest] of changed ?? []) search.nodes[i]?.splice(5, 3, ...rest);
+  Object.assign(search, { stats: stats ?? search.stats, sizes: sizes ?? search.sizes, votes: votes ?? search.votes });
+}
+
+export function startLive() {
+  listeners.push((name, data) => {
+    if (name === "search") searched(data);
+    if (name === "end" && data.rate) rate = ` · ${short(data.rate)} tokens/s`;
+  });
+  $("live-body").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+    const by = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    const target = /** @type {any} */ (event.target);
+    if (target.closest(".outline")) return target.closest("li")[by < 0 ? "previousSibling" : "nextSibling"]?.firstChild.focus();
+    const n = Math.min(LISTED, rounds().length);
+    at = Math.max(0, Math.min(n - 1, (at < 0 ? n - 1 : at) + by));
+    if (at === n - 1) at = -1;
+    const round = rounds().slice(-LISTED).at(at);
+    if (round) document.dispatchEvent(new CustomEvent("show-token", { detail: round.at }));
+    redraw(["live"]);
+  });
+  return drawLive;
+}

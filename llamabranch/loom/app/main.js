@@ -1,0 +1,422 @@
+// @ts-check
+// The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
+import { $, attribute, fill, h, paints, plural, redraw, set, short, tell, visible } from "./dom.js";
+import { LENSES, buildLenses, choose, drawLegend, turn } from "./lenses.js";
+import { act, backend, connect, listeners, net } from "./net.js";
+import { FLAGS, Tokens, pathOf, stateOf, store, texts } from "./store.js";
+import { endOf, segmentOf, startTree, treeMoves } from "./tree.js";
+import { moveTo, place, shownPath, startText, textMoves, tokenElement, view, visit } from "./text.js";
+import { inspected, startInspector, takeAt } from "./inspect.js";
+import { fold, freeze, startLive } from "./live.js";
+import { compare, startCompare } from "./compare.js";
+import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
+
+const exported = () => "exported" in document.documentElement.dataset;
+
+let storing = 0;
+/** Tell the server which node is shown: a reload and an export begin there. */
+const keepPlace = () => store.current && net.connected && !exported() && act("set", { node: store.current, current: true });
+
+/** Show a node, up to a position. @param {string} node @param {number | null} [end] */
+function select(node, end = null) {
+  if (store.current === node && store.end === end) return;
+  clearTimeout(storing);
+  storing = window.setTimeout(keepPlace, 500);
+  Object.assign(store, { current: node, end });
+  Object.assign(view, { cursor: -1, hover: -1, pinned: -1 });
+  redraw(["tree", "text", "inspect", "live", "compare", "minimap", "legend"]);
+}
+
+/** Continue from the cursor or the end of the path. @param {Record<string, any>} [fields] */
+async function go(fields = {}) {
+  const at = place();
+  const answer = await act("continue", { node: store.current, at, n: 3, max_tokens: 24, seed: null, ...fields });
+  if (!answer) return;
+  if (answer.nodes.length === 1) select(answer.nodes[0].id);
+  else {
+    const end = at < shownPath().n ? at : store.end;
+    if (end !== store.end) select(/** @type {string} */ (store.current), end);
+  }
+  tell(`Writing ${plural(answer.nodes.length, "continuation")}.`);
+}
+
+// --- typing ---
+
+/** Open the box: it types after a position, or edits all that follows. @param {number} at @param {boolean} edit */
+function type(at, edit) {
+  if (view.typingAt >= 0 || exported() || document.documentElement.dataset.state === "read-only") return;
+  const c = shownPath();
+  const node = store.current;
+  const box = h("textarea", { rows: 3, spellcheck: false, value: edit ? c.text.slice(at).join("") : "",
+    "aria-label": edit ? "Edit what follows" : "Type from here" });
+  const preview = h("p", { class: "preview", "aria-hidden": "true" });
+  let waiting = 0, asked = 0;
+  const close = () => {
+    view.typingAt = -1;
+    form.remove();
+    clearTimeout(waiting);
+    redraw(["text", "inspect"]);
+    $("text").focus();
+  };
+  const keep = async (/** @type {boolean} */ more) => {
+    if (!edit && !box.value) return close();
+    const answer = await act("type", { node, at, text: box.value, edit });
+    if (!answer) return;
+    close();
+    select(answer.node.id);
+    if (more) await go();
+  };
+  const score = async () => {
+    const mine = ++asked;
+    const answer = box.value ? await act("score", { node, at, text: box.value }) : { tokens: null };
+    if (mine !== asked || !answer) return;
+    fill(preview);
+    if (!answer.tokens) return;
+    const columns = new Tokens();
+    columns.write(0, answer.tokens);
+    const all = Object.assign(columns, { text: texts(columns.pieces), control: new Uint8Array(columns.n) });
+    for (let i = Math.max(0, all.n - 100); i < all.n; i++) {
+      const element = tokenElement(/** @type {any} */ (all), i, undefined, "", "preview");
+      for (const name of ["role", "aria-setsize", "aria-posinset", "data-token", "aria-label"]) element.removeAttribute(name);
+      preview.append(element);
+    }
+    attribute(preview, "data-seam", answer.seam ? "A seam: read as one text, these would be other tokens." : null);
+  };
+  const form = h("div", { class: "typing" }, box, preview, h("p", { class: "row" },
+    h("button", { type: "button", class: "main", onclick: () => keep(true) }, "Continue ", h("kbd", {}, "Ctrl Enter")),
+    h("button", { type: "button", onclick: () => keep(false) }, "Keep ", h("kbd", {}, "Esc")),
+    h("button", { type: "button", onclick: close }, "Discard")));
+  box.oninput = () => {
+    clearTimeout(waiting);
+    waiting = window.setTimeout(score, 200);
+  };
+  box.onkeydown = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "Escape") void keep(false);
+    else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) void keep(true);
+  };
+  view.typingAt = at;
+  $("after").prepend(form);
+  redraw(["text"]);
+  box.focus();
+  box.scrollIntoView({ block: "nearest" });
+}
+
+/** Begin a new text. @param {string} text @param {Record<string, any>} fields */
+async function begin(text, fields = {}) {
+  const answer = text.trim() && (await act("type", { node: null, text }));
+  if (!answer) return $("begin").focus();
+  $("begin").value = "";
+  select(answer.node.id);
+  drawState();
+  $("text").focus();
+  await go(fields);
+}
+
+// --- dialogs ---
+
+/**
+ * A dialog with fields. A field is [name, title, first value, choices or null].
+ * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => void} done
+ * @param {any[]} [more] what else is in it
+ */
+function ask(title, fields, verb, done, more = []) {
+  const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), ...more,
+    fields.map(([name, told, value, choices]) => h("label", {}, h("span", {}, told), choices
+      ? h("select", { name }, choices.map((/** @type {string} */ each) => h("option", { value: each }, each.replace(/_/g, " "))))
+      : h(name === "note" ? "textarea" : "input", { name, value: value ?? "", spellcheck: false, autocomplete: "off" }))),
+    h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
+      h("button", { type: "submit", value: "", formNoValidate: true }, verb ? "Cancel" : "Close")));
+  const dialog = $("dialog");
+  fill(dialog, form);
+  form.onsubmit = (/** @type {SubmitEvent} */ event) => {
+    if (!(/** @type {any} */ (event.submitter)?.value)) return;
+    done(Object.fromEntries([...new FormData(form)].filter(([name, value]) => value !== "" || name === "note")
+      .map(([name, value]) => [name, WORDS.includes(name) || Number.isNaN(Number(value)) ? value : Number(value)])));
+  };
+  dialog.onclose = () => document.activeElement !== $("tree") && $("text").focus();
+  dialog.showModal();
+}
+
+const WORDS = ["seed", "stop", "want", "answer", "note"];
+const SAMPLING = ["temperature", "top_k", "top_p", "min_p", "repeat_penalty"];
+
+/** Fields of samplers go where the server wants them. @param {Record<string, any>} values */
+function sampled(values) {
+  const { stop, ...rest } = values;
+  const sampling = Object.fromEntries(SAMPLING.filter((name) => name in rest).map((name) => [name, rest[name]]));
+  for (const name of SAMPLING) delete rest[name];
+  return { ...rest, sampling, ...(stop ? { stop: [String(stop)] } : {}) };
+}
+
+const FORMATS = {
+  html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path", "markdown-tree": "Markdown, the tree",
+  logitloom: "logitloom", loomsidian: "loomsidian", socketteer: "socketteer", exoloom: "exoloom",
+};
+
+async function bring(/** @type {any} */ file) {
+  if (!file) return;
+  const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => tell(error.message));
+  if (!answer) return;
+  tell(`${plural(answer.count, "node")} imported. ${(answer.told ?? []).join(" ")}`);
+  $("dialog").close();
+}
+
+const selected = () => store.nodes.get(store.current ?? "");
+const needsB = "There is no second model: start with --compare MODEL2.";
+
+/** @type {Record<string, () => any>} */
+const run = {
+  ...treeMoves,
+  ...Object.fromEntries(Object.entries(textMoves).map(([name, move]) => [`text.${name}`, move])),
+  pin: () => {
+    view.pinned = view.pinned >= 0 ? -1 : inspected();
+    redraw(["inspect"]);
+  },
+  continue: () => go(),
+  options: () => ask("Continue with options", [["n", "how many", 3], ["max_tokens", "tokens", 24],
+    ["temperature", "temperature"], ["top_k", "top k"], ["top_p", "top p"], ["min_p", "min p"],
+    ["repeat_penalty", "repeat penalty"], ["seed", "seed"], ["stop", "stop at"]], "Continue", (values) => go(sampled(values))),
+  type: () => type(place(), false),
+  edit: () => type(view.cursor < 0 ? (shownPath().owners.at(-1)?.from ?? 0) : view.cursor, true),
+  stop: async () => {
+    const answer = await act("stop", { job: null });
+    if (answer?.stopped.length) tell("Stopped.");
+  },
+  replay: () => act("replay", { node: store.current }),
+  lens: () => turn(1),
+  lensBack: () => turn(-1),
+  ghosts: () => {
+    view.ghosts = !view.ghosts;
+    redraw(["text"]);
+    tell(view.ghosts ? "Rejected drafts are shown." : "Rejected drafts are hidden.");
+  },
+  search: () => ask("Search from here", [["kind", "kind", "", ["beam", "best_of_n", "smc", "vote", "steps", "tree"]],
+    ["width", "width"], ["max_tokens", "tokens", 32], ["temperature", "temperature"], ["seed", "seed"],
+    ["want", "text that is wanted (smc)"], ["answer", "answer, a regular expression (vote)"]], "Search",
+  ({ kind, want, ...options }) => act("search", { node: store.current, at: place(), kind,
+    options: { ...options, ...(want ? { want: [String(want)] } : {}) } })),
+  compare: () => {
+    if (view.compare) {
+      view.compare = false;
+      return redraw(["compare", "text"]);
+    }
+    if (!store.doc.models.B && !exported()) return tell(needsB);
+    if (exported()) {
+      view.compare = store.doc.models.B != null;
+      return redraw(["compare", "text"]);
+    }
+    return ask("Compare two models here", [["mode", "how", "", ["read", "lockstep", "part"]], ["writer", "who writes", "", ["A", "B"]],
+      ["max_tokens", "tokens", 24], ["seed", "seed"]], "Compare", ({ mode, ...fields }) => compare(mode, place(), fields));
+  },
+  bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
+  note: () => ask("Note", [["note", "note of this branch", selected()?.note]], "Keep",
+    ({ note }) => act("set", { node: store.current, note: String(note) })),
+  delete: async () => {
+    const segment = segmentOf(store.current);
+    if (!segment) return;
+    const { first, from, parent } = segment;
+    if (from > first.at) return tell("Other branches fork from this one: delete them, or where it begins.");
+    const restore = Boolean(first.flags & FLAGS.deleted);
+    if (!(await act("delete", { node: first.id, restore })) || restore || store.showDeleted) return;
+    if (parent) select(parent.node.id, endOf(parent));
+    tell("Deleted; u brings it back.");
+  },
+  undo: async () => tell((await act("undo")) ? "Undone." : "There is nothing to undo."),
+  redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
+  find: () => $("find").focus(),
+  export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
+    h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, told]) => h("li", {},
+      h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, told)))),
+    h("label", {}, h("span", {}, "import a file of any of these"),
+      h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
+  help: () => ask("Help and keys", [], "", () => {}, [
+    h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable()]),
+  menu: () => ask("Menu", [], "", () => {}, [h("ul", { class: "menu" },
+    ["options", "search", "compare", "ghosts", "bookmark", "note", "delete", "hoist", "deleted", "export", "new", "help"].map((name) =>
+      h("li", {}, h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
+        { deleted: "show or hide deleted branches", new: "begin another text" }[name]
+          ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? "")))))]),
+  deleted: () => {
+    store.showDeleted = !store.showDeleted;
+    redraw(["tree"]);
+  },
+  new: () => {
+    Object.assign(store, { current: null, end: null });
+    redraw(["state", "tree", "text", "inspect"]);
+  },
+  theme: () => {
+    const dark = document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+    setting("theme", dark === "dark" ? "light" : "dark");
+  },
+  fold: () => fold(),
+  pause: freeze,
+};
+
+/** Keep a setting on the server. @param {string} name @param {any} value */
+function setting(name, value) {
+  store.doc.settings = { ...store.doc.settings, [name]: value };
+  redraw(["state"]);
+  if (!exported()) void act("settings", { set: { [name]: value } });
+}
+
+// --- what is around: state, header, panes ---
+
+function drawState() {
+  const root = document.documentElement;
+  const { doc } = store;
+  const state = stateOf(net);
+  root.dataset.state = state;
+  const { theme, widths } = doc.settings ?? {};
+  if (theme) root.dataset.theme = theme;
+  for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
+  const { A, B } = doc.models;
+  const file = doc.file.name ?? "llamabranch";
+  if ($("file").textContent !== file) document.title = `${visible(file)} · llamabranch`;
+  $("file").textContent = visible(file);
+  $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
+  fill($("models"), A && h("span", {}, B ? h("b", {}, "A ") : null, visible(A.name)), B && h("span", {}, h("b", {}, "B "), visible(B.name)),
+    A?.batch_invariant === false && h("span", { class: "badge", title: "Sums depend on what else is in the batch." }, "replay may differ"));
+  $("theme").textContent = (theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark" ? "Light" : "Dark";
+  const job = [...store.jobs.values()].find((each) => each.state === "running" && each.told);
+  const told = {
+    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the fresh link.",
+    "connection-lost": "The connection is lost. Trying again; what you type is kept.",
+    "disk-error": `The file cannot be written: ${doc.file.error}. Nothing is discarded.`,
+    "read-only": doc.failure ? `${doc.failure.message} ${doc.failure.hint ?? ""}` : exported() ? "" : doc.file.read_only,
+    "reading-again": job?.told,
+  }[state];
+  $("bar").hidden = !told;
+  if ($("bar").textContent !== (told ?? "")) {
+    fill($("bar"), visible(told ?? ""), state === "read-only" && /model/.test(told ?? "") && !doc.failure
+      && h("button", { type: "button", onclick: () => act("reread") }, "Read with this model"));
+  }
+  const canWrite = !["no-session", "connection-lost", "model-loading", "read-only"].includes(state);
+  for (const button of document.querySelectorAll("[data-model]")) /** @type {any} */ (button).disabled = !canWrite;
+  $("actions").lastChild.hidden = !["generating", "reading-again"].includes(state);
+  $("undo").disabled = !doc.undo || exported();
+  $("redo").disabled = !doc.redo || exported();
+  const empty = !exported() && state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;
+  const was = $("empty").hidden;
+  $("empty").hidden = !empty;
+  for (const id of ["columns", "legend", "actions"]) $(id).hidden = empty;
+  $("start").disabled = !canWrite;
+  $("loading").textContent = state === "model-loading" ? (doc.loading?.told ?? "The model is being loaded …") : "";
+  if (empty && was) $("begin").focus();
+  if (empty) drawCards();
+}
+
+function drawCards() {
+  const { A, B } = store.doc.models;
+  const say = (/** @type {string} */ text) => {
+    $("begin").value = text;
+    $("begin").focus();
+  };
+  const cards = [
+    ["Continue a sentence", "Three texts, coloured by how probable each token was.", () => say("Once upon a time there was a little fox who")],
+    ["Watch a draft being judged", A?.draft ? "A small model guesses, the large one accepts or rejects." : "Start with --draft auto.", () => {
+      say("The old king called his three sons and said");
+      choose("source");
+      fold(true);
+    }],
+    ["Compare two models", B ? `${A?.name} and ${B.name} on one text.` : "llamabranch open --compare MODEL2", () => {
+      say("The moral of the story is that");
+      if (B) choose("divergence");
+    }],
+  ];
+  const key = `${A?.draft} ${B?.name}`;
+  if ($("cards").dataset.key === key) return;
+  $("cards").dataset.key = key;
+  fill($("cards"), cards.map(([title, told, click]) =>
+    h("button", { type: "button", class: "card", onclick: click }, h("b", {}, title), h("span", {}, told))));
+}
+
+function widen(/** @type {string} */ side, /** @type {number} */ width) {
+  const splitter = $(`split-${side}`);
+  const [low, high] = [Number(splitter.ariaValueMin), Number(splitter.ariaValueMax)];
+  const wide = Math.max(low, Math.min(high, width));
+  splitter.setAttribute("aria-valuenow", String(wide));
+  $("main").style.setProperty(`--${side}`, `${wide}px`);
+  return wide;
+}
+
+function startPanes() {
+  for (const side of ["left", "right"]) {
+    const splitter = $(`split-${side}`);
+    const keep = (/** @type {number} */ width) =>
+      setting("widths", { ...store.doc.settings.widths, [side]: widen(side, width) });
+    const now = () => Number(splitter.getAttribute("aria-valuenow"));
+    widen(side, side === "left" ? 300 : 280);
+    splitter.onkeydown = (/** @type {KeyboardEvent} */ event) => {
+      const by = { ArrowLeft: -20, ArrowRight: 20 }[event.key];
+      if (by) keep(now() + (side === "left" ? by : -by));
+    };
+    splitter.onpointerdown = (/** @type {PointerEvent} */ event) => splitter.setPointerCapture(event.pointerId);
+    splitter.onpointermove = (/** @type {PointerEvent} */ event) => {
+      if (splitter.hasPointerCapture(event.pointerId)) widen(side, side === "left" ? event.clientX : innerWidth - event.clientX);
+    };
+    splitter.onpointerup = () => keep(now());
+  }
+  const tabs = [...$("tabs").children];
+  const show = (/** @type {any} */ tab) => {
+    $("main").dataset.tab = tab.dataset.tab;
+    for (const each of tabs) set(each, { "aria-selected": String(each === tab), tabIndex: each === tab ? 0 : -1 });
+    redraw(["tree", "text", "minimap"]);
+  };
+  tabs.forEach((tab, i) => {
+    tab.onclick = () => show(tab);
+    tab.onkeydown = (/** @type {KeyboardEvent} */ event) => {
+      const next = tabs[(i + ({ ArrowLeft: 2, ArrowRight: 1 }[event.key] ?? 0)) % 3];
+      if (next !== tab) [next.focus(), show(next)];
+    };
+  });
+  show(tabs[1]);
+}
+
+const BUTTONS = [["continue", "Continue"], ["type", "Type"], ["edit", "Edit"], ["replay", "Replay"], ["search", "Search"],
+  ["compare", "Compare"], ["stop", "Stop"]];
+
+/** Put the parts together; nothing is asked of a server. */
+export function start() {
+  buildLenses();
+  choose(LENSES[0].name);
+  startPanes();
+  fill($("actions"), BUTTONS.map(([name, told]) => h("button", { type: "button", "data-action": name,
+    "data-model": ["stop", "compare"].includes(name) ? null : "" }, told, " ", h("kbd", {}, keysOf(name)[0]?.replace("Escape", "Esc")))));
+  document.addEventListener("click", (event) => {
+    const name = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset.action;
+    if (name) run[name]();
+  });
+  document.addEventListener("show-node", (/** @type {any} */ event) => select(event.detail));
+  document.addEventListener("show-token", (/** @type {any} */ event) => moveTo(event.detail));
+  $("text").addEventListener("dblclick", () => run.type());
+  $("start").onclick = () => begin($("begin").value);
+  $("begin").onkeydown = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) void begin($("begin").value);
+  };
+  const tree = startTree(select);
+  paints("state", drawState);
+  paints("tree", tree.tree);
+  paints("text", startText(select));
+  paints("compare", startCompare());
+  paints("legend", () => drawLegend(shownPath(), visit));
+  paints("inspect", startInspector(select));
+  paints("live", startLive());
+  paints("minimap", tree.minimap);
+  startKeys(run, takeAt);
+  listeners.push((name, data) => {
+    if (name === "doc") redraw(["legend"]);
+    if (name === "tokens") redraw(["legend", "minimap"], true);
+    if (name === "end" && data.read != null && data.reason !== "running") {
+      tell(`${plural(data.read, "prompt token")} read${data.rate ? `, ${short(data.rate)} tokens/s` : ""}.`);
+    }
+    if (name === "job" && data.result?.message) tell(data.result.message);
+    if (name === "job" && data.error) tell(`${data.error.message} ${data.error.hint ?? ""}`);
+  });
+  matchMedia("(prefers-color-scheme: dark)").onchange = () => redraw(["state", "minimap"]);
+  redraw(["state"]);
+}
+
+if (!$("loom-data")) {
+  start();
+  void connect();
+}

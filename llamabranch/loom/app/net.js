@@ -1,0 +1,179 @@
+// @ts-check
+// The server: session, requests, one event stream. Requests go to the page's own origin only.
+import { redraw, tell } from "./dom.js";
+import { hideNodes, putCompare, putDoc, putNode, putRound, putTokens, store } from "./store.js";
+
+export const net = { session: true, connected: true };
+/** @type {((name: string, data: any) => void)[]} what else wants to know of events */
+export const listeners = [];
+
+/** What answers the page: the server here, the data block in an exported file. */
+export const backend = {
+  /** @param {string} path @param {RequestInit} [init] @returns {Promise<any>} */
+  async ask(path, init) {
+    const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...init });
+    const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
+    if (answer.ok) return body;
+    if (answer.status === 401) {
+      net.session = false;
+      redraw(["state"]);
+    }
+    const { message = `The server answered ${answer.status}.`, hint = "", type = "" } = body.error ?? {};
+    throw Object.assign(new Error(message), { hint, type, status: answer.status });
+  },
+};
+
+export function get(/** @type {string} */ path, /** @type {Record<string, any>} */ query = {}) {
+  const given = Object.entries(query).filter(([, value]) => value != null);
+  const search = new URLSearchParams(given.map(([name, value]) => [name, String(value)]));
+  return backend.ask(`${path}?${search}`);
+}
+
+let count = 0;
+const tab = Math.random().toString(36).slice(2, 10);
+const pause = (/** @type {number} */ ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+/**
+ * Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
+ * server refuses is told in the footer, and the answer is null.
+ * @param {string} op @param {Record<string, any>} [fields] @returns {Promise<any>}
+ */
+export async function act(op, fields = {}) {
+  const body = JSON.stringify({ cid: `${tab}-${Date.now().toString(36)}-${count++}`, op, ...fields });
+  for (let wait = 250; ; wait = Math.min(4000, 2 * wait)) {
+    try {
+      const answer = await backend.ask("/loom/do", { method: "POST", body });
+      for (const node of answer.nodes ?? (answer.node ? [answer.node] : [])) if (node.id) putNode(node);
+      redraw(["tree", "text"]);
+      return answer;
+    } catch (error) {
+      const { message, hint, status } = /** @type {any} */ (error);
+      if (status && status !== 401) {
+        tell(hint ? `${message} ${hint}` : message);
+        return null;
+      }
+      if (!status) lost(); // without a session it waits for a fresh link
+      await pause(wait);
+    }
+  }
+}
+
+function lost() {
+  net.connected = false;
+  redraw(["state"]);
+}
+
+export async function fetchDoc() {
+  const doc = await get("/loom/doc");
+  putDoc(doc);
+  net.connected = true;
+  for (const listener of listeners) listener("doc", doc);
+  redraw(["state", "tree", "text", "inspect", "live", "minimap"]);
+  return doc;
+}
+
+/** @type {Set<string>} */
+const fetching = new Set();
+
+/**
+ * Fetch tokens of a path, with the ten most probable at each place if it is asked for.
+ * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top]
+ */
+export async function fetchPath(node, from, n, top) {
+  const key = `${node}:${from}:${top}`;
+  if (fetching.has(key)) return;
+  fetching.add(key);
+  try {
+    const { at, owner, rounds, compare, ...columns } = await get("/loom/tokens", { node, path: 1, from, n, top });
+    const count = columns.ids.length;
+    owner.forEach(([id, start], /** @type {number} */ i) => {
+      const begin = Math.max(start - at, 0);
+      const end = Math.min((owner[i + 1]?.[1] ?? Infinity) - at, count);
+      if (end <= begin) return;
+      const names = ["ids", "text", "lp", "h", "rk", "src", "top"];
+      putTokens({ node: id, at: at + begin,
+        ...Object.fromEntries(names.map((name) => [name, columns[name]?.slice(begin, end)])) });
+    });
+    rounds?.forEach(putRound);
+    compare?.forEach(putCompare);
+    redraw(top ? ["inspect"] : ["tree", "text", "inspect", "live", "compare", "legend"]);
+  } catch (error) {
+    if (!(/** @type {any} */ (error).status)) lost();
+  } finally {
+    setTimeout(() => fetching.delete(key), 300);
+  }
+}
+
+/** Fetch what could follow a text. @param {string} key of the store @param {string} node @param {number} at */
+export async function fetchNext(key, node, at) {
+  if (fetching.has(key)) return;
+  fetching.add(key);
+  const found = await get("/loom/next", { node, at }).catch(() => null);
+  if (found) store.tops.set(key, found.top);
+  if (found) redraw(["inspect"]);
+  fetching.delete(key);
+}
+
+/** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
+const EVENTS = {
+  node: ({ node }) => (putNode(node), ["tree", "text", "inspect"]),
+  hide: ({ nodes }) => (hideNodes(nodes), ["tree", "text", "inspect", "minimap"]),
+  tokens: (data) => (putTokens(data), ["tree", "text", "inspect"]),
+  round: (data) => (putRound(data), ["live"]),
+  compare: (data) => (putCompare(data), ["text", "inspect", "live"]),
+  search: () => ["live"],
+  end: (data) => {
+    const node = store.nodes.get(data.node);
+    if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached });
+    return ["tree", "inspect", "minimap"];
+  },
+  job: (data) => (store.jobs.set(data.id, data), ["state", "live"]),
+  model: (data) => (Object.assign(store.doc, data), ["state"]),
+  set: ({ rev: _, current: __, ...data }) => (Object.assign(store.doc, data), ["state"]),
+  error: ({ message, hint }) => (tell(hint ? `${message} ${hint}` : message), []),
+  reset: () => (void fetchDoc(), []),
+};
+
+/** Listen from a revision on; the browser reconnects with the id of the last event. @param {string} since */
+export function listen(since) {
+  const source = new EventSource(`/loom/events?since=${since}`);
+  source.onopen = () => {
+    net.connected = true;
+    redraw(["state"]);
+  };
+  source.onerror = () => {
+    lost();
+    if (source.readyState === EventSource.CLOSED) setTimeout(() => resume(), 1000);
+  };
+  for (const [name, handle] of Object.entries(EVENTS)) {
+    source.addEventListener(name, (/** @type {any} */ event) => {
+      if (event.data === undefined) return; // an error of the connection, not of the server
+      const data = JSON.parse(event.data);
+      redraw(handle(data), name === "tokens" || name === "round" || name === "search");
+      for (const listener of listeners) listener(name, data);
+    });
+  }
+}
+
+/** After a refused connection: the document again, then its events. */
+async function resume() {
+  try {
+    const { boot, rev } = await fetchDoc();
+    listen(`${boot}.${rev}`);
+  } catch {
+    if (net.session) setTimeout(resume, 2000);
+  }
+}
+
+/** Exchange the link's token for a session, fetch the document, listen. */
+export async function connect() {
+  addEventListener("hashchange", connect, { once: true }); // a fresh link in the same tab
+  const token = location.hash.slice(1);
+  if (token) {
+    history.replaceState(null, "", location.pathname);
+    const body = JSON.stringify({ token });
+    await backend.ask("/loom/session", { method: "POST", body }).catch(() => {});
+    net.session = true;
+  }
+  await resume();
+}

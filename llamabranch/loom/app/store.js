@@ -1,0 +1,289 @@
+// @ts-check
+// The document as the page knows it: nodes, columns of numbers, the path that is shown. No elements, no requests.
+
+/**
+ * @typedef {string | number[] | {c: string}} Piece text of a token: a string, bytes, or the name of a control token
+ * @typedef {[number, number | null, Piece][]} Top
+ * @typedef {Record<string, any>} Loose an object as the server sends it
+ */
+
+const CACHED_TOPS = 2000;
+
+const NUMBERS = ["ids", "lp", "h", "rk"];
+const COMPARED = ["kl", "klr", "lpB", "hB", "same", "draw"];
+
+/** Numbers of tokens in typed arrays that grow; what is not known is NaN. */
+export class Tokens {
+  constructor(size = 32) {
+    this.n = 0;
+    this.version = 0; // counts changes
+    /** @type {Piece[]} */ this.pieces = [];
+    /** @type {string[]} */ this.src = [];
+    const column = () => new Float32Array(size).fill(NaN);
+    this.ids = column(), this.lp = column(), this.h = column(), this.rk = column();
+    this.kl = column(), this.klr = column(), this.lpB = column(), this.hB = column();
+    this.same = column(), this.draw = column();
+  }
+
+  grow(/** @type {number} */ n) {
+    if (n > this.ids.length) {
+      const bigger = new Tokens(Math.max(n, 2 * this.ids.length));
+      for (const name of [...NUMBERS, ...COMPARED]) {
+        bigger[name].set(this[name]);
+        this[name] = bigger[name];
+      }
+    }
+    for (; this.n < n; this.n++) {
+      this.pieces.push("");
+      this.src.push("");
+    }
+  }
+
+  /** Write columns from a place on, as the server sends them. @param {number} at @param {Loose} from */
+  write(at, from) {
+    this.grow(at + from.ids.length);
+    this.version++;
+    for (let i = 0; i < from.ids.length; i++) {
+      const same = this.ids[at + i] === from.ids[i]; // an answer may be older than an event with the numbers
+      for (const name of NUMBERS) this[name][at + i] = from[name][i] ?? (same ? this[name][at + i] : NaN);
+      this.pieces[at + i] = from.text[i];
+      this.src[at + i] = from.src[i] ?? "";
+    }
+  }
+
+  /** Write what a comparison found of one token. @param {number} at @param {Loose} from @param {number} i */
+  compare(at, from, i) {
+    if (at >= this.n) return; // it comes again with its token
+    this.version++;
+    for (const name of COMPARED) this[name][at] = from[name]?.[i] ?? NaN;
+  }
+
+  /** Put a stretch of other tokens at the end. @param {Tokens} other @param {number} from @param {number} to */
+  append(other, from, to) {
+    const at = this.n;
+    this.grow(at + to - from);
+    for (const name of [...NUMBERS, ...COMPARED]) this[name].set(other[name].subarray(from, to), at);
+    for (let i = from; i < to; i++) {
+      this.pieces[at + i - from] = other.pieces[i];
+      this.src[at + i - from] = other.src[i];
+    }
+  }
+}
+
+const NONE = new Tokens(0); // of nodes whose tokens are not here
+
+/**
+ * @typedef {Loose & {id: string, parent: string | null, at: number, n: number, flags: number, text: string,
+ *   tokens: Tokens, rounds: Loose[], compares: Loose[]}} Node
+ */
+
+export const FLAGS = { deleted: 1, seam: 2, rounds: 4, compare: 8, bookmark: 16, note: 32 };
+
+/** All that is known. `revision` counts changes of the tree's shape; `end` is where the shown path ends. */
+export const store = {
+  /** @type {Map<string, Node>} */ nodes: new Map(),
+  /** @type {Loose} */ doc: { models: {}, file: {}, settings: {}, state: "loading", undo: 0, redo: 0 },
+  /** @type {Map<string, Loose>} */ jobs: new Map(),
+  /** @type {string | null} */ current: null,
+  /** @type {number | null} null: to the end of the node, also when it grows */ end: null,
+  revision: 0,
+  /** @type {Set<string>} nodes that grew since the tree was drawn */ grown: new Set(),
+  showDeleted: false,
+  /** @type {Map<string, Top>} by "node:position" */ tops: new Map(),
+};
+
+/** @param {Loose} from a node as the server sends it */
+export function putNode(from) {
+  const old = store.nodes.get(from.id);
+  if (old) {
+    const { n } = old;
+    if (old.flags !== from.flags || old.at !== from.at) store.revision++;
+    Object.assign(old, from);
+    old.n = Math.max(n, from.n); // tokens may have come before this
+    return old;
+  }
+  const node = /** @type {Node} */ ({ tokens: NONE, rounds: [], compares: [], ...from });
+  store.nodes.set(node.id, node);
+  store.revision++;
+  return node;
+}
+
+/** Take a whole document; tokens that are known stay. @param {Loose} doc */
+export function putDoc(doc) {
+  const old = store.nodes;
+  store.nodes = new Map();
+  const columns = Object.keys(doc.nodes);
+  for (let i = 0; i < doc.nodes.id.length; i++) {
+    /** @type {Loose} */ const node = {};
+    for (const name of columns) node[name] = doc.nodes[name][i];
+    node.note = doc.notes?.[node.id] ?? "";
+    node.kl = doc.kl?.[node.id] ?? null;
+    const known = old.get(node.id);
+    if (known && known.n === node.n && known.known === node.known) {
+      Object.assign(node, { tokens: known.tokens, rounds: known.rounds, compares: known.compares });
+    }
+    putNode(node);
+  }
+  const { nodes: _, ...rest } = doc;
+  store.doc = { ...store.doc, ...rest };
+  store.jobs = new Map((doc.jobs ?? []).map((/** @type {Loose} */ job) => [job.id, job]));
+  if (!store.current || !store.nodes.has(store.current)) {
+    store.current = doc.current && store.nodes.has(doc.current) ? doc.current : (doc.nodes.id.at(-1) ?? null);
+    store.end = null;
+  }
+  store.revision++;
+}
+
+export function hideNodes(/** @type {string[]} */ ids) {
+  for (const id of ids) {
+    const node = store.nodes.get(id);
+    if (!node) continue;
+    store.nodes.delete(id);
+    if (store.current === id) {
+      const parent = store.nodes.get(node.parent ?? "");
+      store.current = parent?.id ?? null;
+      store.end = parent && node.at < parent.at + parent.n ? node.at : null;
+    }
+  }
+  store.revision++;
+}
+
+/** @param {Loose} columns of a stretch of one node, at absolute positions */
+export function putTokens(columns) {
+  const node = store.nodes.get(columns.node);
+  if (!node) return;
+  const at = columns.at - node.at;
+  const end = at + columns.ids.length;
+  if (end > node.n) {
+    node.n = end;
+    store.grown.add(node.id);
+  }
+  if (at > node.tokens.n) return; // what is before it is fetched when it is shown
+  if (node.tokens === NONE) node.tokens = new Tokens(end);
+  node.tokens.write(at, columns);
+  if (node.text.length < 40) node.text = node.tokens.pieces.slice(0, 40).map(pieceText).join("").slice(0, 60);
+  putTops(node.id, columns.at, columns.top);
+}
+
+function putTops(/** @type {string} */ id, /** @type {number} */ at, /** @type {Top[] | undefined} */ tops) {
+  (tops ?? []).forEach((top, i) => {
+    store.tops.set(`${id}:${at + i}`, top);
+  });
+  const keys = store.tops.keys();
+  while (store.tops.size > CACHED_TOPS) store.tops.delete(/** @type {string} */ (keys.next().value));
+}
+
+export function putRound(/** @type {Loose} */ round) {
+  const rounds = store.nodes.get(round.node)?.rounds;
+  if (rounds && !rounds.some((each) => each.at === round.at && each.round === round.round)) rounds.push(round);
+}
+
+export function putCompare(/** @type {Loose} */ compare) {
+  const node = store.nodes.get(compare.node);
+  if (!node) return;
+  node.compares = node.compares.filter((each) => each.at !== compare.at || each.mode !== compare.mode);
+  node.compares.push(compare);
+  for (let i = (compare.lpB?.length ?? 0) - 1, owner = node; i >= 0; i--) {
+    while (compare.at + i < owner.at && owner.parent) owner = store.nodes.get(owner.parent) ?? owner;
+    owner.tokens.compare(compare.at + i - owner.at, compare, i);
+  }
+}
+
+/** The node that a node's first token is put into, when nodes of which nothing is kept are left out. @param {Node} node */
+export function holder(node) {
+  let parent = node.parent ? store.nodes.get(node.parent) : undefined;
+  while (parent && node.at <= parent.at) parent = parent.parent ? store.nodes.get(parent.parent) : undefined;
+  return parent;
+}
+
+/**
+ * @typedef {Tokens & {text: string[], owners: {id: string, from: number, to: number}[], missing: number,
+ *   control: Uint8Array}} Path
+ */
+
+/** Nodes whose own tokens make up a path, from the root on. @param {string | null} id @param {number | null} end */
+export function pieces(id, end) {
+  const parts = [];
+  let node = id ? store.nodes.get(id) : undefined;
+  let to = node ? Math.min(end ?? Infinity, node.at + node.n) : 0;
+  while (node) {
+    if (to > node.at) {
+      parts.push({ id: node.id, from: node.at, to });
+      to = node.at;
+    }
+    to = Math.min(to, node.at);
+    node = node.parent ? store.nodes.get(node.parent) : undefined;
+  }
+  return parts.reverse();
+}
+
+/** The tokens of a path in one. `missing` is the first position that has to be fetched, or -1.
+ * @param {string | null} id @param {number | null} end @returns {Path} */
+export function pathOf(id, end) {
+  const owners = pieces(id, end);
+  const n = owners.at(-1)?.to ?? 0;
+  const path = /** @type {Path} */ (new Tokens(n + 1));
+  path.owners = owners;
+  path.missing = -1;
+  for (const { id: owner, from, to } of owners) {
+    const { tokens, at } = /** @type {Node} */ (store.nodes.get(owner));
+    if (tokens.n < to - at) {
+      path.missing = Math.max(from, at + tokens.n);
+      if (tokens.n > from - at) path.append(tokens, from - at, tokens.n);
+      break;
+    }
+    path.append(tokens, from - at, to - at);
+  }
+  path.text = texts(path.pieces);
+  path.control = Uint8Array.from(path.pieces, (piece) => (typeof piece === "object" && "c" in piece ? 1 : 0));
+  return path;
+}
+
+/** Which node owns a position of a path. @param {Path} path @param {number} position */
+export const ownerOf = (path, position) =>
+  path.owners.find(({ from, to }) => position >= from && position < to)?.id ?? null;
+
+const UTF8 = new TextDecoder();
+
+/**
+ * Texts of tokens one after the other: a character whose bytes are in several tokens stands at the last of them,
+ * the others are empty; bytes that are no UTF-8 are written as \xNN. @param {Piece[]} all
+ */
+export function texts(all) {
+  /** @type {number[]} */ let bytes = [];
+  return all.map((piece, i) => {
+    if (!Array.isArray(piece)) return typeof piece === "string" ? piece : piece.c;
+    bytes.push(...piece);
+    let text = "";
+    while (bytes.length) {
+      const lead = bytes[0];
+      const length = lead < 0x80 ? 1 : lead >= 0xc2 && lead < 0xe0 ? 2 : lead >= 0xe0 && lead < 0xf0 ? 3
+        : lead >= 0xf0 && lead < 0xf5 ? 4 : 0;
+      const broken = length === 0 || bytes.slice(1, length).some((byte) => byte >> 6 !== 2);
+      if (!broken && bytes.length < length && Array.isArray(all[i + 1])) break;
+      if (broken || bytes.length < length) text += "\\x" + bytes.splice(0, 1)[0].toString(16).padStart(2, "0");
+      else text += UTF8.decode(new Uint8Array(bytes.splice(0, length)));
+    }
+    return text;
+  });
+}
+
+/** A piece by itself. @param {Piece} piece */
+export const pieceText = (piece) => texts([piece])[0];
+
+/** The bytes of a piece. @param {Piece} piece */
+export const pieceBytes = (piece) =>
+  Array.isArray(piece) ? piece : typeof piece === "string" ? [...new TextEncoder().encode(piece)] : [];
+
+/** The state of the page, the most pressing first. @param {{session: boolean, connected: boolean}} net */
+export function stateOf(net) {
+  const { doc, jobs } = store;
+  const running = [...jobs.values()].filter((job) => job.state === "running");
+  if (!net.session) return "no-session";
+  if (!net.connected) return "connection-lost";
+  if (doc.file.error) return "disk-error";
+  if (doc.state === "loading") return "model-loading";
+  if (running.some((job) => job.told)) return "reading-again";
+  if (running.length) return "generating";
+  return doc.file.read_only || doc.state === "failed" ? "read-only" : "ready";
+}

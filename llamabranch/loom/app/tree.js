@@ -1,0 +1,389 @@
+// @ts-check
+// The tree: stretches without forks as rows of a pool, find, the minimap.
+import { $, attribute, fill, h, label, plural, redraw, set, visible } from "./dom.js";
+import { LENSES, binOf, lens } from "./lenses.js";
+import { fetchPath, get } from "./net.js";
+import { FLAGS, holder, store, texts } from "./store.js";
+
+/** @typedef {import("./store.js").Node} Node */
+/**
+ * @typedef {object} Segment a stretch without forks, over one node or several
+ * @property {string} key that of its first token: stays while it grows @property {Node} first @property {Node} node its last
+ * @property {Node[]} parts all of them
+ * @property {number} from @property {number} to positions in the path @property {number} level @property {number} place
+ * @property {number} siblings @property {Segment | null} parent @property {Segment[]} children
+ */
+
+const ROW = 34;
+const POOL = 80;
+/** @type {Set<string>} */ const closed = new Set();
+/** @type {Segment[]} */ let roots = [];
+/** @type {Segment[]} */ let rows = [];
+/** @type {Map<string, Segment[]>} */ let byNode = new Map();
+let built = "";
+/** @type {string | null} key of the segment that is shown as if it were the root */ let hoisted = null;
+/** @type {((node: string, end: number) => void)} */ let chooseNode = () => {};
+
+const isHidden = (/** @type {Node} */ node) => !store.showDeleted && (node.flags & FLAGS.deleted) !== 0;
+
+/** Cut the nodes into segments. */
+function build() {
+  /** @type {Map<string, Node[]>} */ const forks = new Map();
+  const heads = [];
+  for (const node of store.nodes.values()) {
+    if (isHidden(node)) continue;
+    const parent = holder(node);
+    if (!parent) heads.push(node);
+    else if (forks.has(parent.id)) forks.get(parent.id)?.push(node);
+    else forks.set(parent.id, [node]);
+  }
+  for (const list of forks.values()) list.sort((a, b) => a.at - b.at);
+  byNode = new Map();
+  roots = heads.map((node) => begun(node, 0, null));
+  number(roots);
+  /** @type {[Segment, number][]} a segment, and how many forks of its first node are before it */
+  const waiting = roots.map((root) => [root, 0]);
+  for (let next = waiting.pop(); next; next = waiting.pop()) {
+    const [segment, before] = next;
+    for (let skipped = before; ; skipped = 0) {
+      const { node, children } = segment;
+      const all = forks.get(node.id) ?? [], end = node.at + node.n;
+      const same = byNode.get(node.id);
+      if (same) same.push(segment);
+      else byNode.set(node.id, [segment]);
+      const cut = skipped < all.length ? Math.min(all[skipped].at, end) : end;
+      let after = skipped;
+      while (after < all.length && Math.min(all[after].at, end) === cut) after++;
+      segment.to = cut;
+      if (cut === end && after === skipped + 1) {
+        segment.node = all[skipped];
+        segment.parts.push(segment.node);
+        continue;
+      }
+      if (cut < end) {
+        children.push(begun(node, cut, segment));
+        waiting.push([children[0], after]);
+      }
+      for (; skipped < after; skipped++) {
+        const child = begun(all[skipped], cut, segment);
+        children.push(child);
+        waiting.push([child, 0]);
+      }
+      number(children);
+      break;
+    }
+  }
+}
+
+function number(/** @type {Segment[]} */ siblings) {
+  siblings.forEach((segment, i) => {
+    segment.place = i + 1;
+    segment.siblings = siblings.length;
+  });
+}
+
+/** @param {Node} node @param {number} from @param {Segment | null} parent @returns {Segment} */
+const begun = (node, from, parent) => ({
+  key: `${node.id}@${from}`, first: node, node, parts: [node], from, to: from, level: (parent?.level ?? 0) + 1, place: 1, siblings: 1,
+  parent, children: [],
+});
+
+/** The rows that are open, from top to bottom. */
+function unfold() {
+  rows = [];
+  const top = hoisted ? [...byNode.values()].flat().filter(({ key }) => key === hoisted) : roots;
+  if (top.length === 0) hoisted = null;
+  const waiting = [...(top.length ? top : roots)].reverse();
+  while (waiting.length) {
+    const segment = /** @type {Segment} */ (waiting.pop());
+    rows.push(segment);
+    if (!closed.has(segment.key)) for (let i = segment.children.length; i--; ) waiting.push(segment.children[i]);
+  }
+}
+
+/** Build again what has changed. */
+function update() {
+  const now = `${store.revision} ${store.showDeleted}`;
+  if (built !== now) {
+    built = now;
+    build();
+    unfold();
+    redraw(["minimap"]);
+  }
+  for (const id of store.grown) {
+    const node = store.nodes.get(id), segment = byNode.get(id)?.at(-1);
+    if (node && segment?.node === node) segment.to = node.at + node.n;
+  }
+  store.grown.clear();
+}
+
+/** The segment that holds a place of a path. @param {string | null} id @param {number | null} end */
+export function segmentOf(id, end = store.end) {
+  update();
+  const all = (id && byNode.get(id)) || [];
+  return all.find(({ from, to }) => end != null && from < end && end <= to) ?? all.at(-1);
+}
+
+/** Where the children of the shown place are: what could follow it. @param {string | null} id @param {number | null} end */
+export function following(id, end) {
+  const segment = segmentOf(id, end);
+  return segment && (end == null || end >= segment.to) ? segment.children : [];
+}
+
+const goTo = (/** @type {Segment} */ segment) => chooseNode(segment.node.id, endOf(segment));
+
+/** The end of a segment in the words of the store: null where the node ends. @param {Segment} segment */
+export const endOf = ({ node, to }) => (to < node.at + node.n ? to : /** @type {any} */ (null));
+
+function setOpen(/** @type {Segment} */ segment, /** @type {boolean} */ open) {
+  if (open) closed.delete(segment.key);
+  else closed.add(segment.key);
+  unfold();
+  redraw(["tree"]);
+}
+
+/** What keys do in the tree. @type {Record<string, () => void>} */
+export const treeMoves = {
+  up: () => step(-1),
+  down: () => step(1),
+  left: () => {
+    const segment = segmentOf(store.current);
+    if (segment?.children.length && !closed.has(segment.key)) setOpen(segment, false);
+    else if (segment?.parent) goTo(segment.parent);
+  },
+  right: () => {
+    const segment = segmentOf(store.current);
+    if (segment && closed.has(segment.key)) setOpen(segment, true);
+    else if (segment?.children.length) goTo(segment.children[0]);
+  },
+  first: () => rows.length && goTo(rows[0]),
+  last: () => rows.length && goTo(rows[rows.length - 1]),
+  toggle: () => {
+    const segment = segmentOf(store.current);
+    if (segment) setOpen(segment, closed.has(segment.key));
+  },
+  children: () => {
+    const segment = segmentOf(store.current);
+    if (!segment) return;
+    closed.delete(segment.key);
+    for (const child of segment.children) closed.add(child.key);
+    unfold();
+    redraw(["tree"]);
+  },
+  hoist: () => {
+    const segment = segmentOf(store.current);
+    hoisted = hoisted || !segment ? null : segment.key;
+    unfold();
+    redraw(["tree"]);
+  },
+};
+
+function step(/** @type {number} */ by) {
+  const segment = segmentOf(store.current);
+  const place = segment ? rows.indexOf(segment) : -1;
+  const next = rows[Math.max(0, Math.min(rows.length - 1, place + by))];
+  if (next) goTo(next);
+}
+
+/** The text a row begins with. @param {Segment} segment */
+function wording({ parts, from }) {
+  let told = "";
+  for (const { tokens, text, at } of parts) {
+    const begin = Math.max(0, from - at);
+    if (told.length > 60) break;
+    if (tokens.n > begin) told += texts(tokens.pieces.slice(begin, begin + 24)).join("");
+    else if (begin === 0) told += text;
+  }
+  return told || (from > parts[0].at ? "…" : "");
+}
+
+/** Mean bin of a segment and where its worst token is, in the current lens. @param {Segment} segment */
+function strip({ first, parts, from, to }) {
+  let sum = 0, known = 0, worst = -1, most = -1;
+  /** @type {number[]} */ const counts = new Array(7).fill(0);
+  for (const { tokens, at, n } of parts) {
+    if (tokens.n < n) { // from the means that came with the document
+      const { lp, h: entropy, kl } = first;
+      const mean = { probability: Math.exp(lp ?? NaN), entropy: entropy ?? NaN, divergence: kl?.[0] ?? NaN }[lens.name] ?? NaN;
+      return { bin: Number.isNaN(mean) ? -1 : lens.bin(mean), worst: -1 };
+    }
+    for (let i = Math.max(from - at, 0); i < Math.min(n, to - at); i++) {
+      const bin = binOf(tokens, i);
+      if (bin < 0) continue;
+      sum += bin;
+      known++;
+      counts[bin]++;
+      const strength = lens.name === "change" ? Math.abs(bin - 3) : bin;
+      if (strength > most) [most, worst] = [strength, (at + i - from) / Math.max(1, to - from)];
+    }
+  }
+  if (known && lens === LENSES[3]) return { bin: counts.indexOf(Math.max(...counts)), worst: -1 };
+  return { bin: known ? Math.round(sum / known) : -1, worst };
+}
+
+/** A row of the pool. */
+function makeRow() {
+  const row = h("div", { role: "treeitem", class: "row" }, h("span", { class: "twist" }), h("span", { class: "words" }),
+    h("span", { class: "strip" }));
+  row.onclick = (/** @type {MouseEvent} */ event) => {
+    const segment = rows[Number(row.dataset.row)];
+    if (!segment) return;
+    if (event.target === row.firstChild && segment.children.length) setOpen(segment, closed.has(segment.key));
+    else goTo(segment);
+    $("tree").focus({ preventScroll: true });
+  };
+  return row;
+}
+
+/** @param {any} row @param {Segment} segment @param {number} place @param {Segment | undefined} chosen */
+function drawRow(row, segment, place, chosen) {
+  const { node, children, level, siblings } = segment;
+  const isClosed = closed.has(segment.key);
+  const [twist, words, line] = row.children;
+  const { bin, worst } = strip(segment);
+  const marks = (node.flags & FLAGS.bookmark ? " ★" : "") + (node.flags & FLAGS.note ? " ✎" : "")
+    + (isClosed ? `  ${children.length}` : "");
+  const top = rows[0]?.level ?? 1;
+  row.hidden = false;
+  row.style.transform = `translateY(${place * ROW}px)`;
+  row.style.setProperty("--level", String(Math.min(level - top, 14)));
+  set(row, {
+    id: `row-${place}`, "data-row": place, "data-node": node.id, "aria-level": level, "aria-posinset": segment.place,
+    "aria-setsize": siblings, "aria-selected": segment === chosen ? "true" : "false",
+    "aria-expanded": children.length ? String(!isClosed) : null,
+    class: `row${node.flags & FLAGS.deleted ? " gone" : ""}${node.reason === "running" ? " running" : ""}`,
+  });
+  attribute(twist, "class", children.length ? `twist ${isClosed ? "shut" : "open"}` : "twist");
+  const told = label(wording(segment).trimStart().slice(0, 80)) || "…";
+  if (words.textContent !== told) words.textContent = told;
+  attribute(words, "data-marks", marks.trim() || null);
+  attribute(line, "class", `strip b${bin < 0 ? "x" : bin}`);
+  line.style.setProperty("--length", `${Math.min(100, 8 + 14 * Math.log2(1 + segment.to - segment.from))}%`);
+  line.style.setProperty("--worst", worst < 0 ? "-9px" : `${100 * worst}%`);
+}
+
+/** @type {any} */ let shownRow = null;
+let resting = 0;
+
+/** Fetch the tokens of rows that stay in view. */
+function fetchRows() {
+  for (const row of $("rows").children) {
+    const segment = row.hidden ? null : rows[Number(row.dataset.row)];
+    for (const node of segment?.parts.slice(0, 4) ?? []) {
+      if (node.tokens.n < node.n && node.reason !== "running") void fetchPath(node.id, node.at, node.n);
+    }
+  }
+}
+
+function drawTree() {
+  update();
+  const box = $("tree"), pool = $("rows");
+  const chosen = segmentOf(store.current);
+  let place = chosen ? rows.indexOf(chosen) : -1;
+  if (chosen && place < 0) { // it is under a closed row: open it
+    for (let up = chosen.parent; up; up = up.parent) closed.delete(up.key);
+    unfold();
+    place = rows.indexOf(chosen);
+  }
+  pool.style.height = `${rows.length * ROW}px`;
+  if (chosen?.key !== shownRow && place >= 0) {
+    const height = box.clientHeight;
+    if (place * ROW < box.scrollTop) box.scrollTop = place * ROW;
+    else if ((place + 1) * ROW > box.scrollTop + height) box.scrollTop = (place + 1) * ROW - height;
+    shownRow = chosen?.key;
+  }
+  const begin = Math.max(0, Math.floor(box.scrollTop / ROW) - 2);
+  const count = Math.min(POOL, Math.ceil(box.clientHeight / ROW) + 4, Math.max(0, rows.length - begin));
+  while (pool.children.length < count) pool.append(makeRow());
+  for (let i = 0; i < pool.children.length; i++) {
+    const row = pool.children[i];
+    if (i < count) drawRow(row, rows[begin + i], begin + i, chosen);
+    else {
+      row.hidden = true;
+      row.removeAttribute("id");
+    }
+  }
+  attribute(box, "aria-activedescendant", place >= begin && place < begin + count ? `row-${place}` : null);
+  clearTimeout(resting);
+  resting = window.setTimeout(fetchRows, 150);
+  const bar = $("hoisted");
+  bar.hidden = !hoisted;
+  if (hoisted && !bar.firstChild) {
+    fill(bar, h("button", { type: "button", onclick: treeMoves.hoist }, "↑ Back to the whole tree"));
+  }
+}
+
+/** The whole tree from left to right, by tokens; a click goes there. */
+function drawMinimap() {
+  update();
+  const canvas = $("minimap");
+  const { clientWidth: width, clientHeight: height } = canvas;
+  const scale = devicePixelRatio;
+  if (!width || !height) return;
+  canvas.width = width * scale;
+  canvas.height = height * scale;
+  const pen = canvas.getContext("2d");
+  const style = getComputedStyle(canvas);
+  let longest = 1;
+  for (const { to } of rows) longest = Math.max(longest, to);
+  const high = (canvas.height - 2) / Math.max(1, rows.length);
+  const chosen = segmentOf(store.current);
+  rows.forEach((segment, i) => {
+    pen.fillStyle = segment === chosen ? style.accentColor : style.color;
+    pen.globalAlpha = segment === chosen ? 1 : 0.45;
+    const left = (segment.from / longest) * (canvas.width - 4);
+    const wide = ((segment.to - segment.from) / longest) * (canvas.width - 4);
+    const thick = Math.max(segment === chosen ? 3 : 1, Math.min(4, high - 1));
+    pen.fillRect(left, i * high, Math.max(2, wide - scale), thick);
+  });
+}
+
+/** @type {any[]} */ let hits = [];
+let hit = -1;
+let searching = 0;
+
+/** Find text in all nodes; a number of results, the first is shown. @param {string} q */
+async function find(q) {
+  const mine = ++searching;
+  hits = [];
+  hit = -1;
+  if (!q) $("found").textContent = "";
+  if (!q) return;
+  const { found, more } = await get("/loom/find", { q, limit: 200 }).catch(() => ({ found: [], more: false }));
+  if (mine !== searching) return;
+  hits = found;
+  $("found").textContent = `${found.length}${more ? "+" : ""}`;
+  attribute($("found"), "aria-label", plural(found.length, "place"));
+}
+
+function nextHit(/** @type {number} */ by) {
+  if (!hits.length) return;
+  hit = (hit + by + hits.length) % hits.length;
+  const { node, at, text } = hits[hit];
+  const segment = segmentOf(node, at + 1);
+  if (segment) chooseNode(segment.node.id, endOf(segment));
+  document.dispatchEvent(new CustomEvent("show-token", { detail: at }));
+  $("found").textContent = `${hit + 1} / ${hits.length}`;
+  attribute($("found"), "title", visible(text));
+}
+
+/** @param {(node: string, end: number) => void} choose what a click or a key does */
+export function startTree(choose) {
+  chooseNode = choose;
+  $("tree").addEventListener("scroll", () => redraw(["tree"]), { passive: true });
+  new ResizeObserver(() => redraw(["tree", "minimap"])).observe($("tree-pane"));
+  $("minimap").onclick = (/** @type {MouseEvent} */ event) => {
+    const place = Math.floor((event.offsetY / $("minimap").clientHeight) * rows.length);
+    if (rows[place]) goTo(rows[place]);
+  };
+  let typing = 0;
+  $("find").oninput = () => {
+    clearTimeout(typing);
+    typing = window.setTimeout(() => find($("find").value), 60);
+  };
+  $("find").onkeydown = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1);
+    if (event.key === "Escape") $("tree").focus();
+  };
+  return { tree: drawTree, minimap: drawMinimap };
+}

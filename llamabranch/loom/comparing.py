@@ -1,0 +1,175 @@
+"""Comparing two models while one looks: what is found is told as it comes, and kept at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+
+from msgspec import structs
+
+from ..context import Context
+from ..serve.errors import HttpError
+from .document import Ended, Node, short
+from .live import Job
+from .loom import Do, Loom
+from .pair import Place, read_pair, same_vocabulary, spans, totals, write_pair
+
+__all__ = ["compare"]
+
+_NO_MODEL = "there is no second model: llamabranch open MODEL --compare MODEL2"
+_UNEQUAL = "the models have different tokenizers"
+
+
+async def compare(loom: Loom, do: Do, node: Node, at: int) -> dict[str, object]:
+    """Let both models read a node, or write one from it; B writes alone what ``do.model`` asks of it."""
+    partner = loom.partner_of()
+    if partner is None:
+        raise HttpError(409, _NO_MODEL, param="node")
+    same = same_vocabulary(loom.service.model, partner.model)
+    if do.op == "compare" and do.mode == "read":
+        found = _Comparison(loom, partner, node, do)
+        return loom.started(loom.live.start("compare", found.read if same else found.spans, node))
+    if not same:
+        raise HttpError(409, f"{_UNEQUAL}: they cannot share a step")
+    writer = "B" if do.op == "continue" else do.writer
+    made = loom.made(do, 0, "sampled", at, writer)
+    await loom.request(Node(made, node), do.max_tokens)
+    (new,) = loom.make([made], do.cid)
+    found = _Comparison(loom, partner, new, do)
+    return loom.started(loom.live.start("compare", found.write, node, [new]), [new])
+
+
+class _Comparison:
+    """What was found of a node's tokens from a position on."""
+
+    def __init__(self, loom: Loom, partner: Context, node: Node, do: Do) -> None:
+        self._live = loom.live
+        self._both = loom.service.ctx, partner
+        self._node = node
+        self._do = do
+        self._params = loom.params(node.made)
+        self._first_seed: int | None = None  # where B first draws another token
+        self._partner: Node | None = None  # what B writes by itself from there on
+        self._at = 0
+        self._columns: dict[str, list[object]] = {}
+
+    async def read(self, job: Job) -> None:
+        """Let both read all tokens of the node."""
+
+        def tell(at: int, places: list[Place]) -> bool:
+            self._live.call(self._take, at, places)
+            return job.is_stopped
+
+        tokens, first = self._node.tokens(), max(1, self._node.made.at)
+        params = self._params if self._node.made.seed is not None else None
+        await asyncio.to_thread(read_pair, self._both, tokens, first, params, tell)
+        self._end(job)
+
+    async def write(self, job: Job) -> None:
+        """Let one write and the other read; where they part, let B go on by itself if that is asked."""
+
+        def tell(place: Place) -> bool:
+            self._live.call(self._wrote, place)
+            return job.is_stopped
+
+        def parted(token: int) -> bool:
+            self._live.call(self._part, job, token)
+            return job.is_stopped
+
+        live, most = self._live, self._do.max_tokens
+        await asyncio.to_thread(
+            write_pair, self._both, self._node.tokens(), self._params, most,
+            int(self._node.made.by == "B"), tell, parted if self._do.mode == "part" else None,
+        )  # fmt: skip
+        self._end(job)
+        for each in job.nodes:
+            reason = "stopped" if job.is_stopped else "length" if len(each.ids) >= most else "stop"
+            live.add(Ended(id=each.id, reason=reason))
+        if self._partner is not None:
+            await live.score(self._partner)
+
+    async def spans(self, job: Job) -> None:
+        """Let both read the text, each with its own tokens."""
+        found = await asyncio.to_thread(spans, self._both, self._node.tokens())
+        why = (
+            f"{_UNEQUAL}, so their distributions are over different tokens: bits per byte can be "
+            "compared, KL divergences cannot"
+        )
+        sums = totals(found)
+        data = self._told(0, {"spans": found, "totals": sums, "why": why})
+        self._live.emit("compare", data)
+        self._live.keep(self._node, "compare", data)
+        job.result = {"mode": "read", "n": len(found), **sums}
+
+    def _told(self, at: int, found: Mapping[str, object]) -> dict[str, object]:
+        return {"node": self._node.id, "at": at, "mode": self._do.mode, **found}
+
+    def _take(self, at: int, places: Sequence[Place]) -> None:
+        """Take what was found of tokens from a position on."""
+        live, node, first = self._live, self._node, at - self._node.made.at
+        for i, place in enumerate(places, first):
+            if node.lp[i] is None:
+                live.take(node, [place.score], node.src[i], i)
+        tops = [[(a.token, short(a.logprob)) for a in p.other.alternatives] for p in places]
+        live.learn([token for top in tops for token, _ in top])
+        pieces = live.document.pieces
+        columns: dict[str, list[object]] = {
+            "kl": [short(p.kl) for p in places], "klr": [short(p.klr) for p in places],
+            "lpA": [short(p.score.logprob) for p in places], "same": [p.same for p in places],
+            "lpB": [short(p.other.logprob) for p in places],
+            "hB": [short(p.other.entropy) for p in places], "draw": [p.draw for p in places],
+            "topB": [[(t, lp, pieces[t]) for t, lp in top] for top in tops],
+        }  # fmt: skip
+        if not self._columns:
+            self._at = at
+        for name, column in columns.items():
+            self._columns.setdefault(name, []).extend(column)
+        draws = ((at + i, p.draw) for i, p in enumerate(places) if p.draw not in (None, p.token))
+        if self._first_seed is None:
+            self._first_seed = next(draws, (None, None))[0]
+        live.emit("compare", self._told(at, columns))
+
+    def _wrote(self, place: Place) -> None:
+        """Take a token that was written, and what was found of it."""
+        self._live.take(self._node, [place.score], "s")
+        self._live.send_tokens()
+        self._take(self._node.end - 1, [place])
+
+    def _part(self, job: Job, token: int) -> None:
+        """Take a token that B writes by itself."""
+        live, made, partner = self._live, self._node.made, self._partner
+        if self._first_seed is None:
+            return
+        if partner is None:
+            new = structs.replace(
+                made, id=live.document.name(), parent=self._node.id, at=self._first_seed, by="B",
+                a=made.a or made.r,
+            )  # fmt: skip
+            live.add(new)
+            self._partner = partner = live.document.nodes[new.id]
+            partner.job = job.id
+            job.nodes.append(partner)
+            live.tell(partner)
+        start = len(partner.ids)
+        for record in live.plain(partner.id, [token], "s", at=start):
+            live.journal.add(record)
+        live.note(partner, start, start + 1)
+
+    def _end(self, job: Job) -> None:
+        """Tell the means and where they part first, and keep it with the node."""
+        columns, n = self._columns, len(self._columns.get("kl", ()))
+        means = {
+            name: short(
+                math.fsum(float(x) for x in columns[name] if isinstance(x, (float, int))) / n
+            )
+            for name in ("kl", "klr", "same")
+            if n
+        }
+        same = columns.get("same", [])
+        partner = {"partner": self._partner.id} if self._partner else {}
+        job.result = {
+            "mode": self._do.mode, "n": n, "first_seed": self._first_seed, "partner": None, **partner,
+            "first_greedy": self._at + same.index(False) if False in same else None, **means,
+        }  # fmt: skip
+        self._live.keep(self._node, "compare", self._told(self._at, {**columns, **partner}))

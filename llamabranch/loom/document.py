@@ -1,0 +1,421 @@
+"""The document: nodes, and the records that make and change them.
+
+All that happens to a document is a record, and `Document.apply` is the one place where a record does
+something: the same when it is made and when it is read again. A node never changes its tokens; what is
+undone is hidden. Positions count the tokens of a node's whole text, from its root on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Raw, Struct
+
+from ..model import Model
+
+__all__ = [
+    "KEPT", "AnyRecord", "Change", "Document", "Ended", "Head", "Kept", "Made", "Node", "Number",
+    "Piece", "Pieces", "Record", "Seed", "Tokens", "Undo", "decoded", "digest", "short",
+]  # fmt: skip
+
+Piece = str | list[int] | dict[str, str]  # text; bytes that are none; the name of a control token
+Number = float | None
+Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
+KEPT = ("rounds", "compare", "searches")
+_GENERATED = frozenset("sfdbc")
+_SHOWN, _LISTED = 40, 20  # characters of a text: of a node, and in a list of more than _MANY
+_MANY = 2000
+
+
+class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
+    """A line of the journal: its revision, when it was written (ms), and who asked for its action."""
+
+    r: int = 0
+    t: int = 0
+    cid: str = ""
+
+
+class Head(Record, tag="head", kw_only=True):
+    """The first line: what the numbers are of."""
+
+    version: int = 1
+    model: str = ""
+    fingerprint: str = ""
+    vocab: str = ""
+    kv_type: str = ""
+
+
+class Made(Record, tag="node", kw_only=True):
+    """A node; ``a`` is the action that made it, 0 = this record begins one."""
+
+    id: str
+    parent: str | None = None
+    at: int = 0
+    kind: str = "typed"
+    by: str = "user"
+    a: int = 0
+    seed: Seed | None = None
+    sampling: dict[str, object] = {}
+    stop: list[str] = []
+    max_tokens: int | None = None
+    grammar: str | None = None
+    json_schema: dict[str, object] | None = None
+    seam: bool = False
+
+
+class Tokens(Record, tag="tok", kw_only=True):
+    """Tokens of a node from its own ``at`` on: new ones, or numbers of those that are there."""
+
+    id: str = ""
+    at: int = 0
+    ids: list[int]
+    lp: list[Number]
+    h: list[Number]
+    rk: list[int | None]
+    src: str
+    top: list[Raw]
+
+
+class Pieces(Record, tag="voc", kw_only=True):
+    """The texts of tokens, by id, so that a file can be read without its model."""
+
+    p: dict[int, Piece]
+
+
+class Ended(Record, tag="end", kw_only=True):
+    """How the generation of a node has ended; ``read`` prompt tokens were evaluated."""
+
+    id: str
+    reason: str
+    read: int = 0
+    cached: int = 0
+    digest: str = ""
+
+
+class Kept(Record, tag="keep", kw_only=True):
+    """What else is known of a node, as it is sent: a round of speculation, a comparison, a search."""
+
+    id: str
+    name: Literal["rounds", "compare", "searches"]
+    data: Raw
+
+
+class Change(Record, tag="set", kw_only=True):
+    """A bookmark, a note or a mark of deletion; or the node that is looked at, which is no action."""
+
+    id: str
+    name: Literal["bookmark", "note", "deleted", "current"]
+    value: bool | str = True
+    a: int = 0
+
+
+class Undo(Record, tag="undo", kw_only=True):
+    """Takes an action back, or does it again."""
+
+    of: int
+    again: bool = False
+
+
+AnyRecord = Head | Made | Tokens | Pieces | Ended | Kept | Change | Undo
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A text: the first ``made.at`` tokens of its parent's, and its own; of each all that is known."""
+
+    made: Made
+    parent: Node | None
+    ids: list[int] = field(default_factory=list)
+    lp: list[Number] = field(default_factory=list)
+    h: list[Number] = field(default_factory=list)
+    rk: list[int | None] = field(default_factory=list)
+    src: list[str] = field(default_factory=list)
+    top: list[Raw] = field(default_factory=list)
+    ended: Ended | None = None
+    hidden: bool = True  # until the record that makes it is applied
+    bookmark: bool = False
+    note: str = ""
+    deleted: bool = False
+    job: str | None = None
+    rounds: list[Raw] = field(default_factory=list)
+    compare: list[Raw] = field(default_factory=list)
+    searches: list[Raw] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.made.id
+
+    @property
+    def end(self) -> int:
+        """How many tokens its text has."""
+        return self.made.at + len(self.ids)
+
+    @property
+    def reason(self) -> str | None:
+        """How its generation ended, "running" or "interrupted"; None where nothing was generated."""
+        if self.ended is not None:
+            return self.ended.reason
+        if self.made.seed is None:
+            return None
+        return "running" if self.job else "interrupted"
+
+    @property
+    def n_given(self) -> int:
+        """How many of its own tokens were not generated: they come first."""
+        return next((i for i, s in enumerate(self.src) if s in _GENERATED), len(self.src))
+
+    def stretches(self, start: int = 0, end: int | None = None) -> list[tuple[Node, int, int]]:
+        """Return who owns the tokens from ``start`` to ``end``: nodes with ranges of their own tokens."""
+        found, node, end = [], self, self.end if end is None else min(end, self.end)
+        owner: Node | None = node
+        while owner is not None and end > start:
+            at = owner.made.at
+            if end > at:
+                found.append((owner, max(0, start - at), end - at))
+            owner, end = owner.parent, min(end, at)
+        return found[::-1]
+
+    def tokens(self, end: int | None = None) -> list[int]:
+        """Return the ids of its text, or of its first ``end`` tokens."""
+        return [t for node, a, b in self.stretches(0, end) for t in node.ids[a:b]]
+
+    def record(self, a: int, b: int | None = None) -> Tokens:
+        """Return its own tokens from ``a`` to ``b`` as a record."""
+        cut = slice(a, b)
+        return Tokens(
+            id=self.id, at=a, ids=self.ids[cut], lp=self.lp[cut], h=self.h[cut], rk=self.rk[cut],
+            src="".join(self.src[cut]), top=self.top[cut],
+        )  # fmt: skip
+
+    def summary(self) -> dict[str, object]:
+        """Return means and extremes of its own tokens, for its row."""
+        lp, h = ([x for x in column if x is not None] for column in (self.lp, self.h))
+        return {
+            "lp": round(sum(lp) / len(lp), 2) if lp else None, "lpw": round(min(lp), 2) if lp else None,
+            "h": round(sum(h) / len(h), 2) if h else None, "hw": round(max(h), 2) if h else None,
+            "rkw": max((k for k in self.rk if k is not None), default=None), "known": len(lp),
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Action:
+    """What can be undone: attributes of nodes, as they were and as they became."""
+
+    r: int
+    op: str
+    changes: list[tuple[Node, str, object, object]] = field(default_factory=list)
+
+
+class Document:
+    """All nodes, what can be undone, and the newest revision."""
+
+    def __init__(self) -> None:
+        self.head: Head | None = None
+        self.nodes: dict[str, Node] = {}
+        self.pieces: dict[int, Piece] = {}
+        self.done: list[Action] = []
+        self.undone: list[Action] = []
+        self.current: str | None = None
+        self.rev = 0
+        self.asked: dict[str, int] = {}  # actions, by what asked for them
+        self._n_made = 0
+
+    def apply(self, record: Record) -> None:
+        """Do what a record says.
+
+        Raises:
+            LookupError, ValueError: it fits nothing that is here; nothing has changed.
+        """
+        match record:
+            case Made():
+                parent = None if record.parent is None else self.nodes[record.parent]
+                if record.id in self.nodes or not 0 <= record.at <= (parent.end if parent else 0):
+                    raise ValueError(f"node {record.id} cannot begin at {record.at}")
+                node = self.nodes[record.id] = Node(record, parent)
+                number = record.id[1:]
+                self._n_made = max(self._n_made + 1, int(number) if number.isdecimal() else 0)
+                self._act(record.a or record.r, record.kind, node, "hidden", False)
+            case Tokens():
+                self.put(self.nodes[record.id], record)
+            case Pieces():
+                self.pieces.update(record.p)
+            case Ended():
+                self.nodes[record.id].ended = record
+            case Kept():
+                getattr(self.nodes[record.id], record.name).append(record.data)
+            case Change(name="current"):
+                self.current = self.nodes[record.id].id
+            case Change():
+                node = self.nodes[record.id]
+                self._act(record.a or record.r, "set", node, record.name, record.value)
+            case Undo():
+                source, other = self.done, self.undone
+                if record.again:
+                    source, other = other, source
+                if not source or source[-1].r != record.of:
+                    raise ValueError(f"there is no action {record.of} to take")
+                action = source.pop()
+                other.append(action)
+                for node, name, old, new in action.changes[:: 1 if record.again else -1]:
+                    setattr(node, name, new if record.again else old)
+            case Head():
+                self.head = record
+            case _:
+                raise ValueError("an unknown record")
+        self.rev = max(self.rev, record.r)
+        if record.cid:
+            self.asked[record.cid] = record.r
+
+    def _act(self, r: int, op: str, node: Node, name: str, value: object) -> None:
+        if not self.done or self.done[-1].r != r:
+            self.done.append(Action(r, op))
+            self.undone.clear()
+        self.done[-1].changes.append((node, name, getattr(node, name), value))
+        setattr(node, name, value)
+
+    @staticmethod
+    def put(node: Node, new: Tokens) -> None:
+        """Put tokens into a node, behind its own or in their place."""
+        # The ids last: who reads in another thread finds numbers for all of them.
+        columns = (new.lp, new.h, new.rk, list(new.src), new.top, new.ids)
+        n = len(new.ids)
+        if not 0 <= new.at <= len(node.ids) or any(len(each) != n for each in columns):
+            raise ValueError(f"tokens of {node.id} do not fit")
+        held = (node.lp, node.h, node.rk, node.src, node.top, node.ids)
+        for column, its in zip(held, columns, strict=True):
+            column[new.at : new.at + n] = its  # type: ignore[index]
+
+    def name(self, i: int = 0) -> str:
+        """Return the name of the next node, or of one of those after it."""
+        return f"n{self._n_made + 1 + i}"
+
+    def shown(self) -> Iterator[Node]:
+        """Yield the nodes that are not undone, parents first."""
+        return (node for node in [*self.nodes.values()] if not node.hidden)
+
+    def records(self) -> Iterator[AnyRecord]:
+        """Yield records that make what is shown, in the order of the actions that made it."""
+        if self.head is not None:
+            yield self.head
+        yield Pieces(p=self.pieces)
+        for node in self.shown():
+            yield node.made
+            if node.ids:
+                yield node.record(0)
+            for name in ("rounds", "compare", "searches"):
+                yield from (Kept(id=node.id, name=name, data=d) for d in getattr(node, name))
+            if node.ended is not None:
+                yield node.ended
+        for action in self.done:
+            for node, name, _, value in action.changes:
+                if name != "hidden" and not node.hidden:
+                    told = {
+                        "id": node.id,
+                        "name": name,
+                        "value": value,
+                        "r": action.r,
+                        "a": action.r,
+                    }
+                    yield msgspec.convert(told, Change)
+        if self.current is not None and not self.nodes[self.current].hidden:
+            yield Change(id=self.current, name="current")
+
+    def learn(self, model: Model, ids: Iterable[int]) -> Pieces | None:
+        """Return a record with the texts of ids that are new, if there are any."""
+        new: dict[int, Piece] = {}
+        for token in set(ids) - self.pieces.keys():
+            piece = model.piece(token)
+            if not piece:
+                name = model.detokenize([token], special=True)
+                new[token] = {"c": name or f"[{token}]"}
+                continue
+            try:
+                new[token] = piece.decode()
+            except UnicodeDecodeError:
+                new[token] = list(piece)
+        return Pieces(p=new) if new else None
+
+    def bytes_of(self, ids: Iterable[int]) -> bytes:
+        """Return the text of tokens; control tokens have none."""
+        return b"".join(
+            p.encode() if isinstance(p, str) else bytes(p) if isinstance(p, list) else b""
+            for p in map(self.pieces.__getitem__, ids)
+        )
+
+    def text(self, node: Node, *, own: bool = True) -> str:
+        """Return the text of a node's own tokens, or all of it."""
+        return self.bytes_of(node.ids if own else node.tokens()).decode("utf-8", "replace")
+
+    # -- as the page gets it ---------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, object]:
+        """Return how many actions can be undone and done again."""
+        return {"undo": len(self.done), "redo": len(self.undone)}
+
+    def told(self, node: Node) -> dict[str, object]:
+        """Return all of a node but its tokens; ``flags`` has what is there besides them, as bits."""
+        made, ended = node.made, node.ended
+        marks = node.deleted, made.seam, node.rounds, node.compare, node.bookmark, node.note
+        return {
+            "id": node.id, "parent": made.parent, "at": made.at, "n": len(node.ids),
+            "kind": made.kind, "by": made.by, "reason": node.reason,
+            "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
+            "text": self.text(node)[:_SHOWN], "seed": made.seed, "sampling": made.sampling,
+            "stop": made.stop, "digest": ended.digest or None if ended else None,
+            "read": ended.read if ended else None, "cached": ended.cached if ended else None,
+            "note": node.note, "job": node.job, **node.summary(),
+        }  # fmt: skip
+
+    def listed(self) -> dict[str, list[object]]:
+        """Return all nodes in columns, without what only few have."""
+        names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
+        names += ["lp", "lpw", "h", "hw", "rkw", "known"]
+        told = [self.told(node) for node in self.shown()]
+        columns = {name: [each[name] for each in told] for name in names}
+        if len(told) > _MANY:
+            columns["text"] = [str(text)[:_LISTED] for text in columns["text"]]
+        return columns
+
+    def columns(self, parts: Sequence[tuple[Node, int, int]], *, top: bool) -> dict[str, object]:
+        """Return the tokens of stretches, see `Node.stretches`, one after the other."""
+        names = ("ids", "lp", "h", "rk")
+        found: dict[str, object] = {
+            name: [x for node, a, b in parts for x in getattr(node, name)[a:b]] for name in names
+        }
+        ids = [token for node, a, b in parts for token in node.ids[a:b]]
+        found["at"] = parts[0][0].made.at + parts[0][1] if parts else 0
+        found["text"] = [self.pieces[token] for token in ids]
+        found["src"] = "".join(s for node, a, b in parts for s in node.src[a:b])
+        if top:
+            tops = [decoded(raw) for node, a, b in parts for raw in node.top[a:b]]
+            found["top"] = [[(t, p, self.pieces[t]) for t, p in each] for each in tops]
+        return found
+
+
+class _Alternative(Struct, array_like=True):
+    token: int
+    lp: Number
+
+
+def decoded(raw: Raw) -> list[tuple[int, Number]]:
+    """Return the most probable tokens of a place; what else is told of them is left out."""
+    return [(one.token, one.lp) for one in msgspec.json.decode(raw, type=list[_Alternative])]
+
+
+def short(x: float) -> Number:
+    """Return a number as its shortest float32 decimal; None for what is no number."""
+    return float(str(np.float32(x))) if math.isfinite(x) else None
+
+
+def digest(ids: Sequence[int], logprobs: Sequence[Number]) -> str:
+    """Return the hash of tokens and their log-probabilities: the same only to the bit."""
+    numbers = np.array([math.nan if x is None else x for x in logprobs], dtype="<f4")
+    data = np.asarray(ids, dtype="<i4").tobytes() + numbers.tobytes()
+    return hashlib.sha256(data).hexdigest()

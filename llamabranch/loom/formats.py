@@ -1,0 +1,513 @@
+"""Documents as other programs have them: four looms, JSON that keeps all, Markdown, and one HTML file.
+
+Other looms fork at the ends of nodes only, so a node is written as the segments between its forks.
+Nothing here recurses: a text of a thousand tokens may be nested a thousand deep.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+from base64 import b64decode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from ..errors import ConfigError
+from ..serve.fields import SamplingFields
+from . import page
+from .document import (
+    KEPT,
+    Change,
+    Document,
+    Ended,
+    Head,
+    Kept,
+    Made,
+    Node,
+    Number,
+    Piece,
+    Pieces,
+    Tokens,
+)  # fmt: skip
+
+__all__ = ["Item", "Segment", "export", "items_of", "read", "segments"]
+
+_MARKER = "llamabranch-loom"
+_MOST_UNPACKED = 1 << 29
+_DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')
+_TOKEN = re.compile(r'[\s,:]*([{}\[\]]|"(?:[^"\\]|\\.)*"|[^\s{}\[\],:"]+)')
+_JSON, _MARKDOWN = b"application/json", b"text/markdown; charset=utf-8"
+_encode = msgspec.json.encode
+Values = Mapping[str, object]
+
+
+@dataclass
+class Segment:
+    """A part of a node between two places where something forks; ``node`` is None for an added root."""
+
+    node: Node | None
+    a: int
+    b: int
+    parent: int  # the number of an earlier one; -1 = none
+    text: str
+    children: list[int] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return f"{self.node.id}-{self.a}" if self.node else "root"
+
+    @property
+    def last(self) -> Node | None:
+        """The node if it ends here: its marks are told once."""
+        return self.node if self.node and self.b == len(self.node.ids) else None
+
+
+class _Shape(NamedTuple):
+    """How a loom writes a document.
+
+    Attributes:
+        fields: its name of each thing that `_told` tells of a node.
+        around: returns the whole, given the document, its title, the segments, and the nodes as JSON.
+        is_nested: nodes hold their children, so they come as objects with commas between; else as a map.
+        has_tokens: each token is a node.
+        has_one_root: several roots are put under an empty one.
+    """
+
+    fields: dict[str, str]
+    around: Callable[[Document, str, Sequence[Segment], bytes], object]
+    is_nested: bool = False
+    has_tokens: bool = False
+    has_one_root: bool = False
+
+
+def segments(
+    document: Document, *, has_tokens: bool = False, has_one_root: bool = False
+) -> list[Segment]:
+    """Return what is shown and not deleted, parents first; see `_Shape` for the arguments."""
+    cuts: dict[Node, set[int]] = {}
+    owners: dict[Node, Node | None] = {}  # in whose own tokens a node begins
+    for node in document.shown():
+        if node.deleted or not (node.parent is None or node.parent in cuts):
+            continue
+        owner = node.parent if node.made.at else None
+        while owner is not None and owner.parent is not None and node.made.at <= owner.made.at:
+            owner = owner.parent
+        owners[node] = owner
+        n = len(node.ids)
+        cuts[node] = set(range(1, n)) | {n} if has_tokens else {n}
+        if owner is not None:
+            cuts[owner].add(node.made.at - owner.made.at)
+    is_alone = sum(owner is None for owner in owners.values()) == 1
+    found = [Segment(None, 0, 0, -1, "")] if has_one_root and not is_alone else []
+    top = len(found) - 1
+    ending: dict[tuple[Node, int], int] = {}
+    for node, owner in owners.items():
+        a, parent = 0, top if owner is None else ending[owner, node.made.at - owner.made.at]
+        for b in sorted(cuts[node] - {0}) or [0]:
+            text = document.bytes_of(node.ids[a:b]).decode("utf-8", "replace")
+            if parent >= 0:
+                found[parent].children.append(len(found))
+            found.append(Segment(node, a, b, parent, text))
+            a, parent = b, len(found) - 1
+            ending[node, b] = parent
+    return found
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def export(
+    document: Document,
+    kind: str,
+    node: Node | None,
+    *,
+    title: str = "loom",
+    top: int = 10,
+    models: object = None,
+) -> tuple[bytes, str, bytes]:
+    """Return a document in a format: its bytes, a name for the file, and its type.
+
+    Raises:
+        ConfigError: there is no such format, or it needs a node.
+    """
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
+    if kind in ("json", "html"):
+        data = _encode(_whole(document, kind, title, top, models))
+        if kind == "html":
+            return page.html_file(data, title), f"{safe}.html", b"text/html; charset=utf-8"
+        return data, f"{safe}.json", _JSON
+    if kind == "markdown":
+        if node is None:
+            raise ConfigError("node is needed: Markdown has the text of one path")
+        return document.text(node, own=False).encode(), f"{safe}.md", _MARKDOWN
+    if kind == "markdown-tree":
+        return _bullets(segments(document)).encode(), f"{safe}.md", _MARKDOWN
+    shape = _SHAPES.get(kind)
+    if shape is None:
+        raise ConfigError(f"format must be one of {_NAMES}, not {kind!r:.40}")
+    parts = segments(document, has_tokens=shape.has_tokens, has_one_root=shape.has_one_root)
+    nodes = _nested(parts, shape) if shape.is_nested else _encode(
+        {part.id: _told(parts, i, shape) for i, part in enumerate(parts)}
+    )  # fmt: skip
+    return _encode(shape.around(document, title, parts, nodes)), f"{safe}.{kind}.json", _JSON
+
+
+def _whole(document: Document, kind: str, title: str, top: int, models: object) -> Values:
+    nodes = []
+    for node in document.shown():
+        columns = document.columns([(node, 0, len(node.ids))], top=True)
+        tops = columns["top"]
+        columns["top"] = [each[:top] for each in tops] if isinstance(tops, list) else []
+        del columns["at"]
+        nodes.append({
+            **msgspec.to_builtins(node.made), **document.told(node), "text": document.text(node),
+            "bookmark": node.bookmark, "deleted": node.deleted, "tokens": columns,
+            **{name: getattr(node, name) for name in KEPT},
+        })  # fmt: skip
+    return {
+        "format": _MARKER, "version": 1, "title": title, "header": document.head or Head(),
+        "models": models, "current": document.current, "export": kind, "nodes": nodes,
+    }  # fmt: skip
+
+
+def _bullets(parts: Sequence[Segment]) -> str:
+    lines = []
+    waiting = [(i, 0) for i, part in enumerate(parts) if part.parent < 0][::-1]
+    while waiting:
+        i, depth = waiting.pop()
+        indent = "  " * depth
+        lines.append(f"{indent}- " + parts[i].text.replace("\n", f"\n{indent}  "))
+        waiting += [(child, depth + 1) for child in reversed(parts[i].children)]
+    return "\n".join(lines) + "\n"
+
+
+def _told(parts: Sequence[Segment], i: int, shape: _Shape) -> Values:
+    """Return a node with the fields that a loom writes; nested ones without those that are None."""
+    part = parts[i]
+    node, last = part.node, part.last
+    lp = (node.lp[part.a] if node and part.b > part.a else None) or 0.0
+    told: dict[str, object] = {
+        "id": part.id, "text": part.text, "no": False,
+        "parent": parts[part.parent].id if part.parent >= 0 else None,
+        "children": [parts[child].id for child in part.children],
+        "author": "model" if node and node.made.by in ("A", "B") else "user",
+        "time": node.made.t if node else 0, "bookmark": last is not None and last.bookmark,
+        "logprob": lp, "prob": math.exp(lp),
+        "finished": last is not None and last.reason == "stop",
+    }  # fmt: skip
+    fields = shape.fields.items()
+    return {n: told[key] for n, key in fields if told[key] is not None or not shape.is_nested}
+
+
+def _nested(parts: Sequence[Segment], shape: _Shape) -> bytes:
+    """Return the roots as JSON objects that hold their ``children``, with commas between."""
+    out: list[bytes] = []
+    roots = [i for i, part in enumerate(parts) if part.parent < 0]
+    waiting: list[int | bytes] = [*reversed(roots)]
+    while waiting:
+        i = waiting.pop()
+        if isinstance(i, bytes):
+            out.append(i)
+            continue
+        if out and out[-1].endswith(b"}"):
+            out.append(b",")
+        out.append(_encode(_told(parts, i, shape))[:-1] + b',"children":[')
+        waiting += [b"]}", *reversed(parts[i].children)]
+    return b"".join(out)
+
+
+def _logitloom(document: Document, title: str, _: Sequence[Segment], nodes: bytes) -> Values:
+    return {
+        "isLogitLoomTreeVersion": "logit-loom-tree-v1",
+        "modelName": document.head.model if document.head else title,
+        "modelSettings": {"kind": "base"}, "roots": Raw(b"[%b]" % nodes),
+    }  # fmt: skip
+
+
+def _loomsidian(document: Document, _: str, parts: Sequence[Segment], nodes: bytes) -> Values:
+    here = [part.id for part in parts if part.node and part.node.id == document.current]
+    current = next(iter([*here, *(part.id for part in parts)]), None)
+    return {
+        "current": current, "hoisted": [], "searchTerm": "", "generating": None, "nodes": Raw(nodes),
+    }  # fmt: skip
+
+
+def _socketteer(_: Document, __: str, parts: Sequence[Segment], nodes: bytes) -> Values:
+    noted = [(f"c{i}", part) for i, part in enumerate(parts) if part.last and part.last.note]
+    chapters = {
+        name: {"id": name, "root_id": part.id, "title": part.last.note if part.last else ""}
+        for name, part in noted
+    }
+    return {"root": Raw(nodes), "chapters": chapters, "selected_node_id": None}
+
+
+def _exoloom(_: Document, title: str, parts: Sequence[Segment], nodes: bytes) -> Values:
+    tree = {"title": title, "rootNodeId": parts[0].id, "nodes": Raw(nodes)}
+    return {"loomType": "Exoloom", "schemaVersion": 1, "tree": tree, "lens": {}}
+
+
+_SHAPES = {
+    "logitloom": _Shape(
+        {"id": "id", "text": "text", "logprob": "logprob", "prob": "prob", "branchFinished": "finished"},
+        _logitloom, is_nested=True, has_tokens=True,
+    ),
+    "loomsidian": _Shape(
+        {"text": "text", "parentId": "parent", "collapsed": "no", "unread": "no",
+         "bookmarked": "bookmark"},
+        _loomsidian,
+    ),
+    "socketteer": _Shape(
+        {"id": "id", "text": "text", "bookmark": "bookmark", "parent_id": "parent"}, _socketteer,
+        is_nested=True, has_one_root=True,
+    ),
+    "socketteer-simple": _Shape(
+        {"text": "text"}, lambda _, __, ___, nodes: Raw(nodes), is_nested=True, has_one_root=True
+    ),
+    "exoloom": _Shape(
+        {"content": "text", "authorType": "author", "parentId": "parent", "childrenIds": "children",
+         "createdAt": "time", "bookmarked": "bookmark"},
+        _exoloom, has_one_root=True,
+    ),
+}  # fmt: skip
+_NAMES = ", ".join(("json", "html", "markdown", "markdown-tree", *_SHAPES))
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Item:
+    """A node to be made of texts, each with its log-probability if it is a token's and is known.
+
+    ``parent`` is the number of an earlier one, -1 of none.
+    """
+
+    parts: list[tuple[str, Number]]
+    parent: int = -1
+    by: str = "import"
+    bookmark: bool = False
+    note: str = ""
+
+
+class _SavedTokens(Tokens, tag=False, kw_only=True):
+    text: list[Piece]
+
+
+class _Saved(Made, tag=False, kw_only=True):
+    """A node in the page's own JSON."""
+
+    tokens: _SavedTokens
+    reason: str | None = None
+    read: int | None = None
+    cached: int | None = None
+    digest: str | None = None
+    note: str = ""
+    bookmark: bool = False
+    deleted: bool = False
+    rounds: tuple[Raw, ...] = ()
+    compare: tuple[Raw, ...] = ()
+    searches: tuple[Raw, ...] = ()
+
+
+class _File(msgspec.Struct):
+    nodes: list[_Saved]
+    header: Head
+
+
+def read(data: bytes, most: int, fingerprint: str) -> tuple[str, Document | list[Item], int]:
+    """Return what a file is, what is in it, and how many nodes without a way to a root were left out.
+
+    A file of the page that is of the model with ``fingerprint`` is a document; all others are texts,
+    parents first.
+
+    Raises:
+        ConfigError: it is of none of the formats, or has more than ``most`` nodes.
+    """
+    found = _DATA.search(data)
+    if found is not None:
+        data = _unpacked(found[1])
+    if data.lstrip()[:1] not in (b"{", b"["):
+        return "markdown", [Item([(data.decode("utf-8", "replace"), None)])], 0
+    match _parsed(data):
+        case {"format": str(marker)} if marker == _MARKER:
+            document = _own(data, most)
+            is_same = document.head is not None and document.head.fingerprint == fingerprint
+            return "json", document if is_same else items_of(document), 0
+        case {"isLogitLoomTreeVersion": _, "roots": list(roots)}:
+            return "logitloom", *_items(roots, most)
+        case {"loomType": "Exoloom", "tree": {"nodes": dict() | list() as nodes}}:
+            return "exoloom", *_flat(nodes, most)
+        case {"nodes": dict() | list() as nodes}:
+            return "loomsidian", *_flat(nodes, most)
+        case {"root": dict() as root, "chapters": chapters}:
+            return "socketteer", *_items([root], most, notes=_chapters(chapters))
+        case {"root": dict() as root}:
+            return "socketteer", *_items([root], most)
+        case {"text": str()} as root:
+            return "socketteer-simple", *_items([root], most)
+    raise ConfigError("this JSON is of no loom that is known", hint=f"formats: {_NAMES}")
+
+
+def items_of(document: Document) -> list[Item]:
+    """Return the texts of a document, cut where something forks, for another model."""
+    found = []
+    for part in segments(document):
+        by, last = part.node.made.by if part.node else "import", part.last
+        marks = (last.bookmark, last.note) if last else (False, "")
+        found.append(Item([(part.text, None)], part.parent, by, *marks))
+    return found
+
+
+def _unpacked(data: bytes) -> bytes:
+    try:
+        with gzip.GzipFile(fileobj=BytesIO(b64decode(data))) as file:
+            found = file.read(_MOST_UNPACKED + 1)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"the document in this HTML file is damaged: {error}") from None
+    if len(found) > _MOST_UNPACKED:
+        raise ConfigError("the document in this HTML file is too large")
+    return found
+
+
+def _parsed(data: bytes) -> object:
+    """Return a JSON value; one that is nested deeply, too."""
+    try:
+        return msgspec.json.decode(data)
+    except RecursionError:
+        text = data.decode("utf-8", "replace")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"this is no JSON: {error}") from None
+    top: list[object] = []
+    open_: list[tuple[object, str | None]] = [(top, None)]  # containers, and the key that waits
+    try:
+        for match in _TOKEN.finditer(text):
+            token = match[1]
+            if token in "}]":
+                open_.pop()
+                continue
+            holder, key = open_[-1]
+            value = {} if token == "{" else [] if token == "[" else json.loads(token)
+            if isinstance(holder, dict) and key is None:
+                open_[-1] = holder, str(value)
+                continue
+            if isinstance(holder, dict):
+                holder[key] = value
+                open_[-1] = holder, None
+            elif isinstance(holder, list):
+                holder.append(value)
+            if token in "{[":
+                open_.append((value, None))
+    except (ValueError, IndexError):
+        raise ConfigError(f"this is no JSON at {token[:40]!r}") from None
+    if len(top) != 1 or len(open_) != 1:
+        raise ConfigError("this is no JSON: it is not closed")
+    return top[0]
+
+
+def _str(value: object) -> str:
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else ""
+
+
+def _items(
+    roots: Sequence[object],
+    most: int,
+    below: Callable[[Values], object] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> tuple[list[Item], int]:
+    """Return nodes, parents first, and how many were none; an empty root is left out.
+
+    Args:
+        roots, most: nodes without a parent; how many there may be.
+        below: returns what begins with a node. None = nodes hold their ``children``, and those that go on
+            in one way only are one: their programs have a node for each token.
+        notes: by the ids of nodes.
+    """
+    items: list[Item] = []
+    waiting = [(root, -1, False) for root in reversed(roots)]
+    n_seen = n_lost = 0
+    while waiting:
+        node, parent, is_only = waiting.pop()
+        n_seen += 1
+        if n_seen > 50 * most or len(items) > most:
+            raise ConfigError(f"the file is too large: at most {most:,} nodes can be taken")
+        if not isinstance(node, dict):
+            n_lost += 1
+            continue
+        text, lp = _str(node.get("text", node.get("content"))), node.get("logprob")
+        if "prob" not in node or not isinstance(lp, float | int) or not math.isfinite(lp):
+            lp = None
+        part = text, None if lp is None else float(lp)
+        mark = True in (node.get("bookmark"), node.get("bookmarked"))
+        note = (notes or {}).get(str(node.get("id")), "")
+        at, before = len(items), items[parent] if is_only and parent >= 0 else None
+        if before is not None and not before.note and not before.bookmark:
+            before.parts.append(part)
+            before.note, before.bookmark, at = note, mark, parent
+        elif text or parent >= 0:
+            by = {"user": "user", "model": "A"}.get(str(node.get("authorType")), "import")
+            items.append(Item([part], parent, by, mark, note))
+        else:
+            at = -1
+        found = node.get("children") if below is None else below(node)
+        children = found if isinstance(found, list) else []
+        is_only = below is None and len(children) == 1
+        waiting += [(child, at, is_only) for child in reversed(children)]
+    return items, n_lost
+
+
+def _flat(nodes: Values | Sequence[object], most: int) -> tuple[list[Item], int]:
+    """Return the nodes of a map, or of a list, that name their parents, and how many lead nowhere."""
+    if not isinstance(nodes, dict):
+        nodes = {str(node.get("id")): node for node in nodes if isinstance(node, dict)}
+    children: dict[str | None, list[Values]] = {}
+    for name, node in nodes.items():
+        if isinstance(node, dict):
+            node["id"], parent = name, node.get("parentId")
+            children.setdefault(None if parent is None else str(parent), []).append(node)
+    roots = children.pop(None, [])
+    items, _ = _items(roots, most, lambda node: children.pop(str(node["id"]), []))
+    return items, sum(map(len, children.values()))
+
+
+def _chapters(given: object) -> dict[str, str]:
+    chapters = given.values() if isinstance(given, dict) else ()
+    return {str(c.get("root_id")): _str(c.get("title")) for c in chapters if isinstance(c, dict)}
+
+
+def _own(data: bytes, most: int) -> Document:
+    """Return the document in the page's own JSON, with all that is known of it."""
+    document = Document()
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        document.apply(file.header)
+        if len(file.nodes) > most:
+            raise ValueError(f"{len(file.nodes):,} nodes, at most {most:,} can be taken")
+        for r, node in enumerate(file.nodes, 1):
+            msgspec.convert(node.sampling, SamplingFields)
+            made = {name: getattr(node, name) for name in Made.__struct_fields__}
+            columns, name = node.tokens, node.id
+            document.apply(Pieces(p=dict(zip(columns.ids, columns.text, strict=True))))
+            document.apply(Made(**made | {"r": r, "a": 0}))
+            document.put(document.nodes[name], columns)
+            for kind in ("rounds", "compare", "searches"):
+                for kept in getattr(node, kind):
+                    document.apply(Kept(id=name, name=kind, data=kept))
+            if node.reason not in (None, "running", "interrupted"):
+                document.apply(Ended(
+                    id=name, reason=str(node.reason), read=node.read or 0, cached=node.cached or 0,
+                    digest=node.digest or "",
+                ))  # fmt: skip
+            for mark in ("bookmark", "note", "deleted"):
+                if getattr(node, mark):
+                    document.apply(Change(id=name, name=mark, value=getattr(node, mark), a=r))
+    except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
+        raise ConfigError(f"this file of the page is damaged: {error}") from None
+    return document

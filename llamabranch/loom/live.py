@@ -1,0 +1,500 @@
+"""What happens while one looks: events for the tabs, and the jobs that make tokens.
+
+Everything here belongs to the event loop. Threads (the engine's, those of searches and comparisons) hand
+over what they have with `Live.call`. Tokens wait at most 25 ms for an event, and four times as long for
+the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from itertools import count, zip_longest
+from pathlib import Path
+from secrets import token_hex
+from time import perf_counter
+from typing import Literal
+
+import msgspec
+from msgspec import Raw
+
+from ..branch import Produced
+from ..context import TokenScore
+from ..engine import Request, Result
+from ..sampling import SamplingParams
+from ..search import SearchNode
+from ..serve.errors import HttpError, http_error
+from ..serve.exchange import Exchange
+from ..serve.service import Service
+from ..speculative import RoundTrace
+from .document import Document, Ended, Kept, Node, Number, Record, Tokens, digest, short
+from .journal import Journal
+
+__all__ = ["MOST_TOP", "Job", "Live", "Work"]
+
+_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.025, 0.09, 1.0, 15.0
+_MOST_EVENTS = 4096  # that a tab can have missed
+MOST_TOP = 10
+_SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
+_encode = msgspec.json.encode
+
+Rated = Produced | TokenScore
+Work = Callable[["Job"], Coroutine[object, object, None]]
+
+
+@dataclass(eq=False)
+class Job:
+    """Something that runs: its nodes, and how it went."""
+
+    id: str
+    op: str
+    node: str | None
+    nodes: list[Node] = field(default_factory=list)
+    kind: str | None = None
+    state: str = "running"
+    told: str | None = None
+    result: dict[str, object] | None = None
+    error: dict[str, object] | None = None
+    at: int = 0  # where a search begins
+    is_stopped: bool = False
+    names: list[str] = field(default_factory=list)  # of the engine's requests
+    places: list[SearchNode] = field(default_factory=list)  # that a search has looked at
+
+    def as_dict(self) -> dict[str, object]:
+        """Return what the page gets."""
+        nodes = [node.id for node in self.nodes]
+        names = ("id", "op", "node", "kind", "state", "told", "result", "error")
+        return {name: getattr(self, name) for name in names} | {"nodes": nodes}
+
+
+class Live:
+    """The events and the jobs of one document.
+
+    Args:
+        path: its file.
+        service_of: returns the server's service, None while the model loads.
+        read_only: never write the file.
+
+    Raises:
+        ConfigError: the file is none of the page's.
+    """
+
+    def __init__(
+        self, path: Path, service_of: Callable[[], Service | None], *, read_only: bool = False
+    ) -> None:
+        self.document = Document()
+        self.journal = Journal(path, self.document, read_only=read_only)
+        self._service_of = service_of
+        self.boot = token_hex(4)
+        self.jobs: dict[str, Job] = {}
+        self._numbers = count(1)
+        self._ring: deque[tuple[int, bytes]] = deque(maxlen=_MOST_EVENTS)
+        self._lost = 0  # the newest event that is not in the ring any more
+        self._news: set[asyncio.Event] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unsent: dict[Node, tuple[int, int]] = {}  # own tokens that no event has told
+        self._unwritten: dict[Node, tuple[int, int]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
+        self._timer: asyncio.TimerHandle | None = None
+        self._written = self._synced = 0.0
+
+    @property
+    def service(self) -> Service:
+        """The server's service. Raises HttpError while the model loads."""
+        service = self._service_of()
+        if service is None:
+            raise HttpError(503, "the model is being loaded")
+        return service
+
+    # -- events ----------------------------------------------------------------------------------------
+
+    def emit(self, name: str, data: object) -> None:
+        """Send an event to all tabs."""
+        self.document.rev += 1
+        rev = self.document.rev
+        if len(self._ring) == _MOST_EVENTS:
+            self._lost = self._ring[0][0]
+        head = f"id: {self.boot}.{rev}\nevent: {name}\ndata: ".encode()
+        self._ring.append((rev, head + _encode(data) + b"\n\n"))
+        for each in self._news:
+            each.set()
+
+    def tell(self, *nodes: Node) -> None:
+        """Send what nodes are now."""
+        for node in nodes:
+            self.emit("node", {"rev": self.document.rev, "node": self.document.told(node)})
+
+    async def stream(self, call: Exchange, since: str) -> None:
+        """Send all events after ``since``, and from now on those that come."""
+        self._loop = asyncio.get_running_loop()
+        await call.body()
+        call.exempt()
+        boot, _, rev = since.partition(".")
+        seen = int(rev) if rev.isdecimal() else -1
+        news = asyncio.Event()
+        self._news.add(news)
+        try:
+            await call.write(b": hello\n\n")
+            if boot != self.boot or seen > self.document.rev:
+                seen = -1
+            while True:
+                if seen < self._lost:
+                    seen = self.document.rev
+                    reset = f"id: {self.boot}.{seen}\nevent: reset\ndata: {{}}\n\n"
+                    await call.write(reset.encode())
+                parts = [frame for number, frame in self._ring if number > seen]
+                seen = self.document.rev
+                if parts:
+                    await call.write(b"".join(parts))
+                    continue
+                news.clear()
+                try:
+                    await asyncio.wait_for(news.wait(), _BEAT_S)
+                except asyncio.TimeoutError:
+                    await call.write(b": beat\n\n")
+        finally:
+            self._news.discard(news)
+
+    def call(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function in the event loop; from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(lambda: function(*args))
+
+    def tell_undo(self) -> None:
+        """Send how many actions can be undone and done again."""
+        self.emit("set", {"rev": self.document.rev, **self.document.counts()})
+
+    # -- records ---------------------------------------------------------------------------------------
+
+    def add(self, *records: Record) -> None:
+        """Add records to the document and its file, behind the tokens before them."""
+        self._write_tokens()
+        for record in records:
+            self.journal.add(record)
+
+    def keep(
+        self, node: Node, name: Literal["rounds", "compare", "searches"], data: object
+    ) -> None:
+        """Keep with a node what is known of it besides its tokens, as it is sent."""
+        self.journal.add(Kept(id=node.id, name=name, data=Raw(_encode(data))))
+
+    def confirm(self) -> None:
+        """Write and sync all records. Raises HttpError if the disk refuses: they are kept."""
+        before = self.journal.error
+        self.journal.write(sync=True)
+        if self.journal.error is not None:
+            self.emit("set", {"file": self.file})
+            told = f"{self.journal.error}; the page keeps what is not saved, and tries again"
+            raise HttpError(507, told, kind="disk_error")
+        if before is not None:
+            self.emit("set", {"file": self.file})
+
+    def open(self, path: Path) -> None:
+        """Read a file in the place of the document."""
+        self.add()
+        self.journal.close()
+        rev = self.document.rev
+        self.document = Document()
+        self.journal = Journal(path, self.document)
+        self.document.rev = max(rev, self.document.rev)
+
+    @property
+    def file(self) -> dict[str, object]:
+        """What the page tells of the file."""
+        journal = self.journal
+        saved = journal.error is None and not self._unwritten
+        return {
+            "name": journal.path.name, "saved": saved, "read_only": journal.read_only,
+            "error": journal.error,
+        }  # fmt: skip
+
+    def _write_tokens(self) -> None:
+        waiting, self._unwritten = self._unwritten, {}
+        for node, (a, b) in waiting.items():
+            self.journal.add(node.record(a, b))
+        self._written = perf_counter()
+
+    def note(self, node: Node, a: int, b: int) -> None:
+        """Note own tokens of a node that are new, or have new numbers."""
+        for waiting in (self._unsent, self._unwritten):
+            old = waiting.get(node, (a, b))
+            waiting[node] = min(old[0], a), max(old[1], b)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_EVENT_S, self._tick)
+
+    def _tick(self) -> None:
+        """Send tokens, write them every fourth time, and sync once a second."""
+        self._timer = None
+        self.send_tokens()
+        now = perf_counter()
+        if now - self._written >= _WRITE_S - _EVENT_S:
+            self._write_tokens()
+            is_late = now - self._synced >= _SYNC_S
+            had = self.journal.error
+            self.journal.write(sync=is_late)
+            self._synced = now if is_late else self._synced
+            if had != self.journal.error:
+                self.emit("set", {"file": self.file})
+        if self._unwritten or self.journal.error:
+            self._timer = asyncio.get_running_loop().call_later(_EVENT_S, self._tick)
+
+    def send_tokens(self) -> None:
+        """Send the tokens that no event has told yet."""
+        waiting, self._unsent = self._unsent, {}
+        for node, (a, b) in waiting.items():
+            columns = self.document.columns([(node, a, b)], top=True)
+            self.emit("tokens", {"node": node.id, **columns})
+
+    # -- jobs ------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        op: str,
+        work: Work,
+        node: Node | None = None,
+        nodes: Sequence[Node] = (),
+        kind: str | None = None,
+    ) -> Job:
+        """Begin a job: its tabs are told of it, and of its nodes once it has ended."""
+        job = Job(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes], kind)
+        self.jobs[job.id] = job
+        self._loop = asyncio.get_running_loop()
+        for each in nodes:
+            each.job = job.id
+        self.emit("job", job.as_dict())
+        task = asyncio.ensure_future(self._run(job, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return job
+
+    async def _run(self, job: Job, work: Work) -> None:
+        try:
+            await work(job)
+            job.state = "stopped" if job.is_stopped else "done"
+        except Exception as error:
+            job.state = "failed"
+            self._fail(job, error)
+        self.send_tokens()
+        for node in job.nodes:
+            node.job = None
+            if node.made.seed is not None and node.ended is None:
+                self.add(Ended(id=node.id, reason="error"))
+        self.add()
+        self.journal.write(sync=True)
+        self.tell(*job.nodes)
+        self.emit("job", job.as_dict())
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        found = http_error(error)
+        job.error = {"code": found.status, "message": str(found)}
+        self.emit("error", {**job.error, "job": job.id})
+
+    async def close(self) -> None:
+        """End all jobs, and the file."""
+        for task in [*self._tasks]:
+            task.cancel()
+        for job in self.jobs.values():
+            job.is_stopped = True
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.add()
+        self.journal.close()
+
+    @property
+    def running(self) -> list[Job]:
+        """The jobs that have not ended."""
+        return [job for job in self.jobs.values() if job.state == "running"]
+
+    def stop(self, jobs: Iterable[Job]) -> list[str]:
+        """End jobs at their next step; return their names."""
+        running = [job for job in jobs if job.state == "running"]
+        for job in running:
+            job.is_stopped = True
+            for name in job.names:
+                self.service.engine.abort(name)
+        return [job.id for job in running]
+
+    # -- tokens ----------------------------------------------------------------------------------------
+
+    def rated(self, name: str, rated: Sequence[Rated], src: str, at: int) -> Tokens:
+        """Return a record of rated tokens; the texts of new ones are in the document then."""
+        tops = [[(a.token, short(a.logprob)) for a in one.alternatives] for one in rated]
+        self.learn([one.token for one in rated] + [token for top in tops for token, _ in top])
+        return Tokens(
+            id=name, at=at, ids=[one.token for one in rated],
+            lp=[short(one.logprob) for one in rated], h=[short(one.entropy) for one in rated],
+            rk=[one.rank or None for one in rated], src=src, top=[Raw(_encode(top)) for top in tops],
+        )  # fmt: skip
+
+    def take(self, node: Node, rated: Sequence[Rated], src: str, at: int | None = None) -> None:
+        """Put tokens into a node at its end, or their numbers from its own ``at`` on."""
+        start = len(node.ids) if at is None else at
+        self.document.apply(self.rated(node.id, rated, src, start))
+        self.note(node, start, start + len(rated))
+
+    def learn(self, ids: Iterable[int]) -> None:
+        """Keep the texts of tokens that are new."""
+        pieces = self.document.learn(self.service.model, ids)
+        if pieces is not None:
+            self.journal.add(pieces)
+
+    def plain(
+        self,
+        name: str,
+        ids: Sequence[int],
+        src: str,
+        lps: Sequence[Number] | None = None,
+        at: int = 0,
+    ) -> list[Record]:
+        """Return records of tokens without other numbers, with their texts."""
+        n, pieces = len(ids), self.document.learn(self.service.model, ids)
+        new = Tokens(
+            id=name, at=at, ids=[*ids], lp=[*(lps or [None] * n)], h=[None] * n, rk=[None] * n,
+            src=src * n, top=[Raw(b"[]")] * n,
+        )  # fmt: skip
+        return [*([pieces] if pieces else ()), *([new] if n else ())]
+
+    def _on_round(self, node: Node, trace: RoundTrace) -> None:
+        """Keep and tell a round of speculation."""
+        following, draft, pieces = trace.following, trace.draft, self.document.pieces
+        if following is None:
+            return
+        self.learn([*draft, following.token])
+        lps = [*map(short, trace.logprobs), *[None] * len(draft)]
+        told = {
+            "node": node.id, "at": trace.position, "round": len(node.rounds) + 1,
+            "draft": [(t, pieces[t], lp) for t, lp in zip(draft, lps, strict=False)],
+            "accepted": trace.n_accepted, "rejected": trace.n_rejected,
+            "unreached": len(draft) - trace.n_accepted - trace.n_rejected,
+            "next": (following.token, pieces[following.token], short(following.logprob)),
+            "src": _SOURCES.get(following.source, "s"), "drafter": trace.drafter,
+            "ms": (round(1e3 * trace.draft_s, 3), round(1e3 * trace.verify_s, 3)),
+        }  # fmt: skip
+        self.keep(node, "rounds", told)
+        self.emit("round", told)
+
+    async def generate(self, job: Job, work: Sequence[tuple[Node, Request]]) -> None:
+        """Run requests to their ends, each for a node of its own."""
+        nodes = {f"loom-{job.id}-{node.id}": node for node, _ in work}
+        job.names = [*nodes]
+
+        def watched(node: Node) -> Callable[[RoundTrace], None]:
+            return lambda trace: self.call(self._on_round, node, trace)
+
+        named = [
+            replace(request, id=name, on_round=watched(node))
+            for name, (node, request) in zip(nodes, work, strict=True)
+        ]
+        begun, n_before = perf_counter(), {node: len(node.ids) for node in nodes.values()}
+        async for name, tokens, result in self._steps(named):
+            node = nodes[name]
+            if tokens:
+                self.take(node, tokens, "".join(_SOURCES[one.source] for one in tokens))
+            if result is not None:
+                self._end(job, node, result, perf_counter() - begun, n_before[node])
+
+    async def _steps(
+        self, requests: Sequence[Request]
+    ) -> AsyncGenerator[tuple[str, list[Produced], Result | None], None]:
+        """Yield what comes of each request: its name, new tokens, and at its end the result."""
+        service, left = self.service, len(requests)
+        service.n_texts += left
+        try:
+            async with aclosing(service.engine.steps(*requests)) as steps:
+                async for events in steps:
+                    tokens: dict[str, list[Produced]] = {event.id: [] for event in events}
+                    for event in events:
+                        one = event.emitted
+                        if one is not None and one.token >= 0 and not one.is_stop:
+                            tokens[event.id].append(one)
+                    results = {event.id: event.result for event in events if event.result}
+                    for name, its in tokens.items():
+                        left -= name in results
+                        service.n_texts -= name in results
+                        yield name, its, results.get(name)
+        finally:
+            service.n_texts -= left
+
+    def _end(self, job: Job, node: Node, result: Result, seconds: float, n_before: int) -> None:
+        reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
+        if result.error is not None and reason != "capacity":
+            self._fail(job, result.error)
+        first = node.n_given
+        n_read = result.num_prompt_tokens - result.num_cached_tokens
+        ended = Ended(
+            id=node.id, reason=reason, read=max(0, n_read - max(1, first)),
+            cached=result.num_cached_tokens, digest=digest(node.ids[first:], node.lp[first:]),
+        )  # fmt: skip
+        self.send_tokens()
+        self.add(ended)
+        rate = round((len(node.ids) - n_before) / seconds, 1) if seconds else None
+        self.emit("end", {
+            "node": node.id, "reason": reason, "seed": node.made.seed, "read": ended.read,
+            "cached": ended.cached, "digest": ended.digest, "ms": round(1e3 * seconds, 1), "rate": rate,
+        })  # fmt: skip
+
+    async def score(self, node: Node) -> None:
+        """Rate the tokens of a node's text that have no numbers yet."""
+        parts = node.stretches()
+        unknown = [
+            owner.made.at + i
+            for owner, a, b in parts
+            for i in range(a, b)
+            if owner.lp[i] is None and owner.made.at + i
+        ]
+        if not unknown:
+            return
+        end = unknown[-1] + 1
+        for rated, position in await self.rate(node.tokens(end), unknown[0]):
+            owner = next(o for o, a, b in parts if o.made.at + a <= position < o.made.at + b)
+            at = position - owner.made.at
+            if owner.lp[at] is None:
+                self.take(owner, [rated], owner.src[at], at)
+
+    async def rate(self, tokens: Sequence[int], start: int) -> list[tuple[TokenScore, int]]:
+        """Return ratings of tokens from ``start`` on, each with its position."""
+        request = Request(
+            [*tokens], f"loom-{next(self._numbers)}", max_tokens=0, prompt_logprobs=MOST_TOP,
+            logprobs_from=max(1, start),
+        )  # fmt: skip
+        async for _, _, result in self._steps([request]):
+            if result is not None:
+                if result.error is not None:
+                    raise http_error(result.error)
+                rated = enumerate(result.prompt_logprobs or ())
+                return [(one, i) for i, one in rated if one is not None]
+        return []
+
+    async def following(self, tokens: Sequence[int]) -> Produced | None:
+        """Return what follows a text, with the most probable tokens; it is never the end."""
+        banned = dict.fromkeys(self.service.model.eog_tokens, -math.inf)
+        request = Request(
+            [*tokens], f"loom-{next(self._numbers)}", max_tokens=1, top_logprobs=MOST_TOP,
+            sampling=SamplingParams(temperature=0.0, seed=0, logit_bias=banned),
+        )  # fmt: skip
+        found = [one async for _, drawn, _ in self._steps([request]) for one in drawn]
+        return found[0] if found else None
+
+    async def replay(self, job: Job, node: Node, request: Request) -> None:
+        """Generate a node's text again and tell the first difference."""
+        first = node.n_given
+        old = [*zip(node.ids[first:], node.lp[first:], strict=True)]
+        new: list[tuple[int, float | None]] = []
+        named = replace(request, id=f"loom-{job.id}")
+        job.names = [f"loom-{job.id}"]
+        async for _, tokens, _ in self._steps([named]):
+            new += [(one.token, short(one.logprob)) for one in tokens]
+        pairs = zip_longest(old, new)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        n = len(old)
+        message = f"same {n} tokens, same log-probabilities, bit for bit"
+        if at is not None:
+            what = "token" if [t for t, _ in old] != [t for t, _ in new] else "log-probability"
+            message = f"the first different {what} is number {at + 1} of {n}"
+            if not self.service.is_exact:
+                message += ": this model's results depend on what else is computed"
+        position = None if at is None else node.made.at + first + at
+        job.result = {"same": at is None, "n": n, "first": position, "message": message}

@@ -1,0 +1,343 @@
+"""One document over the server's process: its file, who may call, and what operations are made of."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from ..context import Context
+from ..engine import Request
+from ..files import atomic_write, read_small
+from ..sampling import SamplingParams
+from ..sampling.noise import derive_seed
+from ..serve.errors import HttpError
+from ..serve.fields import SamplingFields, TextFields
+from ..serve.nodes import Node as Branch
+from ..serve.service import Service
+from .document import (
+    Change,
+    Document,
+    Ended,
+    Head,
+    Kept,
+    Made,
+    Node,
+    Record,
+    Seed,
+    Tokens,
+    decoded,
+)
+from .formats import Item
+from .guard import Guard
+from .live import MOST_TOP, Job, Live
+from .pair import same_vocabulary, vocabulary_hash
+from .searching import Kind, SearchOptions
+
+__all__ = ["Do", "Loom"]
+
+_MOST_TOLD = 500  # nodes of one action, each by an event
+
+
+class Do(Struct, kw_only=True):
+    """The body of POST /loom/do: an operation and its fields."""
+
+    op: str
+    cid: Annotated[str, Meta(min_length=1, max_length=64)]
+    node: str | None = None
+    at: int | None = None
+    text: str | None = None
+    edit: bool = False
+    parse_special: bool = False
+    n: Annotated[int, Meta(ge=1)] = 3
+    max_tokens: Annotated[int, Meta(ge=0)] = 24
+    seed: Seed | None = None
+    sampling: SamplingFields | None = None
+    stop: list[str] = []
+    grammar: str | None = None
+    json_schema: dict[str, object] | None = None
+    model: Literal["A", "B"] = "A"
+    resume: bool = False
+    token: int | None = None
+    mode: Literal["read", "lockstep", "part"] = "read"
+    writer: Literal["A", "B"] = "A"
+    kind: Kind = "beam"
+    options: SearchOptions | None = None
+    job: str | None = None
+    leaf: int = 0
+    branch: str | None = None
+    bookmark: bool | None = None
+    note: str | None = None
+    current: bool = False
+    restore: bool = False
+    set: dict[str, object] = {}
+
+
+class Loom:
+    """One document in the browser.
+
+    Args:
+        path: of the document's file.
+        port: where the server listens.
+        service_of: returns the server's service, None while the model loads.
+        partner_of: returns the context of the model to compare with; None = there is none.
+        read_only: never write the file.
+        draft: what drafts, by name.
+        settings_file: where the page's settings are kept.
+
+    Raises:
+        ConfigError: the file is none of the page's.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        port: int,
+        service_of: Callable[[], Service | None],
+        partner_of: Callable[[], Context | None] = lambda: None,
+        *,
+        read_only: bool = False,
+        draft: str = "none",
+        settings_file: Path,
+    ) -> None:
+        self.guard = Guard(port)
+        self.live = Live(path, service_of, read_only=read_only)
+        self.partner_of = partner_of
+        self._service_of = service_of
+        self._draft = draft
+        self._loading = {"told": "loading the model", "share": 0.0}
+        self._settings_file = settings_file
+
+    @property
+    def document(self) -> Document:
+        """The nodes; another object when a file was read again."""
+        return self.live.document
+
+    @property
+    def service(self) -> Service:
+        """The server's service. Raises HttpError while the model loads."""
+        return self.live.service
+
+    def ready(self) -> None:
+        """Tell the tabs that the model is there; a file of another model is not written."""
+        model, ctx = self.service.model, self.service.ctx
+        head, journal = self.document.head, self.live.journal
+        if head is None and journal.read_only is None:
+            self.live.add(Head(
+                model=model.name, fingerprint=model.fingerprint, vocab=vocabulary_hash(model),
+                kv_type=ctx.kv_type,
+            ))  # fmt: skip
+        elif head is not None and head.fingerprint != model.fingerprint:
+            told = f"it is of the model {head.model}, this one is {model.name}"
+            journal.read_only = journal.read_only or told
+        self.live.emit("model", self.models())
+        self.live.emit("set", {"file": self.live.file})
+
+    def models(self) -> dict[str, object]:
+        """Return what is told of the models, and what they do."""
+        service, partner = self._service_of(), self.partner_of()
+        if service is None:
+            models = {"A": None, "B": None}
+            return {"state": "loading", "models": models, "loading": self._loading}
+        a, b = _told(service.ctx) | {"draft": self._draft}, None
+        if partner is not None:
+            same = same_vocabulary(service.model, partner.model)
+            b = _told(partner) | {"same_vocabulary": same}
+        return {"state": "ready", "models": {"A": a, "B": b}, "loading": None}
+
+    def loading(self, name: str, share: float) -> None:
+        """Tell how much of a model is loaded; from any thread."""
+        told = f"loading {Path(name).stem}: {100 * share:.0f} %"
+        if told != self._loading["told"]:
+            self._loading = {"told": told, "share": share}
+            self.live.call(self.live.emit, "model", {"loading": self._loading})
+
+    def again(self, cid: str) -> dict[str, object] | None:
+        """Return the answer to what was asked for before, also by another process; None = it was not."""
+        r, document = self.document.asked.get(cid), self.document
+        if r is None:
+            return None
+        nodes = [n for n in document.shown() if (n.made.a or n.made.r) == r]
+        told = [document.told(node) for node in nodes]
+        return {"nodes": told, **({"node": told[0]} if told else {})}
+
+    def node(self, name: str | None) -> Node:
+        """Return a node that is shown. Raises HttpError if there is none."""
+        node = self.document.nodes.get(name or "")
+        if node is None or node.hidden:
+            raise HttpError(404, f"there is no node {str(name)[:40]!r}", param="node")
+        return node
+
+    def check_writable(self) -> None:
+        """Raise HttpError if the document is read-only."""
+        if self.live.journal.read_only is not None:
+            told = f"the document is read-only: {self.live.journal.read_only}"
+            raise HttpError(409, told, kind="read_only")
+
+    def reopen(self, path: Path) -> None:
+        """Read a file in the place of the document."""
+        self.live.open(path)
+        self.live.emit("reset", {})
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What the page has kept: keys, theme, and so on."""
+        try:
+            return msgspec.json.decode(read_small(self._settings_file), type=dict[str, object])
+        except (OSError, msgspec.MsgspecError):
+            return {}
+
+    @settings.setter
+    def settings(self, kept: dict[str, object]) -> None:
+        try:
+            self._settings_file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._settings_file) as file:
+                file.write(msgspec.json.encode(kept))
+        except OSError as error:
+            told = f"the settings cannot be kept: {error.strerror or error}"
+            raise HttpError(507, told, kind="disk_error") from None
+        self.live.emit("set", {"rev": self.document.rev, "settings": kept})
+
+    # -- nodes -----------------------------------------------------------------------------------------
+
+    def made(self, do: Do, i: int, kind: str, at: int, by: str = "A") -> Made:
+        """Return the record of a node that is to be generated, with a seed of its own."""
+        do.seed = do.seed or str(secrets.randbits(31))
+        seed = int(do.seed)
+        return Made(
+            id=self.document.name(i), parent=do.node, at=at, kind=kind, by=by,
+            seed=str(derive_seed(seed, i) if i else seed), stop=do.stop, max_tokens=do.max_tokens,
+            sampling=msgspec.to_builtins(do.sampling or SamplingFields()), grammar=do.grammar,
+            json_schema=do.json_schema,
+        )  # fmt: skip
+
+    def params(self, made: Made) -> SamplingParams:
+        """Return a node's sampling settings."""
+        fields = msgspec.convert(made.sampling, SamplingFields)
+        seed, service = None if made.seed is None else int(made.seed), self.service
+        return fields.sampling(service.model, service.settings).replace(seed=seed, logprobs=True)
+
+    async def request(self, node: Node, max_tokens: int | None, *, again: bool = False) -> Request:
+        """Return the request that continues a node, or ``again`` generates what it has.
+
+        Raises:
+            HttpError, LlamaBranchError: its settings cannot be generated with.
+        """
+        made, n_given = node.made, node.n_given
+        fields = TextFields(grammar=made.grammar, json_schema=made.json_schema)
+        grammar = await fields.text_grammar()
+        tokens = node.tokens(made.at + n_given if again else None)
+        self.service.check_room(tokens, max_tokens)
+        return Request(
+            tokens, continues=0 if again else len(node.ids) - n_given, grammar=grammar,
+            sampling=self.params(made), max_tokens=max_tokens, stop=made.stop,
+            top_logprobs=MOST_TOP,
+        )  # fmt: skip
+
+    def make(self, records: Iterable[Record], cid: str = "") -> list[Node]:
+        """Add nodes and their tokens as one action, which ``cid`` has asked for; return them."""
+        live, document = self.live, self.document
+        nodes: list[Node] = []
+        first = 0
+        for record in records:
+            if isinstance(record, (Made, Change)):
+                record.a, record.cid = first, "" if first else cid
+            live.journal.add(record)
+            if isinstance(record, Made):
+                first = first or record.r
+                nodes.append(document.nodes[record.id])
+        if len(nodes) > _MOST_TOLD:
+            live.emit("reset", {})
+        else:
+            live.tell(*nodes)
+        live.tell_undo()
+        return nodes
+
+    def started(self, job: Job, nodes: Sequence[Node] = ()) -> dict[str, object]:
+        """Return the answer of an operation that goes on."""
+        return {"job": job.id, "nodes": [self.document.told(node) for node in nodes]}
+
+    def branch(self, node: Node) -> str:
+        """Return a branch of the API with a node's text and settings."""
+        sampling = self.params(node.made).replace(seed=int(node.made.seed or 0))
+        tokens = array("i", node.tokens())
+        branch = Branch(None, 0, tokens, len(tokens), sampling)
+        with self.service.branches.room_for(1) as add:
+            add(branch)
+        return branch.id
+
+    def start_scoring(self, *nodes: Node) -> Job:
+        """Rate what has no numbers yet in these nodes' texts, one after the other."""
+
+        async def work(job: Job) -> None:
+            for node in nodes:
+                if not job.is_stopped:
+                    await self.live.score(node)
+
+        return self.live.start("score", work, nodes[0])
+
+    def copied(self, found: Document | Sequence[Item]) -> list[Record]:
+        """Return the records of what was read from another file, under names that are free here."""
+        if not isinstance(found, Document):
+            return self._from_texts(found)
+        names = {node.id: self.document.name(i) for i, node in enumerate(found.shown())}
+        records: list[Record] = []
+        for record in [*found.records()]:
+            match record:
+                case Made():
+                    record.parent = record.parent and names[record.parent]
+                case Tokens():
+                    self.service.model.check_tokens(record.ids)
+                    named = (t for raw in record.top for t, _ in decoded(raw))
+                    pieces = self.document.learn(self.service.model, [*record.ids, *named])
+                    records += [pieces] if pieces else []
+                case Kept():
+                    told = msgspec.json.decode(record.data, type=dict[str, object])
+                    told["node"] = names[record.id]
+                    record.data = Raw(msgspec.json.encode(told))
+                case Ended() | Change(name="bookmark" | "note" | "deleted"):
+                    pass
+                case _:
+                    continue
+            record.id = names[record.id]
+            records.append(record)
+        return records
+
+    def _from_texts(self, items: Sequence[Item]) -> list[Record]:
+        model, live = self.service.model, self.live
+        records: list[Record] = []
+        ends: list[int] = []
+        for i, item in enumerate(items):
+            name, root = self.document.name(i), item.parent < 0
+            at, parent = (0, None) if root else (ends[item.parent], self.document.name(item.parent))
+            ids: list[int] = []
+            lps: list[float | None] = []
+            for text, lp in item.parts:
+                if root and not ids:
+                    new = model.prompt_tokens(text, parse_special=False)
+                else:
+                    new = model.tokenize(text, add_special=False, parse_special=False)
+                ids += new
+                lps += [lp] if len(new) == 1 else [None] * len(new)
+            records.append(Made(id=name, parent=parent, at=at, kind="imported", by=item.by))
+            records += live.plain(name, ids, "p" if root else "t", lps)
+            ends.append(at + len(ids))
+            if item.bookmark:
+                records.append(Change(id=name, name="bookmark"))
+            if item.note:
+                records.append(Change(id=name, name="note", value=item.note))
+        return records
+
+
+def _told(ctx: Context) -> dict[str, object]:
+    model = ctx.model
+    return {
+        "name": Path(model.path).stem, "n_vocab": model.n_vocab, "n_ctx": ctx.n_ctx_seq,
+        "type": model.file_type, "size": model.size_bytes, "fingerprint": model.fingerprint,
+        "kv_type": ctx.kv_type, "batch_invariant": ctx.capabilities.batch_invariant,
+    }  # fmt: skip

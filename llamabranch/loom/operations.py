@@ -1,0 +1,366 @@
+"""What POST /loom/do does: each operation takes its fields, and where in the document it begins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from typing import NamedTuple
+
+from ..serve.errors import HttpError
+from .comparing import compare
+from .document import Change, Document, Made, Node, Record, Tokens, Undo, decoded
+from .formats import items_of
+from .live import Job
+from .loom import Do, Loom
+from .searching import SearchOptions, Watch, search
+
+__all__ = ["Operations"]
+
+_MOST_ANSWERS = 1000
+Told = dict[str, object]
+
+
+class _Operation(NamedTuple):
+    run: Callable[[Loom, Do, Node, int], Coroutine[object, object, Told]]
+    needs_node: bool = False
+    needs_file: bool = True  # that can be written
+
+
+class Operations:
+    """Does what is asked, once: a repeated ``cid`` gets the first answer."""
+
+    def __init__(self, loom: Loom) -> None:
+        self._loom = loom
+        self._answers: OrderedDict[str, asyncio.Future[Told]] = OrderedDict()
+
+    async def do(self, do: Do) -> Told:
+        """Return the answer to an operation.
+
+        Raises:
+            HttpError, LlamaBranchError: it is refused: nothing was done. 507: it is done, not saved.
+        """
+        answer = self._answers.get(do.cid)
+        if answer is None:
+            answer = self._answers[do.cid] = asyncio.ensure_future(self._perform(do))
+            if len(self._answers) > _MOST_ANSWERS:
+                self._answers.popitem(last=False)
+        try:
+            return await asyncio.shield(answer)
+        except HttpError as error:
+            if error.status != 507:
+                self._answers.pop(do.cid, None)
+            raise
+
+    async def _perform(self, do: Do) -> Told:
+        operation, loom = _OPERATIONS.get(do.op), self._loom
+        before = loom.again(do.cid)
+        if before is not None:
+            return before
+        if operation is None:
+            raise HttpError(400, f"op must be one of {', '.join(_OPERATIONS)}", param="op")
+        needs_file = operation.needs_file and not do.current
+        if needs_file:
+            loom.check_writable()
+        if do.node is None and operation.needs_node:
+            raise HttpError(400, f"{do.op} needs a node", param="node")
+        # Without a node: before all texts.
+        node = Node(Made(id=""), None) if do.node is None else loom.node(do.node)
+        at = node.end if do.at is None else do.at
+        if not (do.node is not None) <= at <= node.end:
+            raise HttpError(400, f"at must be 1 to {node.end}, not {at}", param="at")
+        body = await operation.run(loom, do, node, at)
+        if needs_file:
+            loom.live.confirm()
+        return body
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+async def _type(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    document, text = loom.document, do.text or ""
+    if do.edit:
+        n, text = _same_tokens(document, node.tokens()[at:], text)
+        at += n
+        if not text and at == node.end:
+            return {"node": document.told(node), "same": True}
+    ids, seam = await _tokenized(loom, do, node, at, text)
+    if do.node is None and not ids:
+        raise HttpError(400, "the text is empty", param="text")
+    loom.service.check_room([*node.tokens(at), *ids], 0)
+    name, (kind, src) = document.name(), ("typed", "t") if do.node else ("prompt", "p")
+    made = Made(id=name, parent=do.node, at=at, kind=kind, seam=seam)
+    (new,) = loom.make([made, *loom.live.plain(name, ids, src)], do.cid)
+    loom.start_scoring(new)
+    return {"node": document.told(new), "same": False}
+
+
+def _same_tokens(document: Document, ids: list[int], text: str) -> tuple[int, str]:
+    """Return how many tokens an edited text begins with, in whole characters, and the rest of it."""
+    rest = [text.encode()]
+    for token in ids:
+        piece = document.bytes_of([token])
+        if not rest[-1].startswith(piece):
+            break
+        rest.append(rest[-1][len(piece) :])
+    while len(rest) > 1 and 0x80 <= (rest[-1] or b" ")[0] < 0xC0:  # inside a character
+        rest.pop()
+    return len(rest) - 1, rest[-1].decode("utf-8", "replace")
+
+
+async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tuple[list[int], bool]:
+    """Return the tokens of a text behind a node's, and whether all at once would be others."""
+    special = do.parse_special
+    if do.node is None:
+        return await loom.service.tokenize(text, parse_special=special), False
+    before = loom.document.bytes_of(node.tokens(at)).decode("utf-8", "replace")
+    part, ids, whole = [
+        await loom.service.tokenize(each, add_special=False, parse_special=special) if each else []
+        for each in (before, text, before + text)
+    ]
+    return ids, whole != part + ids
+
+
+async def _score(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    """Rate a node's text, or a text after it that is not kept."""
+    if do.text is None and do.node is None:
+        raise HttpError(400, "score needs a node or a text", param="node")
+    if do.text is None:
+        return loom.started(loom.start_scoring(node))
+    live, document = loom.live, loom.document
+    ids, seam = await _tokenized(loom, do, node, at, do.text)
+    tokens = [*node.tokens(at), *ids]
+    loom.service.check_room(tokens, 0)
+    seen = Node(Made(id="", parent=do.node, at=at), node)
+    for record in live.plain("", ids, "t"):
+        if isinstance(record, Tokens):
+            document.put(seen, record)
+        else:
+            live.journal.add(record)
+    if len(tokens) > 1 and ids:
+        for one, position in await live.rate(tokens, max(1, at)):
+            document.put(seen, live.rated("", [one], "t", position - at))
+    return {"tokens": document.columns([(seen, 0, len(ids))], top=True), "seam": seam}
+
+
+async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    if do.resume:
+        if node.reason != "interrupted":
+            raise HttpError(409, "only a text that was interrupted can be resumed", param="node")
+        most = node.made.max_tokens or do.max_tokens
+        return _begin(loom, do, [node], most - (len(node.ids) - node.n_given))
+    if do.model == "B":
+        return await compare(loom, do, node, at)
+    most = loom.service.settings.max_choices
+    if do.n > most:
+        raise HttpError(400, f"n must be 1 to {most}", param="n")
+    made = [loom.made(do, i, "sampled", at) for i in range(do.n)]
+    await loom.request(Node(made[0], node), do.max_tokens)
+    return _begin(loom, do, loom.make(made, do.cid), do.max_tokens)
+
+
+def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Told:
+    live = loom.live
+
+    async def work(job: Job) -> None:
+        requests = [(node, await loom.request(node, max(0, max_tokens))) for node in nodes]
+        left = nodes[0].end - await loom.service.n_cached(nodes[0].tokens())
+        if left > 64:
+            job.told = f"{left} tokens to read again"
+            live.emit("job", job.as_dict())
+        await live.generate(job, requests)
+
+    for node in nodes:
+        node.ended = None
+    return loom.started(live.start(do.op, work, nodes[0].parent, nodes), nodes)
+
+
+async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    if do.token is None:
+        raise HttpError(400, "fork needs a token", param="token")
+    loom.service.model.check_tokens([do.token])
+    made = loom.made(do, 0, "taken", at)
+    if do.max_tokens == 0:
+        made.seed = None
+    await loom.request(Node(made, node), do.max_tokens)
+    records = loom.live.plain(made.id, [do.token], "t")
+    for owner, i, _ in node.stretches(at, at + 1):  # what is known of the place
+        top = [*zip(decoded(owner.top[i]), range(1, 99), strict=False)]
+        for found in ((p, rank) for (token, p), rank in top if token == do.token):
+            tokens = records[-1]
+            if isinstance(tokens, Tokens):
+                tokens.lp, tokens.rk = [found[0]], [found[1]]
+                tokens.h, tokens.top = [owner.h[i]], [owner.top[i]]
+    (new,) = loom.make([made, *records], do.cid)
+    if new.lp[0] is None:
+        loom.start_scoring(new)
+    if do.max_tokens == 0:
+        return {"nodes": [loom.document.told(new)]}
+    return _begin(loom, do, [new], do.max_tokens)
+
+
+async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    if node.made.seed is None or node.reason == "running" or node.made.by != "A":
+        raise HttpError(409, "only a text that A has generated can be replayed", param="node")
+    is_cut = node.reason in ("stopped", "interrupted", "error")
+    n = len(node.ids) - node.n_given if is_cut else node.made.max_tokens
+    request = await loom.request(node, n, again=True)
+
+    async def work(job: Job) -> None:
+        await loom.live.replay(job, node, request)
+
+    return loom.started(loom.live.start("replay", work, node))
+
+
+# -- searches --------------------------------------------------------------------------------------
+
+
+async def _search(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    live, ctx = loom.live, loom.service.ctx
+    tokens, sampling = node.tokens(at), loom.params(loom.made(do, 0, "search", at))
+    loom.service.check_room(tokens, 1)
+    asked = do.options or SearchOptions()
+
+    async def work(job: Job) -> None:
+        watch, job.at = Watch(live, job), at
+        found = await asyncio.to_thread(search, ctx, tokens, sampling, do.kind, asked, watch)
+        live.keep(node, "searches", watch.end(found))
+
+    return loom.started(live.start("search", work, node, kind=do.kind))
+
+
+async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    """Take a text that a search has found, or a script's whole tree of branches."""
+    document, live, records = loom.document, loom.live, list[Record]()
+    if do.branch is not None:
+        given = loom.service.branches[do.branch]
+        while given.parent is not None:
+            given = given.parent
+        names: dict[str, str] = {}
+        for i, each in enumerate(given.subtree()):
+            names[each.id] = name = document.name(i)
+            parent = None if each.parent is None else names[each.parent.id]
+            records.append(Made(id=name, parent=parent, at=each.start, kind="branch", by="script"))
+            records += live.plain(name, each.own, "s" if parent else "p")
+    else:
+        job = live.jobs.get(do.job or "")
+        if job is None or job.node is None or not job.places:
+            raise HttpError(404, "there is no such search", param="job")
+        if not 0 < do.leaf < len(job.places):
+            raise HttpError(400, f"the search has no text {do.leaf}", param="leaf")
+        ids = job.places[do.leaf].path_tokens
+        if ids and loom.service.model.is_eog(ids[-1]):
+            ids.pop()
+        name = document.name()
+        records.append(Made(id=name, parent=job.node, at=job.at, kind="search", by="A"))
+        records += live.plain(name, ids, "s")
+    nodes = loom.make(records, do.cid)
+    loom.start_scoring(*nodes)
+    return {"nodes": [document.told(each) for each in nodes]}
+
+
+async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    jobs = loom.live.jobs
+    if do.job is not None and do.job not in jobs:
+        raise HttpError(404, f"there is no job {do.job[:40]!r}", param="job")
+    chosen = [jobs[do.job]] if do.job is not None else [*jobs.values()]
+    return {"stopped": loom.live.stop(chosen)}
+
+
+# -- marks, undo, the file -------------------------------------------------------------------------
+
+
+async def _set(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    live = loom.live
+    if do.current and live.journal.read_only is None:
+        live.add(Change(id=node.id, name="current"))
+    if do.current:
+        loom.document.current = node.id
+        live.emit("set", {"rev": loom.document.rev, "current": node.id})
+    records: list[Record] = []
+    if do.bookmark is not None:
+        records.append(Change(id=node.id, name="bookmark", value=do.bookmark))
+    if do.note is not None:
+        records.append(Change(id=node.id, name="note", value=do.note))
+    return _changed(loom, do, node, records)
+
+
+async def _delete(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    return _changed(loom, do, node, [Change(id=node.id, name="deleted", value=not do.restore)])
+
+
+def _changed(loom: Loom, do: Do, node: Node, records: list[Record]) -> Told:
+    if records:
+        loom.make(records, do.cid)
+        loom.live.tell(node)
+    return {}
+
+
+async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    document, live, again = loom.document, loom.live, do.op == "redo"
+    actions = document.undone if again else document.done
+    if not actions:
+        raise HttpError(409, f"there is nothing to {do.op}")
+    action = actions[-1]
+    touched = [*dict.fromkeys(node for node, *_ in action.changes)]
+    live.stop(live.jobs[node.job] for node in touched if node.job in live.jobs)
+    live.add(Undo(of=action.r, again=again, cid=do.cid))
+    live.tell(*(node for node in touched if not node.hidden))
+    hidden = [node.id for node in touched if node.hidden]
+    if hidden:
+        live.emit("hide", {"rev": document.rev, "nodes": hidden})
+    live.tell_undo()
+    told = {"op": action.op, "nodes": [node.id for node in touched]}
+    return {"redone" if again else "undone": told, **document.counts()}
+
+
+async def _settings(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    loom.settings = {k: v for k, v in (loom.settings | do.set).items() if v is not None}
+    return {"settings": loom.settings}
+
+
+def _check_idle(loom: Loom) -> None:
+    if loom.live.running:
+        raise HttpError(409, "something is being generated: stop it first")
+
+
+async def _compact(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    """Write the file again without what was undone, and read it."""
+    _check_idle(loom)
+    journal = loom.live.journal
+    loom.live.confirm()
+    try:
+        journal.rewrite(loom.document.records())
+    except OSError as error:
+        told = f"the file cannot be written again: {error.strerror or error}"
+        raise HttpError(507, told, kind="disk_error") from None
+    loom.reopen(journal.path)
+    return {}
+
+
+async def _reread(loom: Loom, do: Do, node: Node, at: int) -> Told:
+    """Copy the document with this model's tokens, and open the copy."""
+    _check_idle(loom)
+    items, path = items_of(loom.document), loom.live.journal.path
+    stem = path.name.removesuffix(".loom.jsonl")
+    names = (f"{stem}.{i}.loom.jsonl" for i in range(2, 1000))
+    path = next(p for p in map(path.with_name, names) if not p.exists())
+    loom.reopen(path)
+    loom.ready()
+    loom.make(await asyncio.to_thread(loom.copied, items))
+    loom.live.confirm()
+    loom.live.emit("reset", {})
+    return {"file": path.name}
+
+
+_OPERATIONS = {
+    "type": _Operation(_type), "continue": _Operation(_continue, needs_node=True),
+    "fork": _Operation(_fork, needs_node=True), "replay": _Operation(_replay, needs_node=True),
+    "score": _Operation(_score, needs_file=False), "compare": _Operation(compare, needs_node=True),
+    "search": _Operation(_search, needs_node=True), "stop": _Operation(_stop, needs_file=False),
+    "adopt": _Operation(_adopt), "set": _Operation(_set, needs_node=True),
+    "delete": _Operation(_delete, needs_node=True), "undo": _Operation(_undo),
+    "redo": _Operation(_undo), "settings": _Operation(_settings, needs_file=False),
+    "compact": _Operation(_compact), "reread": _Operation(_reread, needs_file=False),
+}  # fmt: skip

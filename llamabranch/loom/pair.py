@@ -1,0 +1,256 @@
+"""Two models on one text: how far apart they are, token by token or by what their tokens have in common.
+
+A is the base. Where the vocabularies are equal (but for ids at the end of one, which are cut and the rest
+renormalised), distributions are compared over the whole vocabulary, in 64 bits. Where they are not, only
+bits of the stretches between common boundaries can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+
+from ..branch import Branch
+from ..context import Context, TokenScore
+from ..context.logits import LogitsRow
+from ..model import Model
+from ..sampling import SamplingParams
+from ..sampling.sampler import Sampler
+from .document import Number, short
+
+__all__ = [
+    "Place", "Span", "compared", "mean_kl", "read_pair", "same_vocabulary", "spans", "totals",
+    "vocabulary_hash", "write_pair",
+]  # fmt: skip
+
+_STRETCH = 32  # tokens that both models read in turn
+_TOP = 10
+
+
+def same_vocabulary(a: Model, b: Model) -> bool:
+    """Return whether all ids that both models have mean the same tokens."""
+    report = a.compatibility(b)
+    return a.vocab_type == b.vocab_type and report.first_difference is None
+
+
+def vocabulary_hash(model: Model) -> str:
+    """Return a hash of all tokens and their kinds."""
+    found = hashlib.sha256()
+    for token in range(model.n_vocab):
+        text, is_control = model.entry(token)
+        found.update(b"%d %d " % (len(text), is_control) + text)
+    return found.hexdigest()[:16]
+
+
+def mean_kl(data: Raw) -> tuple[float, float] | None:
+    """Return the mean and the largest KL divergence of a comparison; None where there is none."""
+    found = msgspec.json.decode(data, type=dict[str, object]).get("kl")
+    known = [float(x) for x in found if x is not None] if isinstance(found, list) else []
+    return (round(sum(known) / len(known), 5), round(max(known), 5)) if known else None
+
+
+class Place(NamedTuple):
+    """What both models find of one token.
+
+    Attributes:
+        token: its id.
+        score: A's rating of it, with the most probable tokens.
+        kl, klr: KL(A, B) and KL(B, A), nats.
+        other: B's rating.
+        same: whether both find the same token most probable.
+        draw: what B would draw there; None where that was not asked for.
+    """
+
+    token: int
+    score: TokenScore
+    kl: float
+    klr: float
+    other: TokenScore
+    same: bool
+    draw: int | None = None
+
+
+def compared(
+    models: tuple[Model, Model],
+    rows: tuple[LogitsRow, LogitsRow],
+    token: int,
+    draw: int | None,
+    top: int = _TOP,
+) -> Place:
+    """Compare the distributions of two rows, before ``token``."""
+    n = min(len(row.array) for row in rows)
+    logs = [row.log_probs()[:n] for row in rows]
+    if len(rows[0].array) != len(rows[1].array):
+        logs = [log - np.log(np.exp(log).sum()) for log in logs]
+    difference = logs[0] - logs[1]
+    kl, klr = (
+        float(np.sum(np.exp(log) * change, where=log > -np.inf))
+        for log, change in zip(logs, (difference, -difference), strict=True)
+    )
+    a, b = (row.score(token, model, top) for row, model in zip(rows, models, strict=True))
+    return Place(token, a, kl, klr, b, rows[0].best == rows[1].best, draw)
+
+
+def read_pair(
+    pair: tuple[Context, Context],
+    tokens: Sequence[int],
+    start: int,
+    params: SamplingParams | None,
+    tell: Callable[[int, list[Place]], bool],
+) -> None:
+    """Let both models read a text; tell what they find of its tokens from ``start`` on.
+
+    Args:
+        pair: contexts of A and B.
+        tokens: ids, of which at least the first one is not compared.
+        start: where to begin, at least 1.
+        params: settings with the seed for what B would draw; None = nothing is drawn.
+        tell: called with a position and what was found from there on; a true result ends it.
+    """
+    models = pair[0].model, pair[1].model
+    draws = None if params is None else Sampler(models[1], params, None)
+    if draws is not None:
+        draws.accept_prompt(tokens[:start])
+    with Branch.start(pair[0], tokens[:start]) as a, Branch.start(pair[1], tokens[:start]) as b:
+        last = [LogitsRow(branch.logits) for branch in (a, b)]
+        for at in range(start, len(tokens), _STRETCH):
+            part = list(tokens[at : at + _STRETCH])
+            rows = [
+                [row, *map(LogitsRow, branch.extend(part, logits="all"))]
+                for row, branch in zip(last, (a, b), strict=True)
+            ]
+            found = []
+            for i, token in enumerate(part):
+                draw = None
+                if draws is not None and params is not None:
+                    draw = rows[1][i].draw(draws, params.seed or 0, at + i)
+                    draws.accept(token)
+                found.append(compared(models, (rows[0][i], rows[1][i]), token, draw))
+            if tell(at, found):
+                return
+            last = [rows[0][-1], rows[1][-1]]
+
+
+def write_pair(
+    pair: tuple[Context, Context],
+    tokens: Sequence[int],
+    params: SamplingParams,
+    max_tokens: int,
+    writer: int,
+    tell: Callable[[Place], bool],
+    parted: Callable[[int], bool] | None = None,
+) -> None:
+    """Let one model write and the other read the same tokens in the same steps.
+
+    Args:
+        pair: contexts of A and B.
+        tokens: the text before.
+        params: settings, with the seed; both draw with it.
+        max_tokens: the most tokens.
+        writer: 0 = A writes, 1 = B does.
+        tell: called with each token; a true result ends it.
+        parted: called with each token that B writes by itself, from the first place on where it draws
+            another one; a true result ends it. None = it goes on reading.
+    """
+    models = pair[0].model, pair[1].model
+    with (
+        Branch.start(pair[0], tokens, sampling=params) as a,
+        Branch.start(pair[1], tokens, sampling=params) as b,
+    ):
+        both = a, b
+        other: Branch | None = None
+        for n_left in range(max_tokens, 0, -1):
+            drawn = a.produce(), b.produce()
+            chosen = drawn[writer]
+            if parted is not None and other is None and drawn[0].token != drawn[1].token:
+                other = b.fork()
+                n_other = n_left
+            if chosen.is_stop:
+                break
+            rows = LogitsRow(a.logits), LogitsRow(b.logits)
+            if tell(compared(models, rows, chosen.token, drawn[1].token)):
+                break
+            for branch in both:
+                branch.extend([chosen.token])
+        if other is not None and parted is not None:
+            with other:
+                for _ in range(n_other):
+                    step = other.produce()
+                    if step.is_stop or parted(step.token):
+                        break
+                    other.commit(step.token)
+
+
+class Span(NamedTuple):
+    """A stretch of a text between boundaries that two tokenizers have in common.
+
+    Attributes:
+        tokens: of A, from and to.
+        at, end: its bytes.
+        bits: under A and B; None where a model does not rate its first token.
+        agree: whether the most probable next texts agree where it ends; None where one is not known.
+    """
+
+    tokens: tuple[int, int]
+    at: int
+    end: int
+    bits: tuple[Number, Number]
+    agree: bool | None
+
+
+def totals(found: Sequence[Span]) -> dict[str, Number]:
+    """Return bytes and bits of what both models rate, bits per byte, and the share that agrees."""
+    known = [span for span in found if None not in span.bits]
+    n = sum(span.end - span.at for span in known)
+    told: dict[str, Number] = {"bytes": n}
+    for name, i in (("A", 0), ("B", 1)):
+        bits = math.fsum(span.bits[i] or 0.0 for span in known)
+        told |= {f"bits{name}": short(bits), f"bpb{name}": short(bits / n) if n else None}
+    agree = [span.agree for span in found if span.agree is not None]
+    return told | {"agreement": short(sum(agree) / len(agree)) if agree else None}
+
+
+def spans(pair: tuple[Context, Context], tokens: Sequence[int]) -> list[Span]:
+    """Compare two models with different tokenizers on a text, given as tokens of A."""
+    text = b"".join(map(pair[0].model.piece, tokens)).decode("utf-8", "replace")
+    sides = [_Side(pair[0], tokens), _Side(pair[1], pair[1].model.prompt_tokens(text))]
+    found: list[Span] = []
+    start, before = 0, [0, 0]
+    for end in sorted({*sides[0].ends} & {*sides[1].ends}):
+        after = [bisect_right(side.ends, end) for side in sides]
+        if end > start:
+            a, b = (side.bits(i, j) for side, i, j in zip(sides, before, after, strict=True))
+            tops = [side.next(j) for side, j in zip(sides, after, strict=True)]
+            agree = tops[0].startswith(tops[1]) or tops[1].startswith(tops[0])
+            whole = (before[0], after[0])
+            found.append(Span(whole, start, end, (a, b), agree if all(tops) else None))
+        start, before = end, after
+    return found
+
+
+class _Side:
+    """A text as one model reads it; what has no room is behind the last common boundary."""
+
+    def __init__(self, ctx: Context, ids: Sequence[int]) -> None:
+        ids = ids[: ctx.n_ctx_seq]
+        self._model = ctx.model
+        self.ends = [*accumulate(len(ctx.model.piece(token)) for token in ids)]
+        with Branch.start(ctx, ids[:1]) as branch:
+            scores = branch.score(ids[1:], 1) if len(ids) > 1 else []
+        self._scores: list[TokenScore | None] = [None, *scores]
+
+    def bits(self, i: int, j: int) -> Number:
+        known = [one.logprob for one in self._scores[i:j] if one is not None]
+        return short(-math.fsum(known) / math.log(2)) if len(known) == j - i else None
+
+    def next(self, at: int) -> bytes:
+        one = self._scores[at] if at < len(self._scores) else None
+        return b"" if one is None else self._model.piece(one.alternatives[0].token)

@@ -1,0 +1,254 @@
+"""Two models on one text, in llama-perplexity's chunks: a report of how far the second is from the first.
+
+The first reads a chunk and its rows are held, then the second reads it: no file of logits is written.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..branch import Branch
+from ..context import Context
+from ..context.logits import LogitsRow
+from ..eval import KLDivergence
+from ..eval.divergence import compare_coded
+from ..eval.logits_file import Codes, encode
+from ..eval.perplexity import Perplexity, prepare, read_chunks, with_bos
+from ..model import Model
+from ..sampling import SamplingParams
+from .document import Number
+from .pair import Span, compared, same_vocabulary, spans, totals
+
+__all__ = ["Comparison", "Token", "compare_models"]
+
+_N_WORST = 10
+_N_FORKS, _FORK_TOKENS, _FORK_PROMPT = 8, 64, 128
+_AROUND = 8  # tokens told on either side of one
+
+
+class Token(NamedTuple):
+    """A token of the text, and what both models find of it; ``kind`` as in `Comparison.by_kind`."""
+
+    kl: float
+    klr: float
+    quarter: int
+    kind: str
+    before: str
+    text: str
+    after: str
+    top_a: str
+    top_b: str
+
+
+@dataclass
+class Comparison:
+    """What was found, or as much of it as is done.
+
+    Attributes:
+        models: of A and B: name, file type, bytes, K/V type.
+        divergence: llama-perplexity's numbers, with A as the base; None for different tokenizers.
+        tokens: all tokens that were compared.
+        forks: for each place how many tokens greedy texts of both have in common.
+        spans: for different tokenizers: what can be compared, of all chunks.
+    """
+
+    models: list[dict[str, object]]
+    n_chunks: int = 0
+    divergence: KLDivergence | None = None
+    tokens: list[Token] = field(default_factory=list)
+    forks: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def worst(self) -> list[Token]:
+        """The tokens with the largest divergence."""
+        return sorted(self.tokens, key=lambda each: -each.kl)[:_N_WORST]
+
+    @property
+    def median_fork(self) -> float | None:
+        """The median of the forks."""
+        return statistics.median(self.forks) if self.forks else None
+
+    @property
+    def reverse(self) -> float:
+        """The mean of KL(B, A), nats."""
+        return _mean([each.klr for each in self.tokens])
+
+    def by(self, key: Callable[[Token], object]) -> dict[str, tuple[int, float]]:
+        """Return the number of tokens and their mean divergence, by ``key``."""
+        groups: dict[str, list[float]] = {}
+        for each in self.tokens:
+            groups.setdefault(str(key(each)), []).append(each.kl)
+        return {name: (len(kls), _mean(kls)) for name, kls in sorted(groups.items())}
+
+    @property
+    def totals(self) -> dict[str, Number]:
+        """What can be said of different tokenizers."""
+        return totals(self.spans)
+
+    @property
+    def advice(self) -> str:
+        """One sentence: what the divergence means for who uses B in place of A."""
+        if self.divergence is None:
+            return (
+                "the models have different tokenizers: the lower number of bits per byte "
+                "predicts this text better"
+            )
+        its = self.divergence.statistics
+        mean, same = its.mean.value, its.same_top.value
+        if mean == 0:
+            return "both give the same distributions"
+        if mean < 0.01 and same >= 0.9:
+            return "the difference is hard to notice"
+        if same < 0.9:
+            return "greedy texts part after a sentence or so: take B only if nothing larger fits"
+        if mean < 0.1:
+            return "the difference shows in some long texts"
+        return "the difference shows: compare answers before B takes A's place"
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON types."""
+        found: dict[str, object] = {"models": self.models, "chunks": self.n_chunks}
+        if self.divergence is None:
+            return found | {"totals": self.totals, "advice": self.advice}
+        numbers = {k: v for k, v in self.divergence.as_dict().items() if k != "rows"}
+        return found | numbers | {
+            "reverse_kl": self.reverse, "worst": [each._asdict() for each in self.worst],
+            "by_quarter": self.by(lambda t: t.quarter), "by_kind": self.by(lambda t: t.kind),
+            "forks": self.forks, "median_fork": self.median_fork,
+            "advice": self.advice,
+        }  # fmt: skip
+
+
+def compare_models(
+    a: Context,
+    b: Context,
+    text: str,
+    window: int = 512,
+    chunks: int | None = 8,
+    *,
+    coded: bool = False,
+    progress: Callable[[Comparison], None] = lambda found: None,
+) -> Comparison:
+    """Compare B with A on a text.
+
+    Args:
+        a, b: contexts with room for a window.
+        text: of at least two windows.
+        window, chunks: as for `llamabranch.eval.perplexity`.
+        coded: A's logits pass through the 16 bits of llama-perplexity's files: all numbers are its.
+        progress: called after each chunk.
+
+    Raises:
+        ConfigError: the text is too short. CacheFullError, DecodeError.
+    """
+    parts, begun = prepare(a, text, window, chunks, None)
+    found = Comparison([_about(ctx) for ctx in (a, b)])
+    if not same_vocabulary(a.model, b.model):
+        for part in parts:
+            found.spans += spans((a, b), part)
+            found.n_chunks += 1
+            progress(found)
+        return found
+    found.divergence = KLDivergence(window, len(parts), begun.text, begun.model)
+    for number, part in enumerate(with_bos(a.model, parts)):
+        _read(found, (a, b), part, parts[number], coded=coded)
+        progress(found)
+    for i in range(_N_FORKS):
+        part = parts[i * len(parts) // _N_FORKS]
+        end = min(len(part), _FORK_PROMPT * (1 + i % 2))
+        found.forks.append(_until_they_part((a, b), part[max(0, end - _FORK_PROMPT) : end]))
+    return found
+
+
+def _about(ctx: Context) -> dict[str, object]:
+    model = ctx.model
+    return {
+        "name": model.name, "type": model.file_type, "bytes": model.size_bytes,
+        "n_vocab": model.n_vocab, "kv_type": ctx.kv_type,
+    }  # fmt: skip
+
+
+def _read(
+    found: Comparison,
+    pair: tuple[Context, Context],
+    part: list[int],
+    told: list[int],
+    *,
+    coded: bool,
+) -> None:
+    """Let both models read a chunk, and take what they find of its second half."""
+    a, b = pair
+    first = len(part) // 2
+    n_vocab = a.n_vocab
+    base: list[npt.NDArray[np.float32]] = []
+
+    def hold(_chunk: int, _i: int, _token: int, row: LogitsRow) -> float:
+        base.append(row.array.copy())
+        return 0.0
+
+    read_chunks(a, Perplexity(len(part), 1, "", ""), [part], [first], hold, None)
+    codes: Codes = np.empty(2 * ((n_vocab + 1) // 2) + 4, dtype="<u2")
+
+    def compare(_chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
+        place = compared((a.model, b.model), (LogitsRow(base[i - first]), row), token, None, top=1)
+        score, other = place.score, place.other
+        if coded:
+            encode(base[i - first], codes)
+            scale, smallest = codes[:4].view("<f4")
+            its = compare_coded(row, scale, smallest, codes[4 : 4 + n_vocab], token)
+        else:
+            change = math.exp(other.logprob) - math.exp(score.logprob)
+            its = -other.logprob, -score.logprob, place.kl, change, float(place.same)
+        around = told[max(0, i + 1 - _AROUND) : i + 1], told[i + 2 : i + 2 + _AROUND]
+        before, after = (_text(a.model, ids) for ids in around)
+        tops = [_text(a.model, [each.alternatives[0].token]) for each in (score, other)]
+        quarter = 1 + 4 * (i - first) // (len(part) - 1 - first)
+        text = _text(a.model, [token])
+        told_of = Token(its[2], place.klr, quarter, _kind(text), before, text, after, *tops)
+        found.tokens.append(told_of)
+        return its
+
+    numbers = KLDivergence(len(part), 1, "", "")
+    read_chunks(b, numbers, [part], [first], compare, None)
+    if found.divergence is not None:
+        found.divergence.rows.extend(numbers.rows)
+    found.n_chunks += 1
+
+
+def _until_they_part(pair: tuple[Context, Context], prompt: Sequence[int]) -> int:
+    """Return how many tokens greedy texts of both have in common."""
+    texts = []
+    for ctx in pair:
+        n = min(_FORK_TOKENS, ctx.n_ctx_seq - len(prompt))
+        greedy = SamplingParams(temperature=0.0, logprobs=False)
+        with Branch.start(ctx, prompt, sampling=greedy) as branch:
+            texts.append([one.token for one in branch.generate(n)])
+    same = [x == y for x, y in zip(*texts, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+def _text(model: Model, ids: Sequence[int]) -> str:
+    return b"".join(map(model.piece, ids)).decode("utf-8", "replace")
+
+
+def _kind(text: str) -> str:
+    if "\n" in text:
+        return "newline"
+    bare = text.strip()
+    if any(c.isdigit() for c in bare):
+        return "digit"
+    if bare and not any(c.isalnum() for c in bare):
+        return "punctuation"
+    return "word start" if text[:1].isspace() or not bare else "inside"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

@@ -1,0 +1,218 @@
+"""Searches from a text, watched while they run: their options, what is told of them, what rates texts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from ..branch import Branch
+from ..context import Context
+from ..errors import ConfigError
+from ..sampling import SamplingParams
+from ..search import (
+    Potential,
+    SearchNode,
+    SearchObserver,
+    SearchResult,
+    SearchStats,
+    beam_search,
+    best_of_n,
+    smc,
+    step_search,
+    tree_search,
+    vote,
+)
+from .document import Seed, short
+from .live import Job, Live
+
+__all__ = ["Kind", "SearchOptions", "Watch", "search"]
+
+_LOOK_S = 0.05
+_MOST_OUTLINE = 2000
+_WIDTHS = {"beam": 4, "best_of_n": 8, "smc": 4, "vote": 16, "steps": 4, "tree": 4}
+Kind = Literal["beam", "best_of_n", "smc", "vote", "steps", "tree"]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Reward(Struct, forbid_unknown_fields=True):
+    """What rates a text: by default e to its mean log-probability."""
+
+    kind: Literal["logprob", "contains", "length"] = "logprob"
+    text: str = ""
+    target: Count = 200
+
+    def of(self, branch: Branch) -> Callable[[str], float]:
+        """Return what rates a text that begins where ``branch`` ends."""
+        if self.kind == "contains":
+            return lambda found: float(self.text in found)
+        if self.kind == "length":
+            return lambda found: -abs(len(found) - self.target) / self.target
+
+        def rated(found: str) -> float:
+            scores = branch.score(found) if found else []
+            return math.exp(sum(s.logprob for s in scores) / len(scores)) if scores else 0.0
+
+        return rated
+
+
+class SearchOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a search takes, by the names of `llamabranch.search`; no kind takes all."""
+
+    width: Annotated[int, Meta(ge=1, le=256)] | None = None
+    max_tokens: Count = 32
+    iterations: Count = 8
+    step: Count | str = 8
+    groups: Count = 1
+    length_penalty: float = 1.0
+    diversity_penalty: float = 0.0
+    stop: list[str] = []
+    want: list[str] = []
+    avoid: list[str] = []
+    answer: str = r"-?\d+(?:\.\d+)?"
+    reward: Reward | None = None
+    seed: Seed | None = None
+    temperature: float | None = None
+
+    def params(self, kind: Kind, sampling: SamplingParams) -> SamplingParams:
+        """Return a node's settings as they are for a search; SMC needs every token possible."""
+        if kind == "smc":
+            sampling = sampling.replace(top_k=0, top_p=1.0, min_p=0.0)
+        if self.seed is not None:
+            sampling = sampling.replace(seed=int(self.seed))
+        if self.temperature is not None:
+            sampling = sampling.replace(temperature=self.temperature)
+        return sampling
+
+
+class Watch(SearchObserver):
+    """Looks at a search while it runs, in its thread, and tells what is new in its tree."""
+
+    def __init__(self, live: Live, job: Job) -> None:
+        self.live = live
+        self.job = job
+        self._index: dict[SearchNode, int] = {}
+        self._seen: list[tuple[object, ...]] = []
+        self._looked = 0.0
+
+    def __call__(self, stats: SearchStats) -> bool | None:
+        """Look at the tree, at most 20 times a second; end the search if its job was stopped."""
+        if perf_counter() - self._looked >= _LOOK_S:
+            self.look(stats)
+        return self.job.is_stopped
+
+    def look(self, stats: SearchStats, **more: object) -> None:
+        """Tell what is new."""
+        if self.root is None:
+            return
+        add, changed = [], []
+        for node in self.root.walk():
+            i = self._index.get(node)
+            state = (short(node.score), node.n_visits, node.status)
+            if i is None:
+                self._index[node] = i = len(self.job.places)
+                self.job.places.append(node)
+                self._seen.append(state)
+                add.append(self._told(i, node))
+            elif self._seen[i] != state:
+                self._seen[i] = state
+                changed.append([i, *state])
+        told: dict[str, object] = {
+            "job": self.job.id, "step": stats.steps, "add": add, "set": changed,
+            "stats": stats.as_dict(), "sizes": [*self.effective_sizes], **more,
+        }  # fmt: skip
+        self.live.call(self.live.emit, "search", told)
+        self._looked = perf_counter()
+
+    def end(self, found: SearchResult) -> dict[str, object]:
+        """Tell the rest; return what is kept of the search, with as much of its tree as is kept."""
+        votes = {str(answer): n for answer, n in found.votes.items()}
+        self.look(found.stats, **({"votes": votes} if votes else {}))
+        best = [
+            (self._index[h.node], h.text, h.score, h.finish_reason)
+            for h in found.hypotheses
+            if h.node is not None
+        ]
+        self.job.result = {"hypotheses": best, "votes": votes, "stats": found.stats.as_dict()}
+        lines = [self._told(i, node) for i, node in enumerate(self.job.places[:_MOST_OUTLINE])]
+        head = {"job": self.job.id, "kind": self.job.kind, "at": self.job.at}
+        return {**head, "lines": lines, **self.job.result}
+
+    def _told(self, i: int, node: SearchNode) -> list[object]:
+        parent = -1 if node.parent is None else self._index[node.parent]
+        text = node.text if node.parent is not None else ""
+        return [
+            i, parent, text, len(node.tokens), short(node.logprob), short(node.score),
+            node.n_visits, node.status, list(node.tokens),
+        ]  # fmt: skip
+
+
+def search(
+    ctx: Context, tokens: Sequence[int], sampling: SamplingParams, kind: Kind, asked: SearchOptions,
+    watch: Watch,
+) -> SearchResult:  # fmt: skip
+    """Search from a text, in a thread of its own.
+
+    Raises:
+        ConfigError: an option is out of range. And what the search raises.
+    """
+    n, most, stop = asked.width or _WIDTHS[kind], asked.max_tokens, asked.stop
+    with Branch.start(ctx, tokens, sampling=asked.params(kind, sampling)) as branch:
+        reward = (asked.reward or Reward()).of(branch)
+        match kind:
+            case "beam":
+                return beam_search(
+                    branch, n, most, n=n, groups=asked.groups, length_penalty=asked.length_penalty,
+                    diversity_penalty=asked.diversity_penalty, stop=stop, on_step=watch,
+                )  # fmt: skip
+            case "best_of_n":
+                by = reward if asked.reward else None
+                return best_of_n(branch, n, most, reward=by, stop=stop, on_step=watch)
+            case "smc":
+                weigh = [_Wanted(asked.want, asked.avoid)]
+                return smc(branch, n, most, potentials=weigh, stop=stop, on_step=watch)
+            case "vote":
+                return vote(branch, _answer(asked.answer), n, most, stop=stop, on_step=watch)
+            case "steps":
+                return step_search(
+                    branch, reward, n, beam_width=n, max_steps=asked.iterations, step=asked.step,
+                    max_tokens=most, stop=stop, on_step=watch,
+                )  # fmt: skip
+        return tree_search(
+            branch, reward, asked.iterations, expand=n, step=asked.step, max_tokens=most, stop=stop,
+            on_step=watch,
+        )  # fmt: skip
+
+
+class _Wanted(Potential):
+    """Texts that are wanted, each worth e^2, and texts that must not be there."""
+
+    def __init__(self, want: Sequence[str], avoid: Sequence[str]) -> None:
+        self._want = want
+        self._avoid = avoid
+
+    def prefix(self, text: str) -> float:
+        """Return the log-weight of an unfinished text."""
+        if any(each in text for each in self._avoid):
+            return -math.inf
+        return 2.0 * sum(each in text for each in self._want)
+
+    complete = prefix
+
+
+def _answer(pattern: str) -> Callable[[str], str | None]:
+    """Return what finds the last match of a pattern; of it the first group, if it has one."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"answer is no regular expression: {error}") from None
+
+    def answer(text: str) -> str | None:
+        found = [*compiled.finditer(text)]
+        return found[-1][1 if found[-1].lastindex else 0] if found else None
+
+    return answer

@@ -1,0 +1,283 @@
+"""The page as a reader uses it: the first half minute, by mouse and by keys; two tabs; states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from browsing import Server, begin, browser, idle, server, state, visiting
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with server(tmp_path_factory.mktemp("loom"), "--draft-length", "4") as running:
+        yield running
+
+
+@pytest.fixture
+def page(chromium: Browser, served: Server) -> Iterator[Page]:
+    with visiting(chromium, served) as opened:
+        state(opened, "ready")
+        new_text(opened)
+        yield opened
+
+
+def new_text(page: Page) -> None:
+    """Leave what other tests wrote in the document; begin another text."""
+    if page.locator("#empty").is_hidden():
+        page.get_by_role("button", name="Menu").click()
+        page.get_by_role("button", name="begin another text").click()
+
+
+def tokens(page: Page) -> list[str]:
+    return page.locator("#text [data-token]").all_text_contents()
+
+
+def test_first_half_minute(page: Page) -> None:
+    begin(page)
+    rows = page.locator("#tree [role=treeitem]:not([hidden])")
+    assert rows.count() >= 4
+    assert page.locator(".shoot").count() == 3
+    assert page.locator(".shoot .t").count() >= 48
+    page.locator(".shoot").first.click()
+    idle(page)
+    n_before = len(tokens(page))
+    page.locator("#text [data-token]").nth(n_before - 5).hover()
+    page.locator(f"#token-pane[data-position='{n_before - 5}']").wait_for()
+    other = page.locator("[data-alternative]:not([aria-current])").first
+    other.wait_for()
+    word = other.get_attribute("data-alternative")
+    other.click()
+    page.wait_for_function(
+        "() => /prompt tokens? read/.test(document.querySelector('#status').textContent)"
+    )
+    assert "0 prompt tokens read" in page.locator("#status").inner_text()
+    idle(page)
+    page.locator("#text").focus()
+    assert (
+        page.locator("[data-alternative][aria-current]").get_attribute("data-alternative") == word
+    )
+    page.keyboard.press("v")
+    assert page.evaluate("document.documentElement.dataset.lens") == "entropy"
+    page.keyboard.press("r")
+    page.wait_for_function(
+        "() => /bit for bit/.test(document.querySelector('#status').textContent)"
+    )
+
+
+def test_tokens_have_their_numbers(page: Page) -> None:
+    begin(page)
+    page.locator(".shoot").first.click()
+    idle(page)
+    shown = page.locator("#text [data-token]")
+    indices = [int(i) for i in shown.evaluate_all("all => all.map(each => each.dataset.token)")]
+    assert indices == list(range(len(indices)))
+    known = shown.evaluate_all(
+        "all => all.filter(each => each.dataset.lp).map(each => Number(each.dataset.lp))"
+    )
+    assert len(known) >= len(indices) - 1
+    assert all(lp <= 0 for lp in known)
+    node = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
+    stored = page.evaluate(
+        "node => fetch(`/loom/tokens?node=${node}&path=1`).then(answer => answer.json())", node
+    )
+    assert known == pytest.approx([lp for lp in stored["lp"] if lp is not None], rel=1e-2, abs=1e-3)
+
+
+def test_session_with_the_keyboard_alone(page: Page) -> None:
+    """From the empty page on: write, continue, move, fork, bookmark, note, undo, redo, find, help."""
+    page.keyboard.type("The old king said")
+    page.keyboard.press("Control+Enter")
+    page.locator(".shoot").nth(2).wait_for()
+    idle(page)
+    assert page.evaluate("document.activeElement.id") == "text"
+    page.keyboard.press("Shift+Tab")
+    while page.evaluate("document.activeElement.id") != "tree":
+        page.keyboard.press("Shift+Tab")
+    page.keyboard.press("ArrowRight")
+    idle(page)
+    first = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
+    page.keyboard.press("j")
+    idle(page)
+    second = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
+    assert first != second
+    while page.evaluate("document.activeElement.id") != "text":
+        page.keyboard.press("Tab")
+    idle(page)
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    idle(page)
+    chosen = page.locator("#text [aria-selected=true]")
+    assert chosen.get_attribute("data-token") == str(len(tokens(page)) - 2)
+    assert page.locator("#text").get_attribute("aria-activedescendant") == chosen.get_attribute(
+        "id"
+    )
+    page.locator("[data-alternative]").nth(2).wait_for()
+    place = (
+        1 if page.locator("[data-alternative]").nth(1).get_attribute("aria-current") is None else 2
+    )
+    page.keyboard.press(str(place + 1))
+    state(page, "generating", "ready")
+    idle(page)
+    third = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
+    assert third not in (first, second)
+    page.keyboard.press("b")
+    page.locator(".words[data-marks*='★']").first.wait_for()
+    page.keyboard.press("m")
+    page.keyboard.type("a turn")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.locator(".words[data-marks*='✎']").first.wait_for()
+    page.keyboard.press("u")
+    page.wait_for_function("() => !document.querySelector(\".words[data-marks*='✎']\")")
+    page.keyboard.press("Control+Shift+Z")
+    page.locator(".words[data-marks*='✎']").first.wait_for()
+    page.keyboard.press("/")
+    page.keyboard.type("old king")
+    page.wait_for_function("() => /[1-9]/.test(document.querySelector('#found').textContent)")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    assert page.locator("dialog table.keys tr").count() > 30
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.id") == "tree"  # where the dialog was opened
+
+
+def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
+    begin(page)
+    page.locator(".shoot").first.click()
+    idle(page)
+    before = tokens(page)
+    page.keyboard.press("End")
+    page.locator("#text").press("Enter")
+    page.locator(".typing textarea").fill(" Then the moon rose.")
+    page.locator(".preview .t[data-lp]").first.wait_for()
+    page.keyboard.press("Escape")
+    idle(page)
+    assert "".join(tokens(page)).endswith("Then the moon rose.")
+    page.wait_for_function(
+        "n => document.querySelectorAll('#text [data-lp]').length >= n", arg=len(before)
+    )
+    page.locator("#text [data-token]").nth(3).click()
+    page.locator("#text").press("e")
+    box = page.locator(".typing textarea")
+    box.fill(box.input_value().replace("moon", "sun"))
+    page.keyboard.press("Escape")
+    idle(page)
+    now = "".join(tokens(page))
+    assert "sun rose" in now and "moon" not in now
+    assert tokens(page)[: len(before)] == before
+    page.locator("#tree").focus()
+    page.keyboard.press("u")
+    page.wait_for_function("() => !/sun rose/.test(document.querySelector('#rows').textContent)")
+
+
+def test_two_tabs_show_the_same(chromium: Browser, tmp_path: Path) -> None:
+    with (
+        server(tmp_path) as served,
+        visiting(chromium, served) as page,
+        visiting(chromium, served) as other,
+    ):
+        state(page, "ready")
+        state(other, "ready")
+        begin(page, "In the second tab one reads")
+        other.locator(".words", has_text="In the second tab").first.wait_for()
+        node = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
+        page.locator("#tree").focus()
+        page.keyboard.press("b")
+        other.locator(f"[data-node={node}] .words[data-marks*='★']").wait_for()
+
+
+def test_searches_are_watched_and_adopted(page: Page) -> None:
+    begin(page)
+    for kind in ("beam", "best_of_n", "smc", "vote", "steps", "tree"):
+        page.locator("#text").press("S")
+        page.locator("dialog select[name=kind]").select_option(kind)
+        page.locator("dialog input[name=max_tokens]").fill("8")
+        page.locator("dialog button.main").click()
+        page.locator("#live-body .totals", has_text=kind.replace("_", " ")).wait_for()
+        page.locator("#live-body .outline li.finished").first.wait_for()
+        idle(page)
+        n = page.evaluate("fetch('/loom/doc').then(a => a.json()).then(d => d.nodes.id.length)")
+        page.locator("#live-body .outline li.finished button").first.focus()
+        page.keyboard.press("Enter")
+        page.wait_for_function(
+            "n => fetch('/loom/doc').then(a => a.json()).then(d => d.nodes.id.length > n)", arg=n
+        )
+        page.locator("#live-body").get_by_role("button", name="Close").click()
+
+
+def test_rounds_add_up(page: Page) -> None:
+    begin(page)
+    page.locator(".shoot").first.click()
+    page.locator("#fold").click()
+    page.locator(".round").first.wait_for()
+    for title in page.locator(".round").evaluate_all("all => all.map(each => each.title)"):
+        numbers = [int(word) for word in title.replace(",", "").split() if word.isdigit()]
+        drafted, accepted, rejected, unreached = numbers
+        assert drafted == accepted + rejected + unreached
+
+
+def test_ghosts_are_not_in_the_text(page: Page) -> None:
+    begin(page)
+    page.locator(".shoot").first.click()
+    idle(page)
+    plain = "".join(tokens(page))
+    page.locator("#text").press("x")
+    node = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
+    stored = page.evaluate(
+        "node => fetch(`/loom/tokens?node=${node}&path=1`).then(answer => answer.json())", node
+    )
+    assert "".join(text for text in stored["text"] if isinstance(text, str)) == plain
+    judged = any(each["accepted"] < len(each["draft"]) for each in stored["rounds"])
+    assert (page.locator("#text .ghost").count() > 0) == judged
+    page.locator("#text").press("x")
+
+
+def test_a_lost_connection_keeps_what_is_typed(chromium: Browser, tmp_path: Path) -> None:
+    with server(tmp_path) as first:
+        port = int(first.base.rsplit(":", 1)[1].strip("/"))
+        with visiting(chromium, first) as page:
+            state(page, "ready")
+            begin(page)
+            page.locator("#text").press("Enter")
+            page.locator(".typing textarea").fill(" and nothing of this is lost")
+            first.process.kill()
+            first.process.wait()
+            state(page, "connection-lost")
+            assert page.locator(".typing textarea").input_value().endswith("is lost")
+            with server(tmp_path, port=port) as second:
+                page.goto(second.link)
+                state(page, "ready")
+                assert page.locator("[role=treeitem]").count() > 0
+
+
+def test_remapped_keys_survive_another_port(chromium: Browser, tmp_path: Path) -> None:
+    with server(tmp_path) as first, visiting(chromium, first) as page:
+        state(page, "ready")
+        begin(page)
+        page.locator("#text").press("?")
+        row = page.locator("table.keys tr", has_text="the next lens").locator("button")
+        row.click()
+        row.press("q")
+        page.locator("table.keys button", has_text="q").first.wait_for()
+        page.keyboard.press("Escape")
+        page.locator("#text").press("v")
+        assert page.evaluate("document.documentElement.dataset.lens") == "probability"
+        page.locator("#text").press("q")
+        assert page.evaluate("document.documentElement.dataset.lens") == "entropy"
+    with server(tmp_path) as second, visiting(chromium, second) as page:
+        state(page, "ready")
+        page.locator("#text").press("q")
+        assert page.evaluate("document.documentElement.dataset.lens") == "entropy"

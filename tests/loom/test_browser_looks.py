@@ -1,0 +1,192 @@
+"""Who can read it: contrast, axe-core, forced colours, no motion, 200 percent, 400 pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from browsing import Server, axe, begin, browser, idle, server, state, visiting
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+LENSES = ("probability", "entropy", "rank", "source", "divergence", "change")
+# Colours as Chromium paints them, so that oklch() and color-mix() are read as numbers; layers that are
+# translucent are painted one over the other, from the page's own up.
+CONTRAST = """([selector]) => {
+  const pen = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d",
+    {willReadFrequently: true});
+  const painted = (colours) => {
+    pen.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
+    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (rgb) => {
+    const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = rgb.map((x) => linear(x / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  return [...document.querySelectorAll(selector)].filter((each) => each.offsetParent).map((element) => {
+    const under = [];
+    for (let up = element; up; up = up.parentElement) under.unshift(getComputedStyle(up).backgroundColor);
+    const [ink, paper] = [[...under, getComputedStyle(element).color], under].map(painted).map(light);
+    const ratio = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+    return [element.className, ratio, paper];
+  });
+}"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with server(tmp_path_factory.mktemp("loom")) as running:
+        with visiting(chromium, running) as page:
+            state(page, "ready")
+            begin(page)
+        yield running
+
+
+@pytest.fixture(params=["light", "dark"])
+def page(chromium: Browser, served: Server, request: pytest.FixtureRequest) -> Iterator[Page]:
+    with visiting(chromium, served, color_scheme=request.param) as opened:
+        state(opened, "ready")
+        opened.locator("[role=treeitem]").nth(1).click()
+        idle(opened)
+        yield opened
+
+
+def paint_every_bin(page: Page) -> None:
+    """Give tokens of the text every bin there is."""
+    page.evaluate(
+        "() => document.querySelectorAll('#text [data-token]').forEach((each, i) => {"
+        " each.className = `t b${i % 7}`; })"
+    )
+
+
+@pytest.mark.parametrize("lens", LENSES)
+def test_text_on_every_bin_has_contrast(page: Page, lens: str) -> None:
+    page.locator(f"#lenses input[value={lens}]").check(force=True)
+    idle(page)
+    paint_every_bin(page)
+    measured = page.evaluate(CONTRAST, ["#text .t"])
+    assert {name.split()[1] for name, _, _ in measured} == {f"b{i}" for i in range(7)}
+    assert min(ratio for _, ratio, _ in measured) >= 4.5
+    if lens not in ("source", "change"):  # ordered: from pale to strong
+        shade = {name.split()[1]: paper for name, _, paper in measured}
+        ordered = [shade[f"b{i}"] for i in range(1, 7)]
+        assert ordered in (sorted(ordered), sorted(ordered, reverse=True))
+    legend = page.evaluate(
+        CONTRAST, ["#legend button, #legend small, header *, #actions *, #status, .row .words"]
+    )
+    assert min(ratio for name, ratio, _ in legend) >= 4.5, legend
+
+
+def test_every_lens_has_a_cue_besides_colour(page: Page) -> None:
+    for lens in ("entropy", "rank", "source"):
+        page.locator(f"#lenses input[value={lens}]").check(force=True)
+        idle(page)
+        assert page.locator("#text [data-cue]").count() > 0, lens
+    page.locator("#lenses input[value=probability]").check(force=True)
+    idle(page)
+    paint_every_bin(page)
+    lines = page.locator("#text .t").evaluate_all(
+        "all => all.slice(0, 7).map(each => { const s = getComputedStyle(each);"
+        " return `${s.textDecorationLine} ${s.textDecorationStyle} ${s.textDecorationThickness}`; })"
+    )
+    assert len(set(lines)) == 6  # the two most probable bins have none
+
+
+def test_axe_finds_nothing(page: Page) -> None:
+    source = axe()
+    page.evaluate(source)
+
+    def violations() -> list[str]:
+        found = page.evaluate(
+            "() => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map("
+            " each => `${each.id}: ${each.nodes.map(node => node.html).slice(0, 3)}`))"
+        )
+        return list(found)
+
+    assert violations() == []
+    for action in ("help", "menu"):
+        page.locator(f"[data-action={action}]").click()
+        assert violations() == [], action
+        page.keyboard.press("Escape")
+    page.locator("#text").press("S")
+    assert violations() == []
+    page.keyboard.press("Escape")
+    page.locator("#text").press("Enter")
+    assert violations() == []
+    page.get_by_role("button", name="Discard").click()
+    page.locator("#fold").click()
+    assert violations() == []
+    page.locator("[data-action=menu]").click()
+    page.get_by_role("button", name="begin another text").click()
+    assert violations() == []
+
+
+def test_states_without_a_session_or_a_server_have_no_violation(
+    chromium: Browser, served: Server
+) -> None:
+    source = axe()
+    page = chromium.new_page()
+    page.goto(served.base)
+    state(page, "no-session")
+    assert "fresh link" in page.locator("#bar").inner_text()
+    page.evaluate(source)
+    assert (
+        page.evaluate("() => axe.run().then(result => result.violations.map(each => each.id))")
+        == []
+    )
+    page.close()
+
+
+@pytest.mark.parametrize(("width", "zoom"), [(1280, 2), (400, 1)])
+def test_small_windows_lose_nothing(
+    chromium: Browser, served: Server, width: int, zoom: int
+) -> None:
+    size = {"width": width // zoom, "height": 900 // zoom}
+    with visiting(chromium, served, viewport=size, device_scale_factor=zoom) as page:
+        state(page, "ready")
+        for name in ("Tree", "Token", "Text"):
+            page.get_by_role("tab", name=name).click()
+            idle(page)
+            assert page.locator(f"#{name.lower()}-pane").is_visible()
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        for selector in ("#lenses label", "#actions button", "header button"):
+            for box in page.locator(selector).evaluate_all(
+                "all => all.map(each => each.getBoundingClientRect().right)"
+            ):
+                assert box <= size["width"]
+
+
+def test_reduced_motion_moves_nothing(chromium: Browser, served: Server) -> None:
+    with visiting(chromium, served, reduced_motion="reduce") as page:
+        state(page, "ready")
+        page.locator("#text").press("g")
+        state(page, "generating", "ready")
+        assert page.evaluate("document.getAnimations().length") == 0
+        idle(page)
+
+
+def test_forced_colours_keep_the_cues(chromium: Browser, served: Server) -> None:
+    with visiting(chromium, served, forced_colors="active") as page:
+        state(page, "ready")
+        page.locator("[role=treeitem]").nth(1).click()
+        idle(page)
+        paint_every_bin(page)
+        assert (
+            page.locator("#text .t.b6").first.evaluate(
+                "each => getComputedStyle(each).textDecorationStyle"
+            )
+            == "wavy"
+        )
+        page.locator("#lenses input[value=source]").check(force=True)
+        idle(page)
+        assert page.locator("#text [data-cue]").count() > 0

@@ -1,0 +1,211 @@
+"""Two models on one text: llama-perplexity's numbers, and what can be said of other tokenizers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import toys
+from paging import DRAFT, TARGET, Paged
+from typer.testing import CliRunner
+
+import llamabranch as lb
+from llamabranch import eval as evaluation
+from llamabranch.cli import app
+from llamabranch.loom import pair
+from llamabranch.loom.report import Comparison, compare_models
+
+WINDOW = 64
+
+
+@contextmanager
+def opened(path: Path, n_ctx: int = WINDOW) -> Iterator[lb.Context]:
+    with lb.load(
+        path, n_ctx=n_ctx, n_seq_max=1, kv_type="f16", batch_invariant=False, n_threads=1
+    ) as ctx:
+        yield ctx
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    items = evaluation.find_task("true_ending").items[:24]
+    return "\n".join(item.context for item in items)
+
+
+def compare(a: Path, b: Path, text: str, **more: Any) -> Comparison:
+    with opened(a) as first, opened(b) as second:
+        return compare_models(first, second, text, WINDOW, 4, **more)
+
+
+def test_coded_numbers_are_those_of_llama_perplexitys_file(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "base.kld"
+    with opened(TARGET) as base:
+        evaluation.save_logits(base, text, file, WINDOW, chunks=4)
+    with opened(DRAFT) as ctx:
+        wanted = evaluation.divergence(ctx, file)
+    found = compare(TARGET, DRAFT, text, coded=True).divergence
+    assert found is not None
+    assert np.array_equal(np.concatenate(found.rows), np.concatenate(wanted.rows))
+    assert found.statistics == wanted.statistics
+    plain = compare(TARGET, DRAFT, text).divergence
+    assert plain is not None
+    mean = wanted.statistics.mean.value
+    assert abs(plain.statistics.mean.value - mean) <= 2e-5 + 0.005 * mean
+
+
+def test_a_model_is_at_zero_from_itself(text: str) -> None:
+    found = compare(TARGET, TARGET, text)
+    assert found.divergence is not None and found.reverse == 0.0
+    assert {each.kl for each in found.tokens} == {0.0} == {each.klr for each in found.tokens}
+    assert found.divergence.statistics.same_top.value == 1.0
+    assert len(set(found.forks)) == 1 and found.advice == "both give the same distributions"
+
+
+def keeping(places: list[pair.Place]) -> Callable[[int, list[pair.Place]], bool]:
+    def keep(_: int, found: list[pair.Place]) -> bool:
+        places.extend(found)
+        return False
+
+    return keep
+
+
+def test_divergences_are_sums_over_the_vocabulary() -> None:
+    with opened(TARGET) as a, opened(DRAFT) as b:
+        tokens = a.model.prompt_tokens("Once upon a time there was a fox")
+        places: list[pair.Place] = []
+        pair.read_pair((a, b), tokens, 1, None, keeping(places))
+        for i, place in enumerate(places, 1):
+            logs = []
+            for ctx in (a, b):
+                with lb.Branch.start(ctx, tokens[:i]) as branch:
+                    logs.append(branch.log_probs())
+            p, q = logs
+            assert place.kl == pytest.approx(float(np.sum(np.exp(p) * (p - q))), rel=1e-4, abs=1e-7)
+            assert place.klr == pytest.approx(
+                float(np.sum(np.exp(q) * (q - p))), rel=1e-4, abs=1e-7
+            )
+            assert place.score.logprob == pytest.approx(float(p[tokens[i]]), abs=1e-4)
+            assert place.same == (p.argmax() == q.argmax())
+
+
+def test_ids_of_one_model_only_are_left_out(tmp_path: Path) -> None:
+    small = toys.write_llama(tmp_path / "small.gguf", vocab=300, weights="f32")
+    large = toys.write_llama(tmp_path / "large.gguf", vocab=340, weights="f32")
+    with opened(small) as a, opened(large) as b:
+        assert pair.same_vocabulary(a.model, b.model)
+        tokens = a.model.tokenize("abcdefgh")
+        places: list[pair.Place] = []
+        pair.read_pair((a, b), tokens, 1, None, keeping(places))
+        assert all(math.isfinite(place.kl) and place.kl >= 0 for place in places)
+
+
+def test_other_tokenizers_are_compared_by_bits(tmp_path: Path, text: str) -> None:
+    toy = toys.write_llama(
+        tmp_path / "bytes.gguf", vocab="bytes", weights="f32", metadata={"context_length": 2048}
+    )
+    with opened(TARGET, 512) as a, opened(toy, 512) as b:
+        assert not pair.same_vocabulary(a.model, b.model)
+        tokens = a.model.prompt_tokens("Once upon a time: \N{EURO SIGN} 5 \N{GRINNING FACE} there")
+        found = pair.spans((a, b), tokens)
+        data = b"".join(map(a.model.piece, tokens))
+        covered = b"".join(data[span.at : span.end] for span in found)
+        assert covered == data
+        with lb.Branch.start(
+            b, list(data[:1]) and b.model.prompt_tokens(data.decode())[:1]
+        ) as branch:
+            rest = b.model.prompt_tokens(data.decode())[1:]
+            nats = [score.logprob for score in branch.score(rest)]
+        known = [span for span in found if None not in span.bits]
+        unrated = len(found) - len(known)
+        assert unrated <= 2  # what nothing is before
+        start = known[0].at - (len(data) - len(nats))
+        bits = -sum(nats[max(0, start) :]) / math.log(2)
+        assert sum(span.bits[1] or 0 for span in known) == pytest.approx(bits, rel=1e-4)
+        totals = pair.totals(found)
+        assert totals["bpbB"] == pytest.approx(totals["bitsB"] / totals["bytes"])  # type: ignore[operator]
+    report = compare(TARGET, toy, text)
+    assert report.divergence is None and report.tokens == []
+    assert 0 < (report.totals["bpbA"] or 0) < (report.totals["bpbB"] or 0)
+    assert "kl" not in json.dumps(report.as_dict()).lower()
+
+
+def test_the_page_tells_why_other_tokenizers_have_no_divergence(tmp_path: Path) -> None:
+    toy = toys.write_llama(
+        tmp_path / "bytes.gguf", vocab="bytes", weights="f32", metadata={"context_length": 2048}
+    )
+    with Paged(tmp_path, partner=toy) as page:
+        assert page.doc()["models"]["B"]["same_vocabulary"] is False
+        root = page.type("Once upon a time there was")
+        page.done("compare", node=root["id"], mode="read")
+        found = page.tokens(root["id"])["compare"][-1]
+        assert "kl" not in found and "tokenizers" in found["why"] and found["totals"]["bpbB"] > 0
+        page.do("compare", 409, node=root["id"], mode="lockstep")
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> Any:
+    options = ["-t", "1", "--window", str(WINDOW), "--chunks", "2"]
+    return CliRunner().invoke(app, ["compare", *map(str, arguments), *options])
+
+
+@pytest.fixture
+def file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_the_command_prints_and_writes_a_report(file: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    done = run(TARGET, DRAFT, "--text", file, "--output", page)
+    assert done.exit_code == 0, done.output
+    for part in ("perplexity of A", "KL(B, A)", "The worst", "quarter 1", "until they part"):
+        assert part in done.output or part == "The worst"
+    html = page.read_text("utf-8")
+    assert "The worst tokens" in html and "<script" not in html
+    again = run(TARGET, DRAFT, "--text", file, "--output", page)
+    assert again.exit_code == 2 and page.read_text("utf-8") == html
+    found = json.loads(run(TARGET, DRAFT, "--text", file, "--json").stdout)
+    assert found["mean"]["value"] > 0 and len(found["worst"]) == 10 and len(found["forks"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [(["--fail-kl", "0"], 1), (["--fail-kl", "99"], 0), (["--fail-top", "1"], 1),
+     (["--fail-top", "0"], 0)],
+)  # fmt: skip
+def test_limits_decide_the_exit_code(file: Path, limits: list[str], code: int) -> None:
+    assert run(TARGET, DRAFT, "--text", file, *limits).exit_code == code
+
+
+def test_wrong_use_is_told(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    for arguments in (
+        (TARGET, DRAFT), (TARGET, DRAFT, "--text", tmp_path / "none.txt"),
+        (TARGET, tmp_path / "none.gguf", "--text", file),
+        (TARGET, DRAFT, "--text", tmp_path / "short.txt"),
+    ):  # fmt: skip
+        done = run(*arguments)
+        assert done.exit_code in (1, 2) and "error:" in done.output
+
+
+HOSTILE = "\x1b[31m red \u202e reversed </script><img src=x onerror=alert(1)> \x00 end. "
+
+
+def test_tokens_cannot_act_in_the_report(tmp_path: Path) -> None:
+    file, page = tmp_path / "text.txt", tmp_path / "report.html"
+    file.write_text(HOSTILE * 30, "utf-8")
+    done = run(TARGET, DRAFT, "--text", file, "--output", page)
+    assert done.exit_code == 0, done.output
+    html = page.read_text("utf-8")
+    for each in ("\x1b", "\u202e", "\x00"):
+        assert each not in done.output and each not in html
+    assert "<img" not in html and "</script" not in html

@@ -1,0 +1,258 @@
+"""Other programs' files: what is written is read again, nothing recurses, what is bad is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw, structs
+from paging import Paged
+
+from llamabranch import ConfigError
+from llamabranch.loom import formats
+from llamabranch.loom.document import Change, Document, Head, Made, Pieces, Tokens
+
+TREES = ("logitloom", "loomsidian", "socketteer", "socketteer-simple", "exoloom")
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)>", "\u202eright to left", "\x1b[31m", "\x00", "a\u0301" * 50,
+    "\ud800", '"},{"', "\\", "\u2028",
+)  # fmt: skip
+PIECES = st.text(max_size=6) | st.sampled_from([text for text in HOSTILE if text != "\ud800"])
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> Document:
+    """Return a document of up to eight nodes that fork anywhere, with texts that nobody would write."""
+    document = Document()
+    document.apply(Head(r=1, model="toy", fingerprint="print"))
+    words = draw(st.lists(PIECES.filter(bool), min_size=1, max_size=12))
+    document.apply(Pieces(p=dict(enumerate(words))))
+    for i in range(draw(st.integers(1, 8))):
+        names = list(document.nodes)
+        parent = draw(st.sampled_from([None, *names])) if names else None
+        end = 0 if parent is None else document.nodes[parent].end
+        at = draw(st.integers(1, end)) if end else 0
+        if parent is not None and not end:
+            parent = None
+        document.apply(
+            Made(id=f"n{i}", parent=parent, at=at, r=10 + i, by=draw(st.sampled_from("AB")))
+        )
+        ids = draw(st.lists(st.integers(0, len(words) - 1), min_size=1, max_size=6))
+        lps = draw(
+            st.lists(st.floats(-20, 0, width=32) | st.none(), min_size=len(ids), max_size=len(ids))
+        )
+        document.apply(Tokens(
+            id=f"n{i}", ids=ids, lp=lps, h=[None] * len(ids), rk=[None] * len(ids),
+            src="t" * len(ids), top=[Raw(b"[]")] * len(ids),
+        ))  # fmt: skip
+        if draw(st.booleans()):
+            document.apply(Change(id=f"n{i}", name="bookmark", value=True, r=100 + i))
+    return document
+
+
+def shape(pairs: list[tuple[str, int]]) -> list[tuple[str, list[Any]]]:
+    """Return texts with their parents as a tree in which nothing goes on in one way only."""
+    below: dict[int, list[int]] = {}
+    for i, (_, parent) in enumerate(pairs):
+        below.setdefault(parent, []).append(i)
+
+    def node(i: int) -> tuple[str, list[Any]]:
+        text, children = pairs[i][0], below.get(i, [])
+        made = [node(child) for child in children]
+        if len(made) == 1:
+            return text + made[0][0], made[0][1]
+        return text, sorted(made)
+
+    return sorted(node(i) for i in below.get(-1, []))
+
+
+def of_document(document: Document) -> list[tuple[str, list[Any]]]:
+    return shape([(s.text, s.parent) for s in formats.segments(document)])
+
+
+def of_items(items: Document | list[formats.Item]) -> list[tuple[str, list[Any]]]:
+    assert isinstance(items, list)
+    return shape([("".join(text for text, _ in item.parts), item.parent) for item in items])
+
+
+@given(documents(), st.sampled_from(TREES))
+def test_a_tree_comes_back_from_every_format(document: Document, kind: str) -> None:
+    data, _, _ = formats.export(document, kind, None)
+    found, items, n_lost = formats.read(data, 1000, "print")
+    assert found == kind and n_lost == 0
+    assert of_items(items) == of_document(document)
+    if kind in ("loomsidian", "socketteer", "exoloom"):
+        marked = sum(node.bookmark for node in document.shown())
+        assert isinstance(items, list) and sum(item.bookmark for item in items) == marked
+
+
+@given(documents())
+def test_logitloom_keeps_log_probabilities(document: Document) -> None:
+    data, _, _ = formats.export(document, "logitloom", None)
+    _, items, _ = formats.read(data, 1000, "print")
+    assert isinstance(items, list)
+    known = sorted(lp for node in document.shown() for lp in node.lp if lp is not None)
+    read = sorted(lp for item in items for _, lp in item.parts if lp is not None)
+    unknown = sum(lp is None for node in document.shown() for lp in node.lp)
+    assert read == sorted([*known, *[0.0] * unknown])
+
+
+@given(documents())
+def test_our_json_loses_nothing(document: Document) -> None:
+    data, _, _ = formats.export(document, "json", None)
+    kind, found, n_lost = formats.read(data, 1000, "print")
+    assert kind == "json" and n_lost == 0 and isinstance(found, Document)
+    for node, same in zip(document.shown(), found.shown(), strict=True):
+        for name in ("ids", "lp", "h", "rk", "src", "top", "bookmark", "note", "rounds", "compare"):
+            assert getattr(node, name) == getattr(same, name), name
+        assert structs.replace(node.made, r=0, a=0) == structs.replace(same.made, r=0, a=0)
+    _, other, _ = formats.read(data, 1000, "another model")
+    assert of_items(other) == of_document(document)
+
+
+@given(documents())
+def test_markdown_is_the_text(document: Document) -> None:
+    for node in document.shown():
+        data, _, _ = formats.export(document, "markdown", node)
+        assert data.decode() == document.text(node, own=False)
+    tree, _, _ = formats.export(document, "markdown-tree", None)
+    assert tree.decode().startswith("- ")
+
+
+def nested(depth: int) -> str:
+    return '{"text": "a", "children": [' * depth + "]}" * depth
+
+
+@pytest.mark.parametrize("depth", [3, 3000, 60_000])
+def test_deep_trees_are_read(depth: int) -> None:
+    kind, items, _ = formats.read(nested(depth).encode(), 100_000, "")
+    assert kind == "socketteer-simple" and isinstance(items, list)
+    assert len(items) == 1 and len(items[0].parts) == depth
+
+
+def test_deep_trees_are_written() -> None:
+    document = Document()
+    document.apply(Pieces(p={0: "a", 1: "b"}))
+    for i in range(3000):  # each node forks off the one before
+        document.apply(Made(id=f"n{i}", parent=f"n{i - 1}" if i else None, at=i, r=i + 1))
+        document.apply(Tokens(
+            id=f"n{i}", ids=[0, 1], lp=[None] * 2, h=[None] * 2, rk=[None] * 2, src="tt",
+            top=[Raw(b"[]")] * 2,
+        ))  # fmt: skip
+    for kind in TREES:
+        data, _, _ = formats.export(document, kind, None)
+        _, items, _ = formats.read(data, 100_000, "")
+        assert isinstance(items, list)
+        assert sum(len("".join(t for t, _ in item.parts)) for item in items) == 6000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"{", b"[]", b"{}", b'{"nodes": 3}', b'{"text": 3}', b'{"root": []}',
+     b'{"format": "llamabranch-loom"}',
+     b'{"format": "llamabranch-loom", "nodes": [{"id": "a", "parent": "b", "at": 0, "tokens": {}}]}',
+     b'{"a": ' * 500_000, b"[" * 500_000 + b"]" * 500_000, b"{" * 10 + b"\xff",
+     b'<script type="application/json" id="loom-data">AAAA</script>'],
+    ids=range(12),
+)  # fmt: skip
+def test_bad_files_are_told(data: bytes) -> None:
+    with pytest.raises(ConfigError):
+        formats.read(data, 1000, "")
+
+
+def test_too_many_nodes_are_refused() -> None:
+    nodes = {str(i): {"text": "a", "parentId": None} for i in range(50)}
+    with pytest.raises(ConfigError, match="at most 20 nodes"):
+        formats.read(json.dumps({"nodes": nodes}).encode(), 20, "")
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(
+        st.sampled_from(["nodes", "root", "roots", "text", "children", "parentId", "tree", "loomType",
+                         "isLogitLoomTreeVersion", "id", "chapters", "format", "logprob", "prob"]),
+        inner, max_size=5),
+    max_leaves=24,
+))  # fmt: skip
+def test_no_json_breaks_the_reader(value: object) -> None:
+    try:
+        _, items, _ = formats.read(json.dumps(value).encode(), 100, "")
+    except ConfigError:
+        return
+    assert isinstance(items, list)
+    for i, item in enumerate(items):
+        assert -1 <= item.parent < i
+        "".join(text for text, _ in item.parts).encode()
+
+
+def test_shapes_of_other_programs_are_read() -> None:
+    ends = {"branchFinished": True, "children": []}
+    loom = {"isLogitLoomTreeVersion": "logit-loom-tree-v1", "modelName": "m", "roots": [
+        {"id": "a", "text": "One", "logprob": -0.5, "prob": 0.6, "branchFinished": False, "children": [
+            {"id": "b", "text": " two", "logprob": -1.5, "prob": 0.2, **ends},
+            {"id": "c", "text": " three", "logprob": -2.5, "prob": 0.1, **ends},
+        ]}]}  # fmt: skip
+    _, items, _ = formats.read(json.dumps(loom).encode(), 99, "")
+    assert isinstance(items, list)
+    assert [(item.parts, item.parent) for item in items] == [
+        ([("One", -0.5)], -1), ([(" two", -1.5)], 0), ([(" three", -2.5)], 0),
+    ]  # fmt: skip
+    listed = {"nodes": [
+        {"id": "y", "text": " two", "parentId": "x", "bookmarked": True},
+        {"id": "x", "text": "One", "parentId": None},
+        {"id": "z", "text": "lost", "parentId": "nobody"},
+    ]}  # fmt: skip
+    kind, items, n_lost = formats.read(json.dumps(listed).encode(), 99, "")
+    assert isinstance(items, list)
+    assert kind == "loomsidian" and [item.parts[0][0] for item in items] == ["One", " two"]
+    assert items[1].bookmark and n_lost == 1
+    ours = [{"id": "s", "text": "One", "children": []}, {"id": "t", "text": "Two", "children": []}]
+    chapters = {"c": {"id": "c", "root_id": "t", "title": "Second"}}
+    root = {"id": "r", "text": "", "children": ours}
+    py = {"root": root, "chapters": chapters, "selected_node_id": "s"}
+    kind, items, _ = formats.read(json.dumps(py).encode(), 99, "")
+    assert isinstance(items, list)
+    assert kind == "socketteer" and [item.parent for item in items] == [-1, -1]
+    assert [item.note for item in items] == ["", "Second"]
+    first = {"content": "One", "authorType": "user", "parentId": None, "childrenIds": ["s"]}
+    second = {"content": " two", "authorType": "model", "parentId": "r", "childrenIds": []}
+    tree = {"title": "t", "rootNodeId": "r", "nodes": {"r": first, "s": second}}
+    exo = {"loomType": "Exoloom", "schemaVersion": 1, "tree": tree, "lens": {}}
+    kind, items, _ = formats.read(json.dumps(exo).encode(), 99, "")
+    assert isinstance(items, list)
+    assert kind == "exoloom" and [item.by for item in items] == ["user", "A"]
+
+
+def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
+    with Paged(tmp_path) as page:
+        root = page.type("Once upon a time")
+        page.done("continue", node=root["id"], n=2, max_tokens=8, seed="4")
+        texts = {page.text(each) for each in page.doc()["nodes"]["id"]}
+        for kind in ("json", *TREES):
+            data = page.client.get("/loom/export", params={"format": kind}).content
+            n = len(page.doc()["nodes"]["id"])
+            answer = page.client.post("/loom/import", content=data)
+            assert answer.status_code == 200, answer.text
+            told = answer.json()
+            assert told["format"] == kind and told["count"] == len(page.doc()["nodes"]["id"]) - n
+            new = page.doc()["nodes"]["id"][n:]
+            assert {page.text(each) for each in new} == texts, kind
+            page.do("undo")
+            assert len(page.doc()["nodes"]["id"]) == n
+        told = page.client.get("/loom/export", params={"format": "json"}).json()
+        answer = page.client.post("/loom/import", content=json.dumps(told).encode()).json()
+        fresh = page.client.get("/loom/export", params={"format": "json"}).json()["nodes"]
+        old, new = fresh[: len(told["nodes"])], fresh[len(told["nodes"]) :]
+        for a, b in zip(old, new, strict=True):
+            assert (
+                a["tokens"] == b["tokens"] and a["seed"] == b["seed"] and a["rounds"] == b["rounds"]
+            )
+        assert page.client.post("/loom/import", content=b"{" * 100).status_code == 400
+        big = page.client.post("/loom/import", content=b" " * (65 << 20))
+        assert big.status_code == 413 and math.isfinite(big.elapsed.total_seconds())

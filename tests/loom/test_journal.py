@@ -1,0 +1,345 @@
+"""The file of a document: it survives its process, what happens to it is told, and one process writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+from paging import TARGET, Paged, httpx
+
+from llamabranch import ConfigError
+from llamabranch.loom.document import Document, Head, Made, Tokens
+from llamabranch.loom.journal import Journal
+
+START = "Once upon a time there was a little"
+
+
+class Process:
+    """``llamabranch open`` in a process of its own, over a file."""
+
+    def __init__(self, file: Path, *arguments: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "llamabranch.cli",
+            "open",
+            "--json",
+            "--no-browser",
+            *arguments,
+        ]
+        command += ["--port", "0", "--file", str(file), "--threads", "1", "--n-ctx", "1024"]
+        environment = {**os.environ, "XDG_CONFIG_HOME": str(file.parent / "config")}
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.told = json.loads(self.process.stdout.readline())
+        key = {"Authorization": f"Bearer {self.told['key']}"}
+        self.client = httpx.Client(base_url=self.told["url"], headers=key, timeout=120)
+
+    def do(self, op: str, cid: str, **fields: object) -> Any:
+        for _ in range(600):
+            answer = self.client.post("/loom/do", json={"op": op, "cid": cid, **fields})
+            if answer.status_code != 503:  # the model is loaded
+                assert answer.status_code in (200, 202), answer.text
+                return answer.json()
+            sleep(0.1)
+        raise AssertionError("the model was not loaded in a minute")
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def end(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+@contextmanager
+def running(file: Path, *arguments: str) -> Iterator[Process]:
+    process = Process(file, *arguments)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def read(file: Path) -> Document:
+    document = Document()
+    Journal(file, document, read_only=True)
+    return document
+
+
+@pytest.mark.parametrize("n_events", [1, 2, 3, 5, 8, pytest.param(13, marks=pytest.mark.slow),
+                                      pytest.param(21, marks=pytest.mark.slow)])  # fmt: skip
+def test_a_killed_process_loses_no_action_and_goes_on_the_same(
+    tmp_path: Path, n_events: int
+) -> None:
+    file = tmp_path / "tale.loom.jsonl"
+    with running(file) as process:
+        root = process.do("type", "a", text=START)["node"]["id"]
+        process.do("set", "b", node=root, note="kept")
+        doc = process.client.get("/loom/doc").json()
+        since = f"{doc['boot']}.{doc['rev']}"
+        asked = {"node": root, "n": 1, "max_tokens": 400, "seed": "9"}
+        node = process.do("continue", "c", **asked)["nodes"][0]["id"]
+        heard: list[int] = []
+        with process.client.stream("GET", f"/loom/events?since={since}") as events:
+            name, n = "", 0
+            for line in events.iter_lines():
+                field, _, value = line.partition(": ")
+                if field == "event":
+                    name = value
+                elif field == "data" and name == "tokens" and json.loads(value)["node"] == node:
+                    heard += json.loads(value)["ids"]
+                    n += 1
+                if n == n_events or name == "end":
+                    break
+            process.kill()
+    document = read(file)
+    assert document.nodes[root].note == "kept"
+    kept = document.nodes[node].ids
+    assert kept == heard[: len(kept)] if len(kept) < len(heard) else kept[: len(heard)] == heard
+    with Paged(tmp_path) as page:
+        assert page.text(root) == START
+        told = page.tokens(node)
+        assert told["ids"] == kept and told["node"]["reason"] in ("interrupted", "length")
+        if told["node"]["reason"] == "interrupted":
+            page.done("continue", node=node, resume=True)
+        whole = page.tokens(node)
+        again = page.done("continue", node=root, n=1, max_tokens=400, seed="9")["nodes"][0]["id"]
+        other = page.tokens(again)
+        assert (
+            whole["ids"] == other["ids"] and whole["lp"] == other["lp"] and whole["h"] == other["h"]
+        )
+        assert page.tokens(again)["node"]["digest"] == whole["node"]["digest"]
+        assert page.done("replay", node=node)["ended"]["result"]["same"]
+
+
+def test_an_action_is_done_once_also_after_a_restart(tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = [{"op": "type", "cid": "once", "text": START}]
+    with Paged(tmp_path) as page:
+        root = page.client.post("/loom/do", json=asked[0]).json()["node"]["id"]
+        asked.append({"op": "continue", "cid": "more", "node": root, "n": 2, "max_tokens": 3})
+        page.finish(page.client.post("/loom/do", json=asked[1]).json()["job"])
+        asked.append({"op": "undo", "cid": "back"})
+        page.client.post("/loom/do", json=asked[2])
+        before = page.doc()["nodes"]
+    with Paged(tmp_path) as page:
+        answers = [page.client.post("/loom/do", json=each) for each in asked]
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert answers[0].json()["node"]["id"] == root
+        assert page.doc()["nodes"] == before and page.doc()["redo"] == 1
+        page.type("and new ones go on")
+        assert len(page.doc()["nodes"]["id"]) == len(before["id"]) + 1
+
+
+def test_every_cut_of_a_file_opens(tmp_path: Path) -> None:
+    with Paged(tmp_path) as page:
+        root = page.type(START)
+        page.done("continue", node=root["id"], n=2, max_tokens=6)
+        page.do("delete", node=root["id"])
+        page.do("undo")
+    data = (tmp_path / "tale.loom.jsonl").read_bytes()
+    first = data.index(b"\n") + 1
+    n_nodes = []
+    for size in range(first, len(data) + 1, max(1, len(data) // 60)):
+        file = tmp_path / "cut.loom.jsonl"
+        file.write_bytes(data[:size])
+        document = Document()
+        journal = Journal(file, document)
+        assert journal.read_only is None
+        journal.close()
+        assert (
+            file.read_bytes() == data[: data.rindex(b"\n", 0, size) + 1]
+        )  # the torn line is cut off
+        n_nodes.append(len(document.nodes))
+    assert n_nodes == sorted(n_nodes) and n_nodes[-1] == 3
+
+
+def test_a_bad_line_is_named_and_the_file_is_left_alone(tmp_path: Path) -> None:
+    with Paged(tmp_path) as page:
+        page.type(START)
+        page.type(START)
+    file = tmp_path / "tale.loom.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    broken = b"".join([*lines[:4], b"not a record\n", *lines[4:]])
+    file.write_bytes(broken)
+    with Paged(tmp_path) as page:
+        told = page.doc()["file"]["read_only"]
+        assert "line 5" in told
+        assert page.do("type", 409, text="more")["error"]["type"] == "read_only"
+        assert len(page.doc()["nodes"]["id"]) == 1
+    assert file.read_bytes() == broken
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"hello\n", b"{}\n", b"[" * 1_000_000, b'{"op":"node","id":"n1"}\n', b"\x00\xff" * 100],
+)  # fmt: skip
+def test_other_files_are_refused_and_left_alone(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "other.loom.jsonl"
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match="no file of the page"):
+        Journal(file, Document())
+    assert file.read_bytes() == data
+
+
+def test_one_process_writes(tmp_path: Path) -> None:
+    file = tmp_path / "tale.loom.jsonl"
+    with running(file) as first:
+        root = first.do("type", "a", text=START)["node"]["id"]
+        with Paged(tmp_path) as second:
+            doc = second.doc()
+            assert "another process" in doc["file"]["read_only"]
+            assert doc["nodes"]["id"] == [root]
+            assert second.do("type", 409, text="more")["error"]["type"] == "read_only"
+        first.do("type", "b", text="more")
+    with Paged(tmp_path) as third:  # it ended: the next one may
+        third.type("again")
+        assert len(third.doc()["nodes"]["id"]) == 3
+
+
+def test_a_file_that_cannot_be_written_is_read(tmp_path: Path) -> None:
+    with Paged(tmp_path) as page:
+        page.type(START)
+    with Paged(tmp_path, read_only=True) as page:
+        doc = page.doc()
+        assert "--read-only" in doc["file"]["read_only"] and len(doc["nodes"]["id"]) == 1
+        page.do("type", 409, text="more")
+        page.do("settings", set={"theme": "dark"})
+
+
+def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
+    class Full:
+        """A file on a disk that is full until it is not."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.is_full = file, True
+
+        def write(self, data: bytes) -> int:
+            if self.is_full:
+                self.file.write(data[: len(data) // 2])
+                raise OSError(28, "No space left on device")
+            return int(self.file.write(data))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    with Paged(tmp_path) as page:
+        page.type(START)
+        journal: Any = page.loom.live.journal
+        journal._file = disk = Full(journal._file)
+        told = page.do("type", 507, text="not saved")["error"]
+        assert told["type"] == "disk_error" and "No space" in told["message"]
+        assert "No space" in page.doc()["file"]["error"]
+        assert len(page.doc()["nodes"]["id"]) == 2
+        disk.is_full = False
+        page.type("saved")
+        assert page.doc()["file"]["error"] is None
+    assert len(read(tmp_path / "tale.loom.jsonl").nodes) == 3
+
+
+def test_a_file_of_another_model_is_read_and_can_be_copied(tmp_path: Path) -> None:
+    with Paged(tmp_path) as page:
+        root = page.type(START)
+        node = page.done("continue", node=root["id"], n=1, max_tokens=6)["nodes"][0]["id"]
+        text, numbers = page.text(node), page.tokens(node, top=1)
+    file = tmp_path / "tale.loom.jsonl"
+    data = re.sub(rb'"fingerprint":"[^"]*"', b'"fingerprint":"other"', file.read_bytes(), count=1)
+    file.write_bytes(data)
+    with Paged(tmp_path) as page:
+        assert (
+            "another" in page.doc()["file"]["read_only"]
+            or "model" in page.doc()["file"]["read_only"]
+        )
+        assert page.tokens(node, top=1) == numbers
+        page.do("type", 409, text="more")
+        name = page.do("reread")["file"]
+        assert name == "tale.2.loom.jsonl" and page.doc()["file"]["read_only"] is None
+        texts = {page.text(each) for each in page.doc()["nodes"]["id"]}
+        assert texts == {START, text}
+        page.type(" and more", page.doc()["nodes"]["id"][-1])
+    assert file.read_bytes() == data
+
+
+def test_compaction_keeps_what_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "tale.loom.jsonl"
+    with Paged(tmp_path) as page:
+        root = page.type(START)
+        page.done("continue", node=root["id"], n=2, max_tokens=6)
+        page.do("set", node=root["id"], note="here")
+        page.type("gone")
+        page.do("undo")
+        before, old = page.doc(), file.read_bytes()
+        page.do("compact")
+        assert file.with_name(file.name + ".bak").read_bytes() == old
+        assert len(file.read_bytes()) < len(old)
+        after = page.doc()
+        assert after["nodes"] == before["nodes"] and after["notes"] == before["notes"]
+        page.type("more")
+    with Paged(tmp_path) as page:
+        assert len(page.doc()["nodes"]["id"]) == 4
+        for _ in range(page.doc()["undo"]):
+            page.do("undo")
+        assert page.doc()["nodes"]["id"] == []
+
+
+def test_numbers_are_read_as_they_were_told(tmp_path: Path) -> None:
+    with Paged(tmp_path) as page:
+        root = page.type(START)
+        nodes = page.done("continue", node=root["id"], n=3, max_tokens=9)["nodes"]
+        told = [page.tokens(node["id"], top=1) for node in nodes]
+    with Paged(tmp_path) as page:
+        assert [page.tokens(node["id"], top=1) for node in nodes] == told
+
+
+def test_records_that_fit_nothing_change_nothing() -> None:
+    document = Document()
+    document.apply(Head(r=1))
+    document.apply(Made(r=2, id="n1"))
+    none: list[Any] = []
+    for record in (
+        Made(r=3, id="n1"), Made(r=3, id="n2", parent="n9"), Made(r=3, id="n2", parent="n1", at=7),
+        Tokens(r=3, id="n1", at=4, ids=none, lp=none, h=none, rk=none, src="", top=none),
+        Tokens(r=3, id="n1", ids=[1], lp=none, h=none, rk=none, src="", top=none),
+    ):  # fmt: skip
+        with pytest.raises((LookupError, ValueError)):
+            document.apply(record)
+    assert (
+        list(document.nodes) == ["n1"]
+        and document.nodes["n1"].ids == []
+        and len(document.done) == 1
+    )
+
+
+def test_a_port_in_use_is_passed_over(tmp_path: Path) -> None:
+    with Paged(tmp_path, name="one.loom.jsonl") as page:
+        taken = page.server.port
+        process = subprocess.Popen(
+            [sys.executable, "-m", "llamabranch.cli", "open", str(TARGET), "--json", "--no-browser",
+             "--port", str(taken), "--file", str(tmp_path / "two.loom.jsonl")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+            env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)},
+        )  # fmt: skip
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+        assert not told["url"].endswith(f":{taken}") and f"port {taken} is taken" in errors

@@ -1,0 +1,374 @@
+"""The page's protocol over HTTP: operations, events, replay, undo, searches, comparisons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from paging import DRAFT, TARGET, Paged, drafted
+
+START = "Once upon a time there was a little"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
+    with Paged(tmp_path_factory.mktemp("page"), drafter=drafted, partner=DRAFT) as running:
+        yield running
+
+
+@pytest.fixture
+def root(page: Paged) -> Any:
+    return page.type(START)
+
+
+def columns(told: Any) -> list[tuple[object, ...]]:
+    return [*zip(*(told[name] for name in ("ids", "lp", "h", "rk", "src")), strict=True)]
+
+
+def test_typed_text_has_the_numbers_of_the_branch_api(page: Paged, root: Any) -> None:
+    node = page.type(" king who lived", root["id"])
+    made = page.client.get("/loom/doc", params={"branch": root["id"]}).json()["branch"]
+    asked = {"continuations": [page.tokens(node["id"])["ids"]], "top_logprobs": 10}
+    (scored,) = page.client.post(f"/v1/branches/{made}/score", json=asked).json()["scores"]
+    told = page.tokens(node["id"], top=1)
+    assert told["src"] == "t" * len(told["ids"]) and len(told["ids"]) > 2
+    for i, one in enumerate(scored["tokens"]):
+        assert np.float32(one["logprob"]) == np.float32(told["lp"][i])
+        assert np.float32(one["entropy"]) == np.float32(told["h"][i])
+        assert one["rank"] == told["rk"][i]
+        top = [np.float32(each["logprob"]) for each in one["top"]]
+        assert top == [np.float32(lp) for _, lp, _ in told["top"][i]]
+
+
+def test_continuations_are_those_of_the_engine(page: Paged, root: Any) -> None:
+    answer = page.done("continue", node=root["id"], n=2, max_tokens=12, seed="77")
+    first = page.tokens(answer["nodes"][0]["id"], top=1)
+    prompt = page.tokens(root["id"])["ids"]
+    body = {
+        "prompt": prompt, "max_tokens": 12, "seed": 77, "token_details": True, "logprobs": 1,
+        "return_token_ids": True,
+    }  # fmt: skip
+    (choice,) = page.client.post("/v1/completions", json=body).json()["choices"]
+    assert first["ids"] == choice["token_ids"]
+    letters = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
+    assert first["src"] == "".join(letters[source] for source in choice["logprobs"]["sources"])
+    assert len({*first["src"]}) > 1
+    second = page.tokens(answer["nodes"][1]["id"])
+    assert second["ids"] != first["ids"]
+    for told in (first, second):
+        assert all(
+            lp is not None and h is not None for lp, h in zip(told["lp"], told["h"], strict=True)
+        )
+        assert all(rank >= 1 for rank in told["rk"])
+    for token, lp, rank, top in zip(
+        first["ids"], first["lp"], first["rk"], first["top"], strict=True
+    ):
+        if rank <= 10:
+            assert top[rank - 1][:2] == [token, lp]
+
+
+def test_events_say_what_the_document_holds(page: Paged, root: Any) -> None:
+    answer = page.done("continue", node=root["id"], n=1, max_tokens=16, seed="3")
+    (node,) = answer["nodes"]
+    heard: list[Any] = []
+    for told in page.of("tokens", node=node["id"]):
+        assert told["at"] == node["at"] + len(heard)
+        heard += columns(told)
+    assert heard == columns(page.tokens(node["id"]))
+    (end,) = page.of("end", node=node["id"])
+    assert end["reason"] == "length" and len(end["digest"]) == 64
+    assert page.tokens(node["id"])["node"]["digest"] == end["digest"]
+
+
+def test_rounds_add_up_and_ghosts_are_not_text(page: Paged, root: Any) -> None:
+    answer = page.done("continue", node=root["id"], n=1, max_tokens=48, seed="5")
+    node = answer["nodes"][0]["id"]
+    told = page.tokens(node)
+    rounds = told["rounds"]
+    assert rounds and rounds == page.of("round", node=node)
+    place = {told["at"] + i: token for i, token in enumerate(told["ids"])}
+    for each in rounds:
+        n = each["accepted"]
+        assert len(each["draft"]) == n + each["rejected"] + each["unreached"]
+        assert all(value >= 0 for value in (n, each["rejected"], each["unreached"]))
+        drafted_ids = [token for token, _, _ in each["draft"]]
+        for i, token in enumerate(drafted_ids[:n]):
+            assert place.get(each["at"] + i, token) == token
+        if each["rejected"]:
+            assert place.get(each["at"] + n) != drafted_ids[n]
+        judged = each["draft"][: n + each["rejected"]]
+        assert all(lp is not None for _, _, lp in judged)
+        assert all(lp is None for _, _, lp in each["draft"][len(judged) :])
+    n_accepted = sum(told["src"].count(letter) for letter in "d")
+    assert n_accepted <= sum(each["accepted"] for each in rounds)
+
+
+def test_an_alternative_reads_no_prompt_token(page: Paged, root: Any) -> None:
+    first = page.done("continue", node=root["id"], n=1, max_tokens=12, seed="11")["nodes"][0]
+    told = page.tokens(first["id"], top=1)
+    at = 4
+    token = next(t for t, _, _ in told["top"][at] if t != told["ids"][at])
+    answer = page.done("fork", node=first["id"], at=told["at"] + at, token=token, max_tokens=8)
+    fork = page.tokens(answer["nodes"][0]["id"])
+    assert fork["src"][0] == "t" and fork["ids"][0] == token and len(fork["ids"]) > 1
+    lps = {t: lp for t, lp, _ in told["top"][at]}
+    assert fork["lp"][0] == lps[token]
+    assert fork["node"]["read"] == 0
+    path = page.tokens(fork["node"]["id"], path=1)
+    assert (
+        path["ids"][: told["at"] + at] == page.tokens(first["id"], path=1)["ids"][: told["at"] + at]
+    )
+
+
+def test_what_could_follow_is_what_the_model_finds(page: Paged, root: Any) -> None:
+    first = page.done("continue", node=root["id"], n=1, max_tokens=4, seed="17")["nodes"][0]
+    told = page.tokens(first["id"], top=1)
+    for i in range(4):
+        query = {"node": first["id"], "at": told["at"] + i}
+        found = page.client.get("/loom/next", params=query).json()
+        assert found["top"] == told["top"][i] and found["h"] == told["h"][i]
+    end = page.client.get("/loom/next", params={"node": first["id"]}).json()
+    answer = page.do("fork", node=first["id"], token=end["top"][1][0], max_tokens=0)
+    page.done("score", node=answer["nodes"][0]["id"])
+    new = page.tokens(answer["nodes"][0]["id"], path=1)
+    assert new["ids"][-1] == end["top"][1][0] and new["rk"][-1] == 2
+
+
+def test_replay_is_the_same_to_the_bit(page: Paged, root: Any) -> None:
+    answer = page.done("continue", node=root["id"], n=1, max_tokens=24, seed="13")
+    node = answer["nodes"][0]["id"]
+    again = page.done("replay", node=node)["ended"]["result"]
+    assert again["same"] and again["first"] is None and again["n"] == 24
+    with page.loom.service.ctx.lock:  # evict all that is kept
+        prefixes = page.loom.service.ctx.prefix_cache
+        assert prefixes is not None
+        prefixes.clear()
+    assert page.done("replay", node=node)["ended"]["result"]["same"]
+    assert "bit for bit" in again["message"]
+
+
+def test_repeated_ids_get_the_first_answer(page: Paged) -> None:
+    body = {"op": "type", "cid": "twice", "node": None, "text": "A dog"}
+    first, second = (page.client.post("/loom/do", json=body).json() for _ in range(2))
+    assert first["node"] == second["node"]
+
+
+def test_edits_keep_what_is_before_the_first_change(page: Paged, root: Any) -> None:
+    node = page.type(" king and a queen", root["id"])
+    text = " king and a fox"
+    answer = page.do("type", node=node["id"], at=root["n"], text=text, edit=True)
+    edited = answer["node"]
+    assert not answer["same"] and edited["at"] > root["n"]
+    assert page.text(edited["id"]) == START + text
+    assert page.text(node["id"]) == START + " king and a queen"
+    same = page.do("type", node=node["id"], at=root["n"], text=" king and a queen", edit=True)
+    assert same["same"] and same["node"]["id"] == node["id"]
+
+
+def test_editing_inside_a_character_keeps_whole_ones(page: Paged) -> None:
+    node = page.type("The price is 5 \N{EURO SIGN} and")
+    at = 1
+    whole = page.text(node["id"])
+    after = page.loom.document.text(page.loom.document.nodes[node["id"]])
+    skipped = page.loom.document.bytes_of(page.tokens(node["id"])["ids"][:at]).decode()
+    new = after[len(skipped) :].replace("\N{EURO SIGN}", "\N{POUND SIGN}")
+    edited = page.do("type", node=node["id"], at=at, text=new, edit=True)["node"]
+    assert page.text(edited["id"]) == whole.replace("\N{EURO SIGN}", "\N{POUND SIGN}")
+
+
+def test_previews_are_scored_and_not_kept(page: Paged, root: Any) -> None:
+    n = len(page.doc()["nodes"]["id"])
+    told = page.do("score", node=root["id"], text=" king")["tokens"]
+    assert told["at"] == root["n"] and told["lp"][0] is not None and len(told["top"][0]) == 10
+    assert len(page.doc()["nodes"]["id"]) == n
+    kept = page.tokens(page.type(" king", root["id"])["id"])
+    assert kept["lp"] == told["lp"] and kept["h"] == told["h"] and kept["rk"] == told["rk"]
+
+
+def test_marks_notes_and_finding(page: Paged, root: Any) -> None:
+    node = page.type(" zebra called Ferdinand", root["id"])["id"]
+    page.do("set", node=node, bookmark=True)
+    page.do("set", node=node, note="<b>mine</b>")
+    page.do("set", node=node, current=True)
+    doc = page.doc()
+    assert (
+        node in doc["bookmarks"] and doc["notes"][node] == "<b>mine</b>" and doc["current"] == node
+    )
+    found = page.client.get("/loom/find", params={"q": "ferdinand"}).json()["found"]
+    assert [each["node"] for each in found] == [node]
+    path = page.tokens(node, path=1)
+    assert path["text"][found[0]["at"]] in " Ferdinand"
+    page.do("delete", node=node)
+    flags = dict(zip(page.doc()["nodes"]["id"], page.doc()["nodes"]["flags"], strict=True))
+    assert flags[node] & 1
+    page.do("delete", node=node, restore=True)
+
+
+def test_undo_goes_back_to_nothing_and_forward_again(tmp_path: Path) -> None:
+    with Paged(tmp_path) as page:
+        root = page.type(START)
+        nodes = page.done("continue", node=root["id"], n=3, max_tokens=4)["nodes"]
+        page.do("set", node=nodes[0]["id"], bookmark=True)
+        page.do("delete", node=nodes[1]["id"])
+        before = page.doc()["nodes"]
+        assert [page.do("undo")["undo"] for _ in range(4)] == [3, 2, 1, 0]
+        assert page.doc()["nodes"]["id"] == []
+        page.do("undo", 409)
+    with Paged(tmp_path) as page:  # the same after a restart
+        assert page.doc()["nodes"]["id"] == [] and page.doc()["redo"] == 4
+        for _ in range(4):
+            page.do("redo")
+        assert page.doc()["nodes"] == before
+        page.do("redo", 409)
+
+
+def test_undoing_a_generation_stops_it(page: Paged, root: Any) -> None:
+    answer = page.do("continue", node=root["id"], n=1, max_tokens=800)
+    page.wait(lambda: bool(page.of("tokens", node=answer["nodes"][0]["id"])))
+    page.do("undo")
+    assert page.finish(answer["job"])["state"] == "stopped"
+    assert answer["nodes"][0]["id"] not in page.doc()["nodes"]["id"]
+
+
+def test_stopping_keeps_what_is_there(page: Paged, root: Any) -> None:
+    answer = page.do("continue", node=root["id"], n=1, max_tokens=800)
+    node = answer["nodes"][0]["id"]
+    page.wait(lambda: bool(page.of("tokens", node=node)))
+    page.do("stop", job=answer["job"])
+    assert page.finish(answer["job"])["state"] == "stopped"
+    told = page.tokens(node)
+    assert told["node"]["reason"] == "stopped" and 0 < len(told["ids"]) < 800
+    assert page.done("replay", node=node)["ended"]["result"]["same"]
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "beam": {"width": 3, "max_tokens": 8},
+    "best_of_n": {"width": 4, "max_tokens": 8, "seed": "1"},
+    "smc": {"width": 4, "max_tokens": 8, "want": ["king"], "avoid": ["queen"], "temperature": 1.0},
+    "vote": {"width": 4, "max_tokens": 8, "answer": r"\w+"},
+    "steps": {"width": 2, "max_tokens": 16, "iterations": 3, "step": 4},
+    "tree": {"width": 2, "max_tokens": 12, "iterations": 4, "step": 4},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_searches_are_told_and_adopted(page: Paged, root: Any, kind: str) -> None:
+    answer = page.do("search", node=root["id"], kind=kind, options=OPTIONS[kind])
+    job = page.finish(answer["job"])
+    assert job["state"] == "done", job
+    told = page.of("search", job=answer["job"])
+    nodes = {each[0]: each for event in told for each in event["add"]}
+    assert nodes[0][1] == -1 and all(nodes[i][1] in nodes for i in nodes if i)
+    assert told[-1]["stats"]["decodes"] > 0
+    if kind == "smc":
+        assert told[-1]["sizes"] and all(0 <= size <= 4 + 1e-9 for size in told[-1]["sizes"])
+    if kind == "vote":
+        assert job["result"]["votes"]
+    leaf, text, _, _ = job["result"]["hypotheses"][0]
+    adopted = page.do("adopt", job=answer["job"], leaf=leaf)["nodes"][0]
+    assert page.text(adopted["id"]).startswith(START)
+    assert page.text(adopted["id"]).removeprefix(START).startswith(text)
+    (kept,) = page.tokens(root["id"])["searches"]
+    assert kept["kind"] == kind and len(kept["lines"]) == len(nodes)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_searches_are_stopped(page: Paged, root: Any, kind: str) -> None:
+    more = (
+        {"max_tokens": 400, "iterations": 400} if kind in ("steps", "tree") else {"max_tokens": 400}
+    )
+    options = OPTIONS[kind] | more
+    answer = page.do("search", node=root["id"], kind=kind, options=options)
+    page.wait(lambda: bool(page.of("search", job=answer["job"])))
+    page.do("stop", job=answer["job"])
+    assert page.finish(answer["job"])["state"] == "stopped"
+
+
+def test_a_search_beside_running_texts_changes_none(page: Paged, root: Any) -> None:
+    alone = page.done("continue", node=root["id"], n=2, max_tokens=60, seed="21")["nodes"]
+    search = page.do("search", node=root["id"], kind="beam", options={"max_tokens": 40})
+    beside = page.done("continue", node=root["id"], n=2, max_tokens=60, seed="21")["nodes"]
+    assert page.finish(search["job"])["state"] == "done"
+    for a, b in zip(alone, beside, strict=True):
+        assert columns(page.tokens(a["id"]))[0][:2] == columns(page.tokens(b["id"]))[0][:2]
+        assert page.tokens(a["id"])["node"]["digest"] == page.tokens(b["id"])["node"]["digest"]
+
+
+def test_a_tree_of_branches_is_adopted(page: Paged) -> None:
+    made = page.client.post("/v1/branches", json={"prompt": "A fox and", "seed": 1}).json()
+    grown = page.client.post(f"/v1/branches/{made['id']}/continue", json={"n": 2, "max_tokens": 5})
+    children = grown.json()["children"]
+    nodes = page.do("adopt", branch=children[0]["id"])["nodes"]
+    assert len(nodes) == 3
+    texts = {page.text(node["id"]) for node in nodes}
+    assert texts == {"A fox and", *("A fox and" + child["text"] for child in children)}
+
+
+# -- two models ------------------------------------------------------------------------------------
+
+
+def test_reading_with_a_second_model(page: Paged, root: Any) -> None:
+    node = page.done("continue", node=root["id"], n=1, max_tokens=12, seed="31")["nodes"][0]["id"]
+    result = page.done("compare", node=node, mode="read")["ended"]["result"]
+    told = page.tokens(node)
+    found = told["compare"][-1]
+    assert result["n"] == 12 == len(found["kl"]) and found["at"] == told["at"]
+    assert all(kl > 0 for kl in found["kl"]) and all(kl > 0 for kl in found["klr"])
+    assert found["lpA"] == told["lp"]
+    for same, rank, lp, top in zip(
+        found["same"], told["rk"], found["lpB"], found["topB"], strict=True
+    ):
+        if same and rank == 1:
+            assert top[0][1] == lp
+    assert math.isclose(result["kl"], sum(found["kl"]) / 12, rel_tol=1e-5)
+
+
+def test_lockstep_writes_what_the_engine_writes(page: Paged, root: Any) -> None:
+    alone = page.done("continue", node=root["id"], n=1, max_tokens=10, seed="41")["nodes"][0]["id"]
+    answer = page.done("compare", node=root["id"], mode="lockstep", max_tokens=10, seed="41")
+    (node,) = answer["nodes"]
+    together = page.tokens(node["id"])
+    assert together["ids"] == page.tokens(alone)["ids"]
+    assert together["lp"] == page.tokens(alone)["lp"]
+    events = page.of("compare", node=node["id"])
+    assert sum(len(each["kl"]) for each in events) == len(together["ids"])
+    assert len(together["compare"][-1]["kl"]) == len(together["ids"])
+
+
+def test_parting_shows_where_the_second_model_goes_on(page: Paged, root: Any) -> None:
+    answer = page.done(
+        "compare", node=root["id"], mode="part", max_tokens=24, seed="43",
+        sampling={"temperature": 1.0},
+    )  # fmt: skip
+    result = answer["ended"]["result"]
+    a = page.tokens(answer["nodes"][0]["id"], path=1)
+    first = result["first_seed"]
+    assert first is not None and result["partner"] is not None
+    b = page.tokens(result["partner"], path=1)
+    assert a["ids"][:first] == b["ids"][:first] and a["ids"][first] != b["ids"][first]
+    compared = a["compare"][-1]
+    assert compared["draw"][first - compared["at"]] == b["ids"][first]
+    alone = page.done(
+        "compare", node=root["id"], mode="lockstep", writer="B", max_tokens=24, seed="43",
+        sampling={"temperature": 1.0},
+    )["nodes"][0]  # fmt: skip
+    assert page.tokens(alone["id"], path=1)["ids"][: first + 1] == b["ids"][: first + 1]
+
+
+def test_a_model_compared_with_itself_is_at_zero(tmp_path: Path) -> None:
+    with Paged(tmp_path, partner=TARGET) as page:
+        root = page.type(START)
+        page.done("compare", node=root["id"], mode="read")
+        found = page.tokens(root["id"])["compare"][-1]
+        assert set(found["kl"]) == {0.0} == set(found["klr"]) and all(found["same"])
+
+
+def test_without_a_second_model_compare_says_how(tmp_path: Path) -> None:
+    with Paged(tmp_path) as page:
+        root = page.type(START)
+        told = page.do("compare", 409, node=root["id"])["error"]["message"]
+        assert "--compare" in told

@@ -1,0 +1,209 @@
+"""Who may call the page: hosts, origins, links, cookies, keys; its policy; and what it does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paging import Paged
+
+PATHS = [
+    "/loom/doc", "/loom/tokens?node=n1", "/loom/find?q=a", "/loom/events", "/loom/export",
+    "/v1/models", "/v1/branches", "/props", "/health", "/metrics", "/loom/nothing",
+    "/loom/app/nothing.js", "/loom/app/../document.py", "/loom/app/%2e%2e/document.py", "/favicon.ico",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
+    with Paged(tmp_path_factory.mktemp("page")) as running:
+        yield running
+
+
+def ask(
+    page: Paged, path: str, method: str = "GET", body: str | None = None, **headers: str
+) -> Any:
+    """Send a request with just these headers (their names with _ for -) and return the answer."""
+    connection = HTTPConnection("127.0.0.1", page.server.port, timeout=60)
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    given.setdefault("Host", f"127.0.0.1:{page.server.port}")
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    for name, value in given.items():
+        connection.putheader(name, value)
+    data = (body or "").encode()
+    if method == "POST":
+        connection.putheader("Content-Length", str(len(data)))
+    connection.endheaders(data or None)
+    answer = connection.getresponse()
+    if not path.startswith("/loom/events") or answer.status != 200:
+        answer.text = answer.read().decode()  # type: ignore[attr-defined]
+    connection.close()
+    return answer
+
+
+def bearer(page: Paged) -> str:
+    return f"Bearer {page.loom.guard.key}"
+
+
+def session(page: Paged, **headers: str) -> Any:
+    token = page.loom.guard.link()
+    return ask(page, "/loom/session", "POST", f'{{"token": "{token}"}}', **headers)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_is_told_without_a_session(page: Paged, path: str) -> None:
+    assert ask(page, path).status == 401
+    assert ask(page, path, Authorization="Bearer wrong").status == 401
+    assert ask(page, path, Cookie=f"lb-{page.server.port}=wrong").status == 401
+
+
+@pytest.mark.parametrize("path", ["/loom/do", "/loom/import", "/v1/completions", "/v1/branches"])
+def test_nothing_is_done_without_a_session(page: Paged, path: str) -> None:
+    origin = page.url
+    assert ask(page, path, "POST", "{}", Origin=origin).status == 401
+
+
+def test_a_link_works_once(page: Paged) -> None:
+    token = page.loom.guard.link()
+    body = f'{{"token": "{token}"}}'
+    answer = ask(page, "/loom/session", "POST", body, Origin=page.url)
+    assert answer.status == 204
+    cookie = answer.getheader("set-cookie")
+    assert cookie.startswith(f"lb-{page.server.port}=")
+    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie and "Path=/" in cookie
+    assert ask(page, "/loom/session", "POST", body, Origin=page.url).status == 401
+    assert ask(page, "/loom/doc", Cookie=cookie.partition(";")[0]).status == 200
+    assert ask(page, "/v1/models", Cookie=cookie.partition(";")[0]).status == 200
+
+
+def test_a_link_ends_after_five_minutes(page: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = page.loom.guard.link()
+    now = page.loom.guard._links[token]
+    monkeypatch.setattr("llamabranch.loom.guard.monotonic", lambda: now + 0.1)
+    answer = ask(page, "/loom/session", "POST", f'{{"token": "{token}"}}', Origin=page.url)
+    assert answer.status == 401
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "example.org", "127.0.0.1", "127.0.0.1:1", "localhost", "127.0.0.1.example.org:{port}",
+     "LOCALHOST:{port}", "[::1]:{port}", "127.1:{port}", "0.0.0.0:{port}"],
+)  # fmt: skip
+def test_other_hosts_are_refused(page: Paged, host: str) -> None:
+    name = host.format(port=page.server.port)
+    for path in ("/", "/loom/app/main.js", "/loom/doc", "/v1/models"):
+        assert ask(page, path, Host=name, Authorization=bearer(page)).status == 403
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["null", "http://example.org", "https://127.0.0.1:{port}", "http://127.0.0.1",
+     "http://localhost:{port}", "http://127.0.0.1:{port}.example.org", "http://127.0.0.1:{port}/"],
+)  # fmt: skip
+def test_other_origins_are_refused(page: Paged, origin: str) -> None:
+    given = origin.format(port=page.server.port)
+    key = bearer(page)
+    assert session(page, Origin=given).status == 403
+    assert ask(page, "/loom/do", "POST", "{}", Origin=given, Authorization=key).status == 403
+    assert ask(page, "/v1/completions", "POST", "{}", Origin=given, Authorization=key).status == 403
+    assert ask(page, "/loom/doc", Origin=given, Authorization=key).status == 403
+
+
+def test_a_page_must_say_its_origin(page: Paged) -> None:
+    assert session(page).status == 403
+    cookie = session(page, Origin=page.url).getheader("set-cookie").partition(";")[0]
+    assert ask(page, "/loom/do", "POST", "{}", Cookie=cookie).status == 403
+    name = f"localhost:{page.server.port}"
+    assert session(page, Origin=f"http://{name}", Host=name).status == 204
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "none", "nonsense"])
+def test_requests_of_other_sites_are_refused(page: Paged, site: str) -> None:
+    headers = {"Origin": page.url, "Sec_Fetch_Site": site, "Authorization": bearer(page)}
+    assert ask(page, "/loom/do", "POST", "{}", **headers).status == 403
+    del headers["Origin"]
+    status = ask(page, "/loom/doc", **headers).status
+    assert status == (200 if site == "none" else 403)  # none: a person typed the address
+    assert ask(page, "/", Sec_Fetch_Site=site).status == (200 if site == "none" else 403)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/loom/app/main.js", "/loom/doc", "/v1/models", "/loom/nothing", "/v1/nothing"]
+)
+def test_every_answer_has_the_policy(page: Paged, path: str) -> None:
+    answer = ask(page, path, Authorization=bearer(page))
+    policy = answer.getheader("content-security-policy")
+    for part in (
+        "default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "base-uri 'none'",
+        "form-action 'none'", "require-trusted-types-for 'script'", "trusted-types 'none'",
+    ):  # fmt: skip
+        assert part in policy.split("; ")
+    assert "unsafe" not in policy
+    assert answer.getheader("x-content-type-options") == "nosniff"
+    assert answer.getheader("referrer-policy") == "no-referrer"
+    assert answer.getheader("cache-control") == "no-store"
+    assert answer.getheader("cross-origin-opener-policy") == "same-origin"
+    assert answer.getheader("cross-origin-resource-policy") == "same-origin"
+    assert answer.getheader("access-control-allow-origin") is None
+
+
+def test_the_page_is_there_before_the_model(tmp_path: Path) -> None:
+    page = Paged(tmp_path, waits=False)
+    page.may_load.clear()
+    with page:
+        assert ask(page, "/").status == 200
+        doc = page.doc()
+        assert doc["state"] == "loading" and doc["models"]["A"] is None and doc["nodes"]["id"] == []
+        told = page.do("type", 503, text="A king")["error"]
+        assert told["type"] == "unavailable_error"
+        assert page.client.get("/v1/models").status_code == 503
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["", "{", "[]", "null", '{"op": "type"}', '{"op": 1, "cid": "a"}', '{"op": "type", "cid": ""}',
+     '{"op": "nothing", "cid": "b"}', '{"op": "continue", "cid": "c"}',
+     '{"op": "continue", "cid": "d", "node": "n999"}', '{"op": "search", "cid": "e", "node": "../x"}',
+     "[" * 100_000, '{"op": "type", "cid": "g", "text": 3}',
+     '{"op": "type", "cid": "' + "x" * 65 + '", "text": "a"}'],
+)  # fmt: skip
+def test_bad_requests_are_told_and_change_nothing(page: Paged, body: str) -> None:
+    before = page.doc()["nodes"]
+    answer = page.client.post("/loom/do", content=body.encode())
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["message"]
+    assert page.doc()["nodes"] == before
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"at": -1}, {"at": 0}, {"at": 999}, {"n": 0}, {"n": 10_000}, {"max_tokens": -1}, {"seed": "x"},
+     {"sampling": {"temperature": -1}}, {"sampling": {"top_p": 7}}, {"sampling": {"mirostat": 1}},
+     {"grammar": "root ::= nothing"}, {"json_schema": {"type": "nonsense"}}, {"stop": 3},
+     {"max_tokens": 100_000}, {"model": "B"}],
+)  # fmt: skip
+def test_bad_settings_make_no_node(page: Paged, fields: dict[str, object]) -> None:
+    root = page.type("A king")
+    n = len(page.doc()["nodes"]["id"])
+    body = {"op": "continue", "cid": f"bad-{fields}"[:64], "node": root["id"], **fields}
+    answer = page.client.post("/loom/do", json=body)
+    if "max_tokens" in fields and fields["max_tokens"] == 100_000:
+        page.do("stop")
+        return
+    assert answer.status_code in (400, 409), answer.text
+    assert len(page.doc()["nodes"]["id"]) == n
+
+
+@pytest.mark.parametrize("options", [{"width": 0}, {"width": 1e9}, {"answer": "("}, {"what": 1}])
+def test_bad_searches_end_with_a_message(page: Paged, options: dict[str, object]) -> None:
+    root = page.type("A king")
+    if options != {"answer": "("}:
+        told = page.do("search", 400, node=root["id"], kind="vote", options=options)["error"]
+        assert min(options) in told["message"]
+        return
+    answer = page.do("search", node=root["id"], kind="vote", options=options)
+    job = page.finish(answer["job"])
+    assert job["state"] == "failed" and job["error"]["message"]

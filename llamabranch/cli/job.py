@@ -74,10 +74,10 @@ class JobLengths:
     def measured(
         cls, requests: Sequence[Request], max_tokens: int | None, name: str, n_ctx: int | None
     ) -> JobLengths:
-        """Look at all requests, with the long prompts tokenized and without those that cannot run.
+        """Look at all requests, long prompts tokenized, without those that cannot run.
 
-        The model of that ``name`` is not read if all prompts are short. ``n_ctx`` is the given size of the
-        context, None for up to what the model was trained for.
+        The model of that ``name`` is not read if all prompts are short. ``n_ctx`` is the given size of
+        the context, None for up to what the model was trained for.
 
         Raises:
             ConfigError: two have the same id. CacheFullError: the only prompt is too long.

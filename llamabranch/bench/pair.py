@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from .. import theory
 from ..context import Context
 from ..errors import DecodeInterruptedError
+from ..generation.profile import keep_decode_times
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
-from ..speculative.profile import keep_decode_times
 from .timing import Interval, Maker, Series, Spread, Stopped, interleave
 from .workloads import draft_cost, never, plain, speculative, verify_times
 

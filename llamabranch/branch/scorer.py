@@ -19,8 +19,8 @@ from ..context.batch import Batch
 from ..context.cell_ledger import n_common
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import ConfigError
+from ..generation.text import Text
 from ..model import Model, TokenIds, token_list
-from .sequence import TokenSequence
 
 __all__ = ["Cost", "Visit", "Wanted", "continuation", "read", "score"]
 
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
         first: the index of the first token that is scored; at least 1 where it continues nothing.
     """
 
-    after: TokenSequence | None
+    after: Text | None
     tokens: Sequence[int]
     first: int = 0
 
@@ -106,11 +106,11 @@ def read(
 class _Text:
     """A text with the tokens before it; ``next`` is the index of the next token to score."""
 
-    def __init__(self, number: int, wanted: Wanted, base: TokenSequence | _Prefix) -> None:
+    def __init__(self, number: int, wanted: Wanted, base: Text | _Prefix) -> None:
         self.number = number
         self.base = base
         self.start = base.position
-        self.tokens = [*base.tokens, *wanted.tokens]
+        self.tokens = [*base.tokens[: self.start], *wanted.tokens]
         self.next = self.start + wanted.first
 
     @property
@@ -142,7 +142,7 @@ class _Path:
 class _Node(NamedTuple):
     """Tokens [start, end) of the paths [low, high), which are the same in them; ``base`` comes before."""
 
-    base: TokenSequence | _Prefix
+    base: Text | _Prefix
     low: int
     high: int
     start: int
@@ -181,17 +181,17 @@ class _Reading:
         roots: list[_Node] = []
         for texts in by_base.values():
             base, low = texts[0].base, len(self._paths)
-            if isinstance(base, TokenSequence):
+            if isinstance(base, Text):
                 self._show_first(base, texts)
             self._add_paths(base.position, [text for text in texts if not text.is_done])
             roots += self._nodes(base, low, len(self._paths), base.position)
         self._report()
         self._walk(roots)
 
-    def _show_first(self, base: TokenSequence, texts: Sequence[_Text]) -> None:
+    def _show_first(self, base: Text, texts: Sequence[_Text]) -> None:
         """Show the logits that are there already."""
         base.check_usable()
-        base.catch_up()
+        base.settle()
         row = base.logits_row()
         for text in texts:
             self._show(text, base.position, row)
@@ -209,7 +209,7 @@ class _Reading:
                 last = _Path(text, n)
                 self._paths.append(last)
 
-    def _nodes(self, base: TokenSequence | _Prefix, low: int, high: int, start: int) -> list[_Node]:
+    def _nodes(self, base: Text | _Prefix, low: int, high: int, start: int) -> list[_Node]:
         """Return the nodes from ``start`` on of the paths [low, high)."""
         paths, least = self._paths, start + self._least
         cuts = [i for i in range(low, high) if i == low or paths[i].n_shared < least]
@@ -219,7 +219,7 @@ class _Reading:
             found.append(_Node(base, a, b, start, min(shared, default=len(paths[a].tokens))))
         return found
 
-    def _below(self, node: _Node, base: TokenSequence | _Prefix) -> list[_Node]:
+    def _below(self, node: _Node, base: Text | _Prefix) -> list[_Node]:
         if node.high - node.low == 1:
             return []
         return self._nodes(base, node.low, node.high, node.end)
@@ -375,7 +375,7 @@ class _Reading:
             if self._done is not None:
                 self._done(number)
 
-    def _share(self, base: TokenSequence | _Prefix, seq_id: int) -> None:
+    def _share(self, base: Text | _Prefix, seq_id: int) -> None:
         if base.seq_id >= 0:
             end = base.position if self._can_truncate else -1
             self._ctx.kv_cache.share(base.seq_id, seq_id, 0, end)

@@ -23,24 +23,27 @@ class Scheduler:
     them again; so does one whose prompt begins like a text in the prefix cache.
     Only the head of the queue is looked at: the cost of a step does not depend on how many wait.
 
+    Args:
+        ctx: whose sequences they are.
+        limit: how many jobs may be active at a time; None for as many as there are sequences.
+
     Attributes:
         active: the jobs with a sequence: those prefilling their prompt and those generating.
         n_shared: prompt tokens so far that were shared with an active job instead of decoded.
         n_cached: prompt tokens so far that were taken from the prefix cache.
         n_waiting: how many requests have a text that has never had a sequence.
         paused: ids of requests whose texts are not continued for now.
-        limit: how many jobs may be active at a time; None for as many as there are sequences.
         no_sequence: why no job could be admitted, while no job is active; None if one could.
     """
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, limit: int | None = None) -> None:
         self._ctx = ctx
+        self._limit = limit
         self.active: list[Job] = []
         self.n_shared = 0
         self.n_cached = 0
         self.n_waiting = 0
         self.paused: set[str] = set()
-        self.limit: int | None = None
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
         self._set_aside: dict[str, list[Job]] = {}  # paused jobs without a sequence
@@ -145,15 +148,6 @@ class Scheduler:
         """Whether the queue holds anything; texts that have ended count until ``head`` meets them."""
         return bool(self._queue)
 
-    def n_unfinished(self, most: int) -> int:
-        """Return how many texts have a sequence or wait for one, ``most`` if there are more."""
-        n = len(self.active)
-        for _, each in self._queue:
-            if n >= most:
-                return most
-            n += len(each.samples) if isinstance(each, Submission) else 1
-        return min(n, most)
-
     @property
     def is_stalled(self) -> bool:
         """True if all that is unfinished is paused."""
@@ -198,7 +192,7 @@ class Scheduler:
                 heapq.heappop(self._queue)
                 refused.append((job, CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)))
                 continue
-            if self.limit is not None and len(self.active) >= self.limit:
+            if self._limit is not None and len(self.active) >= self._limit:
                 if self._set_paused_aside():
                     continue
                 break
@@ -209,7 +203,7 @@ class Scheduler:
                 break
             source, n_shared = self._best_prefix(job)
             shared = None if source is None else source.branch
-            if shared is not None and shared.position < n_shared:
+            if shared is not None and shared.sequence.n_cached < n_shared:
                 break  # the prefix it will share is still being decoded
             if self.active and not self._has_room(n_tokens + 1 - n_shared):
                 if self._set_paused_aside():

@@ -14,9 +14,9 @@ from ...arguments import instance
 from ...context import Context
 from ...context.logits import LogitsRow
 from ...errors import ConfigError
+from ...generation.drafter import Draft, DraftRequest
+from ...generation.profile import context_key
 from ...sampling import Distribution, Sampler, SamplingParams
-from ..profile import context_key
-from .base import Draft, DraftRequest
 from .head import HeadDrafter, HeadDrafting, HeadRun, States
 
 __all__ = ["EagleDrafter"]

@@ -14,9 +14,9 @@ import numpy as np
 from ...arguments import instance
 from ...context import Context
 from ...context.logits import LogitsRow
+from ...generation.drafter import Draft, DraftRequest
+from ...generation.profile import context_key
 from ...sampling import SamplingParams
-from ..profile import context_key
-from .base import Draft, DraftRequest
 from .head import MOST_ROWS, HeadDrafter, HeadDrafting, HeadRun, States
 
 __all__ = ["MTPDrafter"]
@@ -141,7 +141,7 @@ class _SharingDrafting(HeadDrafting):
         decoder = self.ctx.decoder
         rows = decoder.decode_beside(
             [run.unread[-1] for run in runs],
-            [run.state.sequence.seq_id for run in runs],
+            [run.state.target.seq_id for run in runs],
             [len(run.text) - 1 for run in runs],
             np.concatenate([run.states()[-1:] for run in runs]),
         )

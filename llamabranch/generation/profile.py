@@ -20,7 +20,7 @@ from ..errors import DecodeInterruptedError, LlamaBranchError
 from ..native import forkable_lock
 from ..profile import Entry, is_off, machine_key, read_entry, write_entries
 from .config import SpeculativeConfig
-from .drafters.base import Drafter
+from .drafter import Drafter
 from .length.acceptance import AcceptanceCounts
 from .length.auto import AutoLength, draft_length
 from .length.base import DraftLength

@@ -123,10 +123,12 @@ def _tree_line(line: TreeLine) -> str:
     start = "" if math.isnan(p) else f'<span style="{_DIM}">{100 * p:.0f} %</span> '
     text = "".join(_span(token, False) for token in line.tokens[-MOST_TOKENS:])
     told = f' <span style="{_DIM}">{_text(", ".join(figures))}</span>' if figures else ""
-    below = "".join(map(_tree_line, line.children))
     style = f"{_BOX};{_DIM}" if line.status == "pruned" else _BOX
-    indent = "margin-left:.5em;padding-left:1em;border-left:1px solid rgba(128,128,128,.6)"
-    return f'<div style="{style}">{start}{text}{told}<div style="{indent}">{below}</div></div>'
+    below = "".join(map(_tree_line, line.children))
+    if below:
+        indent = "margin-left:.5em;padding-left:1em;border-left:1px solid rgba(128,128,128,.6)"
+        below = f'<div style="{indent}">{below}</div>'
+    return f'<div style="{style}">{start}{text}{told}{below}</div>'
 
 
 def _span(token: Emitted, by_source: bool) -> str:

@@ -153,6 +153,11 @@ class Drafting:
         """Free the draft state that is kept for ``text``, if there is one."""
         self._states.forget(text)
 
+    def forget_all(self) -> None:
+        """Free all draft states that are kept."""
+        while self._states.forget_oldest():
+            pass
+
 
 class Generation:
     """A running generation: an iterator of :class:`Produced`, with the text and tokens so far.

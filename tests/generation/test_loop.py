@@ -233,3 +233,15 @@ def test_state_of_a_text_that_was_changed_at_the_end_is_not_kept(
         found = branch.generate(20, drafter=drafter, config=config).finish()
         assert found.tokens == alone.tokens
         assert found.stats.num_accepted_tokens == alone.stats.num_accepted_tokens
+
+
+def test_a_drafter_for_each_call_takes_no_more_sequences_than_one(
+    ctx: Context, draft_ctx: Context
+) -> None:
+    config = SpeculativeConfig(draft_k=3)
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+        for _ in range(12):
+            found = branch.generate(5, drafter=lb.ModelDrafter(draft_ctx), config=config).finish()
+            assert found.stats.num_drafts > 0
+            assert draft_ctx.n_seq_free >= 7
+            branch.rewind(branch.n_prompt)

@@ -75,9 +75,7 @@ class Branch:
         self._parent = parent
         self._children: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._serial = next(_serial)
-        self._draftings: dict[tuple[int, SpeculativeConfig], Drafting] = (
-            {} if parent is None else parent._draftings
-        )
+        self._draftings: list[Drafting] = [] if parent is None else parent._draftings
         if parent is not None:
             parent._children.add(self)
 
@@ -523,7 +521,8 @@ class Branch:
             max_tokens: the most tokens to generate; None = until the end.
             stop: strings that end the text.
             drafter: proposes tokens, which are verified in one decode; None = plain decoding. What is
-                learned about drafts, and the drafter's state, serve this branch and its forks.
+                learned about drafts, and the drafter's state, serve this branch and its forks until
+                another drafter is given.
             config: how much to draft, and by which rule drafts are accepted.
             top_logprobs: how many alternatives to report with each token.
 
@@ -539,13 +538,19 @@ class Branch:
         return Generation(drafting, self.sequence, output, top_logprobs, owner=self)
 
     def _drafting(self, drafter: Drafter | None, config: SpeculativeConfig) -> Drafting:
-        """Return who drafts: the same for all branches that were forked from one."""
-        # By identity, since a drafter need not be hashable; the value keeps it alive.
-        key = id(drafter), config
-        found = self._draftings.get(key)
-        if found is None:
-            found = self._draftings.setdefault(key, Drafting(self.ctx, drafter, config))
-        return found
+        """Return who drafts: for all branches that were forked from one the same, until another does."""
+        if drafter is None:
+            return Drafting(self.ctx, None, config)
+        last = self._draftings
+        # By identity, since a drafter need not be hashable.
+        for found in last:
+            if found.drafter is drafter and found.config == config:
+                return found
+        made = Drafting(self.ctx, drafter, config)
+        while last:
+            last.pop().forget_all()  # its states may hold the sequences that the next ones need
+        last.append(made)
+        return made
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""

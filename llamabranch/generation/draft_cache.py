@@ -47,10 +47,8 @@ class DraftCache:
                 self.forget(text)
                 return state
             except CapacityError:
-                oldest = self._pop_oldest()
-                if oldest is None:  # without room for a draft state it decodes plainly
+                if not self.forget_oldest():  # without room for a draft state it decodes plainly
                     return NO_STATE
-                oldest.state.close()
 
     def _make(self, text: Text, rule: Rule) -> DraftState:
         relative: Text | None = text  # with a new seed or new settings it forks its own state
@@ -106,12 +104,14 @@ class DraftCache:
                 return None
             return self._kept.pop(text, None)
 
-    def _pop_oldest(self) -> _Kept | None:
+    def forget_oldest(self) -> bool:
+        """Close the state that was given back first; False if none is kept, or all are being forked."""
         with self._lock:
-            for text, kept in list(self._kept.items()):
-                if not kept.is_forked:
-                    return self._kept.pop(text, None)
-            return None
+            kept = [text for text, its in list(self._kept.items()) if not its.is_forked]
+            state = self._pop_free(kept[0]) if kept else None
+        if state is not None:
+            state.close()
+        return state is not None
 
     def _close_pruned(self) -> None:
         with self._lock:

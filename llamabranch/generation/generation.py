@@ -153,6 +153,11 @@ class Drafting:
         """Free the draft state that is kept for ``text``, if there is one."""
         self._states.forget(text)
 
+    def forget_all(self) -> None:
+        """Free all draft states that are kept."""
+        while self._states.forget_oldest():
+            pass
+
 
 class Generation:
     """A running generation: an iterator of :class:`Produced`, with the text and tokens so far.
@@ -302,7 +307,7 @@ def _run(
                             is_over = output.finish_reason is not None
                             text.end_at(base + len(output.tokens), decodes=is_over)
                 finally:
-                    drafting.close(running, keep=release is None)
+                    drafting.close(running, keep=release is None and not is_changed)
         except LlamaBranchError as error:
             held = output.break_off("capacity" if isinstance(error, CapacityError) else None)
             if held is not None and is_consumed:  # a generator that is being closed may not yield

@@ -215,3 +215,33 @@ def test_forks_share_what_is_learned_about_a_drafter(ctx: Context, draft_ctx: Co
             again.finish()
         assert again.drafting.stats.num_emitted_tokens == len(first.tokens) + len(again.tokens)
         assert draft_ctx.usage().cells_used < 2 * n_read  # the beginning was read once
+
+
+def test_state_of_a_text_that_was_changed_at_the_end_is_not_kept(
+    ctx: Context, draft_ctx: Context
+) -> None:
+    """It would draft for other tokens: the next generation has drafts as good as a new text's."""
+    drafter, config = lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=3, rule="seeded")
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+        for n, _ in enumerate(branch.generate(drafter=drafter, config=config), 1):
+            if n == 12:
+                branch.rewind(branch.position - 6)
+                branch.extend([99, 98, 97])
+                break
+        with Branch.start(ctx, branch.tokens, sampling=WARM) as other:
+            alone = other.generate(20, drafter=drafter, config=config).finish()
+        found = branch.generate(20, drafter=drafter, config=config).finish()
+        assert found.tokens == alone.tokens
+        assert found.stats.num_accepted_tokens == alone.stats.num_accepted_tokens
+
+
+def test_a_drafter_for_each_call_takes_no_more_sequences_than_one(
+    ctx: Context, draft_ctx: Context
+) -> None:
+    config = SpeculativeConfig(draft_k=3)
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+        for _ in range(12):
+            found = branch.generate(5, drafter=lb.ModelDrafter(draft_ctx), config=config).finish()
+            assert found.stats.num_drafts > 0
+            assert draft_ctx.n_seq_free >= 7
+            branch.rewind(branch.n_prompt)

@@ -33,11 +33,9 @@ let count = 0;
 const tab = Math.random().toString(36).slice(2, 10);
 const pause = (/** @type {number} */ ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-/**
- * Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
+/** Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
  * server refuses is told in the footer, and the answer is null.
- * @param {string} op @param {Record<string, any>} [fields] @returns {Promise<any>}
- */
+ * @param {string} op @param {Record<string, any>} [fields] @returns {Promise<any>} */
 export async function act(op, fields = {}) {
   const body = JSON.stringify({ cid: `${tab}-${Date.now().toString(36)}-${count++}`, op, ...fields });
   for (let wait = 250; ; wait = Math.min(4000, 2 * wait)) {
@@ -75,10 +73,8 @@ export async function fetchDoc() {
 /** @type {Set<string>} */
 const fetching = new Set();
 
-/**
- * Fetch tokens of a path, with the ten most probable at each place if it is asked for.
- * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top]
- */
+/** Fetch tokens of a path, with the ten most probable at each place if it is asked for.
+ * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top] */
 export async function fetchPath(node, from, n, top) {
   const key = `${node}:${from}:${top}`;
   if (fetching.has(key)) return;

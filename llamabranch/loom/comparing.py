@@ -18,7 +18,7 @@ from .pair import Place, read_pair, same_vocabulary, spans, totals, write_pair
 __all__ = ["compare"]
 
 _NO_MODEL = "there is no second model: llamabranch open MODEL --compare MODEL2"
-_UNEQUAL = "the models have different tokenizers"
+_UNEQUAL = "The models have different tokenizers"
 
 
 async def compare(loom: Loom, do: Do, node: Node, at: int) -> dict[str, object]:

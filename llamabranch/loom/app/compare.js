@@ -37,18 +37,19 @@ function secondPath() {
 }
 
 /** Spans between common byte boundaries: bits under A and under B. @param {Record<string, any>} compare */
-function spanTable({ spans, totals, why, at }) {
+function spanTable({ spans, totals, why }) {
   const c = shownPath();
   return [
     h("p", { class: "dim" }, why),
     h("p", {}, `${totals.bytes} bytes: A ${short(totals.bpbA)}, B ${short(totals.bpbB)} bits per byte.`),
+    h("p", { class: "dim" }, "Bits of each span. Underlined: the most probable next texts differ after it."),
     h("table", { class: "spans" },
       h("thead", {}, h("tr", {}, ["span", "A", "B", "B − A"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, spans.slice(0, 400).map((/** @type {any} */ [[begin, end], , , [bitsA, bitsB], agree]) =>
         h("tr", { class: agree === false ? "apart" : "" },
           h("th", { scope: "row" }, label(c.text.slice(begin, end).join(""))), h("td", {}, short(bitsA)),
-          h("td", {}, short(bitsB)), h("td", {}, `${bitsB > bitsA ? "+" : ""}${short(bitsB - bitsA)}`))))),
-    at > 0 && h("p", { class: "dim" }, `from token ${at} on`),
+          h("td", {}, short(bitsB)), h("td", {}, bitsA == null || bitsB == null ? "–"
+            : (bitsB < bitsA ? "−" : "+") + short(Math.abs(bitsB - bitsA))))))),
   ];
 }
 
@@ -101,9 +102,9 @@ export function startCompare() {
   listeners.push((name, { op, state, result }) => {
     if (name !== "job" || op !== "compare" || state !== "done" || !result) return;
     const told = [];
-    if (result.kl != null) told.push(`mean KL(A, B) ${short(result.kl)} nats`, `top token the same in ${short(100 * result.same)} %`);
-    if (result.first_greedy != null) told.push(`the most probable token differs first at ${result.first_greedy}`);
-    if (result.first_seed != null) told.push(`with A's seed B draws another token first at ${result.first_seed}`);
+    if (result.kl != null) told.push(`mean KL(A, B) ${short(result.kl)} nats`, `same top token ${short(100 * result.same)} %`);
+    if (result.first_greedy != null) told.push(`another one first at ${result.first_greedy}`);
+    if (result.first_seed != null) told.push(`with A's seed B draws another token at ${result.first_seed}`);
     tell(visible(`${result.n} tokens compared${told.length ? ": " + told.join(", ") : ""}.`));
     redraw(["compare"]);
   });

@@ -311,7 +311,7 @@ function fillBox(card) {
 function drawCards() {
   const { A, B } = store.doc.models;
   $("card-draft").textContent = A?.draft === "none" ? "Start with --draft auto." : "A small model guesses, the large one accepts or rejects.";
-  $("card-models").textContent = B ? `${visible(A?.name)} and ${visible(B.name)} on one text.` : "llamabranch open --compare MODEL2";
+  $("card-models").textContent = B ? `${visible(A?.name)} and ${visible(B.name)} on one text.` : "Start with --compare MODEL2.";
 }
 
 function widen(/** @type {string} */ side, /** @type {number} */ width) {

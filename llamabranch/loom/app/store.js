@@ -111,7 +111,7 @@ export function putDoc(doc) {
   const columns = Object.entries(doc.nodes);
   doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {
     const node = Object.fromEntries(columns.map(([name, column]) => [name, column[i]]));
-    const { tokens, rounds, compares, n, known } = old.get(id) ?? { n: -1 };
+    const { tokens, rounds, compares, n, known } = old.get(id) ?? /** @type {Loose} */ ({});
     putNode({ ...node, note: doc.notes?.[id] ?? "", kl: doc.kl?.[id] ?? null,
       ...(n === node.n && known === node.known ? { tokens, rounds, compares } : {}) });
   });

@@ -6,10 +6,9 @@ python -m benchmarks.record_tree [MODEL]
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 import llamabranch as lb
-from llamabranch.cli.trees import LEGEND, drawn_tree
+from llamabranch.cli.trees import LEGEND, drawn_tree, tree_of
 from llamabranch.pictures import Token, TreeLine
 
 from .record_demo import PICTURE, recorder, save
@@ -30,7 +29,7 @@ def main() -> None:
         texts = [list(fork.generate(N_TOKENS, stop=[".", "\n"])) for fork in forks]
         n_prompt = root.position
     console = recorder(COLUMNS)
-    console.print(drawn_tree(TreeLine([Token(PROMPT)], children=_below(texts)), longest=200))
+    console.print(drawn_tree(TreeLine([Token(PROMPT)], children=tree_of(texts)), longest=200))
     console.print(
         f"\n{N_FORKS} forks: the {n_prompt} tokens of the prompt are read once, no K/V is copied. "
         + LEGEND,
@@ -40,23 +39,6 @@ def main() -> None:
     save(
         console, "llamabranch: eight forks of a prompt, SmolLM2-135M", PICTURE.with_name("tree.svg")
     )
-
-
-def _below(texts: Sequence[Sequence[lb.Produced]]) -> list[TreeLine]:
-    """Return texts that begin alike as one line up to where they part; the most probable comes first."""
-    groups: dict[int, list[Sequence[lb.Produced]]] = {}
-    for text in texts:
-        if text:
-            groups.setdefault(text[0].token, []).append(text)
-    lines = []
-    for group in sorted(groups.values(), key=lambda group: -group[0][0].logprob):
-        n = 1
-        while all(len(text) > n and text[n].token == group[0][n].token for text in group):
-            n += 1
-        below = _below([text[n:] for text in group]) if len(group) > 1 else []
-        shown = group[0] if len(group) == 1 else group[0][:n]
-        lines.append(TreeLine([Token(each.text, each.logprob) for each in shown], children=below))
-    return lines
 
 
 if __name__ == "__main__":

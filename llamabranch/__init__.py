@@ -11,8 +11,4 @@ from .lazy import attach
 
 __version__ = "0.3.0"
 
-_GONE = {
-    "proofs": "first_divergence is in llamabranch.bench; rule_error, with which a rule is proved "
-    "lossless, in benchmarks/rule_error.py of the source",
-}
-__getattr__, __dir__, __all__ = attach(__name__, __file__, _GONE)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

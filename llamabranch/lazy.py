@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -15,7 +15,7 @@ __all__ = ["attach"]
 
 
 def attach(
-    package: str, file: str, gone: Mapping[str, str] | None = None
+    package: str, file: str
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
 
@@ -23,7 +23,6 @@ def attach(
         package: its ``__name__``.
         file: its ``__file__``; the stub is beside it: ``from .module import name as name`` (of ``.``: a
             module), and ``name: type`` for what the package itself defines.
-        gone: names that it had once, and where to look for what they were.
     """
     stub = ast.parse(Path(file).with_name("__init__.pyi").read_text(encoding="utf-8"))
     own: list[str] = []
@@ -39,8 +38,7 @@ def attach(
     def get(name: str) -> object:
         module = modules.get(name)
         if module is None and name not in packages:
-            where = f": {gone[name]}" if gone and name in gone else ""
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{where}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value: object = import_module(module or f".{name}", package)
         if module is not None and module != f".{name}":
             value = getattr(value, name)

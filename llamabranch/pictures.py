@@ -17,15 +17,12 @@ __all__ = [
     "Token",
     "TreeLine",
     "bars",
-    "coloured",
     "tokens_picture",
     "tree",
     "visible",
 ]
 
 MOST_TOKENS = 2000  # of one picture; the last ones are shown
-_HIGH_ENTROPY = 5.0  # nats: the full colour
-
 _BOX = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
 _DIM = "opacity:.65"
 _SOURCES = {
@@ -34,7 +31,6 @@ _SOURCES = {
     "bonus": ("rgba(0,150,199,.45)", "bonus"),
     "corrected": ("rgba(219,148,0,.48)", "corrected by the target"),
 }
-_WAYS = ("source", "probability", "entropy")
 
 
 class Emitted(Protocol):
@@ -99,35 +95,16 @@ class TreeLine:
 
 
 def tokens_picture(tokens: Sequence[Emitted], *, prompt: str = "", caption: str = "") -> str:
-    """Return a text whose tokens are coloured, and the same text coloured in other ways to unfold.
-
-    By source where something was drafted, else by probability; in the other ways as far as the numbers
-    are known.
-    """
-    ways = [way for way in _WAYS if any(_is_known(token, way) for token in tokens)]
-    parts = [_caption(caption)] if caption else []
-    parts.append(coloured(tokens, ways[0] if ways else "", prompt=prompt))
-    for way in ways[1:]:
-        parts.append(
-            f'<details><summary style="{_DIM}">by {way}</summary>'
-            f"{coloured(tokens, way, prompt=prompt)}</details>"
-        )
-    return f"<div>{''.join(parts)}</div>"
-
-
-def coloured(tokens: Sequence[Emitted], by: str, *, prompt: str = "") -> str:
-    """Return a text whose tokens have the colour of their "source", "probability" or "entropy"."""
+    """Return a text whose tokens are coloured: by source where something was drafted, else by
+    probability."""
     shown = tokens[-MOST_TOKENS:]
     if len(shown) < len(tokens):
         prompt = f"... ({len(tokens) - len(shown)} tokens before)"
-    spans = [f'<span style="{_DIM}">{_text(prompt)}</span>'] if prompt else []
-    for token in shown:
-        colour = _colour(token, by)
-        style = f' style="background:{colour};border-radius:2px"' if colour else ""
-        title = _title(token)
-        told = f' title="{title}"' if title else ""
-        spans.append(f"<span{style}{told}>{_text(token.text)}</span>")
-    return f'<div style="{_BOX}">{"".join(spans)}</div>{_legend(by)}'
+    by_source = any(token.source in _SOURCES for token in tokens)
+    text = f'<span style="{_DIM}">{_text(prompt)}</span>' if prompt else ""
+    text += "".join(_span(token, by_source) for token in shown)
+    keys = list(_SOURCES.values()) if by_source else _PROBABILITIES
+    return f'<div>{_caption(caption)}<div style="{_BOX}">{text}</div>{_legend(keys)}</div>'
 
 
 def bars(rows: Iterable[tuple[str, float]], *, caption: str = "") -> str:
@@ -145,101 +122,60 @@ def bars(rows: Iterable[tuple[str, float]], *, caption: str = "") -> str:
             f'width:{width:.2f}%;min-width:1px"></div></td></tr>'
         )
     return (
-        f"<div>{_caption(caption) if caption else ''}"
+        f"<div>{_caption(caption)}"
         '<table style="font-family:monospace;border-collapse:collapse;border:0;background:none">'
         f"{''.join(lines)}</table></div>"
     )
 
 
 def tree(roots: Sequence[TreeLine], *, caption: str = "") -> str:
-    """Return an indented tree; tokens are coloured by their probability, pruned branches unfold.
+    """Return an indented tree whose tokens are coloured by their probability; pruned branches are dim.
 
     A percentage is the probability of the token that a line begins with.
     """
     body = "".join(map(_tree_line, roots)) or f'<div style="{_DIM}">no branches</div>'
-    return f"<div>{_caption(caption) if caption else ''}{body}{_legend('probability')}</div>"
+    return f"<div>{_caption(caption)}{body}{_legend(_PROBABILITIES)}</div>"
 
 
 def _tree_line(line: TreeLine) -> str:
-    """Return a line and what is below it; what alone continues it follows in the same paragraph."""
-    p = line.probability
-    parts = [f'<span style="{_DIM}">{100 * p:.0f} %</span> '] if not math.isnan(p) else []
-    while True:
-        parts += [
-            f'<span style="background:{_colour(token, "probability") or "none"};border-radius:2px"'
-            f' title="{_title(token)}">{_text(token.text)}</span>'
-            for token in line.tokens[-MOST_TOKENS:]
-        ]
-        pruned = [child for child in line.children if child.status == "pruned"]
-        going_on = [child for child in line.children if child.status != "pruned"]
-        if pruned or line.n_hidden:
-            parts.append(_unfolding(pruned, line.n_hidden))
-        if len(going_on) != 1 or math.isnan(p) or line.status == "finished":
-            break
-        (line,) = going_on
-    if line.figures:
-        parts.append(f' <span style="{_DIM}">{_text(line.figures)}</span>')
-    below = "".join(map(_tree_line, going_on))
-    if below:
-        below = (
-            '<div style="margin-left:.5em;padding-left:1em;border-left:1px solid rgba(128,128,128,.6)">'
-            f"{below}</div>"
-        )
-    return f'<div style="{_BOX}">{"".join(parts)}</div>{below}'
+    """Return a line and what is below it."""
+    p, figures = line.probability, [line.figures] if line.figures else []
+    if line.n_hidden:
+        figures.append(f"{line.n_hidden} more pruned along it")
+    start = "" if math.isnan(p) else f'<span style="{_DIM}">{100 * p:.0f} %</span> '
+    text = "".join(_span(token, False) for token in line.tokens[-MOST_TOKENS:])
+    told = f' <span style="{_DIM}">{_text(", ".join(figures))}</span>' if figures else ""
+    below = "".join(map(_tree_line, line.children))
+    style = f"{_BOX};{_DIM}" if line.status == "pruned" else _BOX
+    indent = "margin-left:.5em;padding-left:1em;border-left:1px solid rgba(128,128,128,.6)"
+    return f'<div style="{style}">{start}{text}{told}<div style="{indent}">{below}</div></div>'
 
 
-def _unfolding(pruned: Sequence[TreeLine], n_hidden: int) -> str:
-    """Return the branches that were pruned at a place, to unfold there."""
-    listed = "".join(map(_tree_line, pruned))
-    more = f"<div>and {n_hidden} more</div>" if n_hidden else ""
-    return (
-        f'<details style="display:inline-block;vertical-align:top;{_DIM}"><summary style="display:inline;'
-        f'cursor:pointer;font-size:85%" title="{len(pruned) + n_hidden} pruned"> '
-        f"[+{len(pruned) + n_hidden}]</summary>"
-        f'<div style="margin-left:2em">{listed}{more}</div></details>'
-    )
-
-
-def _is_known(token: Emitted, way: str) -> bool:
-    if way == "source":
-        return token.source in _SOURCES
-    return not math.isnan(token.logprob if way == "probability" else token.entropy)
-
-
-def _colour(token: Emitted, by: str) -> str:
-    if by == "source":
-        return _SOURCES.get(token.source, ("", ""))[0]
-    if by == "probability" and not math.isnan(token.logprob):
-        return _fading("230,80,30", 1.0 - math.exp(min(0.0, token.logprob)))
-    if by == "entropy" and not math.isnan(token.entropy):
-        return _fading("64,110,230", min(1.0, token.entropy / _HIGH_ENTROPY))
-    return ""
-
-
-def _fading(rgb: str, amount: float) -> str:
-    return f"rgba({rgb},{0.6 * amount:.2f})" if amount >= 0.01 else ""
-
-
-def _title(token: Emitted) -> str:
-    told = []
+def _span(token: Emitted, by_source: bool) -> str:
+    """Return a token with its colour; what is known of it is told where the pointer is."""
+    colour, told = "none", []
     if not math.isnan(token.logprob):
-        told.append(f"p = {math.exp(min(0.0, token.logprob)):.3g}")
+        p = math.exp(min(0.0, token.logprob))
+        colour = colour if by_source else _fading(p)
+        told.append(f"p = {p:.3g}")
     if not math.isnan(token.entropy):
         told.append(f"entropy {token.entropy:.2f} nats")
     if token.source in _SOURCES:
-        told.append(_SOURCES[token.source][1])
-    return _text(", ".join(told))
+        of_source, name = _SOURCES[token.source]
+        colour = of_source if by_source else colour
+        told.append(name)
+    style = f"background:{colour};border-radius:2px"
+    return f'<span style="{style}" title="{", ".join(told)}">{_text(token.text)}</span>'
 
 
-def _legend(by: str) -> str:
-    if by == "source":
-        keys = list(_SOURCES.values())
-    elif by == "probability":
-        keys = [(_fading("230,80,30", 1.0 - p), f"p = {p:g}") for p in (0.9, 0.5, 0.01)]
-    elif by == "entropy":
-        keys = [(_fading("64,110,230", h / _HIGH_ENTROPY), f"{h:g} nats") for h in (0.5, 2.0, 5.0)]
-    else:
-        return ""
+def _fading(p: float) -> str:
+    return f"rgba(230,80,30,{0.6 * (1.0 - p):.2f})"
+
+
+_PROBABILITIES = [(_fading(p), f"p = {p:g}") for p in (0.9, 0.5, 0.01)]
+
+
+def _legend(keys: Iterable[tuple[str, str]]) -> str:
     marks = "".join(
         f'<span style="background:{colour};border-radius:2px;padding:0 .4em;margin-right:.6em">'
         f"{label}</span>"
@@ -249,7 +185,7 @@ def _legend(by: str) -> str:
 
 
 def _caption(text: str) -> str:
-    return f'<div style="{_DIM}">{_text(text)}</div>'
+    return f'<div style="{_DIM}">{_text(text)}</div>' if text else ""
 
 
 def _text(text: str) -> str:

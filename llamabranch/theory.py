@@ -10,50 +10,24 @@ units of a target decode of one token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from .arguments import bounded, real, whole
 from .errors import ConfigError
 
-if TYPE_CHECKING:
-    from .sampling import Distribution
-
 __all__ = [
-    "Prediction",
     "VerifyCost",
     "accepted_share",
     "best_draft_length",
     "expected_tokens",
-    "match_probability",
-    "naive_speedup",
-    "overlap",
     "per_token_acceptance",
     "speedup",
-    "table",
 ]
 
 VerifyCost = float | Callable[[int], float]
 
 _SUMMED = 1000  # draft lengths up to this are summed term by term, longer ones by the closed form
 _LONGEST = 2**53  # beyond this a float cannot represent every integer
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The prediction for ``draft_length`` tokens per round, each accepted with ``acceptance``.
-
-    ``speedups[i]`` belongs to ``draft_costs[i]``; ``naive`` is :func:`naive_speedup`.
-    """
-
-    acceptance: float
-    draft_length: int
-    expected_tokens: float
-    accepted_share: float
-    naive: float
-    draft_costs: tuple[float, ...]
-    speedups: tuple[float, ...]
 
 
 def expected_tokens(a: float, gamma: int) -> float:
@@ -135,69 +109,6 @@ def best_draft_length(a: float, c: float, v: VerifyCost = 1.0, limit: int = 16) 
     """
     limit = whole("a limit of draft lengths", limit, 0)
     return max(range(limit + 1), key=lambda gamma: speedup(a, gamma, c, v))
-
-
-def naive_speedup(a: float, gamma: int) -> float:
-    """Return 1 / (1 - a + a / gamma), Amdahl's law: too simple here, see ``docs/theory.md``.
-
-    Raises:
-        ConfigError: ``a`` outside 0 to 1, or ``gamma`` below 1.
-    """
-    _check(a, gamma, least=1)
-    return 1.0 / (1.0 - a + a / gamma)
-
-
-def table(
-    acceptances: Sequence[float] = (0.7, 0.8),
-    draft_lengths: Sequence[int] = (4, 8),
-    draft_costs: Sequence[float] = (0.05, 0.10, 0.20),
-    v: VerifyCost = 1.0,
-) -> list[Prediction]:
-    """Return a prediction for each draft length >= 1 and acceptance, in that order.
-
-    Raises:
-        ConfigError: a value out of range.
-    """
-    return [
-        Prediction(
-            acceptance=a,
-            draft_length=gamma,
-            expected_tokens=expected_tokens(a, gamma),
-            accepted_share=accepted_share(a, gamma),
-            naive=naive_speedup(a, gamma),
-            draft_costs=tuple(draft_costs),
-            speedups=tuple(speedup(a, gamma, c, v) for c in draft_costs),
-        )
-        for gamma in draft_lengths
-        for a in acceptances
-    ]
-
-
-def overlap(target: Distribution, draft: Distribution) -> float:
-    """Return the probability that the token rule accepts a token drawn from ``draft``: 1 - TV.
-
-    Leviathan et al. 2022 (2211.17192), theorem 3.5; no rule accepts a first token more often.
-    """
-    return 1.0 - target.total_variation(draft)
-
-
-def match_probability(target: Distribution, draft: Distribution) -> float:
-    """Return the probability that both draw the same token with the same noise, as the seeded rule needs.
-
-    sum_x 1 / sum_y max(p_y/p_x, q_y/q_x), Daliri et al. 2024 (2408.07978); it is at least
-    (1 - TV) / (1 + TV). Sorted by p/q, the maxima are p's above x and q's up to it: O(K log K).
-    """
-    import numpy as np  # the formulas without distributions do not need it
-
-    in_draft = draft.at(target.ids)
-    p, q = target.probs[in_draft > 0.0], in_draft[in_draft > 0.0]
-    order = np.argsort(p / q)
-    p, q = p[order], q[order]
-    p_alone = target.probs[in_draft == 0.0].sum()  # ratio p/q infinite: above every x
-    q_alone = draft.probs[target.at(draft.ids) == 0.0].sum()  # ratio zero: below every x
-    p_above = p_alone + np.append(np.cumsum(p[:0:-1])[::-1], 0.0)[: len(p)]
-    q_up_to = q_alone + np.cumsum(q)
-    return float((1.0 / (p_above / p + q_up_to / q)).sum())
 
 
 def _check(a: float, gamma: int, least: int = 0) -> None:

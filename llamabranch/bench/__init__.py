@@ -2,14 +2,12 @@
 
 timing.py     samples, interleaved runs, medians, spread, ratios and their confidence intervals
 machine.py    the machine that was measured on: processor, load, build
-workloads.py  one timed generation, plain or speculative
-costs.py      the time inside llama.cpp; v(n) and c
+workloads.py  what is timed: generations, the time inside llama.cpp; v(n) and c
 pair.py       which draft length and rule is the fastest for a target with its drafter
 divergence.py where two texts that should be equal first differ, and whether rounding explains it
 """
 
 from ..profile import profile_problem
-from .costs import DecodeClock, draft_cost, verify_costs, verify_times
 from .divergence import Divergence, first_divergence
 from .machine import Machine, free_memory_bytes, load_average, processor_flags, profile_in_use
 from .pair import Cell, PairBench, PairReport, Sweep
@@ -24,7 +22,15 @@ from .timing import (
     Work,
     interleave,
 )
-from .workloads import plain, seed_of, speculative
+from .workloads import (
+    DecodeClock,
+    draft_cost,
+    plain,
+    seed_of,
+    speculative,
+    verify_costs,
+    verify_times,
+)
 
 __all__ = [
     "Cell",

@@ -12,15 +12,6 @@ from pathlib import Path
 from ..native import available_cores, engine_versions, system_info
 from ..profile import profile_path
 
-__all__ = [
-    "Machine",
-    "free_memory_bytes",
-    "load_average",
-    "processor_flags",
-    "processor_name",
-    "profile_in_use",
-]
-
 
 def load_average() -> float | None:
     """Return the load average of the last minute; None where the system has none."""
@@ -99,29 +90,26 @@ def _count(n: int, noun: str) -> str:
 
 def processor_name() -> str:
     """Return the processor's name as the system has it, "unknown" if it has none."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "unknown"
+    found = _values("/proc/cpuinfo", "model name")
+    return found or platform.processor() or platform.machine() or "unknown"
 
 
 def processor_flags() -> frozenset[str]:
     """Return what instructions the processor has, in Linux's names; empty where it does not tell."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return frozenset(value.split())
-    return frozenset()
+    return frozenset(_values("/proc/cpuinfo", "flags", "Features").split())
 
 
 def free_memory_bytes() -> int | None:
     """Return how much memory programs can still get, None where the system does not tell."""
+    found = _values("/proc/meminfo", "MemAvailable")
+    return int(found.split()[0]) * 1024 if found else None
+
+
+def _values(path: str, *names: str) -> str:
+    """Return what one of Linux's files says first of one of ``names``; "" if nothing."""
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text("utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+        for line in Path(path).read_text("utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in names:
+                return value.strip()
+    return ""

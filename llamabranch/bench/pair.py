@@ -12,11 +12,8 @@ from ..errors import DecodeInterruptedError
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
 from ..speculative.profile import keep_decode_times
-from .costs import draft_cost, verify_times
 from .timing import Interval, Maker, Series, Spread, Stopped, interleave
-from .workloads import never, plain, speculative
-
-__all__ = ["Cell", "PairBench", "PairReport", "Sweep"]
+from .workloads import draft_cost, never, plain, speculative, verify_times
 
 RULES = ("seeded", "token", "block")
 _PLAIN = "plain"
@@ -211,13 +208,9 @@ class PairBench:
         progress: Callable[[str], None] = lambda text: None,
         stop: Callable[[], bool] = never,
     ) -> None:
-        self._target = target
-        self._drafter = drafter
-        self._prompts = prompts
-        self._sampling = sampling
-        self._sweep = sweep or Sweep()
-        self._progress = progress
-        self._stop = stop
+        self._target, self._drafter, self._prompts = target, drafter, prompts
+        self._sampling, self._sweep = sampling, sweep or Sweep()
+        self._progress, self._stop = progress, stop
 
     def run(self) -> PairReport:
         """Measure v(n), all lengths, the rules at the best length and at "auto"; then the best one again.
@@ -255,27 +248,24 @@ class PairBench:
         )
         return cells[0] if cells else None
 
+    @property
+    def _longest(self) -> int:
+        return max((k for k in self._sweep.lengths if isinstance(k, int)), default=1)
+
     def _verify_times(self) -> dict[int, list[float]]:
-        target = self._target
+        target, longest = self._target, self._longest
         if not target.capabilities.can_truncate:
             return {}
-        longest = max((k for k in self._sweep.lengths if isinstance(k, int)), default=1)
-        sizes = range(1, longest + 2)
         self._progress(f"a target decode of 1 to {longest + 1} tokens")
         n_prefix = max(1, min(128, target.n_ctx_seq - longest - 2))
         return verify_times(
-            target,
-            sizes,
-            n_prefix=n_prefix,
-            repeats=_N_REPEATS,
-            least_s=self._sweep.verify_s,
-            stop=self._stop,
-        )
+            target, range(1, longest + 2), n_prefix=n_prefix, repeats=_N_REPEATS,
+            least_s=self._sweep.verify_s, stop=self._stop,
+        )  # fmt: skip
 
     def _warm_up(self) -> None:
         self._progress("warming up")
-        longest = max((k for k in self._sweep.lengths if isinstance(k, int)), default=1)
-        for maker in self._makers([(longest, "seeded")] if self._drafter else [], 8).values():
+        for maker in self._makers([(self._longest, "seeded")] if self._drafter else [], 8).values():
             maker(-1)(0)
 
     def _measure(
@@ -287,7 +277,8 @@ class PairBench:
     ) -> tuple[Series, list[Cell]]:
         makers = self._makers(settings, self._sweep.n_tokens)
         found = interleave(
-            {name: _from_run(first_run, maker) for name, maker in makers.items()},
+            makers,
+            first_run=first_run,
             n_runs=self._sweep.n_runs if n_runs is None else n_runs,
             n_items=len(self._prompts),
             warm_up=False,
@@ -310,8 +301,3 @@ class PairBench:
                     target, prompts, n_tokens, sampling, self._drafter, config, stop=stop
                 )
         return makers
-
-
-def _from_run(first: int, maker: Maker) -> Maker:
-    """Return ``maker`` with run numbers, which determine the seeds, that start at ``first``."""
-    return lambda run: maker(first + run)

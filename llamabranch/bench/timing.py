@@ -16,18 +16,6 @@ from dataclasses import dataclass, field
 from ..errors import DecodeInterruptedError
 from ..speculative import SpeculativeStats
 
-__all__ = [
-    "Interval",
-    "Maker",
-    "Sample",
-    "Series",
-    "Spread",
-    "Stopped",
-    "Total",
-    "Work",
-    "interleave",
-]
-
 PAUSE_S = 0.01  # between two methods: the threads of the previous one still spin for a short time
 
 
@@ -54,6 +42,10 @@ Work = Callable[[int], Sample]  # processes the item with that number
 Maker = Callable[[int], Work]  # called at the start of the run with that number: fresh state
 
 
+def _known(found: Spread | Interval) -> dict[str, float | None]:
+    return {name: None if math.isnan(x) else x for name, x in vars(found).items()}
+
+
 @dataclass(frozen=True)
 class Spread:
     """A median with the lowest and the highest value."""
@@ -72,8 +64,7 @@ class Spread:
 
     def as_dict(self) -> dict[str, float | None]:
         """Return it for JSON."""
-        values = {"median": self.median, "low": self.low, "high": self.high}
-        return {name: None if math.isnan(x) else x for name, x in values.items()}
+        return _known(self)
 
 
 @dataclass(frozen=True)
@@ -117,8 +108,7 @@ class Interval:
 
     def as_dict(self) -> dict[str, float | None]:
         """Return it for JSON."""
-        values = {"median": self.median, "low": self.low, "high": self.high, "n": self.n}
-        return {name: None if math.isnan(x) else x for name, x in values.items()}
+        return _known(self)
 
 
 @dataclass
@@ -172,13 +162,8 @@ class Series:
 
     def interval(self, base: Series) -> Interval:
         """Return the speedup over ``base`` from the ratios of single items, which were timed in turns."""
-        return Interval.of(
-            [
-                mine.rate / theirs.rate
-                for my_run, their_run in zip(self.runs, base.runs, strict=True)
-                for mine, theirs in zip(my_run.samples, their_run.samples, strict=True)
-            ]
-        )
+        ours, theirs = ([s for run in each.runs for s in run.samples] for each in (self, base))
+        return Interval.of([a.rate / b.rate for a, b in zip(ours, theirs, strict=True)])
 
     @property
     def stats(self) -> SpeculativeStats:
@@ -205,13 +190,9 @@ class Series:
 
     def same_texts(self, other: Series) -> tuple[int, int]:
         """Return how many texts have exactly the tokens of ``other``, and how many were compared."""
-        same = compared = 0
-        for mine, theirs in zip(self.runs, other.runs, strict=True):
-            for a, b in zip(mine.texts, theirs.texts, strict=True):
-                if a is not None and b is not None:
-                    compared += 1
-                    same += a == b
-        return same, compared
+        ours, theirs = ([t for run in each.runs for t in run.texts] for each in (self, other))
+        pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if None not in (a, b)]
+        return sum(a == b for a, b in pairs), len(pairs)
 
 
 def show_progress(text: str) -> None:
@@ -226,14 +207,15 @@ def interleave(
     n_runs: int,
     n_items: int,
     budget_s: float = math.inf,
-    pause_s: float = PAUSE_S,
+    first_run: int = 0,
     warm_up: bool = True,
     progress: Callable[[str], None] = show_progress,
 ) -> dict[str, Series]:
     """Time all methods on the same items, in turns.
 
     Each first warms up on item 0, untimed and with separate state. A run gives every item to every
-    method, in order and, for every other item, in reverse order. Each run starts with fresh state. If
+    method, in order and, for every other item, in reverse order. Each run starts with fresh state; their
+    numbers, which determine the seeds, begin with ``first_run``. If
     a ``Work`` raises ``Stopped`` or its decode is interrupted, the result holds only the items that all
     methods completed. No run begins after the timed work has taken ``budget_s`` seconds.
     """
@@ -245,14 +227,14 @@ def interleave(
         for run in range(n_runs):
             if sum(each.seconds for each in series.values()) >= budget_s:
                 break
-            works = {name: maker(run) for name, maker in makers.items()}
+            works = {name: maker(first_run + run) for name, maker in makers.items()}
             totals = {name: Total() for name in makers}
             for item in range(n_items):
                 progress(f"run {run + 1} of {n_runs}, {item + 1} of {n_items}")
                 order = list(works) if (run + item) % 2 == 0 else list(reversed(works))
                 samples = {}
                 for name in order:
-                    time.sleep(pause_s)
+                    time.sleep(PAUSE_S)
                     samples[name] = works[name](item)
                 for name, total in totals.items():
                     total.add(samples[name])

@@ -1,17 +1,16 @@
-"""One timed generation, plain or speculative; the prefill of the target is never timed."""
+"""What is timed: a generation, plain or speculative, without its prompt; decodes of n tokens, v(n); c."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 
-from ..branch import Branch
+from ..branch import Branch, Produced
 from ..context import Context
+from ..context.decoder import DecodeHook
 from ..sampling import SamplingParams
-from ..speculative import Drafter, SpeculativeConfig, Speculator
-from .timing import Maker, Sample, Stopped, Work
-
-__all__ = ["plain", "seed_of", "speculative"]
+from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats, Speculator
+from .timing import Maker, Sample, Spread, Stopped, Work
 
 Prompts = Sequence[Sequence[int]]  # token ids
 
@@ -26,6 +25,16 @@ def never() -> bool:
     return False
 
 
+def _timed(tokens: Iterable[Produced], stop: Callable[[], bool]) -> tuple[tuple[int, ...], float]:
+    """Return the tokens of a generation, and how many seconds they took."""
+    found, start = [], perf_counter()
+    for produced in tokens:
+        found.append(produced.token)
+        if stop():
+            raise Stopped
+    return tuple(found), perf_counter() - start
+
+
 def plain(
     ctx: Context,
     prompts: Prompts,
@@ -38,16 +47,10 @@ def plain(
 
     def make(run: int) -> Work:
         def work(item: int) -> Sample:
-            generated = []
             seeded = sampling.replace(seed=seed_of(run, item))
             with Branch.start(ctx, prompts[item], sampling=seeded) as branch:
-                start = perf_counter()
-                for produced in branch.generate(n):
-                    generated.append(produced.token)
-                    if stop():
-                        raise Stopped
-                seconds = perf_counter() - start
-            return Sample(len(generated), seconds, tuple(generated))
+                tokens, seconds = _timed(branch.generate(n), stop)
+            return Sample(len(tokens), seconds, tokens)
 
         return work
 
@@ -72,25 +75,101 @@ def speculative(
     """
 
     def make(run: int) -> Work:
-        speculator = Speculator(ctx, drafter(), config)
+        kept = Speculator(ctx, drafter(), config)
 
         def work(item: int) -> Sample:
-            nonlocal speculator
-            if cold:
-                speculator = Speculator(ctx, drafter(), config)
+            speculator = Speculator(ctx, drafter(), config) if cold else kept
             seeded = sampling.replace(seed=seed_of(run, item))
             generation = speculator.generate(prompts[item], max_tokens=n, sampling=seeded)
-            start = perf_counter()
             try:
-                for _ in generation:
-                    if stop():
-                        raise Stopped
+                _, seconds = _timed(generation, stop)
             finally:
                 generation.close()
-            seconds = perf_counter() - start
             tokens = tuple(generation.tokens)
             return Sample(len(tokens), seconds, tokens, generation.stats)
 
         return work
 
     return make
+
+
+# -- decodes -------------------------------------------------------------------------------------------
+
+
+class DecodeClock:
+    """Adds up the seconds of decodes until their logits are there, from ``__enter__`` to ``__exit__``."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._decoder = ctx.decoder
+        self._before: DecodeHook | None = None
+        self.seconds = 0.0
+        self.n_calls = 0
+
+    def __enter__(self) -> DecodeClock:
+        self._before = self._decoder.hook(self._timed)
+        return self
+
+    def _timed(self, decode: Callable[[int], int], n: int) -> int:
+        start = perf_counter()
+        code = decode(n) if self._before is None else self._before(decode, n)
+        self.seconds += perf_counter() - start
+        self.n_calls += 1
+        return code
+
+    def __exit__(self, *_: object) -> None:
+        self._decoder.hook(self._before)
+
+
+def verify_costs(
+    ctx: Context, sizes: Sequence[int], *, n_prefix: int, repeats: int
+) -> dict[int, float]:
+    """Return t(n) in seconds: the median of :func:`verify_times` for each n. v(n) = t(n) / t(1)."""
+    times = verify_times(ctx, sizes, n_prefix=n_prefix, repeats=repeats)
+    return {n: Spread.of(seconds).median for n, seconds in times.items()}
+
+
+def verify_times(
+    ctx: Context,
+    sizes: Sequence[int],
+    *,
+    n_prefix: int,
+    repeats: int,
+    least_s: float = 0.0,
+    stop: Callable[[], bool] = never,
+) -> dict[int, list[float]]:
+    """Return the seconds of decodes of n tokens of one sequence, with logits for all of them.
+
+    The sizes take turns, so that a change of the machine's speed affects all; each is decoded ``repeats``
+    times, and more until ``least_s`` seconds have passed. Only the time inside ``llama_decode`` counts.
+
+    Raises:
+        Stopped: ``stop()`` returned True. UnsupportedError: memory that cannot be truncated.
+    """
+    token = ctx.model.eos or 0
+    ctx.decode([token] * n_prefix, 0)
+    times: dict[int, list[float]] = {n: [] for n in sizes}
+    try:
+        with DecodeClock(ctx) as clock:
+            turn, start = 0, perf_counter()
+            while turn < repeats + 2 or perf_counter() - start < least_s:
+                for n in sizes:
+                    # llama.cpp builds a new graph when the shape changes: the second decode is the
+                    # typical one.
+                    for _ in range(2):
+                        before = clock.seconds
+                        ctx.decode([token] * n, n_prefix, logits="all")
+                        seconds = clock.seconds - before
+                        ctx.kv_cache_remove(0, n_prefix)
+                    if stop():
+                        raise Stopped
+                    if turn >= 2:
+                        times[n].append(seconds)
+                turn += 1
+    finally:
+        ctx.kv_cache_clear()
+    return times
+
+
+def draft_cost(stats: SpeculativeStats, step_s: float) -> float:
+    """Return c: seconds of a draft step divided by those of a plain one; nan without drafts."""
+    return stats.draft_step_s / step_s

@@ -5,6 +5,7 @@ A subcommand is imported when it is used: together they need NumPy, llama.cpp an
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from importlib import import_module
 from typing import Annotated, cast
@@ -17,8 +18,6 @@ from llamabranch.startup import quit_interrupted, quit_on_ctrl_c, read_arguments
 from .command import Command, CommandGroup, UsageError, reopen_closed_streams
 from .console import Console, print_json_error
 from .interrupts import EXIT_FAILURE
-
-__all__ = ["COMMANDS", "HIDDEN", "MOVED", "app", "load_command", "main"]
 
 # Each command in the order of --help, with the first sentence of its own help. It is the function of that
 # name in the module of that name. A new command is a line here, and its file.
@@ -51,7 +50,7 @@ MOVED = {
     "inspect": "models show",
     "pull": "models pull",
     "theory": "bench, or llamabranch.theory in Python",
-    "plan": "generate --ray, or llamabranch.scale.JobNumbers in Python",
+    "plan": "generate --ray; benchmarks/plan_job.py of the source",
 }
 
 
@@ -136,6 +135,8 @@ def main() -> None:
     quit_on_ctrl_c()  # until a command begins, and after it has ended
     read_arguments_as_utf8()
     reopen_closed_streams()
+    if sys.stdout is not None:  # None means that it was closed when the process started
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         app()
     except KeyboardInterrupt:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
 import typer
 
-from llamabranch import ConfigError, Context, Drafter, SamplingParams
+import llamabranch as lb
+from llamabranch import ConfigError
 from llamabranch.bench import (
     Machine,
     PairBench,
@@ -19,12 +21,13 @@ from llamabranch.bench import (
 )
 from llamabranch.model import Prompt
 
+from ..loading import LoadOptions
 from .bench_report import BenchReport
 from .bundles import option, with_bundles
-from .console import print_json
+from .console import Console, print_json
 from .drafters import MTP, is_model, make_drafter, note_translation
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
-from .jsonl import InvalidLines
+from .jsonl import report_invalid
 from .options import ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
 
 # A story, instructions, a program, a dialogue: acceptance depends on the kind of text.
@@ -98,35 +101,21 @@ def bench(
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
         params, sweep = sampling.params(models), size.sweep()
-        if any(text.isdecimal() for text in (*(prompts.texts or ()), *(prompts.prompts or ()))):
-            raise ConfigError(
-                "-p is a text to continue, not llama-bench's number of prompt tokens",
-                hint="leave it out to measure drafting on four prompts; -n sets the generated tokens, "
-                "--file a long prompt",
-            )
-        invalid = InvalidLines()
-        given = [request.prompt for request in prompts.requests(params, invalid.add)]
-        invalid.report(console)
-        if prompts.input_file is not None and not given:
-            raise ConfigError(f"{prompts.input_file} has no prompts")
-        texts = given or list(PROMPTS[:1] if size.quick else PROMPTS)
+        texts = _prompts(prompts, params, console) or PROMPTS[: 1 if size.quick else None]
         if problem := profile_problem():
             console.note(
                 f"{profile_in_use()} cannot be written ({problem}): no later run knows these times"
             )
         target_name, drafters = models.resolve(console)
-        load_mtp = MTP in drafters
-        context = models.open(
-            target_name, console, stack, load_mtp=load_mtp, chat_template=chat.template
-        )
+        of_target = LoadOptions(load_mtp=MTP in drafters, chat_template=chat.template)
+        context = models.open(target_name, console, stack, **of_target)
         # Each run gets a new drafter, over the same contexts.
-        contexts: dict[str, Context] = {
+        contexts = {
             name: models.open_draft(name, context, console, stack, {})
-            for name in drafters
-            if is_model(name)
+            for name in filter(is_model, drafters)
         }
 
-        def new_drafter() -> Drafter:
+        def new_drafter() -> lb.Drafter:
             return make_drafter(drafters, contexts.__getitem__)
 
         note_translation(new_drafter(), context.model, console)
@@ -136,7 +125,7 @@ def bench(
             measured = PairBench(
                 context,
                 new_drafter if drafters else None,
-                [_tokens(context, text, chat) for text in texts],
+                [chat.prompt_tokens(context.model, text) for text in texts],
                 params,
                 sweep,
                 progress=console.progress,
@@ -156,7 +145,6 @@ def bench(
             n_tokens=sweep.n_tokens,
             n_runs=sweep.n_runs,
             options=_arguments(sampling, models),
-            profile=profile_in_use(),
         )
         if output.as_json:
             print_json(report.as_json())
@@ -167,11 +155,27 @@ def bench(
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
+def _prompts(prompts: ManyPrompts, params: lb.SamplingParams, console: Console) -> Sequence[Prompt]:
+    """Return the prompts that were given."""
+    if any(text.isdecimal() for text in (*(prompts.texts or ()), *(prompts.prompts or ()))):
+        raise ConfigError(
+            "-p is a text to continue, not llama-bench's number of prompt tokens",
+            hint="leave it out to measure drafting on four prompts; -n sets the generated tokens, "
+            "--file a long prompt",
+        )
+    invalid: list[ConfigError] = []
+    found = [request.prompt for request in prompts.requests(params, invalid.append)]
+    report_invalid(invalid, console)
+    if prompts.input_file is not None and not found:
+        raise ConfigError(f"{prompts.input_file} has no prompts")
+    return found
+
+
 def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
     """Return the options that the setting was measured with, for the command line to use."""
     temperature = sampling.temperature
     given = {
-        "--temp": None if temperature == SamplingParams().temperature else f"{temperature:g}",
+        "--temp": None if temperature == lb.SamplingParams().temperature else f"{temperature:g}",
         "--ctx-size": models.n_ctx,
         "--threads": models.threads,
         "--gpu-layers": models.gpu_layers,
@@ -180,9 +184,3 @@ def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
     }
     found = [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
     return [*found, *(arg for text in models.settings or () for arg in ("-S", text))]
-
-
-def _tokens(context: Context, prompt: Prompt, chat: ChatOptions) -> list[int]:
-    if isinstance(prompt, str):
-        return chat.prompt_tokens(context.model, prompt)
-    return context.model.prompt_tokens(prompt)

@@ -6,22 +6,26 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llamabranch import Context, Model
-from llamabranch.bench import Cell, Machine, PairReport
+from llamabranch.bench import Cell, Machine, PairReport, profile_in_use
 
-from .console import Console, finite
+from .console import Console
 from .formats import base_name, interval_text, machine_text, number, spread_text
 
-__all__ = ["BenchReport"]
+_NOTHING_DRAFTED = (
+    "Inconclusive: nothing was drafted, so all settings are plain decoding and differ by noise. Give "
+    "prompts that the drafter can continue, or another --draft."
+)
 
 
 @dataclass(frozen=True)
 class BenchReport:
     """The measurements of a pair, and the settings and machine they were made with.
 
-    ``machine`` is its state before the measurement, ``load_after`` the load average after it, ``profile``
-    the path of the profile in use.
+    ``machine`` is its state before the measurement, ``load_after`` the load average after it, ``options``
+    those of the command line for the setting to use.
     """
 
     report: PairReport
@@ -36,109 +40,71 @@ class BenchReport:
     n_tokens: int
     n_runs: int
     options: Sequence[str]
-    profile: str | None = None
-
-    # -- the setting to use ------------------------------------------------------------------------
 
     def command(self) -> str | None:
         """Return the command line of the setting to use, None where none is established."""
-        report = self.report
-        arguments = ["llamabranch", "generate", "-m", self.target_name]
-        if report.best is not None:
-            arguments += ["--draft", "+".join(self.drafters)]
-            arguments += ["--draft-max", str(report.best.length)]
-            if self.temperature > 0:
-                arguments += ["-S", f"rule={report.best.rule}"]
-        elif report.verdict == "slower":
+        best, arguments = self.report.best, ["llamabranch", "generate", "-m", self.target_name]
+        if best is not None:
+            arguments += ["--draft", "+".join(self.drafters), "--draft-max", str(best.length)]
+            arguments += ["-S", f"rule={best.rule}"] if self.temperature > 0 else []
+        elif self.report.verdict == "slower":
             arguments += ["--draft", "none"]
         else:
             return None
         return shlex.join([*arguments, *self.options])
 
     def _advice(self) -> str:
-        report = self.report
-        best, verdict = report.best, report.verdict
+        report, found = self.report, self.report.confirmed
         if not self.drafters:
             return "There is no drafter, so there is nothing to choose."
-        if verdict == "nothing compared":
+        if report.verdict == "nothing compared":
             return "Nothing was compared."
-        if verdict == "nothing drafted":
-            return (
-                "Inconclusive: nothing was drafted, so all settings are plain decoding and differ by "
-                "noise. Give prompts that the drafter can continue, or another --draft."
-            )
-        if best is None:
-            return self._no_best(report.confirmed)
-        rule = f" and rule {best.rule}" if self.temperature > 0 else ""
-        same = ", with exactly the text of plain decoding" if best.rule == "seeded" else ""
-        return (
-            f"Best: draft length {best.length}{rule}, {_measured(best)} times plain "
-            f"decoding{same}. Use"
-        )
-
-    def _no_best(self, found: Cell | None) -> str:
+        if report.verdict == "nothing drafted" or (found is not None and not found.drafts):
+            return _NOTHING_DRAFTED
         if found is None:
-            return (
-                f"Inconclusive: the {self._superlative} setting was not measured again before the "
-                "interruption."
-            )
-        setting = f"draft length {found.length} and rule {found.rule}"
-        if not found.drafts:
-            return (
-                f"Inconclusive: {setting} seemed the fastest, but drafted nothing when it was measured "
-                "again. Give prompts that the drafter can continue, or another --draft."
-            )
-        if self.report.verdict == "slower":
-            return (
-                f"Drafting does not pay here: at best, with {setting}, it is {_measured(found)} times "
-                "plain decoding. Use"
-            )
-        n = found.interval.n
+            return "Inconclusive: it was interrupted before the best setting was measured again."
+        n, setting = found.interval.n, f"draft length {found.length} and rule {found.rule}"
+        ends = interval_text(found.interval).replace("-", "no 95 % interval from so few")
+        gain = f"{found.interval.median:.2f} ({ends}) times plain decoding"
+        if report.verdict == "faster":
+            return f"Best: {setting}, {gain}. Use"
+        if report.verdict == "slower":
+            return f"Drafting does not pay here: at best, with {setting}, it is {gain}. Use"
         more = max(4 * self.n_runs, math.ceil(12 / self.n_prompts))
-        complaint = self.machine.complaint(self.n_threads)
+        quiet = self.machine.complaint(self.target.n_threads) or "nothing else running"
         return (
-            f"Inconclusive: with {setting}, the {self._superlative} here, drafting is "
-            f"{_measured(found)} times plain decoding, by {n} {'pair' if n == 1 else 'pairs'} of texts: "
-            f"no setting is named unless all of the interval lies above 1. To decide it, "
-            f"measure more: --runs {more}, longer texts (-n), more prompts"
-            + (f"; {complaint}." if complaint else ", nothing else running on the machine.")
-            + " Until then plain decoding (--draft none) is the safe choice."
+            f"Inconclusive: with {setting} drafting is {gain}, by {n} pair{'s' * (n != 1)} of texts: no "
+            "setting is named unless all of the interval lies above 1. To decide it, measure more: "
+            f"--runs {more}, longer texts (-n), more prompts; {quiet}. Until then plain decoding "
+            "(--draft none) is the safe choice."
         )
-
-    @property
-    def _superlative(self) -> str:
-        """What to call the setting that was chosen: one that is slower than plain is not the fastest."""
-        found = self.report.confirmed or self.report.candidate
-        return "least slow" if found is not None and found.speedup.median < 1 else "fastest"
-
-    @property
-    def n_threads(self) -> int:
-        """The threads that the target decodes with."""
-        return self.target.n_threads
 
     # -- text --------------------------------------------------------------------------------------
 
     def print(self, console: Console) -> None:
         """Print everything that was measured."""
-        report = self.report
-        console.line(self._heading())
+        report, model, n_threads = self.report, self.target.model, self.target.n_threads
+        drafters = " + ".join(map(base_name, self.drafters)) or "none"
+        console.line(
+            f"target {model.name} ({model.n_params / 1e6:.1f}M, {model.file_type}), drafter {drafters}; "
+            f"temperature {self.temperature:g}, {'GPU' if model.on_gpu else 'CPU'}, threads {n_threads}, "
+            f"{self.n_prompts} prompts x {self.n_tokens} tokens, medians of {self.n_runs} runs (lowest "
+            "to highest)"
+        )
         console.line()
-        console.line(machine_text(self.machine, self.load_after, self.n_threads))
-        if self.drafters and self.profile is not None:
-            console.line(f'"auto" begins with the profile {self.profile}.')
-        elif self.drafters:
-            console.line('"auto" uses no profile.')
+        console.line(machine_text(self.machine, self.load_after, n_threads))
+        if self.drafters:
+            console.line(f'"auto" begins with the profile: {profile_in_use() or "none"}')
         if report.t:
             console.line()
-            console.line(
-                f"v(n): a target decode of n tokens over one of 1, which takes "
-                f"{1e3 * report.t[1]:.3f} ms"
+            one = f"which takes {1e3 * report.t[1]:.3f} ms"
+            console.line(f"v(n): a target decode of n tokens over one of 1, {one}")
+            intervals = report.v_intervals.values()
+            lows, highs = (
+                [number(getattr(each, end), 2) for each in intervals] for end in ("low", "high")
             )
-            intervals = report.v_intervals
             rows = [("v(n)", *(f"{v:.2f}" for v in report.v.values()))]
-            for name in ("low", "high"):
-                ends = [number(getattr(each, name), 2) for each in intervals.values()]
-                rows.append((f"95 % {name}", "", *ends))
+            rows += [("95 % low", "", *lows), ("95 % high", "", *highs)]
             console.table(("n", *map(str, report.v)), rows)
         if report.plain.runs:
             console.line()
@@ -148,18 +114,11 @@ class BenchReport:
                 f"A drafted token costs c = {number(report.c, 3)} of a target step and is accepted "
                 f"with probability a = {number(report.a, 2)} when it is tested."
             )
-            rule = " (rule seeded)" if self.temperature > 0 else ""
-            self._table(console, f"Draft lengths{rule}:", report.lengths, "length")
-            self._positions(console)
-        if report.rules:
-            self._table(console, "Rules:", report.rules, "length, rule")
-        if report.confirmed is not None:
-            self._table(
-                console,
-                f"The {self._superlative}, measured again:",
-                [report.confirmed],
-                "length, rule",
-            )
+        rule = " (rule seeded)" if self.temperature > 0 else ""
+        self._table(console, f"Draft lengths{rule}:", report.lengths, with_rule=False)
+        self._table(console, "Rules:", report.rules)
+        confirmed = [] if report.confirmed is None else [report.confirmed]
+        self._table(console, "The best setting, measured again:", confirmed)
         console.line()
         console.line(self._advice())
         command = self.command()
@@ -167,73 +126,45 @@ class BenchReport:
             console.line()
             console.write(f"  {command}\n")
 
-    def _heading(self) -> str:
-        model = self.target.model
-        drafters = " + ".join(map(base_name, self.drafters)) or "none"
-        place = "GPU" if model.on_gpu else "CPU"
-        return (
-            f"target {model.name} ({model.n_params / 1e6:.1f}M, {model.file_type}), drafter "
-            f"{drafters}; temperature {self.temperature:g}, {place}, threads {self.n_threads}, "
-            f"{self.n_prompts} prompts x {self.n_tokens} tokens, medians of {self.n_runs} runs "
-            "(lowest to highest)"
-        )
-
-    def _table(self, console: Console, title: str, cells: Sequence[Cell], first: str) -> None:
-        best, candidate = self.report.best, self.report.candidate
-        rows = []
-        for cell in cells:
-            name = f"{cell.length}" if first == "length" else f"{cell.length}, {cell.rule}"
-            stats = cell.stats
-            rows.append(
-                (
-                    name,
-                    spread_text(cell.series.rate, 1),
-                    spread_text(cell.speedup, 2),
-                    interval_text(cell.interval),
-                    number(self.report.predicted(cell), 2),
-                    number(100 * stats.draft_acceptance_rate, 1, " %"),
-                    number(stats.mean_acceptance_length, 2),
-                    "best" if cell is best else self._superlative if cell is candidate else "",
-                )
+    def _table(
+        self, console: Console, title: str, cells: Sequence[Cell], *, with_rule: bool = True
+    ) -> None:
+        if not cells:
+            return
+        rows = [
+            (
+                f"{cell.length}, {cell.rule}" if with_rule else cell.length,
+                spread_text(cell.series.rate, 1),
+                spread_text(cell.speedup, 2),
+                interval_text(cell.interval),
+                number(self.report.predicted(cell), 2),
+                number(100 * cell.stats.draft_acceptance_rate, 1, " %"),
+                number(cell.stats.mean_acceptance_length, 2),
             )
+            for cell in cells
+        ]
+        columns = (
+            "length, rule" if with_rule else "length", "tokens a second", "x plain", "95 %", "theory",
+            "accepted / drafted", "tokens a round",
+        )  # fmt: skip
         console.line()
         console.line(title)
-        columns = (
-            first, "tokens a second", "x plain", "95 %", "theory", "accepted / drafted",
-            "tokens a round", "",
-        )  # fmt: skip
         console.table(columns, rows)
-
-    def _positions(self, console: Console) -> None:
-        rates = self._longest_rates()
-        if rates:
-            console.line()
-            console.line(
-                "Acceptance rate by position in the draft, of the tokens that were tested:"
-            )
-            columns = ("position", *(str(i + 1) for i in range(len(rates))))
-            console.table(columns, [("accepted", *(number(rate, 2) for rate in rates))])
-
-    def _longest_rates(self) -> list[float]:
-        fixed = self.report.fixed
-        return fixed[-1].stats.conditional_rates_per_pos if fixed else []
 
     # -- JSON --------------------------------------------------------------------------------------
 
-    def as_json(self) -> dict[str, object]:
-        """Return everything, ready for JSON; null for what does not exist."""
-        report, best = self.report, self.report.best
-        answer: dict[str, object] = {
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        report, best, confirmed = self.report, self.report.best, self.report.confirmed
+        names = ("temperature", "n_prompts", "n_tokens", "n_runs")
+        return {
             "target": _described(self.target.model),
             "drafters": list(self.drafters),
             "draft_models": [_described(model) for model in self.draft_models],
-            "temperature": self.temperature,
-            "n_threads": self.n_threads,
+            **{name: getattr(self, name) for name in names},
+            "n_threads": self.target.n_threads,
             "machine": self.machine.as_dict() | {"load_after": self.load_after},
-            "profile": self.profile,
-            "n_prompts": self.n_prompts,
-            "n_tokens": self.n_tokens,
-            "n_runs": self.n_runs,
+            "profile": profile_in_use(),
             "batch_invariant": self.target.capabilities.batch_invariant,
             "interrupted": report.stopped,
             "t1_s": report.t.get(1),
@@ -245,14 +176,13 @@ class BenchReport:
             "lengths": [self._cell(cell) for cell in report.lengths],
             "rules": [self._cell(cell) for cell in report.rules],
             "theory": [{"draft_length": k, "speedup": gain} for k, gain in report.curve()],
-            "confirmed": None if report.confirmed is None else self._cell(report.confirmed),
+            "confirmed": None if confirmed is None else self._cell(confirmed),
             "verdict": report.verdict,
             "best": None if best is None else self._cell(best),
             "command": self.command(),
         }
-        return {key: finite(value) for key, value in answer.items()}
 
-    def _cell(self, cell: Cell) -> dict[str, object]:
+    def _cell(self, cell: Cell) -> dict[str, Any]:
         same, compared = cell.series.same_texts(cell.base)
         return {
             "draft_length": cell.length,
@@ -267,20 +197,7 @@ class BenchReport:
         }
 
 
-def _described(model: Model) -> dict[str, object]:
-    return {
-        "name": model.name,
-        "file": model.path.name,
-        "n_params": model.n_params,
-        "file_type": model.file_type,
-        "bytes": model.size_bytes,
-    }
-
-
-def _measured(cell: Cell) -> str:
-    """Return the speedup with its interval."""
-    interval = cell.interval
-    open_range = (
-        "no 95 % interval from so few" if math.isnan(interval.low) else interval_text(interval)
-    )
-    return f"{interval.median:.2f} ({open_range})"
+def _described(model: Model) -> dict[str, Any]:
+    names = ("name", "n_params", "file_type")
+    about = {name: getattr(model, name) for name in names}
+    return {**about, "file": model.path.name, "bytes": model.size_bytes}

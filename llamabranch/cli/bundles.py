@@ -17,8 +17,6 @@ import typer
 from typer.models import ParameterInfo
 from typing_extensions import get_type_hints  # of Python 3.11: a default of None wraps nothing
 
-__all__ = ["option", "with_bundles"]
-
 T = TypeVar("T")
 
 

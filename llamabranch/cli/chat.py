@@ -18,18 +18,18 @@ from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .chat_session import ChatSession
 from .console import Console, print_json
-from .files import read_text
+from .files import read_standard_input, read_text
 from .interrupts import EXIT_FAILURE
 from .options import (
     TEXT,
-    ChatOptions,
     DraftOptions,
     OutputOptions,
     SamplingOptions,
     limit,
+    read_template,
+    template_option,
     trained_length,
 )
-from .prompts import read_standard_input
 
 _N_CTX = 4096  # unless the model was trained for less
 _N_SEQ_MAX = 16  # turns whose K/V is kept, two for each
@@ -70,13 +70,7 @@ class TurnOptions:
     )
     stop: list[str] | None = option(None, "End an answer at this text; may be repeated.")
     system: str | None = option(None, "The system message.", "--system-prompt", "-sys", first=True)
-    chat_template: str | None = option(
-        None,
-        "A chat template in place of the model's: its text, a file of it, or the name of one of "
-        "llama.cpp's own, such as chatml.",
-        *("--chat-template", "--chat-template-file"),
-        metavar="JINJA|FILE|NAME",
-    )
+    chat_template: str | None = template_option()
 
     @property
     def is_interactive(self) -> bool:
@@ -84,11 +78,7 @@ class TurnOptions:
         return self.file is None and sys.stdin is not None and sys.stdin.isatty()
 
     def lines(self) -> list[str]:
-        """Return the turns of ``--file``, messages and commands.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """Return the turns of ``--file``, messages and commands; ConfigError if it cannot be read."""
         if self.file is None:
             return []
         text = read_standard_input() if self.file == "-" else read_text(Path(self.file))
@@ -123,44 +113,43 @@ def chat(
         config, params = models.config(), sampling.params(models, sampling.seed)
         if output.as_json and given.is_interactive:
             raise typer.BadParameter("needs --file or a pipe", param_hint="--json")
-        message, lines = given.message(), given.lines()
-        if given.load is not None and models.target is None:
-            path = saved_model(given.load)
+        message, lines, kept = given.message(), given.lines(), given.load
+        if kept is not None and models.target is None:
+            path = saved_model(kept)
             models = replace(models, target=None if path is None else str(path))
         names = models.resolve(console)
-        wrapping = ChatOptions(chat_template=given.chat_template)
-        n_ctx, template = _suited(names[0], wrapping.template, console)
+        n_ctx, template = _suited(names[0], read_template(given.chat_template), console)
         max_tokens = limit(given.max_tokens)
         if given.max_tokens is None and template == _PLAIN:
             max_tokens = _N_PLAIN
-        target = LoadOptions(n_seq_max=_N_SEQ_MAX, chat_template=template)
+        of_target = LoadOptions(n_seq_max=_N_SEQ_MAX, chat_template=template)
         if models.n_ctx is None:
             models = replace(models, n_ctx=n_ctx)
-        context, drafter = models.open_pair(names, console, stack, target, LoadOptions())
+        context, drafter = models.open_pair(names, console, stack, of_target, LoadOptions())
         params = sampling.without_eog(params, context.model)
-        if given.load is not None:
-            talk = Chat.load(context, given.load, drafter, config)
+        if kept is not None:
+            talk = Chat.load(context, kept, drafter, config)
             _change(talk, call, given, models, params, max_tokens)
         else:
             talk = Chat(
                 context, drafter, config, system=given.system, max_tokens=max_tokens,
                 sampling=params, stop=given.stop or (),
             )  # fmt: skip
-        contexts = [context, *drafter.contexts]
+        contexts, is_interactive = [context, *drafter.contexts], given.is_interactive
         session = ChatSession(
-            talk, console, contexts, silent=output.as_json, interactive=given.is_interactive
+            talk, console, contexts, silent=output.as_json, interactive=is_interactive
         )
-        if given.load is not None and given.is_interactive:
+        if kept is not None and is_interactive:
             session.show_last()
         if message is not None:
             session.say(message)
         for line in lines:
             session.take(line)
-        if given.is_interactive:
+        if is_interactive:
             session.run()
         if output.as_json:
             print_json(_as_json(session.chat))
-        if session.has_failed and not given.is_interactive:
+        if session.has_failed and not is_interactive:
             raise typer.Exit(EXIT_FAILURE)
 
 

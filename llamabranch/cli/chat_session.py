@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -29,9 +28,8 @@ from llamabranch.chat import Answer, Exchange
 
 from .console import Console
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
+from .options import setting_value
 from .trees import drawn_tree
-
-__all__ = ["ChatSession"]
 
 _PROMPT = "> "
 Read = Callable[[str], str]  # from the text to begin with to what was typed
@@ -62,10 +60,8 @@ class ChatSession:
         interactive: bool = True,
     ) -> None:
         self.chat = chat
-        self._console = console
-        self._contexts = contexts
-        self._silent = silent
-        self._interactive = interactive
+        self._console, self._contexts = console, contexts
+        self._silent, self._interactive = silent, interactive
         self._read: Read | None = None
         self._line = ""  # the last one of an answer, as it was printed
         self._has_quit = False
@@ -112,7 +108,7 @@ class ChatSession:
             if name not in COMMANDS:
                 hint = _INSTEAD.get(name, "/help lists the commands")
                 raise ConfigError(f"there is no command /{name}", hint=hint)
-            COMMANDS[name][2](self, rest.strip())
+            COMMANDS[name](self, rest.strip())
         except LlamaBranchError as error:
             if not self._interactive and not line.startswith("/"):
                 raise
@@ -175,33 +171,29 @@ class ChatSession:
         """Note how an answer has ended, and what it did not see unless that ``is_same`` as before."""
         reasons = {
             None: "interrupted: this part of the answer stays",
-            "length": "the answer has as many tokens as it may: /set max_tokens N",
+            "length": "the answer has reached max_tokens: /set max_tokens N",
             "capacity": "the context is full: the answer ends here",
         }
         n = self.chat.n_cut
         if n and not is_same:
-            what = (
-                "the first message and its answer"
-                if n == 1
-                else f"the first {n} messages with their answers"
-            )
-            self._console.note(f"the context is full: the model no longer sees {what}")
+            what = "message and its answer" if n == 1 else f"{n} messages with their answers"
+            self._console.note(f"the context is full: the model no longer sees the first {what}")
         if answer.finish_reason in reasons:
             self._console.note(reasons[answer.finish_reason])
 
     # -- commands ----------------------------------------------------------------------------------
 
     def retry(self, _: str) -> None:
-        """Answer once more, on another branch."""
+        """Answer the last message once more, on a new branch."""
         self._stream(self.chat.retry)
         self._where()
 
     def undo(self, _: str) -> None:
-        """Take the last message back."""
+        """Take the last message and its answer back."""
         self._console.note(f"taken back: {_short(self.chat.undo())}")
 
     def edit(self, rest: str) -> None:
-        """Replace a message and answer it, on another branch."""
+        """Replace message N and answer it, on a new branch."""
         number, _, text = rest.partition(" ")
         n = _number(number, "/edit N [TEXT]", len(self.chat.exchanges))
         if not text.strip():
@@ -215,7 +207,7 @@ class ChatSession:
         self._where()
 
     def fork(self, _: str) -> None:
-        """Go on on another branch."""
+        """Go on on a new branch; this one stays as it is."""
         self.chat.fork()
         self._where()
 
@@ -224,12 +216,12 @@ class ChatSession:
         self._console.render(drawn_tree(self.chat.outline()))
 
     def switch(self, rest: str) -> None:
-        """Go on on a branch."""
+        """Go on on branch N."""
         self.chat.switch(_number(rest, "/switch N"))
         self._where()
 
     def compare(self, rest: str) -> None:
-        """Print two answers side by side; one after the other where there is no terminal."""
+        """Print the last answers of two branches side by side, or two answers to one message."""
         numbers = [_number(each, "/compare [A [B]]") for each in rest.split()]
         if not numbers:
             numbers = [self._other_answer()]
@@ -238,9 +230,8 @@ class ChatSession:
         last = [self._last_of(number) for number in numbers[:2]]
         if not self._console.out.is_terminal:
             for number, exchange in zip(numbers, last, strict=False):
-                self._console.line(
-                    f"branch {number}\n{_PROMPT}{exchange.user}\n{exchange.answer}\n"
-                )
+                asked = f"{_PROMPT}{exchange.user}"
+                self._console.line(f"branch {number}\n{asked}\n{exchange.answer}\n")
             return
         table = Table.grid(padding=(0, 3, 0, 0), expand=True)
         for _ in last:
@@ -268,24 +259,23 @@ class ChatSession:
         return number
 
     def system(self, rest: str) -> None:
-        """Set the system message; without a text print it."""
+        """Print or set the system message; - removes it."""
         if rest:
             self.chat.system = None if rest == "-" else rest
         self._console.note(f"system: {self.chat.system or 'none'}")
 
     def set(self, rest: str) -> None:
-        """Change a setting; without one print all."""
+        """Print the settings, or change one: /set temp 0.5."""
         name, _, value = rest.partition(" ")
         name = name.lstrip("-").replace("-", "_")
         name = _SETTINGS.get(name, name)
         if not name:
             known = {f.name: getattr(self.chat.sampling, f.name) for f in fields(SamplingParams)}
             known["max_tokens"] = self.chat.max_tokens
-            self._console.table(
-                ("setting", "value"), [(k, str(v)) for k, v in known.items()], left=("value",)
-            )
+            rows = [(name, str(value)) for name, value in known.items()]
+            self._console.table(("setting", "value"), rows, left=("value",))
             return
-        self.chat.set(**{name: _value(value.strip())})
+        self.chat.set(**{name: setting_value(value.strip())})
         self._console.note(f"{name}: {value.strip()}")
 
     def save(self, rest: str) -> None:
@@ -310,7 +300,7 @@ class ChatSession:
         self._where()
 
     def stats(self, _: str) -> None:
-        """Print what it has cost."""
+        """Print how many tokens were evaluated, cached and drafted."""
         stats = self.chat.stats
         drafts = stats.speculative
         rows = [
@@ -326,12 +316,12 @@ class ChatSession:
 
     def help(self, _: str) -> None:
         """Print this list."""
-        rows = [(usage, told) for usage, told, _ in COMMANDS.values()]
+        rows = [(usage, method.__doc__) for usage, method in USAGES.items()]
         self._console.table(("command", "what it does"), rows, left=("what it does",))
         self._console.line("A line that ends with \\ goes on in the next one.")
 
     def quit(self, _: str) -> None:
-        """End the program."""
+        """End the program, as Ctrl-D does."""
         self._has_quit = True
 
     def _where(self) -> None:
@@ -341,26 +331,24 @@ class ChatSession:
         self._console.note(f"branch {self.chat.current}{after}")
 
 
-# Each command: how it is written, what it does, and its method.
-COMMANDS: dict[str, tuple[str, str, Callable[[ChatSession, str], None]]] = {
-    "retry": ("/retry", "answer the last message once more, on a new branch", ChatSession.retry),
-    "undo": ("/undo", "take the last message and its answer back", ChatSession.undo),
-    "edit": ("/edit N [TEXT]", "replace message N and answer it, on a new branch", ChatSession.edit),
-    "fork": ("/fork", "go on on a new branch; this one stays as it is", ChatSession.fork),
-    "branches": ("/branches", "draw the tree of all branches", ChatSession.branches),
-    "switch": ("/switch N", "go on on branch N", ChatSession.switch),
-    "compare": (
-        "/compare [A [B]]", "print two answers side by side: the last ones of branches A and B, or of "
-        "this one and another to the same message", ChatSession.compare,
-    ),
-    "system": ("/system [TEXT]", "print or set the system message; - removes it", ChatSession.system),
-    "set": ("/set [NAME VALUE]", "print the settings, or change one: /set temp 0.5", ChatSession.set),
-    "save": ("/save FOLDER", "save the chat with its branches", ChatSession.save),
-    "load": ("/load FOLDER", "go on with a chat that was saved", ChatSession.load),
-    "stats": ("/stats", "print how many tokens were evaluated, cached and drafted", ChatSession.stats),
-    "help": ("/help", "print this list", ChatSession.help),
-    "quit": ("/quit", "end the program, as Ctrl-D does", ChatSession.quit),
-}  # fmt: skip
+# Each command as it is written, and its method, whose first line tells what it does.
+USAGES: dict[str, Callable[[ChatSession, str], None]] = {
+    "/retry": ChatSession.retry,
+    "/undo": ChatSession.undo,
+    "/edit N [TEXT]": ChatSession.edit,
+    "/fork": ChatSession.fork,
+    "/branches": ChatSession.branches,
+    "/switch N": ChatSession.switch,
+    "/compare [A [B]]": ChatSession.compare,
+    "/system [TEXT]": ChatSession.system,
+    "/set [NAME VALUE]": ChatSession.set,
+    "/save FOLDER": ChatSession.save,
+    "/load FOLDER": ChatSession.load,
+    "/stats": ChatSession.stats,
+    "/help": ChatSession.help,
+    "/quit": ChatSession.quit,
+}
+COMMANDS = {usage.split()[0][1:]: method for usage, method in USAGES.items()}
 
 # llama-cli's names, and what does the same or nearly so.
 _ALIASES = {"regen": "retry", "exit": "quit"}
@@ -424,14 +412,3 @@ def _path(text: str, usage: str) -> str:
     if not text:
         raise UsageError("where?", hint=usage)
     return os.path.expanduser(text)
-
-
-def _value(text: str) -> object:
-    """Return a setting's value: a number, true, none, or the text itself."""
-    if text.lower() in ("none", ""):
-        return None
-    try:
-        value: object = json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
-        return text
-    return value

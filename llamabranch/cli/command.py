@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .console import Console, begin_answer, leave_standard_output, print_json_error
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
-
-__all__ = ["Command", "CommandGroup", "UsageError", "reopen_closed_streams", "spread_out"]
 
 # Typer brings a Click of its own, or uses the one that is installed: this is the class of either.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -58,18 +57,6 @@ _HINTS = {name: hint for names, hint in HINTS.items() for name in names.split()}
 _TRUE_ANYWAY = {"--jinja", "-cb", "--cont-batching", "--cache-prompt", "--no-ui", "--no-webui"}
 
 
-class _Parameter(Protocol):
-    """An argument or an option of either Click."""
-
-    name: str
-    opts: list[str]
-    secondary_opts: list[str]
-    nargs: int
-    hidden: bool
-    is_flag: bool
-    param_type_name: str
-
-
 class Command(TyperCommand):
     """A command with a short --help and a whole --help-all, and hints at options that it lacks.
 
@@ -80,32 +67,24 @@ class Command(TyperCommand):
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
         """Return the help: all options, with their other names at the end, or the first of them."""
-        params: list[_Parameter] = self.params  # type: ignore[assignment]
-        options = [p for p in params if p.param_type_name == "option" and not p.hidden]
-        names = [(param, param.opts) for param in options]
-        hidden: list[_Parameter] = []
+        shown: Any = copy.copy(self)
+        shown.params = list(map(copy.copy, self.params))
+        options = [p for p in shown.params if p.param_type_name == "option" and not p.hidden]
+        others = [name for p in options for name in p.opts[1:] if name.startswith("--")]
+        more = [p for p in options if self.first and p.name not in self.first]
         if ctx.meta.get(_ALL):
-            others = [name for p in options for name in p.opts[1:] if name.startswith("--")]
-            self.epilog = "Other names of these options: " + ", ".join(others) if others else None
-        else:
-            hidden = [p for p in options if self.first and p.name not in self.first]
-            if hidden:
-                self.epilog = f"{len(hidden)} more options: {ctx.command_path} --help-all"
-        try:
-            for param in options:
-                param.opts = [
-                    n for i, n in enumerate(param.opts) if i == 0 or not n.startswith("--")
-                ]
-            for param in hidden:
-                param.hidden = True
-            return super().get_help(ctx)
-        finally:
-            for param, opts in names:
-                param.opts, param.hidden = opts, False
+            more = []
+            shown.epilog = others and "Other names of these options: " + ", ".join(others)
+        elif more:
+            shown.epilog = f"{len(more)} more options: {ctx.command_path} --help-all"
+        for param in options:
+            param.opts = [name for name in param.opts if name not in others]
+            param.hidden = param in more
+        return TyperCommand.get_help(shown, ctx)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments; an unknown option gets a hint."""
-        params: list[_Parameter] = self.params  # type: ignore[assignment]
+        params: list[Any] = list(self.params)
         known = {n: p for p in params for n in (*p.opts, *p.secondary_opts) if n.startswith("-")}
         if "--help-all" in args:
             ctx.meta[_ALL] = True
@@ -125,7 +104,7 @@ class Command(TyperCommand):
                 error.possibilities = [n for n in close if n in known]  # type: ignore[attr-defined]
             raise
 
-    def _without_what_is_so(self, args: Sequence[str], known: dict[str, _Parameter]) -> list[str]:
+    def _without_what_is_so(self, args: Sequence[str], known: dict[str, Any]) -> list[str]:
         """Return the arguments without those that change nothing; refuse unknown short names.
 
         Click would read an unknown option of one dash as a short one with text behind it.

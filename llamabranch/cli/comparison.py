@@ -9,35 +9,29 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from llamabranch import DecodeInterruptedError, Engine, Request, Result, SpeculativeStats
-from llamabranch.bench import Interval
+from llamabranch.bench import Interval, Sample
 
 from .formats import interval_text
 from .interrupts import InterruptHandler
 
-__all__ = ["LEAST_PAIRS", "MOST_PAIRS", "Comparison", "Run", "compare"]
-
 MOST_PAIRS = 12  # with 12 pairs, two outliers on either side do not widen the 95 % interval
-LEAST_PAIRS = 6  # with fewer, no interval of order statistics has 95 %
 # Where both are equally fast, all of the first seven pairs lie on one side of 1 with a probability of
 # 2 / 2^7 = 1.6 %. With the interval of twelve pairs, which is wrong at most once in twenty, a verdict is
 # wrong with a probability of 4.6 %.
 _CLEAR_PAIRS = 7
-# The 97.5 % quantile of Student's t distribution by the number of values: for fewer pairs.
-_T_QUANTILES = {3: 4.303, 4: 3.182, 5: 2.776}
 
 
-@dataclass(frozen=True)
-class Run:
-    """All texts of the requests, once, in their order."""
+@dataclass
+class Runs:
+    """The runs of one way to generate the same texts: each as one sample; the texts of the first."""
 
-    results: Sequence[Result]
-    seconds: float
+    samples: list[Sample] = field(default_factory=list)
+    results: Sequence[Result] = ()
 
     @property
     def rate(self) -> float:
-        """Tokens a second; nan without a token."""
-        n = sum(len(result.tokens) for result in self.results)
-        return n / self.seconds if n and self.seconds else math.nan
+        """Tokens a second: the median of the runs; nan without a token."""
+        return statistics.median(sample.rate for sample in self.samples)
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -57,56 +51,36 @@ class Run:
 class Comparison:
     """Drafted against plain decoding of the same requests with the same seed."""
 
-    drafted: list[Run] = field(default_factory=list)
-    plain: list[Run] = field(default_factory=list)
-
-    @property
-    def drafted_tokens_per_s(self) -> float:
-        """Tokens a second with drafts: the median of the runs."""
-        return statistics.median(run.rate for run in self.drafted)
-
-    @property
-    def plain_tokens_per_s(self) -> float:
-        """Tokens a second of plain decoding: the median of the runs."""
-        return statistics.median(run.rate for run in self.plain)
+    drafted: Runs = field(default_factory=Runs)
+    plain: Runs = field(default_factory=Runs)
 
     @property
     def speedup(self) -> float:
         """The drafted median divided by the plain one, nan without a token."""
-        return self.drafted_tokens_per_s / self.plain_tokens_per_s
+        return self.drafted.rate / self.plain.rate
 
     @property
     def ratios(self) -> list[float]:
         """The speedup of each pair of runs, in their order."""
-        return [a.rate / b.rate for a, b in zip(self.drafted, self.plain, strict=True)]
+        pairs = zip(self.drafted.samples, self.plain.samples, strict=True)
+        return [drafted.rate / plain.rate for drafted, plain in pairs]
 
     @property
     def interval(self) -> Interval:
-        """The speedup by pairs of runs, one right after the other.
-
-        The interval is one of order statistics from 6 pairs on. From 3 to 5 pairs it is that of Student's
-        t distribution for the logarithms of the ratios, which takes their noise to be normal.
-        """
-        ratios = self.ratios
-        found, quantile = Interval.of(ratios), _T_QUANTILES.get(len(ratios))
-        if quantile is None or found.n != len(ratios):
-            return found
-        logs = [math.log(ratio) for ratio in ratios]
-        half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
-        middle = statistics.fmean(logs)
-        return Interval(found.median, math.exp(middle - half), math.exp(middle + half), found.n)
+        """The speedup by pairs of runs, one right after the other: of order statistics."""
+        return Interval.of(self.ratios)
 
     @property
     def verdict(self) -> str:
         """ "faster", "slower" or "inconclusive"; "nothing drafted" where both were plain decoding."""
-        if self.drafted[0].stats.num_draft_tokens == 0:
+        if self.drafted.stats.num_draft_tokens == 0:
             return "nothing drafted"
         return self.interval.verdict
 
     @property
     def same_text(self) -> bool:
         """Whether both gave the same tokens."""
-        return self.drafted[0].tokens == self.plain[0].tokens
+        return self.drafted.tokens == self.plain.tokens
 
     @property
     def is_clear(self) -> bool:
@@ -129,7 +103,7 @@ class Comparison:
         pairs = "1 pair of runs was" if interval.n == 1 else f"{interval.n} pairs of runs were"
         found = f"their 95 % interval is {interval_text(interval)}"
         if math.isnan(interval.low):
-            found = "fewer than 3 have no interval"
+            found = "fewer than 6 have no interval"
         more = "stop other programs on the machine, generate more (-n)"
         if interval.n < MOST_PAIRS:
             more = "generate less (-n)"
@@ -139,11 +113,12 @@ class Comparison:
         )
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> Run:
+def run(engine: Engine, requests: Sequence[Request]) -> tuple[Sample, Sequence[Result]]:
     """Generate all texts, and time it."""
     before = engine.stats.elapsed_s
     results = engine.generate(requests)
-    return Run(results, engine.stats.elapsed_s - before)
+    n_tokens = sum(len(result.tokens) for result in results)
+    return Sample(n_tokens, engine.stats.elapsed_s - before), results
 
 
 def compare(
@@ -171,7 +146,9 @@ def compare(
             turns = [(drafting, found.drafted), (plain, found.plain)]
             for engine, runs in turns if number % 2 == 0 else reversed(turns):
                 interrupts.check()
-                runs.append(run(engine, requests))
+                sample, results = run(engine, requests)
+                runs.samples.append(sample)
+                runs.results = runs.results or results
     except (DecodeInterruptedError, KeyboardInterrupt):
         if not interrupts.requested:
             raise

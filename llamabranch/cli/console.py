@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO
 
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
@@ -24,10 +24,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from llamabranch import LlamaBranchError
-
-if TYPE_CHECKING:
-    from llamabranch import Produced
+import llamabranch as lb
 
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
@@ -38,17 +35,22 @@ SOURCE_LABELS = {
     "bonus": "bonus",
     "corrected": "corrected by the target",
 }
-
-
 PROGRESS_S = 15.0  # on a pipe, between two lines about what is going on
 
 
-class OutputError(LlamaBranchError):
+class OutputError(lb.LlamaBranchError):
     """Output cannot be written: the disk is full, or standard output is closed."""
 
 
 class Console:
-    """Standard output and standard error, with or without colour."""
+    """Standard output and standard error, with or without colour.
+
+    Args:
+        color: use colours where there is a terminal.
+        silent: standard output carries nothing: one JSON object comes instead.
+        to_stderr: print to standard error.
+        verbose: more is told, and llama.cpp's log shown.
+    """
 
     def __init__(
         self,
@@ -58,19 +60,14 @@ class Console:
         to_stderr: bool = False,
         verbose: bool = False,
     ) -> None:
-        self.verbose = verbose  # more is told, and llama.cpp's log shown
-        self.silent = silent  # standard output carries nothing: one JSON object comes instead
-        self._to_stderr = to_stderr
-        self._color = color
-        color = color and not os.environ.get("NO_COLOR")
-        self.out = RichConsole(
-            stderr=to_stderr, highlight=False, color_system="auto" if color else None
-        )
-        self.err = RichConsole(stderr=True, highlight=False, color_system="auto" if color else None)
+        self.verbose, self.silent = verbose, silent
+        self._to_stderr, self._color = to_stderr, color
+        system = "auto" if color and not os.environ.get("NO_COLOR") else None
+        self.out = RichConsole(stderr=to_stderr, highlight=False, color_system=system)  # type: ignore[arg-type]
+        self.err = RichConsole(stderr=True, highlight=False, color_system=system)  # type: ignore[arg-type]
         if not self.out.is_terminal:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
-        self._warned_of_escapes = False
         self._progress_at = monotonic() + PROGRESS_S
         self.on_loading: Callable[[str, float], None] | None = (
             None  # told of a model while it loads
@@ -84,27 +81,19 @@ class Console:
         """
         return self if self.out.is_terminal else Console(color=self._color, to_stderr=True)
 
+    # -- standard output ---------------------------------------------------------------------------
+
     def write(self, text: str, style: str = "") -> None:
         """Write text as it is, at once, and styled if there are colours.
-
-        Characters that the encoding of standard output lacks are written as escapes.
 
         Raises:
             OutputError: standard output is closed, or its disk is full.
         """
         if self.silent:
             return
-        if self.colored and style:
-            text = _styled(text, style)
-        encoding = getattr(self.out.file, "encoding", None) or "utf-8"
-        if not _fits(text, encoding):
-            text = text.encode(encoding, "backslashreplace").decode(encoding)
-            if not self._warned_of_escapes:
-                self._warned_of_escapes = True
-                self.note(
-                    f"standard output is {encoding}: characters it lacks are written as escapes; "
-                    "PYTHONIOENCODING=utf-8 writes them as they are"
-                )
+        if self.colored and style:  # line by line, so that no colour runs over the end of a line
+            drawn, system = Style.parse(style), ColorSystem.STANDARD
+            text = "\n".join(drawn.render(line, color_system=system) for line in text.split("\n"))
         if not self._to_stderr:
             _write(self.out.file, text)
             return
@@ -112,7 +101,7 @@ class Console:
             self.out.file.write(text)
             self.out.file.flush()
 
-    def emit(self, token: Produced) -> None:
+    def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""
         self.write(token.text, SOURCE_STYLES[token.source])
 
@@ -122,30 +111,30 @@ class Console:
             line = Text()
             for source, label in SOURCE_LABELS.items():
                 line.append("■ ", style=SOURCE_STYLES[source]).append(label + "   ")
-            self._print(line)
+            self.render(line)
 
     def table(
-        self,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        *,
-        left: Sequence[str] = (),
+        self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: Sequence[str] = ()
     ) -> None:
-        """Print rows under headings; the first column and those of ``left`` are left-aligned."""
+        """Print rows under headings; the first column and those of ``left`` are left-aligned.
+
+        Of values that are no text, True and False are "yes" and "no", and None is a dash.
+        """
         table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 3), header_style="bold")
-        for index, column in enumerate(columns):
-            aligned_left = index == 0 or column in left
-            justify: Literal["left", "right"] = "left" if aligned_left else "right"
-            table.add_column(column, justify=justify, overflow="fold")
+        for i, column in enumerate(columns):
+            aligned_left = i == 0 or column in left
+            table.add_column(column, justify="left" if aligned_left else "right", overflow="fold")
+        words: dict[object, str] = {True: "yes", False: "no", None: "-"}
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(words[v] if v is None or isinstance(v, bool) else str(v) for v in row))
         self.render(table)
 
     def render(self, what: RenderableType) -> None:
         """Print anything that rich can draw, without spaces at the ends of lines."""
         with _failures_of_standard_output(), self.out.capture() as capture:
             self.out.print(what)
-        self.write("".join(line.rstrip() + "\n" for line in capture.get().splitlines()))
+        # Everything on standard output goes through ``write``.
+        self.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
 
     def heading(self, text: str) -> None:
         """Print a heading between empty lines."""
@@ -155,30 +144,24 @@ class Console:
 
     def line(self, text: str = "", style: str = "") -> None:
         """Print a line of text."""
-        self._print(Text(text, style=style))
+        self.render(Text(text, style=style))
 
-    def _print(self, text: Text) -> None:
-        # Everything on standard output goes through ``write``.
-        # Rich writes the empty rest when it ends.
-        with _failures_of_standard_output(), self.out.capture() as capture:
-            self.out.print(text)
-        self.write(capture.get())
+    # -- standard error ----------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
         """Print a remark to standard error."""
-        with contextlib.suppress(OSError):
-            self.err.print(Text(text, style="dim"), soft_wrap=not self.err.is_terminal)
+        self._remark(Text(text, style="dim"))
 
     def error(self, message: str, hint: str | None = None) -> None:
         """Print an error as one line, and its hint, to standard error."""
-        head = Text("error: ", style="bold red").append(" ".join(message.split()), style="not bold")
-        soft = not self.err.is_terminal
+        told = " ".join(message.split())
+        self._remark(Text("error: ", style="bold red").append(told, style="not bold"))
+        if hint:
+            self._remark(Text("hint: ", style="bold").append(hint, style="not bold"))
+
+    def _remark(self, text: Text) -> None:
         with contextlib.suppress(OSError):  # there is nowhere else to report it
-            self.err.print(head, soft_wrap=soft)
-            if hint:
-                self.err.print(
-                    Text("hint: ", style="bold").append(hint, style="not bold"), soft_wrap=soft
-                )
+            self.err.print(text, soft_wrap=not self.err.is_terminal)
 
     def progress(self, text: str) -> None:
         """Replace the progress line of the terminal, "" to clear it; a pipe gets a line now and then.
@@ -194,41 +177,21 @@ class Console:
 
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:
-        """Show a progress bar while a model loads; nothing if standard error is no terminal."""
+        """Show how far a model is loaded, if standard error is a terminal; tell ``on_loading``."""
         told = None if self.on_loading is None else partial(self.on_loading, name)
         if not self.err.is_terminal:
             yield told
             return
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-        columns = (TextColumn("loading {task.description}"), BarColumn(), TaskProgressColumn())
-        with Progress(*columns, console=self.err, transient=True) as bar:
-            task = bar.add_task(name, total=1.0)
+        def show(fraction: float) -> None:
+            self.progress(f"loading {name}: {fraction:.0%}")
+            if told is not None:
+                told(fraction)
 
-            def show(fraction: float) -> None:
-                bar.update(task, completed=fraction)
-                if told is not None:
-                    told(fraction)
-
+        try:
             yield show
-
-
-def _styled(text: str, style: str) -> str:
-    # Line by line, so that no colour runs over the end of a line.
-    drawn = Style.parse(style)
-    return "\n".join(
-        drawn.render(line, color_system=ColorSystem.STANDARD) for line in text.split("\n")
-    )
-
-
-def _fits(text: str, encoding: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
+        finally:
+            self.progress("")
 
 
 def _write(file: IO[str], text: str) -> None:
@@ -269,10 +232,14 @@ def print_json(value: Mapping[str, object]) -> None:
         OutputError: standard output is closed, or its disk is full.
     """
     global _answered
-    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
-    # JSON can spell every character in ASCII, also half a surrogate pair.
-    if not _fits(text, getattr(sys.stdout, "encoding", None) or "utf-8"):
-        text = json.dumps(json.loads(text))
+    found = finite(value)
+    text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (
+        UnicodeEncodeError
+    ):  # JSON can spell every character in ASCII, also half a surrogate pair
+        text = json.dumps(found)
     _write(sys.stdout, text + "\n")
     _answered = True
 

@@ -20,6 +20,7 @@ from llamabranch import (
     GrammarDrafter,
     ModelDrafter,
     NullDrafter,
+    Produced,
     Request,
     SamplingParams,
     SpeculativeConfig,
@@ -27,19 +28,17 @@ from llamabranch import (
     hub,
 )
 from llamabranch.bench import Machine
-from llamabranch.pictures import TreeLine
-from llamabranch.search import SearchNode, outline, select
+from llamabranch.pictures import Token, TreeLine
+from llamabranch.search import select
 
 from ..loading import LoadOptions
 from .bundles import with_bundles
-from .comparison import Comparison, compare
+from .comparison import compare
 from .console import Console, print_json
 from .formats import number
 from .interrupts import InterruptHandler
 from .options import ModelOptions, OutputOptions, Threads
-from .trees import LEGEND, drawn_tree
-
-__all__ = ["demo"]
+from .trees import LEGEND, drawn_tree, tree_of
 
 N_FORKS = 8
 N_STEPS = 24
@@ -143,12 +142,11 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
         if target.n_threads_batch < target.n_threads:
             # Other programs use the cores: threads for single tokens, whose number is not measured, would
             # wait for them for minutes.
-            target = stack.enter_context(
-                Context(
-                    target.model, n_ctx=N_CTX, n_seq_max=N_FORKS + 1, prefix_cache=True,
-                    n_threads=target.n_threads_batch,
-                )
+            target = Context(
+                target.model, n_ctx=N_CTX, n_seq_max=N_FORKS + 1, prefix_cache=True,
+                n_threads=target.n_threads_batch,
             )  # fmt: skip
+            stack.enter_context(target)
         contexts = [target]
         if not is_here:  # one number of threads for both: they take turns
             more = LoadOptions(n_threads=target.n_threads, n_seq_max=N_FORKS + 1)
@@ -159,31 +157,32 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
                 f"{machine.processor}, {machine.cores} cores, {target.n_threads} in use; {name}, "
                 f"{target.model.n_params / 1e6:,.0f}M parameters"
             )
-            if is_here:
-                shown = _on_smollm2(target, show, interrupts)
-            else:
-                shown = _on_the_pair(target, contexts[1], show, interrupts)
+            run = _on_smollm2 if is_here else _on_the_pair
+            shown = run(contexts, show, interrupts)
         elapsed = time.perf_counter() - start
         if output.as_json:
             found = {"machine": machine.as_dict(), "n_threads": target.n_threads}
             print_json({"model": name, **shown, **found, "elapsed_s": elapsed})
             return
         console.heading(f"That took {elapsed:.1f} s. Next:")
-        width = max(len(command) for command, _ in NEXT)
-        fits = 4 + width + max(len(what) for _, what in NEXT) <= console.out.width
         for command, what in NEXT:
-            console.line(
-                f"  {command.ljust(width)}  {what}" if fits else f"  {command}\n    {what}"
-            )
+            console.line(f"  {command}\n    {what}")
 
 
-def _on_smollm2(ctx: Context, show: Console, interrupts: InterruptHandler) -> dict[str, object]:
-    ask = ctx.model.chat_tokens
-    greedy, most, stop = SamplingParams(temperature=0), MOST_TOKENS, ("\n\n", "\n```")
-    edit = Request(EDIT + EDITED, max_tokens=most, sampling=greedy, stop=stop)
-    text, grammar = f"Text: {PERSON}\nThe same as JSON: ", Grammar.from_json_schema(SCHEMA)
-    extract = Request(text, max_tokens=most, sampling=greedy, stop=stop, grammar=grammar)
-    prompt = ask([{"role": "user", "content": f"{NOTICE}\n\n{QUESTION}"}])
+def _on_smollm2(
+    contexts: list[Context], show: Console, interrupts: InterruptHandler
+) -> dict[str, object]:
+    ctx = contexts[0]
+    greedy, stop = SamplingParams(temperature=0), ("\n\n", "\n```")
+    edit = Request(EDIT + EDITED, max_tokens=MOST_TOKENS, sampling=greedy, stop=stop)
+    extract = Request(
+        f"Text: {PERSON}\nThe same as JSON: ", max_tokens=MOST_TOKENS, sampling=greedy, stop=stop,
+        grammar=Grammar.from_json_schema(SCHEMA),
+    )  # fmt: skip
+    prompt, question = (
+        ctx.model.chat_tokens([{"role": "user", "content": text}])
+        for text in (f"{NOTICE}\n\n{QUESTION}", CHOICE)
+    )
     found: dict[str, object] = {"forks": _fork(ctx, prompt, QUESTION, show, interrupts)}
     show.heading("2. A function edited, drafts copied from the prompt, no draft model")
     show.line("`total` becomes `amount` in a function of 9 lines; the first three are given.")
@@ -193,16 +192,15 @@ def _on_smollm2(ctx: Context, show: Console, interrupts: InterruptHandler) -> di
     show.line(PERSON + "\n", "dim")
     found["json"] = _compare(ctx, GrammarDrafter.copying(), extract, "", show, interrupts)
     show.heading("4. Four answers, ranked by the model")
-    question = ask([{"role": "user", "content": CHOICE}])
     return {**found, "ranking": _rank(ctx, question, CHOICES, CHOICE, show)}
 
 
 def _on_the_pair(
-    ctx: Context, draft: Context, show: Console, interrupts: InterruptHandler
+    contexts: list[Context], show: Console, interrupts: InterruptHandler
 ) -> dict[str, object]:
+    ctx, draft = contexts
     sampling = SamplingParams(temperature=0.8, seed=SEED)
-    banned = dict.fromkeys(ctx.model.eog_tokens, -math.inf)
-    with Branch.start(ctx, BEGINNING, sampling=sampling.replace(logit_bias=banned)) as branch:
+    with Branch.start(ctx, BEGINNING, sampling=_endless(ctx)) as branch:
         for _ in branch.generate(N_PROMPT - branch.position):
             pass
         prompt = branch.tokens[:N_PROMPT]  # the model itself wrote it
@@ -210,66 +208,69 @@ def _on_the_pair(
     found: dict[str, object] = {"forks": _fork(ctx, prompt, tail, show, interrupts)}
     show.heading(f"2. Speculative decoding, {N_DRAFTED} tokens drafted a round")
     show.legend()
-    request, drafter = (
+    request, drafts = (
         Request(BEGINNING, max_tokens=N_TOKENS, sampling=sampling),
         ModelDrafter(draft),
     )
-    found["speculative"] = _compare(ctx, drafter, request, BEGINNING, show, interrupts, N_DRAFTED)
+    found["speculative"] = _compare(ctx, drafts, request, BEGINNING, show, interrupts, N_DRAFTED)
     show.heading("3. Three endings, ranked by the model")
     opening = ctx.tokenize(OPENING, add_special=True)
     return {**found, "ranking": _rank(ctx, opening, ENDINGS, f"{OPENING} ...", show)}
 
 
-# -- eight continuations of one prompt -----------------------------------------------------------------
+def _endless(ctx: Context) -> SamplingParams:
+    """Return settings with which no text ends."""
+    banned = dict.fromkeys(ctx.model.eog_tokens, -math.inf)
+    return SamplingParams(temperature=0.8, seed=SEED, logit_bias=banned)
 
 
 def _fork(
     ctx: Context, prompt: Sequence[int], root: str, console: Console, interrupts: InterruptHandler
 ) -> dict[str, object]:
     """Fork a prompt, and run each continuation alone too; ``root`` stands for it in the tree."""
-    sampling = SamplingParams(
-        temperature=0.8, seed=SEED, logit_bias=dict.fromkeys(ctx.model.eog_tokens, -math.inf)
-    )
-    store = BranchStore(ctx)
-    _continued_alone(ctx, prompt[:64], sampling, 4)  # the first decodes of a context are slower
+    sampling, store = _endless(ctx), BranchStore(ctx)
+
+    def alone(prompt: Sequence[int], seed: int, n: int) -> list[int]:
+        interrupts.check()
+        with Branch.start(ctx, prompt, sampling=sampling.replace(seed=seed)) as branch:
+            return [branch.step().token for _ in range(n)]
+
+    alone(prompt[:64], SEED, 4)  # the first decodes of a context are slower
     start = time.perf_counter()
     with Branch.start(ctx, prompt, sampling=sampling) as trunk:
         cells_before, fork_start = ctx.usage().cells_used, time.perf_counter()
         children = trunk.fork_many(N_FORKS)
         fork_s = time.perf_counter() - fork_start
         cells_after = ctx.usage().cells_used
-        written: list[list[tuple[int, float]]] = [[] for _ in children]
+        written: list[list[Produced]] = [[] for _ in children]
         for _ in range(N_STEPS):
             interrupts.check()
-            for tokens, produced in zip(written, store.step(children).values(), strict=True):
-                tokens.append((produced.token, produced.logprob))
+            for text, produced in zip(written, store.step(children).values(), strict=True):
+                text.append(produced)
         together_s = time.perf_counter() - start
         seeds = [child.seed for child in children]
         for child in children:
             child.prune()
-    start, alone = time.perf_counter(), []
-    for seed in seeds:
-        interrupts.check()
-        alone.append(_continued_alone(ctx, prompt, sampling.replace(seed=seed), N_STEPS))
+    start = time.perf_counter()
+    texts = [alone(prompt, seed, N_STEPS) for seed in seeds]
     alone_s = time.perf_counter() - start
-    pairs = zip(alone, written, strict=True)
-    n_same = sum(text == [token for token, _ in tokens] for text, tokens in pairs)
+    pairs = zip(texts, written, strict=True)
+    n_same = sum(text == [each.token for each in tokens] for text, tokens in pairs)
     n_together, n_alone = len(prompt) + N_FORKS * N_STEPS, N_FORKS * (len(prompt) + N_STEPS)
-    tree = _tree(ctx, root, written)
+    tree = TreeLine([Token(root)], children=tree_of(written))
+    same = "yes" if n_same == N_FORKS else f"{n_same} of {N_FORKS}"
+    copied = cells_after - cells_before
 
     console.heading(
         f"1. One prompt of {len(prompt)} tokens, forked {N_FORKS} ways, {N_STEPS} tokens each"
     )
-    console.table(
-        ("", "forked, in one batch", "one by one"),
-        [
-            ("seconds", f"{together_s:.2f}", f"{alone_s:.2f}"),
-            ("tokens evaluated", f"{n_together:,}", f"{n_alone:,}"),
-            ("same texts", "yes" if n_same == N_FORKS else f"{n_same} of {N_FORKS}", ""),
-        ],
-    )
+    rows = [
+        ("seconds", f"{together_s:.2f}", f"{alone_s:.2f}"),
+        ("tokens evaluated", f"{n_together:,}", f"{n_alone:,}"),
+        ("same texts", same, ""),
+    ]
+    console.table(("", "forked, in one batch", "one by one"), rows)
     console.line()
-    copied = cells_after - cells_before
     console.line(
         f"Together they are {alone_s / together_s:.1f} times as fast: the prompt is read once, and each "
         f"decode continues all of them. {N_FORKS} forks took {1e3 * fork_s:.2f} ms. The K/V cache held "
@@ -293,29 +294,6 @@ def _fork(
         "same_texts": n_same == N_FORKS,
         "tree": _as_json(tree),
     }
-
-
-def _continued_alone(
-    ctx: Context, prompt: Sequence[int], sampling: SamplingParams, n: int
-) -> list[int]:
-    with Branch.start(ctx, prompt, sampling=sampling) as branch:
-        return [branch.step().token for _ in range(n)]
-
-
-def _tree(ctx: Context, prompt: str, written: Sequence[Sequence[tuple[int, float]]]) -> TreeLine:
-    """Return what the texts share and where they part; the most probable continuation comes first."""
-    root = SearchNode(None, (), 0.0, prompt)
-    for tokens in written:
-        node = root
-        for token, logprob in tokens:
-            known = next((child for child in node.children if child.tokens == (token,)), None)
-            if known is None:
-                text, pending = ctx.model.text_after(token, node.pending)
-                known = SearchNode(node, (token,), node.logprob + logprob, text, pending)
-            node = known
-    for node in root.walk():
-        node.children.sort(key=lambda child: -child.logprob)
-    return outline(root)
 
 
 def _as_json(line: TreeLine) -> dict[str, object]:
@@ -349,55 +327,37 @@ def _compare(
     compared = compare(drafting, plain, [request], interrupts, budget_s=COMPARE_S)
     if compared is None:
         return None
-    why = _print_gain(compared, console, exact=ctx.capabilities.batch_invariant)
-    (result,), stats = compared.drafted[0].results, compared.drafted[0].stats
+    fast, slow, same = compared.drafted, compared.plain, compared.same_text
+    stats, n_runs = fast.stats, len(compared.ratios)
+    rows = [
+        ("tokens a second", *(f"{each.rate:,.1f}" for each in (fast, slow))),
+        ("tokens", *(len(each.tokens[0]) for each in (fast, slow))),
+        ("decodes", *(each.stats.target_forward_passes for each in (fast, slow))),
+        ("accept rate", number(100 * stats.draft_acceptance_rate, 0, " %"), ""),
+        ("same text", same, ""),
+    ]
+    console.table(("", "drafted", "plain"), rows)
+    console.line()
+    if not same and not ctx.capabilities.batch_invariant:
+        console.line(INEXACT)
+    runs = "one run of each" if n_runs == 1 else f"the medians of {n_runs} runs of each, in turn"
+    faster = f"Drafting is {compared.speedup:.2f} times as fast as plain decoding here by {runs}"
+    why = {
+        "faster": f"{faster}.",
+        "slower": f"{faster}: it does not pay, and --draft-max auto (the default) stops it.",
+        "nothing drafted": "Nothing was drafted: by what was measured it would not have paid.",
+    }.get(compared.verdict, f"{faster}, which is not enough to be sure.")
+    console.line(why)
     return {
-        "text": result.text,
-        "same_text": compared.same_text,
-        "tokens_per_s": compared.drafted_tokens_per_s,
-        "plain_tokens_per_s": compared.plain_tokens_per_s,
+        "text": fast.results[0].text,
+        "same_text": same,
+        "tokens_per_s": fast.rate,
+        "plain_tokens_per_s": slow.rate,
         "speedup": compared.speedup,
         "verdict": compared.verdict,
         "why": why,
         "stats": stats.as_dict(),
     }
-
-
-def _print_gain(compared: Comparison, console: Console, *, exact: bool) -> str:
-    """Print both side by side; return the sentence on which is faster."""
-    drafted, plain, same = compared.drafted[0], compared.plain[0], compared.same_text
-    stats = drafted.stats
-    console.table(
-        ("", "drafted", "plain"),
-        [
-            (
-                "tokens a second",
-                f"{compared.drafted_tokens_per_s:,.1f}",
-                f"{compared.plain_tokens_per_s:,.1f}",
-            ),
-            ("tokens", str(len(drafted.tokens[0])), str(len(plain.tokens[0]))),
-            (
-                "decodes",
-                str(stats.target_forward_passes),
-                str(plain.stats.target_forward_passes),
-            ),
-            ("accept rate", number(100 * stats.draft_acceptance_rate, 0, " %"), ""),
-            ("same text", "yes" if same else "no", ""),
-        ],
-    )
-    console.line()
-    if not same and not exact:
-        console.line(INEXACT)
-    n = len(compared.ratios)
-    runs = "one run of each" if n == 1 else f"the medians of {n} runs of each, in turn"
-    faster = f"Drafting is {compared.speedup:.2f} times as fast as plain decoding here by {runs}"
-    told = {
-        "faster": f"{faster}.",
-        "slower": f"{faster}: it does not pay, and --draft-max auto (the default) stops it.",
-        "nothing drafted": "Nothing was drafted: by what was measured it would not have paid.",
-    }.get(compared.verdict, f"{faster}, which is not enough to be sure.")
-    console.line(told)
-    return told
 
 
 def _rank(

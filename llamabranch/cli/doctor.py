@@ -12,17 +12,17 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
 import llamabranch as lb
-from llamabranch import LlamaBranchError, UnsupportedError, hub
+from llamabranch import LlamaBranchError, hub
 
 from .bundles import with_bundles
 from .console import Console, print_json
@@ -31,10 +31,7 @@ from .interrupts import EXIT_FAILURE
 from .options import ModelOptions, OutputOptions
 
 if TYPE_CHECKING:
-    from llamabranch import Context
     from llamabranch.bench import Machine
-
-__all__ = ["advise", "doctor"]
 
 PROMPT = "Once upon a time there was a king"
 N_TOKENS = 32
@@ -59,10 +56,10 @@ REBUILD = (
     "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 )
 GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
+_COST_OF_EXACT = ". --kv-type f16 gives it up, and may read long prompts in half the time"
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """A trial, whether it went as it should, and what was seen."""
 
     name: str
@@ -79,10 +76,10 @@ def doctor(*, models: ModelOptions, output: OutputOptions) -> None:
     """
     with output.console() as console, ExitStack() as stack:
         show = Console(color=False, silent=True) if output.as_json else console
-        sections: dict[str, dict[str, str]] = {}
+        sections: dict[str, dict[str, object]] = {}
 
         def tell(name: str, rows: dict[str, str]) -> None:
-            sections[name] = rows
+            sections[name] = {**rows}
             show.heading(name)
             for label, value in rows.items():
                 show.line(f"{label}: {value}")
@@ -93,54 +90,52 @@ def doctor(*, models: ModelOptions, output: OutputOptions) -> None:
         checks: list[Check] = []
         speeds: dict[str, float] = {}
         advice: list[str] = []
-        machine: Machine | None = None
         if models.target is not None:
             hub.resolve(models.target, download=None)
         try:
-            machine = _machine()
-            tell("machine", _describe(machine))
+            from llamabranch.bench import Machine
+
+            machine = Machine.now()
+            tell("machine", _described(machine))
+            sections["machine"] |= machine.as_dict()
             runtime = ModelOptions(n_ctx=1024, threads=models.threads)
             target = runtime.open(hub.BUNDLED_TARGET, console, stack)
             draft = runtime.open(hub.BUNDLED_DRAFT, console, stack)
         except Exception as error:  # a broken build can fail in any way; this command is for that
-            checks.append(Check("loading llama.cpp and the bundled pair", False, _told(error)))
+            checks.append(_failed("loading llama.cpp and the bundled pair", error))
+            sections.setdefault("machine", {})
         else:
             tell("llama.cpp", _build(target, machine))
             tell("context", _context(target))
             if (name := models.target) is not None:
                 try:
                     with ExitStack() as closing:
-                        context = models.open(name, console, closing)
-                        tell("model", _model(context))
+                        tell("model", _model(models.open(name, console, closing)))
                 except LlamaBranchError as error:
-                    checks.append(Check(f"loading {name}", False, _told(error)))
+                    checks.append(_failed(f"loading {name}", error))
             checks += _self_test(target, draft)
             speeds = _speeds(target)
             advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
         if output.as_json:
-            measured = {} if machine is None else machine.as_dict()
-            print_json(
-                {
-                    **sections,
-                    "machine": {**sections.get("machine", {}), **measured},
-                    "self_test": [asdict(check) for check in checks],
-                    "speeds": speeds,
-                    "advice": advice,
-                }
-            )
+            tests = [check._asdict() for check in checks]
+            print_json({**sections, "self_test": tests, "speeds": speeds, "advice": advice})
         else:
             _print_results(console, checks, speeds, advice)
         if not all(check.passed for check in checks):
             raise typer.Exit(EXIT_FAILURE)
 
 
+def _failed(name: str, error: Exception) -> Check:
+    return Check(name, False, f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
 def _print_results(
     console: Console, checks: Sequence[Check], speeds: dict[str, float], advice: Sequence[str]
 ) -> None:
     console.heading("self-test")
-    for check in checks:
-        style = "green" if check.passed else "bold red"
-        console.line(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}", style)
+    for name, passed, detail in checks:
+        style = "green" if passed else "bold red"
+        console.line(f"{'ok  ' if passed else 'FAIL'}  {name}: {detail}", style)
     for name, rate in speeds.items():
         console.line(f"      {name}: {rate:,.0f} tokens a second")
     console.heading("advice")
@@ -150,11 +145,14 @@ def _print_results(
         console.line(line)
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
 # -- facts ---------------------------------------------------------------------------------------------
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _versions() -> dict[str, str]:
@@ -167,21 +165,24 @@ def _versions() -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    found = {
-        name: "set" if name in SECRET else os.environ[name]
-        for name in VARIABLES
-        if name in os.environ
-    }
+    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    found = {name: "set" if name in SECRET else value for name, value in given.items()}
     return found or {"variables": "none is set"}
 
 
-def _machine() -> Machine:
-    from llamabranch.bench import Machine
+def _caches() -> dict[str, str]:
+    cache = folder = hub.hub_cache()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    counts = Counter(model.cache for model in hub.local_models())
+    free = decimal_size(shutil.disk_usage(folder).free)
+    return {
+        "Hugging Face cache": f"{cache}, {free} free on its disk",
+        "models in caches": ", ".join(f"{n} {name}" for name, n in counts.items()) or "none",
+    }
 
-    return Machine.now()
 
-
-def _describe(machine: Machine) -> dict[str, str]:
+def _described(machine: Machine) -> dict[str, str]:
     from llamabranch.bench import free_memory_bytes, processor_flags
 
     flags, free = processor_flags(), free_memory_bytes()
@@ -190,46 +191,35 @@ def _describe(machine: Machine) -> dict[str, str]:
         "cores": f"{machine.cores} for this process, {os.cpu_count()} in all",
         "processor features": " ".join(flag for flag in FEATURES if flag in flags) or "unknown",
         "load": "unknown" if machine.load is None else f"{machine.load:.2f}",
-        "memory": "unknown" if free is None else f"{decimal_size(free)} free{_of_total_memory()}",
+        "memory": "unknown" if free is None else f"{decimal_size(free)} free",
         "GPU driver": ", ".join(tool for tool in GPUS if shutil.which(tool)) or "none was found",
     }
 
 
-def _of_total_memory() -> str:
-    try:
-        return f" of {decimal_size(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))}"
-    except (AttributeError, OSError, ValueError):  # not on this system
-        return ""
-
-
-def _build(context: Context, machine: Machine) -> dict[str, str]:
-    core = lb.system_info().rpartition("llamabranch core:")[2].strip()
+def _build(context: lb.Context, machine: Machine) -> dict[str, str]:
     return {
         "version": machine.llama_cpp or "unknown",
         "compiled for": " ".join(machine.features) or "no special instructions",
         "runs on": "a GPU" if context.model.on_gpu else "the CPU",
-        "llamabranch's core": core,
+        "llamabranch's core": lb.system_info().rpartition("llamabranch core:")[2].strip(),
     }
 
 
-_COST_OF_EXACT = ". --kv-type f16 gives it up, and may read long prompts in half the time"
-
-
-def _context(context: Context) -> dict[str, str]:
+def _context(context: lb.Context) -> dict[str, str]:
     from llamabranch.bench import profile_in_use, profile_problem
 
-    problem = profile_problem()
+    can, problem = context.capabilities, profile_problem()
+    cost = _COST_OF_EXACT if can.batch_invariant else ""
+    unwritable = f", which cannot be written: {problem}" if problem else ""
     return {
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
         "K/V type": context.kv_type,
-        "batch-invariant": context.capabilities.batch_invariant_reason
-        + (_COST_OF_EXACT if context.capabilities.batch_invariant else ""),
-        "profile of decode times": (profile_in_use() or "off")
-        + (f", which cannot be written: {problem}" if problem else ""),
+        "batch-invariant": can.batch_invariant_reason + cost,
+        "profile of decode times": (profile_in_use() or "off") + unwritable,
     }
 
 
-def _model(context: Context) -> dict[str, str]:
+def _model(context: lb.Context) -> dict[str, str]:
     """Return what a model costs on this machine."""
     from llamabranch.bench import verify_costs
 
@@ -248,44 +238,19 @@ def _model(context: Context) -> dict[str, str]:
         f"{decimal_size(per_token * n)} for {n:,} tokens"
         for n in sorted({context.n_ctx, model.n_ctx_train})
     )
-    try:
-        times = verify_costs(context, SIZES, n_prefix=64, repeats=5)
-    except UnsupportedError:  # its memory cannot be truncated: only one token at a time is timed
-        return rows
-    rows["a decode"] = ", ".join(
-        f"{n} token{'s' * (n > 1)} {1e3 * seconds:.2f} ms" for n, seconds in times.items()
-    )
+    if context.capabilities.can_truncate:  # else decodes cannot be repeated
+        times = verify_costs(context, SIZES, n_prefix=64, repeats=5).items()
+        decodes = (f"{n} token{'s' * (n > 1)} {1e3 * seconds:.2f} ms" for n, seconds in times)
+        rows["a decode"] = ", ".join(decodes)
     return rows
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _caches() -> dict[str, str]:
-    cache = hub.hub_cache()
-    folder = cache
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    local = hub.local_models()
-    by_cache = {model.cache: 0 for model in local}
-    for model in local:
-        by_cache[model.cache] += 1
-    return {
-        "Hugging Face cache": f"{cache}, {decimal_size(shutil.disk_usage(folder).free)} free on its disk",
-        "models in caches": ", ".join(f"{n} {name}" for name, n in by_cache.items()) or "none",
-    }
 
 
 # -- the self-test --------------------------------------------------------------------------------------
 
 
-def _self_test(target: Context, draft: Context) -> list[Check]:
+def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
     trials: dict[str, Callable[[], tuple[bool, str]]] = {
-        "branches in one batch": lambda: _batch_is_exact(target),
+        "four texts in one batch": lambda: _batch_is_exact(target),
         "speculative decoding": lambda: _drafts_are_exact(target, draft),
         "a saved branch": lambda: _saved_branch_goes_on(target),
         "the cache's accounting": lambda: _audit(target),
@@ -293,47 +258,39 @@ def _self_test(target: Context, draft: Context) -> list[Check]:
     checks = []
     for name, trial in trials.items():
         try:
-            passed, detail = trial()
+            checks.append(Check(name, *trial()))
         except LlamaBranchError as error:
-            passed, detail = False, _told(error)
-        checks.append(Check(name, passed, detail))
+            checks.append(_failed(name, error))
     return checks
 
 
-def _batch_is_exact(ctx: Context) -> tuple[bool, str]:
-    sampling = lb.SamplingParams(temperature=0.8, seed=1)
-    with lb.Branch.start(ctx, PROMPT, sampling=sampling) as root:
-        children = root.fork_many(4)
-        store = lb.BranchStore(ctx)
-        for _ in range(N_TOKENS):
-            store.step(children)
-        together = [child.generated for child in children]
-        seeds = [child.seed for child in children]
-        for child in children:
-            child.prune()
-    alone = []
-    for seed in seeds:
-        with lb.Branch.start(ctx, PROMPT, sampling=sampling.replace(seed=seed)) as branch:
-            for _ in branch.generate(N_TOKENS):
-                pass
-            alone.append(branch.generated)
+def _audit(ctx: lb.Context) -> tuple[bool, str]:
+    ctx.audit()
+    return True, "agrees with llama.cpp's"
+
+
+def _batch_is_exact(ctx: lb.Context) -> tuple[bool, str]:
+    sampling = [lb.SamplingParams(temperature=0.8, seed=seed) for seed in range(4)]
+    requests = [lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=each) for each in sampling]
+    together = [result.tokens for result in lb.Engine(ctx).generate(requests)]
+    alone = [lb.Engine(ctx).generate([request])[0].tokens for request in requests]
     return _exact(ctx, alone == together, "the text that each has alone")
 
 
-def _drafts_are_exact(target: Context, draft: Context) -> tuple[bool, str]:
+def _drafts_are_exact(target: lb.Context, draft: lb.Context) -> tuple[bool, str]:
     sampling = lb.SamplingParams(temperature=0.8, seed=1)
     config = lb.SpeculativeConfig(draft_k=4)
-    texts = [
-        lb.Speculator(target, drafter, config)
-        .generate(PROMPT, max_tokens=N_TOKENS, sampling=sampling)
-        .finish()
-        .tokens
-        for drafter in (lb.ModelDrafter(draft), lb.NullDrafter())
-    ]
-    return _exact(target, texts[0] == texts[1], "the text of plain decoding")
+    speculators = (
+        lb.Speculator(target, each, config) for each in (lb.ModelDrafter(draft), lb.NullDrafter())
+    )
+    drafted, plain = (
+        each.generate(PROMPT, max_tokens=N_TOKENS, sampling=sampling).finish().tokens
+        for each in speculators
+    )
+    return _exact(target, drafted == plain, "the text of plain decoding")
 
 
-def _exact(ctx: Context, same: bool, what: str) -> tuple[bool, str]:
+def _exact(ctx: lb.Context, same: bool, what: str) -> tuple[bool, str]:
     if same:
         return True, what
     if ctx.capabilities.batch_invariant:
@@ -341,34 +298,23 @@ def _exact(ctx: Context, same: bool, what: str) -> tuple[bool, str]:
     return True, f"not {what}, as may be: {ctx.capabilities.batch_invariant_reason}"
 
 
-def _saved_branch_goes_on(ctx: Context) -> tuple[bool, str]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        lb.Branch.start(ctx, PROMPT, temperature=0.8, seed=1) as branch,
-    ):
-        path = Path(folder) / "branch"
-        branch.save(path)
-        with lb.Branch.load(ctx, path) as loaded:
-            same = [branch.step().token for _ in range(8)] == [
-                loaded.step().token for _ in range(8)
-            ]
+def _saved_branch_goes_on(ctx: lb.Context) -> tuple[bool, str]:
+    start = lb.Branch.start(ctx, PROMPT, temperature=0.8, seed=1)
+    with tempfile.TemporaryDirectory() as folder, start as branch:
+        branch.save(Path(folder, "branch"))
+        with lb.Branch.load(ctx, Path(folder, "branch")) as loaded:
+            same = all(branch.step().token == loaded.step().token for _ in range(8))
     return same, "the same tokens follow" if same else "other tokens follow"
 
 
-def _audit(ctx: Context) -> tuple[bool, str]:
-    ctx.audit()
-    return True, "agrees with llama.cpp's"
-
-
-def _speeds(ctx: Context) -> dict[str, float]:
+def _speeds(ctx: lb.Context) -> dict[str, float]:
     """Return tokens a second of one text, and of eight together."""
-    banned = lb.SamplingParams(
-        temperature=0.0, logit_bias=dict.fromkeys(ctx.model.eog_tokens, -float("inf"))
-    )
+    banned = dict.fromkeys(ctx.model.eog_tokens, -float("inf"))
+    greedy = lb.SamplingParams(temperature=0.0, logit_bias=banned)
     found = {}
-    for name, n in (("one text", 1), ("eight texts in one batch", 7)):
-        with lb.Branch.start(ctx, PROMPT, sampling=banned) as root:
-            branches = [root] if n == 1 else [root, *root.fork_many(n)]
+    for name, n in (("one text", 0), ("eight texts in one batch", 7)):
+        with lb.Branch.start(ctx, PROMPT, sampling=greedy) as root:
+            branches = [root, *root.fork_many(n)] if n else [root]
             store, count = lb.BranchStore(ctx), 0
             store.step(branches)
             start = time.perf_counter()
@@ -404,8 +350,11 @@ def advise(
 
     flags = processor_flags() if flags is None else flags
     found = []
+    # AVX512 in a build means several features; names of ARM's features vary.
     unused = [
-        flag for flag, feature in FEATURES.items() if flag in flags and not _has(machine, feature)
+        flag
+        for flag, feature in FEATURES.items()
+        if flag in flags and not any(re.fullmatch(rf"{feature}\w*", f) for f in machine.features)
     ]
     if unused:
         found.append(
@@ -423,8 +372,3 @@ def advise(
     if _version("huggingface_hub") == "not installed":
         found.append("downloads from the Hugging Face hub need: pip install 'llamabranch[hub]'")
     return found
-
-
-def _has(machine: Machine, feature: str) -> bool:
-    # AVX512 in a build means several features; names of ARM's features vary.
-    return any(re.fullmatch(rf"{feature}\w*", each) for each in machine.features)

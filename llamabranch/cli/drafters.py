@@ -8,47 +8,18 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from llamabranch import (
-    ChainDrafter,
-    ConfigError,
-    Context,
-    Drafter,
-    EagleDrafter,
-    GrammarDrafter,
-    LlamaBranchError,
-    Model,
-    ModelDrafter,
-    ModelLoadError,
-    MTPDrafter,
-    NullDrafter,
-    PromptLookupDrafter,
-    SuffixDrafter,
-    UnsupportedError,
-    hub,
-)
+import llamabranch as lb
+from llamabranch import ConfigError, Context, Drafter, Model, hub
 
 from .console import Console
-
-__all__ = [
-    "COPYING",
-    "MTP",
-    "Candidate",
-    "candidates",
-    "choose_drafters",
-    "has_model",
-    "is_model",
-    "make_drafter",
-    "note_translation",
-    "parse_draft",
-]
 
 # Packages declare a drafter's class, or a function, by a name.
 ENTRY_POINTS = "llamabranch.drafters"
 
 # One request at a time: a shared index would let a repeated run copy its own text.
 COPYING: dict[str, Callable[[], Drafter]] = {
-    "lookup": PromptLookupDrafter,
-    "suffix": lambda: SuffixDrafter(shared_tokens=0),
+    "lookup": lb.PromptLookupDrafter,
+    "suffix": lambda: lb.SuffixDrafter(shared_tokens=0),
 }
 MTP = "mtp"  # the target's own MTP layers
 GRAMMAR = (
@@ -67,11 +38,6 @@ def choose_drafters(
 
     Where ``--draft`` was not ``given`` the grammar drafts if there is one, else what fits. What "auto"
     found is printed to standard error.
-
-    Raises:
-        ConfigError: a model that is not on this machine and may not be downloaded.
-        ModelLoadError: the target is no model.
-        DownloadError, UnsupportedError: a model cannot be downloaded; or there are no MTP layers.
     """
     path = hub.resolve(target, download=None)
     if has_grammar and given is None:
@@ -82,7 +48,7 @@ def choose_drafters(
                 console.note("draft: mtp, the target's own MTP layers")
             return (MTP,)
         if given == MTP:
-            raise UnsupportedError(
+            raise lb.UnsupportedError(
                 f"{target} has no MTP layers that llama.cpp computes",
                 hint="`llamabranch models show` lists what a file offers; --draft FILE takes MTP "
                 "layers that are in a file of their own",
@@ -103,13 +69,10 @@ def choose_drafters(
 
 
 def parse_draft(given: str) -> tuple[str, ...]:
-    """Return the drafters of a chain in order, () for "none".
+    """Return the drafters of a chain in order, () for "none"; ConfigError for an invalid chain.
 
     ``lookup``, ``suffix``, ``grammar``, ``mtp``, ``none`` and the names of installed drafters are never
     file names; a file may have a + in its name.
-
-    Raises:
-        ConfigError: a model that is not on this machine, or an invalid chain.
     """
     if given == "none":
         return ()
@@ -119,14 +82,11 @@ def parse_draft(given: str) -> tuple[str, ...]:
         raise ConfigError("grammar comes first in a chain", hint="for example grammar+suffix")
     for part in parts:
         if part in ("", "none"):
-            raise ConfigError(
-                f"{given!r} is not a chain of drafters", hint="for example suffix+tale-draft"
-            )
+            hint = "for example suffix+tale-draft"
+            raise ConfigError(f"{given!r} is not a chain of drafters", hint=hint)
         if part.isdecimal() and not Path(part).exists():
-            raise ConfigError(
-                f"--draft names what drafts, not {part}",
-                hint=f"--draft-max {part} drafts that many tokens",
-            )
+            hint = f"--draft-max {part} drafts that many tokens"
+            raise ConfigError(f"--draft names what drafts, not {part}", hint=hint)
         if part != MTP and is_model(part):
             hub.resolve(part, download=None)
     return parts
@@ -148,27 +108,21 @@ def _installed() -> dict[str, EntryPoint]:
 
 
 def _make_installed(name: str) -> Drafter:
-    """Return the drafter that an installed package declares under a name.
-
-    Raises:
-        ConfigError: it cannot be imported, or is no drafter.
-    """
+    """Return the drafter that an installed package declares under a name; ConfigError if it is none."""
     point = _installed()[name]
-    package = "a package" if point.dist is None else point.dist.name
+    told = f"the drafter {name!r} of {'a package' if point.dist is None else point.dist.name}"
     try:
         drafter = point.load()()
-    except LlamaBranchError:
+    except lb.LlamaBranchError:
         raise
     except Exception as error:  # whatever the package does wrong
+        reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"the drafter {name!r} of {package} failed: {type(error).__name__}: {error}",
-            hint=f"it is declared as {point.value}",
+            f"{told} failed: {reason}", hint=f"it is declared as {point.value}"
         ) from error
     if not isinstance(drafter, Drafter):
-        raise ConfigError(
-            f"the drafter {name!r} of {package} is no Drafter but {type(drafter).__name__}",
-            hint=f"{point.value} must be a class or function that returns one",
-        )
+        hint = f"{point.value} must be a class or function that returns one"
+        raise ConfigError(f"{told} is no Drafter but {type(drafter).__name__}", hint=hint)
     return drafter
 
 
@@ -176,12 +130,9 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context]) -> 
     """Return the drafter that ``parts`` name, with its models opened.
 
     ``open_model`` gets the name of each model, or ``mtp``, and opens heads for the target.
-
-    Raises:
-        ConfigError: a drafter of an installed package that does not work.
     """
     if parts and parts[0] == GRAMMAR:
-        return GrammarDrafter(make_drafter(parts[1:], open_model) if len(parts) > 1 else None)
+        return lb.GrammarDrafter(make_drafter(parts[1:], open_model) if len(parts) > 1 else None)
 
     def make(part: str) -> Drafter:
         if part in COPYING:
@@ -190,13 +141,13 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context]) -> 
             return _make_installed(part)
         ctx = open_model(part)
         if ctx.target is None:
-            return ModelDrafter(ctx)
-        return EagleDrafter(ctx) if ctx.model.target_layers else MTPDrafter(ctx)
+            return lb.ModelDrafter(ctx)
+        return lb.EagleDrafter(ctx) if ctx.model.target_layers else lb.MTPDrafter(ctx)
 
     drafters = [make(part) for part in parts]
     if not drafters:
-        return NullDrafter()
-    return drafters[0] if len(drafters) == 1 else ChainDrafter(drafters)
+        return lb.NullDrafter()
+    return drafters[0] if len(drafters) == 1 else lb.ChainDrafter(drafters)
 
 
 def note_translation(drafter: Drafter, target: Model, console: Console) -> None:
@@ -255,7 +206,7 @@ def candidates(target: str) -> list[Candidate]:
                     if draft.n_params > LARGEST_SHARE * model.n_params:
                         continue
                     way = model.compatibility(draft).path
-            except ModelLoadError:
+            except lb.ModelLoadError:
                 continue
             if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
                 found.append(Candidate(name, each, _size(each), way, name == listed))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, ClassVar
 
 import llamabranch as lb
-from llamabranch import ConfigError, Context, VocabularyMismatchError
+from llamabranch import ConfigError, Context
 from llamabranch.eval import (
     KLDivergence,
     LogitsFile,
@@ -24,31 +25,80 @@ from llamabranch.eval import (
     strided_perplexity,
 )
 
-from .console import Console, print_json
-from .files import check_new_file
+from ..files import atomic_write
+from ..loading import LoadOptions
+from .bundles import option
+from .console import Console, Progress, finite, print_json
+from .files import check_new_file, read_prompt_file, read_text, write_error
 from .formats import base_name, decimal_size, number
-from .measuring import Kept, Progress, interruptible, open_for_chunks, window_of
-from .options import ModelOptions
-from .prompts import read_prompt_file
-
-__all__ = ["Reading", "compare_models", "measure_against", "measure_perplexity"]
+from .options import OUTPUT, ModelOptions, trained_length
 
 _CHUNKS = 16  # where models are compared
 _N_WRITTEN = 48
-_BAR = 30
+_WINDOW = 512
+_ROW_BYTES = 64 * 2**20  # of logits at a time
+_SAVED_EVERY_S = 10.0
+_FRACTIONS = {
+    "minimum": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "95 %": 0.95, "99 %": 0.99,
+    "99.9 %": 0.999, "maximum": 1.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What is read, and where the results go: the options of the command by their names there."""
+class ReadingOptions:
+    """Which text is read, and what the models are compared with."""
 
-    text_file: Path | None
-    chunks: int | None
-    stride: int | None
-    save_to: Path | None
-    kept_file: Path | None
-    resume: bool
-    as_json: bool
+    panel: ClassVar[str] = "Perplexity and KL divergence"
+
+    text_file: Path | None = option(
+        None,
+        "The text: a file in UTF-8. It is cut into chunks of --ctx-size tokens (512), of which the "
+        "second half is scored, as llama-perplexity does.",
+        *("--perplexity", "--file", "-f"),
+        metavar="FILE",
+        first=True,
+    )
+    against: str | None = option(
+        None,
+        "A model that the others are compared with by KL divergence; or what --save-logits or "
+        "llama-perplexity wrote of one, which holds the text too.",
+        metavar="MODEL|FILE",
+        first=True,
+    )
+    chunks: int | None = option(
+        None,
+        "Score so many chunks at most.  [default: all; 16 with --against MODEL]",
+        min=1,
+        first=True,
+    )
+    stride: int | None = option(
+        None,
+        "Sliding windows, each so many tokens after the last one: another number.",
+        *("--stride", "--ppl-stride"),
+        min=1,
+    )
+    save_to: Path | None = option(
+        None,
+        "Write the log-probabilities to this file, for --against and llama-perplexity.",
+        *("--save-logits", "--save-all-logits", "--kl-divergence-base"),
+    )
+    kept_file: Path | None = option(
+        None,
+        "Write the results to this file, also when interrupted; of tasks, each item on a line.",
+        *("--output", "-o"),
+        rich_help_panel=OUTPUT,
+        first=True,
+    )
+    resume: bool = option(False, "Go on where --output ends.", "--resume", rich_help_panel=OUTPUT)
+
+    @property
+    def logits(self) -> Path | None:
+        """The file of log-probabilities to compare with; None where that is a model, or nothing."""
+        path = Path(self.against or "")
+        if self.against is None or not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return None if file.read(4) == b"GGUF" else path
 
     def text(self) -> str:
         """Return the text. Raises ConfigError if it cannot be read."""
@@ -57,165 +107,210 @@ class Reading:
         return read_prompt_file(self.text_file)
 
 
-# -- perplexity ----------------------------------------------------------------------------------------
+# -- what all that scores shares -----------------------------------------------------------------------
 
 
-def measure_perplexity(
-    task: Reading, name: str, models: ModelOptions, console: Console, stack: ExitStack
+@contextmanager
+def interruptible(console: Console) -> Iterator[list[BaseException]]:
+    """Catch a Ctrl-C or an error inside the block: what is done is printed, then it is raised again.
+
+    Yields:
+        a list that holds the exception afterwards.
+    """
+    caught: list[BaseException] = []
+    try:
+        yield caught
+    except (KeyboardInterrupt, lb.LlamaBranchError) as error:
+        caught.append(error)
+    finally:
+        console.progress("")
+
+
+def scoring_options(name: str, models: ModelOptions, n_seq_max: int) -> LoadOptions:
+    """Return options of a context whose rows of logits take a bounded memory, whatever the vocabulary."""
+    with lb.Model(lb.hub.resolve(name, download=None), vocab_only=True) as model:
+        rows = _ROW_BYTES // (4 * model.n_vocab)
+    n_batch = models.set("load").get("n_batch") or 512
+    n_seq_max = min(n_seq_max, n_batch)
+    return {"n_seq_max": n_seq_max, "n_outputs_max": max(n_seq_max, min(n_batch, 256, rows))}
+
+
+def _window_of(name: str, models: ModelOptions) -> int:
+    """Return the tokens of a chunk: ``--ctx-size`` as in llama-perplexity; 0 is the trained length."""
+    if models.n_ctx != 0:
+        return models.n_ctx or _WINDOW
+    with lb.Model(lb.hub.resolve(name, download=None), vocab_only=True) as model:
+        return trained_length(model) or _WINDOW
+
+
+def _open(
+    name: str, models: ModelOptions, window: int, console: Console, stack: ExitStack
+) -> Context:
+    """Open a context for texts that are read in chunks, with llama-perplexity's K/V type, f16."""
+    more = scoring_options(name, models, 1)
+    n_batch = models.set("load").get("n_batch") or min(512, window)
+    n_outputs = min(more["n_outputs_max"] or n_batch, n_batch)
+    more |= {"n_ctx": window, "n_batch": n_batch, "n_outputs_max": n_outputs}
+    more |= {"batch_invariant": False, "kv_type": models.kv_type or "f16"}
+    return models.open(name, console, stack, **more)
+
+
+class Checkpoint:
+    """Results in a JSON file that is replaced as a whole while a command goes on.
+
+    Args:
+        reading: names the file, if any, and whether it is resumed: then ``data`` is what it holds.
+        kind: what it is of; a file of another kind is refused.
+
+    Raises:
+        ConfigError: a file is there, and is not to be resumed; or it is of another kind.
+    """
+
+    def __init__(self, reading: ReadingOptions, kind: str) -> None:
+        self.data: dict[str, Any] = {}
+        self.path = path = reading.kept_file
+        self._kind, self._saved_s = kind, perf_counter()
+        if path is None:
+            if reading.resume:
+                raise ConfigError("--resume needs --output, where the results are kept")
+            return
+        if not reading.resume or not path.is_file():
+            check_new_file(path, hint="name another file, or go on with --resume")
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{path} is not a regular file", hint="leave out --output")
+            return
+        try:
+            self.data = json.loads(read_text(path))
+            is_ours = self.data["kind"] == kind
+        except (ValueError, TypeError, KeyError):
+            is_ours = False
+        if not is_ours:
+            hint = "name another file"
+            raise ConfigError(f"{path} has no results of this kind ({kind})", hint=hint)
+
+    def save(self, data: Callable[[], dict[str, object]], *, now: bool = False) -> None:
+        """Write the file, unless that was done some seconds ago and is not wanted ``now``.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        if self.path is None or (not now and perf_counter() - self._saved_s < _SAVED_EVERY_S):
+            return
+        text = json.dumps(finite({"kind": self._kind, **data()}), ensure_ascii=False)
+        try:
+            with atomic_write(self.path) as file:
+                file.write(f"{text}\n".encode())
+        except OSError as error:
+            raise write_error(self.path, error) from None
+        self._saved_s = perf_counter()
+
+
+# -- one model -----------------------------------------------------------------------------------------
+
+
+def measure(
+    reading: ReadingOptions, name: str, models: ModelOptions, console: Console, *, as_json: bool
 ) -> None:
-    """Measure and print the perplexity of a model."""
-    stride, chunks, save_to = task.stride, task.chunks, task.save_to
-    if stride is not None and (save_to is not None or chunks is not None):
-        raise ConfigError("--stride goes with neither --save-logits nor --chunks")
-    text = task.text()
-    kept = Kept(task.kept_file, task.resume, "perplexity")
+    """Print the perplexity of a model, or how far it is from the one that a file has logits of.
+
+    What is done is kept and printed when it is interrupted, too.
+    """
+    logits, stride, save_to, text = reading.logits, reading.stride, reading.save_to, ""
+    if logits is not None:
+        if reading.text_file or reading.chunks or stride or save_to:
+            hint = "--against MODEL compares several"
+            told = f"{logits} holds the text and its chunks, and is compared with one model"
+            raise ConfigError(told, hint=hint)
+    else:
+        if stride is not None and (save_to is not None or reading.chunks is not None):
+            raise ConfigError("--stride goes with neither --save-logits nor --chunks")
+        text = reading.text()
+    kept = Checkpoint(reading, "perplexity" if logits is None else "kld")
     if save_to is not None and not kept.data:
         hint = f"--against {save_to} reads it; to write, name another file, or delete it"
         check_new_file(save_to, hint=hint)
-    earlier = Perplexity.from_dict(kept.data) if kept.data else None
-    window = window_of(name, models)
-    ctx = open_for_chunks(name, models, window, console, stack)
-
-    def work(note: Callable[[Perplexity], None]) -> Perplexity:
-        if stride is not None:
-            return strided_perplexity(ctx, text, window, stride, progress=note, resume=earlier)
-        if save_to is None:
-            return perplexity(ctx, text, window, chunks=chunks, progress=note, resume=earlier)
-        return save_logits(ctx, text, save_to, window, chunks=chunks, progress=note, resume=earlier)
-
-    def show(found: Perplexity) -> None:
-        _print_perplexity(console, ctx, found, as_json=task.as_json)
-
-    def told(done: Perplexity) -> str:
-        return f"perplexity {number(done.value, 4)}"
-
-    _measured(work, earlier, kept, console, told, show)
-
-
-_Found = TypeVar("_Found", Perplexity, KLDivergence)
-
-
-def _measured(
-    work: Callable[[Callable[[_Found], None]], _Found],
-    earlier: _Found | None,
-    kept: Kept,
-    console: Console,
-    told: Callable[[_Found], str],
-    show: Callable[[_Found], None],
-) -> None:
-    """Do ``work`` with a line of progress, keep what is done, and ``show`` it, also when interrupted."""
-    found: list[_Found] = [] if earlier is None else [earlier]
+    kind: type[Perplexity | KLDivergence] = Perplexity if logits is None else KLDivergence
+    earlier: Any = kind.from_dict(kept.data) if kept.data else None
+    found: Perplexity | KLDivergence | None = earlier
     shown: list[Progress] = []
 
-    def note(done: _Found) -> None:
+    def note(done: Perplexity | KLDivergence) -> None:
+        nonlocal found
+        found = done
         if not shown:
             n_before = 0 if earlier is None else earlier.n_done
             shown.append(Progress(console, "chunks", done.n_chunks, n_before))
-        found[:] = [done]
-        shown[0].show(done.n_done, told(done))
+        told = f"perplexity {number(done.value, 4)}" if isinstance(done, Perplexity) else ""
+        shown[0].show(done.n_done, told)
         kept.save(done.as_dict)
 
-    with interruptible(console) as interrupted:
-        found[:] = [work(note)]
-    if found and found[0].n_done:
-        kept.save(found[0].as_dict, now=True)
-        show(found[0])
+    options: Any = {"progress": note, "resume": earlier}
+    with ExitStack() as stack:
+        if logits is None:
+            window = _window_of(name, models)
+        else:
+            with LogitsFile.open(logits) as file:
+                window = file.window
+        ctx = _open(name, models, window, console, stack)
+        with interruptible(console) as interrupted:
+            if logits is not None:
+                found = divergence(ctx, logits, **options)
+            elif stride is not None:
+                found = strided_perplexity(ctx, text, window, stride, **options)
+            elif save_to is None:
+                found = perplexity(ctx, text, window, chunks=reading.chunks, **options)
+            else:
+                found = save_logits(ctx, text, save_to, window, chunks=reading.chunks, **options)
+        if found is not None and found.n_done:
+            kept.save(found.as_dict, now=True)
+            _print(console, ctx, found, as_json=as_json)
     if interrupted:
         raise interrupted[0]
 
 
-def _print_perplexity(console: Console, ctx: Context, found: Perplexity, *, as_json: bool) -> None:
-    if as_json:
-        about = {"name": ctx.model.name, "kv_type": ctx.kv_type}
-        answer = {k: v for k, v in found.as_dict().items() if k != "losses"}
-        print_json({**about, **answer, "by_chunk": found.by_chunk, "running": found.running})
-        return
-    console.table(
-        ("perplexity", "±", "tokens scored", "chunks", "window", "method", "K/V"),
-        [
-            (
-                number(found.value, 4),
-                number(found.stderr, 4),
-                str(found.n_tokens),
-                f"{found.n_done} of {found.n_chunks}",
-                str(found.window),
-                found.method,
-                ctx.kv_type,
-            )
-        ],
-    )
-
-
-# -- against saved log-probabilities -------------------------------------------------------------------
-
-
-def measure_against(
-    logits: Path,
-    task: Reading,
-    names: Sequence[str],
-    models: ModelOptions,
-    console: Console,
-    stack: ExitStack,
+def _print(
+    console: Console, ctx: Context, found: Perplexity | KLDivergence, *, as_json: bool
 ) -> None:
-    """Compare a model with the log-probabilities that a file has of another, as llama-perplexity does."""
-    if len(names) > 1 or task.text_file or task.chunks or task.stride or task.save_to:
-        raise ConfigError(
-            f"{logits} holds the text and its chunks, and is compared with one model",
-            hint="--against MODEL compares several",
-        )
-    kept = Kept(task.kept_file, task.resume, "kld")
-    earlier = KLDivergence.from_dict(kept.data) if kept.data else None
-    with LogitsFile.open(logits) as file:
-        window = file.window
-    ctx = open_for_chunks(names[0], models, window, console, stack)
-
-    def work(note: Callable[[KLDivergence], None]) -> KLDivergence:
-        return divergence(ctx, logits, progress=note, resume=earlier)
-
-    def show(found: KLDivergence) -> None:
-        if task.as_json:
-            answer = {k: v for k, v in found.as_dict().items() if k != "rows"}
-            print_json({"name": ctx.model.name, "kv_type": ctx.kv_type, **answer})
-        else:
-            _print_divergence(console, found)
-
-    def told(done: KLDivergence) -> str:
-        return f"KL divergence {number(done.statistics.mean.value, 5)}"
-
-    _measured(work, earlier, kept, console, told, show)
+    if as_json:
+        its = {k: v for k, v in found.as_dict().items() if k not in ("losses", "rows")}
+        if isinstance(found, Perplexity):
+            its |= {"by_chunk": found.by_chunk, "running": found.running}
+        print_json({"name": ctx.model.name, "kv_type": ctx.kv_type, **its})
+    elif isinstance(found, KLDivergence):
+        _print_divergence(console, found)
+    else:
+        n_chunks = f"{found.n_done} of {found.n_chunks}"
+        row = (number(found.value, 4), number(found.stderr, 4), found.n_tokens, n_chunks)
+        columns = ("perplexity", "±", "tokens scored", "chunks", "window", "method", "K/V")
+        console.table(columns, [(*row, found.window, found.method, ctx.kv_type)])
 
 
 def _print_divergence(console: Console, found: KLDivergence) -> None:
-    def row(name: str, value: Uncertain, digits: int = 6, factor: float = 1) -> tuple[str, ...]:
-        return name, number(factor * value.value, digits), number(factor * value.stderr, digits)
-
     its = found.statistics
+    rows: list[tuple[str, Uncertain, float]] = [
+        ("perplexity", its.perplexity, 1),
+        ("perplexity of the base", its.base_perplexity, 1),
+        ("log of their ratio", its.log_ratio, 1),
+        ("ratio", its.ratio, 1),
+        ("difference", its.difference, 1),
+        ("correlation of the losses", Uncertain(its.correlation, math.nan), 1),
+        ("mean KL divergence, nats", its.mean, 1),
+        ("same most probable token, %", its.same_top, 100),
+        ("mean change of probability, %", its.p_change, 100),
+        ("root mean square change, %", its.p_change_rms, 100),
+    ]
     console.table(
         ("", "value", "±"),
         [
-            row("perplexity", its.perplexity),
-            row("perplexity of the base", its.base_perplexity),
-            row("log of their ratio", its.log_ratio),
-            row("ratio", its.ratio),
-            row("difference", its.difference),
-            ("correlation of the losses", number(its.correlation, 6), ""),
-            row("mean KL divergence, nats", its.mean),
-            row("same most probable token, %", its.same_top, 3, 100),
-            row("mean change of probability, %", its.p_change, 3, 100),
-            row("root mean square change, %", its.p_change_rms, 3, 100),
+            (name, *(number(factor * v, 6 if factor == 1 else 3) for v in each))
+            for name, each, factor in rows
         ],
     )
     console.line()
-    fractions = (0.0, 0.01, 0.1, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
-    names = ["minimum", "1 %", "10 %", "median", "90 %", "95 %", "99 %", "99.9 %", "maximum"]
-    changes = (number(100 * found.p_change_percentile(f), 3) for f in fractions)
-    console.table(
-        ("percentiles", *names),
-        [
-            ("KL divergence", *(number(found.percentile(f), 5) for f in fractions)),
-            ("change of probability, %", *changes),
-        ],
-    )
+    kls = (number(found.percentile(f), 5) for f in _FRACTIONS.values())
+    changes = (number(100 * found.p_change_percentile(f), 3) for f in _FRACTIONS.values())
+    rows_ = [("KL divergence", *kls), ("change of probability, %", *changes)]
+    console.table(("percentiles", *_FRACTIONS), rows_)
     console.line()
     console.line(f"{found.n_tokens} tokens, {found.n_done} of {found.n_chunks} chunks", "dim")
     if found.n_tokens < 100:
@@ -225,56 +320,37 @@ def _print_divergence(console: Console, found: KLDivergence) -> None:
 # -- several models ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What is known of one file."""
-
-    model: str
-    file_type: str
-    size_bytes: int
-    perplexity: float
-    perplexity_stderr: float
-    kl: float = 0.0
-    kl_stderr: float = 0.0
-    kl_99: float = 0.0
-    same_top: float = 1.0
-    read_tokens_per_s: float = math.nan
-    write_tokens_per_s: float = math.nan
-    exact: bool = False
-    why: str = ""
-    made_from: str | None = None
-
-
 def compare_models(
-    task: Reading, names: Sequence[str], base: str | None, models: ModelOptions, console: Console
+    reading: ReadingOptions,
+    names: Sequence[str],
+    base: str | None,
+    models: ModelOptions,
+    console: Console,
+    *,
+    as_json: bool,
 ) -> None:
     """Measure several models on a text; with a base also how far the others are from it."""
-    if task.stride is not None or task.save_to is not None:
+    if reading.stride is not None or reading.save_to is not None:
         raise ConfigError("--stride and --save-logits are for one model")
-    text = task.text()
+    text = reading.text()
     names = list(dict.fromkeys(names if base is None else [base, *names]))
     if len(names) < 2:
         raise ConfigError("--against compares with another model", hint="-m names one")
-    kept = Kept(task.kept_file, task.resume, "quants")
-    sizes = {
-        n: sum(p.stat().st_size for p in lb.hub.parts(lb.hub.resolve(n, download=None)))
-        for n in names
-    }
+    kept = Checkpoint(reading, "quants")
+    files = {name: lb.hub.parts(lb.hub.resolve(name, download=None)) for name in names}
+    sizes = {name: sum(part.stat().st_size for part in parts) for name, parts in files.items()}
     if base is not None:
         names = [base, *sorted((n for n in names if n != base), key=lambda n: -sizes[n])]
         _check_vocabularies(names)
-    window, chunks = window_of(names[0], models), task.chunks or _CHUNKS
+    window, chunks = _window_of(names[0], models), reading.chunks or _CHUNKS
     settings: dict[str, object] = {
-        "models": names, "file": str(task.text_file), "chunks": chunks, "window": window,
+        "models": names, "file": str(reading.text_file), "chunks": chunks, "window": window,
         "kv_type": models.kv_type or "f16",
     }  # fmt: skip
     if kept.data and kept.data.get("settings") != settings:
-        raise ConfigError(
-            f"{task.kept_file} is of other models, another text or other settings",
-            hint="resume with the same command",
-        )
-    found = kept.data.get("rows")
-    rows = {n: _Row(**row) for n, row in (found if isinstance(found, dict) else {}).items()}
+        told = f"{kept.path} is of other models, another text or other settings"
+        raise ConfigError(told, hint="resume with the same command")
+    rows: dict[str, dict[str, Any]] = dict(kept.data.get("rows", {}))
     with tempfile.TemporaryDirectory() as folder:
         # The base's log-probabilities, which the others are compared with.
         logits = Path(folder, "logits")
@@ -284,25 +360,20 @@ def compare_models(
                 check_new_file(logits)
             if base not in rows:
                 logits.unlink(missing_ok=True)
-
-        def save() -> None:
-            data = {"settings": settings, "rows": {n: asdict(row) for n, row in rows.items()}}
-            kept.save(lambda: data, now=True)
-
-        save()
+        kept.save(lambda: {"settings": settings, "rows": rows}, now=True)
         with interruptible(console) as interrupted:
             for name in (name for name in names if name not in rows):
                 with ExitStack() as opened:
-                    ctx = open_for_chunks(name, models, window, console, opened)
+                    ctx = _open(name, models, window, console, opened)
                     shown = Progress(console, f"chunks, {base_name(name)}", chunks)
                     row = _row(ctx, name, text, window, chunks, base, logits, shown)
-                    rows[name] = replace(row, size_bytes=sizes[name])
-                    save()
+                rows[name] = {**row, "size_bytes": sizes[name]}
+                kept.save(lambda: {"settings": settings, "rows": rows}, now=True)
         if not interrupted:
             logits.unlink(missing_ok=True)
     done = [rows[name] for name in names if name in rows]
-    if task.as_json:
-        print_json({"base": base, "window": window, "models": [asdict(row) for row in done]})
+    if as_json:
+        print_json({"base": base, "window": window, "models": done})
     elif done:
         _print_rows(console, done, with_base=base is not None)
     if interrupted:
@@ -314,7 +385,7 @@ def _check_vocabularies(names: Sequence[str]) -> None:
         for name in names[1:]:
             with lb.Model(lb.hub.resolve(name), vocab_only=True) as other:
                 if first.compatibility(other).path != "tokens":
-                    raise VocabularyMismatchError(
+                    raise lb.VocabularyMismatchError(
                         f"{name} has another vocabulary than {names[0]}",
                         hint="compare quantisations of one model",
                     )
@@ -329,89 +400,66 @@ def _row(
     base: str | None,
     logits: Path,
     shown: Progress,
-) -> _Row:
-    """Return the row of a model; that of the base writes its log-probabilities to ``logits``."""
+) -> dict[str, Any]:
+    """Return what is known of a model; that of the base writes its log-probabilities to ``logits``."""
     start_s = perf_counter()
+    row: dict[str, Any] = {"model": name, "file_type": ctx.model.file_type}
+    row |= {"kl": 0.0, "kl_stderr": 0.0, "kl_99": 0.0, "same_top": 1.0}
 
     def note(done: Perplexity | KLDivergence) -> None:
         shown.show(done.n_done)
 
     if base in (None, name):
+        options: Any = {"chunks": chunks, "progress": note}
         if base is None:
-            found = perplexity(ctx, text, window, chunks=chunks, progress=note)
+            found = perplexity(ctx, text, window, **options)
         else:
-            found = save_logits(ctx, text, logits, window, chunks=chunks, progress=note)
+            found = save_logits(ctx, text, logits, window, **options)
         n_read, figures = found.n_done * window, (found.value, found.stderr)
-        row = _Row(name, ctx.model.file_type, 0, *figures)
     else:
         kl = divergence(ctx, logits, progress=note)
         its, n_read = kl.statistics, kl.n_done * window
-        row = _Row(
-            name, ctx.model.file_type, 0, *its.perplexity, *its.mean, kl.percentile(0.99),
-            its.same_top.value,
-        )  # fmt: skip
+        figures = its.perplexity
+        row |= {"kl": its.mean.value, "kl_stderr": its.mean.stderr, "kl_99": kl.percentile(0.99)}
+        row["same_top"] = its.same_top.value
     read_s = perf_counter() - start_s
     with lb.Context(ctx.model, n_ctx=256, n_seq_max=2, n_threads=ctx.n_threads) as plain:
         can = plain.capabilities
-    return replace(
-        row,
-        read_tokens_per_s=n_read / read_s,
-        write_tokens_per_s=_write_speed(ctx, text),
-        exact=can.batch_invariant,
-        why=can.batch_invariant_reason,
-        made_from=lb.hub.made_from(name),
-    )
-
-
-def _write_speed(ctx: Context, text: str) -> float:
-    """Return tokens a second of plain generation."""
     with lb.Branch.start(ctx, ctx.model.tokenize(text)[:64], temperature=0.8, seed=1) as branch:
         start_s = perf_counter()
         n = sum(1 for _ in branch.generate(min(_N_WRITTEN, ctx.n_ctx - 64)))
-        return n / (perf_counter() - start_s)
+        write_s = perf_counter() - start_s
+    return row | {
+        "perplexity": figures[0],
+        "perplexity_stderr": figures[1],
+        "read_tokens_per_s": n_read / read_s,
+        "write_tokens_per_s": n / write_s,
+        "exact": can.batch_invariant,
+        "why": can.batch_invariant_reason,
+        "made_from": lb.hub.made_from(name),
+    }
 
 
-def _print_rows(console: Console, rows: Sequence[_Row], *, with_base: bool) -> None:
+def _print_rows(console: Console, rows: Sequence[dict[str, Any]], *, with_base: bool) -> None:
+    def cells(names: Sequence[str], row: dict[str, Any], digits: Sequence[int]) -> list[str]:
+        values = (math.nan if row[name] is None else row[name] for name in names)  # of a file
+        return [number(value, n) for value, n in zip(values, digits, strict=True)]
+
     columns = ("model", "type", "size", "perplexity", "±", "read/s", "write/s", "exact")
     between = ("KL, nats", "±", "99 % KL", "same top") if with_base else ()
     table = []
     for i, row in enumerate(rows):
-        compared: tuple[str, ...] = ()
-        if with_base:
-            compared = (
-                number(row.kl, 5), number(row.kl_stderr, 5), number(row.kl_99, 4),
-                f"{row.same_top:.2%}",
-            ) if i else ("base", "", "", "")  # fmt: skip
-        table.append(
-            (
-                base_name(row.model),
-                row.file_type,
-                decimal_size(row.size_bytes),
-                number(row.perplexity, 3),
-                number(row.perplexity_stderr, 3),
-                *compared,
-                number(row.read_tokens_per_s, 0),
-                number(row.write_tokens_per_s, 0),
-                "yes" if row.exact else "no",
-            )
-        )
+        compared = cells(("kl", "kl_stderr", "kl_99"), row, (5, 5, 4)) if i else ["base", "", ""]
+        compared.append(f"{row['same_top']:.2%}" if i else "")
+        about = (base_name(row["model"]), row["file_type"], decimal_size(row["size_bytes"]))
+        first = cells(("perplexity", "perplexity_stderr"), row, (3, 3))
+        speeds = cells(("read_tokens_per_s", "write_tokens_per_s"), row, (0, 0))
+        table.append([*about, *first, *(compared if with_base else ()), *speeds, row["exact"]])
     console.table((*columns[:5], *between, *columns[5:]), table, left=("type",))
     for row in rows if with_base else ():
-        if row.made_from is not None:
+        if row["made_from"] is not None:
             console.line()
             console.line(
-                f"{base_name(row.model)} was made from {row.made_from}, whose losses it has: its figures "
-                "show what that step changed, not how near it is to the original model."
+                f"{base_name(row['model'])} was made from {row['made_from']}, whose losses it has: its "
+                "figures show what that step changed, not how near it is to the original model."
             )
-    largest = max(row.kl for row in rows)
-    if largest > 0:
-        console.line()
-        bars = [
-            (
-                base_name(row.model),
-                decimal_size(row.size_bytes),
-                "█" * max(round(_BAR * row.kl / largest), row.kl > 0) + f" {row.kl:.5f}",
-            )
-            for row in rows[1:]
-        ]
-        console.table(("KL divergence by size", "size", ""), bars, left=("",))

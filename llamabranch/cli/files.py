@@ -1,8 +1,11 @@
-"""Files that commands read and write: never over another file, whole or not at all."""
+"""What commands read and write: prompts from files and standard input, and no file over another."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
+import sys
 from pathlib import Path
 
 from llamabranch import ConfigError
@@ -10,17 +13,12 @@ from llamabranch import ConfigError
 from ..files import check_writable
 from .console import OutputError
 
-__all__ = ["check_new_file", "is_unicode", "read_text", "write_error"]
-
 
 def check_new_file(path: Path, *, hint: str = "name another file, or delete it") -> None:
-    """Raise unless a file can be written at ``path`` without losing one; called before a model loads.
+    """Raise ConfigError unless a file can be written at ``path`` without losing one.
 
-    An empty file, a device and a pipe may be there. ``hint`` is what to do about a file that is there.
-
-    Raises:
-        ConfigError: a file that is not empty, a folder or a link to a missing file is there; or its
-            folder is missing or cannot be written.
+    Called before a model loads. An empty file, a device and a pipe may be there. ``hint`` is what to do
+    about a file that is there.
     """
     try:
         if path.is_dir():
@@ -30,9 +28,8 @@ def check_new_file(path: Path, *, hint: str = "name another file, or delete it")
                 raise ConfigError(f"{path} already exists", hint=hint)
             return
         if path.is_symlink():
-            raise ConfigError(
-                f"{path} is a link to a file that does not exist", hint="name the file itself"
-            )
+            told = f"{path} is a link to a file that does not exist"
+            raise ConfigError(told, hint="name the file itself")
         check_writable(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
@@ -45,16 +42,30 @@ def write_error(path: Path, error: OSError, hint: str | None = None) -> OutputEr
     return OutputError(f"cannot write {path}: {error.strerror or error}", hint=hint)
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file, without a byte order mark.
-
-    Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
-    """
+def read_text(path: Path, errors: str = "strict") -> str:
+    """Return the text of a file, without a byte order mark; ConfigError if it cannot be read as UTF-8."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig", errors=errors)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def read_prompt_file(path: Path) -> str:
+    """Return the text of a file that is one prompt, without its last newline, as llama.cpp does."""
+    return read_text(path).removesuffix("\n")
+
+
+def read_standard_input(errors: str = "strict") -> str:
+    """Return all of standard input as UTF-8, each line ended by a newline; ConfigError if it is not."""
+    if sys.stdin is None:  # None means that it was closed when the process started
+        hint = "pipe the prompt in, or give it as an argument"
+        raise ConfigError("standard input is closed", hint=hint)
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig", errors)
+    except (OSError, UnicodeDecodeError) as error:
+        hint = "it must be text in UTF-8"
+        raise ConfigError(f"cannot read standard input: {error}", hint=hint) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def is_unicode(text: str) -> bool:
@@ -64,3 +75,9 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def digest(value: object) -> str:
+    """Return the first 16 hex digits of the SHA-256 of ``value`` as JSON."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llamabranch import Capabilities
     from llamabranch.bench import Interval, Machine, Spread
-
-__all__ = [
-    "base_name",
-    "batch_invariance",
-    "cut_text",
-    "decimal_size",
-    "interval_text",
-    "machine_text",
-    "nearest",
-    "number",
-    "reasons_text",
-    "spread_text",
-]
 
 
 def base_name(name: str) -> str:
@@ -31,12 +15,6 @@ def base_name(name: str) -> str:
     path = Path(name)
     is_path = path.is_absolute() or name.startswith((".", "~")) or path.is_file()
     return path.name if is_path else name
-
-
-def nearest(text: str, names: Collection[str], what: str) -> str:
-    """Return a hint: the name that ``text`` may be meant for, or all names."""
-    close = difflib.get_close_matches(text, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(names)}"
 
 
 def number(value: float, digits: int, unit: str = "") -> str:
@@ -52,19 +30,18 @@ def decimal_size(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
+def interval_text(found: Interval | Spread, digits: int = 2) -> str:
+    """Format the ends of an interval, or a dash where there are too few values for one."""
+    if math.isnan(found.low):
+        return "-"
+    return f"{found.low:.{digits}f} to {found.high:.{digits}f}"
+
+
 def spread_text(spread: Spread, digits: int) -> str:
     """Format a median with the lowest and the highest value, or a dash without values."""
     if math.isnan(spread.median):
         return "-"
-    low, high = f"{spread.low:.{digits}f}", f"{spread.high:.{digits}f}"
-    return f"{spread.median:.{digits}f} ({low} to {high})"
-
-
-def interval_text(interval: Interval) -> str:
-    """Format the ends of an interval, or a dash where there are too few values for one."""
-    if math.isnan(interval.low):
-        return "-"
-    return f"{interval.low:.2f} to {interval.high:.2f}"
+    return f"{spread.median:.{digits}f} ({interval_text(spread, digits)})"
 
 
 def machine_text(machine: Machine, load_after: float | None, n_threads: int) -> str:
@@ -73,20 +50,3 @@ def machine_text(machine: Machine, load_after: float | None, n_threads: int) -> 
     text = f"Machine: {machine.describe(n_threads)}; load {after} after."
     complaint = machine.complaint(n_threads)
     return f"{text} The timings are noisy: {complaint}." if complaint else text
-
-
-def batch_invariance(found: Capabilities) -> str:
-    """Return whether a token's logits are the same in every batch, and if not, why."""
-    return "yes" if found.batch_invariant else f"no: {found.batch_invariant_reason}"
-
-
-def reasons_text(counts: Mapping[str, int]) -> str:
-    """Return reasons with how often each was the case, the most frequent one first."""
-    reasons = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{reason} {n}" for reason, n in reasons)
-
-
-def cut_text(finish_reason: str) -> str:
-    """Return what to know about a text that ended, by "length" or "capacity", before its grammar did."""
-    limit, more = ("-n", "it") if finish_reason == "length" else ("the context", "--ctx-size")
-    return f"{limit} ended the text before its grammar: it may be incomplete; raise {more}"

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import typer
 
-from llamabranch import (
-    ConfigError,
-    DecodeInterruptedError,
-    Engine,
-    Grammar,
-    NullDrafter,
-    Request,
-)
+import llamabranch as lb
+from llamabranch import ConfigError, Engine, NullDrafter, Request, SamplingParams
+from llamabranch.bench import Divergence, first_divergence
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .comparison import Comparison, compare, run
 from .console import Console
 from .drafters import has_model
+from .files import digest
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job import JobLengths
-from .jsonl import InvalidLines
+from .jsonl import report_invalid
 from .options import (
     DRAFTING,
     MODEL,
@@ -39,14 +34,8 @@ from .options import (
     OutputOptions,
     TextOptions,
 )
-from .prompts import digest
 from .ray_jobs import RayOptions, finish_job
-from .results import JobSettings, ResultFile
-
-if TYPE_CHECKING:
-    from llamabranch import Context, Drafter, SamplingParams, SpeculativeConfig
-    from llamabranch.bench import Divergence
-    from llamabranch.scale import JobReport
+from .results import ResultFile
 
 DEFAULT_PROMPT = "Once upon a time"  # of speculate
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
@@ -72,8 +61,7 @@ class BatchOptions(DraftOptions):
         self, job: JobLengths, drafters: tuple[str, ...], chat_template: str | None
     ) -> tuple[LoadOptions, LoadOptions]:
         """Return the options of the target's context and of those that draft, as the job needs them."""
-        given = self.set("load")
-        kv_unified, n_own = given.get("kv_unified", "auto"), None
+        kv_unified, n_own = self.set("load").get("kv_unified", "auto"), None
         if kv_unified is False:
             n_own = job.most_cells_per_text(self.parallel)
         elif kv_unified == "auto":
@@ -107,7 +95,7 @@ class JobOptions(RayOptions):
         None, "Give each token with its log-probability and the N most probable ones.", min=0
     )
 
-    def completed(self, request: Request, text: TextOptions, grammar: Grammar | None) -> Request:
+    def completed(self, request: Request, text: TextOptions, grammar: Any) -> Request:
         """Return a request with the settings of the command line that it has none of."""
         top = request.top_logprobs
         return replace(
@@ -120,7 +108,7 @@ class JobOptions(RayOptions):
 
     def settings(
         self, text: TextOptions, params: SamplingParams, chat: ChatOptions, models: BatchOptions
-    ) -> JobSettings:
+    ) -> dict[str, Any]:
         """Return what --resume compares; how to sample and when to stop as a digest."""
         grammar = text.parse_grammar()
         options = {
@@ -131,19 +119,19 @@ class JobOptions(RayOptions):
             "ignore_end": text.ignore_eos,
             "chat": chat.is_on,
         }
-        if chat.system is not None:  # not in the digests of older files without one
-            options["system"] = chat.system
-        if chat.template is not None:
-            options["chat_template"] = chat.template
+        more = {"system": chat.system, "chat_template": chat.template}
+        # The digests of older files have none of these.
+        options |= {name: value for name, value in more.items() if value is not None}
         is_fast = models.set("load").get("batch_invariant") is False
-        return JobSettings(
-            sampling=digest(options),
-            samples=self.samples,
-            rule=str(models.config().rule),
-            kv_type=models.kv_type or ("fast" if is_fast else "auto"),
-            seed=text.seed,
-            seed_given=text.seed is not None,
-        )
+        return {
+            "sampling": digest(options),
+            "samples": self.samples,
+            "rule": str(models.config().rule),
+            "kv_type": models.kv_type or ("fast" if is_fast else "auto"),
+            "seed": text.seed,
+            "seed_given": text.seed is not None,
+            "model": None,
+        }
 
 
 @with_bundles
@@ -168,32 +156,14 @@ def generate(
         # Everything that can be wrong in the arguments is found before a model loads.
         if models.compare and text.seed is None:
             text = replace(text, seed=secrets.randbits(31))
-        config, params, grammar = models.config(), text.params(models), text.parse_grammar()
         if job.resume and job.output_file is None:
             raise typer.BadParameter("needs --output", param_hint="--resume")
         if job.ray is not None:
-            report = _generate_on_ray(console, prompts, chat, text, models, job)
-            finish_job(console, report, as_json=output.as_json)
+            _generate_on_ray(console, prompts, chat, text, models, job, as_json=output.as_json)
             return
         is_flat = call.command.name == "speculate"
-        if is_flat:
-            params = params.replace(seed=text.seed)  # that of the text itself, not of a job
-            if not (prompts.texts or prompts.prompts or prompts.files or prompts.input_file):
-                prompts = replace(prompts, texts=[DEFAULT_PROMPT])
-        invalid = InvalidLines()
-        requests = [
-            job.completed(request, text, grammar)
-            for request in prompts.requests(params, invalid.add)
-        ]
-        invalid.report(console)
-        if not requests:
-            raise ConfigError("there is no prompt", hint="give one, or --input")
-        if models.compare and job.output_file is not None:
-            raise ConfigError("--compare prints its results: leave out --output")
-        if is_flat and (len(requests) > 1 or requests[0].n > 1 or job.output_file is not None):
-            raise ConfigError("speculate has one text", hint="`llamabranch generate` takes more")
-        settings = job.settings(text, params, chat, models)
-        file = None
+        requests, params = _requests(console, prompts, text, models, job, is_flat=is_flat)
+        settings, file = job.settings(text, params, chat, models), None
         if job.output_file is not None:
             file = ResultFile(job.output_file, settings, requests, resume=job.resume)
             settings = stack.enter_context(file).job
@@ -202,14 +172,15 @@ def generate(
         lengths = JobLengths.measured(requests, text.max_tokens, names[0], models.n_ctx)
         opened = models.contexts(lengths, names[1], chat.template)
         context, drafter = models.open_pair(names, console, stack, *opened)
-        seed = settings.seed if settings.seed_given else None
+        seed = settings["seed"] if settings["seed_given"] else None
+        config, most = models.config(), text.max_tokens
         engine, plain = (
-            Engine(context, each, config, sampling=params, max_tokens=text.max_tokens, seed=seed)
+            Engine(context, each, config, sampling=params, max_tokens=most, seed=seed)
             for each in (drafter, NullDrafter())
         )
         # One seed for all requests, also if none was given: a resumed job continues with the one that was
         # picked for it.
-        engine.seed = engine.seed if settings.seed is None else settings.seed
+        engine.seed = engine.seed if settings["seed"] is None else settings["seed"]
         if file is not None:
             file.open(context.model, engine.seed)
         shown = GenerateReport(
@@ -219,7 +190,11 @@ def generate(
         prepared = [_prepared(request, text, chat, context) for request in requests]
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
             if models.compare:
-                _warm_up(context, drafter, config, prepared)
+                # The first decodes of a context are slower than later ones. Engines of their own run
+                # them, so that they do not influence the draft length.
+                few = [replace(request, max_tokens=8, n=1) for request in prepared]
+                for each in (drafter, NullDrafter()):
+                    run(Engine(context, each, replace(config, draft_k=2)), few)
             _run(shown, prepared, interrupts)
             if models.compare and not interrupts.requested:
                 shown.comparison = compare(
@@ -230,6 +205,36 @@ def generate(
         shown.finish(interrupted=interrupts.requested)
 
 
+def _requests(
+    console: Console,
+    prompts: ManyPrompts,
+    text: TextOptions,
+    models: BatchOptions,
+    job: JobOptions,
+    *,
+    is_flat: bool,
+) -> tuple[list[Request], SamplingParams]:
+    """Return the requests, as they were given, and the settings of those without; check what is asked."""
+    params, grammar = text.params(models), text.parse_grammar()
+    models.config()
+    if is_flat:
+        params = params.replace(seed=text.seed)  # that of the text itself, not of a job
+        if not (prompts.texts or prompts.prompts or prompts.files or prompts.input_file):
+            prompts = replace(prompts, texts=[DEFAULT_PROMPT])
+    invalid: list[ConfigError] = []
+    found = [
+        job.completed(each, text, grammar) for each in prompts.requests(params, invalid.append)
+    ]
+    report_invalid(invalid, console)
+    if not found:
+        raise ConfigError("there is no prompt", hint="give one, or --input")
+    if models.compare and job.output_file is not None:
+        raise ConfigError("--compare prints its results: leave out --output")
+    if is_flat and (len(found) > 1 or found[0].n > 1 or job.output_file is not None):
+        raise ConfigError("speculate has one text", hint="`llamabranch generate` takes more")
+    return found, params
+
+
 def _generate_on_ray(
     console: Console,
     prompts: ManyPrompts,
@@ -237,7 +242,9 @@ def _generate_on_ray(
     text: TextOptions,
     models: BatchOptions,
     job: JobOptions,
-) -> JobReport:
+    *,
+    as_json: bool,
+) -> None:
     from llamabranch import scale
 
     refused = {
@@ -256,7 +263,7 @@ def _generate_on_ray(
     load = models.load_options()
     if chat.template is not None:
         load["chat_template"] = chat.template
-    return scale.generate(
+    report = scale.generate(
         inputs,
         folder,
         model=models.announce(console),
@@ -270,9 +277,12 @@ def _generate_on_ray(
         load=load,
         **options,
     )
+    finish_job(console, report, as_json=as_json)
 
 
-def _prepared(request: Request, text: TextOptions, chat: ChatOptions, context: Context) -> Request:
+def _prepared(
+    request: Request, text: TextOptions, chat: ChatOptions, context: lb.Context
+) -> Request:
     """Return a request as the engine gets it: a message in the chat template, no end if asked for."""
     if request.sampling is not None:
         params = text.without_eog(request.sampling, context.model)
@@ -282,29 +292,14 @@ def _prepared(request: Request, text: TextOptions, chat: ChatOptions, context: C
     return request
 
 
-def _warm_up(
-    context: Context, drafter: Drafter, config: SpeculativeConfig, requests: list[Request]
-) -> None:
-    """Decode some tokens: the first decodes of a context are slower than later ones.
-
-    Engines of their own run them, so that they do not influence the draft length.
-    """
-    few = [replace(request, max_tokens=8, n=1) for request in requests]
-    for each in (drafter, NullDrafter()):
-        run(Engine(context, each, replace(config, draft_k=2)), few)
-
-
 def _divergence(
-    context: Context, compared: Comparison, requests: list[Request], params: SamplingParams
+    context: lb.Context, compared: Comparison, requests: list[Request], params: SamplingParams
 ) -> Divergence | None:
     """Return the first difference of the first two texts that differ, or None."""
-    from llamabranch.bench import first_divergence
-
     by_id = {str(request.id): request for request in requests}
-    for drafted, plain in zip(compared.drafted[0].results, compared.plain[0].results, strict=True):
+    for drafted, plain in zip(compared.drafted.results, compared.plain.results, strict=True):
         if list(drafted.tokens) != list(plain.tokens):
             request = by_id[drafted.id]
-            grammar = request.grammar
             return first_divergence(
                 context,
                 context.model.prompt_tokens(request.prompt),
@@ -312,26 +307,24 @@ def _divergence(
                 list(drafted.tokens),
                 request.sampling or params,
                 seed=plain.seed,
-                grammar=grammar if isinstance(grammar, Grammar) else None,
+                grammar=request.grammar,
             )
     return None
 
 
-def _run(report: GenerateReport, requests: Sequence[Request], interrupts: InterruptHandler) -> None:
+def _run(report: GenerateReport, requests: list[Request], interrupts: InterruptHandler) -> None:
     """Run all requests, and show their texts."""
     engine = report.engine
     report.begin()
     stream = engine.stream(requests, skip=report.done)
-    with report.progress() as progress:
-        try:
-            if interrupts.requested:  # before there was a decode to stop
-                engine.target.interrupt()
-            for event in stream:  # the last ones after a Ctrl-C are what unfinished texts have
-                progress.update(event)
-                report.show(event)
-        except DecodeInterruptedError:
-            if not interrupts.requested:
-                raise
-        finally:
-            stream.close()
-            report.flush()
+    try:
+        if interrupts.requested:  # before there was a decode to stop
+            engine.target.interrupt()
+        for event in stream:  # the last ones after a Ctrl-C are what unfinished texts have
+            report.show(event)
+    except lb.DecodeInterruptedError:
+        if not interrupts.requested:
+            raise
+    finally:
+        stream.close()
+        report.end()

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from time import perf_counter
+from time import monotonic
 
-import rich.progress
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from llamabranch import Engine, Event, NullDrafter, Request, Result
 from llamabranch.bench import Divergence, Machine, load_average
 
 from .comparison import Comparison
-from .console import Console, print_json
-from .formats import batch_invariance, cut_text, interval_text, machine_text, number, reasons_text
+from .console import Console, Progress, print_json
+from .formats import interval_text, machine_text, number
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
 from .options import OutputOptions
 from .results import ResultFile
-
-__all__ = ["GenerateReport"]
 
 
 class GenerateReport:
@@ -57,43 +51,51 @@ class GenerateReport:
         is_flat: bool = False,
         seed_given: bool = False,
     ) -> None:
-        self.engine = engine
+        self.engine, self._console, self._file = engine, console, file
         self._requests = {str(request.id): request for request in requests}
-        self._n_texts = sum(request.n for request in requests)
         self.done = set() if file is None else file.done
         self.comparison: Comparison | None = None
         self.divergence: Divergence | None = None
-        self._console = console
-        self._file = file
-        self._quiet = output.as_json
-        self._chat = chat
-        self._is_flat = is_flat
-        self._seed_given = seed_given
+        self._as_json, self._chat, self._is_flat = output.as_json, chat, is_flat
+        self._is_plain = isinstance(engine.drafter, NullDrafter)
+        given, is_greedy = str(engine.config.rule), engine.sampling.temperature == 0
+        auto = "seeded" if is_greedy or seed_given else "block"
+        self.rule = auto if given == "auto" else given  # the acceptance rule in effect
+        # Whether it promises the text of plain decoding, not only its distribution.
+        self.expects_same_text = self._is_plain or self.rule == "seeded" or is_greedy
         self._results: list[Result] = []
-        self._n_failed = 0
+        self._n_failed = self._n_drafted = self._n_accepted = self._n_tokens = 0
         self._finish_reasons: Counter[str] = Counter()
         self._held: dict[tuple[str, int], Result] = {}
         self._on_terminal = console.out.is_terminal
+        prints, n_texts = file is None and not output.as_json, sum(r.n for r in requests)
         # A pipe gets the texts in the order of the prompts, a terminal as they end.
-        in_order = not self._on_terminal and file is None and not output.as_json
-        self._order: deque[tuple[str, int]] | None = deque() if in_order else None
-        self._streams = self._n_texts == 1 and file is None and not output.as_json
+        self._order: deque[tuple[str, int]] | None = deque()
+        if self._on_terminal or not prints:
+            self._order = None
+        self._streams = n_texts == 1 and prints
+        # Where results are shown as they end, they are the progress.
+        counts = not self._streams and not (prints and self._on_terminal)
+        self._progress = (
+            Progress(console, "texts", n_texts, len(self.done))
+            if counts and console.err.is_terminal
+            else None
+        )
+        self._n_ended = len(self.done)
         self._has_shown = False
         self._machine = Machine.now()
-        self._rate = math.nan
-        self._total_rows: list[tuple[str, str]] = []
-        self._counted: tuple[dict[str, object], str] = {}, ""
+        self._counted: tuple[float, list[tuple[str, str]], dict[str, object], str]
 
     # -- texts -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Note which texts will come."""
         for name, request in self._requests.items():
-            texts = [(name, i) for i in range(request.n) if (name, i) not in self.done]
             if self._order is not None:
-                self._order += texts
+                texts = ((name, i) for i in range(request.n))
+                self._order += (text for text in texts if text not in self.done)
             if self._streams and self._on_terminal:
-                if not isinstance(self.engine.drafter, NullDrafter):
+                if not self._is_plain:
                     self._console.legend()
                 self._console.write(self._prompt(request), "dim")
 
@@ -106,6 +108,7 @@ class GenerateReport:
         result = event.result
         if event.emitted is not None and self._streams:
             self._console.emit(event.emitted)
+        self._count(event)
         if result is None:
             return
         if result.finish_reason == "cancelled" and (self._file is not None or not result.tokens):
@@ -117,37 +120,62 @@ class GenerateReport:
         while self._order and self._order[0] in self._held:
             self._give(self._held.pop(self._order.popleft()))
 
-    def flush(self) -> None:
-        """Give what is still kept back: the job was interrupted, and earlier texts have not ended."""
+    def _count(self, event: Event) -> None:
+        """Show how far the job is."""
+        self._n_tokens += event.emitted is not None
+        if event.result is not None:
+            self._n_ended += 1
+            self._n_drafted += event.result.stats.num_draft_tokens
+            self._n_accepted += event.result.stats.num_accepted_tokens
+        elif self._n_tokens % 16:
+            return
+        if self._progress is not None:
+            rate = self._n_tokens / max(monotonic() - self._progress.start_s, 1e-9)
+            share = self._n_accepted / max(1, self._n_drafted)
+            told = f", {share:.0%} accepted" if self._n_drafted else ""
+            self._progress.show(self._n_ended, f"{rate:.0f} tokens/s{told}")
+
+    def end(self) -> None:
+        """Give what is still kept back, if the job was interrupted; keep the figures of the job.
+
+        A comparison adds to the engine's figures later.
+        """
+        self._console.progress("")
         for text in self._order or ():
             if text in self._held:
                 self._give(self._held.pop(text))
+        stats, told = self.engine.stats, self.engine.explain()
+        if not self._is_plain:
+            told = f"drafter: {self.engine.drafter.name}; {told}"
+        self._counted = stats.tokens_per_s, self._rows(), stats.as_dict(), told
 
     def _give(self, result: Result) -> None:
         """Write a result to the file, or print it, or keep it for the JSON object."""
-        request = self._requests[result.id]
+        request, error = self._requests[result.id], result.error
         result.prompt = request.prompt  # the given one, without the chat template
-        self._n_failed += result.error is not None and not result.tokens
+        self._n_failed += error is not None and not result.tokens
         self._finish_reasons[result.finish_reason] += 1
+        label = result.id + (f", sample {result.sample}" if result.sample else "")
         if self._file is not None:
             self._file.write(result, request)
         else:
             self._results.append(result)
-            if not self._quiet:
-                self._print(result, request)
-        if result.error is not None and not self._quiet:
-            self._console.error(f"{_label(result)}: {result.error.message}", result.error.hint)
+            if not self._as_json and (error is None or result.tokens):
+                self._print(result, request, label)
+        if error is not None and not self._as_json:
+            self._console.error(f"{label}: {error.message}", error.hint)
         if result.grammar is not None and result.finish_reason in ("length", "capacity"):
-            self._console.note(f"warning: {_label(result)}: {cut_text(result.finish_reason)}")
+            is_short = result.finish_reason == "length"
+            limit, more = ("-n", "it") if is_short else ("the context", "--ctx-size")
+            told = f"{limit} ended the text before its grammar: it may be incomplete; raise {more}"
+            self._console.note(f"warning: {label}: {told}")
 
-    def _print(self, result: Result, request: Request) -> None:
-        if result.error is not None and not result.tokens:
-            return
+    def _print(self, result: Result, request: Request, label: str) -> None:
         if self._streams:
             self._console.write("\n\n" if self._on_terminal else "\n")
             return
         if self._on_terminal:
-            self._console.write(f"[{_label(result)}] ", "bold")
+            self._console.write(f"[{label}] ", "bold")
             self._console.write(self._prompt(request), "dim")
         elif self._has_shown:
             self._console.write("\n")  # an empty line between two texts
@@ -160,55 +188,13 @@ class GenerateReport:
             return prompt + "\n" * self._chat
         return f"{prompt[-1]['content']}\n" if isinstance(prompt[-1], Mapping) else ""
 
-    @contextmanager
-    def progress(self) -> Iterator[Progress]:
-        """Show the progress of the job on standard error while it is entered."""
-        # Where results are shown as they end, they are the progress.
-        shown = (
-            self._console.err.is_terminal
-            and not self._streams
-            and (self._file is not None or self._quiet or not self._on_terminal)
-        )
-        columns = (
-            TextColumn("requests"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-        )
-        with rich.progress.Progress(
-            *columns, console=self._console.err, transient=True, disable=not shown
-        ) as bar:
-            yield Progress(bar, self._n_texts, len(self.done))
-        # Now, before a comparison adds to them.
-        stats = self.engine.stats
-        self._rate, self._total_rows = stats.tokens_per_s, self._rows()
-        drafter, told = self.engine.drafter, self.engine.explain()
-        if not isinstance(drafter, NullDrafter):
-            told = f"drafter: {drafter.name}; {told}"
-        self._counted = stats.as_dict(), told
-
     # -- totals ----------------------------------------------------------------------------------------
-
-    @property
-    def rule(self) -> str:
-        """The acceptance rule in effect."""
-        given = self.engine.config.rule
-        if given != "auto":
-            return str(given)
-        is_fixed = self.engine.sampling.temperature == 0 or self._seed_given
-        return "seeded" if is_fixed else "block"
-
-    @property
-    def expects_same_text(self) -> bool:
-        """Whether the rule promises the text of plain decoding, not only its distribution."""
-        engine = self.engine
-        is_plain = isinstance(engine.drafter, NullDrafter)
-        return is_plain or self.rule == "seeded" or engine.sampling.temperature == 0
 
     def finish(self, *, interrupted: bool) -> None:
         """Print the totals, and exit as the job asks for."""
-        if self._quiet:
-            print_json(self._as_json(interrupted))
+        if self._as_json:
+            answer = self._flat() if self._is_flat else self._totals(interrupted)
+            print_json({**answer, **self._compared_json()})
         else:
             self._print_totals(self._console.beside)
         if interrupted:
@@ -218,11 +204,9 @@ class GenerateReport:
         if self._n_failed:
             raise typer.Exit(EXIT_FAILURE)
 
-    def _as_json(self, interrupted: bool) -> dict[str, object]:
+    def _totals(self, interrupted: bool) -> dict[str, object]:
         """Return the totals, and the results unless a file has them."""
-        stats, explanation = self._counted
-        if self._is_flat:
-            return {**self._flat(explanation), **self._compared_json()}
+        _, _, stats, explanation = self._counted
         answer: dict[str, object] = {
             "requests": len(self._requests),
             "skipped": len(self.done),
@@ -235,21 +219,19 @@ class GenerateReport:
         }
         if self._file is None:
             answer["results"] = [result.as_dict(stats=False) for result in self._results]
-        return {**answer, **self._compared_json()}
+        return answer
 
-    def _flat(self, explanation: str) -> dict[str, object]:
+    def _flat(self) -> dict[str, object]:
         """Return what ``speculate`` prints of its only text."""
+        rate, _, _, explanation = self._counted
         if not self._results:  # it was interrupted before the first token, or failed
             return {"text": "", "tokens": [], "finish_reason": None, "explain": explanation}
         (result,) = self._results
-        speed = self._rate
-        if self.comparison is not None:
-            speed = self.comparison.drafted_tokens_per_s
         return {
             "text": result.text,
             "tokens": result.tokens,
             "finish_reason": None if result.finish_reason == "cancelled" else result.finish_reason,
-            "tokens_per_s": speed,
+            "tokens_per_s": self.comparison.drafted.rate if self.comparison else rate,
             "seed": result.seed,
             "rule": self.rule,
             "explain": explanation,
@@ -257,19 +239,15 @@ class GenerateReport:
         }
 
     def _compared_json(self) -> dict[str, object]:
-        found = self.comparison
+        found, can, where = self.comparison, self.engine.target.capabilities, self.divergence
         if found is None:
             return {}
-        results = found.plain[0].results
-        plain: dict[str, object] = {"tokens_per_s": found.plain_tokens_per_s}
+        results = found.plain.results
+        plain: dict[str, object] = {"tokens_per_s": found.plain.rate}
         if self._is_flat:
             plain |= {"text": results[0].text, "tokens": results[0].tokens}
         else:
             plain["results"] = [result.as_dict(stats=False) for result in results]
-        can, where = self.engine.target.capabilities, self.divergence
-        facts = None if where is None else asdict(where) | {"explained": where.explained}
-        if facts is not None and where is not None and not math.isfinite(where.gap):
-            facts["gap"] = None  # JSON has no infinity
         return {
             "plain": plain,
             "speedup": found.speedup,
@@ -281,69 +259,63 @@ class GenerateReport:
             "same_text_expected": self.expects_same_text,
             "batch_invariant": can.batch_invariant,
             "batch_invariant_reason": can.batch_invariant_reason,
-            "divergence": facts,
+            "divergence": where and asdict(where) | {"explained": where.explained},
         }
 
     def _rows(self) -> list[tuple[str, str]]:
-        stats, engine = self.engine.stats, self.engine
-        drafting = stats.speculative
-        rows = [("requests", str(len(self._requests)))]
-        if self.done:
-            rows.append(("texts in the file already", str(len(self.done))))
-        if self._n_failed:
-            rows.append(("failed", str(self._n_failed)))
-        if self._finish_reasons:
-            rows.append(("finish reason", reasons_text(self._finish_reasons)))
-        if not isinstance(engine.drafter, NullDrafter):
-            rows += [
-                ("iterations", str(drafting.num_drafts)),
-                ("drafted", str(drafting.num_draft_tokens)),
-                ("accepted", str(drafting.num_accepted_tokens)),
-                ("accept rate", number(100 * drafting.draft_acceptance_rate, 1, " %")),
-                ("tokens a drafted round", number(drafting.mean_acceptance_length, 2)),
-                ("plain steps", str(drafting.num_plain_steps)),
-            ]
-            if drafting.stop_reasons:
-                rows.append(("drafts ended by", reasons_text(drafting.stop_reasons)))
-        rows.append(("target forward passes", str(stats.target_forward_passes)))
-        if stats.draft_forward_passes:
-            rows.append(("draft forward passes", str(stats.draft_forward_passes)))
-        if stats.shared_prompt_tokens:
-            rows.append(("prompt tokens shared", str(stats.shared_prompt_tokens)))
-        if stats.preemptions:
-            rows.append(("preemptions", str(stats.preemptions)))
+        stats, engine, can = self.engine.stats, self.engine, self.engine.target.capabilities
+        drafting, rows = stats.speculative, {"requests": str(len(self._requests))}
         seed = self._results[0].seed if self._is_flat and self._results else engine.seed
-        return [
-            *rows,
-            ("seed", str(seed)),
-            ("K/V type", engine.target.kv_type),
-            ("batch-invariant", batch_invariance(engine.target.capabilities)),
-            ("tokens", str(stats.generated_tokens)),
-        ]
+        if not self._is_plain:
+            rows |= {
+                "iterations": str(drafting.num_drafts),
+                "drafted": str(drafting.num_draft_tokens),
+                "accepted": str(drafting.num_accepted_tokens),
+                "accept rate": number(100 * drafting.draft_acceptance_rate, 1, " %"),
+                "tokens a drafted round": number(drafting.mean_acceptance_length, 2),
+                "plain steps": str(drafting.num_plain_steps),
+                "drafts ended by": _reasons(drafting.stop_reasons),
+            }
+        counts = {
+            "texts in the file already": len(self.done),
+            "failed": self._n_failed,
+            "draft forward passes": stats.draft_forward_passes,
+            "prompt tokens shared": stats.shared_prompt_tokens,
+            "preemptions": stats.preemptions,
+        }
+        rows |= {
+            "finish reason": _reasons(self._finish_reasons),
+            "target forward passes": str(stats.target_forward_passes),
+            **{name: str(n) for name, n in counts.items() if n},
+            "seed": str(seed),
+            "K/V type": engine.target.kv_type,
+            "batch-invariant": "yes"
+            if can.batch_invariant
+            else f"no: {can.batch_invariant_reason}",
+            "tokens": str(stats.generated_tokens),
+        }
+        return [(name, value) for name, value in rows.items() if value]
 
     def _print_totals(self, console: Console) -> None:
         """Print the totals as a table: on a pipe to standard error."""
-        compared = self.comparison
+        rate, totals, _, explanation = self._counted
+        compared, paragraphs = self.comparison, [explanation if self._console.verbose else ""]
         if compared is None:
-            rate = ("tokens a second", number(self._rate, 1))
-            console.table(("", "total"), [*self._total_rows, rate])
+            console.table(("", "total"), [*totals, ("tokens a second", number(rate, 1))])
         else:
-            fast, slow = compared.drafted_tokens_per_s, compared.plain_tokens_per_s
-            rows = [(name, value, "") for name, value in self._total_rows]
-            rows += [
+            fast, slow = compared.drafted.rate, compared.plain.rate
+            rows = [
+                *((name, value, "") for name, value in totals),
                 ("tokens a second", number(fast, 1), number(slow, 1)),
                 ("speedup", number(compared.speedup, 2), "1"),
                 ("95 % interval", interval_text(compared.interval), ""),
                 ("same text", "yes" if compared.same_text else "no", ""),
             ]
             console.table(("", "drafted", "plain"), rows)
-        paragraphs = [self._counted[1] if self._console.verbose else ""]
+            machine = machine_text(self._machine, load_average(), self.engine.target.n_threads)
+            paragraphs += [self._about_the_texts(compared), compared.explain(), machine]
         if "capacity" in self._finish_reasons:
             self._console.note("the context is full: raise --ctx-size to go on")
-        if compared is not None:
-            paragraphs += [self._about_the_texts(compared), compared.explain()]
-            n_threads = self.engine.target.n_threads
-            paragraphs.append(machine_text(self._machine, load_average(), n_threads))
         for paragraph in filter(None, paragraphs):
             console.line()
             console.line(paragraph)
@@ -353,28 +325,26 @@ class GenerateReport:
             return f"same text: not expected (rule {self.rule} is lossless in distribution)"
         if compared.same_text:
             return ""
-        can, found = self.engine.target.capabilities, self.divergence
-        told = "The texts differ."
+        can, found, told = self.engine.target.capabilities, self.divergence, "The texts differ."
         if found is not None:
-            plain, drafted = (self._quoted(token) for token in found.tokens)
+            plain, drafted = map(self._quoted, found.tokens)
             told += (
                 f" First difference at token {found.position}: plain decoding generated {plain}, with "
                 f"drafts {drafted} (logits must change by {found.gap:.3g} for that; between decodes here "
                 f"they change by {found.difference:.3g})."
             )
-        reason = can.batch_invariant_reason
+        told += f" This context is {'' if can.batch_invariant else 'not '}batch-invariant "
+        told += f"({can.batch_invariant_reason})"
         if can.batch_invariant:
-            return (
-                f"{told} This context is batch-invariant ({reason}): this is a bug in llamabranch."
-            )
+            return f"{told}: this is a bug in llamabranch."
         if found is not None and not found.explained:
             return (
-                f"{told} This context is not batch-invariant ({reason}), but rounding of this size does "
-                "not explain it: this is a bug in llamabranch."
+                f"{told}, but rounding of this size does not explain it: this is a bug in "
+                "llamabranch."
             )
         return (
-            f"{told} This context is not batch-invariant ({reason}): how logits are rounded depends on "
-            "how many tokens are decoded at once, and drafts are verified several at a time."
+            f"{told}: how logits are rounded depends on how many tokens are decoded at once, and drafts "
+            "are verified several at a time."
         )
 
     def _quoted(self, token: int | None) -> str:
@@ -383,30 +353,7 @@ class GenerateReport:
         return repr(self.engine.target.model.piece(token).decode(errors="replace"))
 
 
-class Progress:
-    """A bar with the texts done, tokens a second and the accept rate."""
-
-    def __init__(self, bar: rich.progress.Progress, n_texts: int, n_done: int) -> None:
-        self._bar = bar
-        self._task = bar.add_task("", total=n_texts, completed=n_done)
-        self._start = perf_counter()
-        self._n_tokens = self._n_drafted = self._n_accepted = 0
-
-    def update(self, event: Event) -> None:
-        """Show what an event changes."""
-        self._n_tokens += event.emitted is not None
-        if event.result is None and self._n_tokens % 16:
-            return
-        if event.result is not None:
-            self._n_drafted += event.result.stats.num_draft_tokens
-            self._n_accepted += event.result.stats.num_accepted_tokens
-        speed = self._n_tokens / max(perf_counter() - self._start, 1e-9)
-        status = f"{speed:.0f} tokens/s"
-        if self._n_drafted:
-            status += f", {self._n_accepted / self._n_drafted:.0%} accepted"
-        advance = event.result is not None
-        self._bar.update(self._task, advance=advance, description=status)
-
-
-def _label(result: Result) -> str:
-    return result.id if result.sample == 0 else f"{result.id}, sample {result.sample}"
+def _reasons(counts: Mapping[str, int]) -> str:
+    """Return reasons with how often each was the case, the most frequent one first."""
+    reasons = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{reason} {n}" for reason, n in reasons)

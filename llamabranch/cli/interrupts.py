@@ -10,31 +10,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO
+from typing import Any
 
 import typer
 
-from llamabranch import (
-    ConfigError,
-    DecodeInterruptedError,
-    GrammarError,
-    LlamaBranchError,
-    LlamaBranchWarning,
-    startup,
-)
+import llamabranch as lb
+from llamabranch import startup
 
 from .console import Console, leave_standard_output, print_json_error
-
-if TYPE_CHECKING:
-    from llamabranch import Context
-
-__all__ = [
-    "EXIT_FAILURE",
-    "EXIT_INTERRUPTED",
-    "EXIT_USAGE",
-    "InterruptHandler",
-    "reporting_errors",
-]
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -88,7 +71,7 @@ class InterruptHandler:
         requested: whether there was a Ctrl-C.
     """
 
-    def __init__(self, contexts: Sequence[Context] = ()) -> None:
+    def __init__(self, contexts: Sequence[lb.Context] = ()) -> None:
         self.requested = False
         self._contexts = contexts
 
@@ -121,29 +104,30 @@ def reporting_errors(console: Console, *, debug: bool, as_json: bool = False) ->
 
     A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130.
     ``debug`` prints the traceback of what failed too, ``as_json`` the error as a JSON object to standard
-    output.
-    Warnings of the library become one line each.
+    output. Warnings of the library become one line each.
     """
 
     def fail(error: BaseException, message: str, hint: str | None, code: int) -> typer.Exit:
-        _trace(debug)
+        if debug:
+            traceback.print_exc()
         is_noted = debug and f"hint: {hint}" in getattr(error, "__notes__", ())  # in the traceback
         console.error(message, None if is_noted else hint)
         if as_json:
             print_json_error(error, message, hint)
         return typer.Exit(code)
 
+    where = None if debug else "-v shows where"
     try:
         with _raising_on_ctrl_c(), warnings.catch_warnings():
             _show_warnings(console)
             yield
-    except (KeyboardInterrupt, DecodeInterruptedError) as error:
+    except (KeyboardInterrupt, lb.DecodeInterruptedError) as error:
         console.note("interrupted")
         if as_json:
             print_json_error(error, "interrupted", None)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except LlamaBranchError as error:
-        is_usage = isinstance(error, (ConfigError, GrammarError))
+    except lb.LlamaBranchError as error:
+        is_usage = isinstance(error, (lb.ConfigError, lb.GrammarError))
         code = EXIT_USAGE if is_usage else EXIT_FAILURE
         raise fail(error, error.message, error.hint, code) from None
     except BrokenPipeError:
@@ -153,38 +137,23 @@ def reporting_errors(console: Console, *, debug: bool, as_json: bool = False) ->
     except OSError as error:
         what = "" if error.filename is None else f"{error.filename}: "
         message = f"{what}{error.strerror or error}"
-        raise fail(error, message, None if debug else "-v shows where", EXIT_FAILURE) from None
+        raise fail(error, message, where, EXIT_FAILURE) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
     except Exception as error:
-        raise fail(
-            error,
-            f"unexpected {type(error).__name__}: {error}",
-            None if debug else "this is a bug in llamabranch; -v shows where",
-            EXIT_FAILURE,
-        ) from None
+        message = f"unexpected {type(error).__name__}: {error}"
+        bug = where and f"this is a bug in llamabranch; {where}"
+        raise fail(error, message, bug, EXIT_FAILURE) from None
 
 
 def _show_warnings(console: Console) -> None:
     """Print this library's warnings as lines of ``console``, until the filters are restored."""
     inner = warnings.showwarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if issubclass(category, LlamaBranchWarning):
+    def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
+        if issubclass(category, lb.LlamaBranchWarning):
             console.note(f"warning: {message}")
         else:
-            inner(message, category, filename, lineno, file, line)
+            inner(message, category, *more, **named)
 
     warnings.showwarning = show
-
-
-def _trace(debug: bool) -> None:
-    if debug:
-        traceback.print_exc()

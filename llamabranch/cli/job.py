@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf, isinf, nan
 
-from llamabranch import ConfigError, LlamaBranchError, Model, Request, hub
+from llamabranch import CacheFullError, ConfigError, LlamaBranchError, Model, Request, hub
 
-from .options import too_long, trained_length
-
-__all__ = ["JobLengths"]
+from .options import ModelOptions, trained_length
 
 _MOST_NAMED = 20  # ids in a message
 _N_COMPARED = 64  # prompts whose beginnings are compared
@@ -19,9 +18,8 @@ _LEAST_CELLS = 1024
 _MOST_CELLS = 32_768  # of a cache that is divided among the texts
 _STEP = 256  # llama.cpp rounds the cells of a sequence up to a multiple of this
 _BYTES = 2  # of text for a token: most have more
-_SHORT = 2048  # tokens: the default size of a context
-_TEMPLATE = " " * 32  # what a chat template puts around a message, about
-_NO_LIMIT = float("inf")
+_SHORT = 2048  # tokens: the default size of a context, and what a text without a limit counts with
+_TEMPLATE = 32  # bytes that a chat template puts around a message, about
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class JobLengths:
         needed: of the longest; a text without a limit counts with 2,048 tokens.
         longest: that a text needs at most.
         own: that only one text has, on average; ``shared`` are those that all begin with.
+        most: what a context may have.
     """
 
     n_texts: int
@@ -40,52 +39,42 @@ class JobLengths:
     longest: float
     own: float
     shared: float
+    most: float = inf
 
     @classmethod
     def of(
         cls,
         requests: Sequence[Request],
         max_tokens: int | None,
-        length: Callable[[Request], float] | None = None,
-        most: float = _NO_LIMIT,
+        lengths: Sequence[float] | None = None,
+        most: float = inf,
     ) -> JobLengths:
         """Look at all requests.
 
         Args:
             requests: of the job; each has an id.
             max_tokens: the limit of requests that give none.
-            length: returns how many tokens a prompt has; None = an estimate from its bytes.
+            lengths: the tokens of each prompt; None = estimates from their bytes.
             most: a longer prompt cannot run: it does not count.
 
         Raises:
             ConfigError: two have the same id.
         """
-        names = Counter(str(request.id) for request in requests)
-        twice = [name for name, n in names.items() if n > 1]
-        if twice:
-            shown = ", ".join(map(repr, twice[:_MOST_NAMED]))
-            more = ", ..." if len(twice) > _MOST_NAMED else ""
-            raise ConfigError(
-                f"two requests have the id {shown}"
-                if len(twice) == 1
-                else f"{len(twice)} ids are given to several requests: {shown}{more}"
-            )
-        longest = needed = 0.0
-        first: list[Request] = []
-        lengths: list[float] = []
-        for request in requests:
-            n_prompt = (length or _n_prompt)(request)
-            n_new = max_tokens if request.max_tokens is None else request.max_tokens
-            if not n_prompt <= most:
-                continue
-            longest = max(longest, n_prompt + (_NO_LIMIT if n_new is None else n_new))
-            needed = max(needed, min(most, n_prompt + (_SHORT if n_new is None else n_new)))
-            if len(first) < _N_COMPARED:
-                first.append(request)
-                lengths.append(n_prompt + (_NO_LIMIT if n_new is None else n_new) / 2)
-        shared = _n_shared(first)
-        own = sum(lengths) / max(1, len(lengths)) - shared
-        return cls(sum(request.n for request in requests), needed, longest, own, shared)
+        _check_ids(requests)
+        lengths = list(map(_n_prompt, requests)) if lengths is None else lengths
+        limits = [max_tokens if r.max_tokens is None else r.max_tokens for r in requests]
+        known = [
+            (request, length, inf if limit is None else limit)
+            for request, length, limit in zip(requests, lengths, limits, strict=True)
+            if length <= most
+        ]
+        longest = max((length + n for _, length, n in known), default=0.0)
+        sizes = (min(most, length + (_SHORT if isinf(n) else n)) for _, length, n in known)
+        first = known[:_N_COMPARED]
+        shared = _n_shared([request for request, _, _ in first])
+        own = sum(length + n / 2 for _, length, n in first) / max(1, len(first)) - shared
+        n_texts = sum(request.n for request in requests)
+        return cls(n_texts, max(sizes, default=0.0), longest, own, shared, most)
 
     @classmethod
     def measured(
@@ -101,24 +90,34 @@ class JobLengths:
         Raises:
             ConfigError: two have the same id. CacheFullError: the only prompt is too long.
         """
-        found = cls.of(requests, max_tokens)
+        n_bytes = 1 if len(requests) == 1 else _BYTES  # of a token: an only prompt must fit
+
+        def estimate(request: Request) -> float:
+            return _n_prompt(request) * _BYTES / n_bytes
+
+        found = cls.of(requests, max_tokens, list(map(estimate, requests)))
         if found.needed <= min(_SHORT, n_ctx or _SHORT):
             return found
         with Model(hub.resolve(name), vocab_only=True) as model:
-            most = n_ctx or trained_length(model) or _NO_LIMIT
+            most = n_ctx or trained_length(model) or inf
 
             def length(request: Request) -> float:
-                about = _n_prompt(request)
+                about = estimate(request)
                 if about <= min(most, _SHORT):
                     return about
                 try:
                     return len(model.prompt_tokens(request.prompt))
                 except LlamaBranchError:  # the request fails with it
-                    return float("nan")
+                    return nan
 
-            if len(requests) == 1 and (n := length(requests[0])) > most:
-                raise too_long(int(n), int(most), is_given=bool(n_ctx))
-            return cls.of(requests, max_tokens, length, most)
+            lengths = list(map(length, requests))
+        if len(requests) == 1 and lengths[0] > most:
+            told = "--n-ctx is" if n_ctx else "the model is made for"
+            raise CacheFullError(
+                f"the prompt has {lengths[0]:,.0f} tokens, {told} {most:,.0f}",
+                hint="shorten the prompt, or raise --n-ctx",
+            )
+        return cls.of(requests, max_tokens, lengths, most)
 
     def cells_per_text(self, n_texts: int) -> int | None:
         """Return how many cells each of ``n_texts`` at a time should have of its own.
@@ -141,44 +140,54 @@ class JobLengths:
     @property
     def n_ctx(self) -> int:
         """The size of a context in which the longest text has room."""
-        return _whole_steps(self.needed + len(_TEMPLATE))
+        return int(min(self.most, _whole_steps(self.needed + _TEMPLATE)))
+
+
+def with_room(models: ModelOptions, name: str, prompt: str, max_tokens: int | None) -> ModelOptions:
+    """Return the options with room for a prompt and ``max_tokens`` more, unless ``-c`` was given.
+
+    Raises:
+        CacheFullError: the prompt alone is longer than ``-c``, or than the model's trained length.
+    """
+    found = JobLengths.measured([Request(prompt, id="0")], max_tokens, name, models.n_ctx)
+    is_short = models.n_ctx is not None or found.n_ctx <= _SHORT
+    return models if is_short else replace(models, n_ctx=found.n_ctx)
+
+
+def _check_ids(requests: Sequence[Request]) -> None:
+    twice = [name for name, n in Counter(str(r.id) for r in requests).items() if n > 1]
+    if twice:
+        shown = ", ".join(map(repr, twice[:_MOST_NAMED])) + ", ..." * (len(twice) > _MOST_NAMED)
+        one = f"two requests have the id {shown}"
+        raise ConfigError(
+            one if len(twice) == 1 else f"{len(twice)} ids are given to several requests: {shown}"
+        )
 
 
 def _whole_steps(n: float) -> int:
     return -(-int(n) // _STEP) * _STEP
 
 
-def _text(request: Request) -> bytes | None:
-    """Return the text of a prompt, of messages all their contents; None for token ids."""
+def _parts(request: Request) -> Sequence[object]:
+    """Return a prompt as what can be compared: bytes of text, or token ids."""
     prompt = request.prompt
-    if isinstance(prompt, str):
-        return prompt.encode("utf-8", "replace")
-    if not len(prompt) or not isinstance(prompt[0], Mapping):
-        return None
-    parts = [m for m in prompt if isinstance(m, Mapping)]
-    return b"".join(
-        f"{m.get('role')}{_TEMPLATE}{m.get('content')}".encode("utf-8", "replace") for m in parts
-    )
+    if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict):
+        prompt = "".join(f"{m['role']}{' ' * _TEMPLATE}{m['content']}" for m in prompt)  # type: ignore[call-overload,index]
+    return prompt.encode("utf-8", "replace") if isinstance(prompt, str) else prompt
 
 
 def _n_prompt(request: Request) -> float:
     """Return how many tokens a prompt has: about, and rather too many."""
-    text = _text(request)
-    return len(request.prompt) if text is None else len(text) / _BYTES
+    parts = _parts(request)
+    return len(parts) / (_BYTES if isinstance(parts, bytes) else 1)
 
 
 def _n_shared(requests: Sequence[Request]) -> float:
     """Return with how many tokens all of these prompts begin."""
-    texts = [text for r in requests if (text := _text(r)) is not None]
-    if texts and len(texts) < len(requests):
+    prompts = [_parts(request) for request in requests]
+    if len({type(prompt) is bytes for prompt in prompts}) != 1:  # none, or some of text only
         return 0
-    # What the first and the last in order have in common, all have.
-    if texts:
-        return _n_equal(min(texts), max(texts)) / _BYTES
-    tokens = [[int(token) for token in r.prompt] for r in requests]  # type: ignore[arg-type]
-    return _n_equal(min(tokens, default=[]), max(tokens, default=[]))
-
-
-def _n_equal(first: Sequence[int], last: Sequence[int]) -> int:
-    pairs = zip(first, last, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
+    first, last = min(prompts), max(prompts)  # type: ignore[type-var]
+    pairs = zip(first, last, strict=False)  # what the first and the last in order share, all do
+    n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
+    return n / (_BYTES if isinstance(first, bytes) else 1)

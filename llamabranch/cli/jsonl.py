@@ -1,105 +1,76 @@
-"""Requests and results as JSON lines: one object a line.
-
-Reading never changes a file; `cut_incomplete_line` repairs one whose writer was killed.
-"""
+"""Requests from the command line and from lines of files: prompts, JSON objects, OpenAI's batch files."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import llamabranch as lb
-from llamabranch import ConfigError, LlamaBranchError
+from llamabranch import ConfigError, Request, SamplingParams
+from llamabranch.model import chat_messages
 
-from ..files import atomic_write
 from .console import Console
-from .files import is_unicode
+from .files import is_unicode, read_standard_input, read_text
 
-if TYPE_CHECKING:
-    from llamabranch import Request, SamplingParams
-
-__all__ = [
-    "InvalidLines",
-    "cut_incomplete_line",
-    "drop_failed",
-    "parse_json",
-    "parse_lines",
-    "read_requests",
-    "read_results",
-    "text_id",
-    "write_record",
-]
-
-_FIELDS = {
-    "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "regex",
-    "choice", "n", "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
-    "parse_special",
-}  # fmt: skip
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _GRAMMARS = ("grammar", "json_schema", "regex", "choice")
-_PIECE = 1 << 16
+_FIELDS = {
+    "prompt", "messages", "id", "custom_id", "max_tokens", "stop", *_GRAMMARS, "n", "priority",
+    "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs", "parse_special",
+}  # fmt: skip
+_EXCLUDED = (("prompt", "messages"), ("id", "custom_id"), *combinations(_GRAMMARS, 2))
 _MOST_TOKENS = 1 << 31  # token ids are C's int
+_MOST_SHOWN = 20  # invalid lines whose errors are printed
+_INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
 _Parsed = TypeVar("_Parsed")
-_PREFIX = b'{"id": '  # of every line that `write_result` writes
+# Of the body of a line of OpenAI's: what we call the same, settings of sampling, what changes no text.
+_SAME = {"messages", "prompt", "n", "stop", "seed", "logprobs", "top_logprobs", "max_tokens"}
+_SAMPLING = {
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias",
+    "repeat_penalty",
+}  # fmt: skip
+_IGNORED = {
+    "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
+}  # fmt: skip
+_OTHER_NAMES = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
 
 
-class InvalidLines:
-    """The lines of a file that cannot be used: all are counted, the first ones kept.
+def report_invalid(errors: Sequence[ConfigError], console: Console) -> None:
+    """Raise the error of the only invalid line; of several print the first, and raise their numbers."""
+    if len(errors) == 1:
+        raise errors[0]
+    shown, n_more = errors[:_MOST_SHOWN], len(errors) - _MOST_SHOWN
+    for error in shown:
+        console.note(error.message + (f" ({error.hint})" if error.hint else ""))
+    if n_more > 0:
+        console.note(f"and {n_more} more")
+    if errors:
+        numbers = ", ".join(each.message.partition(":")[0][5:] for each in shown)
+        raise ConfigError(
+            f"{len(errors)} lines are invalid: {numbers}{', ...' if n_more > 0 else ''}"
+        )
 
-    Attributes:
-        n: how many.
-        errors: of the first of them; each message begins with ``line N``.
-    """
 
-    MOST = 20  # lines whose errors are kept
-
-    def __init__(self) -> None:
-        self.n = 0
-        self.errors: list[ConfigError] = []
-
-    def add(self, error: ConfigError) -> None:
-        """Count a line."""
-        self.n += 1
-        if len(self.errors) < self.MOST:
-            self.errors.append(error)
-
-    def report(self, console: Console) -> None:
-        """Print what is wrong with each line, if there are several.
-
-        Raises:
-            ConfigError: there are invalid lines.
-        """
-        if self.n == 1:
-            raise self.errors[0]
-        for error in self.errors:
-            console.note(error.message + (f" ({error.hint})" if error.hint else ""))
-        if self.n > len(self.errors):
-            console.note(f"and {self.n - len(self.errors)} more")
-        if self.n:
-            numbers = ", ".join(each.message.partition(":")[0][5:] for each in self.errors)
-            more = ", ..." if self.n > len(self.errors) else ""
-            raise ConfigError(f"{self.n} lines are invalid: {numbers}{more}")
+def _raise(error: ConfigError) -> None:
+    raise error
 
 
 def parse_lines(
     lines: Iterable[str],
     parse: Callable[[str, int, int], _Parsed],
     what: str,
-    on_invalid: Callable[[ConfigError], None] | None,
+    on_invalid: Callable[[ConfigError], None] = _raise,
 ) -> Iterator[_Parsed]:
     """Yield what ``parse`` makes of each line that is not empty.
 
     Args:
         parse: gets the line, its number from 1, and its index from 0 among the lines that are not empty.
         what: what a line is, for messages.
-        on_invalid: called with the error of a line, which is left out; None = the error is raised.
-
-    Raises:
-        ConfigError: an invalid line, with its number.
+        on_invalid: called with the error of a line, which is left out.
     """
     index = -1
     for number, line in enumerate(lines, 1):
@@ -114,15 +85,37 @@ def parse_lines(
             parsed = parse(line, number, index)
         except RecursionError:
             reason = "it is nested too deeply"
-        except (LlamaBranchError, ValueError, TypeError) as error:
-            reason, hint = error, error.hint if isinstance(error, LlamaBranchError) else None
+        except (lb.LlamaBranchError, ValueError, TypeError) as error:
+            reason, hint = error, getattr(error, "hint", None)
         else:
             yield parsed
             continue
-        invalid = ConfigError(f"line {number}: invalid {what}: {reason}", hint=hint)
-        if on_invalid is None:
-            raise invalid
-        on_invalid(invalid)
+        on_invalid(ConfigError(f"line {number}: invalid {what}: {reason}", hint=hint))
+
+
+def job_requests(
+    prompts: Sequence[str],
+    input_file: str | None,
+    sampling: SamplingParams,
+    on_invalid: Callable[[ConfigError], None],
+) -> Iterator[Request]:
+    """Yield a request for each prompt, and for each line of ``input_file`` ("-": standard input)."""
+    for i, prompt in enumerate(prompts):
+        if not is_unicode(prompt):
+            raise ConfigError(f"the prompt {prompt!r:.60} is not UTF-8")
+        yield Request(prompt, id=str(i), sampling=sampling)
+    if input_file is None:
+        return
+    if input_file == "-":
+        text = read_standard_input(_INVALID)
+        is_json = text.lstrip().startswith("{")
+    else:
+        text = read_text(Path(input_file), _INVALID)
+        is_json = Path(input_file).suffix in (".jsonl", ".ndjson")
+    yield from read_requests(
+        text.split("\n"), json_lines=is_json, sampling=sampling, first=len(prompts),
+        on_invalid=on_invalid,
+    )  # fmt: skip
 
 
 def read_requests(
@@ -131,7 +124,7 @@ def read_requests(
     json_lines: bool,
     sampling: SamplingParams | None = None,
     first: int = 0,
-    on_invalid: Callable[[ConfigError], None] | None = None,
+    on_invalid: Callable[[ConfigError], None] = _raise,
 ) -> Iterator[Request]:
     """Yield a request for each line: a prompt as it is, or a JSON object.
 
@@ -142,10 +135,7 @@ def read_requests(
     tokens written in a ``prompt`` are parsed unless it is false, those in ``messages`` never are. The
     argument ``sampling`` gives the settings that an object leaves out. Empty lines are skipped. An object
     may also be a line of an OpenAI batch file. What has no id gets its place among the lines, from
-    ``first`` on.
-
-    ``on_invalid`` is called with the error of an invalid line, which is left out; without it the error is
-    raised.
+    ``first`` on. ``on_invalid`` is called with the error of an invalid line, which is left out.
 
     Raises:
         ConfigError: an invalid request, with its line number; or one text instead of lines.
@@ -157,20 +147,14 @@ def read_requests(
         )
 
     def parse(line: str, _number: int, index: int) -> Request:
-        if not json_lines:
-            return lb.Request(line.rstrip("\r\n"), id=str(first + index), sampling=sampling)
-        return _request(parse_json(line), str(first + index), sampling)
+        data = parse_json(line) if json_lines else {"prompt": line.rstrip("\r\n")}
+        return _request(data, str(first + index), sampling)
 
     return parse_lines(lines, parse, "request", on_invalid)
 
 
 def parse_json(line: str) -> object:
-    """Return the value of a line.
-
-    Raises:
-        ConfigError: it is no JSON, or half of a surrogate pair is in it, which is no text.
-        RecursionError: it is nested too deeply.
-    """
+    """Return the value of a line; ConfigError for half of a surrogate pair, which is no text."""
     try:
         data: object = json.loads(line)
     except json.JSONDecodeError as error:
@@ -183,84 +167,80 @@ def parse_json(line: str) -> object:
     return data
 
 
+def text_id(value: object) -> str:
+    """Return an id as text; ConfigError if it is neither text nor a whole number."""
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ConfigError(f"an id must be text or a whole number, not {value!r:.40}")
+    return str(value)
+
+
 def _request(data: object, name: str, sampling: SamplingParams | None) -> Request:
     if isinstance(data, str):
-        return lb.Request(data, id=name, sampling=sampling)
+        data = {"prompt": data}
     if not isinstance(data, dict):
         raise ConfigError("a request is an object with a prompt or messages")
-    # Imported with the first request: it needs llama.cpp, which `doctor` and `models` do without.
-    from .openai_batch import BatchRequest, is_envelope, open_envelope
-
-    if is_envelope(data):
-        inner, url = open_envelope(data)
-        return BatchRequest.of(_request(inner, name, sampling), url)
-    unknown = sorted(set(data) - _FIELDS)
-    if unknown:
-        name = unknown[0]
-        settings = {field.name for field in fields(lb.SamplingParams)}
-        hint = f'write "sampling": {{"{name}": ...}}' if name in settings else None
-        raise ConfigError(f"unknown field {name!r}", hint=hint)
-    excluded = [("prompt", "messages"), ("id", "custom_id"), *combinations(_GRAMMARS, 2)]
-    for one, other in excluded:
-        if data.get(one) is not None and data.get(other) is not None:
+    url = data.get("url")
+    if "body" in data or "url" in data:
+        data = _body(data)
+    for field in sorted(set(data) - _FIELDS):
+        settings = {each.name for each in fields(SamplingParams)}
+        hint = f'write "sampling": {{"{field}": ...}}' if field in settings else None
+        raise ConfigError(f"unknown field {field!r}", hint=hint)
+    data = {key: value for key, value in data.items() if value is not None}
+    for one, other in _EXCLUDED:
+        if one in data and other in data:
             raise ConfigError(f"{one} and {other} exclude each other")
+    same = ("max_tokens", "prompt_logprobs", "priority", "n", "parse_special")
+    request = Request(
+        _prompt(data),
+        id=text_id(data.get("id", data.get("custom_id", name))),
+        top_logprobs=_top_logprobs(data),
+        sampling=_settings(data, sampling),
+        stop=data.get("stop", ()),
+        grammar=_grammar(data),
+        **{key: data[key] for key in same if key in data},
+    )
+    return request if url is None else BatchRequest(**vars(request), url=url)
+
+
+def _prompt(data: Mapping[str, Any]) -> Any:
+    """Return text, token ids or messages."""
+    if "messages" in data:
+        return chat_messages(data["messages"])
     prompt = data.get("prompt")
-    if data.get("messages") is not None:
-        prompt = data["messages"]
-        if (
-            not isinstance(prompt, list)
-            or not all(isinstance(one, dict) for one in prompt)
-            or not prompt
-        ):
-            raise ConfigError("messages must be a list of objects with role and content")
     if not isinstance(prompt, (str, list)):
         raise ConfigError("the prompt must be text or a list of token ids")
-    if data.get("messages") is None and not isinstance(prompt, str):
-        wrong = next((t for t in prompt if type(t) is not int or not 0 <= t < _MOST_TOKENS), None)
-        if wrong is not None or not prompt:
-            raise ConfigError(
-                "the prompt has no tokens" if not prompt else f"{wrong!r:.40} is not a token id"
-            )
-    identity = data.get("custom_id") if data.get("id") is None else data["id"]
-    return lb.Request(
-        prompt,
-        id=name if identity is None else text_id(identity),
-        max_tokens=data.get("max_tokens"),
-        top_logprobs=_top_logprobs(data),
-        prompt_logprobs=data.get("prompt_logprobs"),
-        priority=data.get("priority", 0),
-        sampling=_settings(data, sampling),
-        stop=data.get("stop") or (),
-        grammar=_grammar(data),
-        n=data.get("n", 1),
-        parse_special=data.get("parse_special", True),
-    )
+    if isinstance(prompt, list):
+        if not prompt:
+            raise ConfigError("the prompt has no tokens")
+        for token in prompt:
+            if type(token) is not int or not 0 <= token < _MOST_TOKENS:
+                raise ConfigError(f"{token!r:.40} is not a token id")
+    return prompt
 
 
-def _grammar(data: Mapping[str, object]) -> lb.Grammar | None:
-    grammar, schema = data.get("grammar"), data.get("json_schema")
+def _grammar(data: Mapping[str, Any]) -> lb.Grammar | None:
+    schema = data.get("json_schema")
     if schema is not None:
         if not isinstance(schema, (str, dict)):
-            raise ConfigError(
-                f"json_schema must be an object or the name of a file, not {schema!r:.40}"
-            )
+            told = "json_schema must be an object or the name of a file"
+            raise ConfigError(f"{told}, not {schema!r:.40}")
         if isinstance(schema, str) and not schema.lstrip().startswith("{"):
             try:
                 schema = Path(schema).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"cannot read the schema {schema!r:.80}: {error}") from None
         return lb.Grammar.from_json_schema(schema)
-    if data.get("regex") is not None:
+    if "regex" in data:
         return lb.Grammar.from_regex(str(data["regex"]))
-    choice = data.get("choice")
-    if choice is not None:
-        if not isinstance(choice, list):
-            raise ConfigError(f"choice must be a list of texts, not {choice!r:.40}")
-        return lb.Grammar.from_choices(choice)
-    return None if grammar is None else lb.Grammar(str(grammar))
+    if "choice" in data:
+        if not isinstance(data["choice"], list):
+            raise ConfigError(f"choice must be a list of texts, not {data['choice']!r:.40}")
+        return lb.Grammar.from_choices(data["choice"])
+    return lb.Grammar(str(data["grammar"])) if "grammar" in data else None
 
 
-def _top_logprobs(data: Mapping[str, object]) -> int | None:
+def _top_logprobs(data: Mapping[str, Any]) -> int | None:
     """Return how many alternatives to list, None for no detail.
 
     ``logprobs`` is a number, as in vLLM, or true beside ``top_logprobs``, as in OpenAI's chat API.
@@ -268,35 +248,19 @@ def _top_logprobs(data: Mapping[str, object]) -> int | None:
     given, top = data.get("logprobs"), data.get("top_logprobs")
     if given is False:
         return None
-    if given is True:
-        given = 0 if top is None else top
-    elif given is None:
-        given = top
-    elif top is not None:
+    if given is not None and given is not True and top is not None:
         raise ConfigError("logprobs is true or false beside top_logprobs")
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
-        raise ConfigError(f"logprobs and top_logprobs must be whole numbers, not {given!r}")
-    return given
+    found: object = (top or 0) if given is True else top if given is None else given
+    if found is not None and (not isinstance(found, int) or isinstance(found, bool)):
+        raise ConfigError(f"logprobs and top_logprobs must be whole numbers, not {found!r}")
+    return found
 
 
-def text_id(value: object) -> str:
-    """Return an id as text.
-
-    Raises:
-        ConfigError: it is neither text nor a whole number.
-    """
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise ConfigError(f"an id must be text or a whole number, not {value!r:.40}")
-    return str(value)
-
-
-def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> SamplingParams | None:
-    given = data.get("sampling")
-    if given is not None and not isinstance(given, dict):
+def _settings(data: Mapping[str, Any], sampling: SamplingParams | None) -> SamplingParams | None:
+    given = data.get("sampling", {})
+    if not isinstance(given, dict):
         raise ConfigError(f"sampling must be an object of settings, not {given!r}")
-    settings = dict(given or {})
-    if data.get("seed") is not None:
-        settings["seed"] = data["seed"]
+    settings = {**given, **({"seed": data["seed"]} if "seed" in data else {})}
     if not settings:
         return sampling
     if "logit_bias" in settings:
@@ -304,79 +268,77 @@ def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> Sa
         if not isinstance(bias, dict):
             raise ConfigError(f"logit_bias must be an object of token ids, not {bias!r}")
         settings["logit_bias"] = {int(k): v for k, v in bias.items()}  # JSON has only text keys
-    return (sampling or lb.SamplingParams()).replace(**settings)
+    return (sampling or SamplingParams()).replace(**settings)
 
 
-def write_record(file: IO[str], record: Mapping[str, object]) -> None:
-    """Append one line and give it to the operating system, so that it survives the end of the process.
+# -- OpenAI's batch files ------------------------------------------------------------------------------
 
-    Raises:
-        OSError: the disk is full, or the file cannot be written for another reason.
+
+@dataclass(frozen=True)
+class BatchRequest(Request):
+    """A request that came in a line of an OpenAI batch file; its answer takes the same form."""
+
+    url: str = CHAT
+
+
+def _body(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line of an OpenAI batch file by our names."""
+    for field in sorted(set(data) - {"custom_id", "method", "url", "body"}):
+        raise ConfigError(f"unknown field {field!r} beside body")
+    body, name, url = data.get("body"), data.get("custom_id"), data.get("url")
+    if not isinstance(body, dict):
+        raise ConfigError("body must be an object")
+    if not isinstance(name, str):
+        raise ConfigError(f"custom_id must be text, not {name!r:.40}")
+    if data.get("method", "POST") != "POST":
+        raise ConfigError(f"method must be POST, not {data['method']!r:.40}")
+    if url not in (CHAT, COMPLETIONS):
+        raise ConfigError(f"url must be {CHAT} or {COMPLETIONS}, not {url!r:.60}")
+    needed = "messages" if url == CHAT else "prompt"
+    if body.get(needed) is None:
+        raise ConfigError(f"the body of {url} needs {needed}")
+    found: dict[str, Any] = {"custom_id": name, "sampling": {}}
+    for field, value in body.items():
+        own = _OTHER_NAMES.get(field, field)
+        if value is None or field in _IGNORED or (field == "stream" and value is False):
+            continue
+        if own != field and body.get(own) is not None:
+            raise ConfigError(f"{own} and {field} exclude each other")
+        if own in _SAME:
+            found[own] = value
+        elif own in _SAMPLING:
+            found["sampling"][own] = value
+        elif field == "response_format":
+            found["json_schema"] = _schema(value)
+        else:
+            raise ConfigError(f"the field {field!r} of a body is not supported")
+    return found
+
+
+def _schema(given: Any) -> dict[str, Any] | None:
+    """Return the schema that a ``response_format`` asks for, None for free text."""
+    try:
+        kind = given["type"]
+        schema = given["json_schema"]["schema"] if kind == "json_schema" else {"type": "object"}
+        if kind in ("text", "json_object", "json_schema") and isinstance(schema, dict):
+            return None if kind == "text" else schema
+    except (TypeError, KeyError):
+        pass
+    raise ConfigError(f"response_format is text, json_object or a json_schema, not {given!r:.60}")
+
+
+def answer(name: str, results: Sequence[lb.Result]) -> dict[str, object]:
+    """Return the line of OpenAI's output file for all texts of one request.
+
+    An error is that of the first that has one; ``response`` is None if no text has a token then.
     """
-    line = json.dumps(record, ensure_ascii=False)
-    if not is_unicode(line):
-        line = json.dumps(record)
-    file.write(line + "\n")
-    file.flush()
-
-
-def read_results(path: Path) -> Iterator[Mapping[str, object]]:
-    """Yield the records of a file; an incomplete last line (no newline) is left out.
-
-    Raises:
-        ConfigError: a line that is not a record, or a last line that is not the beginning of one:
-            it may be a file of another kind.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                if line[: len(_PREFIX)] != _PREFIX[: len(line)]:
-                    raise ConfigError(
-                        f"{path}, line {number}: invalid result: it does not begin with an id"
-                    )
-                return
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path}, line {number}: invalid result: {error}") from error
-            if not isinstance(record, dict) or "id" not in record:
-                raise ConfigError(f"{path}, line {number}: invalid result: it has no id")
-            yield record
-
-
-def cut_incomplete_line(path: Path) -> None:
-    """Cut off what follows the last newline: a record that was not written completely.
-
-    Raises:
-        OSError: the file cannot be read or written.
-    """
-    if not path.is_file():
-        return
-    n_bytes = end = path.stat().st_size
-    with path.open("rb") as file:
-        while end > 0:  # from the end, in pieces
-            start = max(0, end - _PIECE)
-            file.seek(start)
-            at = file.read(end - start).rfind(b"\n")
-            if at >= 0:
-                end = start + at + 1
-                break
-            end = start
-    if end < n_bytes:
-        os.truncate(path, end)
-
-
-def drop_failed(path: Path) -> None:
-    """Write the file anew without the records of errors and without an incomplete last line.
-
-    It takes the place of the old one once it is complete.
-
-    Raises:
-        OSError: the file cannot be read or written; then it is as before.
-    """
-    with path.open("rb") as old, atomic_write(path) as new:
-        for line in old:
-            if line.endswith(b"\n") and not (b'"error"' in line and json.loads(line).get("error")):
-                new.write(line)
+    results = sorted(results, key=lambda result: result.sample)
+    error = next((result.error for result in results if result.error is not None), None)
+    response = None
+    if error is None or any(result.tokens for result in results):
+        body = replace(results[0], choices=list(results)).to_openai()
+        response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
+    failed = None if error is None else {"code": type(error).__name__, "message": str(error)}
+    return {
+        "id": f"batch_req_{name}", "custom_id": name, "response": response, "error": failed,
+    }  # fmt: skip

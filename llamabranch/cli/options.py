@@ -11,57 +11,32 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
+from ..arguments import nearest
 from .bundles import option
 from .console import Console
-from .files import read_text
-from .formats import nearest
+from .files import read_prompt_file, read_standard_input, read_text
 from .interrupts import reporting_errors
-from .prompts import job_requests, read_prompt_file, read_standard_input
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from llamabranch import Context, Drafter, Grammar, Model, Request, SpeculativeConfig
+    from llamabranch.model import Prompt
 
     from ..loading import LoadOptions
-
-__all__ = [
-    "DRAFTING",
-    "MODEL",
-    "OUTPUT",
-    "SAMPLING",
-    "TEXT",
-    "ChatOptions",
-    "DraftOptions",
-    "ManyPrompts",
-    "ModelOptions",
-    "OutputOptions",
-    "PromptOptions",
-    "SamplingOptions",
-    "TextOptions",
-    "Threads",
-    "limit",
-    "setting_value",
-    "too_long",
-    "trained_length",
-]
 
 # The headings of --help.
 TEXT, SAMPLING, DRAFTING, OUTPUT, MODEL = "Text", "Sampling", "Drafting", "Output", "Model"
 
 DEFAULTS = SamplingParams()
-_DEFAULT_N_CTX = 2048  # of the library, unless the model was trained for less
-_N_CTX_STEP = 256
-_TEMPLATE = 32  # tokens: a chat template's end, and what a draft may need more
 _NOT_SETTINGS = {"logprobs", "logits_processor"}
 
 Threads = Annotated[
@@ -78,18 +53,10 @@ def limit(value: int | None) -> int | None:
     return value
 
 
-def trained_length(model: Model) -> int | None:
+def trained_length(model: lb.Model) -> int | None:
     """Return the context length that a model was trained for; None if its file does not tell."""
     found = model.metadata.get(f"{model.architecture}.context_length", "")
     return int(found) if found.isdigit() and int(found) else None
-
-
-def _given_seed(value: int | None) -> int | None:
-    return None if value == -1 else value  # llama.cpp's -1 is a random one
-
-
-def _layers(value: str | int) -> int:
-    return -1 if value in ("auto", "all") else int(value)
 
 
 def _on_off_auto(value: str) -> str:
@@ -101,20 +68,17 @@ def _on_off_auto(value: str) -> str:
 
 def _one_type(values: list[str] | None) -> list[str] | None:
     if len(set(values or ())) > 1:
-        raise typer.BadParameter(
-            "K and V have one type here: give -ctk and -ctv the same", param_hint="--kv-type"
-        )
+        told = "K and V have one type here: give -ctk and -ctv the same"
+        raise typer.BadParameter(told, param_hint="--kv-type")
     return values
 
 
 def _read_settings(texts: list[str] | None) -> list[str] | None:
     """Check ``-S`` before anything else is: the names, and that each has a value."""
     for text in texts or ():
-        name, equals, _ = text.partition("=")
-        if not equals or not name:
-            raise typer.BadParameter(
-                f"{text!r} is not NAME=VALUE, such as typical_p=0.9", param_hint="-S"
-            )
+        if text.find("=") < 1:
+            told = f"{text!r} is not NAME=VALUE, such as typical_p=0.9"
+            raise typer.BadParameter(told, param_hint="-S")
     return texts
 
 
@@ -126,6 +90,25 @@ def setting_value(text: str) -> Any:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:
         return text
+
+
+def template_option(**more: Any) -> str | None:
+    """Return the field of a bundle that is the option of a chat template."""
+    return option(
+        None,
+        "A chat template in place of the model's: its text, a file of it, or the name of one of "
+        "llama.cpp's own, such as chatml.",
+        *("--chat-template", "--chat-template-file"),
+        metavar="JINJA|FILE|NAME",
+        **more,
+    )
+
+
+def read_template(given: str | None) -> str | None:
+    """Return a chat template as `llamabranch.load` takes it; ConfigError if its file cannot be read."""
+    if given is None or "{" in given or not os.path.isfile(given):
+        return given
+    return read_text(Path(given))
 
 
 @dataclass(frozen=True)
@@ -154,7 +137,7 @@ class ModelOptions:
         "Layers to put on the GPU; -1, auto and all are all.",
         *("--gpu-layers", "--n-gpu-layers", "-ngl"),
         metavar="N|auto|all",
-        parser=_layers,
+        parser=lambda value: -1 if value in ("auto", "all") else int(value),
     )
     kv_types: list[str] | None = option(
         None,
@@ -213,11 +196,10 @@ class ModelOptions:
         for text in self.settings or ():
             name, _, value = text.partition("=")
             name = name.strip().replace("-", "_")
-            if not any(name in names for names in kinds.values()):
-                known = sorted(set().union(*kinds.values()))
-                raise ConfigError(
-                    f"-S has no setting {name!r}", hint=nearest(name, known, "settings")
-                )
+            known = set().union(*kinds.values())
+            if name not in known:
+                hint = nearest(name, sorted(known), "settings")
+                raise ConfigError(f"-S has no setting {name!r}", hint=hint)
             if name in kinds[kind]:
                 found[name] = setting_value(value)
         if isinstance(found.get("logit_bias"), dict):
@@ -228,78 +210,34 @@ class ModelOptions:
 
     def load_options(self) -> LoadOptions:
         """Return what was given, by the names of `llamabranch.load`."""
-        options: LoadOptions = {}
-        if self.gpu_layers is not None:
-            options["n_gpu_layers"] = self.gpu_layers
-        if self.n_ctx is not None:
-            options["n_ctx"] = self.n_ctx
-        if self.threads is not None:
-            options["n_threads"] = options["n_threads_batch"] = self.threads
-        if self.kv_type is not None:
-            options["kv_type"] = self.kv_type
-        if self.flash_attn != "auto":
-            options["flash_attention"] = self.flash_attn == "on"
-        options.update(self.set("load"))  # type: ignore[typeddict-item]
-        return options
+        given: dict[str, Any] = {
+            "n_gpu_layers": self.gpu_layers,
+            "n_ctx": self.n_ctx,
+            "n_threads": self.threads,
+            "n_threads_batch": self.threads,
+            "kv_type": self.kv_type,
+            "flash_attention": None if self.flash_attn == "auto" else self.flash_attn == "on",
+        }
+        found = {name: value for name, value in given.items() if value is not None}
+        return cast("LoadOptions", found | self.set("load"))
 
     def open(
         self, name: str, console: Console, stack: ExitStack, **more: Unpack[LoadOptions]
-    ) -> Context:
-        """Load a model, with a progress bar, and create a context for it; ``stack`` closes both.
+    ) -> lb.Context:
+        """Load a model and create a context for it; ``stack`` closes both.
 
-        Args:
-            name: what `llamabranch.load` takes.
-            console: shows the progress bar.
-            stack: closes the context.
-            more: options that take precedence over those given, but for ``-S``.
+        ``more`` are options that take precedence over those given, but for ``-S``.
         """
         options = {**self.load_options(), **more, **self.set("load")}
         if options.get("n_ctx") == 0:
             with lb.Model(hub.resolve(name, download=None), vocab_only=True) as model:
                 options["n_ctx"] = trained_length(model)
             if options["n_ctx"] is None:
-                raise ConfigError(
-                    f"{name} does not say what length it was trained for", hint="-c N sets one"
-                )
+                told = f"{name} does not say what length it was trained for"
+                raise ConfigError(told, hint="-c N sets one")
         with console.loading(name) as progress:
             context = lb.load(name, progress=progress, verbose=console.verbose, **options)
             return stack.enter_context(context)
-
-    def with_room(
-        self, name: str, text: str, n_more: int | None, chat: ChatOptions
-    ) -> ModelOptions:
-        """Return these with room for a prompt and ``n_more`` tokens (None: 2,048) after it.
-
-        Where ``-c`` was not given and the default is too short, the context gets what they need, up to
-        what the model was trained for. Its vocabulary is read if the prompt may be too long.
-
-        Raises:
-            CacheFullError: the prompt alone is longer than ``-c``, or than the model's trained length.
-        """
-        n_more = _DEFAULT_N_CTX if n_more is None else n_more
-        n_bytes = len(text.encode("utf-8", "replace"))  # a token has one at least
-        if n_bytes + n_more + _TEMPLATE <= (self.n_ctx or _DEFAULT_N_CTX):
-            return self
-        path = hub.resolve(name, download=None)
-        with lb.Model(path, vocab_only=True, chat_template=chat.template) as model:
-            n_prompt = len(chat.prompt_tokens(model, text))
-            trained = trained_length(model)
-        most = self.n_ctx or trained
-        if most is not None and n_prompt > most:
-            raise too_long(n_prompt, most, is_given=bool(self.n_ctx))
-        needed = -(-(n_prompt + n_more + _TEMPLATE) // _N_CTX_STEP) * _N_CTX_STEP
-        if self.n_ctx is not None or needed <= _DEFAULT_N_CTX:
-            return self
-        return replace(self, n_ctx=needed if trained is None else min(needed, trained))
-
-
-def too_long(n_prompt: int, most: int, *, is_given: bool) -> lb.CacheFullError:
-    """Return the error for a prompt that is longer than ``--n-ctx`` or than the model allows."""
-    told = "--n-ctx is" if is_given else "the model is made for"
-    return lb.CacheFullError(
-        f"the prompt has {n_prompt:,} tokens, {told} {most:,}",
-        hint="shorten the prompt, or raise --n-ctx",
-    )
 
 
 @dataclass(frozen=True)
@@ -325,16 +263,11 @@ class DraftOptions(ModelOptions):
         rich_help_panel=DRAFTING,
     )
 
-    def config(self) -> SpeculativeConfig:
-        """Return the settings of drafting as the library takes them.
-
-        Raises:
-            ConfigError: a value out of range.
-        """
+    def config(self) -> lb.SpeculativeConfig:
+        """Return the settings of drafting; ConfigError for a value out of range."""
         if self.draft_length != "auto" and not self.draft_length.lstrip("-").isdecimal():
-            raise typer.BadParameter(
-                f"{self.draft_length!r} is neither a number nor auto", param_hint="--draft-max"
-            )
+            told = f"{self.draft_length!r} is neither a number nor auto"
+            raise typer.BadParameter(told, param_hint="--draft-max")
         length = "auto" if self.draft_length == "auto" else int(self.draft_length)
         return lb.SpeculativeConfig(**{"draft_k": length, **self.set("drafting")})
 
@@ -354,14 +287,10 @@ class DraftOptions(ModelOptions):
         stack: ExitStack,
         of_target: LoadOptions,
         of_drafts: LoadOptions,
-    ) -> tuple[Context, Drafter]:
-        """Open a target and what drafts for it; ``stack`` closes the contexts.
+    ) -> tuple[lb.Context, lb.Drafter]:
+        """Open a target and what drafts for it, from `resolve`; ``stack`` closes the contexts.
 
-        Args:
-            names: from `resolve`.
-            console: shows progress, and a note where a draft passes through the text.
-            stack: closes the contexts.
-            of_target, of_drafts: options that take precedence over those given.
+        ``of_target`` and ``of_drafts`` are options that take precedence over those given.
         """
         from .drafters import MTP, make_drafter, note_translation
 
@@ -376,8 +305,8 @@ class DraftOptions(ModelOptions):
         return context, drafter
 
     def open_draft(
-        self, name: str, target: Context, console: Console, stack: ExitStack, more: LoadOptions
-    ) -> Context:
+        self, name: str, target: lb.Context, console: Console, stack: ExitStack, more: LoadOptions
+    ) -> lb.Context:
         """Open what drafts for ``target``: a draft model, a head in a file of its own, or ``mtp``."""
         if name == "mtp":
             return stack.enter_context(lb.Context(target.model, target=target))
@@ -420,11 +349,7 @@ class PromptOptions:
 
     @property
     def given(self) -> list[str]:
-        """The texts of the command line, and those of ``--file``.
-
-        Raises:
-            ConfigError: a file cannot be read.
-        """
+        """The texts of the command line, and those of ``--file``; ConfigError if one cannot be read."""
         texts = [*(self.texts or ()), *(self.prompts or ())]
         if "-" in (self.texts or ()):
             texts[texts.index("-")] = read_standard_input()
@@ -433,17 +358,11 @@ class PromptOptions:
         return [*texts, *map(read_prompt_file, self.files or ())]
 
     def one(self, default: str) -> str:
-        """Return the only prompt, or ``default``.
-
-        Raises:
-            ConfigError: more than one was given, or it cannot be read.
-        """
+        """Return the only prompt, or ``default``; ConfigError if more than one was given."""
         texts = self.given
         if len(texts) > 1:
-            raise ConfigError(
-                "more than one prompt was given",
-                hint="`llamabranch generate` takes several prompts",
-            )
+            hint = "`llamabranch generate` takes several prompts"
+            raise ConfigError("more than one prompt was given", hint=hint)
         return texts[0] if texts else default
 
 
@@ -461,8 +380,10 @@ class ManyPrompts(PromptOptions):
 
     def requests(
         self, sampling: SamplingParams, on_invalid: Callable[[ConfigError], None]
-    ) -> Iterator[Request]:
+    ) -> Iterator[lb.Request]:
         """Yield all prompts as requests, first those of the command line; see `job_requests`."""
+        from .jsonl import job_requests  # needs NumPy and llama.cpp
+
         return job_requests(self.given, self.input_file, sampling, on_invalid)
 
 
@@ -481,38 +402,25 @@ class ChatOptions:
     system: str | None = option(
         None, "The system message before the prompt.", *("--system-prompt", "-sys")
     )
-    chat_template: str | None = option(
-        None,
-        "A chat template in place of the model's: its text, a file of it, or the name of one of "
-        "llama.cpp's own, such as chatml.",
-        *("--chat-template", "--chat-template-file"),
-        metavar="JINJA|FILE|NAME",
-    )
+    chat_template: str | None = template_option()
 
     @property
     def template(self) -> str | None:
-        """The chat template that was given, as `llamabranch.load` takes it, or None.
-
-        Raises:
-            ConfigError: its file cannot be read.
-        """
-        given = self.chat_template
-        if given is None or "{" in given or not os.path.isfile(given):
-            return given
-        return read_text(Path(given))
+        """The chat template that was given, as `llamabranch.load` takes it, or None."""
+        return read_template(self.chat_template)
 
     @property
     def is_on(self) -> bool:
         """Whether prompts are wrapped: `--chat` or what implies it was given."""
         return self.chat or self.system is not None or self.chat_template is not None
 
-    def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
-        """Return the tokens of a prompt, as a user's turn in the chat template where that is on.
+    def prompt_tokens(self, model: lb.Model, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt, a text as a user's turn in the chat template where that is on.
 
         Raises:
             ConfigError, UnsupportedError: the template refuses the messages, fails, or is missing.
         """
-        if not self.is_on:
+        if not self.is_on or not isinstance(prompt, str):
             return model.prompt_tokens(prompt)
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return model.prompt_tokens([*before, {"role": "user", "content": prompt}])
@@ -546,7 +454,7 @@ class SamplingOptions:
         None,
         "The same seed gives the same text, whatever drafts; -1 is a random one.",
         *("--seed", "-s"),
-        callback=_given_seed,
+        callback=lambda value: None if value == -1 else value,  # llama.cpp's -1 is a random one
         first=True,
     )
     ignore_eos: bool = option(
@@ -554,16 +462,12 @@ class SamplingOptions:
     )
 
     def params(self, models: ModelOptions, seed: int | None = None) -> SamplingParams:
-        """Return the settings as the library takes them; `without_eog` adds ``--ignore-eos``.
-
-        Raises:
-            ConfigError: a value out of range.
-        """
+        """Return the settings, but for ``--ignore-eos``; ConfigError for a value out of range."""
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
         given = {name: getattr(self, name) for name in names}
         return DEFAULTS.replace(**{**given, "seed": seed, **models.set("sampling")})
 
-    def without_eog(self, params: SamplingParams, model: Model) -> SamplingParams:
+    def without_eog(self, params: SamplingParams, model: lb.Model) -> SamplingParams:
         """Return ``params`` without the model's EOG tokens if ``--ignore-eos`` was given."""
         if not self.ignore_eos:
             return params
@@ -607,12 +511,8 @@ class TextOptions(SamplingOptions):
         """Where to end the text."""
         return tuple(self.stop or ())
 
-    def parse_grammar(self) -> Grammar | None:
-        """Return the grammar that these options describe, or None.
-
-        Raises:
-            ConfigError, GrammarError: the file cannot be read, or the grammar is invalid.
-        """
+    def parse_grammar(self) -> lb.Grammar | None:
+        """Return the grammar that these options describe, or None; it may be invalid (GrammarError)."""
         if self.grammar is not None and self.json_schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
         if self.json_schema is not None:

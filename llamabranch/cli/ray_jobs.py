@@ -11,16 +11,16 @@ import typer
 
 from llamabranch import ConfigError
 
+from ..arguments import nearest
 from .bundles import option
 from .console import Console, print_json
-from .formats import nearest
 from .interrupts import EXIT_FAILURE
 from .options import setting_value
 
 if TYPE_CHECKING:
     from llamabranch.scale import JobOptions, JobReport, Progress
 
-__all__ = ["RayOptions", "finish_job"]
+_NAMES = ("workers", "cpus", "gpus", "block_rows", "price", "format", "keep")
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,6 @@ class RayOptions:
         if output is None:
             raise ConfigError("a job on Ray needs --output: a folder")
         return input_file, str(output)
-
-
-_NAMES = ("workers", "cpus", "gpus", "block_rows", "price", "format", "keep")
 
 
 def _option(name: str, value: str) -> object:

@@ -2,93 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from llamabranch import ConfigError, Grammar, Model, Request, Result
 
-from ..files import sync
-from .console import OutputError
-from .files import check_new_file, write_error
-from .jsonl import cut_incomplete_line, drop_failed, read_results, write_record
-from .openai_batch import BatchRequest, answer
-from .prompts import digest
-
-__all__ = ["JobSettings", "ResultFile"]
+from ..files import atomic_write, sync
+from .files import check_new_file, digest, is_unicode, write_error
+from .jsonl import BatchRequest, answer
 
 _OLD = "prompt "  # before the digest of a prompt alone, for the records of version 0.2
+_PREFIX = b'{"id": '  # of every line that is written here
 _SYNC_S = 0.25  # seconds between two requests to store results on the disk
 
-# The settings that determine the texts of a job, and their names on the command line.
-_NAMES = {
-    "model": "the model (--target)",
-    "kv_type": "--kv-type",
-    "samples": "--samples",
+# The settings that determine the texts of a job, and what is said where they differ.
+_SETTINGS = {
+    "model": "the model (--target) differs",
+    "kv_type": "--kv-type was {}, not {}",
+    "samples": "--samples was {}, not {}",
     "sampling": "the sampling settings (--temperature, --top-k, ..., --max-tokens, --stop, "
-    "--ignore-eos, --grammar, --json-schema, --regex, --choice, --chat)",
-    "rule": "--rule",
-    "seed": "--seed",
+    "--ignore-eos, --grammar, --json-schema, --chat) differ",
+    "rule": "--rule was {}, not {}",
+    "seed": "--seed was {}, not {}",
 }
-_SHOWN = {"kv_type", "samples", "rule", "seed"}  # the others are digests
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """The settings that determine the texts of a job; every record of its file holds them.
-
-    ``model`` and ``sampling`` are digests. Drafter, draft length and the number of texts
-    at a time are left out because they change no text. ``seed`` None: not known yet.
-    """
-
-    sampling: str
-    samples: int
-    rule: str
-    kv_type: str
-    seed: int | None
-    seed_given: bool
-    model: str | None = None
-
-    def differences(self, record: Mapping[str, object]) -> list[str]:
-        """Return the options that differ in ``record``; what is not known yet is left out."""
-        ours = asdict(self)
-        found = []
-        for field, name in _NAMES.items():
-            if ours[field] is None or record.get(field) == ours[field]:
-                continue
-            was = f" was {record.get(field)}, not {ours[field]}" if field in _SHOWN else " differ"
-            found.append(name + (" differs" if field == "model" else was))
-        return found
 
 
 class ResultFile:
     """A file that results are appended to, one JSON object a line, each with the job's settings.
+
+    Args:
+        path: the file.
+        job: the settings that determine the texts, some as digests. ``model`` is None, and ``seed`` too
+            unless it was given. Drafter, draft length and the number of texts at a time are left out
+            because they change no text.
+        requests: of the job.
+        resume: the file may be there.
 
     Raises:
         ConfigError: it exists and is not to be resumed, or belongs to another job.
     """
 
     def __init__(
-        self,
-        path: Path,
-        job: JobSettings,
-        requests: Iterable[Request],
-        *,
-        resume: bool,
+        self, path: Path, job: Mapping[str, Any], requests: Iterable[Request], *, resume: bool
     ) -> None:
-        self.path = path
-        self.job = job
+        self.path, self.job = path, dict(job)
         self.done: set[tuple[str, int]] = set()
         self._file: IO[str] | None = None
         self._synced = 0.0  # when the disk was last asked to store it
-        self._jobs: list[Mapping[str, object]] = []  # those of the records, each once
+        self._jobs: list[Mapping[str, Any]] = []  # those of the records, each once
         self._n_failed = 0  # records of errors, which are run again
-        self._gathered: dict[
-            str, list[Result]
-        ] = {}  # of requests in envelopes: one line for all texts
+        self._n_bytes: int | None = None  # of its whole lines, where it is continued
+        self._texts: dict[str, list[Result]] = {}  # of requests that get one line for all of them
         if not resume or not path.is_file():
             check_new_file(path, hint="continue it with --resume, or name another file")
             return
@@ -101,12 +71,14 @@ class ResultFile:
         """Read which texts are there, and check that they are those of ``requests``."""
         found: dict[str, str] = {}
         problem: ConfigError | None = None  # raised once the whole file is known to hold results
-        for record in read_results(self.path):
+        for record in self._records():
             name = str(record.get("custom_id", record["id"]))
-            try:
-                job = dict(_job_of(record, self.path))
-            except ConfigError as error:
-                problem = problem or error
+            job = record.get("job")
+            if not isinstance(job, dict):
+                problem = problem or ConfigError(
+                    f"{self.path} does not record its settings: the result {name!r} has no job",
+                    hint="version 0.1.0 wrote such files, which cannot be resumed safely: name another",
+                )
                 continue
             given = str(job.pop("request", _OLD + digest(record.get("prompt"))))
             job.pop("prompts", None)  # of version 0.2: a digest of all lines
@@ -119,7 +91,12 @@ class ResultFile:
                 problem = problem or self._of_other_prompts(name)
             self.done.update((name, sample) for sample in _samples(record))
         if problem is None and self._jobs:
-            self._adopt_seed(self._jobs[0])
+            seed, ours = self._jobs[0].get("seed"), self.job["seed"]
+            if isinstance(seed, int) and ours in (
+                None,
+                seed,
+            ):  # the file's, unless another was given
+                self.job |= {"seed": seed, "seed_given": self._jobs[0].get("seed_given") is True}
             self._check()  # first: settings of the command line are part of every request
         for request in requests:
             given = found.pop(str(request.id), "")
@@ -130,22 +107,37 @@ class ResultFile:
         if problem is not None:
             raise problem
 
+    def _records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records; an incomplete last line is left out if it is the beginning of one."""
+        self._n_bytes = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n") and line[: len(_PREFIX)] == _PREFIX[: len(line)]:
+                    return
+                try:
+                    record = json.loads(line)
+                    if not isinstance(record, dict) or not line.endswith(b"\n"):
+                        raise ValueError("it does not begin with an id")
+                    record["id"]
+                except (ValueError, KeyError, RecursionError) as error:
+                    told = f"{self.path}, line {number}: invalid result: {error}"
+                    raise ConfigError(told) from error
+                self._n_bytes += len(line)
+                yield record
+
     def _of_other_prompts(self, name: str) -> ConfigError:
         return ConfigError(
             f"{self.path} has results of other prompts, or of other settings on a line: the id {name!r}",
             hint="resume with the prompts it was started with, or name another file",
         )
 
-    def _adopt_seed(self, record: Mapping[str, object]) -> None:
-        """Continue with the seed of the file, unless another one was given."""
-        seed = record.get("seed")
-        if isinstance(seed, int) and self.job.seed in (None, seed):
-            given = record.get("seed_given") is True
-            self.job = replace(self.job, seed=seed, seed_given=given)
-
     def _check(self) -> None:
-        for record in self._jobs:
-            found = self.job.differences(record)
+        for theirs in self._jobs:
+            found = [
+                told.format(theirs.get(name), self.job[name])
+                for name, told in _SETTINGS.items()
+                if self.job[name] not in (None, theirs.get(name))
+            ]
             if found:
                 raise ConfigError(
                     f"{self.path} was made with other settings: {'; '.join(found)}",
@@ -160,15 +152,14 @@ class ResultFile:
         Raises:
             ConfigError: it was made with another model, or cannot be written.
         """
-        self.job = replace(self.job, model=model.fingerprint[:16], seed=seed)
-        self._model = model
+        self.job |= {"model": model.fingerprint[:16], "seed": seed}
         self._check()
-        self._jobs.clear()
         try:
             if self._n_failed:
-                drop_failed(self.path)
-            else:
-                cut_incomplete_line(self.path)
+                with self.path.open("rb") as old, atomic_write(self.path) as new:
+                    new.writelines(line for line in old if _is_result(line))
+            elif self._n_bytes is not None:
+                os.truncate(self.path, self._n_bytes)
             self._file = self.path.open("a", encoding="utf-8", newline="\n")
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror or error}") from None
@@ -176,7 +167,7 @@ class ResultFile:
     def write(self, result: Result, request: Request) -> None:
         """Append one result of ``request``, which is given as it was read.
 
-        All texts of a request in an envelope make one line, which is written when the last one is there.
+        All texts of a request of an OpenAI batch make one line, written when the last one is there.
         What was written outlives this process at once. The disk is asked to store what was appended a few
         times a second and at the end, not for each result, since that can take longer than a text.
 
@@ -185,61 +176,48 @@ class ResultFile:
         """
         if self._file is None:
             raise RuntimeError("the file of results is not open")
-        try:
-            record = self._record(result, request)
-            if record is None:
+        record = result.as_dict(stats=False)
+        if isinstance(request, BatchRequest):
+            texts = self._texts.setdefault(result.id, [])
+            texts.append(result)
+            if len(texts) < request.n:
                 return
-            write_record(self._file, record)
+            record = answer(result.id, self._texts.pop(result.id))
+        record["job"] = {**self.job, "request": _digest(request)}
+        line = json.dumps(record, ensure_ascii=False)
+        with self._failing():
+            self._file.write((line if is_unicode(line) else json.dumps(record)) + "\n")
+            self._file.flush()
             if monotonic() - self._synced >= _SYNC_S:
                 sync(self._file)
                 self._synced = monotonic()
-        except OSError as error:
-            raise self._failed(error) from None
 
-    def _record(self, result: Result, request: Request) -> dict[str, object] | None:
-        record: dict[str, object]
-        if isinstance(request, BatchRequest):
-            results = self._gathered.setdefault(result.id, [])
-            results.append(result)
-            if len(results) < request.n:
-                return None
-            del self._gathered[result.id]
-            record = answer(request, results, self._model.name, self._model.piece)
-        else:
-            record = result.as_dict(stats=False)
-        return {**record, "job": {**asdict(self.job), "request": _digest(request)}}
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            hint = "the results written so far are kept; --resume continues from there"
+            raise write_error(self.path, error, hint) from None
 
     def __enter__(self) -> ResultFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._file is None:
             return
         try:
-            sync(self._file)
-        except OSError as failure:
             if error is None:
-                raise self._failed(failure) from None
+                with self._failing():
+                    sync(self._file)
         finally:
-            self._close(error)
+            with contextlib.suppress(OSError):  # after a failed write it tries, and fails, again
+                self._file.close()
 
-    def _close(self, error: BaseException | None) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.close()  # after a failed write it tries to flush again, and fails again
-        except OSError as failure:
-            if error is None:
-                raise self._failed(failure) from None
 
-    def _failed(self, error: OSError) -> OutputError:
-        hint = "the results written so far are kept; --resume continues from there"
-        return write_error(self.path, error, hint)
+def _is_result(line: bytes) -> bool:
+    """Return whether a line is whole and no record of an error."""
+    return line.endswith(b"\n") and not (b'"error"' in line and json.loads(line).get("error"))
 
 
 def _digest(request: Request) -> str:
@@ -258,26 +236,15 @@ def _digest(request: Request) -> str:
     )
 
 
-def _samples(record: Mapping[str, object]) -> Iterable[int]:
+def _samples(record: Mapping[str, Any]) -> Iterable[int]:
     """Return which texts of its request a record has."""
     if "custom_id" not in record:
         sample = record.get("sample", 0)
         return [sample] if isinstance(sample, int) else []
-    response = record.get("response")
-    body = response.get("body") if isinstance(response, dict) else None
-    choices = body.get("choices") if isinstance(body, dict) else None
-    return range(len(choices)) if isinstance(choices, list) else []
+    with contextlib.suppress(TypeError, KeyError):
+        return range(len(record["response"]["body"]["choices"]))
+    return []
 
 
 def _listed(prompt: str | Sequence[object]) -> str | list[object]:
     return prompt if isinstance(prompt, str) else list(prompt)
-
-
-def _job_of(record: Mapping[str, object], path: Path) -> Mapping[str, object]:
-    job = record.get("job")
-    if not isinstance(job, dict):
-        raise ConfigError(
-            f"{path} does not record its settings: the result {record['id']!r} has no job",
-            hint="version 0.1.0 wrote such files; they cannot be resumed safely: name another file",
-        )
-    return job

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import typer
 
@@ -18,11 +18,11 @@ from ..loading import LoadOptions
 from ..search.selection import METHODS
 from .bundles import option, with_bundles
 from .console import Console, print_json
-from .files import read_text
+from .files import read_prompt_file, read_standard_input, read_text
 from .formats import number
-from .jsonl import InvalidLines, parse_json, parse_lines, text_id
-from .options import TEXT, ChatOptions, ModelOptions, OutputOptions
-from .prompts import read_prompt_file, read_standard_input
+from .job import with_room
+from .jsonl import parse_json, parse_lines, report_invalid, text_id
+from .options import TEXT, ModelOptions, OutputOptions
 from .ray_jobs import RayOptions, finish_job
 from .search import stats_text
 
@@ -88,23 +88,25 @@ class ScoreOptions(RayOptions):
         Raises:
             ConfigError: nothing, a file that cannot be read, or lines that are no items.
         """
-        whole = [read_prompt_file(path) for path in self.files or ()]
-        items = list(_given([*(self.texts or ()), *whole], self.context))
-        if self.input_file is not None:
-            invalid = InvalidLines()
-            items += _lines(self.input_file, invalid)
-            invalid.report(console)
+        texts = (*(self.texts or ()), *map(read_prompt_file, self.files or ()))
+        items = [_Item(str(i), None, (text,)) for i, text in enumerate(texts)]
+        if self.context is not None:
+            if not texts:
+                raise ConfigError("--context needs a text that continues it")
+            items = [_Item("0", self.context, texts)]
+        invalid: list[ConfigError] = []
+        items += _lines(self.input_file, invalid)
+        report_invalid(invalid, console)
         if not items:
             raise ConfigError("there is no text", hint="give a text, --file or --input")
-        if self.best is not None:
-            if self.best not in METHODS:
-                hint = f"measures: {', '.join(METHODS)}"
-                raise ConfigError(f"unknown measure {self.best!r}", hint=hint)
-            for item in items:
-                if item.context is None:
-                    raise ConfigError("--best needs a --context, which the texts continue")
-                if not all(item.texts):
-                    raise ConfigError("a choice must not be empty")
+        if self.best not in (None, *METHODS):
+            hint = f"measures: {', '.join(METHODS)}"
+            raise ConfigError(f"unknown measure {self.best!r}", hint=hint)
+        for item in items if self.best is not None else ():
+            if item.context is None:
+                raise ConfigError("--best needs a --context, which the texts continue")
+            if not all(item.texts):
+                raise ConfigError("a choice must not be empty")
         return items
 
 
@@ -131,80 +133,60 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
         longest = max(
             ((item.context or "") + text for item in items for text in item.texts), key=len
         )
-        models = models.with_room(name, longest, 0, ChatOptions())
+        models = with_room(models, name, longest, 0)
         more = LoadOptions() if given.best is None else LoadOptions(n_seq_max=_SEQUENCES)
         ctx = models.open(name, console, stack, **more)
-        found: list[dict[str, object]] = []
+        show = Console(silent=True) if output.as_json else console
+        found: list[dict[str, Any]] = []
         for item in items:
-            if not output.as_json and len(items) > 1:
-                console.line(f"[{item.name}]", "bold")
-            record: dict[str, object] = {"id": item.name, "context": item.context}
+            if len(items) > 1:
+                show.line(f"[{item.name}]", "bold")
+            record: dict[str, Any] = {"id": item.name, "context": item.context}
             if given.best is not None:
-                chosen = _choose(ctx, item, given.best)
+                with Branch.start(ctx, item.context or "") as branch:
+                    chosen = select(branch, item.texts, method=given.best)
                 record |= {"method": given.best, **chosen.as_dict()}
-                if not output.as_json:
-                    _print_choices(console, item, chosen)
+                _print_choices(show, item, chosen)
             else:
                 scores = _score(ctx, item, given.top)
                 pairs = zip(item.texts, scores, strict=True)
                 record["scores"] = [_record(ctx, text, its) for text, its in pairs]
-                if not output.as_json:
-                    _print(console, ctx, item, scores)
+                _print(show, item, record["scores"], given.top)
             found.append(record)
+        if given.best is not None:
+            answer: dict[str, Any] = {"items": found}
+        else:
+            records = [record for item in found for record in item["scores"]]
+            n_tokens = sum(record["n_tokens"] for record in records)
+            logprob = math.fsum(record["logprob"] for record in records)
+            total = {"n_tokens": n_tokens, "logprob": logprob}
+            total["perplexity"] = _perplexity(logprob, n_tokens)
+            answer = {"items": found, "total": total}
+            if len(items) > 1:
+                show.line(
+                    f"{n_tokens} tokens, log-probability {logprob:.3f} nats, "
+                    f"perplexity {total['perplexity']:.3f}"
+                )
         if output.as_json:
-            answer: dict[str, object] = {"items": found}
-            print_json(answer if given.best else {**answer, "total": _total(found)})
-        elif len(items) > 1 and given.best is None:
-            total = _total(found)
-            console.line(
-                f"{total['n_tokens']} tokens, log-probability {total['logprob']:.3f} nats, "
-                f"perplexity {total['perplexity']:.3f}"
-            )
+            print_json(answer)
 
 
-def _choose(ctx: Context, item: _Item, method: str) -> Selection:
-    with Branch.start(ctx, item.context or "") as branch:
-        return select(branch, item.texts, method=method)
-
-
-def _print_choices(console: Console, item: _Item, found: Selection) -> None:
-    order = sorted(range(len(item.texts)), key=lambda i: (i != found.index, -found.scores[i]))
-    rows = [
-        (
-            item.texts[i],
-            f"{found.scores[i]:.4f}",
-            f"{sum(found.logprobs[i]):.3f}",
-            str(len(found.tokens[i])),
-        )
-        for i in order
-    ]
-    console.table(("choice", "score", "log p, nats", "tokens"), rows)
-    console.line(stats_text(found.stats), "dim")
-
-
-def _given(texts: Sequence[str], context: str | None) -> Iterator[_Item]:
-    if context is None:
-        yield from (_Item(str(i), None, (text,)) for i, text in enumerate(texts))
-    elif not texts:
-        raise ConfigError("--context needs a text that continues it")
-    else:
-        yield _Item("0", context, tuple(texts))
-
-
-def _lines(input_file: str, invalid: InvalidLines) -> Iterator[_Item]:
+def _lines(input_file: str | None, invalid: list[ConfigError]) -> Iterator[_Item]:
+    if input_file is None:
+        return
     text = read_standard_input() if input_file == "-" else read_text(Path(input_file))
-    lines = text.split("\n")
-    return parse_lines(
-        lines, lambda line, number, _: _item(parse_json(line), str(number)), "item", invalid.add
-    )
+
+    def parse(line: str, number: int, _: int) -> _Item:
+        return _item(parse_json(line), str(number))
+
+    yield from parse_lines(text.split("\n"), parse, "item", invalid.append)
 
 
 def _item(data: object, name: str) -> _Item:
     if not isinstance(data, dict):
         raise ConfigError("an item is an object with text, or with context and continuations")
-    unknown = sorted(set(data) - _FIELDS)
-    if unknown:
-        raise ConfigError(f"unknown field {unknown[0]!r}")
+    for field in sorted(set(data) - _FIELDS):
+        raise ConfigError(f"unknown field {field!r}")
     name = name if data.get("id") is None else text_id(data["id"])
     text, context, continuations = (data.get(k) for k in ("text", "context", "continuations"))
     if isinstance(text, str) and context is None and continuations is None:
@@ -232,82 +214,27 @@ def _score(ctx: Context, item: _Item, top: int) -> list[list[TokenScore]]:
         return BranchStore(ctx).score({branch: continuations}, top)[branch]
 
 
-def _record(ctx: Context, text: str, scores: Sequence[TokenScore]) -> dict[str, object]:
+def _record(ctx: Context, text: str, scores: Sequence[TokenScore]) -> dict[str, Any]:
+    def named(token: int) -> dict[str, Any]:
+        return {"token": token, "text": ctx.detokenize([token], special=True)}
+
     total = math.fsum(score.logprob for score in scores)
     return {
         "text": text,
         "n_tokens": len(scores),
-        "logprob": _finite(total),
-        "perplexity": _finite(_perplexity(total, len(scores))),
+        "logprob": total,
+        "perplexity": _perplexity(total, len(scores)),
         "tokens": [
             {
-                "token": score.token,
-                "text": _shown(ctx, score.token),
-                "logprob": _finite(score.logprob),
+                **named(score.token),
+                "logprob": score.logprob,
                 "rank": score.rank,
-                "entropy": _finite(score.entropy),
-                "top": [
-                    {"token": token, "text": _shown(ctx, token), "logprob": _finite(logprob)}
-                    for token, logprob in score.alternatives
-                ],
+                "entropy": score.entropy,
+                "top": [{**named(token), "logprob": p} for token, p in score.alternatives],
             }
             for score in scores
         ],
     }
-
-
-def _total(found: Sequence[dict[str, object]]) -> dict[str, object]:
-    records = [record for item in found for record in _records(item)]
-    n_tokens = sum(int(str(record["n_tokens"])) for record in records)
-    logprob = math.fsum(float(str(record["logprob"] or 0.0)) for record in records)
-    return {
-        "n_tokens": n_tokens,
-        "logprob": logprob,
-        "perplexity": _perplexity(logprob, n_tokens) if n_tokens else None,
-    }
-
-
-def _records(item: dict[str, object]) -> list[dict[str, object]]:
-    records = item["scores"]
-    return records if isinstance(records, list) else []
-
-
-def _print(
-    console: Console, ctx: Context, item: _Item, scores: Sequence[Sequence[TokenScore]]
-) -> None:
-    if item.context is None:
-        rows = [
-            (
-                repr(_shown(ctx, score.token)),
-                number(score.logprob, 3),
-                str(score.rank),
-                number(score.entropy, 3),
-                " ".join(repr(_shown(ctx, token)) for token, _ in score.alternatives),
-            )
-            for score in scores[0]
-        ]
-        width = 5 if any(score.alternatives for score in scores[0]) else 4
-        columns = ("token", "logprob", "rank", "entropy", "most probable")
-        console.table(columns[:width], [row[:width] for row in rows], left=columns[4:])
-        console.line()
-    summary = []
-    for text, its in zip(item.texts, scores, strict=True):
-        total, n = math.fsum(score.logprob for score in its), len(its)
-        ranks = sorted(score.rank for score in its)
-        summary.append(
-            (
-                text if len(text) <= 40 else text[:37] + "...",
-                str(n),
-                number(total, 3),
-                number(_perplexity(total, n), 3),
-                str(ranks[-1]) if ranks else "-",
-            )
-        )
-    console.table(("text", "tokens", "logprob", "perplexity", "worst rank"), summary)
-
-
-def _shown(ctx: Context, token: int) -> str:
-    return ctx.detokenize([token], special=True)
 
 
 def _perplexity(total: float, n: int) -> float:
@@ -317,6 +244,41 @@ def _perplexity(total: float, n: int) -> float:
         return math.inf
 
 
-def _finite(value: float) -> float | None:
-    """Return it, or None for what JSON cannot hold."""
-    return value if math.isfinite(value) else None
+def _print_choices(console: Console, item: _Item, found: Selection) -> None:
+    order = sorted(range(len(item.texts)), key=lambda i: (i != found.index, -found.scores[i]))
+    columns = (item.texts, found.scores, found.logprobs, found.tokens)
+    rows = [
+        (text, f"{score:.4f}", f"{sum(logprobs):.3f}", len(tokens))
+        for text, score, logprobs, tokens in zip(*columns, strict=True)
+    ]
+    console.table(("choice", "score", "log p, nats", "tokens"), [rows[i] for i in order])
+    console.line(stats_text(found.stats), "dim")
+
+
+def _print(console: Console, item: _Item, records: Sequence[dict[str, Any]], top: int) -> None:
+    if item.context is None:
+        columns = ("token", "logprob", "rank", "entropy", "most probable")
+        rows = [
+            (
+                repr(its["text"]),
+                number(its["logprob"], 3),
+                its["rank"],
+                number(its["entropy"], 3),
+                " ".join(repr(other["text"]) for other in its["top"]),
+            )
+            for its in records[0]["tokens"]
+        ]
+        width = 5 if top else 4
+        console.table(columns[:width], [row[:width] for row in rows], left=columns[4:])
+        console.line()
+    summary = [
+        (
+            its["text"] if len(its["text"]) <= 40 else its["text"][:37] + "...",
+            its["n_tokens"],
+            number(its["logprob"], 3),
+            number(its["perplexity"], 3),
+            max((token["rank"] for token in its["tokens"]), default=None),
+        )
+        for its in records
+    ]
+    console.table(("text", "tokens", "logprob", "perplexity", "worst rank"), summary)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import typer
 
-from llamabranch import Branch, ConfigError, Drafter, LlamaBranchError, SamplingParams
+import llamabranch as lb
+from llamabranch import ConfigError, SamplingParams
 from llamabranch.search import (
     SearchResult,
     SearchStats,
@@ -28,10 +31,9 @@ from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, print_json
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
+from .job import with_room
 from .options import ChatOptions, DraftOptions, OutputOptions, PromptOptions, TextOptions
 from .trees import LEGEND, drawn_tree
-
-__all__ = ["search", "stats_text"]
 
 DEFAULT_PROMPT = "Once upon a time"
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
@@ -87,7 +89,7 @@ class MethodOptions:
         if self.method in NEED_REWARD and self.reward is None:
             raise ConfigError(
                 f"--method {self.method} needs a reward",
-                hint="for example --reward 'python score.py', which reads the text and prints a number",
+                hint="for example --reward 'python score.py', which reads a text and prints a number",
             )
         try:
             re.compile(self.answer)
@@ -118,15 +120,10 @@ class MethodOptions:
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return the sampling settings for the method: particles must not be truncated."""
-        if self.method != "smc":
-            return params
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if self.method == "smc" else {}
         default = SamplingParams()
-        kept = {
-            name: off
-            for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
-            if getattr(params, name) == getattr(default, name)
-        }
-        return params.replace(**kept)
+        unset = {k: v for k, v in off.items() if getattr(params, k) == getattr(default, k)}
+        return params.replace(**unset)
 
 
 @with_bundles
@@ -151,20 +148,16 @@ def search(
         prompt = given.one(DEFAULT_PROMPT)
         names = replace(models, draft=models.draft or "none").resolve(console)
         n_sequences = method.n_sequences
-        sized = models.with_room(names[0], prompt, text.max_tokens, chat)
+        sized = with_room(models, names[0], prompt, text.max_tokens)
         if models.n_ctx is None:  # a long prompt has cells of its own, which all texts share
             n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
             models = replace(models, n_ctx=n_cells + (sized.n_ctx or 0))
-        context, drafter = models.open_pair(
-            names,
-            console,
-            stack,
-            LoadOptions(n_seq_max=n_sequences, chat_template=chat.template),
-            LoadOptions(n_seq_max=n_sequences + 1),
-        )
+        of_target = LoadOptions(n_seq_max=n_sequences, chat_template=chat.template)
+        of_drafts = LoadOptions(n_seq_max=n_sequences + 1)
+        context, drafter = models.open_pair(names, console, stack, of_target, of_drafts)
         params = text.without_eog(params, context.model)
         start = chat.prompt_tokens(context.model, prompt)
-        branch = Branch.start(context, start, sampling=params, grammar=grammar)
+        branch = lb.Branch.start(context, start, sampling=params, grammar=grammar)
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
 
             def on_step(stats: SearchStats) -> bool:
@@ -188,7 +181,7 @@ def search(
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
         if not result.hypotheses:
-            raise LlamaBranchError(
+            raise lb.LlamaBranchError(
                 f"the search has found no text: none can be complete within {text.max_tokens} tokens",
                 hint=_NONE_HINT,
             )
@@ -196,83 +189,62 @@ def search(
 
 def _run(
     method: MethodOptions,
-    branch: Branch,
+    branch: lb.Branch,
     text: TextOptions,
-    drafter: Drafter | None,
+    drafter: lb.Drafter | None,
     on_step: Callable[[SearchStats], bool],
 ) -> SearchResult:
-    n, most = method.n, text.max_tokens
+    n, most, name = method.n, text.max_tokens, method.method
     limit = most or 0  # checked: it is given where it must be
-    reward = None if method.reward is None else _reward(method.reward)
     shared: dict[str, Any] = {"stop": text.stop_strings, "on_step": on_step}
-    if method.method == "beam":
+    if name == "beam":
         return beam_search(branch, n, limit, n=min(n, method.best), **shared)
-    if method.method == "smc":
+    if name == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
         return smc(branch, n, limit, force_end=not text.ignore_eos, **shared)
     shared["drafter"] = drafter
-    if method.method == "best-of":
+    reward = None if method.reward is None else partial(_reward, method.reward)
+    if name == "best-of":
         return best_of_n(branch, n, most, reward=reward, **shared)
-    if method.method == "vote":
-        return vote(branch, _answer(method.answer), n, most, **shared)
+    if name == "vote":
+        return vote(branch, partial(_answer, re.compile(method.answer)), n, most, **shared)
     if reward is None:
-        raise ConfigError(f"--method {method.method} needs a reward")
+        raise ConfigError(f"--method {name} needs a reward")
     shared["step"] = method.boundary()
-    if method.method == "steps":
+    if name == "steps":
+        most_steps = method.iterations
         return step_search(
-            branch,
-            reward,
-            n,
-            beam_width=n,
-            max_steps=method.iterations,
-            max_tokens=most,
-            **shared,
+            branch, reward, n, beam_width=n, max_steps=most_steps, max_tokens=most, **shared
         )
     return tree_search(
         branch, reward, method.iterations, expand=n, n=method.best, max_tokens=limit, **shared
     )
 
 
-def _reward(command: str) -> Callable[[str], float]:
-    """Return a function that runs ``command`` on a text and returns the number it prints."""
-
-    def reward(text: str) -> float:
-        # In a session of its own: Ctrl-C ends the search with the best so far, not the command.
-        done = subprocess.run(
-            command,
-            shell=True,
-            input=text,
-            capture_output=True,
-            encoding="utf-8",
-            check=False,
-            start_new_session=True,
-        )
-        try:
-            if done.returncode == 0:
-                return float(done.stdout)
-        except ValueError:
-            pass
-        printed = (done.stderr or done.stdout).strip().splitlines()
-        raise ConfigError(
-            f"the reward {command!r} printed no number (exit code {done.returncode})",
-            hint=printed[-1] if printed else None,
-        )
-
-    return reward
+def _reward(command: str, text: str) -> float:
+    """Run ``command`` on a text and return the number it prints."""
+    # In a session of its own: Ctrl-C ends the search with the best so far, not the command.
+    done = subprocess.run(
+        command, shell=True, input=text, capture_output=True, encoding="utf-8", check=False,
+        start_new_session=True,
+    )  # fmt: skip
+    with contextlib.suppress(ValueError):
+        if done.returncode == 0:
+            return float(done.stdout)
+    printed = (done.stderr or done.stdout).strip().splitlines()
+    raise ConfigError(
+        f"the reward {command!r} printed no number (exit code {done.returncode})",
+        hint=printed[-1] if printed else None,
+    )
 
 
-def _answer(pattern: str) -> Callable[[str], str | None]:
-    """Return a function that finds the last match of ``pattern`` in a text."""
-    compiled = re.compile(pattern)
-
-    def answer(text: str) -> str | None:
-        matches = list(compiled.finditer(text))
-        if not matches:
-            return None
-        last = matches[-1]
-        return last[1] if compiled.groups and last[1] is not None else last[0]
-
-    return answer
+def _answer(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return the last match of ``pattern`` in a text, or its first group."""
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return None
+    last = matches[-1]
+    return last[1] if pattern.groups and last[1] is not None else last[0]
 
 
 def _print(

@@ -12,20 +12,21 @@ from llamabranch import AsyncEngine, ConfigError, Model, hub
 from llamabranch import serve as server
 from llamabranch.serve import ServeSettings
 
+from ..arguments import nearest
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import print_json
 from .drafters import COPYING, has_model
 from .files import read_text
-from .formats import nearest
 from .options import (
     MODEL,
-    ChatOptions,
     DraftOptions,
     OutputOptions,
     SamplingOptions,
     limit,
+    read_template,
     setting_value,
+    template_option,
     trained_length,
 )
 
@@ -71,9 +72,6 @@ class ServerOptions:
         *("--timeout", "--request-timeout", "-to"),
         min=0,
     )
-    snapshot_dir: Path | None = option(
-        None, "A folder where branches are kept while the server does not run."
-    )
     log_requests: bool = option(
         False, "Print one line for each request.", "--log-requests", first=True
     )
@@ -92,28 +90,18 @@ class ServerOptions:
         Raises:
             ConfigError: a value out of range, or a file that cannot be read.
         """
-        return ServeSettings(
-            host=self.host,
-            port=self.port,
-            api_keys=self._keys(),
-            allow_origins=_parts(self.allow_origin),
-            allowed_hosts=_parts(self.allowed_host),
-            alias=self.alias,
-            request_timeout_s=self.request_timeout,
-            snapshot_dir=self.snapshot_dir,
-            log_requests=self.log_requests,
-            **self._limits(),
-        )
-
-    def _limits(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        same = ("host", "port", "alias", "log_requests")
+        found: dict[str, Any] = {name: getattr(self, name) for name in same}
+        found["allow_origins"] = _parts(self.allow_origin)
+        found["allowed_hosts"] = _parts(self.allowed_host)
+        found["request_timeout_s"] = self.request_timeout
         for text in self.limits or ():
             name, equals, value = text.partition("=")
             if name not in _LIMITS or not equals:
                 raise ConfigError(f"no limit {text!r}", hint=nearest(name, _LIMITS, "limits"))
             is_size = name == "max_body"
             found[name] = server.parse_bytes(value) if is_size else setting_value(value)
-        return found
+        return ServeSettings(api_keys=self._keys(), **found)
 
     def _keys(self) -> tuple[str, ...]:
         keys = list(_parts(self.api_key))
@@ -141,27 +129,13 @@ class ServedModels(DraftOptions):
         callback=limit,
         rich_help_panel="Server",
     )
-    chat_template: str | None = option(
-        None,
-        "A chat template in place of the model's: its text, a file of it, or the name of one of "
-        "llama.cpp's own, such as chatml.",
-        *("--chat-template", "--chat-template-file"),
-        metavar="JINJA|FILE|NAME",
-        rich_help_panel="Server",
-    )
+    chat_template: str | None = template_option(rich_help_panel="Server")
 
     def sized(self, trained: int | None, drafters: tuple[str, ...]) -> LoadOptions:
         """Return the number of texts, and the layout and size of their cache.
 
         As in llama-server, texts whose number is given have cells of their own; not where a model
-        drafts, since drafts differ in length.
-
-        Args:
-            trained: the length that the model was trained for, if it is known.
-            drafters: what drafts.
-
-        Raises:
-            ConfigError: no text at a time.
+        drafts, since drafts differ in length. ``trained`` is the length that the model was trained for.
         """
         if self.parallel == 0:
             raise ConfigError("--parallel must be at least 1, or -1")
@@ -196,7 +170,7 @@ def serve(
     requests end in time; the second ends them.
     """
     with output.console() as console, ExitStack() as stack:
-        config, template = models.config(), ChatOptions(chat_template=models.chat_template).template
+        config, template = models.config(), read_template(models.chat_template)
         settings = replace(
             listening.settings(),
             max_tokens=models.max_tokens,
@@ -215,10 +189,9 @@ def serve(
         def open_engine() -> AsyncEngine:
             of_drafts = LoadOptions(**of_target)
             del of_drafts["kv_unified"]
+            more: LoadOptions = {**of_target, "chat_template": template}
             names = target, drafters
-            context, drafter = models.open_pair(
-                names, console, stack, {**of_target, "chat_template": template}, of_drafts
-            )
+            context, drafter = models.open_pair(names, console, stack, more, of_drafts)
             return AsyncEngine(
                 context, drafter, config, sampling=params, max_tokens=None,
                 max_waiting=settings.max_queue, parallel=parallel,

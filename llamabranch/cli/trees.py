@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from llamabranch.pictures import TreeLine
-
-__all__ = ["LEGEND", "drawn_tree"]
+import llamabranch as lb
+from llamabranch.pictures import Token, TreeLine
 
 LEGEND = "A percentage is the probability of the token that a line begins with."
 _STYLES = {"pruned": "dim", "finished": "green", "": ""}
+
+
+def tree_of(texts: Sequence[Sequence[lb.Produced]]) -> list[TreeLine]:
+    """Return texts that begin alike as one line up to where they part; the most probable comes first."""
+    groups: dict[int, list[Sequence[lb.Produced]]] = {}
+    for text in filter(len, texts):
+        groups.setdefault(text[0].token, []).append(text)
+    lines = []
+    for group in sorted(groups.values(), key=lambda group: -group[0][0].logprob):
+        first, n = group[0], 1
+        while all(len(text) > n and text[n].token == first[n].token for text in group):
+            n += 1
+        below = tree_of([text[n:] for text in group]) if len(group) > 1 else []
+        shown = first[:n] if len(group) > 1 else first
+        lines.append(TreeLine([Token(each.text, each.logprob) for each in shown], children=below))
+    return lines
 
 
 def drawn_tree(root: TreeLine, *, longest: int = 120, most_lines: int = 60) -> Tree:

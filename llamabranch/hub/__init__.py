@@ -10,7 +10,6 @@ from .catalogue import (
     default_model,
     draft_for,
     made_from,
-    parse_catalogue,
 )
 from .download import search_hub
 from .resolve import fetch, is_offline, resolve
@@ -31,7 +30,6 @@ __all__ = [
     "is_offline",
     "local_models",
     "made_from",
-    "parse_catalogue",
     "parts",
     "resolve",
     "search_hub",

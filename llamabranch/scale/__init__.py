@@ -2,34 +2,27 @@
 
 ledger.py     the attempts of a job's rows: which of them end the processes that run them
 rows.py       from a batch's rows to requests, and from their results to a table
-placement.py  which cores a worker uses
 stages.py     the workers: `Generate` and `Score`, for ``map_batches``
 folder.py     a folder on a file system that all nodes share, and the files of results in it
 cluster.py    Ray: connection, settings, errors
 staging.py    the input: unique ids, sorted by prompt, one block a file
 job.py        whole jobs: `generate` and `score`: stage, map, commit, resume
-planning.py   what a job will take, and what a worker can do
 
 Importing this imports neither Ray nor pyarrow; both come with ``pip install 'llamabranch[scale]'``.
 """
 
-from .cluster import check_plan, make_ledger
+from .cluster import make_ledger
 from .job import JobOptions, JobReport, Progress, generate, score
-from .planning import JobNumbers, JobPlan, measure
 from .stages import Generate, Score, WorkerOptions
 
 __all__ = [
     "Generate",
-    "JobNumbers",
     "JobOptions",
-    "JobPlan",
     "JobReport",
     "Progress",
     "Score",
     "WorkerOptions",
-    "check_plan",
     "generate",
     "make_ledger",
-    "measure",
     "score",
 ]

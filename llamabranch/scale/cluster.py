@@ -6,18 +6,14 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from ..errors import ConfigError, JobError, LlamaBranchError, UnsupportedError
+from ..errors import JobError, LlamaBranchError, UnsupportedError
 from .folder import Folder
 from .ledger import Ledger, LedgerHandle
 
-if TYPE_CHECKING:
-    import ray.data
-
-__all__ = ["check_plan", "cluster", "data_context", "import_ray", "make_ledger", "translated"]
+__all__ = ["cluster", "data_context", "import_ray", "make_ledger", "translated"]
 
 
 def make_ledger() -> LedgerHandle:
@@ -37,30 +33,6 @@ def make_ledger() -> LedgerHandle:
         num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
     )
     return cast(LedgerHandle, actor.remote())
-
-
-def check_plan(dataset: ray.data.Dataset) -> None:
-    """Check that Ray Data would keep checkpoints for a dataset.
-
-    It drops them, with no more than a warning, or writes them and ignores them on resume, unless every
-    row comes from files.
-
-    Raises:
-        ConfigError: it would not.
-    """
-    from ray.data._internal.logical.operators import Read, ReadFiles
-
-    operators = [attrgetter("_logical_plan.dag")(dataset)]  # nothing public shows a plan
-    while operators:
-        operator = operators.pop()
-        if isinstance(operator, (Read, ReadFiles)):
-            continue
-        if not operator.input_dependencies:
-            raise ConfigError(
-                f"Ray would keep no checkpoints for this dataset: it begins with {operator.name}",
-                hint="write the rows to Parquet files and read those",
-            )
-        operators += operator.input_dependencies
 
 
 def import_ray() -> ModuleType:
@@ -109,21 +81,18 @@ def data_context(**values: object) -> Iterator[None]:
     """Set values of Ray Data's context for the datasets that are made inside."""
     from ray.data import DataContext
 
-    context = DataContext.get_current()
-    values = {"enable_progress_bars": False, "print_on_execution_start": False, **values}
-    values = {name: value for name, value in values.items() if hasattr(context, name)}
-    before = {name: getattr(context, name) for name in values}
-    for name, value in values.items():
+    context = DataContext.get_current().copy()
+    quiet = {"enable_progress_bars": False, "print_on_execution_start": False}
+    for name, value in {**quiet, **values}.items():
         setattr(context, name, value)
     log = logging.getLogger("ray.data")
     level = log.level
     log.setLevel(logging.ERROR)  # our progress and errors tell what its lines tell
     try:
-        yield
+        with DataContext.current(context):
+            yield
     finally:
         log.setLevel(level)
-        for name, value in before.items():
-            setattr(context, name, value)
 
 
 @contextmanager

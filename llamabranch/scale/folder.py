@@ -12,6 +12,7 @@ import math
 import os
 import posixpath
 from collections.abc import Sequence
+from contextlib import suppress
 from glob import glob
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -55,20 +56,10 @@ class Folder:
         found = [file.path for file in _files(self.filesystem, self.path)]
         return sorted(path for path in found if path.endswith(ending))
 
-    def create(self) -> None:
-        """Create it, and those above it."""
-        self.filesystem.create_dir(self.path, recursive=True)
-
     def delete(self) -> None:
         """Delete it with all that it holds, if it exists."""
-        if self._exists(self.path):
+        with suppress(FileNotFoundError):
             self.filesystem.delete_dir(self.path)
-
-    def _exists(self, path: str) -> bool:
-        import pyarrow.fs
-
-        found: bool = self.filesystem.get_file_info(path).type != pyarrow.fs.FileType.NotFound
-        return found
 
     def read_json(self, name: str) -> dict[str, object] | None:
         """Return the object in a file, or None if there is no such file.
@@ -77,12 +68,11 @@ class Folder:
             ConfigError: it holds something else.
         """
         path = posixpath.join(self.path, name)
-        if not self._exists(path):
-            return None
-        with self.filesystem.open_input_stream(path) as file:
-            data = file.read()
         try:
-            found = json.loads(data)
+            with self.filesystem.open_input_stream(path) as file:
+                found = json.loads(file.read())
+        except FileNotFoundError:
+            return None
         except ValueError as error:
             raise ConfigError(f"{path} is damaged: {error}") from None
         if not isinstance(found, dict):
@@ -91,6 +81,7 @@ class Folder:
 
     def write_json(self, name: str, value: object) -> None:
         """Write a file in one step: it is there whole, or not at all."""
+        self.filesystem.create_dir(self.path, recursive=True)
         path = posixpath.join(self.path, name)
         with self.filesystem.open_output_stream(path + ".part") as file:
             file.write(json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8"))

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -29,7 +28,7 @@ from ..loading import LoadOptions
 from ..model import Model
 from ..native import engine_versions
 from ..sampling.grammar import Grammar
-from .cluster import check_plan, cluster, data_context, import_ray, make_ledger, translated
+from .cluster import cluster, data_context, import_ray, make_ledger, translated
 from .folder import Folder, input_files, make_sink
 from .ledger import LedgerHandle
 from .rows import GenerateRows, RowOptions, ScoreRows
@@ -41,11 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["JobOptions", "JobReport", "Progress", "generate", "score"]
 
-_LOCAL_BYTES = 256 << 20  # an input up to this size is sorted by the driver, a larger one by Ray
 _MOST = 1e15
 _POLL_S = 1.0
 _WORKERS_A_HELPER = 8  # workers for each process that reads, and each that writes
-_FILES_A_TASK = 256  # that one task counts at the end
 _ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
 
 
@@ -59,9 +56,7 @@ class JobOptions(TypedDict, total=False):
     draft: str | None
     address: str | None
     resume: bool
-    sort: bool
     block_rows: int
-    local_bytes: int
     format: str
     id_column: str
     keep: Sequence[str]
@@ -165,9 +160,7 @@ def generate(
             - ``address``: of the Ray cluster, "auto", or "local" for one of this process. None = the one
               that is connected, else a local one.
             - ``resume``: continue a job that was interrupted.
-            - ``sort`` (True): sort the rows by prompt, for the prefix cache. ``block_rows`` (512):
-              rows that are written, or after a failure repeated, together. ``local_bytes``: up to
-              this size (256 MiB) the input is sorted here, beyond by Ray.
+            - ``block_rows`` (512): rows that are written, or after a failure repeated, together.
             - ``format``: "parquet" or "jsonl"; ``id_column`` ("id"); ``keep``: columns of the input
               that the output has too; ``filesystem``: a ``pyarrow.fs.FileSystem``.
             - ``price``: of one worker for one hour, for the cost; ``on_progress``: called about once a
@@ -240,7 +233,6 @@ class _Job:
         self._gpus = bounded("gpus", options.get("gpus", 0.0), 0.0, _MOST)
         self._streams = whole("streams", options.get("streams", 8), 1, 255)
         self._block_rows = whole("block_rows", options.get("block_rows", 512), 1)
-        self._local_bytes = whole("local_bytes", options.get("local_bytes", _LOCAL_BYTES), 0)
         price = options.get("price")
         self._price = None if price is None else bounded("price", price, 0.0, _MOST)
         self._stall_s = bounded("stall_s", options.get("stall_s", 600.0), 0.0, _MOST)
@@ -256,7 +248,7 @@ class _Job:
         self._folder = self._output / "_job"
         files = json.dumps([[file.path, file.size] for file in self._input.files])
         self._settings: dict[str, object] = {
-            "format": 2,
+            "format": 3,
             "kind": kind,
             "input": hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:16],
             "id_column": id_column,
@@ -296,14 +288,15 @@ class _Job:
             before = None if known is None else known.get("seed")
             seed = before if isinstance(before, int) else random_seed()
         settings = {**self._settings, **facts, "seed": seed}
+        n_rows = 0
         if known is not None:
-            _check_same(known, settings, self._output.path)
+            n_rows = whole("rows, in job.json,", known.get("rows"), 1)
+            _check_same(known, {**settings, "rows": n_rows}, self._output.path)
         with translated(self._output):
             if known is None:
                 self._folder.delete()  # of a job that never began
-            n_rows = self._stage_input()
-            if known is None:
-                self._folder.write_json("job.json", settings)
+                n_rows = self._input.stage(self._folder / "prompts", self._block_rows)
+                self._folder.write_json("job.json", {**settings, "rows": n_rows})
             n_before = count_rows(self._folder / "checkpoint")
             book, last = make_ledger(), Progress(n_before, n_rows)
             worker = WorkerOptions(
@@ -314,9 +307,8 @@ class _Job:
                 stall_s=self._stall_s,
             )
             if n_before < n_rows:
-                more = {"seed": seed} if stage is not Score else {}
                 with self._reporting(book, n_rows, n_before) as progress:
-                    self._map(stage, {**arguments, **more, "worker": worker})
+                    self._map(stage, {**arguments, "seed": seed, "worker": worker})
                 last = progress()
             n_written = count_rows(self._folder / "checkpoint")
             if n_written != n_rows:
@@ -328,21 +320,6 @@ class _Job:
         report = JobReport(self._output.path, n_rows, n_errors, n_before, invariant, last, seed)
         self._output.write_json("_SUCCESS", report.as_dict())
         return report
-
-    def _stage_input(self) -> int:
-        """Write the blocks of the job, unless an earlier run has; return how many rows they hold."""
-        done = self._folder.read_json("staged.json")
-        n_rows = None if done is None else done.get("rows")
-        if isinstance(n_rows, int):
-            return n_rows
-        is_small = self._input.size <= self._local_bytes
-        stage = self._input.stage_locally if is_small else self._input.stage_on_ray
-        sort = bool(self._options.get("sort", True))
-        n_rows = stage(self._folder / "prompts", block_rows=self._block_rows, sort=sort)
-        if not n_rows:
-            raise ConfigError("the input has no rows")
-        self._folder.write_json("staged.json", {"rows": n_rows})
-        return n_rows
 
     def _map(self, stage: type[Generate | Score], arguments: Mapping[str, object]) -> None:
         ray = import_ray()
@@ -387,23 +364,23 @@ class _Job:
                     max_concurrent_calls_per_actor=2,
                 ),
             )
-            check_plan(rows)
-            with warnings.catch_warnings():
-                # Should a later version of Ray drop checkpoints for another reason.
-                warnings.filterwarnings("error", message="You've enabled checkpointing")
-                sink = make_sink(self._output, self._format)
-                rows.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=n_helpers)
+            # Should Ray drop the checkpoints, the rows that are counted at the end would be missing.
+            sink = make_sink(self._output, self._format)
+            rows.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=n_helpers)
 
     def _summary(self) -> tuple[int, bool]:
         """Return how many rows of the output are errors, and whether all of it is batch-invariant."""
-        paths, filesystem = self._output.paths(f".{self._format}"), self._output.filesystem
-        if len(paths) <= _FILES_A_TASK:
-            return _count_errors(paths, filesystem)
-        ray = import_ray()
-        count = ray.remote(_count_errors).options(num_cpus=0)
-        starts = range(0, len(paths), _FILES_A_TASK)
-        counts = ray.get([count.remote(paths[i : i + _FILES_A_TASK], filesystem) for i in starts])
-        return sum(n for n, _ in counts), all(invariant for _, invariant in counts)
+        import pyarrow as pa
+        import pyarrow.dataset as ds
+
+        rows = ds.dataset(
+            self._output.paths(f".{self._format}"),
+            schema=pa.schema([("error", pa.string()), ("batch_invariant", pa.bool_())]),
+            format="json" if self._format == "jsonl" else "parquet",
+            filesystem=self._output.filesystem,
+        )
+        n_errors = rows.count_rows(filter=ds.field("error").is_valid())
+        return n_errors, not rows.count_rows(filter=~ds.field("batch_invariant"))
 
     @contextmanager
     def _reporting(
@@ -444,23 +421,6 @@ def _model_facts(model: str) -> dict[str, object]:
     with Model(hub.resolve(model, download=True), vocab_only=True) as opened:
         fingerprint = opened.fingerprint
     return {"model": fingerprint, "versions": {"llamabranch": own, **engine_versions()}}
-
-
-def _count_errors(paths: Sequence[str], filesystem: pyarrow.fs.FileSystem) -> tuple[int, bool]:
-    """Return how many rows of some files of results are errors, and whether all are batch-invariant."""
-    import pyarrow.parquet as pq
-
-    n_errors, invariant = 0, True
-    for path in paths:
-        if path.endswith(".parquet"):
-            columns = ["error", "batch_invariant"]
-            rows = pq.read_table(path, filesystem=filesystem, columns=columns).to_pylist()
-        else:
-            with filesystem.open_input_stream(path) as file:
-                rows = [json.loads(line) for line in file.read().splitlines()]
-        n_errors += sum(row["error"] is not None for row in rows)
-        invariant = invariant and all(row["batch_invariant"] for row in rows)
-    return n_errors, invariant
 
 
 def _check_same(known: Mapping[str, object], settings: Mapping[str, object], path: str) -> None:

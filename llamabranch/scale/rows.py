@@ -7,13 +7,12 @@ blocks with other types could not be written into one folder.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypedDict
+from typing import TYPE_CHECKING, ClassVar, TypedDict, cast
 
-from ..arguments import flag, whole
+from ..arguments import instance, whole
 from ..context import Context
 from ..engine import Request, Result
 from ..errors import ConfigError, LlamaBranchError
@@ -23,15 +22,11 @@ if TYPE_CHECKING:
     import pyarrow
 
 __all__ = [
-    "ROW", "GenerateRows", "Record", "RowOptions", "ScoreRows", "describe", "error_record",
+    "GenerateRows", "Record", "RowOptions", "ScoreRows", "describe", "error_record",
     "output_table", "read_rows",
 ]  # fmt: skip
 
 Record = dict[str, object]
-
-ROW = (
-    "llamabranch_row"  # the column of a job's blocks that holds what requests are made of, as JSON
-)
 
 
 class RowOptions(TypedDict, total=False):
@@ -88,30 +83,27 @@ class GenerateRows:
         Raises:
             ConfigError, UnsupportedError: a value is missing, of the wrong type or out of range.
         """
-        text = _texts("prompt", row.get("prompt"))
-        prompt: str | list[int]
+        prompt = row.get("prompt")
         if self.chat:
-            message = {"role": "user", "content": _text("prompt", text)}
-            prompt = context.model.prompt_tokens([message])
-        elif isinstance(text, str):
-            prompt = text
-        else:
-            prompt = [whole("a token of the prompt", token, 0) for token in text]
-        given, sampling = row.get("max_tokens"), self.sampling or SamplingParams()
-        if (seed := row.get("seed")) is not None:
-            sampling = sampling.replace(seed=whole("seed", seed, -(2**63), 2**63 - 1))
-        stop, grammar = row.get("stop"), row.get("grammar")
-        return Request(
-            prompt,
+            content = instance("prompt", prompt, str)
+            prompt = context.model.prompt_tokens([{"role": "user", "content": content}])
+        sampling = self.sampling or SamplingParams()
+        if row.get("seed") is not None:
+            sampling = sampling.replace(seed=row["seed"])
+
+        def own(name: str, default: object) -> object:
+            return default if row.get(name) is None else row[name]
+
+        return Request(  # which checks them all
+            cast(str, prompt),
             id=name,
-            max_tokens=self.max_tokens if given is None else whole("max_tokens", given, 0),
+            max_tokens=cast("int | None", own("max_tokens", self.max_tokens)),
             sampling=sampling.replace(logprobs=False),
-            stop=self.stop
-            if stop is None
-            else [_text("stop", s) for s in _texts("stop", stop, True)],
-            grammar=self.grammar if grammar is None else _text("grammar", grammar),
+            stop=cast("Sequence[str]", own("stop", self.stop)),
+            grammar=cast("Grammar | str | None", own("grammar", self.grammar)),
             n=self.n,
-            parse_special=_parses(row, self.parse_special),
+            # A row can turn it off, not on.
+            parse_special=self.parse_special and cast(bool, own("parse_special", True)),
         )
 
     def record(self, results: Sequence[Result]) -> Record:
@@ -163,13 +155,15 @@ class ScoreRows:
             ConfigError: the text is missing or has no tokens.
             TokenizeError: it cannot be tokenized.
         """
-        text, before = _text("text", row.get("text")), row.get("context")
-        model, parses = context.model, _parses(row, self.parse_special)
+        model, before = context.model, row.get("context")
+        text = instance("text", row.get("text"), str)
+        parses = self.parse_special and row.get("parse_special") is not False
         start = 1
         if before is None:
             tokens = model.prompt_tokens(text, parse_special=parses)
         else:
-            prefix = model.prompt_tokens(_text("context", before), parse_special=parses)
+            before = instance("context", before, str)
+            prefix = model.prompt_tokens(before, parse_special=parses)
             own = context.tokenize(text, add_special=False, parse_special=parses)
             if not own:
                 raise ConfigError("the text has no tokens")
@@ -213,52 +207,24 @@ def describe(error: LlamaBranchError) -> str:
     return error.message if error.hint is None else f"{error.message} ({error.hint})"
 
 
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be text, not {value!r:.40}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{name} is not valid Unicode") from None
-    return value
-
-
-def _texts(name: str, value: object, several: bool = False) -> str | Sequence[object]:
-    """Return text as it is, as a list of it if ``several``; a list as it is."""
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
-        return value
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be text or a list, not {value!r:.40}")
-    return [value] if several else _text(name, value)
-
-
-def _parses(row: Record, default: bool) -> bool:
-    given = row.get("parse_special")
-    if given is not None:
-        flag("parse_special", given)
-    return default and given is not False
-
-
 # -- tables ----------------------------------------------------------------------------------------
 
 
 def read_rows(batch: object) -> list[Record]:
-    """Return the rows of a batch: a table, a data frame, or a mapping of columns.
+    """Return the rows of a batch: a table, or a mapping of columns, as Ray Data gives NumPy's arrays.
 
     Raises:
         ConfigError: something else.
     """
     import pyarrow as pa
 
-    if isinstance(batch, Mapping):  # NumPy's arrays of objects hold lists and texts
+    if isinstance(batch, Mapping):  # arrays of objects hold lists and texts
         plain = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in batch.items()}
         batch = pa.table(plain)
-    elif hasattr(batch, "to_dict"):
-        batch = pa.Table.from_pandas(batch, preserve_index=False)
     if not isinstance(batch, pa.Table):
         raise ConfigError(f"a batch is a table or a mapping of columns, not {type(batch).__name__}")
     rows: list[Record] = batch.to_pylist()
-    return [row | json.loads(str(row.pop(ROW))) if ROW in row else row for row in rows]
+    return rows
 
 
 def output_table(

@@ -14,10 +14,8 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
-
-from typing_extensions import Unpack
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from ..arguments import whole
 from ..context import Context
@@ -27,11 +25,9 @@ from ..hub import resolve
 from ..loading import LoadOptions, load
 from ..speculative import ModelDrafter, NullDrafter
 from .ledger import MOST_DEATHS, LedgerHandle, Row
-from .placement import cache_domains, claim_cores, lock_folder
 from .rows import (
     GenerateRows,
     Record,
-    RowOptions,
     ScoreRows,
     describe,
     error_record,
@@ -59,7 +55,6 @@ class WorkerOptions:
         ledger: the handle of the job's ledger; None = a row that ends its process is tried for ever.
         fingerprint: the model's, which its file must have; None = any.
         stall_s: seconds without progress after which a worker ends itself, give or take as many.
-        pin: keep the worker on cores of its own.
     """
 
     streams: int = 8
@@ -67,24 +62,27 @@ class WorkerOptions:
     ledger: LedgerHandle | None = None
     fingerprint: str | None = None
     stall_s: float = 600.0
-    pin: bool = True
 
 
 class _Stage:
     """A worker: opens the model, then turns batches of rows into batches of results."""
 
+    _rows: ClassVar[type[GenerateRows | ScoreRows]]
+
     def __init__(
         self,
         model: str,
-        kind: GenerateRows | ScoreRows,
-        worker: WorkerOptions | None,
         *,
-        seed: int | None,
-        id_column: str,
-        keep: Sequence[str],
-        options: Mapping[str, object],
+        seed: int | None = None,
+        id_column: str = "id",
+        keep: Sequence[str] = (),
+        worker: WorkerOptions | None = None,
+        **options: object,
     ) -> None:
-        self._kind, self._id_column, self._keep = kind, id_column, tuple(keep)
+        names = {field.name for field in fields(self._rows)}
+        of_rows = {name: options.pop(name) for name in names & options.keys()}
+        self._kind = kind = self._rows(**of_rows)  # type: ignore[arg-type]
+        self._id_column, self._keep = id_column, tuple(keep)
         self._worker = worker = worker or WorkerOptions()
         self._actor, self._process = "", uuid.uuid4().hex
         streams = whole("streams", worker.streams, 1, 255)
@@ -116,19 +114,13 @@ class _Stage:
         self._tell("ready", self._actor)
 
     def _place(self, options: LoadOptions) -> None:
-        """Set the threads and layers that Ray has given to this process; keep it on cores of its own."""
+        """Set the threads and layers that Ray has given to this process."""
         n_cpus, n_gpus = _assigned()
         if n_gpus:
             options.setdefault("n_gpu_layers", -1)
-        if n_cpus is None:
-            return
-        n_threads = max(1, int(n_cpus))
-        options.setdefault("n_threads", n_threads)
-        options.setdefault("n_threads_batch", n_threads)
-        if self._worker.pin and hasattr(os, "sched_setaffinity"):
-            self._claim = claim_cores(n_threads, lock_folder(), cache_domains())
-            if self._claim is not None:  # llama.cpp's threads inherit it from this one
-                os.sched_setaffinity(0, self._claim.cores)
+        if n_cpus is not None:
+            options.setdefault("n_threads", max(1, int(n_cpus)))
+            options.setdefault("n_threads_batch", max(1, int(n_cpus)))
 
     async def __call__(self, batch: object) -> pyarrow.Table:
         """Return the rows of a batch with their results, in the same order."""
@@ -260,10 +252,6 @@ class _Stage:
         os._exit(1)
 
 
-class _GenerateOptions(RowOptions, LoadOptions, total=False):
-    """The keywords of `Generate`."""
-
-
 class Generate(_Stage):
     """Continue the prompts of batches, for `ray.data.Dataset.map_batches`.
 
@@ -294,24 +282,7 @@ class Generate(_Stage):
         ConfigError, ModelLoadError, DownloadError: as `lb.load`.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        seed: int | None = None,
-        id_column: str = "id",
-        keep: Sequence[str] = (),
-        worker: WorkerOptions | None = None,
-        **options: Unpack[_GenerateOptions],
-    ) -> None:
-        given = {
-            name: value for name, value in options.items() if name in RowOptions.__annotations__
-        }
-        kind = GenerateRows(**cast(RowOptions, given))
-        rest = {name: value for name, value in options.items() if name not in given}
-        super().__init__(
-            model, kind, worker, seed=seed, id_column=id_column, keep=keep, options=rest
-        )
+    _rows = GenerateRows
 
 
 class Score(_Stage):
@@ -326,20 +297,7 @@ class Score(_Stage):
         model, parse_special, id_column, keep, worker, options: as for `Generate`.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        parse_special: bool = True,
-        id_column: str = "id",
-        keep: Sequence[str] = (),
-        worker: WorkerOptions | None = None,
-        **options: Unpack[LoadOptions],
-    ) -> None:
-        kind = ScoreRows(parse_special=parse_special)
-        super().__init__(
-            model, kind, worker, seed=0, id_column=id_column, keep=keep, options=options
-        )
+    _rows = ScoreRows
 
 
 def _open(model: str, options: LoadOptions) -> Context:

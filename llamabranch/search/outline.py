@@ -11,8 +11,6 @@ from .node import SearchNode
 
 __all__ = ["TreeLine", "outline", "tree_picture"]
 
-_MOST_PRUNED = 40  # along a line of a picture
-
 
 def outline(root: SearchNode, *, prompt: str | None = None, most_pruned: int = 3) -> TreeLine:
     """Return the tree below ``root`` as lines, for drawing; the first one is ``root``.
@@ -99,5 +97,5 @@ def _line(
 
 
 def tree_picture(root: SearchNode, *, prompt: str | None = None, caption: str = "") -> str:
-    """Return the tree as HTML: tokens coloured by probability, pruned branches to unfold."""
-    return tree([outline(root, prompt=prompt, most_pruned=_MOST_PRUNED)], caption=caption)
+    """Return the tree as HTML, with tokens coloured by probability."""
+    return tree([outline(root, prompt=prompt)], caption=caption)

@@ -13,7 +13,6 @@ chat.py         /v1/chat/completions
 branches.py     /v1/branches
 nodes.py        branches as immutable nodes
 utilities.py    models, properties, tokens, metrics
-counters.py     totals and times
 service.py      what all endpoints share
 
 Importing this imports neither Starlette nor uvicorn; both come with ``pip install 'llamabranch[serve]'``.

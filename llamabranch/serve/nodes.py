@@ -12,21 +12,14 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
 from uuid import uuid4
 
-import msgspec
-
-from ..errors import ConfigError
-from ..files import atomic_write, check_writable
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .errors import HttpError
 
 __all__ = ["Branches", "Node"]
-
-_FILE = "branches.msgpack"
 
 
 @dataclass(eq=False)
@@ -90,34 +83,17 @@ class Node:
         return found
 
 
-class _Saved(msgspec.Struct, array_like=True):
-    """A node in the file."""
-
-    id: str
-    parent: str | None
-    start: int
-    own: list[int]
-    n_read: int
-    sampling: SamplingParams
-    grammar: str | dict[str, str] | None
-    finish_reason: str | None
-
-
 class Branches:
     """The nodes of a server.
 
     Args:
         most: how many there may be.
         ttl_s: a tree that nobody has used for as long is deleted.
-        folder: where they are kept while the server does not run; None = nowhere.
-        fingerprint: of the model: nodes of another one are not read.
     """
 
-    def __init__(self, most: int, ttl_s: float, folder: Path | None, fingerprint: str) -> None:
+    def __init__(self, most: int, ttl_s: float) -> None:
         self._most = most
         self._ttl_s = ttl_s
-        self._file = None if folder is None else folder / _FILE
-        self._fingerprint = fingerprint
         self._nodes: dict[str, Node] = {}
         self._n_promised = 0
 
@@ -198,54 +174,3 @@ class Branches:
         self._nodes.pop(node.id, None)
         if node.parent is not None and node in node.parent.children:
             node.parent.children.remove(node)
-
-    # -- while the server does not run -----------------------------------------------------------------
-
-    def save(self) -> None:
-        """Write them to the folder, if there is one."""
-        if self._file is None:
-            return
-        saved = [
-            _Saved(
-                node.id, node.parent_id, node.start, list(node.own), node.n_read,
-                node.sampling, None if node.grammar is None else node.grammar.as_dict(),
-                node.finish_reason,
-            )
-            for node in self.all()
-        ]  # fmt: skip
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self._file) as file:
-            file.write(msgspec.msgpack.encode((self._fingerprint, saved)))
-
-    def load(self) -> None:
-        """Read those of the folder, if they are the same model's; make it if there is none.
-
-        Raises:
-            ConfigError: nothing can be written there, or the file is not one that a server wrote.
-        """
-        if self._file is None:
-            return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            check_writable(self._file)
-        except OSError as error:
-            raise ConfigError(
-                f"branches cannot be kept in {self._file.parent}: {error}",
-                hint="name another folder",
-            ) from None
-        if not self._file.exists():
-            return
-        try:
-            kind = tuple[str, list[_Saved]]
-            fingerprint, saved = msgspec.msgpack.decode(self._file.read_bytes(), type=kind)
-            for s in saved if fingerprint == self._fingerprint else ():
-                parent = None if s.parent is None else self._nodes[s.parent]
-                grammar = None if s.grammar is None else Grammar.from_dict(s.grammar)
-                own = array("i", s.own)
-                self.add(
-                    Node(parent, s.start, own, s.n_read, s.sampling, grammar, s.finish_reason, s.id)
-                )
-        except (OSError, msgspec.MsgspecError, LookupError, OverflowError) as error:
-            raise ConfigError(
-                f"{self._file} cannot be read: {error}", hint="delete it, or name another folder"
-            ) from None

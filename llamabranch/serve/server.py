@@ -127,9 +127,7 @@ class Server:
         engine: AsyncEngine | None = None
         try:
             engine = await asyncio.to_thread(self._open_engine)
-            service = Service(engine, self.settings)
-            service.branches.load()
-            self.service = service
+            self.service = service = Service(engine, self.settings)
             self._ready(self.url, service.names[0])
             while not self._n_stops and not serving.done():
                 await asyncio.sleep(_POLL_S)
@@ -139,8 +137,6 @@ class Server:
             await serving
             if engine is not None:
                 await engine.close()
-                if self.service is not None:
-                    self.service.branches.save()
 
     async def _drain(self, service: Service) -> None:
         """Wait until the running requests have ended, or their time is over."""

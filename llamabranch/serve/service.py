@@ -77,13 +77,10 @@ class Service:
         self.created = int(time())
         self.is_draining = False
         self.n_texts = 0
-        of_model = self.model.fingerprint
-        self.branches = Branches(
-            settings.max_branches, settings.branch_ttl_s, settings.snapshot_dir, of_model
-        )
+        self.branches = Branches(settings.max_branches, settings.branch_ttl_s)
         given = settings.alias or Path(self.model.path).stem
         self.names = sorted({name.strip() for name in given.split(",") if name.strip()})
-        short = hashlib.sha256(of_model.encode()).hexdigest()[:8]
+        short = hashlib.sha256(self.model.fingerprint.encode()).hexdigest()[:8]
         self.fingerprint = f"b{version('llamabranch')}-{short}"
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from pathlib import Path
 
 from ..arguments import whole
 from ..errors import ConfigError
@@ -37,7 +36,6 @@ class ServeSettings:
         shutdown_timeout_s: how long running requests may go on once the server is to end.
         max_branches: nodes of branches at most.
         branch_ttl_s: a tree of branches that nobody has used for as long is deleted.
-        snapshot_dir: where branches are kept while the server does not run; None = nowhere.
         metrics, slots: whether /metrics and /slots answer.
         log_requests: print one line for each request.
         max_tokens: the limit of texts whose request has none; None = the context's end.
@@ -63,7 +61,6 @@ class ServeSettings:
     shutdown_timeout_s: float = 30.0
     max_branches: int = 4096
     branch_ttl_s: float = 3600.0
-    snapshot_dir: Path | None = None
     metrics: bool = True
     slots: bool = True
     log_requests: bool = False

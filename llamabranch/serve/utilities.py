@@ -136,38 +136,34 @@ async def metrics(call: Exchange, service: Service) -> None:
     n_parallel, n_decodes = service.settings.parallel, stats.target_forward_passes
     n_prompt, n_predicted, spec = stats.prompt_tokens, stats.generated_tokens, stats.speculative
     n_cached = stats.cached_prompt_tokens + stats.shared_prompt_tokens
-    rows: list[tuple[str, str, float]] = [
-        ("llamacpp:prompt_tokens_total", "Prompt tokens evaluated.", n_prompt),
-        ("llamacpp:prompt_tokens_cached_total", "Prompt tokens in the cache.", n_cached),
-        ("llamacpp:prompt_seconds_total", "Seconds of prompts.", c.prompt_s),
-        ("llamacpp:tokens_predicted_total", "Tokens generated.", n_predicted),
-        ("llamacpp:tokens_predicted_seconds_total", "Seconds of generation.", c.predicted_s),
-        ("llamacpp:n_decode_total", "Decodes of the model.", n_decodes),
-        ("llamacpp:n_tokens_max", "Tokens of the longest text.", c.longest),
-        ("llamacpp:spec_decode_num_drafts_total", "Drafts.", spec.num_drafts),
-        ("llamacpp:spec_decode_num_draft_tokens_total", "Drafted.", spec.num_draft_tokens),
-        ("llamacpp:spec_decode_num_accepted_tokens_total", "Accepted.", spec.num_accepted_tokens),
-        ("llamabranch:texts_total", "Texts that have ended.", c.texts),
-        ("llamabranch:cancelled_total", "Requests whose client went away.", c.cancelled),
-        ("llamabranch:shared_prompt_tokens_total", "Shared.", stats.shared_prompt_tokens),
-        ("llamabranch:preemptions_total", "Preempted texts.", stats.preemptions),
-        ("llamacpp:prompt_tokens_seconds", "Prompt tokens a second.", _rate(n_prompt, c.prompt_s)),
-        (
-            "llamacpp:predicted_tokens_seconds",
-            "Tokens a second of one text.",
-            _rate(n_predicted, c.predicted_s),
-        ),
-        ("llamacpp:requests_processing", "Texts that run.", min(n_texts, n_parallel)),
-        ("llamacpp:requests_deferred", "Texts that wait.", max(0, n_texts - n_parallel)),
-        ("llamacpp:n_busy_slots_per_decode", "Tokens of a decode.", _rate(n_predicted, n_decodes)),
-        ("llamabranch:branches", "Nodes of branches.", len(service.branches)),
-    ]
+    values: dict[str, float] = {
+        "llamacpp:prompt_tokens_total": n_prompt,
+        "llamacpp:prompt_tokens_cached_total": n_cached,
+        "llamacpp:prompt_seconds_total": c.prompt_s,
+        "llamacpp:tokens_predicted_total": n_predicted,
+        "llamacpp:tokens_predicted_seconds_total": c.predicted_s,
+        "llamacpp:n_decode_total": n_decodes,
+        "llamacpp:n_tokens_max": c.longest,
+        "llamacpp:spec_decode_num_drafts_total": spec.num_drafts,
+        "llamacpp:spec_decode_num_draft_tokens_total": spec.num_draft_tokens,
+        "llamacpp:spec_decode_num_accepted_tokens_total": spec.num_accepted_tokens,
+        "llamabranch:texts_total": c.texts,
+        "llamabranch:cancelled_total": c.cancelled,
+        "llamabranch:shared_prompt_tokens_total": stats.shared_prompt_tokens,
+        "llamabranch:preemptions_total": stats.preemptions,
+        "llamacpp:prompt_tokens_seconds": _rate(n_prompt, c.prompt_s),
+        "llamacpp:predicted_tokens_seconds": _rate(n_predicted, c.predicted_s),
+        "llamacpp:requests_processing": min(n_texts, n_parallel),
+        "llamacpp:requests_deferred": max(0, n_texts - n_parallel),
+        "llamacpp:n_busy_slots_per_decode": _rate(n_predicted, n_decodes),
+        "llamabranch:branches": len(service.branches),
+    }
     lines = []
-    for name, text, value in rows:
+    for name, value in values.items():
         kind = "counter" if name.endswith(("_total", "_max")) else "gauge"
-        lines.append(f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}")
+        lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
     own = "llamabranch:requests_total"
-    lines.append(f"# HELP {own} Answers by status.\n# TYPE {own} counter")
+    lines.append(f"# TYPE {own} counter")
     lines += [f'{own}{{status="{status}"}} {n}' for status, n in sorted(c.requests.items())]
     body = "\n".join([*lines, ""]).encode()
     started = [(b"process-start-time-unix", str(service.created).encode())]

@@ -39,6 +39,7 @@ from llamabranch.bench import (
     Total,
     interleave,
     verify_costs,
+    verify_times,
 )
 from llamabranch.native import core
 
@@ -198,7 +199,7 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
 
         return make  # type: ignore[return-value]
 
-    found = interleave({"a": contestant("a"), "b": contestant("b")}, n_runs=2, n_items=2, pause_s=0)
+    found = interleave({"a": contestant("a"), "b": contestant("b")}, n_runs=2, n_items=2)
     assert seen == ["a0", "b0", "a0", "b0", "b1", "a1", "b0", "a0", "a1", "b1"]
     assert made == [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert found["a"].rates == [2.0, 2.0]
@@ -213,10 +214,10 @@ def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
 
         return lambda run: work
 
-    found = interleave({"a": contestant(2), "b": contestant(1)}, n_runs=2, n_items=4, pause_s=0)
+    found = interleave({"a": contestant(2), "b": contestant(1)}, n_runs=2, n_items=4)
     assert [run.n_tokens for run in found["a"].runs] == [2]
     assert [run.n_tokens for run in found["b"].runs] == [2]
-    at_once = interleave({"a": contestant(-1)}, n_runs=2, n_items=4, pause_s=0, warm_up=False)
+    at_once = interleave({"a": contestant(-1)}, n_runs=2, n_items=4, warm_up=False)
     assert at_once["a"].runs == []
 
 
@@ -309,7 +310,7 @@ def test_call_clock_adds_up_the_methods_it_is_given(ctx: lb.Context) -> None:
 
 def test_verify_costs_end_when_stop_returns_true(ctx: lb.Context) -> None:
     with pytest.raises(Stopped):
-        verify_costs(ctx, (1, 2), n_prefix=8, repeats=2, stop=lambda: True)
+        verify_times(ctx, (1, 2), n_prefix=8, repeats=2, stop=lambda: True)
     assert ctx.usage().cells_used == 0
 
 

@@ -108,12 +108,12 @@ def terminal(*arguments: str, editor: str = "with prompt_toolkit") -> Iterator[T
 def test_every_command_in_a_terminal(tmp_path: Path) -> None:
     pytest.importorskip("prompt_toolkit")
     with terminal(*OPTIONS, "-n", "8") as chat:
-        chat.say("One day", "as many tokens as it may")
+        chat.say("One day", "has reached max_tokens")
         chat.say("/retry", r"branch 2, after: One day")
         assert "branch 1" in chat.say("/compare", r"branch 2.*\s[\s\S]*One day.*One day")
         tree = chat.say("/branches", r"branch 2\s+\(current\)")
         assert tree.count("One day > ") == 2
-        chat.say("And then?", "as many tokens")
+        chat.say("And then?", "has reached max_tokens")
         chat.say("/edit 1 One night", "branch 3, after: One night")
         chat.say("/fork", "branch 4, after: One night")
         chat.say("/undo", "taken back: One night")
@@ -128,7 +128,7 @@ def test_every_command_in_a_terminal(tmp_path: Path) -> None:
         chat.say(f"/load {tmp_path}/kept", r"branch 2, after: And then\?")
         chat.say("/load nowhere", "error: .*nowhere")
         chat.say("two\\", "two")
-        chat.say("lines", "as many tokens")
+        chat.say("lines", "has reached max_tokens")
         chat.say("/what", "there is no command /what")
         chat.say("/help", "goes on in the next one")
         chat.ready()
@@ -167,7 +167,7 @@ def test_lines_that_are_pasted_are_one_message(editor: str, tmp_path: Path) -> N
         chat.ready()
         chat.paste("first\rsecond\rthird")
         chat.type("\r")
-        chat.until("as many tokens")
+        chat.until("has reached max_tokens")
         chat.say(f"/save {tmp_path}/kept", "saved in")
         chat.ready()
         chat.type("\x04")
@@ -188,7 +188,7 @@ def test_words_are_not_cut_at_the_edge_and_a_chat_that_goes_on_shows_its_end(
         end = chat.seen.split("> Tell of a king.")[1].split("branch 1, after: Tell of a king.")[0]
         assert end.split() == before["answer"].split()
         chat.say("/set temp 0.5", "temperature: 0.5")
-        shown = chat.say("And then?", "as many tokens").split("And then?", 1)[1]
+        shown = chat.say("And then?", "has reached max_tokens").split("And then?", 1)[1]
         chat.say(f"/save {tmp_path}/kept", "saved in")
         chat.ready()
         chat.type("\x04")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 
+import commands
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -67,7 +68,7 @@ def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["demo", "--threads", "1", *arguments])
+    return commands.run("demo", *arguments)
 
 
 def on_a_terminal(columns: int, settings: dict[str, object]) -> str:

@@ -9,13 +9,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import commands
 import pytest
 from toys import write_toy
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import llamabranch as lb
 from llamabranch.bench import Machine
-from llamabranch.cli import app, doctor
+from llamabranch.cli import doctor
 
 FLAGS = frozenset({"avx", "avx2", "fma", "f16c"})
 MACHINE = Machine(
@@ -35,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["doctor", "--threads", "1", *arguments])
+    return commands.run("doctor", *arguments)
 
 
 def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,28 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from commands import answer, run
 
 from llamabranch import hub
-from llamabranch.cli import app
 
 TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
 TEXT = (
     "Once upon a time there was a king who had three sons. The eldest was proud, the second was lazy, "
     "and the youngest was kind.\n"
 ) * 12
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments), "-t", "1"])
-
-
-def run_json(*arguments: object) -> dict[str, object]:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
-    assert isinstance(answer, dict)
-    return answer
 
 
 @pytest.fixture
@@ -46,25 +33,24 @@ def text(tmp_path: Path) -> Path:
 def test_perplexity_saves_what_kld_compares(text: Path, tmp_path: Path) -> None:
     logits = tmp_path / "base.logits"
     shared = ("--perplexity", text, "-c", 64, "--chunks", 3)
-    found = run_json("eval", *shared, "--save-logits", logits)
+    found = answer("eval", *shared, "--save-logits", logits)
     assert found["n_done"] == found["n_chunks"] == 3 and found["n_tokens"] == 93
     assert found["kv_type"] == "f16" and found["window"] == 64
     assert "losses" not in found
     plain = run("eval", *shared)
     assert f"{found['perplexity']:.4f}" in plain.stdout and "3 of 3" in plain.stdout
     same, other = (
-        run_json("eval", "--against", logits),
-        run_json("eval", "--against", logits, "-m", DRAFT),
+        answer("eval", "--against", logits),
+        answer("eval", "--against", logits, "-m", DRAFT),
     )
     means = [each["mean"] for each in (same, other)]
-    assert isinstance(means[0], dict) and isinstance(means[1], dict)
     assert abs(means[0]["value"]) < 1e-4 < 0.1 < means[1]["value"]
     shown = run("eval", "--against", logits, "-m", DRAFT).stdout
     assert f"{means[1]['value']:.6f}" in shown and "percentiles" in shown
 
 
 def test_strided_perplexity_is_named_as_such(text: Path) -> None:
-    found = run_json("eval", "--perplexity", text, "-c", 64, "--ppl-stride", 32)
+    found = answer("eval", "--perplexity", text, "-c", 64, "--ppl-stride", 32)
     assert found["method"] == "strided, 32"
     result = run("eval", "--perplexity", text, "--stride", 32, "--chunks", 2)
     assert result.exit_code == 2
@@ -73,8 +59,8 @@ def test_strided_perplexity_is_named_as_such(text: Path) -> None:
 def test_results_are_kept_and_continued(text: Path, tmp_path: Path) -> None:
     kept, logits = tmp_path / "kept.json", tmp_path / "base.logits"
     shared = ("eval", "--perplexity", text, "-c", 64)
-    whole = run_json(*shared, "--save-logits", tmp_path / "whole")
-    run_json(*shared, "-o", kept, "--save-logits", logits)
+    whole = answer(*shared, "--save-logits", tmp_path / "whole")
+    answer(*shared, "-o", kept, "--save-logits", logits)
     data = json.loads(kept.read_text())
     assert data["perplexity"] == whole["perplexity"]
     # As if it had been interrupted after two chunks.
@@ -82,30 +68,29 @@ def test_results_are_kept_and_continued(text: Path, tmp_path: Path) -> None:
     kept.write_text(json.dumps(data))
     logits.write_bytes(logits.read_bytes()[:-5000])
     assert run(*shared, "-o", kept).exit_code == 2  # it is there already
-    again = run_json(*shared, "-o", kept, "--resume", "--save-logits", logits)
+    again = answer(*shared, "-o", kept, "--resume", "--save-logits", logits)
     assert again["perplexity"] == whole["perplexity"]
     assert logits.read_bytes() == (tmp_path / "whole").read_bytes()
     assert run(*shared, "--resume").exit_code == 2
     other = run("eval", "--against", logits, "-o", kept, "--resume")
     assert other.exit_code == 2 and "kld" in other.stderr
     compared = tmp_path / "kld.json"
-    first = run_json("eval", "--against", logits, "-m", DRAFT, "-o", compared)
+    first = answer("eval", "--against", logits, "-m", DRAFT, "-o", compared)
     data = json.loads(compared.read_text())
     compared.write_text(json.dumps({**data, "rows": data["rows"][:1]}))
-    assert run_json("eval", "--against", logits, "-m", DRAFT, "-o", compared, "--resume") == first
+    assert answer("eval", "--against", logits, "-m", DRAFT, "-o", compared, "--resume") == first
 
 
 def test_eval_runs_tasks_and_continues_samples(tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
     shared = ("eval", "true_ending", "last_word", "--limit", 4, "-c", 1024)
-    whole = run_json(*shared, "-o", samples)
+    whole = answer(*shared, "-o", samples)
     tables = whole["tasks"]
-    assert isinstance(tables, list)
     assert [table["n_done"] for table in tables] == [4, 4]
     lines = samples.read_text().splitlines(keepends=True)
     assert len(lines) == 8
     samples.write_text("".join(lines[:3]) + lines[3][:20])  # the last one was cut
-    again = run_json(*shared, "-o", samples, "--resume")
+    again = answer(*shared, "-o", samples, "--resume")
     assert again["tasks"] == tables
     assert sorted(samples.read_text().splitlines(keepends=True)) == sorted(lines)
     assert run(*shared, "-o", samples).exit_code == 2
@@ -121,10 +106,10 @@ def test_eval_runs_tasks_and_continues_samples(tmp_path: Path) -> None:
 def test_tasks_of_a_folder_are_listed_and_run(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"context": "Once upon a", "target": " time"}\n')
     assert "mine" in run("eval", "--tasks-dir", tmp_path, "--list").stdout
-    listed = run_json("eval", "--list")["tasks"]
-    assert isinstance(listed, list) and len(listed) == 3
-    found = run_json("eval", "--tasks-dir", tmp_path, "-c", 256)["tasks"]
-    assert isinstance(found, list) and found[0]["metrics"]["acc"]["value"] == 1.0
+    listed = answer("eval", "--list")["tasks"]
+    assert len(listed) == 3
+    found = answer("eval", "--tasks-dir", tmp_path, "-c", 256)["tasks"]
+    assert found[0]["metrics"]["acc"]["value"] == 1.0
     for arguments in (
         ("arc",),
         ("--tasks-dir", tmp_path / "none"),
@@ -150,19 +135,18 @@ AGAINST = ("eval", "-m", DRAFT, "--against", TARGET, "-c", 64, "--perplexity")
 def test_quants_shows_files_side_by_side_and_continues(text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "quants.json"
     shared = (*AGAINST, text, "--chunks", 2)
-    found = run_json(*shared, "-o", kept)
+    found = answer(*shared, "-o", kept)
     rows = found["models"]
-    assert isinstance(rows, list)
     assert found["base"] == TARGET and [row["model"] for row in rows] == [TARGET, DRAFT]
     assert rows[0]["kl"] == 0.0 < rows[1]["kl"] and rows[1]["same_top"] < 1.0
     assert rows[0]["size_bytes"] == Path(TARGET).stat().st_size
     assert not list(tmp_path.glob("*.logits"))
     shown = run(*shared).stdout
-    assert f"{rows[1]['kl']:.5f}" in shown and "█" in shown
+    assert f"{rows[1]['kl']:.5f}" in shown
     data = json.loads(kept.read_text())
     assert set(data["rows"]) == {TARGET, DRAFT}
     again = ("-o", kept, "--resume", "--kv-type", "f16")  # which is the default
-    assert run_json(*shared, *again)["models"] == rows  # nothing is left to do
+    assert answer(*shared, *again)["models"] == rows  # nothing is left to do
     assert run(*shared, "--chunks", 1, "-o", kept, "--resume").exit_code == 2
 
 
@@ -174,8 +158,8 @@ def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None
     assert "smollm2-135m-Q8_0.gguf was made from smollm2-135m, whose losses it has" in " ".join(
         run(*shared).stdout.split()
     )
-    found = run_json(*shared)
-    assert found["base"] == str(made) and isinstance(found["models"], list)
+    found = answer(*shared)
+    assert found["base"] == str(made)
     assert [each["made_from"] for each in found["models"]] == ["smollm2-135m", None]
     assert hub.made_from("smollm2-135m:bf16") == "smollm2-135m"
     assert hub.made_from("smollm2-135m") is hub.made_from("tale-target") is None
@@ -194,8 +178,8 @@ def test_quants_that_was_interrupted_before_its_first_chunk_is_resumed(
         patched.setattr(module, "read_chunks", interrupt)
         assert run(*arguments).exit_code == 130
     assert (tmp_path / "quants.json.logits").exists()
-    found = run_json(*arguments, "--resume")["models"]
-    assert isinstance(found, list) and len(found) == 2
+    found = answer(*arguments, "--resume")["models"]
+    assert len(found) == 2
 
 
 def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:

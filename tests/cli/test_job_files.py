@@ -19,7 +19,8 @@ from typer.testing import Result
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 from llamabranch.cli.job import JobLengths
-from llamabranch.cli.jsonl import cut_incomplete_line, read_requests, read_results, write_record
+from llamabranch.cli.jsonl import read_requests
+from llamabranch.cli.results import ResultFile
 
 COMMAND = [*commands.COMMAND, "generate"]
 TIMEOUT_S = 600  # for a machine that is busy with other things
@@ -388,26 +389,21 @@ def test_resuming_leaves_a_file_alone_that_is_not_its_own(tmp_path: Path) -> Non
         assert path.read_text("utf-8") == text
 
 
-def test_incomplete_line_is_cut_off_and_complete_ones_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    assert list(read_results(path)) == []
+def test_text_that_is_no_unicode_is_written_as_ascii_and_read_again(tmp_path: Path) -> None:
     with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
-        requests = [Request("\ud800", id="half"), Request("The king", max_tokens=2)]
+        requests = [Request("\ud800", id="half"), Request("The king", id="1", max_tokens=2)]
         results = lb.Engine(ctx).generate(requests)
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        for result in results:
-            write_record(file, result.as_dict())
-    whole = path.read_bytes()
-    assert [record["id"] for record in read_results(path)] == ["half", "1"]
-    assert next(read_results(path))["prompt"] == "\ud800"
-    assert "Unicode" in str(next(read_results(path))["error"])
-    torn = whole + b'{"id": "to'
-    path.write_bytes(torn)
-    assert len(list(read_results(path))) == 2
-    assert path.read_bytes() == torn  # reading changes nothing
-    for _ in range(2):
-        cut_incomplete_line(path)
-        assert path.read_bytes() == whole
+        job = dict.fromkeys(("sampling", "samples", "rule", "kv_type", "seed", "model"))
+        for resume, kept in ((False, set()), (True, {("1", 0)})):
+            with ResultFile(tmp_path / "out.jsonl", job, requests, resume=resume) as file:
+                assert file.done == kept
+                file.open(ctx.model, 3)
+                for result, request in zip(results, requests, strict=True):
+                    if (result.id, 0) not in file.done:
+                        file.write(result, request)
+    found = {record["id"]: record for record in lines(tmp_path / "out.jsonl")}
+    assert found["half"]["prompt"] == "\ud800" and "Unicode" in found["half"]["error"]
+    assert len(found) == len(lines(tmp_path / "out.jsonl")) == 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

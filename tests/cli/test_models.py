@@ -26,7 +26,7 @@ TARGET, DRAFT = "me/tale-target-GGUF", "me/tale-draft-GGUF"
 COMMIT = "c" * 40
 SHORT = ("-n", "4", "-c", "256")
 OURS = (
-    "HF_TOKEN", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD", "LLAMA_CACHE", "OLLAMA_MODELS",
+    "HF_TOKEN", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD", "LLAMA_CACHE",
     "MODEL_ENDPOINT", "XDG_CACHE_HOME", "HUGGINGFACE_HUB_CACHE",
 )  # fmt: skip
 
@@ -253,17 +253,17 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of a byte vocabulary, and caches with models that could draft for it or could not."""
     for name in ("HF_HUB_CACHE", "LLAMABRANCH_CACHE", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    for name in ("LLAMA_CACHE", "OLLAMA_MODELS", "LLAMABRANCH_DOWNLOAD"):
+    for name in ("LLAMA_CACHE", "LLAMABRANCH_DOWNLOAD"):
         monkeypatch.delenv(name, raising=False)
     snapshot = tmp_path / f"HF_HUB_CACHE/models--me--drafts/snapshots/{COMMIT}"
-    studio = tmp_path / "HOME/.lmstudio/models/me/other"
-    for folder in (snapshot, studio):
+    other = tmp_path / "HF_HUB_CACHE/models--me--other/snapshots/0123abcd"
+    for folder in (snapshot, other):
         folder.mkdir(parents=True)
     toys.write_llama(snapshot / "fitting-Q8_0.gguf", vocab="bytes", n_layer=1)
     toys.write_llama(snapshot / "larger-Q8_0.gguf", vocab="bytes", n_layer=4, n_ff=512)
     toys.write_llama(snapshot / "too-large-Q8_0.gguf", vocab="bytes", n_layer=12, n_ff=512)
-    toys.write_llama(studio / "foreign-Q8_0.gguf", vocab="small", n_layer=1)
-    (studio / "damaged-Q8_0.gguf").write_bytes(b"GGUF" + bytes(50_000))
+    toys.write_llama(other / "foreign-Q8_0.gguf", vocab="small", n_layer=1)
+    (other / "damaged-Q8_0.gguf").write_bytes(b"GGUF" + bytes(50_000))
     return toys.write_llama(tmp_path / "big.gguf", vocab="bytes", n_layer=16, n_ff=512)
 
 

@@ -5,43 +5,31 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
+import commands
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import llamabranch as lb
-from llamabranch.cli import app
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, ["score", "--threads", "1", *arguments], input=stdin)
+    return commands.run("score", *arguments, stdin=stdin)
 
 
-def answer(*arguments: str, stdin: str | None = None) -> dict[str, object]:
-    result = run("--json", *arguments, stdin=stdin)
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert isinstance(found, dict)
-    return found
-
-
-def scores_of(found: dict[str, object], item: int = 0) -> list[dict[str, object]]:
-    items = found["items"]
-    assert isinstance(items, list)
-    scores = items[item]["scores"]
-    assert isinstance(scores, list)
-    return scores
+def answer(*arguments: str, stdin: str | None = None) -> dict[str, Any]:
+    return commands.answer("score", *arguments, stdin=stdin)
 
 
 def test_text_is_scored_as_the_library_does(ctx: lb.Context) -> None:
     text = "Once upon a time there was a king."
     found = answer(text, "--top", "2")
-    (record,) = scores_of(found)
+    (record,) = found["items"][0]["scores"]
     tokens = ctx.tokenize(text)
     with lb.Branch.start(ctx, tokens[:1]) as branch:
         expected = branch.score(tokens[1:], top=2)
     shown = record["tokens"]
-    assert isinstance(shown, list)
     assert [(t["token"], t["rank"]) for t in shown] == [(s.token, s.rank) for s in expected]
     for one, score in zip(shown, expected, strict=True):
         assert one["logprob"] == pytest.approx(score.logprob)
@@ -57,12 +45,10 @@ def test_text_is_scored_as_the_library_does(ctx: lb.Context) -> None:
 
 def test_continuations_share_their_context(ctx: lb.Context) -> None:
     found = answer("--context", "The king", " said", " computer")
-    likely, unlikely = (record["logprob"] for record in scores_of(found))
+    likely, unlikely = (record["logprob"] for record in found["items"][0]["scores"])
     with lb.Branch.start(ctx, "The king") as branch:
         (score,) = branch.score(ctx.tokenize(" said", add_special=False))
     assert likely == pytest.approx(score.logprob)
-    assert isinstance(likely, float)
-    assert isinstance(unlikely, float)
     assert unlikely < likely
 
 
@@ -76,7 +62,6 @@ def test_lines_of_a_file_are_scored(tmp_path: Path) -> None:
     found = answer("--input", str(path))
     assert found == answer("--input", "-", stdin=path.read_text(encoding="utf-8"))
     items = found["items"]
-    assert isinstance(items, list)
     assert [item["id"] for item in items] == ["a", "2"]
     assert [len(item["scores"]) for item in items] == [1, 2]
     table = run("--input", str(path)).stdout
@@ -120,7 +105,6 @@ def test_best_prints_the_choice_that_the_model_prefers_first(tmp_path: Path) -> 
     first, second = result.stdout.splitlines()[:2]
     assert first.startswith("choice") and second.startswith(" beautiful")
     items = answer(*given, "--best", "sum")["items"]
-    assert isinstance(items, list)
     (found,) = items
     assert (found["choice"], found["index"], found["method"]) == (" beautiful", 1, "sum")
     assert found["scores"][1] == pytest.approx(sum(found["logprobs"][1]))

@@ -7,30 +7,15 @@ import math
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import answer, run
 from self_signal import signalled_at_decode
-from typer.testing import CliRunner, Result
 
 import llamabranch as lb
-from llamabranch.cli import app
 
 PROMPT = "Once upon a time"
 REWARD = "wc -c"
-
-
-def run(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, [*arguments, "--threads", "1"], input=stdin)
-
-
-def answer(*arguments: str) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.stderr
-    assert result.stderr == ""
-    found = json.loads(result.stdout)
-    assert isinstance(found, dict)
-    return found
 
 
 @pytest.mark.parametrize("method", ["beam", "best-of", "vote", "smc", "steps", "mcts"])

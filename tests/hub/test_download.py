@@ -28,7 +28,7 @@ REPOSITORY = "me/tale-GGUF"
 DATA = bytes(range(256)) * 4000
 Q8_0, F16 = "tale-Q8_0.gguf", "tale-F16.gguf"
 OURS = (
-    "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD", "LLAMA_CACHE", "OLLAMA_MODELS",
+    "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD", "LLAMA_CACHE",
     "MODEL_ENDPOINT", "XDG_CACHE_HOME", "HUGGINGFACE_HUB_CACHE",
 )  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_repository_alone_is_what_llama_cpp_takes_whatever_is_here(
     assert lb.fetch("me/other:F16").name == F16
     assert lb.fetch("me/other").name == Q8_0
     # In another program's folder it is on this machine too.
-    place = Path(os.environ["HOME"]) / ".lmstudio/models/me/third" / Q8_0
+    place = Path(os.environ["HOME"]) / ".cache/llama.cpp/me_third_tale-Q8_0.gguf"
     place.parent.mkdir(parents=True)
     place.write_bytes(b"theirs")
     hub.add("me/third", {Q8_0: b"ours", F16: b"large"})
@@ -324,16 +324,12 @@ def test_damaged_rest_of_an_old_download_is_replaced(hub: FakeHub) -> None:
         blob.unlink()
 
 
-def test_file_too_large_for_one_request_arrives_and_is_checked(
+def test_file_too_large_for_one_request_arrives(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add("me/huge", {Q8_0: DATA})
     size = len(DATA)
     monkeypatch.setattr("llamabranch.hub.download._LARGEST_OVER_HTTP", size - 1)
-    hub.faults.append(Fault("get", flip=True, times=1))
-    with pytest.raises(lb.DownloadError, match="has not the SHA"):
-        lb.fetch("me/huge")
-    assert not named()
     seen: list[tuple[int, int]] = []
     path = lb.fetch("me/huge", progress=lambda done, total: seen.append((done, total)))
     assert path.read_bytes() == DATA

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import llamabranch as lb
-from llamabranch.scale import JobNumbers, measure
-from llamabranch.scale.planning import BLOCK_S, ROW_S, START_S
+from benchmarks.plan_job import BLOCK_S, ROW_S, START_S, JobNumbers, measure
 
 JOB = JobNumbers(10_000, 0, 140, decode_per_s=140, prefill_per_s=1000)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,6 @@ from clusters import alone, prompts
 
 import llamabranch as lb
 from llamabranch.scale import Generate, Score, WorkerOptions
-from llamabranch.scale.rows import ROW
 
 TARGET = str(Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf")
 
@@ -38,7 +36,7 @@ def run(stage: Any, *batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]
 
 @pytest.fixture
 def generate() -> Any:
-    worker = WorkerOptions(streams=8, pin=False)
+    worker = WorkerOptions(streams=8)
     return Generate(TARGET, seed=3, worker=worker, n_ctx=1024, n_threads=1, keep=["prompt"])
 
 
@@ -56,27 +54,24 @@ def test_batches_share_the_engine(generate: Any, ctx: lb.Context) -> None:
     assert generate._engine.stats.target_forward_passes < 3 * 17
 
 
-WRONG: list[dict[str, Any]] = [
-    {"prompt": 5}, {"prompt": [1, "x"]}, {"prompt": [-1]}, {"prompt": "\ud800"}, {"prompt": True},
-    {"prompt": [2**40]}, {"prompt": {"no JSON": "b'x'"}}, {"max_tokens": "3"}, {"seed": 2**70},
-    {"stop": [1]}, {"stop": ["\ud800"]}, {"grammar": {}}, {"grammar": "root ::= ("},
-    {"parse_special": 1},
-]  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": 5}, {"prompt": None}, {"prompt": [-1]}, {"prompt": True}, {"prompt": [2**40]},
+        {"prompt": {"a": "b"}}, {"max_tokens": "3"}, {"max_tokens": -2}, {"seed": "x"},
+        {"stop": [1]}, {"grammar": 5}, {"grammar": "root ::= ("}, {"parse_special": 1},
+    ],
+)  # fmt: skip
+def test_row_that_cannot_be_run_is_an_error(generate: Any, wrong: dict[str, Any]) -> None:
+    ((bad,), (good,)) = run(
+        generate, [{"id": "a", "prompt": "A wolf", **wrong}], [{"id": "b", "prompt": "A wolf"}]
+    )
+    assert bad["finish_reason"] == "error"
+    assert bad["error"]
+    assert good["error"] is None
 
 
-def test_rows_that_cannot_be_run_are_errors() -> None:
-    generate = Generate(TARGET, n_ctx=1024, n_threads=1)
-    rows: list[dict[str, Any]] = [
-        {"id": "a", "prompt": "A wolf", "max_tokens": 3},
-        {"id": "b", "prompt": None},
-        {"id": "c", "prompt": "A wolf", "max_tokens": -2},
-        *({"id": str(i), "prompt": "A wolf", **wrong} for i, wrong in enumerate(WRONG)),
-    ]
-    # As a job has them: of any type in any row.
-    (found,) = run(generate, [{"id": row.pop("id"), ROW: json.dumps(row)} for row in rows])
-    assert [row["finish_reason"] for row in found] == ["length", *["error"] * (len(rows) - 1)]
-    assert found[0]["error"] is None
-    assert all(row["error"] for row in found[1:])
+def test_rows_need_ids(generate: Any) -> None:
     with pytest.raises(lb.ConfigError, match="every row needs an id"):
         run(generate, [{"id": None, "prompt": "A wolf"}])
 

@@ -1,11 +1,10 @@
-"""The input of a job, as it is run: one schema, checked, sorted; and the folders and files around it."""
+"""The input of a job: its files, its columns; the folders and files around it, and its tables."""
 
 from __future__ import annotations
 
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,69 +19,50 @@ from llamabranch.scale.rows import GenerateRows, ScoreRows, output_table, read_r
 from llamabranch.scale.staging import Input
 
 
-def stage(tmp_path: Path, rows: list[Any], *, kind: Any = GenerateRows, sort: bool = True) -> Any:
-    """Stage rows as JSON lines in blocks of 3; return the rows of the blocks as a worker has them."""
+def given(tmp_path: Path, *lines: str) -> tuple[Input, list[dict[str, object]]]:
+    """Return an input of JSON lines, and its rows as Ray reads them."""
     path = tmp_path / "in.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
-    given = Input(*input_files(str(path)), "id", kind.columns, ("source",))
-    folder = Folder(str(tmp_path / "staged"))
-    n = given.stage_locally(folder, block_rows=3, sort=sort)
-    blocks = [read_rows(pq.read_table(path)) for path in folder.paths()]
-    assert n == len(rows) == sum(map(len, blocks))
-    assert all(len(block) == 3 for block in blocks[:-1])
-    return [row for block in blocks for row in block]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    found = Input(*input_files(str(path)), "id", GenerateRows.columns, ("source",))
+    return found, [{"text": line} for line in lines]
 
 
-def test_rows_are_sorted_by_prompt(tmp_path: Path) -> None:
-    rows = [{"id": i, "prompt": p, "source": i} for i, p in enumerate(["b", "ä", "a", "ba", ""])]
-    staged = stage(tmp_path, rows)
-    assert [row["prompt"] for row in staged] == ["", "a", "b", "ba", "ä"]
-    assert [row["source"] for row in staged] == [4, 2, 0, 3, 1]
-    unsorted = stage(tmp_path, rows, sort=False)
-    assert [row["id"] for row in unsorted] == [0, 1, 2, 3, 4]
-
-
-def test_prompts_of_tokens_are_sorted_by_them(tmp_path: Path) -> None:
-    rows = [{"id": str(i), "prompt": p} for i, p in enumerate([[300, 2], [2, 9], [2, 8, 1]])]
-    staged = stage(tmp_path, rows)
-    assert [row["prompt"] for row in staged] == [[2, 8, 1], [2, 9], [300, 2]]
-
-
-def test_values_of_any_type_are_kept_for_the_worker_that_checks_them(tmp_path: Path) -> None:
-    given: list[dict[str, Any]] = [
-        {"prompt": 5}, {"prompt": [1, "x"]}, {"prompt": "\ud800"}, {"prompt": "x", "stop": {"a": 1}},
-        {"prompt": "x", "seed": 2**70, "max_tokens": 3, "parse_special": False},
-    ]  # fmt: skip
-    staged = stage(tmp_path, [{"id": i, **row} for i, row in enumerate(given)], sort=False)
-    assert staged == [{"id": i, "source": None, **row} for i, row in enumerate(given)]
+def test_every_block_has_the_columns_of_the_job_and_their_types(tmp_path: Path) -> None:
+    job, rows = given(tmp_path, '{"id": 1, "prompt": [2, 3], "stop": ["a"], "x": 1}', '{"id": 2}')
+    schema = job.schema(rows)
+    types = {field.name: str(field.type) for field in schema if "problem" not in field.name}
+    assert types == {
+        "id": "int64", "source": "string", "prompt": "list<item: int64>", "max_tokens": "int64",
+        "stop": "list<item: string>", "grammar": "string", "seed": "int64", "parse_special": "bool",
+    }  # fmt: skip
+    for part in (rows, rows[:1], rows[1:]):
+        assert job.table(part, schema).schema == schema
+    assert job.table(rows, schema).column("prompt").to_pylist() == [[2, 3], None]
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("lines", "message"),
     [
-        ([{"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}], "two rows have the id 1"),
-        ([{"id": 1, "prompt": "a"}, {"id": "b", "prompt": "b"}], "'b' is not an integer"),
-        ([{"id": "a", "prompt": "a"}, {"id": None, "prompt": "b"}], "None is not text"),
-        ([{"id": 1.5, "prompt": "a"}], "1.5 is not an integer"),
-        ([{"id": 2**70, "prompt": "a"}], "is not an integer"),
-        ([{"id": 1, "prompt": "a"}, 5], "line 2: invalid row: it is not an object"),
-        ([{"id": 1, "source": 1}, {"id": 2, "source": "x"}], "cannot keep the column 'source'"),
+        ((), "the input has no rows"),
+        (('{"id": 1, "prompt": "a"}', '{"id": "b", "prompt": "b"}'), "column 'id' holds values"),
+        (('{"id": 1, "prompt": "a"}', '{"id": 2, "prompt": 5}'), "column 'prompt' holds values"),
+        (('{"id": "a", "prompt": "a"}', '{"id": null, "prompt": "b"}'), "every row needs an id"),
+        (('{"id": 1.5, "prompt": "a"}',), "integers or text, not double"),
+        (('{"id": 1180591620717411303424}',), "column 'id' holds values"),
+        (('{"id": 1, "prompt": "a"}', "5"), "invalid row '5': it is not an object"),
+        (("{",), "invalid row '{'"),
+        (('{"id": 1, "source": 1}', '{"id": 2, "source": "x"}'), "column 'source' holds values"),
     ],
 )
-def test_ids_must_be_there_and_unique(tmp_path: Path, rows: list[Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        stage(tmp_path, rows)
-
-
-def test_rows_without_an_id_are_numbered(tmp_path: Path) -> None:
-    staged = stage(tmp_path, [{"prompt": "b"}, {"prompt": "a"}])
-    assert [(row["id"], row["prompt"]) for row in staged] == [(1, "a"), (0, "b")]
-
-
-def test_texts_to_score_are_sorted_with_their_context(tmp_path: Path) -> None:
-    rows = [{"id": 1, "text": "x", "context": "b"}, {"id": 2, "text": "bb"}, {"id": 3, "text": "a"}]
-    staged = stage(tmp_path, rows, kind=ScoreRows)
-    assert [row["id"] for row in staged] == [3, 2, 1]
+def test_input_that_has_no_schema_is_refused(
+    tmp_path: Path, lines: tuple[str, ...], message: str
+) -> None:
+    job, rows = given(tmp_path, *lines)
+    try:
+        told = job.table(rows, job.schema(rows)).to_pylist()[0]["llamabranch_problem"]
+    except ConfigError as error:
+        told = error.message
+    assert message in str(told)
 
 
 def test_input_files_are_those_of_one_format(tmp_path: Path) -> None:
@@ -105,7 +85,6 @@ def test_files_of_a_folder_are_whole_or_missing(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "a")) / "b"
     assert folder.paths() == []
     assert folder.read_json("x") is None
-    folder.create()
     folder.write_json("x", {"a": [1, "ä"]})
     assert folder.read_json("x") == {"a": [1, "ä"]}
     assert folder.paths() == [f"{tmp_path}/a/b/x"]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Serving, bundled_engine, httpx, serving
+from serving import Serving, httpx, serving
 
 import llamabranch as lb
-from llamabranch.serve import branches, nodes
+from llamabranch.serve import nodes
 from llamabranch.serve.errors import HttpError
-from llamabranch.serve.generation import answer
 
 PROMPT = "Once upon a time there was a king who had a daughter"
 SCHEMA = {
@@ -247,7 +245,7 @@ def test_quota_holds_for_requests_at_one_time() -> None:
 
 
 def test_room_that_was_not_used_is_given_back() -> None:
-    kept = nodes.Branches(3, 100.0, None, "")
+    kept = nodes.Branches(3, 100.0)
     for _ in range(2):
         with kept.room_for(2) as add:
             with pytest.raises(HttpError, match="3 may exist"), kept.room_for(2):
@@ -259,7 +257,7 @@ def test_room_that_was_not_used_is_given_back() -> None:
 
 
 def test_use_of_a_node_keeps_those_it_comes_from() -> None:
-    kept = nodes.Branches(10, 100.0, None, "")
+    kept = nodes.Branches(10, 100.0)
     params = lb.SamplingParams()
 
     def make(parent: nodes.Node | None) -> nodes.Node:
@@ -277,7 +275,7 @@ def test_use_of_a_node_keeps_those_it_comes_from() -> None:
 
 
 def test_child_of_a_node_that_was_deleted_meanwhile_has_its_tokens() -> None:
-    kept, params = nodes.Branches(10, 100.0, None, ""), lb.SamplingParams()
+    kept, params = nodes.Branches(10, 100.0), lb.SamplingParams()
     root = nodes.Node(None, 0, array("i", [1, 2, 3]), 3, params)
     middle = nodes.Node(root, 2, array("i", [4, 5]), 4, params)
     for node in (root, middle):
@@ -287,46 +285,3 @@ def test_child_of_a_node_that_was_deleted_meanwhile_has_its_tokens() -> None:
     kept.add(child)
     assert (child.parent, child.start, child.tokens) == (None, 0, [1, 2, 4, 6])
     assert kept.all() == [child]
-
-
-def child_of_a_deleted(api: Api, server: Serving, root: Any, patch: pytest.MonkeyPatch) -> Any:
-    """Return the child of a root that is deleted while it is continued."""
-    service = server.server.service
-    assert service is not None
-    kept = service.branches
-
-    async def deleting(*given: Any, **more: Any) -> None:
-        kept.delete(kept[root["id"]], subtree=True)
-        await answer(*given, **more)
-
-    with patch.context() as patched:
-        patched.setattr(branches, "answer", deleting)
-        return api.child(root, max_tokens=6)
-
-
-def test_branches_outlive_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more: Any = {"json_schema": SCHEMA, "sampling": {"logit_bias": [[5, False]], "top_k": 9}}
-    with serving(snapshot_dir=tmp_path) as server, server.client() as client:
-        api = Api(client)
-        root = api.root(**more)
-        child = api.child(root, max_tokens=6)
-        expected = api.child(child, max_tokens=9)["text"]
-        orphan = child_of_a_deleted(api, server, api.root(), monkeypatch)
-    with serving(snapshot_dir=tmp_path) as server, server.client() as client:
-        api = Api(client)
-        assert api.child(child, max_tokens=9)["text"] == expected
-        assert api.get(f"/{child['id']}")["parent"] == root["id"]
-        shown = api.get(f"/{orphan['id']}?include=tokens")
-        assert shown["parent"] is None
-        assert shown["text"] == PROMPT + orphan["text"]
-    (tmp_path / "branches.msgpack").write_bytes(b"\x05")
-    with (
-        pytest.raises(lb.ConfigError, match=r"branches\.msgpack"),
-        Serving(bundled_engine, snapshot_dir=tmp_path),
-    ):
-        pass
-    with (  # below a file no folder can be made
-        pytest.raises(lb.ConfigError, match="cannot be kept"),
-        Serving(bundled_engine, snapshot_dir=tmp_path / "branches.msgpack" / "below"),
-    ):
-        pass

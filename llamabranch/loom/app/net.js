@@ -145,7 +145,7 @@ export function listen(since) {
     source.addEventListener(name, (/** @type {any} */ event) => {
       if (event.data === undefined) return; // an error of the connection, not of the server
       const data = JSON.parse(event.data);
-      redraw(handle(data), name === "tokens" || name === "round" || name === "search");
+      redraw(handle(data), ["tokens", "round", "search", "compare"].includes(name));
       for (const listener of listeners) listener(name, data);
     });
   }

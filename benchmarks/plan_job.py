@@ -1,18 +1,20 @@
-"""What a job will take: a formula, and what one worker can do, measured. docs/scale.md explains both."""
+"""What a job on a cluster will take: a formula, which docs/scale.md explains, and a worker's rates.
+
+python -m benchmarks.plan_job 1000000 --prompt 400 --output 150 --workers 64 --price 0.085 --mtbf 12
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass, fields
 from time import perf_counter
 
 import numpy as np
 
-from ..arguments import bounded, whole
-from ..context import Context
-from ..engine import Engine, Request
-from ..errors import ConfigError
-from ..sampling import SamplingParams
+import llamabranch as lb
+from llamabranch import ConfigError, Context, Engine, Request, SamplingParams
+from llamabranch.arguments import bounded, whole
 
 __all__ = ["JobNumbers", "JobPlan", "measure"]
 
@@ -131,3 +133,29 @@ def measure(context: Context) -> tuple[float, float, int]:
         rates[n] = n * n_written / max(seconds(n, 8, n_written + 1) - seconds(n, 8, 1), 1e-9)
     streams = max(rates, key=lambda n: rates[n])
     return rates[streams], n_read / seconds(1, n_read, 1), streams
+
+
+def main() -> None:
+    """Measure a worker of this machine, and print what the job takes."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("rows", type=int)
+    parser.add_argument("--model", default="tale-target")
+    parser.add_argument("--prompt", type=float, default=100.0, help="tokens of a prompt")
+    parser.add_argument("--output", type=float, default=100.0, help="tokens of a text")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--mtbf", type=float, default=math.inf, help="hours between two deaths")
+    parser.add_argument("--price", type=float, default=0.0, help="of a worker for an hour")
+    given = parser.parse_args()
+    with lb.load(given.model, prefix_cache=True) as context:
+        decode, prefill, streams = measure(context)
+    job = JobNumbers(
+        given.rows, given.prompt, given.output, decode, prefill,
+        workers=given.workers, mtbf_h=given.mtbf, price=given.price,
+    )  # fmt: skip
+    found = job.plan()
+    print(f"{decode:.0f} tokens/s written, {streams} texts at a time; {prefill:.0f} read")
+    print(f"{found.seconds / 3600:.2f} h, blocks of {found.block_rows} rows, cost {found.cost:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,13 +16,12 @@ from llamabranch import ConfigError, UnsupportedError, pictures
 
 from ..files import atomic_write
 from .bundles import option, with_bundles
-from .console import Console, print_json
-from .files import check_new_file
+from .console import Console, Progress, print_json
+from .eval_text import interruptible, open_for_chunks
+from .files import check_new_file, read_prompt_file
 from .formats import decimal_size, number
 from .interrupts import EXIT_FAILURE
-from .measuring import Progress, interruptible, open_for_chunks
 from .options import OUTPUT, TEXT, ModelOptions, OutputOptions
-from .prompts import read_prompt_file
 
 if TYPE_CHECKING:
     from llamabranch.loom.report import Comparison

@@ -194,6 +194,32 @@ class Console:
             self.progress("")
 
 
+class Progress:
+    """A line of progress with the time that is left.
+
+    Args:
+        console: where it is shown.
+        what: what is counted.
+        n_total, n_before: how many there are, and how many were done before.
+    """
+
+    def __init__(self, console: Console, what: str, n_total: int, n_before: int = 0) -> None:
+        self._console, self._what = console, what
+        self._n_total, self._n_before = n_total, n_before
+        self.start_s = monotonic()
+
+    def show(self, n_done: int, text: str = "") -> None:
+        """Show that ``n_done`` are done."""
+        n, left = n_done - self._n_before, ""
+        if n > 0:
+            seconds = round((monotonic() - self.start_s) / n * (self._n_total - n_done))
+            hours, minutes = divmod(seconds // 60, 60)
+            clock = f"{hours}:{minutes:02}" if hours else f"{minutes}"
+            left = f", {clock}:{seconds % 60:02} left"
+        more = f", {text}" if text else ""
+        self._console.progress(f"{n_done} of {self._n_total} {self._what}{more}{left}")
+
+
 def _write(file: IO[str], text: str) -> None:
     if sys.stdout is None:  # None means that it was closed when the process started
         raise OutputError("standard output is closed", hint="send it to a file or a pipe")

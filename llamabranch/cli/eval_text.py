@@ -143,7 +143,7 @@ def _window_of(name: str, models: ModelOptions) -> int:
         return trained_length(model) or _WINDOW
 
 
-def _open(
+def open_for_chunks(
     name: str, models: ModelOptions, window: int, console: Console, stack: ExitStack
 ) -> Context:
     """Open a context for texts that are read in chunks, with llama-perplexity's K/V type, f16."""
@@ -251,7 +251,7 @@ def measure(
         else:
             with LogitsFile.open(logits) as file:
                 window = file.window
-        ctx = _open(name, models, window, console, stack)
+        ctx = open_for_chunks(name, models, window, console, stack)
         with interruptible(console) as interrupted:
             if logits is not None:
                 found = divergence(ctx, logits, **options)
@@ -364,7 +364,7 @@ def compare_models(
         with interruptible(console) as interrupted:
             for name in (name for name in names if name not in rows):
                 with ExitStack() as opened:
-                    ctx = _open(name, models, window, console, opened)
+                    ctx = open_for_chunks(name, models, window, console, opened)
                     shown = Progress(console, f"chunks, {base_name(name)}", chunks)
                     row = _row(ctx, name, text, window, chunks, base, logits, shown)
                 rows[name] = {**row, "size_bytes": sizes[name]}

@@ -25,20 +25,15 @@ function rounds() {
 }
 
 function totals(/** @type {Loose[]} */ all) {
-  const judged = [], accepted = [], sum = { drafted: 0, accepted: 0, rejected: 0, unreached: 0, draft: 0, verify: 0 };
-  for (const round of all) {
-    sum.drafted += round.draft.length;
-    sum.accepted += round.accepted;
-    sum.rejected += round.rejected;
-    sum.unreached += round.unreached;
-    sum.draft += round.ms?.[0] ?? 0;
-    sum.verify += round.ms?.[1] ?? 0;
-    for (let i = 0; i < round.accepted + round.rejected; i++) {
-      judged[i] = (judged[i] ?? 0) + 1;
-      accepted[i] = (accepted[i] ?? 0) + (i < round.accepted ? 1 : 0);
-    }
-  }
-  return { ...sum, byPosition: judged.map((n, i) => [accepted[i], n]) };
+  const sum = (/** @type {(round: Loose) => any} */ of) => all.reduce((n, round) => n + Number(of(round) ?? 0), 0);
+  const length = Math.max(0, ...all.map(({ accepted, rejected }) => accepted + rejected));
+  return {
+    drafted: sum(({ draft }) => draft.length), accepted: sum(({ accepted }) => accepted),
+    rejected: sum(({ rejected }) => rejected), unreached: sum(({ unreached }) => unreached),
+    draft: sum(({ ms }) => ms?.[0]), verify: sum(({ ms }) => ms?.[1]),
+    byPosition: Array.from({ length }, (_, i) =>
+      [sum(({ accepted }) => i < accepted), sum(({ accepted, rejected }) => i < accepted + rejected)]),
+  };
 }
 
 const sentence = (/** @type {Loose} */ { round, draft, accepted, rejected, unreached }) =>

@@ -296,31 +296,23 @@ export function startText(/** @type {(id: string, end: number | null) => void} *
   $("after").append(h("div", { id: "shoots" }));
   const box = $("text");
   let resting = 0;
-  const over = (/** @type {any} */ event) => event.target.closest?.("[data-token]")?.dataset.token;
-  box.addEventListener("mouseover", (/** @type {MouseEvent} */ event) => {
-    clearTimeout(resting);
-    const i = over(event);
-    resting = window.setTimeout(() => {
-      view.hover = i === undefined ? -1 : Number(i);
-      redraw(["inspect"]);
-    }, i === undefined ? 400 : 80);
-  });
-  box.addEventListener("mouseleave", () => {
+  const over = (/** @type {any} */ event) => Number(event.target.closest?.("[data-token]")?.dataset.token ?? -1);
+  const rest = (/** @type {number} */ i) => {
     clearTimeout(resting);
     resting = window.setTimeout(() => {
-      if (!$("token-pane").matches(":hover")) view.hover = -1;
+      if (i >= 0 || !$("token-pane").matches(":hover")) view.hover = i;
       redraw(["inspect"]);
-    }, 400);
+    }, i < 0 ? 400 : 80);
+  };
+  set(box, {
+    onmouseover: (/** @type {any} */ event) => rest(over(event)), onmouseleave: () => rest(-1),
+    onclick: (/** @type {any} */ event) => over(event) >= 0 && moveTo(over(event)),
+    onwheel: (/** @type {WheelEvent} */ event) => {
+      if (!event.altKey) return;
+      event.preventDefault();
+      moveTo(Math.max(0, view.cursor + Math.sign(event.deltaY)));
+    },
   });
-  box.addEventListener("click", (/** @type {MouseEvent} */ event) => {
-    const i = over(event);
-    if (i !== undefined) moveTo(Number(i));
-  });
-  box.addEventListener("wheel", (/** @type {WheelEvent} */ event) => {
-    if (!event.altKey) return;
-    event.preventDefault();
-    moveTo(Math.max(0, view.cursor + Math.sign(event.deltaY)));
-  }, { passive: false });
   new ResizeObserver(() => redraw(["text"])).observe(box.parentElement);
   return () => {
     const c = shownPath();

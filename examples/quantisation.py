@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import llamabranch as lb
-from llamabranch.eval import divergence, find_task, save_logits
+from llamabranch.eval import divergence, find_task, perplexity
 
 MOST_KL = 0.02  # nats a token on average: hard to notice
 WINDOW, CHUNKS = 128, 12
@@ -28,7 +28,7 @@ def main() -> None:
             megabytes = Path(lb.resolve(name)).stat().st_size / 1e6
             with lb.load(name, n_ctx=WINDOW, n_seq_max=1, kv_type="f16") as ctx:
                 if name == models[0]:
-                    base = save_logits(ctx, text, logits, WINDOW, chunks=CHUNKS)
+                    base = perplexity(ctx, text, WINDOW, chunks=CHUNKS, save_to=logits)
                     print(f"{name}: {megabytes:.1f} MB, perplexity {base.value:.2f}, the base")
                     continue
                 found = divergence(ctx, logits).statistics

@@ -21,8 +21,6 @@ from llamabranch.eval import (
     Uncertain,
     divergence,
     perplexity,
-    save_logits,
-    strided_perplexity,
 )
 
 from ..files import atomic_write
@@ -255,12 +253,16 @@ def measure(
         with interruptible(console) as interrupted:
             if logits is not None:
                 found = divergence(ctx, logits, **options)
-            elif stride is not None:
-                found = strided_perplexity(ctx, text, window, stride, **options)
-            elif save_to is None:
-                found = perplexity(ctx, text, window, chunks=reading.chunks, **options)
             else:
-                found = save_logits(ctx, text, save_to, window, chunks=reading.chunks, **options)
+                found = perplexity(
+                    ctx,
+                    text,
+                    window,
+                    chunks=reading.chunks,
+                    stride=stride,
+                    save_to=save_to,
+                    **options,
+                )
         if found is not None and found.n_done:
             kept.save(found.as_dict, now=True)
             _print(console, ctx, found, as_json=as_json)
@@ -414,7 +416,7 @@ def _row(
         if base is None:
             found = perplexity(ctx, text, window, **options)
         else:
-            found = save_logits(ctx, text, logits, window, **options)
+            found = perplexity(ctx, text, window, save_to=logits, **options)
         n_read, figures = found.n_done * window, (found.value, found.stderr)
     else:
         kl = divergence(ctx, logits, progress=note)

@@ -12,9 +12,9 @@ lm-evaluation-harness is imported when ``LlamaBranchLM`` is used first.
 
 from typing import TYPE_CHECKING
 
-from .divergence import KLDivergence, KLStatistics, Uncertain, divergence, save_logits
+from .divergence import KLDivergence, KLStatistics, Uncertain, divergence
 from .logits_file import LogitsFile
-from .perplexity import Perplexity, perplexity, strided_perplexity
+from .perplexity import Perplexity, perplexity
 from .scoring import Score, encode_pair, score
 from .tasks import Item, Sample, Task, TaskResult, find_task, run_task, task_names
 
@@ -38,9 +38,7 @@ __all__ = [
     "find_task",
     "perplexity",
     "run_task",
-    "save_logits",
     "score",
-    "strided_perplexity",
     "task_names",
 ]
 

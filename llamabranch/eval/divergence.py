@@ -14,28 +14,10 @@ from ..context import Context
 from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import VocabularyMismatchError
-from ..model import TokenIds
 from .logits_file import Codes, LogitsFile
-from .perplexity import (
-    Chunked,
-    Floats,
-    Perplexity,
-    check_room,
-    exp,
-    loss,
-    prepare,
-    read_chunks,
-    with_bos,
-)
+from .perplexity import Chunked, Floats, check_room, exp, read_chunks, with_bos
 
-__all__ = [
-    "KLDivergence",
-    "KLStatistics",
-    "Uncertain",
-    "compare_coded",
-    "divergence",
-    "save_logits",
-]
+__all__ = ["KLDivergence", "KLStatistics", "Uncertain", "compare_coded", "divergence"]
 
 _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
 KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
@@ -151,49 +133,6 @@ class KLDivergence(Chunked):
         return {**found, **super().as_dict()}
 
 
-def save_logits(
-    ctx: Context,
-    text: str | TokenIds,
-    path: str | os.PathLike[str],
-    window: int = 512,
-    *,
-    chunks: int | None = None,
-    progress: Callable[[Perplexity], None] | None = None,
-    resume: Perplexity | None = None,
-) -> Perplexity:
-    """Write the log-probabilities of a text's tokens to a file, as llama-perplexity does; for
-    `divergence`.
-
-    It takes two bytes for each token of the vocabulary and each scored token of the text: 25 MB a chunk
-    of 512 with a vocabulary of 49,152. llama-perplexity reads it, too (``--kl-divergence``).
-
-    Args:
-        ctx: of the base model; as for `perplexity`.
-        text: as for `perplexity`.
-        path: the file; one that is there is written over.
-        window: tokens a chunk.
-        chunks: how many chunks at most; None = all.
-        progress: called with what is done so far.
-        resume: what ``progress`` got in an earlier call that wrote to the same file.
-
-    Returns:
-        the perplexity, as `perplexity`.
-
-    Raises:
-        ConfigError: a text that is too short, or a file that cannot be written. CacheFullError,
-        TokenizeError, DecodeError. OSError: the disk is full.
-    """
-    parts, found = prepare(ctx, text, window, chunks, resume)
-    with LogitsFile.create(path, ctx.n_vocab, parts, found.n_done) as file:
-
-        def write(chunk: int, i: int, token: int, row: LogitsRow) -> float:
-            file.write(chunk, i, row.array)
-            return loss(chunk, i, token, row)
-
-        firsts = [file.first] * len(parts)
-        return read_chunks(ctx, found, with_bos(ctx.model, parts), firsts, write, progress)
-
-
 def divergence(
     ctx: Context,
     path: str | os.PathLike[str],
@@ -207,7 +146,7 @@ def divergence(
 
     Args:
         ctx: of the model; with the base's vocabulary, and room for the file's window.
-        path: a file of `save_logits` or of ``llama-perplexity --kl-divergence-base``.
+        path: a file of `perplexity` (``save_to``) or of ``llama-perplexity --kl-divergence-base``.
         progress: called after each decode with what is done so far.
         resume: what ``progress`` got in an earlier call for the same file and model.
 

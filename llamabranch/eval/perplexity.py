@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar, cast
@@ -19,10 +20,10 @@ from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import CacheFullError, ConfigError
 from ..model import Model, TokenIds, token_list
+from .logits_file import LogitsFile
 
 __all__ = [
-    "Chunked", "Floats", "Perplexity", "check_room", "exp", "loss", "perplexity", "prepare",
-    "read_chunks", "strided_perplexity", "with_bos",
+    "Chunked", "Floats", "Perplexity", "check_room", "exp", "perplexity", "read_chunks", "with_bos",
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
@@ -252,6 +253,8 @@ def perplexity(
     window: int = 512,
     *,
     chunks: int | None = None,
+    stride: int | None = None,
+    save_to: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     resume: Perplexity | None = None,
 ) -> Perplexity:
@@ -262,81 +265,70 @@ def perplexity(
     scored, but for its first. llama-perplexity's K/V is f16: open the context with ``kv_type="f16"`` to
     compare. The logits in memory at a time are ``n_outputs_max`` rows of the context.
 
+    With ``stride`` it is that of sliding windows, as the documentation of Transformers has it: each
+    begins ``stride`` tokens after the one before it and scores the tokens that are new in it, so every
+    token but the first is scored once, and has at least ``window - stride`` tokens before it, as far as
+    there are so many. These numbers are lower and cannot be compared with the others.
+
     Args:
         ctx: has room for a window; other branches of it are not touched.
-        text: text, in which control tokens are read as text, or token ids; of at least two windows.
+        text: text, in which control tokens are read as text, or token ids; of at least two windows, with
+            ``stride`` two tokens.
         window: tokens a chunk, at least 4.
         chunks: how many chunks at most; None = all.
+        stride: at most ``window - 1``; goes with neither ``chunks`` nor ``save_to``.
+        save_to: a file for the log-probabilities, which `divergence` and llama-perplexity's
+            ``--kl-divergence`` read; one that is there is written over. It takes two bytes for each token
+            of the vocabulary and each scored token of the text: 25 MB a chunk of 512 with a vocabulary
+            of 49,152.
         progress: called after each decode with what is done so far.
-        resume: what ``progress`` got in an earlier call for the same text and model: its chunks are not
-            computed again.
+        resume: what ``progress`` got in an earlier call for the same text, model and file: its chunks
+            are not computed again.
 
     Raises:
-        ConfigError: the text is shorter than two windows, or ``resume`` is of something else.
-        CacheFullError: the context is smaller than a window. TokenizeError, DecodeError.
+        ConfigError: the text is too short, ``resume`` is of something else, or a file that cannot be
+            written. CacheFullError: the context is smaller than a window. TokenizeError, DecodeError.
+            OSError: the disk is full.
     """
-    parts, found = prepare(ctx, text, window, chunks, resume)
-    firsts = [window // 2] * len(parts)
-    return read_chunks(ctx, found, with_bos(ctx.model, parts), firsts, loss, progress)
+    window = whole("window", window, 4)
+    tokens = text_tokens(ctx, text, window)
+    if stride is None:
+        parts, method = cut_chunks(tokens, window, chunks), "chunked"
+        firsts, given = [window // 2] * len(parts), with_bos(ctx.model, parts)
+    else:
+        stride, method = whole("stride", stride, 1, window - 1), f"strided, {stride}"
+        if len(tokens) < 2 or chunks is not None or save_to is not None:
+            raise ConfigError("stride needs two tokens, and goes with neither chunks nor save_to")
+        starts = range(0, max(1, len(tokens) - window + stride), stride)
+        parts = given = [tokens[start : start + window] for start in starts]
+        firsts = [0, *[window - stride - 1] * (len(parts) - 1)]
+    found = Perplexity.begun(ctx, tokens, window, len(parts), method).resumed(resume)
+    if save_to is None:
+        return read_chunks(ctx, found, given, firsts, _loss, progress)
+    with LogitsFile.create(save_to, ctx.n_vocab, parts, found.n_done) as file:
+
+        def write(chunk: int, i: int, token: int, row: LogitsRow) -> float:
+            file.write(chunk, i, row.array)
+            return _loss(chunk, i, token, row)
+
+        return read_chunks(ctx, found, given, firsts, write, progress)
 
 
-def loss(_chunk: int, _i: int, token: int, row: LogitsRow) -> float:
+def _loss(_chunk: int, _i: int, token: int, row: LogitsRow) -> float:
     """Return -log p of a token, nats."""
     return -row.logprob(token)
 
 
-def prepare(
-    ctx: Context, text: str | TokenIds, window: int, chunks: int | None, resume: Perplexity | None
-) -> tuple[list[list[int]], Perplexity]:
-    """Return a text's chunks and what is done of them; arguments and errors are those of `perplexity`."""
-    window = whole("window", window, 4)
-    tokens = text_tokens(ctx, text, window)
+def cut_chunks(tokens: list[int], window: int, most: int | None) -> Sequence[list[int]]:
+    """Return the chunks of a text, ``most`` of them at most; ConfigError if there are not two."""
     n = len(tokens) // window
     if n < 2:
         raise ConfigError(
             f"a text of {len(tokens)} tokens is too short: a window of {window} needs {2 * window}",
             hint="give a longer text, or a smaller window",
         )
-    n = n if chunks is None else min(n, whole("chunks", chunks, 1))
-    parts = [tokens[i * window : (i + 1) * window] for i in range(n)]
-    return parts, Perplexity.begun(ctx, tokens, window, n).resumed(resume)
-
-
-def strided_perplexity(
-    ctx: Context,
-    text: str | TokenIds,
-    window: int = 512,
-    stride: int = 256,
-    *,
-    progress: Progress | None = None,
-    resume: Perplexity | None = None,
-) -> Perplexity:
-    """Return the perplexity of a text by sliding windows, as the documentation of Transformers has it.
-
-    Each window begins ``stride`` tokens after the one before it and scores the tokens that are new in it,
-    so every token but the first of the text is scored once, and has at least ``window - stride`` tokens
-    before it, as far as there are so many. The numbers are lower than those of `perplexity` and cannot be
-    compared with them.
-
-    Args:
-        ctx, text, progress, resume: as for `perplexity`; the text has at least two tokens.
-        window: tokens a window.
-        stride: how many of them are new, at most ``window - 1``.
-
-    Raises:
-        ConfigError: a text of one token, or ``resume`` is of something else. CacheFullError,
-            TokenizeError, DecodeError.
-    """
-    window = whole("window", window, 2)
-    stride = whole("stride", stride, 1, window - 1)
-    tokens = text_tokens(ctx, text, window)
-    if len(tokens) < 2:
-        raise ConfigError("a text of one token has nothing that can be scored")
-    starts = range(0, max(1, len(tokens) - window + stride), stride)
-    parts = [tokens[start : start + window] for start in starts]
-    firsts = [0, *[window - stride - 1] * (len(parts) - 1)]
-    found = Perplexity.begun(ctx, tokens, window, len(parts), f"strided, {stride}")
-    return read_chunks(ctx, found.resumed(resume), parts, firsts, loss, progress)
+    n = n if most is None else min(n, whole("chunks", most, 1))
+    return [tokens[i * window : (i + 1) * window] for i in range(n)]
 
 
 def exp(value: float) -> float:

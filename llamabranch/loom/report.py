@@ -20,7 +20,7 @@ from ..context.logits import LogitsRow
 from ..eval import KLDivergence
 from ..eval.divergence import compare_coded
 from ..eval.logits_file import Codes, encode
-from ..eval.perplexity import Perplexity, prepare, read_chunks, with_bos
+from ..eval.perplexity import Perplexity, cut_chunks, read_chunks, text_tokens, with_bos
 from ..model import Model
 from ..sampling import SamplingParams
 from .document import Number
@@ -149,7 +149,8 @@ def compare_models(
     Raises:
         ConfigError: the text is too short. CacheFullError, DecodeError.
     """
-    parts, begun = prepare(a, text, window, chunks, None)
+    tokens = text_tokens(a, text, window)
+    parts = cut_chunks(tokens, window, chunks)
     found = Comparison([_about(ctx) for ctx in (a, b)])
     if not same_vocabulary(a.model, b.model):
         for part in parts:
@@ -157,7 +158,7 @@ def compare_models(
             found.n_chunks += 1
             progress(found)
         return found
-    found.divergence = KLDivergence(window, len(parts), begun.text, begun.model)
+    found.divergence = KLDivergence.begun(a, tokens, window, len(parts))
     for number, part in enumerate(with_bos(a.model, parts)):
         _read(found, (a, b), part, parts[number], coded=coded)
         progress(found)

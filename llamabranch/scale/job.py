@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from time import monotonic
-from typing import TYPE_CHECKING, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from typing_extensions import Unpack
 
@@ -27,7 +27,7 @@ from ..errors import ConfigError, JobError
 from ..loading import LoadOptions
 from ..model import Model
 from ..native import engine_versions
-from ..sampling.grammar import Grammar
+from ..sampling import Grammar, SamplingParams
 from .cluster import cluster, data_context, import_ray, make_ledger, translated
 from .folder import Folder, input_files, make_sink
 from .ledger import LedgerHandle
@@ -173,17 +173,9 @@ def generate(
         UnsupportedError: Ray is not installed.
     """
     given = {name: value for name, value in options.items() if name in RowOptions.__annotations__}
-    rows = GenerateRows(**cast(RowOptions, given))
-    arguments = {field.name: getattr(rows, field.name) for field in fields(rows)}
-    settings = {
-        **arguments,
-        "sampling": _plain(asdict(rows.sampling)) if rows.sampling else None,
-        "stop": list(rows.stop),
-        "grammar": rows.grammar.as_dict() if isinstance(rows.grammar, Grammar) else None,
-    }
     of_job = cast(JobOptions, {k: v for k, v in options.items() if k not in given})
-    job = _Job("generate", inputs, output, model, settings, GenerateRows.columns, load, of_job)
-    return job.run(Generate, arguments, seed)
+    rows = GenerateRows(**cast(RowOptions, given))
+    return _Job(rows, inputs, output, model, load, of_job).run(Generate, seed)
 
 
 def score(
@@ -202,9 +194,8 @@ def score(
 
     Arguments and errors are those of `generate`.
     """
-    settings: dict[str, object] = {"parse_special": parse_special}
-    job = _Job("score", inputs, output, model, settings, ScoreRows.columns, load, options)
-    return job.run(Score, settings, 0)
+    rows = ScoreRows(parse_special=parse_special)
+    return _Job(rows, inputs, output, model, load, options).run(Score, 0)
 
 
 class _Job:
@@ -212,12 +203,10 @@ class _Job:
 
     def __init__(
         self,
-        kind: Literal["generate", "score"],
+        rows: GenerateRows | ScoreRows,
         inputs: str | Sequence[str],
         output: str,
         model: str,
-        settings: Mapping[str, object],
-        columns: tuple[str, ...],
         load: LoadOptions | None,
         options: JobOptions,
     ) -> None:
@@ -240,27 +229,26 @@ class _Job:
         if self._format not in ("parquet", "jsonl"):
             raise ConfigError(f"format must be 'parquet' or 'jsonl', not {self._format!r}")
         self._model, self._load, self._options = model, LoadOptions(**(load or {})), options
+        self._arguments = {field.name: getattr(rows, field.name) for field in fields(rows)}
         id_column, keep = options.get("id_column", "id"), tuple(options.get("keep", ()))
         self._input = Input(
-            *input_files(inputs, options.get("filesystem")), id_column, columns, keep
+            *input_files(inputs, options.get("filesystem")), id_column, rows.columns, keep
         )
         self._output = Folder(output, options.get("filesystem"))
         self._folder = self._output / "_job"
         files = json.dumps([[file.path, file.size] for file in self._input.files])
         self._settings: dict[str, object] = {
             "format": 3,
-            "kind": kind,
+            "kind": "generate" if isinstance(rows, GenerateRows) else "score",
             "input": hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:16],
             "id_column": id_column,
             "keep": list(keep),
             "output_format": self._format,
             "load": _plain({k: v for k, v in self._load.items() if not k.startswith("n_threads")}),
-            **settings,
+            **cast("dict[str, object]", _plain(self._arguments)),
         }
 
-    def run(
-        self, stage: type[Generate | Score], arguments: Mapping[str, object], seed: int | None
-    ) -> JobReport:
+    def run(self, stage: type[Generate | Score], seed: int | None) -> JobReport:
         """Run what is left of the job."""
         known = self._folder.read_json("job.json")
         if self._output.paths() or known is not None:
@@ -272,12 +260,11 @@ class _Job:
             if known is None:
                 raise ConfigError(f"{self._output.path} is not the folder of a job")
         with cluster(self._options.get("address"), self._most, self._cpus):
-            return self._run_connected(stage, arguments, seed, known)
+            return self._run_connected(stage, seed, known)
 
     def _run_connected(
         self,
         stage: type[Generate | Score],
-        arguments: Mapping[str, object],
         seed: int | None,
         known: Mapping[str, object] | None,
     ) -> JobReport:
@@ -308,7 +295,7 @@ class _Job:
             )
             if n_before < n_rows:
                 with self._reporting(book, n_rows, n_before) as progress:
-                    self._map(stage, {**arguments, "seed": seed, "worker": worker})
+                    self._map(stage, {**self._arguments, "seed": seed, "worker": worker})
                 last = progress()
             n_written = count_rows(self._folder / "checkpoint")
             if n_written != n_rows:
@@ -439,4 +426,8 @@ def _check_same(known: Mapping[str, object], settings: Mapping[str, object], pat
 
 def _plain(value: object) -> object:
     """Return a setting as JSON gives it back."""
-    return json.loads(json.dumps(value, sort_keys=True))
+
+    def as_dict(part: object) -> object:
+        return part.as_dict() if isinstance(part, Grammar) else asdict(cast(SamplingParams, part))
+
+    return json.loads(json.dumps(value, sort_keys=True, default=as_dict))

@@ -24,8 +24,7 @@ __all__ = ["Server"]
 _POLL_S = 0.05
 _MOST_BYTES = 128 << 10  # of headers
 _SEND_BYTES = 128 << 10
-_HEADER_S = 30.0  # from the connection, or from a later request's first byte, to its headers' end
-_KEEP_ALIVE_S = 75
+_IDLE_S, _CHECK_S = 75.0, 1.0
 
 
 class Server:
@@ -86,18 +85,11 @@ class Server:
             LlamaBranchError: the model cannot be loaded.
         """
         try:
-            import uvloop
-
-            loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+            from uvloop import run
         except ImportError:  # there is none for Windows
-            loop = asyncio.new_event_loop()
-        try:
-            with self._signals():
-                loop.run_until_complete(self._serve())
-        finally:
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(loop.shutdown_default_executor())
-            loop.close()
+            from asyncio import run  # type: ignore[assignment]
+        with self._signals():
+            run(self._serve())
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -120,7 +112,7 @@ class Server:
         config = uvicorn.Config(
             app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
             access_log=False, log_level="critical", server_header=False, proxy_headers=False,
-            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=1,
+            timeout_keep_alive=int(_IDLE_S), timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = _Uvicorn(config)
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
@@ -164,60 +156,39 @@ class _Uvicorn(uvicorn.Server):
 class _Protocol(HttpToolsProtocol):
     """Connections on which whatever is no body has a limit in size, and silence one in time.
 
-    Headers count, chunk extensions and trailers. An answer that runs while the next request's headers
-    come is not cut off: the limits wait for its end.
+    Headers count, chunk extensions and trailers. uvicorn's own limit of time ends with any byte; here the
+    headers of a request must have come in time after the connection, or after the last answer.
     """
 
-    _n_bytes = 0  # since headers began, or the body went on
-    _has_body = False  # what was received last has some
-    _deadline: asyncio.TimerHandle | None = None  # of headers that are unfinished
+    _n_bytes = 0  # since headers were complete, or the body went on
+    _idle_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_headers()
+        self._idle_since = self.loop.time()
+        self._check()
 
-    def _await_headers(self) -> None:
-        self._deadline = self.loop.call_later(_HEADER_S, self._on_deadline)
-
-    def _on_deadline(self) -> None:
-        if self._is_answering and not self.transport.is_closing():
-            self._await_headers()
-        else:
+    def _check(self) -> None:
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if not is_answering and self.loop.time() - self._idle_since > _IDLE_S:
             self.transport.close()
-
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        elif not self.transport.is_closing():
+            self.loop.call_later(_CHECK_S, self._check)
 
     def data_received(self, data: bytes) -> None:
-        self._has_body = False
+        self._n_bytes += len(data)
         super().data_received(data)
-        if self.transport.is_closing():
-            return
-        self._n_bytes = 0 if self._has_body else self._n_bytes + len(data)
         if self._n_bytes > _MOST_BYTES:
-            if self._is_answering and self._deadline is not None:
-                self.flow.pause_reading()  # until the end of the answer
-            else:
-                self.transport.close()
-        elif not self._is_answering and self._deadline is None:
-            # uvicorn has ended its timer, though this was an empty line, or of a body that nobody reads.
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._has_body = True
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        if self._deadline is None:  # not the first request
-            self._n_bytes = 0
-            self._await_headers()
+        self._n_bytes = 0
 
     def on_headers_complete(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
         super().on_headers_complete()
+        self._n_bytes = 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._idle_since = self.loop.time()

@@ -82,7 +82,7 @@ def test_perplexity_and_file_are_the_programs(
         pytest.skip("the program may use AMX, which the library turns off")
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     log = run(program, "-m", MODEL, "-f", text, "--save-all-logits", theirs, last="PPL =")
-    found = evaluation.save_logits(ctx, text.read_text("utf-8"), ours, WINDOW)
+    found = evaluation.perplexity(ctx, text.read_text("utf-8"), WINDOW, save_to=ours)
     printed = [float(value) for value in re.findall(r"\[\d+\]([\d.]+)", log)]
     assert found.n_chunks >= 4
     assert found.running == pytest.approx(printed, rel=1e-4)
@@ -104,7 +104,7 @@ def test_divergence_is_the_programs_both_ways(
     program: Path, text: Path, ctx: lb.Context, tmp_path: Path
 ) -> None:
     ours = tmp_path / "ours"
-    evaluation.save_logits(ctx, text.read_text("utf-8"), ours, WINDOW)
+    evaluation.perplexity(ctx, text.read_text("utf-8"), WINDOW, save_to=ours)
     log = run(
         program, "-m", DRAFT, "--kl-divergence-base", ours, "--kl-divergence", last="Same top p:"
     )

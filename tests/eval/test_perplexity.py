@@ -20,8 +20,6 @@ from llamabranch.eval import (
     Perplexity,
     divergence,
     perplexity,
-    save_logits,
-    strided_perplexity,
 )
 
 TEXT = (
@@ -94,7 +92,7 @@ def test_sequences_do_not_change_what_is_computed_in_f16(target: lb.Model) -> No
 def test_strided_perplexity_scores_every_token_once(ctx: Context) -> None:
     tokens = ctx.model.tokenize(TEXT)
     for window, stride in ((32, 16), (48, 7), (len(tokens) + 5, 9)):
-        found = strided_perplexity(ctx, TEXT, window, stride)
+        found = perplexity(ctx, TEXT, window, stride=stride)
         expected: list[float] = []
         scored = 1
         for start in range(0, len(tokens), stride):
@@ -125,7 +123,7 @@ def test_an_interrupted_run_is_continued(ctx: Context, tmp_path: Path) -> None:
                 if path is None:
                     perplexity(other, TEXT, 32, progress=stop)
                 else:
-                    save_logits(other, TEXT, path, 32, progress=stop)
+                    perplexity(other, TEXT, 32, progress=stop, save_to=path)
             assert 0 < kept[0].n_done < whole.n_chunks
             assert other.n_seq_free == 2
             if path is None:
@@ -133,8 +131,8 @@ def test_an_interrupted_run_is_continued(ctx: Context, tmp_path: Path) -> None:
             else:
                 with pytest.raises(ConfigError, match="incomplete"):
                     LogitsFile.open(path)
-                again = save_logits(other, TEXT, path, 32, resume=kept[0])
-                save_logits(other, TEXT, tmp_path / "whole", 32)
+                again = perplexity(other, TEXT, 32, resume=kept[0], save_to=path)
+                perplexity(other, TEXT, 32, save_to=tmp_path / "whole")
                 assert path.read_bytes() == (tmp_path / "whole").read_bytes()
         assert again.value == whole.value and again.stderr == whole.stderr
     with pytest.raises(ConfigError, match="window"):
@@ -145,7 +143,7 @@ def test_an_interrupted_run_is_continued(ctx: Context, tmp_path: Path) -> None:
 
 def test_the_file_is_laid_out_as_llama_cpp_lays_it_out(ctx: Context, tmp_path: Path) -> None:
     path = tmp_path / "logits"
-    save_logits(ctx, TEXT, path, 32, chunks=2)
+    perplexity(ctx, TEXT, 32, chunks=2, save_to=path)
     data, n_vocab = path.read_bytes(), ctx.n_vocab
     tokens = ctx.model.tokenize(TEXT)[:64]
     assert data[:20] == b"_logits_" + struct.pack("<3i", 32, n_vocab, 2)
@@ -166,7 +164,7 @@ def test_the_file_is_laid_out_as_llama_cpp_lays_it_out(ctx: Context, tmp_path: P
 
 def test_a_model_does_not_diverge_from_itself(ctx: Context, tmp_path: Path) -> None:
     path = tmp_path / "logits"
-    saved = save_logits(ctx, TEXT, path, 32)
+    saved = perplexity(ctx, TEXT, 32, save_to=path)
     found = divergence(ctx, path)
     assert found.n_tokens == saved.n_tokens
     assert found.statistics.perplexity.value == pytest.approx(saved.value, rel=1e-5)
@@ -180,7 +178,7 @@ def test_divergence_is_that_of_the_distributions(
 ) -> None:
     """Against float64 over the whole vocabulary: the base's codes have 16 bits, and end 16 nats down."""
     path = tmp_path / "logits"
-    save_logits(ctx, TEXT, path, 32, chunks=3)
+    perplexity(ctx, TEXT, 32, chunks=3, save_to=path)
     found = divergence(draft_ctx, path)
     tokens = ctx.model.tokenize(TEXT)
     kls, same, changes = [], [], []
@@ -211,7 +209,7 @@ def test_divergence_is_that_of_the_distributions(
 
 def test_an_interrupted_comparison_is_continued(ctx: Context, tmp_path: Path) -> None:
     path = tmp_path / "logits"
-    save_logits(ctx, TEXT, path, 32)
+    perplexity(ctx, TEXT, 32, save_to=path)
     whole = divergence(ctx, path)
     kept: list[KLDivergence] = []
 
@@ -239,11 +237,11 @@ def test_short_texts_and_small_contexts_are_refused(ctx: Context, tmp_path: Path
     with pytest.raises(ConfigError):
         perplexity(ctx, TEXT, 3)
     with pytest.raises(ConfigError):
-        strided_perplexity(ctx, TEXT, 32, 32)
-    with pytest.raises(ConfigError, match="one token"):
-        strided_perplexity(ctx, [5])
+        perplexity(ctx, TEXT, 32, stride=32)
+    with pytest.raises(ConfigError, match="two tokens"):
+        perplexity(ctx, [5], stride=9)
     with pytest.raises(ConfigError, match="cannot write"):
-        save_logits(ctx, TEXT, tmp_path / "no" / "folder", 32)
+        perplexity(ctx, TEXT, 32, save_to=tmp_path / "no" / "folder")
     assert ctx.decoder.n_decodes == before
 
 
@@ -251,7 +249,7 @@ def test_files_of_other_kinds_and_models_are_refused(
     ctx: Context, toy: lb.Model, tmp_path: Path
 ) -> None:
     path = tmp_path / "logits"
-    save_logits(ctx, TEXT, path, 32, chunks=2)
+    perplexity(ctx, TEXT, 32, chunks=2, save_to=path)
     whole = path.read_bytes()
     other = tmp_path / "other"
     for data, message in (
@@ -281,6 +279,6 @@ def test_an_odd_vocabulary_is_padded(tmp_path: Path) -> None:
         lb.Context(model, n_ctx=256, n_seq_max=1, n_threads=1) as ctx,
     ):
         path = tmp_path / "logits"
-        save_logits(ctx, list(range(2, 42)), path, 8)
+        perplexity(ctx, list(range(2, 42)), 8, save_to=path)
         assert path.stat().st_size == 20 + 4 * 40 + 5 * 3 * 2 * 264
         assert divergence(ctx, path).n_tokens == 15

@@ -46,7 +46,7 @@ def compare(a: Path, b: Path, text: str, **more: Any) -> Comparison:
 def test_coded_numbers_are_those_of_llama_perplexitys_file(text: str, tmp_path: Path) -> None:
     file = tmp_path / "base.kld"
     with opened(TARGET) as base:
-        evaluation.save_logits(base, text, file, WINDOW, chunks=4)
+        evaluation.perplexity(base, text, WINDOW, chunks=4, save_to=file)
     with opened(DRAFT) as ctx:
         wanted = evaluation.divergence(ctx, file)
     found = compare(TARGET, DRAFT, text, coded=True).divergence

@@ -176,43 +176,33 @@ def test_connections_that_say_nothing_or_half(server: Serving, api: Any) -> None
     assert api.get("/health").status_code == 200
 
 
-def test_half_a_request_after_others(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the connection in time too, but no answer that runs meanwhile."""
+def asked() -> bytes:
     body = json.dumps({**ENDLESS, "max_tokens": 60, "stream": True}).encode()
-    asked = head("/v1/completions", len(body)).replace(b"Connection: close\r\n", b"") + body
-    for more, ends in ((b"", b""), (b"\r\n" + asked, b"data: [DONE]\n\n\r\n0\r\n\r\n")):
-        with socket.create_connection(("127.0.0.1", server.server.port), 60) as connection:
-            connection.sendall(KEPT)
-            assert connection.recv(9)
-            with monkeypatch.context() as patched:
-                patched.setattr(serve_server, "_HEADER_S", 0.02)
-                connection.sendall(more + KEPT[:9])
-                found = b""
-                while part := connection.recv(65536):
-                    found += part
-        assert found.endswith(ends)
+    return head("/v1/completions", len(body)).replace(b"Connection: close\r\n", b"") + body
 
 
 @pytest.mark.parametrize(
-    ("first", "then"),
+    ("then", "end"),
     [
-        (KEPT, b"\r\n"),
-        (head("/health", 1000, method="GET").replace(b"Connection: close\r\n", b""), b"x"),
+        (b"\r\n", b""),
+        (b"GET / HT", b""),
+        (head("/health", 9, method="GET").replace(b"Connection: close\r\n", b"") + b"x", None),
+        (asked() + KEPT[:9], b"data: [DONE]\n\n\r\n0\r\n\r\n"),
     ],
 )
-def test_connection_that_says_nothing_more(
-    first: bytes, then: bytes, monkeypatch: pytest.MonkeyPatch
+def test_connection_without_a_whole_request_is_closed_in_time_but_no_answer_is(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, then: bytes, end: bytes | None
 ) -> None:
-    monkeypatch.setattr(serve_server, "_KEEP_ALIVE_S", 1)
-    with (
-        serving() as server,
-        socket.create_connection(("127.0.0.1", server.server.port), 60) as connection,
-    ):
-        connection.sendall(first)
-        assert b" 200 " in connection.recv(65536)
-        connection.sendall(then)  # ends uvicorn's timer
-        while connection.recv(65536):
-            pass
+    with socket.create_connection(("127.0.0.1", server.server.port), 60) as connection:
+        connection.sendall(KEPT)
+        found = connection.recv(65536)
+        assert b" 200 " in found
+        connection.sendall(then)
+        found = connection.recv(9) if end else b""
+        monkeypatch.setattr(serve_server, "_IDLE_S", 0.0)
+        while part := connection.recv(65536):
+            found += part
+    assert end is None or found.endswith(end)
 
 
 # -- who may call ----------------------------------------------------------------------------------

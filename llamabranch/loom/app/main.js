@@ -29,8 +29,9 @@ function select(node, end = null) {
 
 /** Continue from the cursor or the end of the path. @param {Record<string, any>} [fields] */
 async function go(fields = {}) {
-  const at = place();
-  const answer = await act("continue", { node: store.current, at, n: 3, max_tokens: 24, seed: null, ...fields });
+  const at = place(), node = selected();
+  const resume = node?.reason === "interrupted" && at === node.at + node.n; // as if it had not been
+  const answer = await act("continue", { node: store.current, at, n: 3, max_tokens: 24, resume, ...fields });
   if (!answer) return;
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
   else {
@@ -211,6 +212,7 @@ const run = {
     if (parent) select(parent.node.id, endOf(parent));
     tell("Deleted; u brings it back.");
   },
+  compact: async () => (await act("compact")) && tell("The file was written anew; the old one is beside it, as .bak."),
   undo: async () => tell((await act("undo")) ? "Undone." : "There is nothing to undo."),
   redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
   find: () => $("find").focus(),
@@ -222,9 +224,9 @@ const run = {
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable()]),
   menu: () => ask("Menu", [], "", () => {}, [h("ul", { class: "menu" },
-    ["options", "search", "compare", "ghosts", "bookmark", "note", "delete", "hoist", "deleted", "export", "new", "help"].map((name) =>
+    ["options", "search", "compare", "ghosts", "bookmark", "note", "delete", "hoist", "deleted", "export", "new", "compact", "help"].map((name) =>
       h("li", {}, h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
-        { deleted: "show or hide deleted branches", new: "begin another text" }[name]
+        { deleted: "show or hide deleted branches", new: "begin another text", compact: "write the file anew without what was undone" }[name]
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? "")))))]),
   deleted: () => {
     store.showDeleted = !store.showDeleted;

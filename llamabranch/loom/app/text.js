@@ -204,7 +204,7 @@ export function textView(box, source, prefix) {
   }
 
   scroller.addEventListener("scroll", () => draw(true), { passive: true });
-  return { draw, reveal, element: (/** @type {number} */ i) => elements.get(i), all: () => elements };
+  return { draw, reveal, element: (/** @type {number} */ i) => elements.get(i) };
 }
 
 /** @type {ReturnType<typeof textView>} */ let main;
@@ -222,27 +222,11 @@ export function moveTo(i) {
 export const textMoves = {
   left: () => moveTo(Math.max(0, (view.cursor < 0 ? shownPath().n : view.cursor) - 1)),
   right: () => moveTo(view.cursor < 0 ? shownPath().n - 1 : view.cursor + 1),
-  up: () => line(-1),
-  down: () => line(1),
   first: () => moveTo(0),
   last: () => moveTo(shownPath().n - 1),
   surprise: () => surprise(1),
   surpriseBack: () => surprise(-1),
 };
-
-/** The token above or below the cursor. @param {number} by */
-function line(by) {
-  const from = main.element(view.cursor)?.getBoundingClientRect();
-  if (!from) return moveTo(view.cursor < 0 ? shownPath().n - 1 : view.cursor);
-  let best = -1, distance = Infinity;
-  for (const [i, element] of main.all()) {
-    const to = element.getBoundingClientRect();
-    if ((to.top - from.top) * by < from.height / 2) continue;
-    const far = 9 * Math.abs(to.top - from.top) + Math.abs(to.left - from.left);
-    if (far < distance) [best, distance] = [i, far];
-  }
-  if (best >= 0) moveTo(best);
-}
 
 /** The next token of less than 5 percent. @param {number} by */
 function surprise(by) {

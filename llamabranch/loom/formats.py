@@ -203,57 +203,53 @@ def _nested(parts: Sequence[Segment], shape: _Shape) -> bytes:
     return b"".join(out)
 
 
-def _logitloom(document: Document, title: str, _: Sequence[Segment], nodes: bytes) -> Values:
-    return {
-        "isLogitLoomTreeVersion": "logit-loom-tree-v1",
-        "modelName": document.head.model if document.head else title,
-        "modelSettings": {"kind": "base"}, "roots": Raw(b"[%b]" % nodes),
-    }  # fmt: skip
-
-
-def _loomsidian(document: Document, _: str, parts: Sequence[Segment], nodes: bytes) -> Values:
+def _current(document: Document, parts: Sequence[Segment]) -> str | None:
     here = [part.id for part in parts if part.node and part.node.id == document.current]
-    current = next(iter([*here, *(part.id for part in parts)]), None)
-    return {
-        "current": current, "hoisted": [], "searchTerm": "", "generating": None, "nodes": Raw(nodes),
-    }  # fmt: skip
+    return next(iter([*here, *(part.id for part in parts)]), None)
 
 
-def _socketteer(_: Document, __: str, parts: Sequence[Segment], nodes: bytes) -> Values:
-    noted = [(f"c{i}", part) for i, part in enumerate(parts) if part.last and part.last.note]
-    chapters = {
-        name: {"id": name, "root_id": part.id, "title": part.last.note if part.last else ""}
-        for name, part in noted
-    }
-    return {"root": Raw(nodes), "chapters": chapters, "selected_node_id": None}
-
-
-def _exoloom(_: Document, title: str, parts: Sequence[Segment], nodes: bytes) -> Values:
-    tree = {"title": title, "rootNodeId": parts[0].id, "nodes": Raw(nodes)}
-    return {"loomType": "Exoloom", "schemaVersion": 1, "tree": tree, "lens": {}}
+def _chapters_of(parts: Sequence[Segment]) -> dict[str, Values]:
+    noted = [(f"c{i}", part, part.last.note) for i, part in enumerate(parts) if part.last]
+    return {c: {"id": c, "root_id": part.id, "title": note} for c, part, note in noted if note}
 
 
 _SHAPES = {
     "logitloom": _Shape(
         {"id": "id", "text": "text", "logprob": "logprob", "prob": "prob", "branchFinished": "finished"},
-        _logitloom, is_nested=True, has_tokens=True,
+        lambda document, title, parts, nodes: {
+            "isLogitLoomTreeVersion": "logit-loom-tree-v1",
+            "modelName": document.head.model if document.head else title,
+            "modelSettings": {"kind": "base"}, "roots": Raw(b"[%b]" % nodes),
+        },
+        is_nested=True, has_tokens=True,
     ),
     "loomsidian": _Shape(
         {"text": "text", "parentId": "parent", "collapsed": "no", "unread": "no",
          "bookmarked": "bookmark"},
-        _loomsidian,
+        lambda document, title, parts, nodes: {
+            "current": _current(document, parts), "hoisted": [], "searchTerm": "",
+            "generating": None, "nodes": Raw(nodes),
+        },
     ),
     "socketteer": _Shape(
-        {"id": "id", "text": "text", "bookmark": "bookmark", "parent_id": "parent"}, _socketteer,
+        {"id": "id", "text": "text", "bookmark": "bookmark", "parent_id": "parent"},
+        lambda document, title, parts, nodes: {
+            "root": Raw(nodes), "chapters": _chapters_of(parts), "selected_node_id": None,
+        },
         is_nested=True, has_one_root=True,
     ),
     "socketteer-simple": _Shape(
-        {"text": "text"}, lambda _, __, ___, nodes: Raw(nodes), is_nested=True, has_one_root=True
+        {"text": "text"}, lambda document, title, parts, nodes: Raw(nodes), is_nested=True,
+        has_one_root=True,
     ),
     "exoloom": _Shape(
         {"content": "text", "authorType": "author", "parentId": "parent", "childrenIds": "children",
          "createdAt": "time", "bookmarked": "bookmark"},
-        _exoloom, has_one_root=True,
+        lambda document, title, parts, nodes: {
+            "loomType": "Exoloom", "schemaVersion": 1, "lens": {},
+            "tree": {"title": title, "rootNodeId": parts[0].id, "nodes": Raw(nodes)},
+        },
+        has_one_root=True,
     ),
 }  # fmt: skip
 _NAMES = ", ".join(("json", "html", "markdown", "markdown-tree", *_SHAPES))

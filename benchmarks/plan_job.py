@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
 import llamabranch as lb
 from llamabranch import ConfigError, Context, Engine, Request, SamplingParams
-from llamabranch.arguments import bounded, whole
 
 __all__ = ["JobNumbers", "JobPlan", "measure"]
 
@@ -63,17 +62,6 @@ class JobNumbers:
     load_s: float = 5.0
     block_rows: int | None = None
     price: float | None = None
-
-    def __post_init__(self) -> None:
-        lows = {"decode_per_s": 1e-9, "prefill_per_s": 1e-9, "mtbf_h": 1e-9, "rows_per_prefix": 1.0}
-        for name, value in [(each.name, getattr(self, each.name)) for each in fields(self)]:
-            if name in ("rows", "workers") or (name == "block_rows" and value is not None):
-                object.__setattr__(self, name, whole(name, value, 1))
-            elif value is not None:
-                high = math.inf if name == "mtbf_h" else 1e15
-                object.__setattr__(self, name, bounded(name, value, lows.get(name, 0.0), high))
-        if self.shared_tokens > self.prompt_tokens:
-            raise ConfigError("shared_tokens must not exceed prompt_tokens")
 
     def plan(self) -> JobPlan:
         """Return what the job will take.

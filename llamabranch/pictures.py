@@ -1,4 +1,4 @@
-"""Tokens, distributions and trees as HTML, for notebooks and files; and the model of a drawn tree.
+"""Tokens and trees as HTML, for notebooks and files; and the model of a drawn tree.
 
 No scripts and no style sheets: a notebook may strip them. Text keeps the colour that the page has, and
 colours behind it are translucent, so light and dark pages can both be read. All text is escaped, and
@@ -16,7 +16,6 @@ from typing import Protocol
 __all__ = [
     "Token",
     "TreeLine",
-    "bars",
     "tokens_picture",
     "tree",
     "visible",
@@ -105,27 +104,6 @@ def tokens_picture(tokens: Sequence[Emitted], *, prompt: str = "", caption: str 
     text += "".join(_span(token, by_source) for token in shown)
     keys = list(_SOURCES.values()) if by_source else _PROBABILITIES
     return f'<div>{_caption(caption)}<div style="{_BOX}">{text}</div>{_legend(keys)}</div>'
-
-
-def bars(rows: Iterable[tuple[str, float]], *, caption: str = "") -> str:
-    """Return probabilities as bars: (label, probability) from top to bottom."""
-    lines = []
-    for label, p in rows:
-        width = 100 * min(1.0, max(0.0, p))
-        lines.append(
-            '<tr><td style="text-align:right;padding:0 .6em;white-space:pre;border:0">'
-            f"{_text(label)}</td>"
-            '<td style="text-align:right;padding:0 .6em;border:0">'
-            f"{100 * p:.1f} %</td>"
-            '<td style="width:20em;text-align:left;padding:0;border:0">'
-            '<div style="background:rgba(64,110,230,.6);border-radius:2px;height:.9em;'
-            f'width:{width:.2f}%;min-width:1px"></div></td></tr>'
-        )
-    return (
-        f"<div>{_caption(caption)}"
-        '<table style="font-family:monospace;border-collapse:collapse;border:0;background:none">'
-        f"{''.join(lines)}</table></div>"
-    )
 
 
 def tree(roots: Sequence[TreeLine], *, caption: str = "") -> str:

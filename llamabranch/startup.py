@@ -1,4 +1,4 @@
-"""What comes before and after a command: Ctrl-C, and arguments in UTF-8 whatever the locale.
+"""Ctrl-C before and after a command.
 
 A Ctrl-C while the command line starts or ends gives exit code 130 at once, without a traceback. Imports
 take half a second. Nothing is open yet, so there is nothing to free; and an exception would come out of
@@ -33,16 +33,6 @@ def quit_interrupted(_number: int = 0, _frame: FrameType | None = None) -> None:
     with contextlib.suppress(OSError):
         os.write(2, b"interrupted\n")
     os._exit(EXIT_INTERRUPTED)
-
-
-def read_arguments_as_utf8() -> None:
-    """Start the process again in Python's UTF-8 mode if the locale's encoding cannot read an argument.
-
-    Only this gives both texts and names of files as they were meant, under ``PYTHONUTF8=0 LC_ALL=C``.
-    """
-    unread = any("\udc80" <= character <= "\udcff" for character in "".join(sys.argv))
-    if unread and sys.getfilesystemencoding() != "utf-8":
-        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def is_command() -> bool:

@@ -1,9 +1,16 @@
-"""Runs commands of the command line in this process, on one thread."""
+"""Runs commands of the command line: in this process, on one thread; or in a terminal."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 from typing import Any
 
 from typer.testing import CliRunner, Result
@@ -11,7 +18,7 @@ from typer.testing import CliRunner, Result
 import llamabranch as lb
 from llamabranch.cli import app
 
-__all__ = ["COMMAND", "answer", "run", "said_by"]
+__all__ = ["COMMAND", "answer", "on_terminal", "run", "said_by"]
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli"]
 _THREADS = {"generate", "speculate", "chat", "search", "score", "eval", "bench", "demo", "doctor"}
@@ -41,3 +48,23 @@ def answer(*arguments: object, stdin: str | None = None, **environment: str) -> 
 def said_by(*arguments: object, **environment: str) -> str:
     """Run a command; return what it said on standard error as one line."""
     return " ".join(run(*arguments, **environment).stderr.replace("│", " ").split())
+
+
+def on_terminal(command: list[str], columns: int, **streams: int) -> tuple[str, bytes]:
+    """Run a program in a terminal, but for ``streams``; return what that shows, and the output."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+        environment.pop(name, None)
+    ends: Any = {**dict.fromkeys(("stdin", "stdout", "stderr"), follower), **streams}
+    with subprocess.Popen(command, env=environment, **ends) as process:
+        os.close(follower)
+        shown = b""
+        with contextlib.suppress(OSError):  # once the other side is closed
+            while part := os.read(leader, 1 << 16):
+                shown += part
+        output = process.stdout.read() if process.stdout else b""
+    os.close(leader)
+    assert process.returncode == 0, shown
+    return shown.decode().replace("\r\n", "\n"), output

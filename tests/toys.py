@@ -550,15 +550,15 @@ def write_toy(
         vocabulary = Vocabulary.named(vocab)
         n_vocab, text = len(vocabulary.tokens), vocabulary.metadata()
     own, blocks = _ARCHITECTURES[architecture](s)
-    merged = {**own, **text, **(metadata or {})}
+    if weights not in _FILE_TYPES:
+        raise ValueError(f"unknown weights {weights!r}")
+    file_type = {"general.file_type": int(_FILE_TYPES[weights])}
+    merged = {**file_type, **own, **text, **(metadata or {})}
     kept = {key: value for key, value in merged.items() if value is not None}
     shapes = _outer_tensors(architecture, s, n_vocab) | blocks
     shapes = {name: shape for name, shape in shapes.items() if name not in drop}
     path = Path(path)
-    if weights not in _FILE_TYPES:
-        raise ValueError(f"unknown weights {weights!r}")
     writer = gguf.GGUFWriter(path, architecture)
-    _add_value(writer, "general.file_type", int(_FILE_TYPES[weights]))
     for key, value in kept.items():
         shared = key.startswith(("general.", "tokenizer."))
         _add_value(writer, key if shared else f"{architecture}.{key}", value)

@@ -315,10 +315,7 @@ class Branch:
         with self._lock:
             sequence = self.sequence
             row = sequence.logits_row()
-            found = sequence.sampler.distribution(row.array, sequence.position, sequence.seed)
-        model = self.ctx.model
-        found.label_by(lambda token: model.piece(token).decode("utf-8", "replace"))
-        return found
+            return sequence.sampler.distribution(row.array, sequence.position, sequence.seed)
 
     def log_probs(self) -> npt.NDArray[np.float64]:
         """Return the model's own log-probabilities of the next token in nats, float64 (V,), a copy.

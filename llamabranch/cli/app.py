@@ -13,7 +13,7 @@ from typing import Annotated, cast
 import typer
 from typer.core import TyperCommand
 
-from llamabranch.startup import quit_interrupted, quit_on_ctrl_c, read_arguments_as_utf8
+from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
 from .command import Command, CommandGroup, UsageError, reopen_closed_streams
 from .console import Console, print_json_error
@@ -133,7 +133,6 @@ for _name in HIDDEN:
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
     quit_on_ctrl_c()  # until a command begins, and after it has ended
-    read_arguments_as_utf8()
     reopen_closed_streams()
     if sys.stdout is not None:  # None means that it was closed when the process started
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -24,7 +24,7 @@ from llamabranch.model import Prompt
 from ..loading import LoadOptions
 from .bench_report import BenchReport
 from .bundles import option, with_bundles
-from .console import Console, print_json
+from .console import Console
 from .drafters import MTP, is_model, make_drafter, note_translation
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .jsonl import report_invalid
@@ -146,10 +146,8 @@ def bench(
             n_runs=sweep.n_runs,
             options=_arguments(sampling, models),
         )
-        if output.as_json:
-            print_json(report.as_json())
-        else:
-            report.print(console)
+        report.print(console)
+        console.answer(report.as_json())
         if interrupts.requested:
             console.note("interrupted: this is what was measured until then")
             raise typer.Exit(EXIT_INTERRUPTED)

@@ -6,7 +6,6 @@ it to what the library takes; a command takes the bundles it needs.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields, is_dataclass
@@ -14,7 +13,6 @@ from inspect import Parameter, Signature, cleandoc, signature
 from typing import Annotated, TypeVar
 
 import typer
-from typer.models import ParameterInfo
 from typing_extensions import get_type_hints  # of Python 3.11: a default of None wraps nothing
 
 T = TypeVar("T")
@@ -35,6 +33,14 @@ def option(default: T, text: str, *names: str, first: bool = False, **more: obje
     return field(default=default, metadata=metadata)
 
 
+def argument(text: str, *, metavar: str) -> list[str] | None:
+    """Return the field of a bundle that takes the words of a command that are no options."""
+    info: object = typer.Argument(
+        metavar=metavar, help=text, show_default=False, rich_help_panel="Arguments"
+    )
+    return field(default=None, metadata={_OPTION: info, _FIRST: False})
+
+
 _OPTION, _FIRST = "option", "first"  # where a field keeps them
 
 
@@ -42,9 +48,9 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
     """Return ``command`` with the fields of its bundles as parameters, for Typer to read.
 
     A parameter whose type is a dataclass is a bundle: each of its fields becomes an option, declared by
-    `option` or by its annotation, under the heading that the class which declares it names as ``panel``
-    unless the field names another. The command gets the bundle, built from the options that were given.
-    Its attribute ``first`` holds the names of the parameters that --help shows.
+    `option`, `argument` or its annotation, under the heading that the class which declares it names as
+    ``panel`` unless the field names another. The command gets the bundle, built from the options that
+    were given. Its attribute ``first`` holds the names of the parameters that --help shows.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []
@@ -65,16 +71,13 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
             arguments[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
         command(**arguments, **values)
 
-    run.__name__, run.__doc__ = command.__name__, _paragraphs(cleandoc(command.__doc__ or ""))
+    # One line for each paragraph, for --help to wrap at any width.
+    told = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.__doc__ or ""))
+    run.__name__, run.__doc__ = command.__name__, told
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.first = frozenset(first)  # type: ignore[attr-defined]
     return run
-
-
-def _paragraphs(text: str) -> str:
-    """Return the text with one line for each paragraph, for --help to wrap at any width."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 def _parameters(bundle: type) -> Iterator[Parameter]:
@@ -85,22 +88,13 @@ def _parameters(bundle: type) -> Iterator[Parameter]:
         for name in vars(kind).get("__annotations__", ())
     }
     for each in fields(bundle):
-        hint = hints[each.name]
-        if _OPTION in each.metadata:
-            hint = Annotated[hint, each.metadata[_OPTION]]
+        hint, info = hints[each.name], each.metadata.get(_OPTION)
+        if info is not None:
+            info.rich_help_panel = info.rich_help_panel or panels[each.name]
+            hint = Annotated[hint, info]
         yield Parameter(
             each.name,
             Parameter.KEYWORD_ONLY,
             default=Parameter.empty if each.default is MISSING else each.default,
-            annotation=_under(panels[each.name], hint),
+            annotation=hint,
         )
-
-
-def _under(panel: str | None, annotation: object) -> object:
-    """Return an option's annotation with its heading in --help, ``panel`` unless it has one."""
-    kind, info = annotation.__origin__, annotation.__metadata__[0]  # type: ignore[attr-defined]
-    if not isinstance(info, ParameterInfo) or info.rich_help_panel is not None:
-        return annotation
-    info = copy.copy(info)
-    info.rich_help_panel = panel
-    return Annotated[kind, info]

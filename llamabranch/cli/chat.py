@@ -17,7 +17,7 @@ from llamabranch.chat import saved_model
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .chat_session import ChatSession
-from .console import Console, print_json
+from .console import Console
 from .files import read_standard_input, read_text
 from .interrupts import EXIT_FAILURE
 from .options import (
@@ -135,10 +135,8 @@ def chat(
                 context, drafter, config, system=given.system, max_tokens=max_tokens,
                 sampling=params, stop=given.stop or (),
             )  # fmt: skip
-        contexts, is_interactive = [context, *drafter.contexts], given.is_interactive
-        session = ChatSession(
-            talk, console, contexts, silent=output.as_json, interactive=is_interactive
-        )
+        is_interactive = given.is_interactive
+        session = ChatSession(talk, console, interactive=is_interactive)
         if kept is not None and is_interactive:
             session.show_last()
         if message is not None:
@@ -147,8 +145,7 @@ def chat(
             session.take(line)
         if is_interactive:
             session.run()
-        if output.as_json:
-            print_json(_as_json(session.chat))
+        console.answer(_as_json(session.chat))
         if session.has_failed and not is_interactive:
             raise typer.Exit(EXIT_FAILURE)
 

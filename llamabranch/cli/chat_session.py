@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 
 import typer
@@ -15,15 +15,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from llamabranch import (
-    Chat,
-    ConfigError,
-    Context,
-    DecodeInterruptedError,
-    LlamaBranchError,
-    SamplingParams,
-    UsageError,
-)
+import llamabranch as lb
 from llamabranch.chat import Answer, Exchange
 
 from .console import Console
@@ -41,8 +33,6 @@ class ChatSession:
     Args:
         chat: the conversation.
         console: where answers are printed.
-        contexts: those that decode; Ctrl-C interrupts them.
-        silent: print no answers.
         interactive: turns are typed; an answer that fails does not end the program then.
 
     Attributes:
@@ -50,18 +40,10 @@ class ChatSession:
         has_failed: whether a command has failed.
     """
 
-    def __init__(
-        self,
-        chat: Chat,
-        console: Console,
-        contexts: Sequence[Context],
-        *,
-        silent: bool = False,
-        interactive: bool = True,
-    ) -> None:
+    def __init__(self, chat: lb.Chat, console: Console, *, interactive: bool = True) -> None:
         self.chat = chat
-        self._console, self._contexts = console, contexts
-        self._silent, self._interactive = silent, interactive
+        self._console, self._interactive = console, interactive
+        self._contexts = [chat.ctx, *chat.speculator.drafter.contexts]
         self._read: Read | None = None
         self._line = ""  # the last one of an answer, as it was printed
         self._has_quit = False
@@ -98,7 +80,7 @@ class ChatSession:
         if self._has_quit or not line.strip():
             return
         try:
-            if not self._interactive and self._console.out.is_terminal and not self._silent:
+            if not self._interactive and self._console.out.is_terminal:
                 self._console.line(_PROMPT + line, "dim")
             if not line.startswith("/"):
                 self.say(line)
@@ -107,9 +89,9 @@ class ChatSession:
             name = _ALIASES.get(name, name)
             if name not in COMMANDS:
                 hint = _INSTEAD.get(name, "/help lists the commands")
-                raise ConfigError(f"there is no command /{name}", hint=hint)
+                raise lb.ConfigError(f"there is no command /{name}", hint=hint)
             COMMANDS[name](self, rest.strip())
-        except LlamaBranchError as error:
+        except lb.LlamaBranchError as error:
             if not self._interactive and not line.startswith("/"):
                 raise
             self.has_failed = True
@@ -132,7 +114,7 @@ class ChatSession:
                 for token in answer:
                     self._write(token.text)
                     interrupts.check()
-            except (KeyboardInterrupt, DecodeInterruptedError):
+            except (KeyboardInterrupt, lb.DecodeInterruptedError):
                 if not interrupts.requested:
                     raise
                 interrupted = True
@@ -150,8 +132,7 @@ class ChatSession:
             raise typer.Exit(EXIT_INTERRUPTED)
 
     def _write(self, text: str) -> None:
-        if not self._silent:
-            self._console.write(self._wrapped(text) if self._console.out.is_terminal else text)
+        self._console.write(self._wrapped(text) if self._console.out.is_terminal else text)
 
     def _wrapped(self, text: str) -> str:
         """Return what to write for ``text``: a word that reaches the edge is moved to the next line."""
@@ -196,13 +177,10 @@ class ChatSession:
         """Replace message N and answer it, on a new branch."""
         number, _, text = rest.partition(" ")
         n = _number(number, "/edit N [TEXT]", len(self.chat.exchanges))
-        if not text.strip():
-            if self._read is None or not 1 <= n <= len(self.chat.exchanges):
-                text = ""
-            else:
-                text = self._read(self.chat.exchanges[n - 1].user)
-            if not text.strip() and 1 <= n <= len(self.chat.exchanges):
-                raise UsageError("nothing to replace it with", hint="/edit N TEXT")
+        if not text.strip() and 1 <= n <= len(self.chat.exchanges):
+            text = "" if self._read is None else self._read(self.chat.exchanges[n - 1].user)
+            if not text.strip():
+                raise lb.UsageError("nothing to replace it with", hint="/edit N TEXT")
         self._stream(lambda: self.chat.edit(n, text))
         self._where()
 
@@ -242,9 +220,8 @@ class ChatSession:
         self._console.render(table)
 
     def _last_of(self, number: int) -> Exchange:
-        found = self.chat.on(number)
-        if not found:
-            raise UsageError(f"branch {number} has no answer yet", hint="send a message first")
+        if not (found := self.chat.on(number)):
+            raise lb.UsageError(f"branch {number} has no answer yet", hint="send a message first")
         return found[-1]
 
     def _other_answer(self) -> int:
@@ -270,7 +247,7 @@ class ChatSession:
         name = name.lstrip("-").replace("-", "_")
         name = _SETTINGS.get(name, name)
         if not name:
-            known = {f.name: getattr(self.chat.sampling, f.name) for f in fields(SamplingParams)}
+            known = {f.name: getattr(self.chat.sampling, f.name) for f in fields(lb.SamplingParams)}
             known["max_tokens"] = self.chat.max_tokens
             rows = [(name, str(value)) for name, value in known.items()]
             self._console.table(("setting", "value"), rows, left=("value",))
@@ -289,7 +266,7 @@ class ChatSession:
         folder, old = _path(rest, "/load FOLDER"), self.chat
         old.close()  # for room; if the other one cannot be read, it goes on and reads itself again
         speculator = old.speculator
-        self.chat = Chat.load(old.ctx, folder, speculator.drafter, speculator.config)
+        self.chat = lb.Chat.load(old.ctx, folder, speculator.drafter, speculator.config)
         self.show_last()
 
     def show_last(self) -> None:
@@ -382,16 +359,9 @@ def _reader(console: Console) -> Read:
 def _line_editor() -> Read:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-    keys = KeyBindings()
-
-    def begin_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    keys.add("escape", "enter")(begin_line)
     commands = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
-    session: PromptSession[str] = PromptSession(completer=commands, key_bindings=keys)
+    session: PromptSession[str] = PromptSession(completer=commands)
     return lambda default: session.prompt(_PROMPT, default=default)
 
 
@@ -404,11 +374,11 @@ def _number(text: str, usage: str, default: int | None = None) -> int:
     if not text and default:
         return default
     if not text.isdecimal():
-        raise UsageError(f"{text!r} is no number" if text else "which one?", hint=usage)
+        raise lb.UsageError(f"{text!r} is no number" if text else "which one?", hint=usage)
     return int(text)
 
 
 def _path(text: str, usage: str) -> str:
     if not text:
-        raise UsageError("where?", hint=usage)
+        raise lb.UsageError("where?", hint=usage)
     return os.path.expanduser(text)

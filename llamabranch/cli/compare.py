@@ -16,7 +16,7 @@ from llamabranch import ConfigError, pictures
 
 from ..files import atomic_write
 from .bundles import option, with_bundles
-from .console import Console, Progress, print_json
+from .console import Console, Progress
 from .eval_text import interruptible, open_for_chunks
 from .files import check_new_file, read_prompt_file
 from .formats import decimal_size, number
@@ -87,7 +87,7 @@ def compare(
                 both[0], both[1], text, window, asked.chunks, coded=asked.coded, progress=note
             )
         if found:
-            _report(console, asked, found[0], as_json=output.as_json)
+            _report(console, asked, found[0])
         if interrupted:
             raise interrupted[0]
         divergence = found[0].divergence
@@ -101,18 +101,16 @@ def compare(
                 raise typer.Exit(EXIT_FAILURE)
 
 
-def _report(console: Console, asked: CompareOptions, found: Comparison, *, as_json: bool) -> None:
+def _report(console: Console, asked: CompareOptions, found: Comparison) -> None:
     tables = list(_tables(found))
     if asked.report is not None:
         with atomic_write(asked.report) as file:
             file.write(_page([*tables, (found.advice, [])]).encode())
-    if as_json:
-        print_json(found.as_dict())
-        return
     for _, rows in tables:
         console.table(rows[0], [tuple(map(pictures.visible, row)) for row in rows[1:]])
         console.line()
     console.line(found.advice)
+    console.answer(found.as_dict())
 
 
 def _page(tables: Sequence[tuple[str, Rows]]) -> str:

@@ -19,6 +19,8 @@ MOST_PAIRS = 12  # with 12 pairs, two outliers on either side do not widen the 9
 # 2 / 2^7 = 1.6 %. With the interval of twelve pairs, which is wrong at most once in twenty, a verdict is
 # wrong with a probability of 4.6 %.
 _CLEAR_PAIRS = 7
+# The 97.5 % quantile of Student's t distribution by the number of values: for fewer pairs.
+_T_QUANTILES = {3: 4.303, 4: 3.182, 5: 2.776}
 
 
 @dataclass
@@ -67,8 +69,18 @@ class Comparison:
 
     @property
     def interval(self) -> Interval:
-        """The speedup by pairs of runs, one right after the other: of order statistics."""
-        return Interval.of(self.ratios)
+        """The speedup by pairs of runs, one right after the other.
+
+        The interval is one of order statistics from 6 pairs on. From 3 to 5 pairs it is that of Student's
+        t distribution for the logarithms of the ratios, which takes their noise to be normal.
+        """
+        ratios = self.ratios
+        found, quantile = Interval.of(ratios), _T_QUANTILES.get(len(ratios))
+        if quantile is None or found.n != len(ratios):
+            return found
+        logs = [math.log(ratio) for ratio in ratios]
+        half, middle = quantile * statistics.stdev(logs) / len(logs) ** 0.5, statistics.fmean(logs)
+        return Interval(found.median, math.exp(middle - half), math.exp(middle + half), found.n)
 
     @property
     def verdict(self) -> str:
@@ -96,20 +108,16 @@ class Comparison:
             return (
                 "Inconclusive: nothing was drafted, so both are plain decoding and differ by noise."
             )
-        if verdict == "slower":
-            return "Drafting is slower than plain decoding here."
-        if verdict == "faster":
-            return ""
-        pairs = "1 pair of runs was" if interval.n == 1 else f"{interval.n} pairs of runs were"
-        found = f"their 95 % interval is {interval_text(interval)}"
+        if verdict != "inconclusive":
+            return "Drafting is slower than plain decoding here." * (verdict == "slower")
+        told = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
         if math.isnan(interval.low):
-            found = "fewer than 6 have no interval"
-        more = "stop other programs on the machine, generate more (-n)"
-        if interval.n < MOST_PAIRS:
-            more = "generate less (-n)"
+            told = (
+                f"{interval.n} pairs of runs, and fewer than 3 have no interval: generate less (-n)"
+            )
         return (
-            f"Inconclusive: {pairs} timed, and {found}. To see a difference, {more}, or measure "
-            "several prompts with `llamabranch bench`."
+            f"Inconclusive: {told}. Stop other programs on the machine, or measure several prompts with "
+            "`llamabranch bench`."
         )
 
 

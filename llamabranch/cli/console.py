@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from time import monotonic
 from typing import IO
 
@@ -47,9 +46,12 @@ class Console:
 
     Args:
         color: use colours where there is a terminal.
-        silent: standard output carries nothing: one JSON object comes instead.
+        silent: standard output carries one JSON object, and nothing that is printed.
         to_stderr: print to standard error.
         verbose: more is told, and llama.cpp's log shown.
+
+    Attributes:
+        on_loading: called with the name of a model and how much of it is loaded.
     """
 
     def __init__(
@@ -69,9 +71,7 @@ class Console:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
-        self.on_loading: Callable[[str, float], None] | None = (
-            None  # told of a model while it loads
-        )
+        self.on_loading: Callable[[str, float], None] | None = None
 
     @property
     def beside(self) -> Console:
@@ -79,7 +79,11 @@ class Console:
 
         A pipe gets the text alone.
         """
-        return self if self.out.is_terminal else Console(color=self._color, to_stderr=True)
+        return (
+            self
+            if self.silent or self.out.is_terminal
+            else Console(color=self._color, to_stderr=True)
+        )
 
     # -- standard output ---------------------------------------------------------------------------
 
@@ -100,6 +104,11 @@ class Console:
         with contextlib.suppress(OSError):  # as for remarks
             self.out.file.write(text)
             self.out.file.flush()
+
+    def answer(self, value: Mapping[str, object]) -> None:
+        """Print the JSON object, where one is asked for."""
+        if self.silent:
+            print_json(value)
 
     def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""
@@ -177,19 +186,16 @@ class Console:
 
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:
-        """Show how far a model is loaded, if standard error is a terminal; tell ``on_loading``."""
-        told = None if self.on_loading is None else partial(self.on_loading, name)
-        if not self.err.is_terminal:
-            yield told
-            return
+        """Show how far a model is loaded, on a terminal and to ``on_loading``."""
 
         def show(fraction: float) -> None:
-            self.progress(f"loading {name}: {fraction:.0%}")
-            if told is not None:
-                told(fraction)
+            if self.err.is_terminal:
+                self.progress(f"loading {name}: {fraction:.0%}")
+            if self.on_loading is not None:
+                self.on_loading(name, fraction)
 
         try:
-            yield show
+            yield show if self.err.is_terminal or self.on_loading is not None else None
         finally:
             self.progress("")
 

@@ -10,23 +10,8 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from llamabranch import (
-    Branch,
-    BranchStore,
-    Context,
-    Drafter,
-    Engine,
-    Grammar,
-    GrammarDrafter,
-    ModelDrafter,
-    NullDrafter,
-    Produced,
-    Request,
-    SamplingParams,
-    SpeculativeConfig,
-    SuffixDrafter,
-    hub,
-)
+import llamabranch as lb
+from llamabranch import hub
 from llamabranch.bench import Machine
 from llamabranch.pictures import Token, TreeLine
 from llamabranch.search import select
@@ -34,7 +19,7 @@ from llamabranch.search import select
 from ..loading import LoadOptions
 from .bundles import with_bundles
 from .comparison import compare
-from .console import Console, print_json
+from .console import Console
 from .formats import number
 from .interrupts import InterruptHandler
 from .options import ModelOptions, OutputOptions, Threads
@@ -133,7 +118,6 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
     """
     with output.console() as console, ExitStack() as stack:
         start = time.perf_counter()
-        show = Console(color=False, silent=True) if output.as_json else console
         is_here = hub.default_model() == MODEL
         name = WEIGHTS if is_here else hub.BUNDLED_TARGET
         hub.resolve(name)  # the first time it makes these weights, and says so
@@ -142,7 +126,7 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
         if target.n_threads_batch < target.n_threads:
             # Other programs use the cores: threads for single tokens, whose number is not measured, would
             # wait for them for minutes.
-            target = Context(
+            target = lb.Context(
                 target.model, n_ctx=N_CTX, n_seq_max=N_FORKS + 1, prefix_cache=True,
                 n_threads=target.n_threads_batch,
             )  # fmt: skip
@@ -153,31 +137,29 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
             contexts.append(models.open(hub.BUNDLED_DRAFT, console, stack, **more))
         with InterruptHandler(contexts) as interrupts:
             machine = Machine.now()
-            show.line(
+            console.line(
                 f"{machine.processor}, {machine.cores} cores, {target.n_threads} in use; {name}, "
                 f"{target.model.n_params / 1e6:,.0f}M parameters"
             )
             run = _on_smollm2 if is_here else _on_the_pair
-            shown = run(contexts, show, interrupts)
+            shown = run(contexts, console, interrupts)
         elapsed = time.perf_counter() - start
-        if output.as_json:
-            found = {"machine": machine.as_dict(), "n_threads": target.n_threads}
-            print_json({"model": name, **shown, **found, "elapsed_s": elapsed})
-            return
+        found = {"machine": machine.as_dict(), "n_threads": target.n_threads}
+        console.answer({"model": name, **shown, **found, "elapsed_s": elapsed})
         console.heading(f"That took {elapsed:.1f} s. Next:")
         for command, what in NEXT:
             console.line(f"  {command}\n    {what}")
 
 
 def _on_smollm2(
-    contexts: list[Context], show: Console, interrupts: InterruptHandler
+    contexts: list[lb.Context], show: Console, interrupts: InterruptHandler
 ) -> dict[str, object]:
     ctx = contexts[0]
-    greedy, stop = SamplingParams(temperature=0), ("\n\n", "\n```")
-    edit = Request(EDIT + EDITED, max_tokens=MOST_TOKENS, sampling=greedy, stop=stop)
-    extract = Request(
+    greedy, stop = lb.SamplingParams(temperature=0), ("\n\n", "\n```")
+    edit = lb.Request(EDIT + EDITED, max_tokens=MOST_TOKENS, sampling=greedy, stop=stop)
+    extract = lb.Request(
         f"Text: {PERSON}\nThe same as JSON: ", max_tokens=MOST_TOKENS, sampling=greedy, stop=stop,
-        grammar=Grammar.from_json_schema(SCHEMA),
+        grammar=lb.Grammar.from_json_schema(SCHEMA),
     )  # fmt: skip
     prompt, question = (
         ctx.model.chat_tokens([{"role": "user", "content": text}])
@@ -187,20 +169,20 @@ def _on_smollm2(
     show.heading("2. A function edited, drafts copied from the prompt, no draft model")
     show.line("`total` becomes `amount` in a function of 9 lines; the first three are given.")
     show.legend()
-    found["edit"] = _compare(ctx, SuffixDrafter(shared_tokens=0), edit, EDITED, show, interrupts)
+    found["edit"] = _compare(ctx, lb.SuffixDrafter(shared_tokens=0), edit, EDITED, show, interrupts)
     show.heading("3. A text as JSON under a schema, drafts forced by it or copied")
     show.line(PERSON + "\n", "dim")
-    found["json"] = _compare(ctx, GrammarDrafter.copying(), extract, "", show, interrupts)
+    found["json"] = _compare(ctx, lb.GrammarDrafter.copying(), extract, "", show, interrupts)
     show.heading("4. Four answers, ranked by the model")
     return {**found, "ranking": _rank(ctx, question, CHOICES, CHOICE, show)}
 
 
 def _on_the_pair(
-    contexts: list[Context], show: Console, interrupts: InterruptHandler
+    contexts: list[lb.Context], show: Console, interrupts: InterruptHandler
 ) -> dict[str, object]:
     ctx, draft = contexts
-    sampling = SamplingParams(temperature=0.8, seed=SEED)
-    with Branch.start(ctx, BEGINNING, sampling=_endless(ctx)) as branch:
+    sampling = lb.SamplingParams(temperature=0.8, seed=SEED)
+    with lb.Branch.start(ctx, BEGINNING, sampling=_endless(ctx)) as branch:
         for _ in branch.generate(N_PROMPT - branch.position):
             pass
         prompt = branch.tokens[:N_PROMPT]  # the model itself wrote it
@@ -209,8 +191,8 @@ def _on_the_pair(
     show.heading(f"2. Speculative decoding, {N_DRAFTED} tokens drafted a round")
     show.legend()
     request, drafts = (
-        Request(BEGINNING, max_tokens=N_TOKENS, sampling=sampling),
-        ModelDrafter(draft),
+        lb.Request(BEGINNING, max_tokens=N_TOKENS, sampling=sampling),
+        lb.ModelDrafter(draft),
     )
     found["speculative"] = _compare(ctx, drafts, request, BEGINNING, show, interrupts, N_DRAFTED)
     show.heading("3. Three endings, ranked by the model")
@@ -218,31 +200,35 @@ def _on_the_pair(
     return {**found, "ranking": _rank(ctx, opening, ENDINGS, f"{OPENING} ...", show)}
 
 
-def _endless(ctx: Context) -> SamplingParams:
+def _endless(ctx: lb.Context) -> lb.SamplingParams:
     """Return settings with which no text ends."""
     banned = dict.fromkeys(ctx.model.eog_tokens, -math.inf)
-    return SamplingParams(temperature=0.8, seed=SEED, logit_bias=banned)
+    return lb.SamplingParams(temperature=0.8, seed=SEED, logit_bias=banned)
 
 
 def _fork(
-    ctx: Context, prompt: Sequence[int], root: str, console: Console, interrupts: InterruptHandler
+    ctx: lb.Context,
+    prompt: Sequence[int],
+    root: str,
+    console: Console,
+    interrupts: InterruptHandler,
 ) -> dict[str, object]:
     """Fork a prompt, and run each continuation alone too; ``root`` stands for it in the tree."""
-    sampling, store = _endless(ctx), BranchStore(ctx)
+    sampling, store = _endless(ctx), lb.BranchStore(ctx)
 
     def alone(prompt: Sequence[int], seed: int, n: int) -> list[int]:
         interrupts.check()
-        with Branch.start(ctx, prompt, sampling=sampling.replace(seed=seed)) as branch:
+        with lb.Branch.start(ctx, prompt, sampling=sampling.replace(seed=seed)) as branch:
             return [branch.step().token for _ in range(n)]
 
     alone(prompt[:64], SEED, 4)  # the first decodes of a context are slower
     start = time.perf_counter()
-    with Branch.start(ctx, prompt, sampling=sampling) as trunk:
+    with lb.Branch.start(ctx, prompt, sampling=sampling) as trunk:
         cells_before, fork_start = ctx.usage().cells_used, time.perf_counter()
         children = trunk.fork_many(N_FORKS)
         fork_s = time.perf_counter() - fork_start
         cells_after = ctx.usage().cells_used
-        written: list[list[Produced]] = [[] for _ in children]
+        written: list[list[lb.Produced]] = [[] for _ in children]
         for _ in range(N_STEPS):
             interrupts.check()
             for text, produced in zip(written, store.step(children).values(), strict=True):
@@ -306,17 +292,17 @@ def _as_json(line: TreeLine) -> dict[str, object]:
 
 
 def _compare(
-    ctx: Context,
-    drafter: Drafter,
-    request: Request,
+    ctx: lb.Context,
+    drafter: lb.Drafter,
+    request: lb.Request,
     given: str,
     console: Console,
     interrupts: InterruptHandler,
     draft_k: int | str = "auto",
 ) -> dict[str, object] | None:
     """Show ``given`` and the drafted text after it as it comes, then time both; None if interrupted."""
-    config = SpeculativeConfig(draft_k=draft_k)
-    drafting, plain = (Engine(ctx, each, config) for each in (drafter, NullDrafter()))
+    config = lb.SpeculativeConfig(draft_k=draft_k)
+    drafting, plain = (lb.Engine(ctx, each, config) for each in (drafter, lb.NullDrafter()))
     for warming_up in (drafting, plain):
         warming_up.generate([request])
     console.write(given, "dim")
@@ -361,10 +347,10 @@ def _compare(
 
 
 def _rank(
-    ctx: Context, prompt: Sequence[int], endings: Sequence[str], shown: str, console: Console
+    ctx: lb.Context, prompt: Sequence[int], endings: Sequence[str], shown: str, console: Console
 ) -> list[dict[str, object]]:
     """Print the endings of a prompt with their perplexities, the likeliest first, and return them."""
-    with Branch.start(ctx, prompt) as root:
+    with lb.Branch.start(ctx, prompt) as root:
         found = select(root, endings)
     ranking = sorted((math.exp(-s), text) for s, text in zip(found.scores, endings, strict=True))
     console.line(shown)

@@ -25,7 +25,7 @@ import llamabranch as lb
 from llamabranch import LlamaBranchError, hub
 
 from .bundles import with_bundles
-from .console import Console, print_json
+from .console import Console
 from .formats import decimal_size
 from .interrupts import EXIT_FAILURE
 from .options import ModelOptions, OutputOptions
@@ -75,14 +75,13 @@ def doctor(*, models: ModelOptions, output: OutputOptions) -> None:
     measurements take some ten seconds. A bug report needs this output. Exit code 1: a test failed.
     """
     with output.console() as console, ExitStack() as stack:
-        show = Console(color=False, silent=True) if output.as_json else console
         sections: dict[str, dict[str, object]] = {}
 
         def tell(name: str, rows: dict[str, str]) -> None:
             sections[name] = {**rows}
-            show.heading(name)
+            console.heading(name)
             for label, value in rows.items():
-                show.line(f"{label}: {value}")
+                console.line(f"{label}: {value}")
 
         tell("versions", _versions())
         tell("environment", _environment())
@@ -116,11 +115,9 @@ def doctor(*, models: ModelOptions, output: OutputOptions) -> None:
             checks += _self_test(target, draft)
             speeds = _speeds(target)
             advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
-        if output.as_json:
-            tests = [check._asdict() for check in checks]
-            print_json({**sections, "self_test": tests, "speeds": speeds, "advice": advice})
-        else:
-            _print_results(console, checks, speeds, advice)
+        _print_results(console, checks, speeds, advice)
+        tests = [check._asdict() for check in checks]
+        console.answer({**sections, "self_test": tests, "speeds": speeds, "advice": advice})
         if not all(check.passed for check in checks):
             raise typer.Exit(EXIT_FAILURE)
 

@@ -8,15 +8,13 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar
-
-import typer
+from typing import IO, Any, ClassVar
 
 from llamabranch import ConfigError, Context, hub
 from llamabranch.eval import Sample, Task, TaskResult, find_task, run_task, task_names
 
-from .bundles import option, with_bundles
-from .console import Console, Progress, print_json
+from .bundles import argument, option, with_bundles
+from .console import Console, Progress
 from .eval_text import ReadingOptions, compare_models, interruptible, measure, scoring_options
 from .files import check_new_file, read_text
 from .formats import number
@@ -51,14 +49,10 @@ class TaskOptions:
 
     panel: ClassVar[str] = TEXT
 
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TASK",
-            help="Tasks that are shipped, or of --tasks-dir. Default: all of the one or the other.",
-            rich_help_panel="Arguments",
-        ),
-    ] = None
+    names: list[str] | None = argument(
+        "Tasks that are shipped, or of --tasks-dir. Default: all of the one or the other.",
+        metavar="TASK",
+    )
     tasks_dir: Path | None = option(None, "A folder of tasks, one NAME.jsonl each.", first=True)
     limit: int | None = option(None, "Items of each task at most.", min=1, first=True)
     list_tasks: bool = option(False, "List the tasks, and score nothing.", "--list", first=True)
@@ -88,11 +82,11 @@ def eval(
     table. Tasks of lm-evaluation-harness run through `llamabranch.eval.LlamaBranchLM` in Python.
     """
     with output.console() as console:
-        against, as_json = reading.against, output.as_json
+        against = reading.against
         if reading.text_file is None and against is None:
             if reading.chunks or reading.stride or reading.save_to:
                 raise ConfigError("--chunks, --stride and --save-logits need --perplexity FILE")
-            _score_tasks(given, reading, models, console, as_json=as_json)
+            _score_tasks(given, reading, models, console)
             return
         if given.names or given.tasks_dir or given.limit or given.list_tasks:
             raise ConfigError("tasks go with neither --perplexity nor --against")
@@ -101,28 +95,26 @@ def eval(
             raise ConfigError("--against MODEL needs --perplexity FILE, the text", hint=hint)
         names = models.names(console)
         if len(names) == 1 and (against is None or reading.logits is not None):
-            measure(reading, names[0], models, console, as_json=as_json)
+            measure(reading, names[0], models, console)
         elif reading.logits is not None:
             hint = "--against MODEL compares several"
             raise ConfigError(f"{against} is compared with one model", hint=hint)
         else:
-            compare_models(reading, names, against, models, console, as_json=as_json)
+            compare_models(reading, names, against, models, console)
 
 
 # -- tasks ---------------------------------------------------------------------------------------------
 
 
 def _score_tasks(
-    given: TaskOptions,
-    reading: ReadingOptions,
-    models: EvalModels,
-    console: Console,
-    *,
-    as_json: bool,
+    given: TaskOptions, reading: ReadingOptions, models: EvalModels, console: Console
 ) -> None:
     tasks = given.tasks()
     if given.list_tasks:
-        _print_tasks(console, tasks, as_json=as_json)
+        rows = [(t.name, len(t.items), "choices" if t.is_choice else "targets") for t in tasks]
+        console.table(("task", "items", "kind"), rows, left=("kind",))
+        described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
+        console.answer({"tasks": described})
         return
     answers: list[dict[str, object]] = []
     results: list[tuple[str, TaskResult]] = []
@@ -156,10 +148,9 @@ def _score_tasks(
                                 "tasks": [result.as_dict() for result in found],
                             }
                         )
-    if as_json:
-        print_json(answers[0] if len(names) == 1 and answers else {"models": answers})
-    elif results:
+    if results:
         _print(console, results, with_model=len(names) > 1)
+    console.answer(answers[0] if len(names) == 1 and answers else {"models": answers})
     if interrupted:
         raise interrupted[0]
 
@@ -260,15 +251,6 @@ class _SampleFile:
 
 def _model_key(ctx: Context) -> str:
     return f"{ctx.model.fingerprint} {ctx.kv_type}"
-
-
-def _print_tasks(console: Console, tasks: list[Task], *, as_json: bool) -> None:
-    described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
-    if as_json:
-        print_json({"tasks": described})
-        return
-    rows = [(t.name, len(t.items), "choices" if t.is_choice else "targets") for t in tasks]
-    console.table(("task", "items", "kind"), rows, left=("kind",))
 
 
 def _print(console: Console, results: list[tuple[str, TaskResult]], *, with_model: bool) -> None:

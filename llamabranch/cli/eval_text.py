@@ -14,19 +14,12 @@ from typing import Any, ClassVar
 
 import llamabranch as lb
 from llamabranch import ConfigError, Context
-from llamabranch.eval import (
-    KLDivergence,
-    LogitsFile,
-    Perplexity,
-    Uncertain,
-    divergence,
-    perplexity,
-)
+from llamabranch.eval import KLDivergence, Perplexity, Uncertain
 
 from ..files import atomic_write
 from ..loading import LoadOptions
 from .bundles import option
-from .console import Console, Progress, finite, print_json
+from .console import Console, Progress, finite
 from .files import check_new_file, read_prompt_file, read_text, write_error
 from .formats import base_name, decimal_size, number
 from .options import OUTPUT, ModelOptions, trained_length
@@ -206,9 +199,7 @@ class Checkpoint:
 # -- one model -----------------------------------------------------------------------------------------
 
 
-def measure(
-    reading: ReadingOptions, name: str, models: ModelOptions, console: Console, *, as_json: bool
-) -> None:
+def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: Console) -> None:
     """Print the perplexity of a model, or how far it is from the one that a file has logits of.
 
     What is done is kept and printed when it is interrupted, too.
@@ -247,44 +238,33 @@ def measure(
         if logits is None:
             window = _window_of(name, models)
         else:
-            with LogitsFile.open(logits) as file:
+            with lb.eval.LogitsFile.open(logits) as file:
                 window = file.window
         ctx = open_for_chunks(name, models, window, console, stack)
         with interruptible(console) as interrupted:
             if logits is not None:
-                found = divergence(ctx, logits, **options)
+                found = lb.eval.divergence(ctx, logits, **options)
             else:
-                found = perplexity(
-                    ctx,
-                    text,
-                    window,
-                    chunks=reading.chunks,
-                    stride=stride,
-                    save_to=save_to,
-                    **options,
-                )
+                options |= {"chunks": reading.chunks, "stride": stride, "save_to": save_to}
+                found = lb.eval.perplexity(ctx, text, window, **options)
         if found is not None and found.n_done:
             kept.save(found.as_dict, now=True)
-            _print(console, ctx, found, as_json=as_json)
+            _print(console, ctx, found)
     if interrupted:
         raise interrupted[0]
 
 
-def _print(
-    console: Console, ctx: Context, found: Perplexity | KLDivergence, *, as_json: bool
-) -> None:
-    if as_json:
-        its = {k: v for k, v in found.as_dict().items() if k not in ("losses", "rows")}
-        if isinstance(found, Perplexity):
-            its |= {"by_chunk": found.by_chunk, "running": found.running}
-        print_json({"name": ctx.model.name, "kv_type": ctx.kv_type, **its})
-    elif isinstance(found, KLDivergence):
+def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> None:
+    its = {k: v for k, v in found.as_dict().items() if k not in ("losses", "rows")}
+    if isinstance(found, KLDivergence):
         _print_divergence(console, found)
     else:
+        its |= {"by_chunk": found.by_chunk, "running": found.running}
         n_chunks = f"{found.n_done} of {found.n_chunks}"
         row = (number(found.value, 4), number(found.stderr, 4), found.n_tokens, n_chunks)
         columns = ("perplexity", "±", "tokens scored", "chunks", "window", "method", "K/V")
         console.table(columns, [(*row, found.window, found.method, ctx.kv_type)])
+    console.answer({"name": ctx.model.name, "kv_type": ctx.kv_type, **its})
 
 
 def _print_divergence(console: Console, found: KLDivergence) -> None:
@@ -328,8 +308,6 @@ def compare_models(
     base: str | None,
     models: ModelOptions,
     console: Console,
-    *,
-    as_json: bool,
 ) -> None:
     """Measure several models on a text; with a base also how far the others are from it."""
     if reading.stride is not None or reading.save_to is not None:
@@ -374,10 +352,9 @@ def compare_models(
         if not interrupted:
             logits.unlink(missing_ok=True)
     done = [rows[name] for name in names if name in rows]
-    if as_json:
-        print_json({"base": base, "window": window, "models": done})
-    elif done:
+    if done:
         _print_rows(console, done, with_base=base is not None)
+    console.answer({"base": base, "window": window, "models": done})
     if interrupted:
         raise interrupted[0]
 
@@ -414,12 +391,12 @@ def _row(
     if base in (None, name):
         options: Any = {"chunks": chunks, "progress": note}
         if base is None:
-            found = perplexity(ctx, text, window, **options)
+            found = lb.eval.perplexity(ctx, text, window, **options)
         else:
-            found = perplexity(ctx, text, window, save_to=logits, **options)
+            found = lb.eval.perplexity(ctx, text, window, save_to=logits, **options)
         n_read, figures = found.n_done * window, (found.value, found.stderr)
     else:
-        kl = divergence(ctx, logits, progress=note)
+        kl = lb.eval.divergence(ctx, logits, progress=note)
         its, n_read = kl.statistics, kl.n_done * window
         figures = its.perplexity
         row |= {"kl": its.mean.value, "kl_stderr": its.mean.stderr, "kl_99": kl.percentile(0.99)}

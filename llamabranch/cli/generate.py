@@ -159,7 +159,7 @@ def generate(
         if job.resume and job.output_file is None:
             raise typer.BadParameter("needs --output", param_hint="--resume")
         if job.ray is not None:
-            _generate_on_ray(console, prompts, chat, text, models, job, as_json=output.as_json)
+            _generate_on_ray(console, prompts, chat, text, models, job)
             return
         is_flat = call.command.name == "speculate"
         requests, params = _requests(console, prompts, text, models, job, is_flat=is_flat)
@@ -184,7 +184,7 @@ def generate(
         if file is not None:
             file.open(context.model, engine.seed)
         shown = GenerateReport(
-            engine, requests, console, file, output, chat=chat.is_on, is_flat=is_flat,
+            engine, requests, console, file, chat=chat.is_on, is_flat=is_flat,
             seed_given=seed is not None,
         )  # fmt: skip
         prepared = [_prepared(request, text, chat, context) for request in requests]
@@ -242,8 +242,6 @@ def _generate_on_ray(
     text: TextOptions,
     models: BatchOptions,
     job: JobOptions,
-    *,
-    as_json: bool,
 ) -> None:
     from llamabranch import scale
 
@@ -277,7 +275,7 @@ def _generate_on_ray(
         load=load,
         **options,
     )
-    finish_job(console, report, as_json=as_json)
+    finish_job(console, report)
 
 
 def _prepared(

@@ -13,10 +13,9 @@ from llamabranch import Engine, Event, NullDrafter, Request, Result
 from llamabranch.bench import Divergence, Machine, load_average
 
 from .comparison import Comparison
-from .console import Console, Progress, print_json
+from .console import Console, Progress
 from .formats import interval_text, machine_text, number
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
-from .options import OutputOptions
 from .results import ResultFile
 
 
@@ -28,7 +27,6 @@ class GenerateReport:
         requests: all of them, as they were given.
         console: where results, progress and totals go.
         file: where results are appended instead, if anywhere.
-        output: with ``as_json`` results are not printed as they end.
         chat: prompts are questions: print them on lines of their own.
         is_flat: the JSON object is that of the only text, as ``speculate`` prints it.
         seed_given: the texts have seeds that were given.
@@ -45,7 +43,6 @@ class GenerateReport:
         requests: Sequence[Request],
         console: Console,
         file: ResultFile | None,
-        output: OutputOptions,
         *,
         chat: bool = False,
         is_flat: bool = False,
@@ -56,7 +53,7 @@ class GenerateReport:
         self.done = set() if file is None else file.done
         self.comparison: Comparison | None = None
         self.divergence: Divergence | None = None
-        self._as_json, self._chat, self._is_flat = output.as_json, chat, is_flat
+        self._chat, self._is_flat = chat, is_flat
         self._is_plain = isinstance(engine.drafter, NullDrafter)
         given, is_greedy = str(engine.config.rule), engine.sampling.temperature == 0
         auto = "seeded" if is_greedy or seed_given else "block"
@@ -64,11 +61,11 @@ class GenerateReport:
         # Whether it promises the text of plain decoding, not only its distribution.
         self.expects_same_text = self._is_plain or self.rule == "seeded" or is_greedy
         self._results: list[Result] = []
-        self._n_failed = self._n_drafted = self._n_accepted = self._n_tokens = 0
+        self._n_failed = self._n_tokens = 0
         self._finish_reasons: Counter[str] = Counter()
         self._held: dict[tuple[str, int], Result] = {}
         self._on_terminal = console.out.is_terminal
-        prints, n_texts = file is None and not output.as_json, sum(r.n for r in requests)
+        prints, n_texts = file is None and not console.silent, sum(r.n for r in requests)
         # A pipe gets the texts in the order of the prompts, a terminal as they end.
         self._order: deque[tuple[str, int]] | None = deque()
         if self._on_terminal or not prints:
@@ -123,17 +120,10 @@ class GenerateReport:
     def _count(self, event: Event) -> None:
         """Show how far the job is."""
         self._n_tokens += event.emitted is not None
-        if event.result is not None:
-            self._n_ended += 1
-            self._n_drafted += event.result.stats.num_draft_tokens
-            self._n_accepted += event.result.stats.num_accepted_tokens
-        elif self._n_tokens % 16:
-            return
-        if self._progress is not None:
+        self._n_ended += event.result is not None
+        if self._progress is not None and (event.result or self._n_tokens % 16 == 0):
             rate = self._n_tokens / max(monotonic() - self._progress.start_s, 1e-9)
-            share = self._n_accepted / max(1, self._n_drafted)
-            told = f", {share:.0%} accepted" if self._n_drafted else ""
-            self._progress.show(self._n_ended, f"{rate:.0f} tokens/s{told}")
+            self._progress.show(self._n_ended, f"{rate:.0f} tokens/s")
 
     def end(self) -> None:
         """Give what is still kept back, if the job was interrupted; keep the figures of the job.
@@ -160,9 +150,9 @@ class GenerateReport:
             self._file.write(result, request)
         else:
             self._results.append(result)
-            if not self._as_json and (error is None or result.tokens):
+            if error is None or result.tokens:
                 self._print(result, request, label)
-        if error is not None and not self._as_json:
+        if error is not None and not self._console.silent:
             self._console.error(f"{label}: {error.message}", error.hint)
         if result.grammar is not None and result.finish_reason in ("length", "capacity"):
             is_short = result.finish_reason == "length"
@@ -192,11 +182,9 @@ class GenerateReport:
 
     def finish(self, *, interrupted: bool) -> None:
         """Print the totals, and exit as the job asks for."""
-        if self._as_json:
-            answer = self._flat() if self._is_flat else self._totals(interrupted)
-            print_json({**answer, **self._compared_json()})
-        else:
-            self._print_totals(self._console.beside)
+        self._print_totals(self._console.beside)
+        answer = self._flat() if self._is_flat else self._totals(interrupted)
+        self._console.answer({**answer, **self._compared_json()})
         if interrupted:
             more = "" if self._file is None else "; --resume continues from here"
             self._console.note("interrupted" + more)
@@ -314,7 +302,7 @@ class GenerateReport:
             console.table(("", "drafted", "plain"), rows)
             machine = machine_text(self._machine, load_average(), self.engine.target.n_threads)
             paragraphs += [self._about_the_texts(compared), compared.explain(), machine]
-        if "capacity" in self._finish_reasons:
+        if "capacity" in self._finish_reasons and not self._console.silent:
             self._console.note("the context is full: raise --ctx-size to go on")
         for paragraph in filter(None, paragraphs):
             console.line()
@@ -327,7 +315,11 @@ class GenerateReport:
             return ""
         can, found, told = self.engine.target.capabilities, self.divergence, "The texts differ."
         if found is not None:
-            plain, drafted = map(self._quoted, found.tokens)
+            piece = self.engine.target.model.piece
+            plain, drafted = (
+                "nothing" if token is None else repr(piece(token).decode(errors="replace"))
+                for token in found.tokens
+            )
             told += (
                 f" First difference at token {found.position}: plain decoding generated {plain}, with "
                 f"drafts {drafted} (logits must change by {found.gap:.3g} for that; between decodes here "
@@ -346,11 +338,6 @@ class GenerateReport:
             f"{told}: how logits are rounded depends on how many tokens are decoded at once, and drafts "
             "are verified several at a time."
         )
-
-    def _quoted(self, token: int | None) -> str:
-        if token is None:
-            return "nothing"
-        return repr(self.engine.target.model.piece(token).decode(errors="replace"))
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

@@ -99,20 +99,21 @@ class InterruptHandler:
 
 
 @contextmanager
-def reporting_errors(console: Console, *, debug: bool, as_json: bool = False) -> Iterator[None]:
+def reporting_errors(console: Console) -> Iterator[None]:
     """Turn exceptions into one line on standard error and an exit code.
 
-    A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130.
-    ``debug`` prints the traceback of what failed too, ``as_json`` the error as a JSON object to standard
-    output. Warnings of the library become one line each.
+    A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130. With -v the
+    traceback is printed too, with --json the error as a JSON object. Warnings of the library become one
+    line each.
     """
+    debug = console.verbose
 
     def fail(error: BaseException, message: str, hint: str | None, code: int) -> typer.Exit:
         if debug:
             traceback.print_exc()
         is_noted = debug and f"hint: {hint}" in getattr(error, "__notes__", ())  # in the traceback
         console.error(message, None if is_noted else hint)
-        if as_json:
+        if console.silent:
             print_json_error(error, message, hint)
         return typer.Exit(code)
 
@@ -123,7 +124,7 @@ def reporting_errors(console: Console, *, debug: bool, as_json: bool = False) ->
             yield
     except (KeyboardInterrupt, lb.DecodeInterruptedError) as error:
         console.note("interrupted")
-        if as_json:
+        if console.silent:
             print_json_error(error, "interrupted", None)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except lb.LlamaBranchError as error:

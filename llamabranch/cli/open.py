@@ -19,7 +19,7 @@ from llamabranch.serve import ServeSettings
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .console import Console, print_json
+from .console import Console
 from .options import DraftOptions, OutputOptions
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def open(
         )  # fmt: skip
         server.front = front_of(loom)
         console.on_loading = loom.loading
-        _tell(loom, server.url, console, as_json=output.as_json, browser=page.browser)
+        _tell(loom, server.url, console, browser=page.browser)
         server.run()
 
 
@@ -139,21 +139,19 @@ def _listening(port: int, make: Callable[[ServeSettings], Server], console: Cons
     return make(ServeSettings(port=0, shutdown_timeout_s=0.0))
 
 
-def _tell(loom: Loom, url: str, console: Console, *, as_json: bool, browser: bool) -> None:
+def _tell(loom: Loom, url: str, console: Console, *, browser: bool) -> None:
     """Print the link, and another one at each Enter."""
 
     def link() -> str:
         return f"{url}/#{loom.guard.link()}"
 
     def show(told: dict[str, object]) -> None:
-        if as_json:
-            print_json(told)
-        else:
-            console.line(f"the page: {told['link']}")
+        console.line(f"the page: {told['link']}")
+        console.answer(told)
 
     first, path, key = link(), loom.live.journal.path, loom.guard.key
     show({"link": first, "url": url, "key": key, "file": str(path)})
-    if not as_json:
+    if not console.silent:
         console.note(f"document: {path}; scripts send Authorization: Bearer {key}")
     if loom.live.journal.read_only is not None:
         console.note(f"{path.name} is read-only: {loom.live.journal.read_only}")

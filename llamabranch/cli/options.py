@@ -21,7 +21,7 @@ import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
 from ..arguments import nearest
-from .bundles import option
+from .bundles import argument, option
 from .console import Console
 from .files import read_prompt_file, read_standard_input, read_text
 from .interrupts import reporting_errors
@@ -64,22 +64,6 @@ def _on_off_auto(value: str) -> str:
     if value not in ("on", "off", "auto"):
         raise typer.BadParameter(f"{value!r} is none of on, off, auto", param_hint="--flash-attn")
     return value
-
-
-def _one_type(values: list[str] | None) -> list[str] | None:
-    if len(set(values or ())) > 1:
-        told = "K and V have one type here: give -ctk and -ctv the same"
-        raise typer.BadParameter(told, param_hint="--kv-type")
-    return values
-
-
-def _read_settings(texts: list[str] | None) -> list[str] | None:
-    """Check ``-S`` before anything else is: the names, and that each has a value."""
-    for text in texts or ():
-        if text.find("=") < 1:
-            told = f"{text!r} is not NAME=VALUE, such as typical_p=0.9"
-            raise typer.BadParameter(told, param_hint="-S")
-    return texts
 
 
 def setting_value(text: str) -> Any:
@@ -144,7 +128,6 @@ class ModelOptions:
         "Type of the K/V cache: f16, bf16, q8_0, ... Default: what makes batches exact.",
         *("--kv-type", "--cache-type-k", "--cache-type-v", "-ctk", "-ctv"),
         metavar="TYPE",
-        callback=_one_type,
     )
     flash_attn: str = option(
         "auto",
@@ -159,7 +142,6 @@ class ModelOptions:
         "such as typical_p=0.9, rule=block or n_batch=256; may be repeated.",
         *("--set", "-S"),
         metavar="NAME=VALUE",
-        callback=_read_settings,
         rich_help_panel=SAMPLING,
     )
 
@@ -171,7 +153,10 @@ class ModelOptions:
     @property
     def kv_type(self) -> str | None:
         """The type of K/V that was given."""
-        return self.kv_types[0] if self.kv_types else None
+        found = {*(self.kv_types or ())}
+        if len(found) > 1:
+            raise ConfigError("K and V have one type here: give -ctk and -ctv the same")
+        return next(iter(found), None)
 
     def announce(self, console: Console) -> str:
         """Return the name of the model; the default is named on standard error, but for --json."""
@@ -194,7 +179,9 @@ class ModelOptions:
         }
         found = {}
         for text in self.settings or ():
-            name, _, value = text.partition("=")
+            name, equals, value = text.partition("=")
+            if not (name and equals):
+                raise ConfigError(f"-S takes NAME=VALUE, such as typical_p=0.9, not {text!r}")
             name = name.strip().replace("-", "_")
             known = set().union(*kinds.values())
             if name not in known:
@@ -329,10 +316,9 @@ class PromptOptions:
 
     panel: ClassVar[str] = TEXT
 
-    texts: Annotated[list[str] | None, typer.Argument(
-        metavar="[PROMPT]...", help="What to continue; - reads standard input.",
-        show_default=False, rich_help_panel="Arguments",
-    )] = None  # fmt: skip
+    texts: list[str] | None = argument(
+        "What to continue; - reads standard input.", metavar="PROMPT"
+    )
     prompts: list[str] | None = option(
         None,
         "What to continue: one text or more; may be repeated.",
@@ -424,10 +410,6 @@ class ChatOptions:
             return model.prompt_tokens(prompt)
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return model.prompt_tokens([*before, {"role": "user", "content": prompt}])
-
-    def shown_prompt(self, prompt: str) -> str:
-        """Return a prompt as it is printed before its text: in a chat on a line of its own."""
-        return f"{prompt}\n" if self.is_on else prompt
 
 
 @dataclass(frozen=True)
@@ -544,6 +526,6 @@ class OutputOptions:
     @contextmanager
     def console(self) -> Iterator[Console]:
         """Yield the console of a command; errors end the command with one line and an exit code."""
-        console = Console(verbose=self.verbose)
-        with reporting_errors(console, debug=self.verbose, as_json=self.as_json):
+        console = Console(silent=self.as_json, verbose=self.verbose)
+        with reporting_errors(console):
             yield console

@@ -13,7 +13,7 @@ from llamabranch import ConfigError
 
 from ..arguments import nearest
 from .bundles import option
-from .console import Console, print_json
+from .console import Console
 from .interrupts import EXIT_FAILURE
 from .options import setting_value
 
@@ -89,24 +89,20 @@ def _option(name: str, value: str) -> object:
     return setting_value(value)
 
 
-def finish_job(console: Console, report: JobReport, *, as_json: bool) -> None:
+def finish_job(console: Console, report: JobReport) -> None:
     """Print what a job has done; exit with 1 if rows of it are errors."""
     console.progress("")
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        last = report.last
-        console.line(f"{report.n_rows} rows in {report.output}, {report.n_errors} of them errors")
-        if report.n_resumed:
-            console.line(f"{report.n_resumed} rows were there already")
-        console.line(_line(last))
-        if last.prompt_tokens:
-            share = 1 - last.evaluated_tokens / last.prompt_tokens
-            console.line(f"{last.prompt_tokens} prompt tokens, {share:.0%} of them from caches")
-        if not report.batch_invariant:
-            console.note(
-                "the contexts were not batch-invariant: the job may give other texts again"
-            )
+    last = report.last
+    console.line(f"{report.n_rows} rows in {report.output}, {report.n_errors} of them errors")
+    if report.n_resumed:
+        console.line(f"{report.n_resumed} rows were there already")
+    console.line(_line(last))
+    if last.prompt_tokens:
+        share = 1 - last.evaluated_tokens / last.prompt_tokens
+        console.line(f"{last.prompt_tokens} prompt tokens, {share:.0%} of them from caches")
+    if not report.batch_invariant:
+        console.note("the contexts were not batch-invariant: the job may give other texts again")
+    console.answer(report.as_dict())
     if report.n_errors:
         raise typer.Exit(EXIT_FAILURE)
 

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
-
-import typer
+from typing import Any, ClassVar, NamedTuple
 
 from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 from llamabranch.search import Selection, select
 
 from ..loading import LoadOptions
 from ..search.selection import METHODS
-from .bundles import option, with_bundles
-from .console import Console, print_json
+from .bundles import argument, option, with_bundles
+from .console import Console
 from .files import read_prompt_file, read_standard_input, read_text
 from .formats import number
 from .job import with_room
@@ -44,15 +42,11 @@ class ScoreOptions(RayOptions):
 
     panel: ClassVar[str] = TEXT
 
-    texts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TEXT",
-            help="What to score; with --context its continuations. Begin them with a space where the "
-            "text needs one.",
-            rich_help_panel="Arguments",
-        ),
-    ] = None
+    texts: list[str] | None = argument(
+        "What to score; with --context its continuations. Begin them with a space where the text needs "
+        "one.",
+        metavar="TEXT",
+    )
     context: str | None = option(
         None, "Text before each TEXT, not scored.", "--context", first=True
     )
@@ -126,7 +120,7 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
             options = given.ray_options(console, resume=given.resume, streams=8)
             model, load = models.announce(console), models.load_options()
             report = scale.score(inputs, folder, model=model, load=load, **options)
-            finish_job(console, report, as_json=output.as_json)
+            finish_job(console, report)
             return
         items = given.items(console)
         name = models.announce(console)
@@ -136,22 +130,21 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
         models = with_room(models, name, longest, 0)
         more = LoadOptions() if given.best is None else LoadOptions(n_seq_max=_SEQUENCES)
         ctx = models.open(name, console, stack, **more)
-        show = Console(silent=True) if output.as_json else console
         found: list[dict[str, Any]] = []
         for item in items:
             if len(items) > 1:
-                show.line(f"[{item.name}]", "bold")
+                console.line(f"[{item.name}]", "bold")
             record: dict[str, Any] = {"id": item.name, "context": item.context}
             if given.best is not None:
                 with Branch.start(ctx, item.context or "") as branch:
                     chosen = select(branch, item.texts, method=given.best)
                 record |= {"method": given.best, **chosen.as_dict()}
-                _print_choices(show, item, chosen)
+                _print_choices(console, item, chosen)
             else:
                 scores = _score(ctx, item, given.top)
                 pairs = zip(item.texts, scores, strict=True)
                 record["scores"] = [_record(ctx, text, its) for text, its in pairs]
-                _print(show, item, record["scores"], given.top)
+                _print(console, item, record["scores"], given.top)
             found.append(record)
         if given.best is not None:
             answer: dict[str, Any] = {"items": found}
@@ -163,12 +156,11 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
             total["perplexity"] = _perplexity(logprob, n_tokens)
             answer = {"items": found, "total": total}
             if len(items) > 1:
-                show.line(
+                console.line(
                     f"{n_tokens} tokens, log-probability {logprob:.3f} nats, "
                     f"perplexity {total['perplexity']:.3f}"
                 )
-        if output.as_json:
-            print_json(answer)
+        console.answer(answer)
 
 
 def _lines(input_file: str | None, invalid: list[ConfigError]) -> Iterator[_Item]:

@@ -15,21 +15,11 @@ import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams
-from llamabranch.search import (
-    SearchResult,
-    SearchStats,
-    beam_search,
-    best_of_n,
-    outline,
-    smc,
-    step_search,
-    tree_search,
-    vote,
-)
+from llamabranch.search import SearchResult, SearchStats, outline
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .console import Console, print_json
+from .console import Console
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .job import with_room
 from .options import ChatOptions, DraftOptions, OutputOptions, PromptOptions, TextOptions
@@ -170,13 +160,11 @@ def search(
                 result = _run(method, branch, text, drafter if names[1] else None, on_step)
             finally:
                 console.progress("")
-        if output.as_json:
-            record = {"prompt": prompt, "method": method.method, "seed": branch.seed}
-            record |= {**result.as_dict(tree=method.tree), "interrupted": interrupts.requested}
-            print_json(record)
-        else:
-            before = chat.shown_prompt(prompt) if console.out.is_terminal else ""
-            _print(console, prompt, before, result, method)
+        before = prompt + "\n" * chat.is_on if console.out.is_terminal else ""
+        _print(console, prompt, before, result, method)
+        record = {"prompt": prompt, "method": method.method, "seed": branch.seed}
+        found = result.as_dict(tree=method.tree)
+        console.answer({**record, **found, "interrupted": interrupts.requested})
         if interrupts.requested:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -198,25 +186,27 @@ def _run(
     limit = most or 0  # checked: it is given where it must be
     shared: dict[str, Any] = {"stop": text.stop_strings, "on_step": on_step}
     if name == "beam":
-        return beam_search(branch, n, limit, n=min(n, method.best), **shared)
+        return lb.search.beam_search(branch, n, limit, n=min(n, method.best), **shared)
     if name == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
-        return smc(branch, n, limit, force_end=not text.ignore_eos, **shared)
+        return lb.search.smc(branch, n, limit, force_end=not text.ignore_eos, **shared)
     shared["drafter"] = drafter
     reward = None if method.reward is None else partial(_reward, method.reward)
     if name == "best-of":
-        return best_of_n(branch, n, most, reward=reward, **shared)
+        return lb.search.best_of_n(branch, n, most, reward=reward, **shared)
     if name == "vote":
-        return vote(branch, partial(_answer, re.compile(method.answer)), n, most, **shared)
+        return lb.search.vote(
+            branch, partial(_answer, re.compile(method.answer)), n, most, **shared
+        )
     if reward is None:
         raise ConfigError(f"--method {name} needs a reward")
     shared["step"] = method.boundary()
     if name == "steps":
         most_steps = method.iterations
-        return step_search(
+        return lb.search.step_search(
             branch, reward, n, beam_width=n, max_steps=most_steps, max_tokens=most, **shared
         )
-    return tree_search(
+    return lb.search.tree_search(
         branch, reward, method.iterations, expand=n, n=method.best, max_tokens=limit, **shared
     )
 

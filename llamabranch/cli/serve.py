@@ -15,7 +15,6 @@ from llamabranch.serve import ServeSettings
 from ..arguments import nearest
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .console import print_json
 from .drafters import COPYING, has_model
 from .files import read_text
 from .options import (
@@ -198,10 +197,8 @@ def serve(
             )  # fmt: skip
 
         def ready(url: str, name: str) -> None:
-            if output.as_json:
-                print_json({"url": url, "model": name})
-            else:
-                console.line(f"serving {name} on {url}")
+            console.line(f"serving {name} on {url}")
+            console.answer({"url": url, "model": name})
 
         server.serve(open_engine, settings, ready=ready, log=console.note)
 

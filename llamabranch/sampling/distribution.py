@@ -7,7 +7,6 @@ module knows nothing of models or llama.cpp.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -15,14 +14,12 @@ import numpy.typing as npt
 
 from ..arguments import choice, instance, whole
 from ..errors import ConfigError
-from ..pictures import bars
 from .noise import DRAW, Floats, Ids, log_uniforms
 
 __all__ = ["Distribution", "log_base", "number_array"]
 
 
 _LEAST_WEIGHT = np.array(1e-300)  # an array without axes: NumPy takes it in faster than a scalar
-_BARS = 16  # of a picture
 T = TypeVar("T", bound=np.generic)
 _LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
 
@@ -55,8 +52,7 @@ class Distribution:
     A draw needs no normalised probabilities, so ``logprobs`` is computed at its first use.
     """
 
-    __slots__ = ("_logprobs", "_logweights", "_text_of", "ids")
-    _text_of: Callable[[int], str]  # set by `label_by` only
+    __slots__ = ("_logprobs", "_logweights", "ids")
 
     def __init__(self, ids: Ids, logprobs: Floats) -> None:
         ids = number_array("ids", ids, np.int32)
@@ -125,25 +121,6 @@ class Distribution:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def _repr_html_(self) -> str:
-        top = [(self._label(token), math.exp(logprob)) for token, logprob in self.top(_BARS)]
-        rest = 1.0 - math.fsum(p for _, p in top)
-        if len(self) > _BARS:
-            top.append((f"{len(self) - _BARS} others", max(0.0, rest)))
-        return bars(top, caption=f"{len(self)} tokens, entropy {self.entropy():.2f} nats")
-
-    def label_by(self, text_of: Callable[[int], str]) -> None:
-        """Show tokens by their text in notebooks: ``text_of`` returns it for an id."""
-        self._text_of = text_of
-
-    def _label(self, token: int) -> str:
-        return repr(self._text_of(token)) if hasattr(self, "_text_of") else str(token)
-
-    def __getstate__(self) -> tuple[None, dict[str, object]]:
-        # Without `_text_of`, which holds a model.
-        slots = ("_logprobs", "_logweights", "ids")
-        return None, {name: getattr(self, name) for name in slots}
 
     def __repr__(self) -> str:
         best = self.argmax()

@@ -5,16 +5,10 @@ Most tests run it on the bundled pair, as where SmolLM2 is not installed.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 
 import commands
 import pytest
@@ -73,28 +67,8 @@ def run(*arguments: str) -> Result:
 
 def on_a_terminal(columns: int, settings: dict[str, object]) -> str:
     """Return what a smaller demo writes to a terminal."""
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environment = {**os.environ, "TERM": "xterm-256color"}
-    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
-        environment.pop(name, None)
-    with subprocess.Popen(
-        [sys.executable, "-c", SMALL.format(settings), "demo", "--threads", "1"],
-        stdin=follower, stdout=follower, stderr=follower, env=environment,
-    ) as process:  # fmt: skip
-        os.close(follower)
-        shown = b""
-        while True:
-            try:
-                part = os.read(leader, 1 << 16)
-            except OSError:  # the other side is closed
-                break
-            if not part:
-                break
-            shown += part
-    os.close(leader)
-    assert process.returncode == 0, shown
-    return shown.decode().replace("\r\n", "\n")
+    program = [sys.executable, "-c", SMALL.format(settings), "demo", "--threads", "1"]
+    return commands.on_terminal(program, columns)[0]
 
 
 def test_demo_fits_terminals_of_any_width_and_colours_tokens_by_source() -> None:
@@ -126,8 +100,8 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     assert "The K/V cache held 100 tokens before them and 100 after: nothing was copied." in (
         " ".join(result.stdout.split())
     )
-    commands = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)
-    assert commands == ["generate", "generate", "generate", "chat", "doctor"]
+    shown = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)
+    assert shown == ["generate", "generate", "generate", "chat", "doctor"]
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="needs two cores")

@@ -110,11 +110,7 @@ def test_tasks_of_a_folder_are_listed_and_run(tmp_path: Path) -> None:
     assert len(listed) == 3
     found = answer("eval", "--tasks-dir", tmp_path, "-c", 256)["tasks"]
     assert found[0]["metrics"]["acc"]["value"] == 1.0
-    for arguments in (
-        ("arc",),
-        ("--tasks-dir", tmp_path / "none"),
-        ("mine", "-o", tmp_path),
-    ):
+    for arguments in (("arc",), ("--tasks-dir", tmp_path / "none"), ("mine", "-o", tmp_path)):
         assert run("eval", *arguments).exit_code == 2
 
 

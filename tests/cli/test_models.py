@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
-import struct
 import subprocess
-import sys
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import toys
-from commands import answer, run
+from commands import COMMAND, answer, on_terminal, run
 from fake_hub import FakeHub, serve
 
 import llamabranch as lb
@@ -107,26 +101,9 @@ def test_repository_alone_is_enough(hub: FakeHub) -> None:
 
 
 def test_on_a_terminal_a_download_starts_after_its_size_was_shown(hub: FakeHub) -> None:
-    command = [sys.executable, "-m", "llamabranch.cli", "models", "show", DRAFT, "--json"]
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower) as process:
-        os.close(follower)
-        assert process.stdout is not None
-        shown = b""
-        while True:
-            try:
-                part = os.read(leader, 4096)
-            except OSError:  # the other side is closed
-                break
-            if not part:
-                break
-            shown += part
-        answer = json.loads(process.stdout.read())
-    os.close(leader)
-    assert process.returncode == 0, shown
-    assert answer["models"][0]["path"] == str(names.resolve(DRAFT))
-    text = shown.decode()
+    command = [*COMMAND, "models", "show", DRAFT, "--json"]
+    text, output = on_terminal(command, 100, stdout=subprocess.PIPE)
+    assert json.loads(output)["models"][0]["path"] == str(names.resolve(DRAFT))
     assert text.startswith(f"downloading {DRAFT}/tale-draft-q8_0.gguf: 1.1 MB")
     assert "tale-draft-q8_0.gguf" in text.partition("\n")[2]  # the bar
 

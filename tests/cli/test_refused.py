@@ -27,7 +27,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("speculate", "--draft", "16"), "--draft-max 16"),
     (("speculate", "-S", "rule=best"), "unknown rule 'best'"),
     (("speculate", "-S", "hotness=3"), "no setting 'hotness'"),
-    (("speculate", "-S", "typical_p"), "not NAME=VALUE"),
+    (("speculate", "-S", "typical_p"), "takes NAME=VALUE"),
     (("speculate", "-S", "typical_p=x"), "typical_p"),
     (("speculate", "--temperature", "1e5"), "temperature"),
     (("speculate", "-n", "0"), "not at least 1"),

@@ -265,7 +265,7 @@ def test_model_without_text_takes_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "name"), [(None, "Q8_0"), (7, "Q8_0"), (41, "Q2_0"), (999, "type 999")]
+    ("value", "name"), [(None, "(guessed) Q8_0"), (7, "Q8_0"), (41, "Q2_0"), (999, "type 999")]
 )
 def test_file_type_has_a_name_whatever_the_metadata_hold(
     value: int | None, name: str, tmp_path: Path

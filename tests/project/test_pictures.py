@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
 import re
 from html.parser import HTMLParser
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,7 +81,6 @@ def test_any_tokens_give_a_harmless_picture(
     below = pictures.TreeLine(tokens, prompt, [pruned], n_hidden=2)
     read(pictures.tree([pictures.TreeLine(tokens, caption, [pruned, below, below])]))
     read(pictures.tree([pictures.TreeLine(tokens, caption, [below])]))
-    read(pictures.bars([(prompt, 0.5), (caption, 0.0)]))
 
 
 def test_text_is_escaped_and_what_cannot_be_seen_is_written_as_its_code() -> None:
@@ -138,21 +135,6 @@ def test_branch_and_store_draw_themselves_in_every_state(ctx: lb.Context) -> Non
     right.prune()
     root.prune()
     assert "no branches" in read(store._repr_html_()).text
-
-
-def test_distribution_draws_bars_with_texts_where_it_knows_them(ctx: lb.Context) -> None:
-    with lb.Branch.start(
-        ctx, "Once upon a", temperature=1.0, top_k=0, top_p=1.0, min_p=0
-    ) as branch:
-        distribution = branch.distribution()
-    reader = read(distribution._repr_html_())
-    assert "' time'" in reader.text
-    assert "others" in reader.text
-    shares = [float(each) for each in re.findall(r"(\d+\.\d) %", reader.text)]
-    assert sum(shares) == pytest.approx(100, abs=1)
-    again = pickle.loads(pickle.dumps(distribution))
-    assert (again.probs == distribution.probs).all()
-    assert str(again.argmax()) in read(again._repr_html_()).text
 
 
 def test_generation_and_result_colour_tokens_by_source(

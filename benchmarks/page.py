@@ -100,7 +100,7 @@ MEASURE = """() => {
     },
     search: () => {
       key("#text", "S");
-      $("dialog [name=max_tokens]").value = "8";
+      $("dialog [name='options.max_tokens']").value = "8";
       $("dialog .main").click();
       return painted(() => count(".outline li"));
     },

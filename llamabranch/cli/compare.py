@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from llamabranch import ConfigError, UnsupportedError, pictures
+from llamabranch import ConfigError, pictures
 
 from ..files import atomic_write
 from .bundles import option, with_bundles
@@ -67,13 +67,8 @@ def compare(
     llama-perplexity --kl-divergence; with --coded to its last digit.
     """
     with output.console() as console, ExitStack() as stack:
-        try:
-            from llamabranch.loom.report import compare_models
-        except ImportError as error:
-            raise UnsupportedError(
-                f"this needs a package that is not installed: {error.name}",
-                hint="pip install 'llamabranch[page]'",
-            ) from error
+        from llamabranch.loom.report import compare_models
+
         if asked.text is None:
             raise ConfigError("compare needs a text", hint="--text FILE, of at least two windows")
         if asked.report is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from llamabranch import AsyncEngine, ConfigError, Context, UnsupportedError, hub
+from llamabranch import AsyncEngine, ConfigError, Context, hub
 from llamabranch.serve import ServeSettings
 
 from ..loading import LoadOptions
@@ -79,14 +79,9 @@ def open(
     The page listens on 127.0.0.1 alone, and its link works once; Enter prints another one.
     """
     with output.console() as console, ExitStack() as stack:
-        try:
-            from llamabranch.loom import Loom, front_of
-            from llamabranch.serve.server import Server
-        except ImportError as error:
-            raise UnsupportedError(
-                f"the page needs a package that is not installed: {error.name}",
-                hint="pip install 'llamabranch[page]'",
-            ) from error
+        from llamabranch.loom import Loom, front_of
+        from llamabranch.serve.server import Server
+
         models = replace(models, target=model or models.target or _BUNDLED)
         target, drafters = models.resolve(console)
         if page.compare is not None:

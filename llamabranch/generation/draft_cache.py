@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..context.radix_tree import n_common
@@ -37,7 +37,13 @@ class DraftCache:
     def take(self, text: Text, rule: Rule) -> DraftState:
         """Return the state that drafts for ``text`` after its last token."""
         self._close_pruned()
-        found = self._pop(text, lambda kept: kept.fits(text, rule) and kept.draws_like(text))
+        with self._lock:
+            found = self._kept.get(text)
+            usable = found is not None and not found.is_forked and found.fits(text, rule)
+            if found is not None and usable and found.draws_like(text):
+                del self._kept[text]
+            else:
+                found = None
         if found is not None:
             found.state.observe(n_common(found.tokens, text.shown))
             return found.state
@@ -95,14 +101,6 @@ class DraftCache:
             state = self._pop_free(text)
         if state is not None:
             state.close()
-
-    def _pop(self, text: Text, fits: Callable[[_Kept], bool]) -> _Kept | None:
-        """Take out the state of ``text`` if it fits and no thread is forking it."""
-        with self._lock:
-            found = self._kept.get(text)
-            if found is None or found.is_forked or not fits(found):
-                return None
-            return self._kept.pop(text, None)
 
     def forget_oldest(self) -> bool:
         """Close the state that was given back first; False if none is kept, or all are being forked."""

@@ -15,7 +15,15 @@ operations.py  what the page can be asked to do
 api.py         the routes
 """
 
-from .api import front_of
-from .loom import Loom
+from ..errors import UnsupportedError
+
+try:
+    from .api import front_of
+    from .loom import Loom
+except ImportError as error:
+    raise UnsupportedError(
+        f"the page needs a package that is not installed: {error.name}",
+        hint="pip install 'llamabranch[page]'",
+    ) from error
 
 __all__ = ["Loom", "front_of"]

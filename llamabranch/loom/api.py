@@ -61,12 +61,11 @@ async def _doc(loom: Loom, call: Exchange) -> None:
     current = document.current
     state = {"state": "generating"} if loom.live.running else {}
     await call.reply({
-        "version": 1, "boot": live.boot, "rev": document.rev, **loom.models(), **state,
+        "boot": live.boot, "rev": document.rev, **loom.models(), **state,
         "file": live.file, "current": current if current in {n.id for n in shown} else None,
         "settings": loom.settings, **document.counts(), "nodes": document.listed(),
         "jobs": [job.as_dict() for job in live.running],
         "notes": {n.id: n.note for n in shown if n.note},
-        "bookmarks": [n.id for n in shown if n.bookmark],
         "kl": {n.id: pair.mean_kl(n.compare[-1]) for n in shown if n.compare},
     })  # fmt: skip
 
@@ -82,7 +81,7 @@ async def _tokens(loom: Loom, call: Exchange) -> None:
         raise HttpError(400, "from and n are numbers", param="from") from None
     parts, top = node.stretches(start, end), query.get("top") == "1"
     owners = dict.fromkeys([owner for owner, _, _ in parts] + [node])
-    kept = {name: [raw for owner in owners for raw in getattr(owner, name)] for name in KEPT}
+    kept = {str(name): [raw for o in owners for raw in getattr(o, name)] for name in KEPT}
     await call.reply({
         "node": document.told(node), **document.columns(parts, top=top), "at": start,
         "owner": [(owner.id, owner.made.at + a) for owner, a, _ in parts], **({} if top else kept),

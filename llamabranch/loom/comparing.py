@@ -18,7 +18,7 @@ from .pair import Place, read_pair, same_vocabulary, spans, totals, write_pair
 __all__ = ["compare"]
 
 _NO_MODEL = "there is no second model: llamabranch open MODEL --compare MODEL2"
-_UNEQUAL = "the models have different tokenizers"
+_UNEQUAL = "The models have different tokenizers"
 
 
 async def compare(loom: Loom, do: Do, node: Node, at: int) -> dict[str, object]:
@@ -172,4 +172,7 @@ class _Comparison:
             "mode": self._do.mode, "n": n, "first_seed": self._first_seed, "partner": None, **partner,
             "first_greedy": self._at + same.index(False) if False in same else None, **means,
         }  # fmt: skip
-        self._live.keep(self._node, "compare", self._told(self._at, {**columns, **partner}))
+        data = self._told(self._at, {**columns, **partner})
+        if partner:
+            self._live.emit("compare", data)
+        self._live.keep(self._node, "compare", data)

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -20,14 +20,15 @@ from msgspec import Meta, Raw, Struct
 from ..model import Model
 
 __all__ = [
-    "KEPT", "AnyRecord", "Change", "Document", "Ended", "Head", "Kept", "Made", "Node", "Number",
-    "Piece", "Pieces", "Record", "Seed", "Tokens", "Undo", "decoded", "digest", "short",
+    "KEPT", "AnyRecord", "Change", "Document", "Ended", "Head", "Kept", "KeptName", "Made", "Node",
+    "Number", "Piece", "Pieces", "Record", "Seed", "Tokens", "Undo", "decoded", "digest", "short",
 ]  # fmt: skip
 
 Piece = str | list[int] | dict[str, str]  # text; bytes that are none; the name of a control token
 Number = float | None
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
-KEPT = ("rounds", "compare", "searches")
+KeptName = Literal["rounds", "compare", "searches"]
+KEPT: tuple[KeptName, ...] = get_args(KeptName)
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = 40, 20  # characters of a text: of a node, and in a list of more than _MANY
 _MANY = 2000
@@ -102,7 +103,7 @@ class Kept(Record, tag="keep", kw_only=True):
     """What else is known of a node, as it is sent: a round of speculation, a comparison, a search."""
 
     id: str
-    name: Literal["rounds", "compare", "searches"]
+    name: KeptName
     data: Raw
 
 
@@ -309,8 +310,8 @@ class Document:
             yield node.made
             if node.ids:
                 yield node.record(0)
-            for name in ("rounds", "compare", "searches"):
-                yield from (Kept(id=node.id, name=name, data=d) for d in getattr(node, name))
+            for kept in KEPT:
+                yield from (Kept(id=node.id, name=kept, data=d) for d in getattr(node, kept))
             if node.ended is not None:
                 yield node.ended
         for action in self.done:

@@ -22,20 +22,7 @@ from msgspec import Raw
 from ..errors import ConfigError
 from ..serve.fields import SamplingFields
 from . import page
-from .document import (
-    KEPT,
-    Change,
-    Document,
-    Ended,
-    Head,
-    Kept,
-    Made,
-    Node,
-    Number,
-    Piece,
-    Pieces,
-    Tokens,
-)  # fmt: skip
+from .document import AnyRecord, Document, Made, Node, Number, Tokens, decoded
 
 __all__ = ["Item", "Segment", "export", "items_of", "read", "segments"]
 
@@ -140,7 +127,7 @@ def export(
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
     if kind in ("json", "html"):
-        data = _encode(_whole(document, kind, title, top, models))
+        data = _encode(_whole(document, title, top, models))
         if kind == "html":
             return page.html_file(data, title), f"{safe}.html", b"text/html; charset=utf-8"
         return data, f"{safe}.json", _JSON
@@ -160,21 +147,13 @@ def export(
     return _encode(shape.around(document, title, parts, nodes)), f"{safe}.{kind}.json", _JSON
 
 
-def _whole(document: Document, kind: str, title: str, top: int, models: object) -> Values:
-    nodes = []
-    for node in document.shown():
-        columns = document.columns([(node, 0, len(node.ids))], top=True)
-        tops = columns["top"]
-        columns["top"] = [each[:top] for each in tops] if isinstance(tops, list) else []
-        del columns["at"]
-        nodes.append({
-            **msgspec.to_builtins(node.made), **document.told(node), "text": document.text(node),
-            "bookmark": node.bookmark, "deleted": node.deleted, "tokens": columns,
-            **{name: getattr(node, name) for name in KEPT},
-        })  # fmt: skip
+def _whole(document: Document, title: str, top: int, models: object) -> Values:
+    records = [*document.records()]
+    for record in records:
+        if isinstance(record, Tokens):
+            record.top = [Raw(_encode(decoded(raw)[:top])) for raw in record.top]
     return {
-        "format": _MARKER, "version": 1, "title": title, "header": document.head or Head(),
-        "models": models, "current": document.current, "export": kind, "nodes": nodes,
+        "format": _MARKER, "version": 1, "title": title, "models": models, "records": records,
     }  # fmt: skip
 
 
@@ -224,57 +203,53 @@ def _nested(parts: Sequence[Segment], shape: _Shape) -> bytes:
     return b"".join(out)
 
 
-def _logitloom(document: Document, title: str, _: Sequence[Segment], nodes: bytes) -> Values:
-    return {
-        "isLogitLoomTreeVersion": "logit-loom-tree-v1",
-        "modelName": document.head.model if document.head else title,
-        "modelSettings": {"kind": "base"}, "roots": Raw(b"[%b]" % nodes),
-    }  # fmt: skip
-
-
-def _loomsidian(document: Document, _: str, parts: Sequence[Segment], nodes: bytes) -> Values:
+def _current(document: Document, parts: Sequence[Segment]) -> str | None:
     here = [part.id for part in parts if part.node and part.node.id == document.current]
-    current = next(iter([*here, *(part.id for part in parts)]), None)
-    return {
-        "current": current, "hoisted": [], "searchTerm": "", "generating": None, "nodes": Raw(nodes),
-    }  # fmt: skip
+    return next(iter([*here, *(part.id for part in parts)]), None)
 
 
-def _socketteer(_: Document, __: str, parts: Sequence[Segment], nodes: bytes) -> Values:
-    noted = [(f"c{i}", part) for i, part in enumerate(parts) if part.last and part.last.note]
-    chapters = {
-        name: {"id": name, "root_id": part.id, "title": part.last.note if part.last else ""}
-        for name, part in noted
-    }
-    return {"root": Raw(nodes), "chapters": chapters, "selected_node_id": None}
-
-
-def _exoloom(_: Document, title: str, parts: Sequence[Segment], nodes: bytes) -> Values:
-    tree = {"title": title, "rootNodeId": parts[0].id, "nodes": Raw(nodes)}
-    return {"loomType": "Exoloom", "schemaVersion": 1, "tree": tree, "lens": {}}
+def _chapters_of(parts: Sequence[Segment]) -> dict[str, Values]:
+    noted = [(f"c{i}", part, part.last.note) for i, part in enumerate(parts) if part.last]
+    return {c: {"id": c, "root_id": part.id, "title": note} for c, part, note in noted if note}
 
 
 _SHAPES = {
     "logitloom": _Shape(
         {"id": "id", "text": "text", "logprob": "logprob", "prob": "prob", "branchFinished": "finished"},
-        _logitloom, is_nested=True, has_tokens=True,
+        lambda document, title, parts, nodes: {
+            "isLogitLoomTreeVersion": "logit-loom-tree-v1",
+            "modelName": document.head.model if document.head else title,
+            "modelSettings": {"kind": "base"}, "roots": Raw(b"[%b]" % nodes),
+        },
+        is_nested=True, has_tokens=True,
     ),
     "loomsidian": _Shape(
         {"text": "text", "parentId": "parent", "collapsed": "no", "unread": "no",
          "bookmarked": "bookmark"},
-        _loomsidian,
+        lambda document, title, parts, nodes: {
+            "current": _current(document, parts), "hoisted": [], "searchTerm": "",
+            "generating": None, "nodes": Raw(nodes),
+        },
     ),
     "socketteer": _Shape(
-        {"id": "id", "text": "text", "bookmark": "bookmark", "parent_id": "parent"}, _socketteer,
+        {"id": "id", "text": "text", "bookmark": "bookmark", "parent_id": "parent"},
+        lambda document, title, parts, nodes: {
+            "root": Raw(nodes), "chapters": _chapters_of(parts), "selected_node_id": None,
+        },
         is_nested=True, has_one_root=True,
     ),
     "socketteer-simple": _Shape(
-        {"text": "text"}, lambda _, __, ___, nodes: Raw(nodes), is_nested=True, has_one_root=True
+        {"text": "text"}, lambda document, title, parts, nodes: Raw(nodes), is_nested=True,
+        has_one_root=True,
     ),
     "exoloom": _Shape(
         {"content": "text", "authorType": "author", "parentId": "parent", "childrenIds": "children",
          "createdAt": "time", "bookmarked": "bookmark"},
-        _exoloom, has_one_root=True,
+        lambda document, title, parts, nodes: {
+            "loomType": "Exoloom", "schemaVersion": 1, "lens": {},
+            "tree": {"title": title, "rootNodeId": parts[0].id, "nodes": Raw(nodes)},
+        },
+        has_one_root=True,
     ),
 }  # fmt: skip
 _NAMES = ", ".join(("json", "html", "markdown", "markdown-tree", *_SHAPES))
@@ -297,29 +272,8 @@ class Item:
     note: str = ""
 
 
-class _SavedTokens(Tokens, tag=False, kw_only=True):
-    text: list[Piece]
-
-
-class _Saved(Made, tag=False, kw_only=True):
-    """A node in the page's own JSON."""
-
-    tokens: _SavedTokens
-    reason: str | None = None
-    read: int | None = None
-    cached: int | None = None
-    digest: str | None = None
-    note: str = ""
-    bookmark: bool = False
-    deleted: bool = False
-    rounds: tuple[Raw, ...] = ()
-    compare: tuple[Raw, ...] = ()
-    searches: tuple[Raw, ...] = ()
-
-
 class _File(msgspec.Struct):
-    nodes: list[_Saved]
-    header: Head
+    records: list[AnyRecord]
 
 
 def read(data: bytes, most: int, fingerprint: str) -> tuple[str, Document | list[Item], int]:
@@ -483,31 +437,15 @@ def _chapters(given: object) -> dict[str, str]:
 
 
 def _own(data: bytes, most: int) -> Document:
-    """Return the document in the page's own JSON, with all that is known of it."""
+    """Return the document in the page's own JSON: the records that make it."""
     document = Document()
     try:
-        file = msgspec.json.decode(data, type=_File)
-        document.apply(file.header)
-        if len(file.nodes) > most:
-            raise ValueError(f"{len(file.nodes):,} nodes, at most {most:,} can be taken")
-        for r, node in enumerate(file.nodes, 1):
-            msgspec.convert(node.sampling, SamplingFields)
-            made = {name: getattr(node, name) for name in Made.__struct_fields__}
-            columns, name = node.tokens, node.id
-            document.apply(Pieces(p=dict(zip(columns.ids, columns.text, strict=True))))
-            document.apply(Made(**made | {"r": r, "a": 0}))
-            document.put(document.nodes[name], columns)
-            for kind in ("rounds", "compare", "searches"):
-                for kept in getattr(node, kind):
-                    document.apply(Kept(id=name, name=kind, data=kept))
-            if node.reason not in (None, "running", "interrupted"):
-                document.apply(Ended(
-                    id=name, reason=str(node.reason), read=node.read or 0, cached=node.cached or 0,
-                    digest=node.digest or "",
-                ))  # fmt: skip
-            for mark in ("bookmark", "note", "deleted"):
-                if getattr(node, mark):
-                    document.apply(Change(id=name, name=mark, value=getattr(node, mark), a=r))
+        for record in msgspec.json.decode(data, type=_File).records:
+            if isinstance(record, Made):
+                msgspec.convert(record.sampling, SamplingFields)
+            document.apply(record)
     except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
         raise ConfigError(f"this file of the page is damaged: {error}") from None
+    if len(document.nodes) > most:
+        raise ConfigError(f"the file has {len(document.nodes):,} nodes, at most {most:,} are taken")
     return document

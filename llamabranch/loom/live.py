@@ -17,7 +17,6 @@ from itertools import count, zip_longest
 from pathlib import Path
 from secrets import token_hex
 from time import perf_counter
-from typing import Literal
 
 import msgspec
 from msgspec import Raw
@@ -31,7 +30,7 @@ from ..serve.errors import HttpError, http_error
 from ..serve.exchange import Exchange
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Document, Ended, Kept, Node, Number, Record, Tokens, digest, short
+from .document import Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest, short
 from .journal import Journal
 
 __all__ = ["MOST_TOP", "Job", "Live", "Work"]
@@ -176,9 +175,7 @@ class Live:
         for record in records:
             self.journal.add(record)
 
-    def keep(
-        self, node: Node, name: Literal["rounds", "compare", "searches"], data: object
-    ) -> None:
+    def keep(self, node: Node, name: KeptName, data: object) -> None:
         """Keep with a node what is known of it besides its tokens, as it is sent."""
         self.journal.add(Kept(id=node.id, name=name, data=Raw(_encode(data))))
 

@@ -39,27 +39,6 @@ Kind = Literal["beam", "best_of_n", "smc", "vote", "steps", "tree"]
 Count = Annotated[int, Meta(ge=1)]
 
 
-class Reward(Struct, forbid_unknown_fields=True):
-    """What rates a text: by default e to its mean log-probability."""
-
-    kind: Literal["logprob", "contains", "length"] = "logprob"
-    text: str = ""
-    target: Count = 200
-
-    def of(self, branch: Branch) -> Callable[[str], float]:
-        """Return what rates a text that begins where ``branch`` ends."""
-        if self.kind == "contains":
-            return lambda found: float(self.text in found)
-        if self.kind == "length":
-            return lambda found: -abs(len(found) - self.target) / self.target
-
-        def rated(found: str) -> float:
-            scores = branch.score(found) if found else []
-            return math.exp(sum(s.logprob for s in scores) / len(scores)) if scores else 0.0
-
-        return rated
-
-
 class SearchOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """What a search takes, by the names of `llamabranch.search`; no kind takes all."""
 
@@ -67,14 +46,10 @@ class SearchOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Count = 32
     iterations: Count = 8
     step: Count | str = 8
-    groups: Count = 1
-    length_penalty: float = 1.0
-    diversity_penalty: float = 0.0
     stop: list[str] = []
     want: list[str] = []
     avoid: list[str] = []
     answer: str = r"-?\d+(?:\.\d+)?"
-    reward: Reward | None = None
     seed: Seed | None = None
     temperature: float | None = None
 
@@ -162,16 +137,17 @@ def search(
     """
     n, most, stop = asked.width or _WIDTHS[kind], asked.max_tokens, asked.stop
     with Branch.start(ctx, tokens, sampling=asked.params(kind, sampling)) as branch:
-        reward = (asked.reward or Reward()).of(branch)
+
+        def reward(text: str) -> float:
+            """Return e to the mean log-probability of a text: what is searched for by steps."""
+            scores = branch.score(text) if text else []
+            return math.exp(sum(s.logprob for s in scores) / len(scores)) if scores else 0.0
+
         match kind:
             case "beam":
-                return beam_search(
-                    branch, n, most, n=n, groups=asked.groups, length_penalty=asked.length_penalty,
-                    diversity_penalty=asked.diversity_penalty, stop=stop, on_step=watch,
-                )  # fmt: skip
+                return beam_search(branch, n, most, n=n, stop=stop, on_step=watch)
             case "best_of_n":
-                by = reward if asked.reward else None
-                return best_of_n(branch, n, most, reward=by, stop=stop, on_step=watch)
+                return best_of_n(branch, n, most, stop=stop, on_step=watch)
             case "smc":
                 weigh = [_Wanted(asked.want, asked.avoid)]
                 return smc(branch, n, most, potentials=weigh, stop=stop, on_step=watch)

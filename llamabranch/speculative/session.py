@@ -57,10 +57,8 @@ class InferenceSession:
         self.branch = start_or_continue(target, prompt, sampling, grammar, parse_special)
         self._owned = self.branch is not prompt
         self._text = text = self.branch.sequence
-        self._version, self._base = (
-            text.version,
-            text.position,
-        )  # after the last call; of its output
+        self._version = text.version  # after the last call
+        self._base = text.position  # where the output begins
         self._emitted: list[Produced] = []  # by the last round, not yet returned
         self._closed = False
         self._generating = ExitStack()  # until it is closed or forgotten
@@ -101,22 +99,22 @@ class InferenceSession:
             raise ClosedError("the session is closed")
         if self.finish_reason is not None:
             return None
-        text = self._text
+        text, tokens = self._text, self._output.tokens
         if text.version != self._version:  # somebody else has changed it
-            self._emitted, self._base = [], text.position - len(self.tokens)
+            self._emitted, self._base = [], text.position - len(tokens)
         if not self._emitted:
             try:
                 self._emitted = self._round(drafter)
             except BaseException as error:
-                text.end_at(self._base + len(self.tokens), decodes=False)
+                text.end_at(self._base + len(tokens), decodes=False)
                 self._version = text.version
                 # A later call may succeed, once there is room again.
                 self._output.is_stuck = isinstance(error, LlamaBranchError)
                 raise
         shown = self._output.add(self._emitted.pop(0))
-        text.n_held = len(text.tokens) - self._base - len(self.tokens)
+        text.n_held = len(text.tokens) - self._base - len(tokens)
         self._version = text.version
-        self.stats.num_emitted_tokens = len(self.tokens)
+        self.stats.num_emitted_tokens = len(tokens)
         return shown
 
     def _round(self, drafter: Drafter | None) -> list[Produced]:
@@ -144,7 +142,7 @@ class InferenceSession:
         if self._owned:
             self.branch.prune()
         else:
-            self._text.end_at(self._base + len(self.tokens), decodes=True)
+            self._text.end_at(self._base + len(self._output.tokens), decodes=True)
 
     def __enter__(self) -> InferenceSession:
         return self

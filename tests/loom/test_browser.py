@@ -204,7 +204,7 @@ def test_searches_are_watched_and_adopted(page: Page) -> None:
     for kind in ("beam", "best_of_n", "smc", "vote", "steps", "tree"):
         page.locator("#text").press("S")
         page.locator("dialog select[name=kind]").select_option(kind)
-        page.locator("dialog input[name=max_tokens]").fill("8")
+        page.locator("dialog input[name='options.max_tokens']").fill("8")
         page.locator("dialog button.main").click()
         page.locator("#live-body .totals", has_text=kind.replace("_", " ")).wait_for()
         page.locator("#live-body .outline li.finished").first.wait_for()

@@ -155,7 +155,7 @@ def test_small_windows_lose_nothing(
     with visiting(chromium, served, viewport=size, device_scale_factor=zoom) as page:
         state(page, "ready")
         for name in ("Tree", "Token", "Text"):
-            page.get_by_role("tab", name=name).click()
+            page.locator("#panes label", has_text=name).click()
             idle(page)
             assert page.locator(f"#{name.lower()}-pane").is_visible()
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

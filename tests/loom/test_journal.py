@@ -86,8 +86,10 @@ def read(file: Path) -> Document:
     return document
 
 
-@pytest.mark.parametrize("n_events", [1, 2, 3, 5, 8, pytest.param(13, marks=pytest.mark.slow),
-                                      pytest.param(21, marks=pytest.mark.slow)])  # fmt: skip
+_POINTS = [n if n in (1, 3, 8) else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 21)]
+
+
+@pytest.mark.parametrize("n_events", _POINTS)
 def test_a_killed_process_loses_no_action_and_goes_on_the_same(
     tmp_path: Path, n_events: int
 ) -> None:

@@ -8,7 +8,6 @@ import { shownPath, textView, view } from "./text.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
-/** @type {Map<string, string>} what A wrote, and what B wrote beside it */ const partners = new Map();
 /** @type {ReturnType<typeof textView>} */ let column;
 /** @type {Path | null} */ let from = null;
 /** @type {Path} */ let shown = pathOf(null, null);
@@ -16,16 +15,8 @@ import { shownPath, textView, view } from "./text.js";
 /** Comparisons of the shown path. */
 const compares = () => pieces(store.current, store.end).flatMap(({ id }) => store.nodes.get(id)?.compares ?? []);
 
-/** The node by B that begins where a node by A begins. */
-function partner() {
-  const node = store.nodes.get(store.current ?? "");
-  if (!node) return null;
-  const known = partners.get(node.id);
-  if (known && store.nodes.has(known)) return known;
-  if (!node.compares.some(({ mode }) => mode === "part")) return null;
-  return [...store.nodes.values()].find(({ at, parent, by, id }) =>
-    by === "B" && at === node.at && parent === node.parent && id !== node.id)?.id ?? null;
-}
+/** The node that B wrote by itself, where it parted from the shown one. */
+const partner = () => compares().findLast(({ partner: id }) => store.nodes.has(id))?.partner;
 
 /** The text of the second column: that of the partner, or the same tokens with B's numbers. */
 function secondPath() {
@@ -46,18 +37,19 @@ function secondPath() {
 }
 
 /** Spans between common byte boundaries: bits under A and under B. @param {Record<string, any>} compare */
-function spanTable({ spans, totals, why, at }) {
+function spanTable({ spans, totals, why }) {
   const c = shownPath();
   return [
     h("p", { class: "dim" }, why),
     h("p", {}, `${totals.bytes} bytes: A ${short(totals.bpbA)}, B ${short(totals.bpbB)} bits per byte.`),
+    h("p", { class: "dim" }, "Bits of each span. Underlined: the most probable next texts differ after it."),
     h("table", { class: "spans" },
       h("thead", {}, h("tr", {}, ["span", "A", "B", "B − A"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, spans.slice(0, 400).map((/** @type {any} */ [[begin, end], , , [bitsA, bitsB], agree]) =>
         h("tr", { class: agree === false ? "apart" : "" },
           h("th", { scope: "row" }, label(c.text.slice(begin, end).join(""))), h("td", {}, short(bitsA)),
-          h("td", {}, short(bitsB)), h("td", {}, `${bitsB > bitsA ? "+" : ""}${short(bitsB - bitsA)}`))))),
-    at > 0 && h("p", { class: "dim" }, `from token ${at} on`),
+          h("td", {}, short(bitsB)), h("td", {}, bitsA == null || bitsB == null ? "–"
+            : (bitsB < bitsA ? "−" : "+") + short(Math.abs(bitsB - bitsA))))))),
   ];
 }
 
@@ -100,7 +92,6 @@ export async function compare(mode, at, fields) {
   if (!answer) return;
   view.compare = true;
   choose(store.doc.models.B?.same_vocabulary === false ? "probability" : "divergence");
-  if (answer.nodes?.length === 2) partners.set(answer.nodes[0].id, answer.nodes[1].id);
   if (answer.nodes?.length) document.dispatchEvent(new CustomEvent("show-node", { detail: answer.nodes[0].id }));
   redraw(["compare", "text", "tree"]);
 }
@@ -108,13 +99,12 @@ export async function compare(mode, at, fields) {
 export function startCompare() {
   column = textView($("text-b"), secondPath, "b");
   $("text").parentElement.addEventListener("scroll", follow, { passive: true });
-  listeners.push((name, { op, state, result, node }) => {
+  listeners.push((name, { op, state, result }) => {
     if (name !== "job" || op !== "compare" || state !== "done" || !result) return;
-    if (result.partner) partners.set(node ?? store.current, result.partner);
     const told = [];
-    if (result.kl != null) told.push(`mean KL(A, B) ${short(result.kl)} nats`, `top token the same in ${short(100 * result.same)} %`);
-    if (result.first_greedy != null) told.push(`the most probable token differs first at ${result.first_greedy}`);
-    if (result.first_seed != null) told.push(`with A's seed B draws another token first at ${result.first_seed}`);
+    if (result.kl != null) told.push(`mean KL(A, B) ${short(result.kl)} nats`, `same top token ${short(100 * result.same)} %`);
+    if (result.first_greedy != null) told.push(`another one first at ${result.first_greedy}`);
+    if (result.first_seed != null) told.push(`with A's seed B draws another token at ${result.first_seed}`);
     tell(visible(`${result.n} tokens compared${told.length ? ": " + told.join(", ") : ""}.`));
     redraw(["compare"]);
   });

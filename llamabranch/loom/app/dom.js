@@ -4,11 +4,9 @@
 /** @param {string} id @returns {any} */
 export const $ = (id) => document.getElementById(id);
 
-/**
- * Make an element. A prop that begins with "on" is a listener, "class", "role", "aria-..." and "data-..." are
+/** Make an element. A prop that begins with "on" is a listener, "class", "role", "aria-..." and "data-..." are
  * attributes, "--x" is a style property, all else is a property. Children are elements or text.
- * @param {string} tag @param {Record<string, any>} [props] @param {...any} children @returns {any}
- */
+ * @param {string} tag @param {Record<string, any>} [props] @param {...any} children @returns {any} */
 export function h(tag, props = {}, ...children) {
   const element = document.createElement(tag);
   set(element, props);
@@ -36,14 +34,22 @@ export function fill(element, ...children) {
   element.replaceChildren(...children.flat(3).filter((child) => child != null && child !== false));
 }
 
+/** Fill a group with radio buttons. @param {string} id @param {[string, string][]} values with titles
+ * @param {(value: string) => void} chosen */
+export const radios = (id, values, chosen) => fill($(id), values.map(([value, title]) =>
+  h("label", {}, h("input", { type: "radio", name: id, value, onchange: () => chosen(value) }), h("span", {}, title))));
+
+/** Check one of a group's radio buttons. @param {string} id @param {string} value */
+export function check(id, value) {
+  for (const input of $(id).querySelectorAll("input")) input.checked = input.value === value;
+}
+
 const UNSEEN = /[\p{C}\p{Z}]/gu;
 const KEPT = " \n\t\u200c\u200d";
 const MARKS = /(\p{M}{8})(\p{M}+)/gu;
 
-/**
- * Text as it is drawn: what cannot be seen, or would reorder the text around it, is written as its code, and of
- * a pile of combining marks eight are drawn. @param {string} text
- */
+/** Text as it is drawn: what cannot be seen, or would reorder the text around it, is written as its code, and of
+ * a pile of combining marks eight are drawn. @param {string} text */
 export function visible(text) {
   if (/^[\x20-\x7e\n]*$/.test(text)) return text;
   return text

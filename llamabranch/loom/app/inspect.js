@@ -1,7 +1,7 @@
 // @ts-check
 // The inspector: one token with its numbers and alternatives, B's view of it, where it came from, its branch.
 import { $, attribute, fill, h, plural, redraw, short, visible } from "./dom.js";
-import { SOURCES, binOf } from "./lenses.js";
+import { SOURCES, binClass } from "./lenses.js";
 import { act } from "./net.js";
 import { FLAGS, ownerOf, pieceBytes, store } from "./store.js";
 import { following, segmentOf } from "./tree.js";
@@ -125,10 +125,10 @@ function drawInspector() {
     owner?.read, owner?.rounds.length, view.pinned, document.documentElement.dataset.lens].join();
   if (drawnFor === key) return; // an element under the mouse or with the focus stays
   drawnFor = key;
-  const bin = binOf(c, i), isNext = i === c.n;
+  const isNext = i === c.n;
   const focused = /** @type {any} */ (document.activeElement)?.dataset?.alternative;
   fill(box,
-    h("h2", {}, isNext ? "What could follow" : h("span", { class: `t b${bin < 0 ? "x" : bin}` }, named(c.pieces[i])),
+    h("h2", {}, isNext ? "What could follow" : h("span", { class: binClass(c, i) }, named(c.pieces[i])),
       view.pinned >= 0 && h("small", {}, "pinned")),
     !isNext && numbers(c, i), alternatives(c, i), !isNext && [second(c, i), origin(c, i)]);
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();

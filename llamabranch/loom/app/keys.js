@@ -16,8 +16,6 @@ export const ACTIONS = [
   ["children", "tree", "show the children only", ["Shift+Space"]],
   ["text.left", "text", "the token before", ["ArrowLeft"]],
   ["text.right", "text", "the token after", ["ArrowRight"]],
-  ["text.up", "text", "the token above", ["ArrowUp"]],
-  ["text.down", "text", "the token below", ["ArrowDown"]],
   ["text.first", "text", "the first token", ["Home"]],
   ["text.last", "text", "the last token", ["End"]],
   ["text.surprise", "text", "the next surprise, p < .05", ["}"]],

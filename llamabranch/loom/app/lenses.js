@@ -1,15 +1,13 @@
 // @ts-check
 // The six lenses: for a token of a path its value, bin and second cue; the legend. Formulas are those of docs/page.md.
-import { $, fill, h, redraw, short, tell } from "./dom.js";
+import { $, check, fill, h, redraw, short, tell } from "./dom.js";
 
 /** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */
-/**
- * @typedef {object} Lens
+/** @typedef {object} Lens
  * @property {string} name @property {string} title @property {string[]} bins names of the bins, pale to strong
  * @property {(c: Columns, i: number) => number} value the number, NaN if it is not known
  * @property {(value: number) => number} bin its bin
- * @property {(c: Columns, i: number) => string} cue drawn beside the colour ("" for probability: it has underlines)
- */
+ * @property {(c: Columns, i: number) => string} cue drawn beside the colour ("" for probability: it has underlines) */
 
 /** @param {number[]} edges */
 const above = (edges) => (/** @type {number} */ x) => edges.filter((edge) => x >= edge).length;
@@ -78,10 +76,16 @@ export function binOf(c, i) {
   return Number.isNaN(value) ? -1 : lens.bin(value);
 }
 
+/** The class of a token by its bin. @param {Columns} c @param {number} i */
+export const binClass = (c, i) => `t b${binOf(c, i) < 0 ? "x" : binOf(c, i)}`;
+
+/** The cue of a token beside its colour. @param {Columns} c @param {number} i */
+export const cueOf = (c, i) => (binOf(c, i) < 0 ? null : lens.cue(c, i) || null);
+
 export function choose(/** @type {string} */ name) {
   lens = LENSES.find((each) => each.name === name) ?? LENSES[0];
   document.documentElement.dataset.lens = lens.name;
-  for (const input of $("lenses").querySelectorAll("input")) input.checked = input.value === lens.name;
+  check("lenses", lens.name);
   redraw(["tree", "text", "compare", "legend", "inspect"]);
 }
 
@@ -92,20 +96,9 @@ export function turn(by) {
   tell(`Lens: ${lens.title.toLowerCase()}.`);
 }
 
-export function buildLenses() {
-  fill(
-    $("lenses"),
-    LENSES.map(({ name, title }) =>
-      h("label", {}, h("input", { type: "radio", name: "lens", value: name, onchange: () => choose(name) }),
-        h("span", {}, title))),
-  );
-}
-
-/**
- * Draw the legend: bins, how many tokens of the path are in each, the share that is not known. A click goes
+/** Draw the legend: bins, how many tokens of the path are in each, the share that is not known. A click goes
  * through the tokens of a bin.
- * @param {Columns} c @param {(bin: number) => void} visit
- */
+ * @param {Columns} c @param {(bin: number) => void} visit */
 export function drawLegend(c, visit) {
   const counts = new Array(lens.bins.length).fill(0);
   let unknown = 0;

@@ -25,20 +25,15 @@ function rounds() {
 }
 
 function totals(/** @type {Loose[]} */ all) {
-  const judged = [], accepted = [], sum = { drafted: 0, accepted: 0, rejected: 0, unreached: 0, draft: 0, verify: 0 };
-  for (const round of all) {
-    sum.drafted += round.draft.length;
-    sum.accepted += round.accepted;
-    sum.rejected += round.rejected;
-    sum.unreached += round.unreached;
-    sum.draft += round.ms?.[0] ?? 0;
-    sum.verify += round.ms?.[1] ?? 0;
-    for (let i = 0; i < round.accepted + round.rejected; i++) {
-      judged[i] = (judged[i] ?? 0) + 1;
-      accepted[i] = (accepted[i] ?? 0) + (i < round.accepted ? 1 : 0);
-    }
-  }
-  return { ...sum, byPosition: judged.map((n, i) => [accepted[i], n]) };
+  const sum = (/** @type {(round: Loose) => any} */ of) => all.reduce((n, round) => n + Number(of(round) ?? 0), 0);
+  const length = Math.max(0, ...all.map(({ accepted, rejected }) => accepted + rejected));
+  return {
+    drafted: sum(({ draft }) => draft.length), accepted: sum(({ accepted }) => accepted),
+    rejected: sum(({ rejected }) => rejected), unreached: sum(({ unreached }) => unreached),
+    draft: sum(({ ms }) => ms?.[0]), verify: sum(({ ms }) => ms?.[1]),
+    byPosition: Array.from({ length }, (_, i) =>
+      [sum(({ accepted }) => i < accepted), sum(({ accepted, rejected }) => i < accepted + rejected)]),
+  };
 }
 
 const sentence = (/** @type {Loose} */ { round, draft, accepted, rejected, unreached }) =>
@@ -80,16 +75,16 @@ function bars(values, name) {
 
 /** Lines of a search from the top down, the best first; what alone goes on is one line. @param {Search} search */
 function outline({ nodes, children }) {
-  /** @type {[any, string, number][]} the last place of a line, its text, its depth */ const lines = [];
+  /** @type {[any, string, number, number][]} the last place of a line, its text, tokens and depth */ const lines = [];
   const waiting = nodes.length ? [[0, 0]] : [];
   while (waiting.length && lines.length < LINES) {
     let [i, depth] = /** @type {number[]} */ (waiting.pop());
-    let text = nodes[i][2];
+    let [, , text, n] = nodes[i];
     while (i && children[i]?.length === 1 && nodes[i][7] !== "finished") {
       i = children[i][0];
-      text += nodes[i][2];
+      [text, n] = [text + nodes[i][2], n + nodes[i][3]];
     }
-    lines.push([nodes[i], text, depth]);
+    lines.push([nodes[i], text, n, depth]);
     const worth = (/** @type {number} */ j) => (nodes[j][7] === "finished" ? 1e6 : 0) + (nodes[j][5] ?? -1e5);
     const below = [...(children[i] ?? [])].sort((a, b) => worth(a) - worth(b));
     for (const child of below) waiting.push([child, depth + 1]);
@@ -114,7 +109,7 @@ function drawSearch(/** @type {Search} */ search) {
         "Effective number of particles, by step")],
     counted.length > 0 && h("table", {}, h("tbody", {}, counted.map(([answer, n]) =>
       h("tr", {}, h("th", { scope: "row" }, visible(answer)), h("td", {}, plural(n, "vote"))))))),
-    h("ol", { class: "outline", role: "list" }, outline(search).map(([[i, , , n, lp, score, visits, status], text, depth]) => {
+    h("ol", { class: "outline", role: "list" }, outline(search).map(([[i, , , , lp, score, visits, status], text, n, depth]) => {
       const told = [score != null && `score ${short(score)}`, visits > 0 && plural(visits, "visit"), plural(n, "token"),
         lp != null && `log p ${short(lp)}`].filter(Boolean).join(", ");
       return h("li", { class: status, "--level": Math.min(depth, 12) },

@@ -1,11 +1,11 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
-import { $, attribute, fill, h, paints, plural, redraw, set, short, tell, visible } from "./dom.js";
-import { LENSES, buildLenses, choose, drawLegend, turn } from "./lenses.js";
+import { $, attribute, check, fill, h, paints, plural, radios, redraw, short, tell, visible } from "./dom.js";
+import { LENSES, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, listeners, net } from "./net.js";
 import { FLAGS, Tokens, pathOf, stateOf, store, texts } from "./store.js";
 import { endOf, segmentOf, startTree, treeMoves } from "./tree.js";
-import { moveTo, place, shownPath, startText, textMoves, tokenElement, view, visit } from "./text.js";
+import { moveTo, place, shownPath, startText, textMoves, tokenSpan, view, visit } from "./text.js";
 import { inspected, startInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
 import { compare, startCompare } from "./compare.js";
@@ -29,8 +29,9 @@ function select(node, end = null) {
 
 /** Continue from the cursor or the end of the path. @param {Record<string, any>} [fields] */
 async function go(fields = {}) {
-  const at = place();
-  const answer = await act("continue", { node: store.current, at, n: 3, max_tokens: 24, seed: null, ...fields });
+  const at = place(), node = selected();
+  const resume = node?.reason === "interrupted" && at === node.at + node.n; // as if it had not been
+  const answer = await act("continue", { node: store.current, at, n: 3, max_tokens: 24, resume, ...fields });
   if (!answer) return;
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
   else {
@@ -70,16 +71,11 @@ function type(at, edit) {
     const mine = ++asked;
     const answer = box.value ? await act("score", { node, at, text: box.value }) : { tokens: null };
     if (mine !== asked || !answer) return;
-    fill(preview);
-    if (!answer.tokens) return;
+    if (!answer.tokens) return fill(preview);
     const columns = new Tokens();
     columns.write(0, answer.tokens);
-    const all = Object.assign(columns, { text: texts(columns.pieces), control: new Uint8Array(columns.n) });
-    for (let i = Math.max(0, all.n - 100); i < all.n; i++) {
-      const element = tokenElement(/** @type {any} */ (all), i, undefined, "", "preview");
-      for (const name of ["role", "aria-setsize", "aria-posinset", "data-token", "aria-label"]) element.removeAttribute(name);
-      preview.append(element);
-    }
+    const words = texts(columns.pieces);
+    fill(preview, words.map((word, i) => tokenSpan(columns, i, word)).slice(-100));
     attribute(preview, "data-seam", answer.seam ? "A seam: read as one text, these would be other tokens." : null);
   };
   const form = h("div", { class: "typing" }, box, preview, h("p", { class: "row" },
@@ -114,11 +110,9 @@ async function begin(text, fields = {}) {
 
 // --- dialogs ---
 
-/**
- * A dialog with fields. A field is [name, title, first value, choices or null].
+/** A dialog with fields. A field is [name, title, first value, choices or null].
  * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => void} done
- * @param {any[]} [more] what else is in it
- */
+ * @param {any[]} [more] what else is in it */
 function ask(title, fields, verb, done, more = []) {
   const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), ...more,
     fields.map(([name, told, value, choices]) => h("label", {}, h("span", {}, told), choices
@@ -129,23 +123,24 @@ function ask(title, fields, verb, done, more = []) {
   const dialog = $("dialog");
   fill(dialog, form);
   form.onsubmit = (/** @type {SubmitEvent} */ event) => {
-    if (!(/** @type {any} */ (event.submitter)?.value)) return;
-    done(Object.fromEntries([...new FormData(form)].filter(([name, value]) => value !== "" || name === "note")
-      .map(([name, value]) => [name, WORDS.includes(name) || Number.isNaN(Number(value)) ? value : Number(value)])));
+    if (/** @type {any} */ (event.submitter)?.value) done(valuesOf(new FormData(form)));
   };
   dialog.onclose = () => document.activeElement !== $("tree") && $("text").focus();
   dialog.showModal();
 }
 
-const WORDS = ["seed", "stop", "want", "answer", "note"];
-const SAMPLING = ["temperature", "top_k", "top_p", "min_p", "repeat_penalty"];
+const WORDS = ["seed", "answer", "note"], LISTS = ["stop", "want"];
 
-/** Fields of samplers go where the server wants them. @param {Record<string, any>} values */
-function sampled(values) {
-  const { stop, ...rest } = values;
-  const sampling = Object.fromEntries(SAMPLING.filter((name) => name in rest).map((name) => [name, rest[name]]));
-  for (const name of SAMPLING) delete rest[name];
-  return { ...rest, sampling, ...(stop ? { stop: [String(stop)] } : {}) };
+/** What a form holds: numbers where they are, lists of one text; "a.b" is b of an object a. @param {FormData} form */
+function valuesOf(form) {
+  /** @type {Record<string, any>} */ const found = {};
+  for (const [name, value] of form) {
+    const [own, of] = name.split(".").reverse();
+    const into = of ? (found[of] ??= {}) : found;
+    const isText = WORDS.includes(own) || Number.isNaN(Number(value));
+    if (value !== "" || own === "note") into[own] = LISTS.includes(own) ? [value] : isText ? value : Number(value);
+  }
+  return found;
 }
 
 const FORMATS = {
@@ -162,7 +157,6 @@ async function bring(/** @type {any} */ file) {
 }
 
 const selected = () => store.nodes.get(store.current ?? "");
-const needsB = "There is no second model: start with --compare MODEL2.";
 
 /** @type {Record<string, () => any>} */
 const run = {
@@ -174,8 +168,8 @@ const run = {
   },
   continue: () => go(),
   options: () => ask("Continue with options", [["n", "how many", 3], ["max_tokens", "tokens", 24],
-    ["temperature", "temperature"], ["top_k", "top k"], ["top_p", "top p"], ["min_p", "min p"],
-    ["repeat_penalty", "repeat penalty"], ["seed", "seed"], ["stop", "stop at"]], "Continue", (values) => go(sampled(values))),
+    ["sampling.temperature", "temperature"], ["sampling.top_k", "top k"], ["sampling.top_p", "top p"],
+    ["sampling.min_p", "min p"], ["sampling.repeat_penalty", "repeat penalty"], ["seed", "seed"], ["stop", "stop at"]], "Continue", go),
   type: () => type(place(), false),
   edit: () => type(view.cursor < 0 ? (shownPath().owners.at(-1)?.from ?? 0) : view.cursor, true),
   stop: async () => {
@@ -191,20 +185,17 @@ const run = {
     tell(view.ghosts ? "Rejected drafts are shown." : "Rejected drafts are hidden.");
   },
   search: () => ask("Search from here", [["kind", "kind", "", ["beam", "best_of_n", "smc", "vote", "steps", "tree"]],
-    ["width", "width"], ["max_tokens", "tokens", 32], ["temperature", "temperature"], ["seed", "seed"],
-    ["want", "text that is wanted (smc)"], ["answer", "answer, a regular expression (vote)"]], "Search",
-  ({ kind, want, ...options }) => act("search", { node: store.current, at: place(), kind,
-    options: { ...options, ...(want ? { want: [String(want)] } : {}) } })),
+    ["options.width", "width"], ["options.max_tokens", "tokens", 32], ["options.temperature", "temperature"],
+    ["options.seed", "seed"], ["options.want", "text that is wanted (smc)"],
+    ["options.answer", "answer, a regular expression (vote)"]], "Search",
+  (fields) => act("search", { node: store.current, at: place(), ...fields })),
   compare: () => {
-    if (view.compare) {
-      view.compare = false;
+    const { B } = store.doc.models;
+    if (view.compare || exported()) {
+      view.compare = !view.compare && B != null;
       return redraw(["compare", "text"]);
     }
-    if (!store.doc.models.B && !exported()) return tell(needsB);
-    if (exported()) {
-      view.compare = store.doc.models.B != null;
-      return redraw(["compare", "text"]);
-    }
+    if (!B) return tell("There is no second model: start with --compare MODEL2.");
     return ask("Compare two models here", [["mode", "how", "", ["read", "lockstep", "part"]], ["writer", "who writes", "", ["A", "B"]],
       ["max_tokens", "tokens", 24], ["seed", "seed"]], "Compare", ({ mode, ...fields }) => compare(mode, place(), fields));
   },
@@ -221,6 +212,7 @@ const run = {
     if (parent) select(parent.node.id, endOf(parent));
     tell("Deleted; u brings it back.");
   },
+  compact: async () => (await act("compact")) && tell("The file was written anew; the old one is beside it, as .bak."),
   undo: async () => tell((await act("undo")) ? "Undone." : "There is nothing to undo."),
   redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
   find: () => $("find").focus(),
@@ -232,9 +224,9 @@ const run = {
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable()]),
   menu: () => ask("Menu", [], "", () => {}, [h("ul", { class: "menu" },
-    ["options", "search", "compare", "ghosts", "bookmark", "note", "delete", "hoist", "deleted", "export", "new", "help"].map((name) =>
+    ["options", "search", "compare", "ghosts", "bookmark", "note", "delete", "hoist", "deleted", "export", "new", "compact", "help"].map((name) =>
       h("li", {}, h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
-        { deleted: "show or hide deleted branches", new: "begin another text" }[name]
+        { deleted: "show or hide deleted branches", new: "begin another text", compact: "write the file anew without what was undone" }[name]
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? "")))))]),
   deleted: () => {
     store.showDeleted = !store.showDeleted;
@@ -305,29 +297,23 @@ function drawState() {
   if (empty) drawCards();
 }
 
+const CARDS = {
+  sentence: "Once upon a time there was a little fox who", draft: "The old king called his three sons and said",
+  models: "The moral of the story is that",
+};
+
+/** Fill the box as a card says. @param {"sentence" | "draft" | "models"} card */
+function fillBox(card) {
+  $("begin").value = CARDS[card];
+  $("begin").focus();
+  if (card === "draft") choose("source"), fold(true);
+  if (card === "models" && store.doc.models.B) choose("divergence");
+}
+
 function drawCards() {
   const { A, B } = store.doc.models;
-  const say = (/** @type {string} */ text) => {
-    $("begin").value = text;
-    $("begin").focus();
-  };
-  const cards = [
-    ["Continue a sentence", "Three texts, coloured by how probable each token was.", () => say("Once upon a time there was a little fox who")],
-    ["Watch a draft being judged", A?.draft ? "A small model guesses, the large one accepts or rejects." : "Start with --draft auto.", () => {
-      say("The old king called his three sons and said");
-      choose("source");
-      fold(true);
-    }],
-    ["Compare two models", B ? `${A?.name} and ${B.name} on one text.` : "llamabranch open --compare MODEL2", () => {
-      say("The moral of the story is that");
-      if (B) choose("divergence");
-    }],
-  ];
-  const key = `${A?.draft} ${B?.name}`;
-  if ($("cards").dataset.key === key) return;
-  $("cards").dataset.key = key;
-  fill($("cards"), cards.map(([title, told, click]) =>
-    h("button", { type: "button", class: "card", onclick: click }, h("b", {}, title), h("span", {}, told))));
+  $("card-draft").textContent = A?.draft === "none" ? "Start with --draft auto." : "A small model guesses, the large one accepts or rejects.";
+  $("card-models").textContent = B ? `${visible(A?.name)} and ${visible(B.name)} on one text.` : "Start with --compare MODEL2.";
 }
 
 function widen(/** @type {string} */ side, /** @type {number} */ width) {
@@ -356,20 +342,12 @@ function startPanes() {
     };
     splitter.onpointerup = () => keep(now());
   }
-  const tabs = [...$("tabs").children];
-  const show = (/** @type {any} */ tab) => {
-    $("main").dataset.tab = tab.dataset.tab;
-    for (const each of tabs) set(each, { "aria-selected": String(each === tab), tabIndex: each === tab ? 0 : -1 });
+  const show = (/** @type {string} */ pane) => {
+    $("main").dataset.pane = pane;
     redraw(["tree", "text", "minimap"]);
   };
-  tabs.forEach((tab, i) => {
-    tab.onclick = () => show(tab);
-    tab.onkeydown = (/** @type {KeyboardEvent} */ event) => {
-      const next = tabs[(i + ({ ArrowLeft: 2, ArrowRight: 1 }[event.key] ?? 0)) % 3];
-      if (next !== tab) [next.focus(), show(next)];
-    };
-  });
-  show(tabs[1]);
+  radios("panes", [["tree", "Tree"], ["text", "Text"], ["token", "Token"]], show);
+  check("panes", "text");
 }
 
 const BUTTONS = [["continue", "Continue"], ["type", "Type"], ["edit", "Edit"], ["replay", "Replay"], ["search", "Search"],
@@ -377,14 +355,15 @@ const BUTTONS = [["continue", "Continue"], ["type", "Type"], ["edit", "Edit"], [
 
 /** Put the parts together; nothing is asked of a server. */
 export function start() {
-  buildLenses();
+  radios("lenses", LENSES.map(({ name, title }) => [name, title]), choose);
   choose(LENSES[0].name);
   startPanes();
   fill($("actions"), BUTTONS.map(([name, told]) => h("button", { type: "button", "data-action": name,
     "data-model": ["stop", "compare"].includes(name) ? null : "" }, told, " ", h("kbd", {}, keysOf(name)[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
-    const name = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset.action;
-    if (name) run[name]();
+    const { action, card } = /** @type {any} */ (event.target).closest?.("[data-action], [data-card]")?.dataset ?? {};
+    if (action) run[action]();
+    if (card) fillBox(card);
   });
   document.addEventListener("show-node", (/** @type {any} */ event) => select(event.detail));
   document.addEventListener("show-token", (/** @type {any} */ event) => moveTo(event.detail));

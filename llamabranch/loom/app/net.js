@@ -33,11 +33,9 @@ let count = 0;
 const tab = Math.random().toString(36).slice(2, 10);
 const pause = (/** @type {number} */ ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-/**
- * Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
+/** Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
  * server refuses is told in the footer, and the answer is null.
- * @param {string} op @param {Record<string, any>} [fields] @returns {Promise<any>}
- */
+ * @param {string} op @param {Record<string, any>} [fields] @returns {Promise<any>} */
 export async function act(op, fields = {}) {
   const body = JSON.stringify({ cid: `${tab}-${Date.now().toString(36)}-${count++}`, op, ...fields });
   for (let wait = 250; ; wait = Math.min(4000, 2 * wait)) {
@@ -75,10 +73,8 @@ export async function fetchDoc() {
 /** @type {Set<string>} */
 const fetching = new Set();
 
-/**
- * Fetch tokens of a path, with the ten most probable at each place if it is asked for.
- * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top]
- */
+/** Fetch tokens of a path, with the ten most probable at each place if it is asked for.
+ * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top] */
 export async function fetchPath(node, from, n, top) {
   const key = `${node}:${from}:${top}`;
   if (fetching.has(key)) return;
@@ -120,7 +116,7 @@ const EVENTS = {
   hide: ({ nodes }) => (hideNodes(nodes), ["tree", "text", "inspect", "minimap"]),
   tokens: (data) => (putTokens(data), ["tree", "text", "inspect"]),
   round: (data) => (putRound(data), ["live"]),
-  compare: (data) => (putCompare(data), ["text", "inspect", "live"]),
+  compare: (data) => (putCompare(data), ["text", "inspect", "compare", "tree", "legend"]),
   search: () => ["live"],
   end: (data) => {
     const node = store.nodes.get(data.node);
@@ -149,7 +145,7 @@ export function listen(since) {
     source.addEventListener(name, (/** @type {any} */ event) => {
       if (event.data === undefined) return; // an error of the connection, not of the server
       const data = JSON.parse(event.data);
-      redraw(handle(data), name === "tokens" || name === "round" || name === "search");
+      redraw(handle(data), ["tokens", "round", "search", "compare"].includes(name));
       for (const listener of listeners) listener(name, data);
     });
   }

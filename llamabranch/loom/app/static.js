@@ -1,8 +1,8 @@
 // @ts-check
 // The page in an exported file: the document is in its data block, nothing is requested, nothing is written.
-import { $, tell } from "./dom.js";
+import { $, redraw, tell } from "./dom.js";
 import { backend, fetchDoc, net } from "./net.js";
-import { pieces, putCompare, putNode, putRound, putTokens, store, texts } from "./store.js";
+import { FLAGS, putCompare, putNode, putRound, putTokens, store, texts } from "./store.js";
 import { start } from "./main.js";
 
 /** @param {string} text base64 of gzip of JSON */
@@ -28,20 +28,35 @@ function findIn(q) {
 }
 
 /** Answer as the server would. @param {any} data */
-function answering(data) {
-  const names = [...new Set(data.nodes.flatMap((/** @type {object} */ node) => Object.keys(node)))]
-    .filter((name) => !["tokens", "rounds", "compare", "searches"].includes(String(name)));
-  const columns = Object.fromEntries(names.map((name) =>
-    [name, data.nodes.map((/** @type {any} */ node) => node[/** @type {string} */ (name)] ?? null)]));
-  return async (/** @type {string} */ path) => {
-    const [name, query] = path.split("?");
-    if (name === "/loom/find") return findIn(new URLSearchParams(query).get("q") ?? "");
-    if (name === "/loom/doc") {
-      return { state: "ready", file: { name: data.title, read_only: "This is an exported file.", saved: true, error: null },
-        models: data.models ?? {}, current: data.current, settings: {}, jobs: [], nodes: columns, undo: 0, redo: 0 };
-    }
-    throw Object.assign(new Error("This is an exported file: it has no model."), { status: 409 });
-  };
+const answering = ({ title, models }) => async (/** @type {string} */ path) => {
+  const [name, query] = path.split("?");
+  if (name === "/loom/find") return findIn(new URLSearchParams(query).get("q") ?? "");
+  if (name === "/loom/doc") {
+    return { state: "ready", file: { name: title, read_only: "This is an exported file.", saved: true, error: null }, models,
+      settings: {}, nodes: { id: [] }, undo: 0, redo: 0 };
+  }
+  throw Object.assign(new Error("This is an exported file: it has no model."), { status: 409 });
+};
+
+const FRESH = { parent: null, at: 0, n: 0, kind: "typed", by: "user", reason: null, flags: 0, text: "", note: "" };
+
+/** Do what the records of a document say, see document.py. @param {any[]} records */
+function apply(records) {
+  /** @type {Record<number, any>} */ let pieces = {};
+  for (const { op, id, name, value, data, p, ...rest } of records) {
+    const node = /** @type {any} */ (store.nodes.get(id));
+    if (op === "voc") pieces = p;
+    if (op === "node") putNode({ ...FRESH, ...rest, id, flags: rest.seam ? FLAGS.seam : 0 });
+    if (op === "tok") putTokens({ ...rest, node: id, at: node.at + (rest.at ?? 0), text: rest.ids.map((/** @type {number} */ t) => pieces[t]),
+      top: rest.top.map((/** @type {any[]} */ top) => top.map(([t, lp]) => [t, lp, pieces[t]])) });
+    if (op === "end") Object.assign(node, rest);
+    if (name === "rounds") putRound(data);
+    if (name === "compare") putCompare(data);
+    if (name === "current") store.current = id;
+    if (op === "set" && node && name in FLAGS) node.flags |= /** @type {any} */ (FLAGS)[name];
+    if (name === "note") node.note = value;
+  }
+  store.current ??= [...store.nodes.keys()].at(-1) ?? null;
 }
 
 async function readExport() {
@@ -50,14 +65,10 @@ async function readExport() {
   backend.ask = answering(data);
   start();
   await fetchDoc();
-  for (const { id, at, tokens, rounds, compare } of data.nodes) {
-    putTokens({ node: id, at, ...tokens });
-    rounds?.forEach(putRound);
-    compare?.forEach(putCompare);
-  }
-  store.revision++;
+  apply(data.records);
+  redraw(["state", "tree", "text", "inspect", "live", "minimap", "legend"]);
   net.connected = true;
-  if (!pieces(store.current, null).length) tell("The exported document is empty.");
+  if (!store.current) tell("The exported document is empty.");
 }
 
 if ($("loom-data")) readExport().catch((error) => tell(`The data of this file cannot be read: ${error.message}`));

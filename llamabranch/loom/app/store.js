@@ -1,11 +1,9 @@
 // @ts-check
 // The document as the page knows it: nodes, columns of numbers, the path that is shown. No elements, no requests.
 
-/**
- * @typedef {string | number[] | {c: string}} Piece text of a token: a string, bytes, or the name of a control token
+/** @typedef {string | number[] | {c: string}} Piece text of a token: a string, bytes, or the name of a control token
  * @typedef {[number, number | null, Piece][]} Top
- * @typedef {Record<string, any>} Loose an object as the server sends it
- */
+ * @typedef {Record<string, any>} Loose an object as the server sends it */
 
 const CACHED_TOPS = 2000;
 
@@ -72,10 +70,8 @@ export class Tokens {
 
 const NONE = new Tokens(0); // of nodes whose tokens are not here
 
-/**
- * @typedef {Loose & {id: string, parent: string | null, at: number, n: number, flags: number, text: string,
- *   tokens: Tokens, rounds: Loose[], compares: Loose[]}} Node
- */
+/** @typedef {Loose & {id: string, parent: string | null, at: number, n: number, flags: number, text: string,
+ *   tokens: Tokens, rounds: Loose[], compares: Loose[]}} Node */
 
 export const FLAGS = { deleted: 1, seam: 2, rounds: 4, compare: 8, bookmark: 16, note: 32 };
 
@@ -112,18 +108,13 @@ export function putNode(from) {
 export function putDoc(doc) {
   const old = store.nodes;
   store.nodes = new Map();
-  const columns = Object.keys(doc.nodes);
-  for (let i = 0; i < doc.nodes.id.length; i++) {
-    /** @type {Loose} */ const node = {};
-    for (const name of columns) node[name] = doc.nodes[name][i];
-    node.note = doc.notes?.[node.id] ?? "";
-    node.kl = doc.kl?.[node.id] ?? null;
-    const known = old.get(node.id);
-    if (known && known.n === node.n && known.known === node.known) {
-      Object.assign(node, { tokens: known.tokens, rounds: known.rounds, compares: known.compares });
-    }
-    putNode(node);
-  }
+  const columns = Object.entries(doc.nodes);
+  doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {
+    const node = Object.fromEntries(columns.map(([name, column]) => [name, column[i]]));
+    const { tokens, rounds, compares, n, known } = old.get(id) ?? /** @type {Loose} */ ({});
+    putNode({ ...node, note: doc.notes?.[id] ?? "", kl: doc.kl?.[id] ?? null,
+      ...(n === node.n && known === node.known ? { tokens, rounds, compares } : {}) });
+  });
   const { nodes: _, ...rest } = doc;
   store.doc = { ...store.doc, ...rest };
   store.jobs = new Map((doc.jobs ?? []).map((/** @type {Loose} */ job) => [job.id, job]));
@@ -162,15 +153,8 @@ export function putTokens(columns) {
   if (node.tokens === NONE) node.tokens = new Tokens(end);
   node.tokens.write(at, columns);
   if (node.text.length < 40) node.text = node.tokens.pieces.slice(0, 40).map(pieceText).join("").slice(0, 60);
-  putTops(node.id, columns.at, columns.top);
-}
-
-function putTops(/** @type {string} */ id, /** @type {number} */ at, /** @type {Top[] | undefined} */ tops) {
-  (tops ?? []).forEach((top, i) => {
-    store.tops.set(`${id}:${at + i}`, top);
-  });
-  const keys = store.tops.keys();
-  while (store.tops.size > CACHED_TOPS) store.tops.delete(/** @type {string} */ (keys.next().value));
+  columns.top?.forEach((/** @type {Top} */ top, /** @type {number} */ i) => store.tops.set(`${node.id}:${columns.at + i}`, top));
+  for (const key of store.tops.keys()) if (store.tops.size > CACHED_TOPS) store.tops.delete(key);
 }
 
 export function putRound(/** @type {Loose} */ round) {
@@ -196,10 +180,8 @@ export function holder(node) {
   return parent;
 }
 
-/**
- * @typedef {Tokens & {text: string[], owners: {id: string, from: number, to: number}[], missing: number,
- *   control: Uint8Array}} Path
- */
+/** @typedef {Tokens & {text: string[], owners: {id: string, from: number, to: number}[], missing: number,
+ *   control: Uint8Array}} Path */
 
 /** Nodes whose own tokens make up a path, from the root on. @param {string | null} id @param {number | null} end */
 export function pieces(id, end) {
@@ -245,10 +227,8 @@ export const ownerOf = (path, position) =>
 
 const UTF8 = new TextDecoder();
 
-/**
- * Texts of tokens one after the other: a character whose bytes are in several tokens stands at the last of them,
- * the others are empty; bytes that are no UTF-8 are written as \xNN. @param {Piece[]} all
- */
+/** Texts of tokens one after the other: a character whose bytes are in several tokens stands at the last of them,
+ * the others are empty; bytes that are no UTF-8 are written as \xNN. @param {Piece[]} all */
 export function texts(all) {
   /** @type {number[]} */ let bytes = [];
   return all.map((piece, i) => {

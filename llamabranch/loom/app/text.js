@@ -2,21 +2,21 @@
 // The text of a path, token by token: blocks with measured heights, of which the visible tokens are elements; the
 // cursor; continuations that could follow.
 import { $, attribute, fill, h, label, plural, redraw, set, short, visible } from "./dom.js";
-import { SOURCES, binOf, lens } from "./lenses.js";
+import { SOURCES, binClass, binOf, cueOf, lens } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
 import { FLAGS, ownerOf, pathOf, pieces, store, texts } from "./store.js";
 import { endOf, following } from "./tree.js";
 
 /** @typedef {import("./store.js").Path} Path */
-/** @typedef {{from: number, to: number, height: number, element: any, shown: [number, number]}} Block */
 
-const BLOCK = 256, LARGEST = 1024; // tokens: a block ends at a line end between the two
+const BLOCK = 512, LARGEST = 1024; // tokens: a block ends at a line end between the two
+const TOKEN_HEIGHT = 4.5; // px that a token adds, about
 const AROUND = 40; // tokens that are elements above and below the visible ones
 const MARGIN = 600; // px of blocks that are text above and below the visible ones
 const SHOOTS = 6, SHOOT_TOKENS = 24;
 
 /** What the reader looks at: the cursor and the token under the mouse as positions, -1 is none. */
-export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, compare: false, limit: 360 };
+export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, compare: false, limit: 320 };
 
 /** @type {Path} */ let path = pathOf(null, null);
 let pathKey = "";
@@ -48,24 +48,25 @@ function spoken(c, i) {
   return parts.join(", ");
 }
 
-/**
- * Make or change the element of a token: its colour, cue and name.
- * @param {Path} c @param {number} i @param {any} [old] @param {string} [extra] @param {string} [prefix]
- */
+/** Make or change the element of a token: its colour, cue and name.
+ * @param {Path} c @param {number} i @param {any} [old] @param {string} [extra] @param {string} [prefix] */
 export function tokenElement(c, i, old, extra = "", prefix = "t") {
   const element = old ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1, "data-token": i,
     id: `${prefix}${i}` });
   const text = visible(c.text[i]);
   if (element.textContent !== text) element.textContent = text;
-  const bin = binOf(c, i);
-  const name = `t b${bin < 0 ? "x" : bin}${extra}${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${
+  const name = `${binClass(c, i)}${extra}${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${
     /^\n+$/.test(text) ? " line" : ""}`;
   if (element.className !== name) element.className = name;
-  attribute(element, "data-lp", Number.isNaN(c.lp[i]) ? null : Number(c.lp[i].toPrecision(8)));
-  attribute(element, "data-cue", bin < 0 ? null : lens.cue(c, i) || null);
-  attribute(element, "aria-label", spoken(c, i));
+  set(element, { ...told(c, i), "aria-label": spoken(c, i) });
   return element;
 }
+
+/** Log-probability and cue of a token. @param {import("./store.js").Tokens} c @param {number} i */
+const told = (c, i) => ({ "data-lp": Number.isNaN(c.lp[i]) ? null : Number(c.lp[i].toPrecision(8)), "data-cue": cueOf(c, i) });
+
+/** A token that is not in the list. @param {import("./store.js").Tokens} c @param {number} i @param {string} text */
+export const tokenSpan = (c, i, text) => h("span", { class: binClass(c, i), ...told(c, i) }, visible(text));
 
 /** Rejected and never judged drafts by the position before which they stand. @param {Path} c */
 function ghostsOf(c) {
@@ -98,39 +99,31 @@ function marksOf(c) {
   return marks;
 }
 
-/**
- * A view of a path in a listbox.
- * @param {any} box @param {() => Path} source @param {string} prefix of the ids of its tokens
- */
+/** A view of a path in a listbox: blocks, of which those that are near have text, and the tokens in view are elements.
+ * @param {any} box @param {() => Path} source @param {string} prefix of the ids of its tokens */
 export function textView(box, source, prefix) {
   const scroller = box.parentElement;
-  const [above, below] = [h("div", { role: "none" }), h("div", { role: "none" })];
-  /** @type {Block[]} */ let blocks = [];
+  /** @type {any[]} elements with the tokens that they stand for */ const blocks = [];
   /** @type {Map<number, any>} */ let elements = new Map();
   /** @type {Path | null} */ let drawn = null;
-  let mean = 4.5; // px a token adds to the height
   let width = 0;
-  box.append(above, below);
 
-  /** Cut a path into blocks; those that are as before keep what was measured. @param {Path} c */
+  /** Cut a path into blocks; one that was not drawn has an estimated height. @param {Path} c */
   function cut(c) {
-    const old = new Map(width === box.clientWidth ? blocks.map((block) => [`${block.from}:${block.to}`, block]) : []);
-    width = box.clientWidth;
-    const made = [];
-    for (let from = 0; from < c.n; ) {
+    let count = 0;
+    for (let from = 0; from < c.n; count++) {
       let to = Math.min(c.n, from + BLOCK);
       while (to < c.n && to - from < LARGEST && !c.text[to - 1].endsWith("\n")) to++;
-      made.push(old.get(`${from}:${to}`) ?? { from, to, height: 0, element: null, shown: /** @type {any} */ ([0, 0]) });
+      const block = (blocks[count] ??= box.appendChild(h("div", { role: "none" })));
+      if (!block.firstChild) block.style.height = `${(to - from) * TOKEN_HEIGHT}px`;
+      Object.assign(block, { from, to, shown: [from, to] });
       from = to;
     }
-    for (const block of blocks) if (!made.includes(block)) block.element?.remove();
-    blocks = made;
+    for (const block of blocks.splice(count)) block.remove();
   }
 
-  const heightOf = (/** @type {Block} */ block) => block.height || (block.to - block.from) * mean;
-
   /** The first token of a block that ends below a height; the block is one run of text. @param {any} node
-   * @param {Path} c @param {Block} block @param {number} y */
+   * @param {Path} c @param {any} block @param {number} y */
   function tokenAt(node, c, block, y) {
     const starts = [0];
     for (let i = block.from; i < block.to; i++) starts.push(starts[i - block.from] + visible(c.text[i]).length);
@@ -146,38 +139,19 @@ export function textView(box, source, prefix) {
     return block.from + low;
   }
 
-  function run(/** @type {Path} */ c, /** @type {number} */ from, /** @type {number} */ to) {
-    let text = "";
-    for (let i = from; i < to; i++) text += visible(c.text[i]);
-    return document.createTextNode(text);
-  }
+  const run = (/** @type {Path} */ c, /** @type {number} */ from, /** @type {number} */ to) =>
+    document.createTextNode(c.text.slice(from, to).map(visible).join(""));
 
-  /** Choose which tokens of a block are elements, by what is visible. @param {Path} c @param {Block} block */
+  /** Choose which tokens of a block are elements, by what is visible. @param {Path} c @param {any} block */
   function choose(c, block) {
-    if (c.n <= view.limit) return void (block.shown = [block.from, block.to]);
+    if (c.n <= view.limit) return;
     const { top, bottom } = scroller.getBoundingClientRect();
     const text = run(c, block.from, block.to);
-    fill(block.element, text);
+    block.replaceChildren(text);
     const first = tokenAt(text, c, block, top), last = tokenAt(text, c, block, bottom);
     const from = Math.max(block.from, first - AROUND);
     block.shown = [from, Math.min(block.to, Math.max(last + AROUND, from), from + view.limit)];
     if (last === first && (last === block.from || last === block.to)) block.shown = [block.from, block.from];
-  }
-
-  /** Blocks that are near: those that are far are height alone. @returns {[number, number]} */
-  function near() {
-    let y = box.offsetTop - scroller.scrollTop;
-    let first = blocks.length, last = 0, over = 0, under = 0;
-    blocks.forEach((block, i) => {
-      const height = heightOf(block);
-      if (y + height < -MARGIN) over += height;
-      else if (y > scroller.clientHeight + MARGIN) under += height;
-      else [first, last] = [Math.min(first, i), i + 1];
-      y += height;
-    });
-    above.style.height = `${over}px`;
-    below.style.height = `${under}px`;
-    return [first, last];
   }
 
   /** @param {boolean} [moved] the view was scrolled: see anew which tokens are visible */
@@ -186,73 +160,51 @@ export function textView(box, source, prefix) {
     const anew = c !== drawn || width !== box.clientWidth;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
     if (anew) cut(c);
-    drawn = c;
-    const [first, last] = near();
+    [drawn, width] = [c, box.clientWidth];
+    const { top, bottom } = scroller.getBoundingClientRect();
+    const places = blocks.map((block) => block.getBoundingClientRect());
     const ghosts = ghostsOf(c), marks = marksOf(c);
     /** @type {Map<number, any>} */ const kept = new Map();
-    blocks.forEach((block, i) => {
-      if (i < first || i >= last) {
-        block.element?.remove();
-        block.element = null;
-        return;
-      }
-      const fresh = !block.element;
-      block.element ??= h("div", { role: "none", class: "block" });
-      if (fresh || !block.element.isConnected) {
-        const next = blocks.slice(i + 1, last).find((each) => each.element?.isConnected);
-        box.insertBefore(block.element, next?.element ?? below);
-      }
-      if (fresh || anew || moved) choose(c, block);
-    });
-    for (const block of blocks.slice(first, last)) {
+    blocks.forEach((block, place) => {
+      const isFar = places[place].bottom < top - MARGIN || places[place].top > bottom + MARGIN;
+      block.style.height = isFar ? `${places[place].height}px` : "";
+      if (isFar) return block.replaceChildren();
+      if (anew || moved || !block.firstChild) choose(c, block);
       const [from, to] = block.shown;
       const content = [];
       if (from > block.from) content.push(run(c, block.from, from));
       for (let i = from; i < to; i++) {
         const extra = (marks.get(i) ?? "") + (i === view.cursor && prefix === "t" ? " cursor" : "");
-        const old = elements.get(i);
-        const element = tokenElement(c, i, old, extra, prefix);
+        const element = tokenElement(c, i, elements.get(i), extra, prefix);
         attribute(element, "aria-selected", i === view.cursor ? "true" : "false");
         kept.set(i, element);
         if (ghosts.has(i)) content.push(ghosts.get(i));
         content.push(element);
       }
       if (to < block.to) content.push(run(c, to, block.to));
-      const now = block.element.childNodes;
-      if (now.length !== content.length || content.some((node, i) => now[i] !== node)) fill(block.element, content);
-    }
+      const now = block.childNodes;
+      if (now.length !== content.length || content.some((node, i) => now[i] !== node)) block.replaceChildren(...content);
+    });
     elements = kept;
-    let measured = 0, count = 0;
-    for (const block of blocks.slice(first, last)) {
-      block.height = block.element.offsetHeight;
-      [measured, count] = [measured + block.height, count + block.to - block.from];
-    }
-    if (count > 200) mean = measured / count;
+    if (anew && c.n > LARGEST) requestAnimationFrame(() => draw(true)); // heights are known now
     if (anew && atEnd && !moved && view.cursor < 0) scroller.scrollTop = scroller.scrollHeight;
     attribute(box, "aria-activedescendant", elements.has(view.cursor) ? `${prefix}${view.cursor}` : null);
   }
 
-  /** Scroll so that a token can be seen. @param {number} i @param {ScrollLogicalPosition} [block] */
-  function reveal(i, block = "nearest") {
-    if (!elements.has(i)) {
-      let y = box.offsetTop;
-      const c = source();
-      if (c !== drawn) draw();
-      for (const block of blocks) {
-        if (i < block.to) {
-          y += (heightOf(block) * (i - block.from)) / (block.to - block.from);
-          break;
-        }
-        y += heightOf(block);
-      }
-      scroller.scrollTop = Math.max(0, y - scroller.clientHeight / 2);
+  /** Scroll so that a token can be seen. @param {number} i @param {ScrollLogicalPosition} [where] */
+  function reveal(i, where = "nearest") {
+    if (source() !== drawn) draw();
+    const block = blocks.find(({ to }) => i < to);
+    if (block && !elements.has(i)) {
+      const share = (i - block.from) / (block.to - block.from);
+      scroller.scrollTop = block.offsetTop + share * block.offsetHeight - scroller.clientHeight / 2;
       draw(true);
     }
-    elements.get(i)?.scrollIntoView({ block });
+    elements.get(i)?.scrollIntoView({ block: where });
   }
 
   scroller.addEventListener("scroll", () => draw(true), { passive: true });
-  return { draw, reveal, element: (/** @type {number} */ i) => elements.get(i), all: () => elements };
+  return { draw, reveal, element: (/** @type {number} */ i) => elements.get(i) };
 }
 
 /** @type {ReturnType<typeof textView>} */ let main;
@@ -270,27 +222,11 @@ export function moveTo(i) {
 export const textMoves = {
   left: () => moveTo(Math.max(0, (view.cursor < 0 ? shownPath().n : view.cursor) - 1)),
   right: () => moveTo(view.cursor < 0 ? shownPath().n - 1 : view.cursor + 1),
-  up: () => line(-1),
-  down: () => line(1),
   first: () => moveTo(0),
   last: () => moveTo(shownPath().n - 1),
   surprise: () => surprise(1),
   surpriseBack: () => surprise(-1),
 };
-
-/** The token above or below the cursor. @param {number} by */
-function line(by) {
-  const from = main.element(view.cursor)?.getBoundingClientRect();
-  if (!from) return moveTo(view.cursor < 0 ? shownPath().n - 1 : view.cursor);
-  let best = -1, distance = Infinity;
-  for (const [i, element] of main.all()) {
-    const to = element.getBoundingClientRect();
-    if ((to.top - from.top) * by < from.height / 2) continue;
-    const far = 9 * Math.abs(to.top - from.top) + Math.abs(to.left - from.left);
-    if (far < distance) [best, distance] = [i, far];
-  }
-  if (best >= 0) moveTo(best);
-}
 
 /** The next token of less than 5 percent. @param {number} by */
 function surprise(by) {
@@ -314,7 +250,7 @@ function drawShoots(select) {
   const box = $("shoots");
   const all = view.typingAt < 0 && !view.compare ? following(store.current, store.end) : [];
   const shown = all.slice(-SHOOTS);
-  view.limit = shown.length || view.compare ? 180 : 360;
+  view.limit = shown.length || view.compare ? 180 : 320;
   while (box.children.length > shown.length) box.lastChild.remove();
   shown.forEach((segment, i) => {
     if (!box.children[i]) {
@@ -330,12 +266,10 @@ function drawShoots(select) {
     if (button.key === key) return;
     button.key = key;
     if (count < Math.min(SHOOT_TOKENS, n - begin) && segment.first.reason !== "running") void fetchPath(id, at, n);
-    const columns = /** @type {any} */ (tokens);
     const words = texts(tokens.pieces.slice(begin, begin + Math.max(0, count)));
     const tail = segment.to - segment.from > SHOOT_TOKENS ? "…" : "";
     fill(button, words.length
-      ? words.map((word, j) => h("span", { class: `t b${binOf(columns, begin + j) < 0 ? "x" : binOf(columns, begin + j)}`,
-        "data-cue": lens.cue(columns, begin + j) || null }, visible(j ? word : word.trimStart())))
+      ? words.map((word, j) => tokenSpan(tokens, begin + j, j ? word : word.trimStart()))
       : visible(text) || "…", tail);
   });
   attribute(box, "data-more", all.length > shown.length ? `${plural(all.length - shown.length, "more")} in the tree` : null);
@@ -346,31 +280,23 @@ export function startText(/** @type {(id: string, end: number | null) => void} *
   $("after").append(h("div", { id: "shoots" }));
   const box = $("text");
   let resting = 0;
-  const over = (/** @type {any} */ event) => event.target.closest?.("[data-token]")?.dataset.token;
-  box.addEventListener("mouseover", (/** @type {MouseEvent} */ event) => {
-    clearTimeout(resting);
-    const i = over(event);
-    resting = window.setTimeout(() => {
-      view.hover = i === undefined ? -1 : Number(i);
-      redraw(["inspect"]);
-    }, i === undefined ? 400 : 80);
-  });
-  box.addEventListener("mouseleave", () => {
+  const over = (/** @type {any} */ event) => Number(event.target.closest?.("[data-token]")?.dataset.token ?? -1);
+  const rest = (/** @type {number} */ i) => {
     clearTimeout(resting);
     resting = window.setTimeout(() => {
-      if (!$("token-pane").matches(":hover")) view.hover = -1;
+      if (i >= 0 || !$("token-pane").matches(":hover")) view.hover = i;
       redraw(["inspect"]);
-    }, 400);
+    }, i < 0 ? 400 : 80);
+  };
+  set(box, {
+    onmouseover: (/** @type {any} */ event) => rest(over(event)), onmouseleave: () => rest(-1),
+    onclick: (/** @type {any} */ event) => over(event) >= 0 && moveTo(over(event)),
+    onwheel: (/** @type {WheelEvent} */ event) => {
+      if (!event.altKey) return;
+      event.preventDefault();
+      moveTo(Math.max(0, view.cursor + Math.sign(event.deltaY)));
+    },
   });
-  box.addEventListener("click", (/** @type {MouseEvent} */ event) => {
-    const i = over(event);
-    if (i !== undefined) moveTo(Number(i));
-  });
-  box.addEventListener("wheel", (/** @type {WheelEvent} */ event) => {
-    if (!event.altKey) return;
-    event.preventDefault();
-    moveTo(Math.max(0, view.cursor + Math.sign(event.deltaY)));
-  }, { passive: false });
   new ResizeObserver(() => redraw(["text"])).observe(box.parentElement);
   return () => {
     const c = shownPath();

@@ -6,13 +6,11 @@ import { fetchPath, get } from "./net.js";
 import { FLAGS, holder, store, texts } from "./store.js";
 
 /** @typedef {import("./store.js").Node} Node */
-/**
- * @typedef {object} Segment a stretch without forks, over one node or several
+/** @typedef {object} Segment a stretch without forks, over one node or several
  * @property {string} key that of its first token: stays while it grows @property {Node} first @property {Node} node its last
  * @property {Node[]} parts all of them
- * @property {number} from @property {number} to positions in the path @property {number} level @property {number} place
- * @property {number} siblings @property {Segment | null} parent @property {Segment[]} children
- */
+ * @property {number} from @property {number} to positions in the path @property {number} level
+ * @property {Segment | null} parent @property {Segment[]} children */
 
 const ROW = 34;
 const POOL = 80;
@@ -40,7 +38,6 @@ function build() {
   for (const list of forks.values()) list.sort((a, b) => a.at - b.at);
   byNode = new Map();
   roots = heads.map((node) => begun(node, 0, null));
-  number(roots);
   /** @type {[Segment, number][]} a segment, and how many forks of its first node are before it */
   const waiting = roots.map((root) => [root, 0]);
   for (let next = waiting.pop(); next; next = waiting.pop()) {
@@ -69,23 +66,14 @@ function build() {
         children.push(child);
         waiting.push([child, 0]);
       }
-      number(children);
       break;
     }
   }
 }
 
-function number(/** @type {Segment[]} */ siblings) {
-  siblings.forEach((segment, i) => {
-    segment.place = i + 1;
-    segment.siblings = siblings.length;
-  });
-}
-
 /** @param {Node} node @param {number} from @param {Segment | null} parent @returns {Segment} */
 const begun = (node, from, parent) => ({
-  key: `${node.id}@${from}`, first: node, node, parts: [node], from, to: from, level: (parent?.level ?? 0) + 1, place: 1, siblings: 1,
-  parent, children: [],
+  key: `${node.id}@${from}`, first: node, node, parts: [node], from, to: from, level: (parent?.level ?? 0) + 1, parent, children: [],
 });
 
 /** The rows that are open, from top to bottom. */
@@ -237,7 +225,8 @@ function makeRow() {
 
 /** @param {any} row @param {Segment} segment @param {number} place @param {Segment | undefined} chosen */
 function drawRow(row, segment, place, chosen) {
-  const { node, children, level, siblings } = segment;
+  const { node, children, level } = segment;
+  const family = segment.parent?.children ?? roots;
   const isClosed = closed.has(segment.key);
   const [twist, words, line] = row.children;
   const { bin, worst } = strip(segment);
@@ -248,8 +237,8 @@ function drawRow(row, segment, place, chosen) {
   row.style.transform = `translateY(${place * ROW}px)`;
   row.style.setProperty("--level", String(Math.min(level - top, 14)));
   set(row, {
-    id: `row-${place}`, "data-row": place, "data-node": node.id, "aria-level": level, "aria-posinset": segment.place,
-    "aria-setsize": siblings, "aria-selected": segment === chosen ? "true" : "false",
+    id: `row-${place}`, "data-row": place, "data-node": node.id, "aria-level": level, "aria-posinset": family.indexOf(segment) + 1,
+    "aria-setsize": family.length, "aria-selected": segment === chosen ? "true" : "false",
     "aria-expanded": children.length ? String(!isClosed) : null,
     class: `row${node.flags & FLAGS.deleted ? " gone" : ""}${node.reason === "running" ? " running" : ""}`,
   });
@@ -306,11 +295,7 @@ function drawTree() {
   attribute(box, "aria-activedescendant", place >= begin && place < begin + count ? `row-${place}` : null);
   clearTimeout(resting);
   resting = window.setTimeout(fetchRows, 150);
-  const bar = $("hoisted");
-  bar.hidden = !hoisted;
-  if (hoisted && !bar.firstChild) {
-    fill(bar, h("button", { type: "button", onclick: treeMoves.hoist }, "↑ Back to the whole tree"));
-  }
+  $("hoisted").hidden = !hoisted;
 }
 
 /** The whole tree from left to right, by tokens; a click goes there. */
@@ -345,14 +330,10 @@ let searching = 0;
 /** Find text in all nodes; a number of results, the first is shown. @param {string} q */
 async function find(q) {
   const mine = ++searching;
-  hits = [];
-  hit = -1;
-  if (!q) $("found").textContent = "";
-  if (!q) return;
-  const { found, more } = await get("/loom/find", { q, limit: 200 }).catch(() => ({ found: [], more: false }));
+  const { found, more } = await get("/loom/find", { q }).catch(() => ({ found: [], more: false }));
   if (mine !== searching) return;
-  hits = found;
-  $("found").textContent = `${found.length}${more ? "+" : ""}`;
+  [hits, hit] = [found, -1];
+  $("found").textContent = q && `${found.length}${more ? "+" : ""}`;
   attribute($("found"), "aria-label", plural(found.length, "place"));
 }
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import llamabranch as lb
 from llamabranch import hub
@@ -244,31 +245,7 @@ def _fork(
     n_same = sum(text == [each.token for each in tokens] for text, tokens in pairs)
     n_together, n_alone = len(prompt) + N_FORKS * N_STEPS, N_FORKS * (len(prompt) + N_STEPS)
     tree = TreeLine([Token(root)], children=tree_of(written))
-    same = "yes" if n_same == N_FORKS else f"{n_same} of {N_FORKS}"
-    copied = cells_after - cells_before
-
-    console.heading(
-        f"1. One prompt of {len(prompt)} tokens, forked {N_FORKS} ways, {N_STEPS} tokens each"
-    )
-    rows = [
-        ("seconds", f"{together_s:.2f}", f"{alone_s:.2f}"),
-        ("tokens evaluated", f"{n_together:,}", f"{n_alone:,}"),
-        ("same texts", same, ""),
-    ]
-    console.table(("", "forked, in one batch", "one by one"), rows)
-    console.line()
-    console.line(
-        f"Together they are {alone_s / together_s:.1f} times as fast: the prompt is read once, and each "
-        f"decode continues all of them. {N_FORKS} forks took {1e3 * fork_s:.2f} ms. The K/V cache held "
-        f"{cells_before} tokens before them and {cells_after} after: "
-        f"{f'{copied} were copied' if copied else 'nothing was copied'}."
-    )
-    if n_same < N_FORKS and not ctx.capabilities.batch_invariant:
-        console.line(INEXACT)
-    console.line(f"What they wrote. {LEGEND}")
-    console.line()
-    console.render(drawn_tree(tree, longest=200))
-    return {
+    found: dict[str, Any] = {
         "n_prompt": len(prompt),
         "n_forks": N_FORKS,
         "together": {"seconds": together_s, "tokens_evaluated": n_together},
@@ -280,6 +257,34 @@ def _fork(
         "same_texts": n_same == N_FORKS,
         "tree": _as_json(tree),
     }
+    _print_forks(console, found, n_same, exact=ctx.capabilities.batch_invariant)
+    console.render(drawn_tree(tree, longest=200))
+    return found
+
+
+def _print_forks(console: Console, found: dict[str, Any], n_same: int, *, exact: bool) -> None:
+    console.heading(
+        f"1. One prompt of {found['n_prompt']} tokens, forked {N_FORKS} ways, {N_STEPS} tokens each"
+    )
+    both = found["together"], found["one_by_one"]
+    rows = [
+        ("seconds", *(f"{each['seconds']:.2f}" for each in both)),
+        ("tokens evaluated", *(f"{each['tokens_evaluated']:,}" for each in both)),
+        ("same texts", "yes" if n_same == N_FORKS else f"{n_same} of {N_FORKS}", ""),
+    ]
+    console.table(("", "forked, in one batch", "one by one"), rows)
+    console.line()
+    before, after = found["kv_cells_before_forks"], found["kv_cells_after_forks"]
+    copied = f"{after - before} were copied" if after > before else "nothing was copied"
+    console.line(
+        f"Together they are {found['speedup']:.1f} times as fast: the prompt is read once, and each "
+        f"decode continues all of them. {N_FORKS} forks took {found['fork_ms']:.2f} ms. The K/V cache "
+        f"held {before} tokens before them and {after} after: {copied}."
+    )
+    if n_same < N_FORKS and not exact:
+        console.line(INEXACT)
+    console.line(f"What they wrote. {LEGEND}")
+    console.line()
 
 
 def _as_json(line: TreeLine) -> dict[str, object]:

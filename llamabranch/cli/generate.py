@@ -189,11 +189,7 @@ def generate(
         prepared = [_prepared(request, text, chat, context) for request in requests]
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
             if models.compare:
-                # The first decodes of a context are slower than later ones. Engines of their own run
-                # them, so that they do not influence the draft length.
-                few = [replace(request, max_tokens=8, n=1) for request in prepared]
-                for each in (drafter, NullDrafter()):
-                    run(Engine(context, each, replace(config, draft_k=2)), few)
+                _warm_up(context, drafter, config, prepared)
             _run(shown, prepared, interrupts)
             if models.compare and not interrupts.requested:
                 shown.comparison = compare(
@@ -282,6 +278,21 @@ def _prepared(
     if chat.is_on and isinstance(request.prompt, str):
         return replace(request, prompt=chat.prompt_tokens(context.model, request.prompt))
     return request
+
+
+def _warm_up(
+    context: lb.Context,
+    drafter: lb.Drafter,
+    config: lb.SpeculativeConfig,
+    requests: list[Request],
+) -> None:
+    """Decode some tokens: the first decodes of a context are slower than later ones.
+
+    Engines of their own run them, so that they do not influence the draft length.
+    """
+    few = [replace(request, max_tokens=8, n=1) for request in requests]
+    for each in (drafter, NullDrafter()):
+        run(Engine(context, each, replace(config, draft_k=2)), few)
 
 
 def _divergence(

@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _template(name: str) -> str | None:
-    with lb.Model(lb.resolve(name), vocab_only=True) as model:
+    with lb.Model(lb.hub.resolve(name), vocab_only=True) as model:
         return TEMPLATE if model.chat_template is None else None
 
 

@@ -86,7 +86,7 @@ def main() -> None:
     described.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     args = described.parse_args()
     settings = Settings.of(args, tokens=8)
-    with lb.Model(lb.resolve(settings.target)) as model:
+    with lb.Model(lb.hub.resolve(settings.target)) as model:
         caption = f"{title(model)}, {settings.threads} threads"
         results: dict[str, object] = {}
         for name, part in zip(PARTS, (_curve, _plain, _opening, _tasks, _engine), strict=True):

@@ -58,7 +58,7 @@ def main() -> None:
         except ToolError as error:
             print(f"no llama-perplexity: {error}", file=sys.stderr)
     n_items = 4 if settings.quick else args.items
-    with lb.Model(lb.resolve(settings.target)) as model:
+    with lb.Model(lb.hub.resolve(settings.target)) as model:
         title(model)
         items = make_items(text, n_items)
         results["multiple choice"] = _choices(settings, model, items, tool, args.kv_type)
@@ -269,7 +269,7 @@ def _context(
 
 def model_path(settings: Settings) -> Path:
     """Return the file of the target."""
-    return lb.resolve(settings.target)
+    return lb.hub.resolve(settings.target)
 
 
 def _run(tool: Path, *arguments: object, begin: str, end: str) -> tuple[float, str]:

@@ -34,7 +34,7 @@ def main() -> None:
     found: dict[str, object] = {}
     with ExitStack() as stack:
         models = {
-            name: stack.enter_context(lb.Model(lb.resolve(name)))
+            name: stack.enter_context(lb.Model(lb.hub.resolve(name)))
             for name in args.models or [settings.target]
         }
         for name, model in models.items():

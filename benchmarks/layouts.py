@@ -37,7 +37,7 @@ def main() -> None:
         tools = LlamaTools(folder, threads=settings.threads, n_ctx=settings.n_ctx)
     found: dict[str, object] = {}
     rows = []
-    with lb.Model(lb.resolve(settings.target)) as model:
+    with lb.Model(lb.hub.resolve(settings.target)) as model:
         for length in lengths:
             for n in streams:
                 n_ctx = -(-(length + _PROMPT + 1) // 256) * 256 * n
@@ -115,7 +115,7 @@ def _batched(
     unified: bool = False,
     kv_type: str = "f16",
 ) -> Maker:
-    path = lb.resolve(settings.target)
+    path = lb.hub.resolve(settings.target)
 
     def work(item: int) -> Sample:
         return tools.batched(

@@ -135,8 +135,8 @@ def _ours(
         PLAIN: plain(target, prompts, n, sampling),
         MODEL: cell(lambda: lb.ModelDrafter(draft), k),
         MODEL_AUTO: cell(lambda: lb.ModelDrafter(draft), "auto"),
-        COPY: cell(lb.PromptLookupDrafter, k),
-        COPY_AUTO: cell(lb.PromptLookupDrafter, "auto"),
+        COPY: cell(lb.speculative.PromptLookupDrafter, k),
+        COPY_AUTO: cell(lb.speculative.PromptLookupDrafter, "auto"),
     }
     if temperature > 0:
         makers[MODEL_BLOCK] = cell(lambda: lb.ModelDrafter(draft), k, "block")

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from llamabranch import ConfigError, UnsupportedError
+from llamabranch import ConfigError
 from llamabranch.bench import Spread
+from llamabranch.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -82,7 +82,7 @@ def _drafted(
     schema: Mapping[str, object] | None,
 ) -> Mapping[str, object]:
     """Compare ``complete`` with plain decoding, at temperature 0."""
-    drafters = {"auto": None, "plain": lb.NullDrafter()}
+    drafters = {"auto": None, "plain": lb.speculative.NullDrafter()}
     seconds: dict[str, list[float]] = {name: [] for name in drafters}
     decodes: dict[str, list[float]] = {name: [] for name in drafters}
     found: dict[str, lb.Result] = {}

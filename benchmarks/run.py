@@ -165,7 +165,7 @@ def _made(argument: str, cache: Path) -> str:
         return argument
     from .padded import cached_padded
 
-    return str(cached_padded(lb.resolve("tale-target"), cache, int(rest[0]), rest[1]))
+    return str(cached_padded(lb.hub.resolve("tale-target"), cache, int(rest[0]), rest[1]))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def _drawing(
     n: int,
 ) -> Spread:
     """Time the sampler alone: from a row of logits to the accepted token."""
-    sampler = lb.Sampler(model, params)
+    sampler = lb.sampling.Sampler(model, params)
     seconds = []
     for i in range(n + 3):
         row = logits[i % len(logits)]

@@ -56,7 +56,7 @@ def main() -> None:
         settings.context(settings.target) as target,
         settings.context(settings.draft) as draft,
         settings.context(
-            str(cached_useless(lb.resolve(settings.draft), settings.cache))
+            str(cached_useless(lb.hub.resolve(settings.draft), settings.cache))
         ) as useless,
     ):
         cells = Cells(target, draft, useless, settings, longest, args.k)
@@ -92,7 +92,7 @@ class Cells:
         self._k = k
         self._drafters: Mapping[str, Callable[[], lb.Drafter]] = {
             MODEL: lambda: lb.ModelDrafter(draft),
-            "lookup": lb.PromptLookupDrafter,
+            "lookup": lb.speculative.PromptLookupDrafter,
             "suffix": lb.SuffixDrafter,
             "suffix, then model": lambda: lb.ChainDrafter(
                 [lb.SuffixDrafter(), lb.ModelDrafter(draft)]

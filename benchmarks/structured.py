@@ -68,7 +68,7 @@ TEXTS = (
     "She and her twins answer mail at helena@novak-dental.example.cz.",
 )
 DRAFTERS: dict[str, tuple[Callable[[], lb.Drafter], int | str]] = {
-    "plain": (lb.NullDrafter, 0),
+    "plain": (lb.speculative.NullDrafter, 0),
     "grammar, auto": (lb.GrammarDrafter, "auto"),
     "grammar+suffix, auto": (lb.GrammarDrafter.copying, "auto"),
     "grammar+suffix, 15": (lb.GrammarDrafter.copying, 15),
@@ -125,7 +125,7 @@ def _draw_s(model: lb.Model, params: lb.SamplingParams, grammar: lb.Grammar | No
     rows = np.random.default_rng(1).normal(0, 3, (8, model.n_vocab)).astype(np.float32)
     seconds: list[float] = []
     while len(seconds) < 200:
-        sampler = lb.Sampler(model, params, grammar)
+        sampler = lb.sampling.Sampler(model, params, grammar)
         for position in range(60):
             start = perf_counter()
             token = sampler.distribution(rows[position % 8], position, 1).draw(1, position)
@@ -146,7 +146,7 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
     parsed: dict[str, list[object]] = {}
 
     def work(name: str, run: int) -> Work:
-        drafter, length = DRAFTERS.get(name, (lb.NullDrafter, 0))
+        drafter, length = DRAFTERS.get(name, (lb.speculative.NullDrafter, 0))
         config = lb.SpeculativeConfig(draft_k=length)
         speculator = lb.Speculator(ctx, drafter(), config)
 
@@ -233,7 +233,7 @@ def _compile_all(schemas: list[object]) -> dict[str, object]:
         start = perf_counter()
         try:
             lb.Grammar.from_json_schema(json.dumps(schema))
-        except lb.GrammarError as error:
+        except lb.errors.GrammarError as error:
             reason = str(error)[:80]
             refused[reason] = refused.get(reason, 0) + 1
         seconds.append(perf_counter() - start)

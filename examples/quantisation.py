@@ -19,13 +19,13 @@ WINDOW, CHUNKS = 128, 12
 
 def main() -> None:
     names = sys.argv[1:] or ["tale-target", "tale-draft"]
-    models = sorted(names, key=lambda name: -Path(lb.resolve(name)).stat().st_size)
+    models = sorted(names, key=lambda name: -Path(lb.hub.resolve(name)).stat().st_size)
     text = "\n".join(item.context for item in find_task("last_word").items[:40])
     chosen = models[0]
     with tempfile.TemporaryDirectory() as folder:
         logits = Path(folder) / "base.logits"
         for name in models:
-            megabytes = Path(lb.resolve(name)).stat().st_size / 1e6
+            megabytes = Path(lb.hub.resolve(name)).stat().st_size / 1e6
             with lb.load(name, n_ctx=WINDOW, n_seq_max=1, kv_type="f16") as ctx:
                 if name == models[0]:
                     base = perplexity(ctx, text, WINDOW, chunks=CHUNKS, save_to=logits)

@@ -15,7 +15,7 @@ def main() -> None:
         settings = lb.SamplingParams(temperature=0.8, seed=SEED)
         main_branch = lb.Branch.start(target, PROMPT, sampling=settings)
         helper = lb.Branch.start(small, PROMPT, sampling=settings)
-        sampler = lb.Sampler(target.model, settings)
+        sampler = lb.sampling.Sampler(target.model, settings)
         n_prompt, iterations, drafted, accepted = main_branch.position, 0, 0, 0
 
         while main_branch.position - n_prompt < MAX_TOKENS:

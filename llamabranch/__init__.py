@@ -1,7 +1,7 @@
 """Fork a local model's mind: a branch/fork runtime for llama.cpp.
 
 The public names are listed in ``__init__.pyi`` and imported when they are first used: NumPy and llama.cpp
-take half a second.
+take half a second. Modules such as ``llamabranch.errors`` are attributes too.
 """
 
 from __future__ import annotations
@@ -11,4 +11,42 @@ from .lazy import attach
 
 __version__ = "0.3.0"
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+_FORMER = {
+    "context": ("Capabilities", "Usage"),
+    "bench": ("Divergence", "first_divergence"),
+    "engine": ("EngineStats",),
+    "errors": (
+        *(
+            "BranchStateError",
+            "CacheFullError",
+            "ClosedError",
+            "ContextLengthWarning",
+            "DecodeError",
+        ),
+        *("DownloadError", "ExactnessWarning", "GrammarError", "JobError", "LlamaBranchWarning"),
+        *("ModelLoadError", "ParseError", "PerformanceWarning", "QueueFullError"),
+        *(
+            "SequencesExhaustedError",
+            "SnapshotError",
+            "TokenizeError",
+            "UnsupportedError",
+            "UsageError",
+        ),
+        "VocabularyMismatchError",
+    ),
+    "hub": ("CatalogueEntry", "catalogue", "resolve"),
+    "model.text": ("TextDecoder",),
+    "model.vocabulary": ("VocabularyReport",),
+    "sampling": ("Sampler",),
+    "speculative": ("Draft", "NullDrafter", "PromptLookupDrafter"),
+}
+_RENAMED = {
+    "DraftLine": "speculative.DraftState",
+    "Emitted": "Produced",
+    "read_requests": "cli.jsonl.read_requests",
+}
+_MOVED = {
+    name: f"{module}.{name}" for module, names in _FORMER.items() for name in names
+} | _RENAMED
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__, _MOVED)

@@ -3,9 +3,13 @@
 # ruff: isort: skip_file
 
 from . import chat as chat
+from . import context as context
+from . import engine as engine
+from . import errors as errors
 from . import eval as eval
 from . import hub as hub
 from . import model as model
+from . import sampling as sampling
 from . import scale as scale
 from . import search as search
 from . import serve as serve
@@ -21,50 +25,24 @@ from .chat import (
     Chat as Chat,
 )
 from .context import (
-    Capabilities as Capabilities,
     Context as Context,
     ContextParams as ContextParams,
     TokenScore as TokenScore,
-    Usage as Usage,
 )
 from .engine import (
     AsyncEngine as AsyncEngine,
     Engine as Engine,
-    EngineStats as EngineStats,
     Event as Event,
     Request as Request,
     Result as Result,
 )
 from .errors import (
-    BranchStateError as BranchStateError,
-    CacheFullError as CacheFullError,
     CapacityError as CapacityError,
-    ClosedError as ClosedError,
     ConfigError as ConfigError,
-    ContextLengthWarning as ContextLengthWarning,
-    DecodeError as DecodeError,
     DecodeInterruptedError as DecodeInterruptedError,
-    DownloadError as DownloadError,
-    ExactnessWarning as ExactnessWarning,
-    GrammarError as GrammarError,
-    JobError as JobError,
     LlamaBranchError as LlamaBranchError,
-    LlamaBranchWarning as LlamaBranchWarning,
-    ModelLoadError as ModelLoadError,
-    ParseError as ParseError,
-    PerformanceWarning as PerformanceWarning,
-    QueueFullError as QueueFullError,
-    SequencesExhaustedError as SequencesExhaustedError,
-    SnapshotError as SnapshotError,
-    TokenizeError as TokenizeError,
-    UnsupportedError as UnsupportedError,
-    UsageError as UsageError,
-    VocabularyMismatchError as VocabularyMismatchError,
 )
-from .hub import (
-    fetch as fetch,
-    resolve as resolve,
-)
+from .hub import fetch as fetch
 from .loading import (
     load as load,
 )
@@ -77,7 +55,6 @@ from .native import (
 )
 from .sampling import (
     Distribution as Distribution,
-    Sampler as Sampler,
     SamplingParams as SamplingParams,
 )
 from .sampling.grammar import (
@@ -93,8 +70,6 @@ from .speculative import (
     InferenceSession as InferenceSession,
     ModelDrafter as ModelDrafter,
     MTPDrafter as MTPDrafter,
-    NullDrafter as NullDrafter,
-    PromptLookupDrafter as PromptLookupDrafter,
     SpeculativeConfig as SpeculativeConfig,
     SpeculativeStats as SpeculativeStats,
     Speculator as Speculator,

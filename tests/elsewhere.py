@@ -191,7 +191,7 @@ def fingerprint(**environment: str) -> str:
     """Return what a build computes with, and a digest of logits it computes."""
     script = (
         "import llamabranch as lb; from tests.digests.machine import machine_key; "
-        "print(lb.system_info(), machine_key(lb.resolve('tale-target')))"
+        "print(lb.system_info(), machine_key(lb.hub.resolve('tale-target')))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -102,7 +102,7 @@ class RandomLoad:
     def __init__(self, stack: ExitStack, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         target, draft = (
-            stack.enter_context(lb.Model(lb.resolve(name)))
+            stack.enter_context(lb.Model(lb.hub.resolve(name)))
             for name in ("tale-target", "tale-draft")
         )
         self.target, self.draft, self.quiet = (

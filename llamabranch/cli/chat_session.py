@@ -180,7 +180,7 @@ class ChatSession:
         if not text.strip() and 1 <= n <= len(self.chat.exchanges):
             text = "" if self._read is None else self._read(self.chat.exchanges[n - 1].user)
             if not text.strip():
-                raise lb.UsageError("nothing to replace it with", hint="/edit N TEXT")
+                raise lb.errors.UsageError("nothing to replace it with", hint="/edit N TEXT")
         self._stream(lambda: self.chat.edit(n, text))
         self._where()
 
@@ -221,7 +221,9 @@ class ChatSession:
 
     def _last_of(self, number: int) -> Exchange:
         if not (found := self.chat.on(number)):
-            raise lb.UsageError(f"branch {number} has no answer yet", hint="send a message first")
+            raise lb.errors.UsageError(
+                f"branch {number} has no answer yet", hint="send a message first"
+            )
         return found[-1]
 
     def _other_answer(self) -> int:
@@ -374,11 +376,11 @@ def _number(text: str, usage: str, default: int | None = None) -> int:
     if not text and default:
         return default
     if not text.isdecimal():
-        raise lb.UsageError(f"{text!r} is no number" if text else "which one?", hint=usage)
+        raise lb.errors.UsageError(f"{text!r} is no number" if text else "which one?", hint=usage)
     return int(text)
 
 
 def _path(text: str, usage: str) -> str:
     if not text:
-        raise lb.UsageError("where?", hint=usage)
+        raise lb.errors.UsageError("where?", hint=usage)
     return os.path.expanduser(text)

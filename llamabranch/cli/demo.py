@@ -307,7 +307,9 @@ def _compare(
 ) -> dict[str, object] | None:
     """Show ``given`` and the drafted text after it as it comes, then time both; None if interrupted."""
     config = lb.SpeculativeConfig(draft_k=draft_k)
-    drafting, plain = (lb.Engine(ctx, each, config) for each in (drafter, lb.NullDrafter()))
+    drafting, plain = (
+        lb.Engine(ctx, each, config) for each in (drafter, lb.speculative.NullDrafter())
+    )
     for warming_up in (drafting, plain):
         warming_up.generate([request])
     console.write(given, "dim")

@@ -278,7 +278,8 @@ def _drafts_are_exact(target: lb.Context, draft: lb.Context) -> tuple[bool, str]
     sampling = lb.SamplingParams(temperature=0.8, seed=1)
     config = lb.SpeculativeConfig(draft_k=4)
     speculators = (
-        lb.Speculator(target, each, config) for each in (lb.ModelDrafter(draft), lb.NullDrafter())
+        lb.Speculator(target, each, config)
+        for each in (lb.ModelDrafter(draft), lb.speculative.NullDrafter())
     )
     drafted, plain = (
         each.generate(PROMPT, max_tokens=N_TOKENS, sampling=sampling).finish().tokens

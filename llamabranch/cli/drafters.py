@@ -18,7 +18,7 @@ ENTRY_POINTS = "llamabranch.drafters"
 
 # One request at a time: a shared index would let a repeated run copy its own text.
 COPYING: dict[str, Callable[[], Drafter]] = {
-    "lookup": lb.PromptLookupDrafter,
+    "lookup": lb.speculative.PromptLookupDrafter,
     "suffix": lambda: lb.SuffixDrafter(shared_tokens=0),
 }
 MTP = "mtp"  # the target's own MTP layers
@@ -48,7 +48,7 @@ def choose_drafters(
                 console.note("draft: mtp, the target's own MTP layers")
             return (MTP,)
         if given == MTP:
-            raise lb.UnsupportedError(
+            raise lb.errors.UnsupportedError(
                 f"{target} has no MTP layers that llama.cpp computes",
                 hint="`llamabranch models show` lists what a file offers; --draft FILE takes MTP "
                 "layers that are in a file of their own",
@@ -146,7 +146,7 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context]) -> 
 
     drafters = [make(part) for part in parts]
     if not drafters:
-        return lb.NullDrafter()
+        return lb.speculative.NullDrafter()
     return drafters[0] if len(drafters) == 1 else lb.ChainDrafter(drafters)
 
 
@@ -206,7 +206,7 @@ def candidates(target: str) -> list[Candidate]:
                     if draft.n_params > LARGEST_SHARE * model.n_params:
                         continue
                     way = model.compatibility(draft).path
-            except lb.ModelLoadError:
+            except lb.errors.ModelLoadError:
                 continue
             if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
                 found.append(Candidate(name, each, _size(each), way, name == listed))

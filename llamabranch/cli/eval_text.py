@@ -347,7 +347,7 @@ def _check_vocabularies(names: Sequence[str]) -> None:
         for name in names[1:]:
             with lb.Model(lb.hub.resolve(name), vocab_only=True) as other:
                 if first.compatibility(other).path != "tokens":
-                    raise lb.VocabularyMismatchError(
+                    raise lb.errors.VocabularyMismatchError(
                         f"{name} has another vocabulary than {names[0]}",
                         hint="compare quantisations of one model",
                     )

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError, Engine, NullDrafter, Request, SamplingParams
+from llamabranch import ConfigError, Engine, Request, SamplingParams
 from llamabranch.bench import Divergence, first_divergence
+from llamabranch.speculative import NullDrafter
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles

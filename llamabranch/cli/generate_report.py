@@ -9,8 +9,9 @@ from time import monotonic
 
 import typer
 
-from llamabranch import Engine, Event, NullDrafter, Request, Result
+from llamabranch import Engine, Event, Request, Result
 from llamabranch.bench import Divergence, Machine, load_average
+from llamabranch.speculative import NullDrafter
 
 from .comparison import Comparison
 from .console import Console, Progress

@@ -128,7 +128,7 @@ def reporting_errors(console: Console) -> Iterator[None]:
             print_json_error(error, "interrupted", None)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except lb.LlamaBranchError as error:
-        is_usage = isinstance(error, (lb.ConfigError, lb.GrammarError))
+        is_usage = isinstance(error, (lb.ConfigError, lb.errors.GrammarError))
         code = EXIT_USAGE if is_usage else EXIT_FAILURE
         raise fail(error, error.message, error.hint, code) from None
     except BrokenPipeError:
@@ -152,7 +152,7 @@ def _show_warnings(console: Console) -> None:
     inner = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
-        if issubclass(category, lb.LlamaBranchWarning):
+        if issubclass(category, lb.errors.LlamaBranchWarning):
             console.note(f"warning: {message}")
         else:
             inner(message, category, *more, **named)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isinf, nan
 
-from llamabranch import CacheFullError, ConfigError, LlamaBranchError, Model, Request, hub
+from llamabranch import ConfigError, LlamaBranchError, Model, Request, hub
+from llamabranch.errors import CacheFullError
 
 from .options import ModelOptions, trained_length
 

@@ -319,7 +319,7 @@ def test_profile_counts_builtins_and_numpy_for_the_part_that_called_them(
 ) -> None:
     row = np.random.default_rng(1).standard_normal(target.n_vocab).astype(np.float32)
     profile = cProfile.Profile()
-    sampler = lb.Sampler(target, lb.SamplingParams(temperature=0.8, seed=1))
+    sampler = lb.sampling.Sampler(target, lb.SamplingParams(temperature=0.8, seed=1))
     with profile:
         begin = time.perf_counter()
         for i in range(200):

@@ -906,7 +906,7 @@ def test_seeds_are_integers(seed: object, ctx: Context) -> None:
 def test_prompt_longer_than_the_context_is_told_with_both_lengths(ctx: Context) -> None:
     room = ctx.n_ctx_seq
     with pytest.raises(
-        lb.CacheFullError, match=f"has {room + 1} tokens, the context has room for {room}"
+        lb.errors.CacheFullError, match=f"has {room + 1} tokens, the context has room for {room}"
     ):
         Branch.start(ctx, [5] * (room + 1))
     assert ctx.usage().cells_used == 0

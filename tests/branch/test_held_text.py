@@ -49,7 +49,7 @@ def make(which: str, draft: Context) -> lb.Drafter | None:
     return {
         "none": None,
         "model": lb.ModelDrafter(draft),
-        "lookup": lb.PromptLookupDrafter(max_ngram=3, min_ngram=1),
+        "lookup": lb.speculative.PromptLookupDrafter(max_ngram=3, min_ngram=1),
     }[which]
 
 

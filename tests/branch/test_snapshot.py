@@ -763,7 +763,7 @@ def test_state_of_an_unknown_layout_is_saved_and_loaded_only_if_trusted(
     branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
     monkeypatch.setattr(small_ctx.kv_cache, "state_layout", None)
     branch.save(tmp_path / "x.branch")
-    with pytest.raises(lb.UnsupportedError) as caught:
+    with pytest.raises(lb.errors.UnsupportedError) as caught:
         lb.Branch.load(small_ctx, tmp_path / "x.branch")
     assert "trusted=True" in str(caught.value.hint)
     assert small_ctx.sequences.holders() == [branch]

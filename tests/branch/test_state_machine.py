@@ -38,7 +38,7 @@ def test_context_and_branches_match_the_reference(which: str, n_runs: int, tmp_p
         "toy": lambda: tiny(tmp_path / "toy.gguf"),
         "plain": lambda: tiny(tmp_path / "toy.gguf", "f32"),
         "window": lambda: tiny_window(tmp_path / "toy.gguf"),
-        "draft": lambda: lb.resolve("tale-draft"),
+        "draft": lambda: lb.hub.resolve("tale-draft"),
     }
     exact = which in ("toy", "draft")
     with (

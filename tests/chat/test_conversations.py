@@ -112,7 +112,7 @@ def ten_turns(chat: Chat) -> list[lb.chat.Answer]:
 
 
 def test_ten_turns_with_a_retry_and_an_edit_evaluate_distinct_tokens_only(ctx: Context) -> None:
-    with Chat(ctx, lb.NullDrafter(), seed=3, max_tokens=12, system="Be kind.") as chat:
+    with Chat(ctx, lb.speculative.NullDrafter(), seed=3, max_tokens=12, system="Be kind.") as chat:
         with counting(ctx) as counts:
             answers = ten_turns(chat)
         texts = [answer.prompt + answer.tokens for answer in answers]
@@ -133,16 +133,18 @@ def test_answers_are_those_of_branches_made_by_hand(ctx: Context, other_ctx: Con
 def test_answers_are_drafted_where_that_pays_and_stay_the_same(ctx: Context) -> None:
     texts = []
     drafts = lb.SpeculativeConfig(draft_k=4)
-    for drafter in (lb.NullDrafter(), lb.SuffixDrafter(min_probability=0.0), None):
+    for drafter in (lb.speculative.NullDrafter(), lb.SuffixDrafter(min_probability=0.0), None):
         with Chat(ctx, drafter, drafts, temperature=0, max_tokens=40, seed=1) as chat:
             texts.append([chat.send("The fox, the fox, the fox.").finish().text for _ in range(2)])
             drafted = chat.stats.speculative.num_draft_tokens
-        assert (drafted > 0) == (drafter is None or not isinstance(drafter, lb.NullDrafter))
+        assert (drafted > 0) == (
+            drafter is None or not isinstance(drafter, lb.speculative.NullDrafter)
+        )
     assert texts[0] == texts[1] == texts[2]
 
 
 def test_undo_fork_and_switch_need_no_decode_and_retry_none_for_its_prompt(ctx: Context) -> None:
-    with Chat(ctx, lb.NullDrafter(), seed=1, max_tokens=8) as chat:
+    with Chat(ctx, lb.speculative.NullDrafter(), seed=1, max_tokens=8) as chat:
         first = chat.send("One day").finish()
         with counting(ctx) as counts:
             again = chat.retry()
@@ -160,7 +162,7 @@ def test_undo_fork_and_switch_need_no_decode_and_retry_none_for_its_prompt(ctx: 
 
 
 def test_what_was_taken_back_is_not_evaluated_again(ctx: Context) -> None:
-    with Chat(ctx, lb.NullDrafter(), seed=1, max_tokens=8) as chat:
+    with Chat(ctx, lb.speculative.NullDrafter(), seed=1, max_tokens=8) as chat:
         chat.send("One day").finish()
         with counting(ctx) as counts:
             chat.undo()
@@ -181,7 +183,7 @@ def test_a_message_from_another_thread_does_not_break_into_an_answer(ctx: Contex
     refused: list[BaseException] = []
 
     def send() -> None:
-        with pytest.raises(lb.BranchStateError, match="another thread") as error:
+        with pytest.raises(lb.errors.BranchStateError, match="another thread") as error:
             chat.send("And the queen?")
         refused.append(error.value)
 
@@ -218,7 +220,7 @@ def test_a_broken_off_answer_stays_and_an_empty_one_is_taken_back(ctx: Context) 
 
 
 def test_a_message_whose_answer_nobody_reads_stays_without_one(ctx: Context) -> None:
-    with Chat(ctx, lb.NullDrafter(), seed=1, max_tokens=4) as chat:
+    with Chat(ctx, lb.speculative.NullDrafter(), seed=1, max_tokens=4) as chat:
         unread = chat.send("I live in Oslo.")
         last = chat.send("Where do I live?").finish()
         assert [message["role"] for message in chat.messages] == ["user", "user", "assistant"]
@@ -238,14 +240,14 @@ def test_a_message_whose_answer_nobody_reads_stays_without_one(ctx: Context) -> 
 def test_text_of_an_answer_that_nobody_iterates_over_is_all_of_it(ctx: Context) -> None:
     texts = []
     for read in (lambda answer: answer.text, lambda answer: "".join(t.text for t in answer)):
-        with Chat(ctx, lb.NullDrafter(), seed=1, max_tokens=8) as chat:
+        with Chat(ctx, lb.speculative.NullDrafter(), seed=1, max_tokens=8) as chat:
             answer = chat.send("One day")
             assert repr(answer).startswith("<Answer '', 0 tokens")
             texts.append(read(answer))
             assert answer.finish_reason is not None
             assert chat.messages[-1]["content"] == answer.text == texts[-1]
     assert texts[0] == texts[1] != ""
-    with Chat(ctx, lb.NullDrafter(), seed=1, max_tokens=8) as chat:
+    with Chat(ctx, lb.speculative.NullDrafter(), seed=1, max_tokens=8) as chat:
         answer = chat.send("One day")
         assert next(answer).text == answer.text
         assert len(answer.tokens) == 1
@@ -287,12 +289,12 @@ def test_settings_are_changed_for_the_next_answer(ctx: Context) -> None:
 def test_wrong_numbers_and_messages_change_nothing(ctx: Context) -> None:
     with Chat(ctx, seed=1, max_tokens=4) as chat:
         for act in (chat.retry, chat.undo, lambda: chat.edit(1, "x"), lambda: chat.switch(2)):
-            with pytest.raises(lb.UsageError, match="there is no") as caught:
+            with pytest.raises(lb.errors.UsageError, match="there is no") as caught:
                 act()
             assert caught.value.hint
         with pytest.raises(lb.ConfigError, match="must be text"):
             chat.send(3)  # type: ignore[arg-type]
-        with pytest.raises(lb.CacheFullError, match="the prompt has"):
+        with pytest.raises(lb.errors.CacheFullError, match="the prompt has"):
             chat.send("long " * 3000)
         assert chat.messages == []
         assert chat.stats.num_answers == 0
@@ -305,7 +307,7 @@ def test_what_is_no_context_is_refused() -> None:
 
 def test_model_without_a_template_is_refused_with_what_helps(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1) as context:
-        with pytest.raises(lb.UnsupportedError, match="no chat template") as caught:
+        with pytest.raises(lb.errors.UnsupportedError, match="no chat template") as caught:
             Chat(context)
         assert "chat_template=" in (caught.value.hint or "")
 
@@ -342,7 +344,7 @@ def test_what_is_taken_back_or_edited_sees_what_was_seen_there(model: lb.Model) 
     bias = dict.fromkeys(model.eog_tokens, -1e30)
     with (
         Context(model, n_ctx=256, n_seq_max=8, n_threads=1) as context,
-        Chat(context, lb.NullDrafter(), seed=2, max_tokens=24, logit_bias=bias) as chat,
+        Chat(context, lb.speculative.NullDrafter(), seed=2, max_tokens=24, logit_bias=bias) as chat,
     ):
         answers = [chat.send(f"What did they do on day {day}?").finish() for day in range(7)]
         cuts = [answer.exchange.n_cut for answer in answers]
@@ -395,7 +397,7 @@ def test_branch_of_an_answer_is_never_that_of_another_turn(memory: str, tmp_path
     with (
         lb.Model(path, chat_template=toys.CHAT_TEMPLATE) as toy,
         Context(toy, n_ctx=1024, n_seq_max=1, n_threads=1) as context,
-        Chat(context, lb.NullDrafter(), **settings) as chat,  # type: ignore[arg-type]
+        Chat(context, lb.speculative.NullDrafter(), **settings) as chat,  # type: ignore[arg-type]
     ):
         answers = []
         for text in ("One day", "And then?", "And then?"):
@@ -405,7 +407,7 @@ def test_branch_of_an_answer_is_never_that_of_another_turn(memory: str, tmp_path
                 assert answer.branch.tokens == answer.prompt + answer.tokens
             for old in answers[:-1]:
                 assert (old.branch.state, old.branch.children) == ("pruned", [])
-                with pytest.raises(lb.BranchStateError, match="pruned"):
+                with pytest.raises(lb.errors.BranchStateError, match="pruned"):
                     old.branch.step()
         del answers, old
         gc.collect()  # the end of a pruned branch is not the end of what took its place
@@ -431,7 +433,7 @@ def test_others_get_sequences_that_a_chat_keeps_turns_in(
         running = chat.send("Tell me more.")
         next(running)
         branches = [Branch.start(context, "One day") for _ in range(6)]
-        with pytest.raises(lb.SequencesExhaustedError):  # the prompt and the answer stay
+        with pytest.raises(lb.errors.SequencesExhaustedError):  # the prompt and the answer stay
             Branch.start(context, "One day")
         assert by_hand(other_ctx, running.finish(), chat) == running.tokens
         for branch in branches:
@@ -475,7 +477,7 @@ def test_turns_give_way_beside_a_sequence_of_a_raw_call(model: lb.Model) -> None
             chat.send(f"hi {i}").finish()
         branches = [Branch.start(context, "One day") for _ in range(context.n_seq_free)]
         assert len(branches) == 4
-        with pytest.raises(lb.SequencesExhaustedError):
+        with pytest.raises(lb.errors.SequencesExhaustedError):
             Branch.start(context, "One day")
 
 
@@ -527,7 +529,7 @@ def test_sequences_taken_by_another_thread_cost_no_text(
             is_last = False
             while not is_last:
                 is_last = has_ended.is_set()
-                with contextlib.suppress(lb.SequencesExhaustedError):
+                with contextlib.suppress(lb.errors.SequencesExhaustedError):
                     Branch.create(context).prune()
                     n_taken[0] += 1
 
@@ -620,7 +622,7 @@ def test_chat_saved_with_another_kv_type_is_read_again(model: lb.Model, tmp_path
         chat.save(folder)
         messages = chat.messages
     with Context(model, options("f32")) as context, Context(model, options("f32")) as other:
-        with pytest.warns(lb.PerformanceWarning, match="read again.*kv_type: f16.*has f32"):
+        with pytest.warns(lb.errors.PerformanceWarning, match="read again.*kv_type: f16.*has f32"):
             again = Chat.load(context, folder)
         with again:
             assert (again.messages, again.branch) == (messages, None)
@@ -639,7 +641,7 @@ def test_another_chat_is_never_written_over(ctx: Context, tmp_path: Path) -> Non
         chat.save(folder)
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         other.send("One night").finish()
-        with pytest.raises(lb.SnapshotError, match="mine has another chat") as refused:
+        with pytest.raises(lb.errors.SnapshotError, match="mine has another chat") as refused:
             other.save(folder)
         assert refused.value.hint
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -649,7 +651,10 @@ def test_another_chat_is_never_written_over(ctx: Context, tmp_path: Path) -> Non
             again.save(tmp_path / "copy")
         chat.save(tmp_path / "copy")  # the same chat, which has gone on elsewhere
     (folder / "chat.json").write_text("damaged")
-    with Chat(ctx, seed=5) as chat, pytest.raises(lb.SnapshotError, match="no chat that can be"):
+    with (
+        Chat(ctx, seed=5) as chat,
+        pytest.raises(lb.errors.SnapshotError, match="no chat that can be"),
+    ):
         chat.save(folder)
 
 
@@ -669,12 +674,14 @@ def test_chat_of_another_model_is_refused_by_its_name(
         changes: list[dict[str, object]] = [{}, {"branches": []}]
         for change in changes:
             (tmp_path / "saved" / "chat.json").write_text(json.dumps({**about, **change}))
-            with pytest.raises(lb.SnapshotError, match=f"{model.path.name}, not {toy.name}") as e:
+            with pytest.raises(
+                lb.errors.SnapshotError, match=f"{model.path.name}, not {toy.name}"
+            ) as e:
                 Chat.load(context, tmp_path / "saved")
             assert str(model.path) in (e.value.hint or "")
     about["model"]["path"] = str(tmp_path / "gone.gguf")
     (tmp_path / "saved" / "chat.json").write_text(json.dumps(about))
-    with pytest.raises(lb.SnapshotError, match="the chat's model is gone"):
+    with pytest.raises(lb.errors.SnapshotError, match="the chat's model is gone"):
         lb.chat.saved_model(tmp_path / "saved")
     Chat.load(ctx, tmp_path / "saved").close()  # the model was only moved
 
@@ -691,7 +698,7 @@ def test_files_without_a_model_and_an_id_are_read(ctx: Context, tmp_path: Path) 
     assert lb.chat.saved_model(folders[0]) is None
     with Chat.load(ctx, folders[0]) as again:
         assert again.exchanges[0].user == "Tell me of a"
-        with pytest.raises(lb.SnapshotError, match="another chat"):
+        with pytest.raises(lb.errors.SnapshotError, match="another chat"):
             again.save(folders[1])
         again.save(folders[0])
     assert lb.chat.saved_model(folders[0]) == ctx.model.path
@@ -705,7 +712,7 @@ def test_saved_chat_of_another_kind_is_refused(
         chat.save(tmp_path / "saved")
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "mine.txt").write_text("x")
-        with pytest.raises(lb.SnapshotError, match="not a saved chat"):
+        with pytest.raises(lb.errors.SnapshotError, match="not a saved chat"):
             chat.save(tmp_path / "other")
     about = json.loads((tmp_path / "saved" / "chat.json").read_text())
     damaged: list[dict[str, object]] = [
@@ -721,9 +728,9 @@ def test_saved_chat_of_another_kind_is_refused(
         folder = tmp_path / "damaged"
         shutil.copytree(tmp_path / "saved", folder, dirs_exist_ok=True)
         (folder / "chat.json").write_text(json.dumps({**about, **change}))
-        with pytest.raises(lb.SnapshotError):
+        with pytest.raises(lb.errors.SnapshotError):
             Chat.load(ctx, folder)
-    with pytest.raises(lb.SnapshotError):
+    with pytest.raises(lb.errors.SnapshotError):
         Chat.load(ctx, tmp_path / "nowhere")
     assert ctx.usage().cells_used == 0
 
@@ -732,7 +739,7 @@ def test_saved_chat_of_another_kind_is_refused(
 
 
 def test_smollm2_evaluates_distinct_tokens_and_answers_as_by_hand(smollm2: Context) -> None:
-    with Chat(smollm2, lb.NullDrafter(), seed=1, max_tokens=8) as chat:
+    with Chat(smollm2, lb.speculative.NullDrafter(), seed=1, max_tokens=8) as chat:
         with counting(smollm2) as counts:
             answers = [chat.send(text).finish() for text in ("Name a colour.", "Another one.")]
             answers += [chat.retry().finish(), chat.edit(1, "Name a fruit.").finish()]

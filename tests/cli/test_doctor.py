@@ -120,7 +120,7 @@ def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known()
 
 def test_failed_check_is_shown_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(_ctx: lb.Context) -> None:
-        raise lb.SnapshotError("damaged")
+        raise lb.errors.SnapshotError("damaged")
 
     monkeypatch.setattr(lb.Context, "audit", damaged)
     result = run()

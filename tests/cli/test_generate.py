@@ -220,7 +220,7 @@ def test_chat_prints_the_answer_on_a_line_of_its_own(command: str, tmp_path: Pat
     assert "Hi there\n" in run(*given, "--chat", **terminal).stdout
 
 
-@pytest.mark.filterwarnings("always::llamabranch.ContextLengthWarning")
+@pytest.mark.filterwarnings("always::llamabranch.errors.ContextLengthWarning")
 def test_warning_is_one_line_on_standard_error() -> None:
     given = ("-n", "1040", "-d", "none", "-c", "2048", "--ignore-eos", "--json")
     result = run("speculate", *given)

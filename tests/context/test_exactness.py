@@ -153,7 +153,7 @@ def test_exact_rows_of_a_sliding_window_are_measured(tmp_path: Path, weights: st
         for seed in range(4):
             params = SamplingParams(temperature=0.7, seed=seed, logit_bias={1: -np.inf})
             texts = []
-            for found in (lb.NullDrafter(), drafter) if most else ():
+            for found in (lb.speculative.NullDrafter(), drafter) if most else ():
                 fixed = lb.SpeculativeConfig(draft_k=most)
                 generated = lb.Speculator(ctx, found, fixed).generate(
                     tokens_of(seed)[:20], max_tokens=90, sampling=params

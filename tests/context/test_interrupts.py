@@ -31,7 +31,7 @@ from llamabranch.sampling.sampler import Sampler
 pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them"),
     # The text that long prompts produce does not matter here.
-    pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning"),
+    pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning"),
 ]
 
 N_LONG = 2600  # tokens: long enough for the bundled target that a decode is watched for signals

@@ -188,7 +188,7 @@ def test_verified_trees(shared: Context, alone: Alone) -> None:
         check(bystander, alone)
 
 
-@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 @pytest.mark.parametrize("n", [600, 1500])
 def test_long_contexts(n: int, shared: Context, alone: Alone) -> None:
     rng = np.random.default_rng(n)

@@ -62,13 +62,13 @@ class World:
     rounding: float  # how far apart right logits may be; wrong states move them by several
 
     def drafter(self, which: str) -> lb.Drafter:
-        lookup = lb.PromptLookupDrafter(min_ngram=1)
+        lookup = lb.speculative.PromptLookupDrafter(min_ngram=1)
         models = {name: ModelDrafter(ctx) for name, ctx in self.drafts.items()}
         others: dict[str, lb.Drafter] = {
-            "none": lb.NullDrafter(),
+            "none": lb.speculative.NullDrafter(),
             "lookup": lookup,
             "suffix": lb.SuffixDrafter(8, 1, factor=2.0, offset=2.0, min_probability=0.0),
-            "chain": lb.ChainDrafter([lb.PromptLookupDrafter(), models["same kind"]]),
+            "chain": lb.ChainDrafter([lb.speculative.PromptLookupDrafter(), models["same kind"]]),
             "tree": ModelDrafter(self.drafts["llama"], width=2),
         }
         return others[which] if which in others else models[which]

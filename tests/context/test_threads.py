@@ -180,7 +180,7 @@ def test_free_sequences_are_counted_while_another_thread_decodes(target: lb.Mode
 # -- the GIL ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 @pytest.mark.parametrize("n", [1, 64, 1900], ids=["one token", "a batch", "watched for signals"])
 def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread counts between the entry of llama.cpp's decode and its return.
@@ -256,7 +256,7 @@ def test_closing_while_threads_decode_is_an_error_for_them_and_no_crash(
                 for branch in branches:
                     branch.prune()
             errors = [future.result() for future in futures]
-        expected = (ClosedError, DecodeInterruptedError, lb.BranchStateError)
+        expected = (ClosedError, DecodeInterruptedError, lb.errors.BranchStateError)
         assert all(isinstance(error, expected) for error in errors), errors
         if close == "branches":
             ctx.audit()
@@ -464,7 +464,7 @@ def test_no_drafter_is_called_while_the_target_is_locked(ctx: Context, draft_ctx
         for _ in range(20):
             generation.next_token(watched)
     with Branch.start(ctx, [5] * (ctx.n_ctx - 40)):  # and where there is no room for a draft
-        with pytest.raises(lb.CacheFullError):
+        with pytest.raises(lb.errors.CacheFullError):
             speculator.generate("The king", max_tokens=None, sampling=WARM).finish()
         engine = lb.Engine(ctx, watched, lb.SpeculativeConfig(draft_k=4), seed=1, max_tokens=60)
         results = engine.generate(["The queen", "A wolf", lb.Request("Once", max_tokens=3)])
@@ -483,7 +483,7 @@ def test_threads_share_a_speculator(
     with Context(draft, n_ctx=512, n_seq_max=3, n_threads=1) as small:
         drafter: lb.Drafter = lb.ModelDrafter(small)
         if kind == "chain":
-            drafter = lb.ChainDrafter([lb.PromptLookupDrafter(min_ngram=1), drafter])
+            drafter = lb.ChainDrafter([lb.speculative.PromptLookupDrafter(min_ngram=1), drafter])
         watched = Watched(drafter, threading.RLock())
         config = lb.SpeculativeConfig(draft_k=draft_k)
         speculator = lb.Speculator(ctx, watched, config)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from crash_harness import ABC, World, case, must_raise, refuses
 
-from llamabranch import Branch, Context, Grammar, Model, Sampler, SamplingParams
+from llamabranch import Branch, Context, Grammar, Model, SamplingParams
 from llamabranch.errors import (
     BranchStateError,
     CacheFullError,
@@ -19,6 +19,7 @@ from llamabranch.errors import (
     SequencesExhaustedError,
     TokenizeError,
 )
+from llamabranch.sampling import Sampler
 
 # -- branches --------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 from crash_harness import ABC, World, case, must_raise, refuses
 
-from llamabranch import Branch, Grammar, Sampler, SamplingParams
+from llamabranch import Branch, Grammar, SamplingParams
 from llamabranch.errors import ConfigError, GrammarError, LlamaBranchError, TokenizeError
+from llamabranch.sampling import Sampler
 
 # -- grammar ---------------------------------------------------------------------------------------
 

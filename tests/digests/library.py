@@ -210,10 +210,10 @@ class World:
         self, which: str, draft: str = "draft", same: str = "target", **options: object
     ) -> lb.Drafter | None:
         """Return a drafter of one kind; models get fresh contexts with ``options``."""
-        lookup, suffix = lb.PromptLookupDrafter, lb.SuffixDrafter
+        lookup, suffix = lb.speculative.PromptLookupDrafter, lb.SuffixDrafter
         makers: dict[str, Callable[[], lb.Drafter | None]] = {
             "nobody": lambda: None,
-            "null": lb.NullDrafter,
+            "null": lb.speculative.NullDrafter,
             "model": lambda: lb.ModelDrafter(self.context(draft, **options)),
             "same model": lambda: lb.ModelDrafter(self.context(same, **options)),
             "own settings": lambda: lb.ModelDrafter(

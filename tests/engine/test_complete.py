@@ -89,12 +89,17 @@ def test_text_is_that_of_a_branch(target: lb.Model, n_seq_max: int, temperature:
 def test_any_drafter_gives_that_text_on_a_toy(toy: lb.Model) -> None:
     with Context(toy, n_ctx=512, n_threads=1) as ctx, Context(toy, n_ctx=512, n_threads=1) as twin:
         expected = plain(ctx, "abcabcabc", 40)
-        drafters = (None, lb.NullDrafter(), lb.PromptLookupDrafter(), lb.ModelDrafter(twin))
+        drafters = (
+            None,
+            lb.speculative.NullDrafter(),
+            lb.speculative.PromptLookupDrafter(),
+            lb.ModelDrafter(twin),
+        )
         for drafter in drafters:
             for _ in range(2):
                 found = ctx.complete("abcabcabc", max_tokens=40, drafter=drafter, **WARM)
                 assert same(found, expected)
-        with pytest.raises(lb.VocabularyMismatchError):
+        with pytest.raises(lb.errors.VocabularyMismatchError):
             ctx.complete("abc", drafter=Picky())
         twin.audit()
         ctx.audit()
@@ -104,7 +109,7 @@ class Picky(lb.Drafter):
     name = "picky"
 
     def check(self, target: lb.Model) -> None:
-        raise lb.VocabularyMismatchError("not this one")
+        raise lb.errors.VocabularyMismatchError("not this one")
 
     def start(self, target: lb.speculative.Text, rule: str) -> Any: ...
 
@@ -234,7 +239,7 @@ def takes(model: lb.Model, parameters: list[Any], name: str, arguments: str) -> 
     functions = [{"name": str(i), "parameters": each} for i, each in enumerate(parameters)]
     tools = Tools([{"type": "function", "function": each} for each in functions], "required")
     grammar = lb.Grammar.from_json_schema(tools.schema())
-    sampler = lb.Sampler(model, lb.SamplingParams(temperature=1.0, top_k=0), grammar)
+    sampler = lb.sampling.Sampler(model, lb.SamplingParams(temperature=1.0, top_k=0), grammar)
     text = f'{{"name": "{name}", "arguments": {arguments}}}'
     tokens = [*model.tokenize(text, add_special=False), 1]
     return sampler.count_allowed(tokens) == len(tokens)
@@ -346,8 +351,8 @@ def test_async_twins(chatting: Context) -> None:
             with pytest.raises(ConfigError):
                 await engine.complete(PROMPTS[0], n=0)
             with pytest.raises(ConfigError, match="drafter"):
-                await engine.complete(PROMPTS[0], drafter=lb.NullDrafter())
-            for bad in ({"n": 0}, {"drafter": lb.NullDrafter()}, {"temprature": 1.0}):
+                await engine.complete(PROMPTS[0], drafter=lb.speculative.NullDrafter())
+            for bad in ({"n": 0}, {"drafter": lb.speculative.NullDrafter()}, {"temprature": 1.0}):
                 call: Any = engine.complete  # with a stream at the call, as `Context.complete`
                 with pytest.raises(ConfigError):
                     call(PROMPTS[0], stream=True, **bad)
@@ -597,7 +602,7 @@ def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:
 
 def test_text_is_that_of_a_branch_on_smollm2() -> None:
     try:
-        path = lb.resolve("smollm2-135m", download=False)
+        path = lb.hub.resolve("smollm2-135m", download=False)
     except ConfigError:
         pytest.skip("SmolLM2 is not on this machine")
     with lb.load(path, n_ctx=512, n_threads=1) as ctx:

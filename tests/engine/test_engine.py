@@ -76,9 +76,9 @@ def make(which: str, draft: Context) -> lb.Drafter | None:
     makers: dict[str, lb.Drafter | None] = {
         "none": None,
         "model": lb.ModelDrafter(draft),
-        "lookup": lb.PromptLookupDrafter(max_ngram=3, min_ngram=1),
+        "lookup": lb.speculative.PromptLookupDrafter(max_ngram=3, min_ngram=1),
         "suffix": lb.SuffixDrafter(8, 1, factor=4.0, offset=4.0, min_probability=0.0),
-        "chain": lb.ChainDrafter([lb.PromptLookupDrafter(), lb.ModelDrafter(draft)]),
+        "chain": lb.ChainDrafter([lb.speculative.PromptLookupDrafter(), lb.ModelDrafter(draft)]),
     }
     return makers[which]
 
@@ -1287,11 +1287,11 @@ def test_result_is_parsed_by_the_type_it_was_made_for(ctx: Context) -> None:
     assert several.parse('[{"name": "Ann", "brave": true}]') == [Hero(name="Ann", brave=True)]
     (cut,) = Engine(ctx, seed=1).generate([lb.Request("A", grammar=grammars[0], max_tokens=3)])
     assert (cut.finish_reason, cut.parsed_or("none")) == ("length", "none")
-    with pytest.raises(lb.ParseError, match="'length'") as caught:
+    with pytest.raises(lb.errors.ParseError, match="'length'") as caught:
         assert cut.parsed
     assert pickle.loads(pickle.dumps(caught.value)).text == cut.text != ""
     (ended,) = Engine(ctx, seed=1).generate([replace(requests[0], stop='"')])
-    with pytest.raises(lb.ParseError, match="not valid for"):
+    with pytest.raises(lb.errors.ParseError, match="not valid for"):
         assert ended.parsed
     assert (ended.finish_reason, ended.parsed_or(None)) == ("stop", None)
 
@@ -1312,14 +1312,14 @@ def test_value_that_the_type_refuses_ends_no_batch(ctx: Context) -> None:
     assert None in found and Price(kind="net") in found
     for result, value in zip(results, found, strict=True):
         if value is None:
-            with pytest.raises(lb.ParseError, match="'gross'") as caught:
+            with pytest.raises(lb.errors.ParseError, match="'gross'") as caught:
                 assert result.parsed
             assert caught.value.text == result.text == '{"kind": "gross"}'
     amount = lb.Grammar.from_json_schema(list[Decimal])
-    with pytest.raises(lb.ParseError, match="valid decimal") as refused:
+    with pytest.raises(lb.errors.ParseError, match="valid decimal") as refused:
         amount.parse('["1.2.3"]')
     assert refused.value.text == '["1.2.3"]' and "\n" not in str(refused.value)
-    with pytest.raises(lb.ParseError):
+    with pytest.raises(lb.errors.ParseError):
         lb.Grammar.from_json_schema({}).parse("[" * 100_000)
 
 

@@ -104,7 +104,7 @@ def outcome(
     drafter: lb.Drafter | None = None,
 ) -> Seen:
     """Run the requests, interrupted at the place of ``interrupter``; return what came of them."""
-    drafter = drafter or lb.PromptLookupDrafter()
+    drafter = drafter or lb.speculative.PromptLookupDrafter()
     engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=3), seed=5)
     for request in REQUESTS:
         engine.add_request(request)
@@ -228,7 +228,7 @@ class Failing(lb.Drafter):
     """A drafter of whose calls number ``at`` raises ``error``, after or before it has done its work."""
 
     def __init__(self, at: int, error: BaseException) -> None:
-        self.inner = lb.PromptLookupDrafter()
+        self.inner = lb.speculative.PromptLookupDrafter()
         self.at = at
         self.error = error
         self.n_calls = 0

@@ -54,7 +54,7 @@ def by_hand(ctx: Context, n: int, grammar: lb.Grammar | None = None, **settings:
     with Branch.start(ctx, PROMPT, sampling=params) as branch:
         prompt = branch.tokens
         for _ in range(n):
-            sampler = lb.Sampler(ctx.model, params, grammar).replay(prompt, said)
+            sampler = lb.sampling.Sampler(ctx.model, params, grammar).replay(prompt, said)
             logits = function(np.array(branch.tokens, dtype=np.intc), branch.logits)
             found = sampler.distribution(logits, branch.position, params.seed or 0)
             token = found.draw(params.seed or 0, branch.position)
@@ -78,8 +78,10 @@ def test_text_is_that_of_a_loop_by_hand(name: str, ctx: Context, draft_ctx: Cont
             assert [t.token for t in child.generate(15)] == expected[-15:]
     assert ctx.complete(PROMPT, max_tokens=40, sampling=params).tokens == expected
     drafters: list[lb.Drafter] = [
-        lb.ModelDrafter(draft_ctx), lb.SuffixDrafter(8, 1), lb.PromptLookupDrafter(min_ngram=1),
-    ]  # fmt: skip
+        lb.ModelDrafter(draft_ctx),
+        lb.SuffixDrafter(8, 1),
+        lb.speculative.PromptLookupDrafter(min_ngram=1),
+    ]
     for drafter in drafters:
         config = SpeculativeConfig(draft_k=4, rule="seeded")
         text = lb.Speculator(ctx, drafter, config).generate(PROMPT, sampling=params, max_tokens=40)
@@ -94,7 +96,7 @@ def test_text_is_that_of_a_loop_by_hand(name: str, ctx: Context, draft_ctx: Cont
 def test_grammar_holds_beside_it(ctx: Context) -> None:
     settings = SETTINGS["seeded"]
     expected = by_hand(ctx, 80, GRAMMAR, **settings)
-    for drafter in (None, lb.NullDrafter()):
+    for drafter in (None, lb.speculative.NullDrafter()):
         result = ctx.complete(
             PROMPT, grammar=GRAMMAR, max_tokens=80, drafter=drafter, **settings,
             logits_processor=prefers,

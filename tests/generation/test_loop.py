@@ -90,7 +90,7 @@ def test_texts_go_on_as_if_alone_while_another_is_read(
 
 def test_without_room_nothing_changes_and_the_result_says_so(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
-        loop = Loop(ctx, FixedLength(3), lb.PromptLookupDrafter())
+        loop = Loop(ctx, FixedLength(3), lb.speculative.PromptLookupDrafter())
         full = [5, 6, 7] * 42
         branches = [Branch.start(ctx, full, sampling=WARM) for _ in range(2)]
         branches[1].extend([9] * (ctx.usage().cells_free - 1))

@@ -173,7 +173,7 @@ def test_an_engine_and_a_session_keep_what_they_learn(
 def test_each_drafter_of_a_chain_is_kept_by_itself(
     ctx: lb.Context, draft_ctx: lb.Context, profile: Path
 ) -> None:
-    lookup, model = lb.PromptLookupDrafter(), lb.ModelDrafter(draft_ctx)
+    lookup, model = lb.speculative.PromptLookupDrafter(), lb.ModelDrafter(draft_ctx)
     chain = lb.ChainDrafter([lookup, model])
     assert chain.profile_keys == {**lookup.profile_keys, **model.profile_keys}
     keep_times(ctx)
@@ -271,7 +271,7 @@ def test_a_stream_that_is_left_open_ends_in_silence(profile: Path) -> None:
 
 
 def test_runs_are_merged_by_weight_and_old_ones_fade(ctx: lb.Context, profile: Path) -> None:
-    drafter = lb.PromptLookupDrafter()
+    drafter = lb.speculative.PromptLookupDrafter()
     keep_times(ctx, decodes={"1": 64, "2": 64, "5": 10**9, "9": 64, "17": 64})
     keep_drafter(ctx, drafter, 0.5)
 
@@ -326,7 +326,7 @@ def test_runs_are_merged_by_weight_and_old_ones_fade(ctx: lb.Context, profile: P
 def test_invalid_times_are_ignored(
     changes: dict[str, object], ctx: lb.Context, profile: Path
 ) -> None:
-    drafter = lb.PromptLookupDrafter()
+    drafter = lb.speculative.PromptLookupDrafter()
     keep_times(ctx, **changes)
     keep_drafter(ctx, drafter, 0.5)
     found = PairProfile(ctx, drafter, batched=False).known()
@@ -352,7 +352,7 @@ def test_invalid_times_are_ignored(
 def test_invalid_drafters_are_ignored(
     changes: dict[str, object], ctx: lb.Context, profile: Path
 ) -> None:
-    drafter = lb.PromptLookupDrafter()
+    drafter = lb.speculative.PromptLookupDrafter()
     keep_times(ctx)
     keep_drafter(ctx, drafter, 0.5, **changes)
     found = PairProfile(ctx, drafter, batched=False).known()
@@ -364,7 +364,7 @@ def test_a_model_whose_file_is_gone_keeps_nothing(tmp_path: Path, profile: Path)
     with lb.Model(path) as model:
         path.unlink()
         with lb.Context(model, n_ctx=256, n_threads=1) as ctx:
-            generate(ctx, lb.PromptLookupDrafter(), 12)
+            generate(ctx, lb.speculative.PromptLookupDrafter(), 12)
     assert not profile.exists()
 
 
@@ -402,7 +402,7 @@ FEW = SpeculativeConfig(max_draft_tokens=2)
 
 
 def opened(ctx: lb.Context) -> tuple[AutoLength, PairProfile]:
-    length, profile = PairProfile.open(ctx, lb.PromptLookupDrafter(), FEW)
+    length, profile = PairProfile.open(ctx, lb.speculative.PromptLookupDrafter(), FEW)
     assert isinstance(length, AutoLength) and profile is not None
     return length, profile
 
@@ -413,8 +413,8 @@ def n_timed(profile: PairProfile) -> int:
 
 def test_nothing_is_decoded_before_a_text(ctx: lb.Context, profile: Path, any_size: None) -> None:
     n_decodes = ctx.decoder.n_decodes
-    speculator = lb.Speculator(ctx, lb.PromptLookupDrafter(), AUTO)
-    engine = lb.Engine(ctx, lb.PromptLookupDrafter(), AUTO)
+    speculator = lb.Speculator(ctx, lb.speculative.PromptLookupDrafter(), AUTO)
+    engine = lb.Engine(ctx, lb.speculative.PromptLookupDrafter(), AUTO)
     assert ctx.decoder.n_decodes == n_decodes and ctx.kv_cache.cells.clock == 0
     assert "from nothing yet" in speculator.explain()
     engine.generate([lb.Request(PROMPT, max_tokens=8, sampling=WARM)])
@@ -454,7 +454,7 @@ def _observed(target: lb.Model, *, measures: bool) -> list[object]:
 
         idle()
         ctx.keep_prefixes()
-        plain = lb.NullDrafter()  # what is drafted depends on the times
+        plain = lb.speculative.NullDrafter()  # what is drafted depends on the times
         first = ctx.complete(PROMPT, max_tokens=24, temperature=0.0, drafter=plain).tokens
         with lb.Branch.start(ctx, PROMPT, sampling=WARM) as branch:
             before = branch.fork()
@@ -539,7 +539,7 @@ def test_an_interruption_that_waits_is_not_swallowed(
 
 def test_an_idle_engine_times_decodes(ctx: lb.Context, profile: Path, any_size: None) -> None:
     async def run() -> None:
-        async with lb.AsyncEngine(ctx, lb.PromptLookupDrafter(), FEW) as engine:
+        async with lb.AsyncEngine(ctx, lb.speculative.PromptLookupDrafter(), FEW) as engine:
             most = 2 + ctx.n_seq_max
             while f"measured while nothing ran: 1 to {most}" not in engine.engine.explain():
                 await asyncio.sleep(0.05)

@@ -75,7 +75,7 @@ def test_fetch_downloads_once_and_then_needs_no_network(hub: FakeHub) -> None:
     assert path.name == Q8_0
     assert path.is_symlink()
     count = len(hub.requests)
-    assert lb.fetch(f"{REPOSITORY}:Q8_0") == lb.resolve(REPOSITORY) == path
+    assert lb.fetch(f"{REPOSITORY}:Q8_0") == lb.hub.resolve(REPOSITORY) == path
     assert len(hub.requests) == count
     assert hub.sent == len(DATA)
 
@@ -153,7 +153,7 @@ def test_new_commit_of_main_is_what_offline_finds_afterwards(hub: FakeHub) -> No
     new = lb.fetch(f"{REPOSITORY}@{added.commit}:Q8_0")
     assert new.read_bytes() == b"new"
     assert lb.fetch(f"{REPOSITORY}:F16").read_bytes() == b"new too"
-    assert lb.resolve(f"{REPOSITORY}:Q8_0") == new != old
+    assert lb.hub.resolve(f"{REPOSITORY}:Q8_0") == new != old
 
 
 def test_repository_alone_is_what_llama_cpp_takes_whatever_is_here(
@@ -162,9 +162,9 @@ def test_repository_alone_is_what_llama_cpp_takes_whatever_is_here(
     q4_k_m = "tale-Q4_K_M.gguf"
     hub.add("me/both", {Q8_0: DATA, q4_k_m: b"small", F16: b"large"})
     here = lb.fetch("me/both:F16")
-    assert lb.fetch("me/both", offline=True) == lb.resolve("me/both") == here
+    assert lb.fetch("me/both", offline=True) == lb.hub.resolve("me/both") == here
     assert lb.fetch("me/both").name == q4_k_m
-    assert lb.resolve("me/both").name == q4_k_m
+    assert lb.hub.resolve("me/both").name == q4_k_m
     sent = hub.sent
     assert lb.fetch("me/both").name == q4_k_m
     assert hub.sent == sent  # asked again, not sent again
@@ -185,13 +185,13 @@ def test_repository_alone_is_what_llama_cpp_takes_whatever_is_here(
 def test_name_of_the_catalogue_downloads_its_file(hub: FakeHub) -> None:
     hub.add("Qwen/Qwen3-0.6B-GGUF", {"Qwen3-0.6B-Q8_0.gguf": b"weights", "b-Q4_K_M.gguf": b""})
     assert lb.fetch("qwen3-0.6b").read_bytes() == b"weights"
-    assert lb.resolve("qwen3-0.6b") == lb.resolve("Qwen/Qwen3-0.6B-GGUF:Q8_0")
+    assert lb.hub.resolve("qwen3-0.6b") == lb.hub.resolve("Qwen/Qwen3-0.6B-GGUF:Q8_0")
 
 
 def test_load_downloads_only_where_that_was_asked_for(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = lb.resolve("tale-draft").read_bytes()
+    data = lb.hub.resolve("tale-draft").read_bytes()
     hub.add("me/draft", {"tale-draft-q8_0.gguf": data})
     with pytest.raises(lb.ConfigError, match="is not on this machine"):
         lb.load("me/draft", n_ctx=64)
@@ -199,7 +199,7 @@ def test_load_downloads_only_where_that_was_asked_for(
     with lb.load("me/draft", n_ctx=64, download=True) as context:
         assert context.model.path.read_bytes() == data
     monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "1")
-    with pytest.raises(lb.ModelLoadError):
+    with pytest.raises(lb.errors.ModelLoadError):
         lb.load(f"{REPOSITORY}:F16")
     monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "perhaps")
     with pytest.raises(lb.ConfigError, match="must be 1 or 0"):
@@ -214,11 +214,11 @@ def test_token_goes_to_the_hub_and_not_to_where_files_lie(
 ) -> None:
     hub.add("me/secret", {Q8_0: DATA}, private=True)
     hub.add("me/gated", {Q8_0: DATA}, gated=True)
-    with pytest.raises(lb.DownloadError, match=r"(?i)repository not found") as caught:
+    with pytest.raises(lb.errors.DownloadError, match=r"(?i)repository not found") as caught:
         lb.fetch("me/secret")
     assert caught.value.status == 404
     assert "HF_TOKEN" in str(caught.value.hint)
-    with pytest.raises(lb.DownloadError, match="Access to model is restricted") as caught:
+    with pytest.raises(lb.errors.DownloadError, match="Access to model is restricted") as caught:
         lb.fetch("me/gated")
     assert caught.value.status == 401
     assert "accept its terms" in str(caught.value.hint)
@@ -252,7 +252,7 @@ def test_refusal_is_an_error_with_the_message_of_the_hub_and_a_next_step(
     hub: FakeHub, no_wait: None, where: str, status: int, code: str, hint: str
 ) -> None:
     hub.faults.append(Fault(where, status, code, "because of the weather"))
-    with pytest.raises(lb.DownloadError, match="because of the weather") as caught:
+    with pytest.raises(lb.errors.DownloadError, match="because of the weather") as caught:
         lb.fetch(f"{REPOSITORY}:Q8_0")
     assert caught.value.status == status
     assert hint in str(caught.value.hint)
@@ -265,7 +265,7 @@ def test_refusal_of_the_file_itself_leaves_nothing_with_a_name(
     hub: FakeHub, no_wait: None, status: int, where: str
 ) -> None:
     hub.faults.append(Fault(where, status))
-    with pytest.raises(lb.DownloadError) as caught:
+    with pytest.raises(lb.errors.DownloadError) as caught:
         lb.fetch(f"{REPOSITORY}:Q8_0")
     assert caught.value.status == status
     assert not named()
@@ -285,7 +285,7 @@ def test_next_process_goes_on_where_a_download_was_given_up(
     hub: FakeHub, no_wait: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.faults += [Fault("get", cut=400_000, times=1), Fault("get", cut=0)]
-    with pytest.raises(lb.DownloadError, match="cannot download") as caught:
+    with pytest.raises(lb.errors.DownloadError, match="cannot download") as caught:
         lb.fetch(f"{REPOSITORY}:Q8_0")
     assert "kept" in str(caught.value.hint)
     assert not named()
@@ -303,7 +303,7 @@ def test_next_process_goes_on_where_a_download_was_given_up(
 
 def test_wrong_bytes_of_the_right_length_are_refused_and_discarded(hub: FakeHub) -> None:
     hub.faults.append(Fault("get", flip=True))
-    with pytest.raises(lb.DownloadError, match="has not the SHA") as caught:
+    with pytest.raises(lb.errors.DownloadError, match="has not the SHA") as caught:
         lb.fetch(f"{REPOSITORY}:Q8_0")
     assert "discarded" in str(caught.value.hint)
     assert not named()
@@ -378,7 +378,7 @@ def test_hub_that_is_not_there_is_an_error(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
-    with pytest.raises(lb.DownloadError, match="cannot download") as caught:
+    with pytest.raises(lb.errors.DownloadError, match="cannot download") as caught:
         lb.fetch(REPOSITORY)
     assert caught.value.status is None
     assert "HF_ENDPOINT" in str(caught.value.hint)
@@ -412,7 +412,7 @@ def test_disk_without_room_is_noticed_before_anything_is_downloaded(
 
     room = type(shutil.disk_usage("/"))(10**9, 10**9, 500_000)
     monkeypatch.setattr("shutil.disk_usage", lambda _path: room)
-    with pytest.raises(lb.DownloadError, match=r"0\.00 GB left") as caught:
+    with pytest.raises(lb.errors.DownloadError, match=r"0\.00 GB left") as caught:
         lb.fetch(f"{REPOSITORY}:Q8_0")
     assert "HF_HUB_CACHE" in str(caught.value.hint)
     assert hub.sent == 0
@@ -426,7 +426,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 try:
     lb.fetch(sys.argv[1])
-except lb.DownloadError as error:
+except lb.errors.DownloadError as error:
     print(error, "|", error.hint)
 """
 
@@ -449,7 +449,7 @@ def test_cache_that_cannot_be_written_is_an_error_and_one_that_has_it_is_enough(
     path = lb.fetch(f"{REPOSITORY}:Q8_0")
     (tmp_path / "file").touch()
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "file" / "hub"))  # also root cannot
-    with pytest.raises(lb.DownloadError, match="cannot write to") as caught:
+    with pytest.raises(lb.errors.DownloadError, match="cannot write to") as caught:
         lb.fetch(f"{REPOSITORY}:Q8_0")
     assert "HF_HUB_CACHE" in str(caught.value.hint)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -503,7 +503,7 @@ def test_without_huggingface_hub_the_error_names_the_extra(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(lb.UnsupportedError, match="huggingface_hub") as caught:
+    with pytest.raises(lb.errors.UnsupportedError, match="huggingface_hub") as caught:
         lb.fetch(REPOSITORY)
     assert "llamabranch[hub]" in str(caught.value.hint)
 
@@ -536,7 +536,7 @@ def test_two_processes_share_one_download(hub: FakeHub) -> None:
     wait_for(lambda: len(hub.sendings()) == 1)
     hub.gate.set()
     answers = [process.communicate(timeout=300) for process in both]
-    assert {out for out, _ in answers} == {f"{lb.resolve(f'{REPOSITORY}:Q8_0')}\n"}
+    assert {out for out, _ in answers} == {f"{lb.hub.resolve(f'{REPOSITORY}:Q8_0')}\n"}
     assert len(hub.sendings()) == 1
     assert hub.sent == len(DATA)
 
@@ -557,5 +557,5 @@ def test_ctrl_c_leaves_nothing_with_a_name_and_the_next_run_completes_it(hub: Fa
     assert not named()
     hub.gate = None
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout == f"{lb.resolve(f'{REPOSITORY}:Q8_0')}\n"
+    assert done.stdout == f"{lb.hub.resolve(f'{REPOSITORY}:Q8_0')}\n"
     assert Path(done.stdout.strip()).read_bytes() == DATA

@@ -136,7 +136,7 @@ def test_quantizations_are_made_once_and_whole(
         assert not capsys.readouterr().err
     package.write_bytes(package.read_bytes()[:-64])
     monkeypatch.setenv("LLAMABRANCH_CACHE", str(caches / "damaged"))
-    with pytest.raises(lb.ModelLoadError):
+    with pytest.raises(lb.errors.ModelLoadError):
         hub.resolve("smollm2-135m:Q8_0")
     assert not list((caches / "damaged").iterdir())
     monkeypatch.setenv("LLAMABRANCH_CACHE", str(package / "in a file"))
@@ -319,7 +319,7 @@ def test_draft_of_a_repository_is_that_of_the_catalogue() -> None:
 
 def test_import_of_the_package_needs_neither_numpy_nor_llama_cpp_nor_the_hub() -> None:
     code = (
-        "import sys, llamabranch as lb; before = set(sys.modules); lb.resolve('tale-target'); "
+        "import sys, llamabranch as lb; before = set(sys.modules); lb.hub.resolve('tale-target'); "
         "heavy = {'numpy', 'llama_cpp', 'rich', 'huggingface_hub', 'asyncio', 'socket'}; "
         "print(sorted(heavy & before), sorted(heavy & set(sys.modules))); lb.load(n_ctx=64)"
     )

@@ -11,7 +11,8 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch import ConfigError, UnsupportedError
+from llamabranch import ConfigError
+from llamabranch.errors import UnsupportedError
 from llamabranch.model import templates
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]

@@ -134,7 +134,7 @@ try:
     with lb.load({str(target.path)!r}, n_ctx=64, extra_buffers=True) as ctx:
         ctx.decode([1] * 8, 0, logits="all")
         print("decoded")
-except lb.UnsupportedError as error:
+except lb.errors.UnsupportedError as error:
     print("AMX" in str(error), error.hint)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

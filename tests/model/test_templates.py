@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from llamabranch import ConfigError, UnsupportedError
+from llamabranch import ConfigError
+from llamabranch.errors import UnsupportedError
 from llamabranch.model.templates import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

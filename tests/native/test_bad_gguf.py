@@ -27,7 +27,7 @@ from llamabranch.errors import LlamaBranchError, ModelLoadError, UnsupportedErro
 TRIAL_SECONDS = 20  # an endless loop is a failure, too
 MEMORY_BYTES = 4 << 30
 RAN = "ran"
-TARGET = lb.resolve("tale-target")
+TARGET = lb.hub.resolve("tale-target")
 
 # A trial: ["cut", length], ["flip", position, bit], ["noise", seed, length], or several flips.
 Trial = list[object]

@@ -138,8 +138,8 @@ COUNTS: dict[str, Call] = {
     "draft_k": lambda ctx, b, n: lb.SpeculativeConfig(draft_k=n),
     "max_draft_tokens": lambda ctx, b, n: lb.SpeculativeConfig(max_draft_tokens=n),
     "width": lambda ctx, b, n: lb.ModelDrafter(ctx, width=n),
-    "max_ngram": lambda ctx, b, n: lb.PromptLookupDrafter(max_ngram=n),
-    "min_ngram": lambda ctx, b, n: lb.PromptLookupDrafter(min_ngram=n),
+    "max_ngram": lambda ctx, b, n: lb.speculative.PromptLookupDrafter(max_ngram=n),
+    "min_ngram": lambda ctx, b, n: lb.speculative.PromptLookupDrafter(min_ngram=n),
     "max_match": lambda ctx, b, n: lb.SuffixDrafter(max_match=n),
     "max_occurrences": lambda ctx, b, n: lb.SuffixDrafter(max_occurrences=n),
     "most probable": lambda ctx, b, n: b.distribution().top(n),
@@ -264,7 +264,7 @@ def test_what_is_no_single_token_is_refused(token: Any, ctx: lb.Context) -> None
     branch = lb.Branch.start(ctx, STORY, temperature=0.0)
     before = branch.tokens, ctx.usage()
     decoder, store = lb.model.TextDecoder(ctx.model), lb.BranchStore(ctx)
-    sampler = lb.Sampler(ctx.model, branch.sampling)
+    sampler = lb.sampling.Sampler(ctx.model, branch.sampling)
     for call in (
         branch.commit, branch.surprisal, decoder.feed, sampler.accept, sampler.allows,
         ctx.model_surprisal, lambda t: store.commit({branch: t}),
@@ -408,7 +408,7 @@ KINDS: dict[str, Call] = {
     "a point": lambda ctx, b, x: lb.Distribution.point(x),
     "another distribution": lambda ctx, b, x: b.distribution().total_variation(x),
     "path of a model": lambda ctx, b, x: lb.Model(x),
-    "name of a model": lambda ctx, b, x: lb.resolve(x),
+    "name of a model": lambda ctx, b, x: lb.hub.resolve(x),
     "progress": lambda ctx, b, x: lb.Model(ctx.model.path, progress=x),
     "draft model": lambda ctx, b, x: ctx.model.compatibility(x),
     "token": lambda ctx, b, x: ctx.model.entry(x),

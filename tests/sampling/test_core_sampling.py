@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from rows import KINDS, OFF, SETTINGS, row
 
 import llamabranch as lb
-from llamabranch import Distribution, Sampler, SamplingParams
+from llamabranch import Distribution, SamplingParams
 from llamabranch.context.logits import LogitsRow
 from llamabranch.errors import ConfigError
 from llamabranch.native import core, softmax_agrees
+from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAFT, DRAW
 
 pytestmark = pytest.mark.skipif(not core.available, reason=f"compiled core: {core.description}")

@@ -18,9 +18,10 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch import Grammar, Sampler, SamplingParams
+from llamabranch import Grammar, SamplingParams
 from llamabranch.errors import GrammarError
 from llamabranch.native import GrammarHandle
+from llamabranch.sampling import Sampler
 from llamabranch.sampling.grammar.sampler_matcher import SamplerMatcher
 
 
@@ -361,7 +362,7 @@ def test_copies_of_a_sampler_keep_their_own_place(target: lb.Model) -> None:
 def test_tokenizer_is_made_once_and_freed_with_its_model(tmp_path: Path) -> None:
     with lb.Model(toys.write_llama(tmp_path / "bytes.gguf", vocab="bytes")) as model:
         state = Grammar.from_choices(["ab", "cd"]).start(model)
-    with pytest.raises(lb.ClosedError):
+    with pytest.raises(lb.errors.ClosedError):
         state.mask()
 
 

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 import llamabranch as lb
-from llamabranch import Grammar, Sampler, SamplingParams
+from llamabranch import Grammar, SamplingParams
 from llamabranch.errors import GrammarError
+from llamabranch.sampling import Sampler
 from llamabranch.sampling.grammar import schema as schemas
 
 N_TEXTS = 40

@@ -10,7 +10,8 @@ import pytest
 from real_schemas import REAL
 
 import llamabranch as lb
-from llamabranch import Grammar, Sampler, SamplingParams
+from llamabranch import Grammar, SamplingParams
+from llamabranch.sampling import Sampler
 
 
 def accepts(model: lb.Model, grammar: Grammar, text: str) -> bool:

@@ -16,8 +16,9 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch import Branch, Context, Grammar, Sampler, SamplingParams
+from llamabranch import Branch, Context, Grammar, SamplingParams
 from llamabranch.errors import BranchStateError, ConfigError, GrammarError
+from llamabranch.sampling import Sampler
 from llamabranch.sampling.distribution import candidates
 from llamabranch.sampling.noise import MIXTURE, uniform
 

@@ -125,7 +125,7 @@ def test_full_disk_ends_the_job_and_it_can_be_resumed(
     rows = prompts(40)
     inputs = write_rows(tmp_path / "in.jsonl", rows)
     full = PyFileSystem(FSSpecHandler(clusters.small_disk(tmp_path / "out", n_files=2)))
-    with pytest.raises(lb.JobError, match="No space left on device") as caught:
+    with pytest.raises(lb.errors.JobError, match="No space left on device") as caught:
         generate(inputs, workers=1, filesystem=full)
     assert "resume" in (caught.value.hint or "")
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -288,7 +288,7 @@ def test_commands_run_jobs(ray_cluster: Any, ctx: lb.Context, tmp_path: Path) ->
 def test_model_that_is_no_model_ends_the_job(generate: Any, tmp_path: Path) -> None:
     path = tmp_path / "no.gguf"
     path.write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(lb.ModelLoadError):
+    with pytest.raises(lb.errors.ModelLoadError):
         scale.generate(
             write_rows(tmp_path / "rows.jsonl", prompts(4)), str(tmp_path / "o"), model=str(path)
         )

@@ -110,7 +110,7 @@ def test_texts_are_scored_after_their_context(ctx: lb.Context) -> None:
 
 
 def test_file_that_is_not_the_jobs_is_refused() -> None:
-    with pytest.raises(lb.ModelLoadError, match="is another file on this node"):
+    with pytest.raises(lb.errors.ModelLoadError, match="is another file on this node"):
         Generate(TARGET, worker=WorkerOptions(fingerprint="0" * 64), n_ctx=512, n_threads=1)
 
 
@@ -118,7 +118,7 @@ def test_file_that_is_not_the_jobs_is_refused() -> None:
     ("broken", "told"),
     [
         ("raise RuntimeError('out of order')", "the engine failed: out of order"),
-        ("raise lb.DecodeError('it failed', code=-3)", "the engine failed: it failed"),
+        ("raise lb.errors.DecodeError('it failed', code=-3)", "the engine failed: it failed"),
         ("threading.Event().wait()", "no progress for 0.2 s"),
     ],
 )

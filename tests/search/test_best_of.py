@@ -12,9 +12,10 @@ import toys
 from failing import check_every_failure
 
 import llamabranch as lb
-from llamabranch import Branch, Context, PromptLookupDrafter, SuffixDrafter, search
+from llamabranch import Branch, Context, SuffixDrafter, search
 from llamabranch.errors import ConfigError, DecodeInterruptedError, LlamaBranchWarning
 from llamabranch.sampling.noise import derive_seed
+from llamabranch.speculative import PromptLookupDrafter
 
 STORY = "The wolf ran and the wolf ran and the wolf"
 WARM = lb.SamplingParams(temperature=0.8, seed=5)

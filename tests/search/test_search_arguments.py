@@ -38,7 +38,7 @@ NUMBER: Values = ("1", None, True, [1], 1j, np.array([1.0, 2.0]), math.nan)
 FUNCTION: Values = (-1, 1, "len", [], True, object())
 STOP: Values = (5, True, b"x", [""], "", [1], ["a", None], {"a": 1}, object(), np.array(["a"]))
 SEED: Values = (1.5, "1", True, [1], math.nan)
-DRAFTER: Values = (-1, 1, "lookup", True, [], object(), lb.PromptLookupDrafter)
+DRAFTER: Values = (-1, 1, "lookup", True, [], object(), lb.speculative.PromptLookupDrafter)
 FLAG: Values = (0, 1, "yes", None, [], np.array([True]))
 NAME: Values = ("", "best", 1, True, None, [], ["mean"], np.array(["beam", "mean"]), b"mean")
 SHARED: dict[str, Values] = {
@@ -128,7 +128,7 @@ def test_a_wrong_argument_is_a_typed_error_before_anything_happens(
     before = ctx.decoder.n_decodes, ctx.usage(), ctx.n_seq_free, branch.tokens
     for value in values:
         given = needed | {"branch": branch, argument: value}
-        with pytest.raises((ConfigError, lb.TokenizeError)) as raised:
+        with pytest.raises((ConfigError, lb.errors.TokenizeError)) as raised:
             call(given.pop("branch"), **given)
         assert str(raised.value)
         assert (ctx.decoder.n_decodes, ctx.usage(), ctx.n_seq_free, branch.tokens) == before
@@ -155,18 +155,18 @@ def test_a_branch_that_cannot_be_continued(name: str, state: str, target: lb.Mod
         if state == "closed":
             ctx.close()
         before = ctx.decoder.n_decodes
-        with pytest.raises(lb.UsageError):
+        with pytest.raises(lb.errors.UsageError):
             call(branch, **needed)
         assert ctx.decoder.n_decodes == before
 
 
 def test_a_drafter_must_suit_the_target(shared_branch: Branch) -> None:
-    class Other(lb.PromptLookupDrafter):
+    class Other(lb.speculative.PromptLookupDrafter):
         def check(self, target: lb.Model) -> None:
-            raise lb.VocabularyMismatchError("another vocabulary")
+            raise lb.errors.VocabularyMismatchError("another vocabulary")
 
     drafters: list[tuple[lb.Drafter, type[LlamaBranchError]]] = [
-        (Other(), lb.VocabularyMismatchError),
+        (Other(), lb.errors.VocabularyMismatchError),
         (lb.ModelDrafter(shared_branch.ctx, width=2), ConfigError),
     ]
     before = shared_branch.ctx.decoder.n_decodes
@@ -186,7 +186,7 @@ def test_trees_are_asked_and_drawn_with_what_they_know(shared_branch: Branch) ->
                 tree.result(n)  # type: ignore[arg-type]
         ((node, _),) = tree.ask()
         for wrong in (None, 1, "a", [], object(), search.SearchNode(None, (), 0.0)):
-            with pytest.raises(lb.UsageError):
+            with pytest.raises(lb.errors.UsageError):
                 tree.tell(wrong, 1.0)  # type: ignore[arg-type]
         for value in (None, "1", math.nan, math.inf, True):
             with pytest.raises(ConfigError):

@@ -25,14 +25,14 @@ def plain(ctx: Context, seed: int) -> list[int]:
         try:
             for _ in branch.generate():
                 pass
-        except lb.CacheFullError:
+        except lb.errors.CacheFullError:
             pass
         return branch.generated
 
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_full_texts_end_and_the_others_are_not_begun_again(own: Context, drafts: bool) -> None:
-    drafter = lb.PromptLookupDrafter() if drafts else None
+    drafter = lb.speculative.PromptLookupDrafter() if drafts else None
     with own, Branch.start(own, PROMPT, sampling=NO_END) as branch:
         found = lb.search.best_of_n(branch, 3, None, drafter=drafter)
         assert {h.finish_reason for h in found.hypotheses} == {"capacity"}

@@ -310,7 +310,7 @@ def roomy_engine() -> lb.AsyncEngine:
     return lb.AsyncEngine(ctx, max_tokens=None, parallel=4, buffer=16)
 
 
-@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 def test_disconnect_frees_sequences() -> None:
     with Serving(roomy_engine, log_requests=True) as server:
         for stream in (False, True):
@@ -323,7 +323,7 @@ def test_disconnect_frees_sequences() -> None:
             server.lines.clear()
 
 
-@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 def test_slow_reader_waits_alone_and_is_given_up() -> None:
     """Others are served meanwhile; after a while its texts are cancelled."""
     with Serving(roomy_engine, send_timeout_s=1.0, log_requests=True) as server:
@@ -350,7 +350,7 @@ def test_request_that_takes_too_long_is_ended() -> None:
         wait_until(lambda: is_idle(server))
 
 
-@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 def test_full_queue_is_refused_with_a_time_to_come_back() -> None:
     def open_engine() -> lb.AsyncEngine:
         return bundled_engine(parallel=1, max_waiting=1, n_ctx=4096)
@@ -479,9 +479,9 @@ def test_command_refuses_what_cannot_be(more: tuple[str, ...], told: str) -> Non
 
 def test_model_that_does_not_load_ends_the_server() -> None:
     def fails() -> lb.AsyncEngine:
-        raise lb.ModelLoadError("no such model")
+        raise lb.errors.ModelLoadError("no such model")
 
-    with pytest.raises(lb.ModelLoadError, match="no such model"):
+    with pytest.raises(lb.errors.ModelLoadError, match="no such model"):
         Server(fails, ServeSettings(port=0)).run()
 
 

@@ -204,7 +204,10 @@ def test_translation_can_be_refused(ctx: Context, renumbered_ctx: Context) -> No
         Speculator(
             ctx,
             lb.ChainDrafter(
-                [lb.PromptLookupDrafter(), ModelDrafter(renumbered_ctx, translate=False)]
+                [
+                    lb.speculative.PromptLookupDrafter(),
+                    ModelDrafter(renumbered_ctx, translate=False),
+                ]
             ),
             FIXED,
         )

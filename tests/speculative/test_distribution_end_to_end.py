@@ -207,7 +207,7 @@ DRAFTERS: dict[str, Make] = {
     "own settings": lambda c: lb.ModelDrafter(c["draft"], OWN),
     "tree": lambda c: lb.ModelDrafter(c["draft"], width=2),
     "chain": lambda c: lb.ChainDrafter(
-        [lb.PromptLookupDrafter(max_ngram=2, min_ngram=1), lb.ModelDrafter(c["draft"])]
+        [lb.speculative.PromptLookupDrafter(max_ngram=2, min_ngram=1), lb.ModelDrafter(c["draft"])]
     ),
     "translated": lambda c: lb.ModelDrafter(c["turned"]),
 }

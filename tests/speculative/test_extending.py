@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import llamabranch as lb
-from llamabranch import ConfigError, SpeculativeConfig, TokenizeError
+from llamabranch import ConfigError, SpeculativeConfig
 from llamabranch.cli import app
+from llamabranch.errors import TokenizeError
 from llamabranch.generation.drafter import Draft, NullState, propose
 from llamabranch.generation.length.base import DraftLength, FixedLength
 
@@ -146,7 +147,7 @@ def test_what_is_no_draft_names_the_drafter(ctx: lb.Context) -> None:
     class Nothing(NullState):
         def propose(self, *_: object) -> None: ...  # type: ignore[override]
 
-    class Mine(lb.NullDrafter):
+    class Mine(lb.speculative.NullDrafter):
         def start(self, target: lb.speculative.Text, rule: str) -> Any:
             return Nothing()
 

@@ -19,17 +19,16 @@ from llamabranch import (
     Engine,
     Grammar,
     GrammarDrafter,
-    GrammarError,
     ModelDrafter,
-    NullDrafter,
-    PromptLookupDrafter,
     Request,
     SamplingParams,
     SpeculativeConfig,
     Speculator,
     SuffixDrafter,
 )
+from llamabranch.errors import GrammarError
 from llamabranch.generation.length.base import FixedLength
+from llamabranch.speculative import NullDrafter, PromptLookupDrafter
 
 SCHEMA = {
     "type": "object",

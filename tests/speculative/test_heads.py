@@ -327,7 +327,7 @@ def test_snapshots_with_forged_hidden_states_are_refused(eagle: Pair, tmp_path: 
         forged = dataclasses.replace(good, hidden=hidden, hidden_layers=layers)
         forged.write(tmp_path / "forged")
         if is_refused:
-            with pytest.raises(lb.SnapshotError):
+            with pytest.raises(lb.errors.SnapshotError):
                 lb.Branch.load(eagle.ctx, tmp_path / "forged")
             continue
         with lb.Branch.load(eagle.ctx, tmp_path / "forged") as restored:
@@ -403,7 +403,7 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
             assert kept_states(ctx, branch.sequence.seq_id, branch.tokens, 0).shape[1] == 3 * 256
             head.close()
             branch.step()
-            with pytest.raises(lb.UnsupportedError, match="no hidden states"):
+            with pytest.raises(lb.errors.UnsupportedError, match="no hidden states"):
                 kept_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
         with lb.Context(lb.Model(HEAD), target=ctx):
             pass
@@ -724,7 +724,7 @@ def test_the_context_of_a_head_generates_no_text(eagle: Pair) -> None:
         lambda: lb.InferenceSession(head, "a"),
         lambda: lb.ModelDrafter(head),
     ):
-        with pytest.raises(lb.UnsupportedError, match="drafts for that context"):
+        with pytest.raises(lb.errors.UnsupportedError, match="drafts for that context"):
             refused()
     eagle.audit()
 
@@ -754,7 +754,10 @@ def test_what_is_no_context_and_no_drafter_is_named(eagle: Pair) -> None:
 
 
 def test_head_without_its_target_is_refused() -> None:
-    with lb.Model(HEAD) as head, pytest.raises(lb.UnsupportedError, match="beside its target"):
+    with (
+        lb.Model(HEAD) as head,
+        pytest.raises(lb.errors.UnsupportedError, match="beside its target"),
+    ):
         lb.Context(head)
 
 
@@ -775,10 +778,10 @@ def test_head_that_does_not_fit_is_refused_with_the_reason(case: str, folder: Pa
     given: dict[str, Any] = {"vocab": "bytes", "weights": "f32", **options}
     try:
         head = lb.Model(toys.write_eagle3(folder / "misfit.gguf", **given))
-    except lb.ModelLoadError:  # llama.cpp refuses the shapes itself
+    except lb.errors.ModelLoadError:  # llama.cpp refuses the shapes itself
         return
     with lb.Context(model, n_threads=1) as ctx, head:
-        with pytest.raises(lb.UnsupportedError, match=reason):
+        with pytest.raises(lb.errors.UnsupportedError, match=reason):
             lb.Context(head, target=ctx)
         assert reason in model.head_fault(head)
         with lb.Branch.start(ctx, "Once") as branch:  # the target is as before
@@ -788,7 +791,7 @@ def test_head_that_does_not_fit_is_refused_with_the_reason(case: str, folder: Pa
 def test_mtp_needs_layers_that_are_there_and_loaded(target: lb.Model, folder: Path) -> None:
     with (
         lb.Context(target, n_ctx=256, n_threads=1) as ctx,
-        pytest.raises(lb.UnsupportedError, match="has no MTP layers"),
+        pytest.raises(lb.errors.UnsupportedError, match="has no MTP layers"),
     ):
         lb.MTPDrafter(ctx)
     path = toys.write_glm4moe(folder / "unloaded.gguf", vocab="bytes", weights="f32")
@@ -796,7 +799,7 @@ def test_mtp_needs_layers_that_are_there_and_loaded(target: lb.Model, folder: Pa
     with (
         lb.Model(path) as model,
         lb.Context(model, n_threads=1) as ctx,
-        pytest.raises(lb.UnsupportedError, match="load_mtp=True"),
+        pytest.raises(lb.errors.UnsupportedError, match="load_mtp=True"),
     ):
         lb.MTPDrafter(ctx)
     lacking = toys.write_glm4moe(
@@ -824,7 +827,9 @@ def test_file_with_mtp_layers_only_is_refused_alone(folder: Path) -> None:
     for load_mtp in (False, True):
         with (
             lb.Model(path, load_mtp=load_mtp) as model,
-            pytest.raises(lb.UnsupportedError, match=r"predicts no tokens.*beside their target"),
+            pytest.raises(
+                lb.errors.UnsupportedError, match=r"predicts no tokens.*beside their target"
+            ),
         ):
             lb.Context(model)
 
@@ -881,7 +886,7 @@ def test_layers_of_another_target_are_refused_with_the_reason(
             (small, "vocabularies differ"),
         ):
             with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
-                with pytest.raises(lb.UnsupportedError, match=reason):
+                with pytest.raises(lb.errors.UnsupportedError, match=reason):
                     lb.Context(head, target=ctx)
                 assert reason in model.head_fault(head)
         assert "is no EAGLE-3 head and has no MTP layers" in head.head_fault(target)
@@ -902,7 +907,7 @@ def test_layers_that_llama_cpp_would_abort_on_are_refused(folder: Path) -> None:
     with (
         lb.Model(unfused, load_mtp=True) as model,
         lb.Context(model, n_threads=1) as ctx,
-        pytest.raises(lb.UnsupportedError, match=r"needs blk\.3\.ffn_gate"),
+        pytest.raises(lb.errors.UnsupportedError, match=r"needs blk\.3\.ffn_gate"),
     ):
         lb.MTPDrafter(ctx)
 
@@ -967,7 +972,10 @@ def test_full_cache_of_the_layers_ends_drafts_and_not_the_text(
         assert generation.finish().tokens == pair.plain(PROMPTS[0], SETTINGS["seeded"], 120)
         assert generation.stats.stop_reasons["capacity"] > 0
         pair.audit()
-        with lb.Branch.start(ctx, PROMPTS[1]) as branch, pytest.raises(lb.SequencesExhaustedError):
+        with (
+            lb.Branch.start(ctx, PROMPTS[1]) as branch,
+            pytest.raises(lb.errors.SequencesExhaustedError),
+        ):
             states = [pair.drafter.start(branch.sequence, "seeded") for _ in range(2)]
             assert states
         assert head.n_seq_free == 3
@@ -992,14 +1000,14 @@ def test_layers_without_memory_of_their_own_leave_the_targets_alone(
             lambda: head.kv_seq_keep(0),
             head.kv_cache_clear,
         ):
-            with pytest.raises(lb.UnsupportedError, match="no memory of its own"):
+            with pytest.raises(lb.errors.UnsupportedError, match="no memory of its own"):
                 call()
         assert head.compact()
-        with pytest.raises(lb.UnsupportedError, match="caches no prefixes"):
+        with pytest.raises(lb.errors.UnsupportedError, match="caches no prefixes"):
             lb.Context(head.model, target=ctx, prefix_cache=True)
         with (
             lb.Model(head.model.path) as again,
-            pytest.raises(lb.BranchStateError, match="opening it would empty"),
+            pytest.raises(lb.errors.BranchStateError, match="opening it would empty"),
         ):
             lb.Context(again, target=ctx)
         assert ctx.usage() == before
@@ -1053,9 +1061,9 @@ def test_layers_that_cannot_read_the_targets_memory_are_refused(case: str, folde
         lb.Context(model, n_ctx=256, n_threads=1) as ctx,
         lb.Model(toy("gemma4-assistant", folder)) as head,
     ):
-        with pytest.raises(lb.UnsupportedError, match=reason):
+        with pytest.raises(lb.errors.UnsupportedError, match=reason):
             lb.Context(head, target=ctx)
-        with pytest.raises(lb.UnsupportedError, match="beside their target"):
+        with pytest.raises(lb.errors.UnsupportedError, match="beside their target"):
             lb.Context(head)
         with lb.Branch.start(ctx, [2, 3]) as branch:
             branch.step()
@@ -1144,7 +1152,7 @@ def test_missing_symbol_is_an_error_with_the_release_that_works(
     monkeypatch.setattr(staging, "available", False)
     monkeypatch.setattr(staging, "reason", reason)
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx, lb.Model(HEAD) as head:
-        with pytest.raises(lb.UnsupportedError, match=re.escape(staging.KNOWN_RELEASE)):
+        with pytest.raises(lb.errors.UnsupportedError, match=re.escape(staging.KNOWN_RELEASE)):
             lb.Context(head, target=ctx)
         with lb.Branch.start(ctx, "Once") as branch:
             branch.step()

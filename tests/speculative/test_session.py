@@ -41,7 +41,7 @@ def test_text_is_that_of_plain_decoding_however_it_is_asked_for(
     how: str, params: SamplingParams, ctx: Context, draft_ctx: Context, other_ctx: Context
 ) -> None:
     expected = plain(other_ctx, params, 60)
-    model, lookup = lb.ModelDrafter(draft_ctx), lb.PromptLookupDrafter(min_ngram=1)
+    model, lookup = lb.ModelDrafter(draft_ctx), lb.speculative.PromptLookupDrafter(min_ngram=1)
     twin = lb.ModelDrafter(other_ctx)
     choose: dict[str, Chooser] = {
         "never": lambda i: None,
@@ -296,6 +296,6 @@ def test_drafter_of_another_vocabulary_is_refused_when_it_is_given(
         drafter = lb.ModelDrafter(strange, translate=False)
         with InferenceSession(ctx, PROMPT, sampling=WARM, max_tokens=5, config=FIXED) as session:
             assert session.next_token() is not None
-            with pytest.raises(lb.VocabularyMismatchError):
+            with pytest.raises(lb.errors.VocabularyMismatchError):
                 session.next_token(drafter)
             assert drain(session) == expected[1:]

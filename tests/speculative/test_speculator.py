@@ -86,9 +86,9 @@ DRAFTERS = (
 
 
 def make(which: str, draft: Context, twin: Context) -> lb.Drafter:
-    model, lookup = lb.ModelDrafter, lb.PromptLookupDrafter
+    model, lookup = lb.ModelDrafter, lb.speculative.PromptLookupDrafter
     makers: dict[str, lb.Drafter] = {
-        "none": lb.NullDrafter(),
+        "none": lb.speculative.NullDrafter(),
         "model": model(draft),
         "same model": model(twin),
         "wrong": Wrong(),
@@ -291,7 +291,7 @@ def test_closed_contexts_end_generations_with_a_clear_error(
     generation = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED).generate(branch)
     next(generation)
     ctx.close()
-    with pytest.raises(lb.ClosedError):
+    with pytest.raises(lb.errors.ClosedError):
         next(generation)
     generation.close()
     del generation, branch
@@ -710,7 +710,7 @@ def no_end(model: lb.Model) -> dict[int, float]:
 def until_error(tokens: Iterator[lb.Produced] | Iterator[lb.Produced]) -> list[Said]:
     """Return what comes before the error that must come."""
     said: list[Said] = []
-    with pytest.raises(lb.GrammarError, match="no token"):
+    with pytest.raises(lb.errors.GrammarError, match="no token"):
         said.extend((t.token, t.text, t.logprob, t.entropy, ()) for t in tokens)
     return said
 
@@ -836,7 +836,7 @@ def test_branch_holds_what_was_emitted_when_the_cache_is_full(
 
         def finish(generation: lb.Generation) -> list[int]:
             if full:
-                with pytest.raises(lb.CacheFullError):
+                with pytest.raises(lb.errors.CacheFullError):
                     generation.finish()
             else:
                 generation.finish()
@@ -851,7 +851,7 @@ def test_branch_holds_what_was_emitted_when_the_cache_is_full(
         ctx.audit()
         twin = branch.fork()
         if len(said) == 17:
-            with pytest.raises(lb.CacheFullError):
+            with pytest.raises(lb.errors.CacheFullError):
                 _ = branch.logits
             assert branch.tokens == twin.tokens == prompt + said
         others.prune()

@@ -185,7 +185,7 @@ def test_tokens_that_only_the_draft_has_are_never_proposed(
 
 def test_trees_need_the_seeded_rule_and_auto_chooses_it(ctx: Context, draft_ctx: Context) -> None:
     tree = ModelDrafter(draft_ctx, width=2)
-    chain = lb.ChainDrafter([lb.PromptLookupDrafter(), tree])
+    chain = lb.ChainDrafter([lb.speculative.PromptLookupDrafter(), tree])
     assert chain.width == 2
     for rule in ("token", "block"):
         speculator = Speculator(ctx, tree, SpeculativeConfig(rule=rule, draft_k=4))

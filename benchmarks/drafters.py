@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import llamabranch as lb
 
 if TYPE_CHECKING:
-    from llamabranch.speculative.length.base import DraftLength
+    from llamabranch.generation.length.base import DraftLength
 
 __all__ = ["AdversarialDrafter"]
 
@@ -22,7 +22,7 @@ class AdversarialDrafter(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         """Accept any target."""
 
-    def start(self, target: lb.Branch, rule: str) -> lb.speculative.DraftState:
+    def start(self, target: lb.speculative.Text, rule: str) -> lb.speculative.DraftState:
         """Return the draft state of a stream."""
         return _AdversarialState(target.ctx.model)
 
@@ -57,7 +57,7 @@ class _AdversarialState:
     def observe(self, n_tokens: int) -> None:
         return None
 
-    def fork(self, target: lb.Branch) -> lb.speculative.DraftState:
+    def fork(self, target: lb.speculative.Text) -> lb.speculative.DraftState:
         return self
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from time import perf_counter
 
 import llamabranch as lb
 from llamabranch.bench import Spread, verify_times
-from llamabranch.speculative.profile import keep_decode_times
+from llamabranch.generation.profile import keep_decode_times
 
 from . import llama_tools
 from .llama_tools import LlamaTools, ToolError, build_server

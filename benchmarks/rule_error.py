@@ -15,9 +15,9 @@ import numpy as np
 
 from llamabranch import ConfigError
 from llamabranch.arguments import whole
+from llamabranch.generation.rules import AcceptanceRule
 from llamabranch.sampling import Distribution
 from llamabranch.speculative import RandomSource
-from llamabranch.speculative.rules import AcceptanceRule
 
 __all__ = [
     "KINDS",

@@ -37,9 +37,9 @@ from llamabranch.bench import (
 )
 from llamabranch.context.logits import LogitsRow
 from llamabranch.context.token_states import kept_states
+from llamabranch.generation.length.base import FixedLength
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
-from llamabranch.speculative.length.base import FixedLength
 
 from .clocks import CallClock, median_time
 from .plotting import Curve, save_plot
@@ -344,7 +344,7 @@ def _bare(drafter: Drafter, text: Text, rung: str) -> Sample:
 
 def _drafts(drafter: Drafter, text: Text) -> Sample:
     """Draft."""
-    state = drafter.start(text.branch, "seeded")
+    state = drafter.start(text.branch.sequence, "seeded")
     state.propose(text.tokens[: text.n_prompt], FixedLength(1), 1)
     state.observe(text.n_prompt)
     n_drafted, begun = 0, perf_counter()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import llamabranch as lb
-from llamabranch.speculative import Draft, DraftLength
+from llamabranch.speculative import Draft, DraftLength, Text
 
 
 class Followers(lb.Drafter):  # the drafter, and the state of each text
@@ -20,7 +20,7 @@ class Followers(lb.Drafter):  # the drafter, and the state of each text
     def check(self, target: lb.Model) -> None: ...  # any target: these are tokens of its own text
     def close(self) -> None: ...  # it holds no sequence
 
-    def start(self, target: lb.Branch, rule: str) -> "Followers":
+    def start(self, target: Text, rule: str) -> "Followers":
         return Followers(target.seed, rule)
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
@@ -41,7 +41,7 @@ class Followers(lb.Drafter):  # the drafter, and the state of each text
             del self.seen[-1]
             self.after[self.seen[-1]].pop()
 
-    def fork(self, target: lb.Branch) -> "Followers":
+    def fork(self, target: Text) -> "Followers":
         twin = copy.deepcopy(self)
         twin.seed = target.seed
         return twin

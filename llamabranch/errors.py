@@ -39,34 +39,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = [
-    "BranchStateError",
-    "CacheFullError",
-    "CapacityError",
-    "ClosedError",
-    "ConfigError",
-    "ContextLengthWarning",
-    "DecodeError",
-    "DecodeInterruptedError",
-    "DownloadError",
-    "ExactnessWarning",
-    "GrammarError",
-    "JobError",
-    "LlamaBranchError",
-    "LlamaBranchWarning",
-    "ModelLoadError",
-    "ParseError",
-    "PerformanceWarning",
-    "QueueFullError",
-    "SequencesExhaustedError",
-    "SnapshotError",
-    "TokenizeError",
-    "UnsupportedError",
-    "UsageError",
-    "VocabularyMismatchError",
-    "warn",
-]
-
 
 class LlamaBranchError(Exception):
     """Base class of all errors that this library raises on purpose."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = [
+    "SOURCES",
     "Token",
     "TreeLine",
     "tokens_picture",
@@ -24,7 +25,8 @@ __all__ = [
 MOST_TOKENS = 2000  # of one picture; the last ones are shown
 _BOX = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
 _DIM = "opacity:.65"
-_SOURCES = {
+# Where a token came from: the colour behind it, and what that is called.
+SOURCES = {
     "drafted": ("rgba(46,160,67,.38)", "drafted and accepted"),
     "forced": ("rgba(130,80,223,.34)", "forced by the grammar"),
     "bonus": ("rgba(0,150,199,.45)", "bonus"),
@@ -99,10 +101,10 @@ def tokens_picture(tokens: Sequence[Emitted], *, prompt: str = "", caption: str 
     shown = tokens[-MOST_TOKENS:]
     if len(shown) < len(tokens):
         prompt = f"... ({len(tokens) - len(shown)} tokens before)"
-    by_source = any(token.source in _SOURCES for token in tokens)
+    by_source = any(token.source in SOURCES for token in tokens)
     text = f'<span style="{_DIM}">{_text(prompt)}</span>' if prompt else ""
     text += "".join(_span(token, by_source) for token in shown)
-    keys = list(_SOURCES.values()) if by_source else _PROBABILITIES
+    keys = list(SOURCES.values()) if by_source else _PROBABILITIES
     return f'<div>{_caption(caption)}<div style="{_BOX}">{text}</div>{_legend(keys)}</div>'
 
 
@@ -123,10 +125,12 @@ def _tree_line(line: TreeLine) -> str:
     start = "" if math.isnan(p) else f'<span style="{_DIM}">{100 * p:.0f} %</span> '
     text = "".join(_span(token, False) for token in line.tokens[-MOST_TOKENS:])
     told = f' <span style="{_DIM}">{_text(", ".join(figures))}</span>' if figures else ""
-    below = "".join(map(_tree_line, line.children))
     style = f"{_BOX};{_DIM}" if line.status == "pruned" else _BOX
-    indent = "margin-left:.5em;padding-left:1em;border-left:1px solid rgba(128,128,128,.6)"
-    return f'<div style="{style}">{start}{text}{told}<div style="{indent}">{below}</div></div>'
+    below = "".join(map(_tree_line, line.children))
+    if below:
+        indent = "margin-left:.5em;padding-left:1em;border-left:1px solid rgba(128,128,128,.6)"
+        below = f'<div style="{indent}">{below}</div>'
+    return f'<div style="{style}">{start}{text}{told}{below}</div>'
 
 
 def _span(token: Emitted, by_source: bool) -> str:
@@ -138,8 +142,8 @@ def _span(token: Emitted, by_source: bool) -> str:
         told.append(f"p = {p:.3g}")
     if not math.isnan(token.entropy):
         told.append(f"entropy {token.entropy:.2f} nats")
-    if token.source in _SOURCES:
-        of_source, name = _SOURCES[token.source]
+    if token.source in SOURCES:
+        of_source, name = SOURCES[token.source]
         colour = of_source if by_source else colour
         told.append(name)
     style = f"background:{colour};border-radius:2px"

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import llamabranch as lb
 from llamabranch.cli import app
 
-__all__ = ["COMMAND", "answer", "on_terminal", "run", "said_by"]
+__all__ = ["COMMAND", "answer", "on_terminal", "run", "said_by", "texts"]
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli"]
 _THREADS = {"generate", "speculate", "chat", "search", "score", "eval", "bench", "demo", "doctor"}
@@ -48,6 +48,11 @@ def answer(*arguments: object, stdin: str | None = None, **environment: str) -> 
 def said_by(*arguments: object, **environment: str) -> str:
     """Run a command; return what it said on standard error as one line."""
     return " ".join(run(*arguments, **environment).stderr.replace("│", " ").split())
+
+
+def texts(found: dict[str, Any]) -> dict[str, str]:
+    """Return the texts in the answer of ``generate`` by their ids and samples."""
+    return {f"{record['id']}.{record['sample']}": record["text"] for record in found["results"]}
 
 
 def on_terminal(command: list[str], columns: int, **streams: int) -> tuple[str, bytes]:

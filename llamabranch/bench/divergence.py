@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..branch import Branch, BranchStore
-from ..branch.verification import Verification
 from ..context import Context
 from ..errors import ConfigError, GrammarError
+from ..generation.plan import Plan
 from ..model import token_list
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
@@ -156,7 +156,7 @@ def _rows(ctx: Context, prompt: Sequence[int], prefix: Sequence[int]) -> Iterato
             return
         n_rest = len(whole) - start
         most = ctx.n_outputs_max
-        if not ctx.capabilities.can_truncate and not ctx.n_seq_free:
+        if not ctx.fits(branch.seq_id, 1):
             most = 1  # there longer runs need a free sequence: they are verified on a fork
         for n in sorted({min(n, most) for n in (*_RUNS, n_rest)}):
             branch.rewind(start)
@@ -203,12 +203,12 @@ def _verify(branch: Branch, run: Sequence[int], n_kept: int | None = None) -> Lo
     """Decode ``run`` and keep its first ``n_kept`` tokens; return a copy of the logits after them."""
     kept = list(run[:n_kept])
     with branch.ctx.lock:
-        verification = Verification(branch.sequence, run)
+        plan = Plan(branch.sequence, run)
         try:
-            row = np.array(verification.decode()[len(kept) - 1].array)
-            verification.accept(range(len(kept)))
+            row = np.array(plan.decode()[len(kept) - 1].array)
+            plan.keep(range(len(kept)))
         except BaseException:
-            verification.abandon()
+            plan.end()
             raise
     return row
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from .. import theory
 from ..context import Context
 from ..errors import DecodeInterruptedError
+from ..generation.profile import keep_decode_times
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
-from ..speculative.profile import keep_decode_times
 from .timing import Interval, Maker, Series, Spread, Stopped, interleave
 from .workloads import draft_cost, never, plain, speculative, verify_times
 
@@ -254,7 +254,7 @@ class PairBench:
 
     def _verify_times(self) -> dict[int, list[float]]:
         target, longest = self._target, self._longest
-        if not target.capabilities.can_truncate:
+        if not target.kv_cache.can_draft:
             return {}
         self._progress(f"a target decode of 1 to {longest + 1} tokens")
         n_prefix = max(1, min(128, target.n_ctx_seq - longest - 2))

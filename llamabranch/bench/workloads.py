@@ -7,7 +7,7 @@ from time import perf_counter
 
 from ..branch import Branch, Produced
 from ..context import Context
-from ..context.decoder import DecodeHook
+from ..context.runner import DecodeHook
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats, Speculator
 from .timing import Maker, Sample, Spread, Stopped, Work

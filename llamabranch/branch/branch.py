@@ -7,7 +7,8 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, SupportsIndex, cast
 
 import numpy as np
@@ -20,10 +21,15 @@ from ..context.token_states import layer_states
 from ..errors import (
     BranchStateError,
     CacheFullError,
+    CapacityError,
     ConfigError,
-    LlamaBranchError,
     SequencesExhaustedError,
 )
+from ..generation.config import SpeculativeConfig, checked_config
+from ..generation.drafter import Drafter
+from ..generation.generation import Drafting, Generation
+from ..generation.output import OutputBuffer, Produced
+from ..generation.text import Text
 from ..model import Prompt, TokenIds, token_list
 from ..pictures import Token, tokens_picture
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
@@ -31,10 +37,7 @@ from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
 from ..sampling.params import settings_of
 from . import scorer
-from .output import OutputBuffer
-from .sequence import TokenSequence
 from .snapshot import Snapshot, capture, fill
-from .token import Produced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,13 +68,14 @@ class Branch:
         """Lease a sequence. For ``create`` and ``fork``, not for users."""
         inherited = None if parent is None else parent.sequence
         used = () if inherited is None else (inherited.seq_id,)
-        self.sequence: TokenSequence = TokenSequence(
+        self.sequence: Text = Text(
             ctx, ctx.sequences.lease(self, beginning, used=used), sampler, seed, inherited
         )
         self._lock = ctx.lock
         self._parent = parent
         self._children: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._serial = next(_serial)
+        self._draftings: list[Drafting] = [] if parent is None else parent._draftings
         if parent is not None:
             parent._children.add(self)
 
@@ -172,7 +176,7 @@ class Branch:
 
     def _last_words(self, n: int = 24) -> str:
         """Return the last ``n`` characters of its text at most, from the beginning of a word on."""
-        tokens = self.sequence.tokens[-n:]  # a token that is shown has a character at least
+        tokens = self.sequence.shown[-n:]  # a token that is shown has a character at least
         text = b"".join(map(self.ctx.model.piece, tokens)).decode("utf-8", "replace")
         if len(text) <= n and len(tokens) == self.position:
             return text
@@ -224,7 +228,7 @@ class Branch:
     @property
     def tokens(self) -> list[int]:
         """All token ids, prompt, inherited ones and those of a stop string included; a copy."""
-        return list(self.sequence.tokens)
+        return list(self.sequence.shown)
 
     @property
     def text(self) -> str:
@@ -233,7 +237,7 @@ class Branch:
         After a generation that ended at a stop string it includes that string, as ``tokens`` does; the
         text that the generation yielded does not.
         """
-        pieces = map(self.ctx.model.piece, self.sequence.tokens)
+        pieces = map(self.ctx.model.piece, self.sequence.shown)
         return b"".join(pieces).decode("utf-8", "replace")
 
     @property
@@ -245,7 +249,7 @@ class Branch:
     @property
     def position(self) -> int:
         """Number of tokens: where the next one goes."""
-        return len(self.sequence.tokens)
+        return self.sequence.position
 
     @property
     def n_prompt(self) -> int:
@@ -255,16 +259,12 @@ class Branch:
     @property
     def sampling(self) -> SamplingParams:
         """The settings in effect; a given seed is the current one, also after ``reseed``."""
-        params = self.sequence.sampler.params
-        # Forks share sampler settings, so those do not determine the seed in effect.
-        if params.seed is None or params.seed == self.seed:
-            return params
-        return params.replace(seed=self.seed)
+        return self.sequence.sampling
 
     @property
     def grammar(self) -> Grammar | None:
         """The grammar that constrains its text, if any."""
-        return self.sequence.sampler.grammar
+        return self.sequence.grammar
 
     @property
     def seed(self) -> int:
@@ -495,25 +495,62 @@ class Branch:
             return produced
 
     def generate(
-        self, max_tokens: int | None = None, stop: str | Sequence[str] = ()
-    ) -> Iterator[Produced]:
-        """Yield tokens, committed one by one, until the end.
+        self,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        *,
+        drafter: Drafter | None = None,
+        config: SpeculativeConfig | None = None,
+        top_logprobs: int = 0,
+    ) -> Generation:
+        """Generate token by token, until the end: an iterator of :class:`Produced`.
 
         Nothing is decoded until it is iterated: ``for token in branch.generate(20)``; ``generate_text``
         returns a text.
 
-        It ends at an EOG token (not committed, and yielded only to carry text that was held back for
-        a stop string), after ``max_tokens``, or when the text contains a stop string: text from there
-        on is not yielded, but the tokens that completed it are yielded and kept, so ``tokens`` and
-        ``text`` of the branch include the stop string. ``finish_reason`` is "stop" or "length".
-        Without ``max_tokens`` it continues until the model stops or the cache is full.
+        It ends at an EOG token (not kept, and yielded only to carry text that was held back for a stop
+        string), after ``max_tokens``, or when the text contains a stop string: text from there on is
+        not yielded, but the tokens that completed it are yielded and kept, so ``tokens`` and ``text``
+        of the branch include the stop string. ``finish_reason`` is "stop" or "length". Without
+        ``max_tokens`` it continues until the model stops or the cache is full.
+
+        Between two tokens the branch is as after the last one that was yielded: it may be read, forked,
+        rewound or extended; the generation goes on from what it finds.
+
+        Args:
+            max_tokens: the most tokens to generate; None = until the end.
+            stop: strings that end the text.
+            drafter: proposes tokens, which are verified in one decode; None = plain decoding. What is
+                learned about drafts, and the drafter's state, serve this branch and its forks until
+                another drafter is given.
+            config: how much to draft, and by which rule drafts are accepted.
+            top_logprobs: how many alternatives to report with each token.
 
         Raises:
+            ConfigError, UnsupportedError, VocabularyMismatchError: nothing was started.
             BranchStateError: a generation of this branch has begun and not ended.
             CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
                 and any other error, text that was held back comes with ``is_stop`` and the token id -1.
         """
-        return self._generate(OutputBuffer(max_tokens, stop))
+        output = OutputBuffer(max_tokens, stop)
+        top_logprobs = whole("top_logprobs", top_logprobs, 0)
+        drafting = self._drafting(drafter, checked_config(config))
+        return Generation(drafting, self.sequence, output, top_logprobs, owner=self)
+
+    def _drafting(self, drafter: Drafter | None, config: SpeculativeConfig) -> Drafting:
+        """Return who drafts: for all branches that were forked from one the same, until another does."""
+        if drafter is None:
+            return Drafting(self.ctx, None, config)
+        last = self._draftings
+        # By identity, since a drafter need not be hashable.
+        for found in last:
+            if found.drafter is drafter and found.config == config:
+                return found
+        made = Drafting(self.ctx, drafter, config)
+        while last:
+            last.pop().forget_all()  # its states may hold the sequences that the next ones need
+        last.append(made)
+        return made
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""
@@ -541,6 +578,7 @@ class Branch:
         """
         with self._lock:
             self.sequence.check_usable()
+            self.sequence.settle()
             if not self.position:
                 raise BranchStateError(
                     "the branch is empty: it has no hidden states", hint="prefill it first"
@@ -554,22 +592,7 @@ class Branch:
         Raises:
             CacheFullError: as ``generate``; ``text`` of the branch holds what was generated.
         """
-        return "".join(token.text for token in self.generate(max_tokens, stop))
-
-    def _generate(self, output: OutputBuffer) -> Iterator[Produced]:
-        with self.sequence.generating():
-            self.sequence.finish_reason = output.finish_reason
-            while output.finish_reason is None:
-                try:
-                    emitted = output.add(self.step())
-                except LlamaBranchError:
-                    held = output.break_off()
-                    if held is not None:
-                        yield held
-                    raise
-                self.sequence.finish_reason = output.finish_reason
-                if emitted is not None:
-                    yield emitted
+        return self.generate(max_tokens, stop).finish().text
 
     def extend(self, tokens: TokenIds, logits: str = "last") -> list[npt.NDArray[np.float32]]:
         """Append several tokens as if they had been generated, decoded at once.
@@ -607,6 +630,8 @@ class Branch:
         with self._lock:
             sequence = self.sequence
             sequence.check_usable()
+            with suppress(CapacityError):  # else each decodes the last token when it is needed
+                sequence.settle()
             return Branch(self.ctx, sequence.sampler.clone(), sequence.seed, parent=self)
 
     def fork_many(self, n: int) -> list[Branch]:
@@ -643,6 +668,7 @@ class Branch:
         seed = random_seed() if seed is None else whole("seed", seed)
         with self._lock:
             self.sequence.check_usable()
+            self.sequence.drop_held()
             self.sequence.seed = seed
             self.sequence.seed_given |= given
 
@@ -655,6 +681,7 @@ class Branch:
         with self._lock:
             sequence = self.sequence
             sequence.check_usable()
+            sequence.drop_held()
             sampler = Sampler(self.ctx.model, sampling, sequence.sampler.grammar)
             sequence.use_sampler(sequence.replayed(sampler))
             if sampling.seed is not None:

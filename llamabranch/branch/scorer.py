@@ -15,12 +15,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..context import Context
-from ..context.batch import Batch
-from ..context.cell_ledger import n_common
 from ..context.logits import LogitsRow, TokenScore
+from ..context.radix_tree import n_common
+from ..context.runner import Batch
 from ..errors import ConfigError
+from ..generation.text import Text
 from ..model import Model, TokenIds, token_list
-from .sequence import TokenSequence
 
 __all__ = ["Cost", "Visit", "Wanted", "continuation", "read", "score"]
 
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
         first: the index of the first token that is scored; at least 1 where it continues nothing.
     """
 
-    after: TokenSequence | None
+    after: Text | None
     tokens: Sequence[int]
     first: int = 0
 
@@ -106,11 +106,11 @@ def read(
 class _Text:
     """A text with the tokens before it; ``next`` is the index of the next token to score."""
 
-    def __init__(self, number: int, wanted: Wanted, base: TokenSequence | _Prefix) -> None:
+    def __init__(self, number: int, wanted: Wanted, base: Text | _Prefix) -> None:
         self.number = number
         self.base = base
         self.start = base.position
-        self.tokens = [*base.tokens, *wanted.tokens]
+        self.tokens = [*base.tokens[: self.start], *wanted.tokens]
         self.next = self.start + wanted.first
 
     @property
@@ -142,7 +142,7 @@ class _Path:
 class _Node(NamedTuple):
     """Tokens [start, end) of the paths [low, high), which are the same in them; ``base`` comes before."""
 
-    base: TokenSequence | _Prefix
+    base: Text | _Prefix
     low: int
     high: int
     start: int
@@ -159,13 +159,13 @@ class _Reading:
         visit: Visit,
         done: Callable[[int], None] | None,
     ) -> None:
-        can, empty = ctx.capabilities, _Prefix()
+        empty = _Prefix()
         self.n_tokens = self.n_sequences = 0
         self._ctx = ctx
         self._visit = visit
         self._done = done
-        self._can_truncate = can.can_truncate
-        self._is_tree = can.can_truncate and can.can_share
+        self._can_draft = ctx.kv_cache.can_draft
+        self._is_tree = not ctx.kv_cache.tree_needs
         self._least = 1 if self._is_tree else _LEAST_SHARED
         self._texts = [_Text(i, each, each.after or empty) for i, each in enumerate(wanted)]
         self._paths: list[_Path] = []
@@ -181,17 +181,17 @@ class _Reading:
         roots: list[_Node] = []
         for texts in by_base.values():
             base, low = texts[0].base, len(self._paths)
-            if isinstance(base, TokenSequence):
+            if isinstance(base, Text):
                 self._show_first(base, texts)
             self._add_paths(base.position, [text for text in texts if not text.is_done])
             roots += self._nodes(base, low, len(self._paths), base.position)
         self._report()
         self._walk(roots)
 
-    def _show_first(self, base: TokenSequence, texts: Sequence[_Text]) -> None:
+    def _show_first(self, base: Text, texts: Sequence[_Text]) -> None:
         """Show the logits that are there already."""
         base.check_usable()
-        base.catch_up()
+        base.settle()
         row = base.logits_row()
         for text in texts:
             self._show(text, base.position, row)
@@ -209,7 +209,7 @@ class _Reading:
                 last = _Path(text, n)
                 self._paths.append(last)
 
-    def _nodes(self, base: TokenSequence | _Prefix, low: int, high: int, start: int) -> list[_Node]:
+    def _nodes(self, base: Text | _Prefix, low: int, high: int, start: int) -> list[_Node]:
         """Return the nodes from ``start`` on of the paths [low, high)."""
         paths, least = self._paths, start + self._least
         cuts = [i for i in range(low, high) if i == low or paths[i].n_shared < least]
@@ -219,7 +219,7 @@ class _Reading:
             found.append(_Node(base, a, b, start, min(shared, default=len(paths[a].tokens))))
         return found
 
-    def _below(self, node: _Node, base: TokenSequence | _Prefix) -> list[_Node]:
+    def _below(self, node: _Node, base: Text | _Prefix) -> list[_Node]:
         if node.high - node.low == 1:
             return []
         return self._nodes(base, node.low, node.high, node.end)
@@ -232,7 +232,7 @@ class _Reading:
             node = group[0]
             if len(group) > 1 or node.high - node.low == 1 or self._fits(group):
                 self._read_group(group)
-            elif self._n_free() >= (1 if self._can_truncate else 2):
+            elif self._n_free() >= (1 if self._can_draft else 2):
                 self._read_prefix(node)
             else:  # no sequence is left for it: what is shared is decoded again
                 for i in range(node.low, node.high):
@@ -251,7 +251,7 @@ class _Reading:
 
     def _fits(self, group: Sequence[_Node]) -> bool:
         cells = min(self._ctx.kv_cache.n_free, _DECODES * self._ctx.n_batch)
-        n_in_place = len({node.base.seq_id for node in group} - {-1}) if self._can_truncate else 0
+        n_in_place = len({node.base.seq_id for node in group} - {-1}) if self._can_draft else 0
         n_leaves = sum(node.high - node.low for node in group)
         return self._n_needed(group) <= cells and n_leaves <= self._n_free() + n_in_place
 
@@ -297,9 +297,9 @@ class _Reading:
             try:
                 for node, i in [(its, i) for its in group for i in range(its.low, its.high)]:
                     seq_id = node.base.seq_id
-                    if self._can_truncate and seq_id not in (-1, *in_place):
+                    if self._can_draft and seq_id not in (-1, *in_place):
                         seqs[i], in_place[seq_id] = seq_id, node.base.position
-                        ctx.kv_cache.hold_window(seq_id, len(self._paths[i].tokens))
+                        ctx.kv_cache.prepare(seq_id, len(self._paths[i].tokens))
                         continue
                     seqs[i] = ctx.sequences.lease(self, used=self._used)
                     if as_tree or i == node.low:
@@ -331,7 +331,7 @@ class _Reading:
             for node in above:
                 for child in self._below(node, node.base):
                     if child.low != node.low:
-                        self._ctx.kv_cache.share(seqs[node.low], seqs[child.low])
+                        self._ctx.kv_cache.fork(seqs[node.low], seqs[child.low])
                     level.append(child)
 
     def _decode(
@@ -375,10 +375,9 @@ class _Reading:
             if self._done is not None:
                 self._done(number)
 
-    def _share(self, base: TokenSequence | _Prefix, seq_id: int) -> None:
+    def _share(self, base: Text | _Prefix, seq_id: int) -> None:
         if base.seq_id >= 0:
-            end = base.position if self._can_truncate else -1
-            self._ctx.kv_cache.share(base.seq_id, seq_id, 0, end)
+            self._ctx.kv_cache.fork(base.seq_id, seq_id, base.position)
 
     def _make_room(self, n: int) -> None:
         self._ctx.decoder.make_room(min(n, self._ctx.kv_cache.n_free))

@@ -18,11 +18,11 @@ from ..context import Context
 from ..context.hidden_states import PackedStates
 from ..context.logits import LogitsRow
 from ..errors import CacheFullError, LlamaBranchError, SnapshotError, UnsupportedError
+from ..generation.text import Text
 from ..native import engine_versions
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 from .kv_compatibility import KVCompatibility
-from .sequence import TokenSequence
 from .snapshot_file import Arrays, Sizes, read_file, write_file
 
 __all__ = ["Snapshot", "capture", "fill"]
@@ -291,14 +291,14 @@ def _parse(metadata: bytes) -> Snapshot:
 # -- in and out of a context -----------------------------------------------------------------------
 
 
-def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
+def capture(sequence: Text, sampling: SamplingParams) -> Snapshot:
     """Return a copy of the sequence's state; ``sampling`` are its settings with the seed in effect.
 
     Raises:
         BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
     """
     sequence.check_usable()
-    sequence.catch_up()
+    sequence.settle()
     origin = KVCompatibility.of(sequence.ctx)
     cache = sequence.ctx.kv_cache
     tokens = np.array(sequence.tokens, dtype=np.int32)
@@ -323,7 +323,7 @@ def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
         sequence.seed,
         sequence.n_prompt,
         sequence.finish_reason,
-        sequence.pending,
+        sequence.incomplete,
         *arrays,
         seed_given=sequence.seed_given,
         hidden=hidden,
@@ -332,7 +332,7 @@ def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
     )
 
 
-def fill(sequence: TokenSequence, snapshot: Snapshot, *, trusted: bool = False) -> None:
+def fill(sequence: Text, snapshot: Snapshot, *, trusted: bool = False) -> None:
     """Restore a snapshot into an empty sequence.
 
     Raises:

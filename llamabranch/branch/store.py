@@ -8,15 +8,15 @@ from typing import SupportsIndex, TypeVar
 
 from ..arguments import instance, items, whole
 from ..context import Context, TokenScore
-from ..context.batch import Batch
 from ..context.logits import LogitsRow
+from ..context.runner import Batch
 from ..errors import BranchStateError, ConfigError
+from ..generation.output import Produced
+from ..generation.text import Text
 from ..model import TokenIds, token_list
 from ..pictures import tree
 from .branch import Branch
 from .scorer import Wanted, continuation, score
-from .sequence import TokenSequence
-from .token import Produced
 from .tree import DEFAULT_COLUMNS, BranchTree, tree_lines
 
 __all__ = ["BranchStore"]
@@ -40,7 +40,7 @@ class BranchStore:
             ConfigError: a branch of another context, or no tokens for one.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
-        self._read(prompts, TokenSequence.check_prefill)
+        self._read(prompts, Text.check_prefill)
 
     def append(self, texts: Mapping[Branch, TokenIds]) -> None:
         """Append tokens that each branch reads, as `Branch.append`, in as few decodes as possible.
@@ -49,12 +49,12 @@ class BranchStore:
             ConfigError: a branch of another context, or no tokens for one.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
-        self._read(texts, TokenSequence.check_read)
+        self._read(texts, Text.check_read)
 
     def _read(
         self,
         texts: Mapping[Branch, TokenIds],
-        check: Callable[[TokenSequence, Sequence[int]], None],
+        check: Callable[[Text, Sequence[int]], None],
     ) -> None:
         with self._ctx.lock:
             work = {branch: token_list(tokens) for branch, tokens in _pairs(texts)}
@@ -121,6 +121,7 @@ class BranchStore:
             work = {branch: token_list(tokens) for branch, tokens in _pairs(texts) if tokens}
             for branch in work:
                 self._check(branch)
+                branch.sequence.settle()
             rows = self._decode(work)
             for branch, tokens in work.items():
                 branch.sequence.append_unscored(tokens, rows[branch])

@@ -123,8 +123,8 @@ class Chat:
     ) -> None:
         text_context("ctx", ctx)
         if drafter is None:
-            copies = ctx.capabilities.can_truncate
-            drafter = SuffixDrafter(shared_tokens=0) if copies else NullDrafter()
+            drafts = ctx.kv_cache.can_draft
+            drafter = SuffixDrafter(shared_tokens=0) if drafts else NullDrafter()
         self.speculator = Speculator(ctx, drafter, config)
         self.ctx = ctx
         self.sampling = settings_of(sampling)
@@ -297,7 +297,7 @@ class Chat:
         tokens, n_cut = self._fitting(line, parent, text)
         prompt, n_new = self._turns.read(tokens, params)
         branch = self._turns.fork(prompt)
-        if not self.ctx.capabilities.can_truncate and not self.ctx.n_seq_free:
+        if not self.ctx.fits(branch.seq_id, 1):
             self._turns.prune_one(branch, for_cells=False)  # a verification needs a sequence
         branch.resample(params)
         self._stats.num_evaluated_tokens += n_new

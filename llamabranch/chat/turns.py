@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ..branch import Branch
 from ..context import Context
-from ..context.cell_ledger import n_common
+from ..context.radix_tree import n_common
 from ..errors import CacheFullError, CapacityError, SequencesExhaustedError
 from ..sampling import SamplingParams
 
@@ -31,7 +31,7 @@ class TurnBranches:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._cuts = ctx.capabilities.can_truncate
+        self._cuts = ctx.kv_cache.usable(1, 2) > 0  # a beginning of a branch, too
         self._branches: list[Branch] = []
 
     def read(self, tokens: Sequence[int], sampling: SamplingParams) -> tuple[Branch, int]:

@@ -24,10 +24,8 @@ from llamabranch.model import Prompt
 from ..loading import LoadOptions
 from .bench_report import BenchReport
 from .bundles import option, with_bundles
-from .console import Console
 from .drafters import MTP, is_model, make_drafter, note_translation
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
-from .jsonl import report_invalid
 from .options import ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
 
 # A story, instructions, a program, a dialogue: acceptance depends on the kind of text.
@@ -101,7 +99,7 @@ def bench(
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
         params, sweep = sampling.params(models), size.sweep()
-        texts = _prompts(prompts, params, console) or PROMPTS[: 1 if size.quick else None]
+        texts = _prompts(prompts, params) or PROMPTS[: 1 if size.quick else None]
         if problem := profile_problem():
             console.note(
                 f"{profile_in_use()} cannot be written ({problem}): no later run knows these times"
@@ -153,7 +151,7 @@ def bench(
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _prompts(prompts: ManyPrompts, params: lb.SamplingParams, console: Console) -> Sequence[Prompt]:
+def _prompts(prompts: ManyPrompts, params: lb.SamplingParams) -> Sequence[Prompt]:
     """Return the prompts that were given."""
     if any(text.isdecimal() for text in (*(prompts.texts or ()), *(prompts.prompts or ()))):
         raise ConfigError(
@@ -161,9 +159,7 @@ def _prompts(prompts: ManyPrompts, params: lb.SamplingParams, console: Console) 
             hint="leave it out to measure drafting on four prompts; -n sets the generated tokens, "
             "--file a long prompt",
         )
-    invalid: list[ConfigError] = []
-    found = [request.prompt for request in prompts.requests(params, invalid.append)]
-    report_invalid(invalid, console)
+    found = [request.prompt for request in prompts.requests(params)]
     if prompts.input_file is not None and not found:
         raise ConfigError(f"{prompts.input_file} has no prompts")
     return found

@@ -17,7 +17,7 @@ from llamabranch import ConfigError, pictures
 from ..files import atomic_write
 from .bundles import option, with_bundles
 from .console import Console, Progress
-from .eval_text import interruptible, open_for_chunks
+from .eval_text import open_for_chunks
 from .files import check_new_file, read_prompt_file
 from .formats import decimal_size, number
 from .interrupts import EXIT_FAILURE
@@ -82,14 +82,14 @@ def compare(
             found[:] = [done]
             shown.show(done.n_chunks)
 
-        with interruptible(console) as interrupted:
+        try:
             compare_models(
                 both[0], both[1], text, window, asked.chunks, coded=asked.coded, progress=note
             )
-        if found:
-            _report(console, asked, found[0])
-        if interrupted:
-            raise interrupted[0]
+        finally:  # what is done is printed also when it is interrupted
+            console.progress("")
+            if found:
+                _report(console, asked, found[0])
         divergence = found[0].divergence
         if divergence is None and (asked.fail_kl is not None or asked.fail_top is not None):
             raise ConfigError("--fail-kl and --fail-top need models with one tokenizer")

@@ -24,16 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 import llamabranch as lb
+from llamabranch.pictures import SOURCES
 
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
 }  # fmt: skip
-SOURCE_LABELS = {
-    "drafted": "drafted and accepted",
-    "forced": "forced by the grammar",
-    "bonus": "bonus",
-    "corrected": "corrected by the target",
-}
 PROGRESS_S = 15.0  # on a pipe, between two lines about what is going on
 
 
@@ -45,7 +40,6 @@ class Console:
     """Standard output and standard error, with or without colour.
 
     Args:
-        color: use colours where there is a terminal.
         silent: standard output carries one JSON object, and nothing that is printed.
         to_stderr: print to standard error.
         verbose: more is told, and llama.cpp's log shown.
@@ -57,14 +51,13 @@ class Console:
     def __init__(
         self,
         *,
-        color: bool = True,
         silent: bool = False,
         to_stderr: bool = False,
         verbose: bool = False,
     ) -> None:
         self.verbose, self.silent = verbose, silent
-        self._to_stderr, self._color = to_stderr, color
-        system = "auto" if color and not os.environ.get("NO_COLOR") else None
+        self._to_stderr = to_stderr
+        system = None if os.environ.get("NO_COLOR") else "auto"
         self.out = RichConsole(stderr=to_stderr, highlight=False, color_system=system)  # type: ignore[arg-type]
         self.err = RichConsole(stderr=True, highlight=False, color_system=system)  # type: ignore[arg-type]
         if not self.out.is_terminal:
@@ -79,11 +72,7 @@ class Console:
 
         A pipe gets the text alone.
         """
-        return (
-            self
-            if self.silent or self.out.is_terminal
-            else Console(color=self._color, to_stderr=True)
-        )
+        return self if self.silent or self.out.is_terminal else Console(to_stderr=True)
 
     # -- standard output ---------------------------------------------------------------------------
 
@@ -118,7 +107,7 @@ class Console:
         """Print what the colours mean; nothing without colours."""
         if self.colored:
             line = Text()
-            for source, label in SOURCE_LABELS.items():
+            for source, (_, label) in SOURCES.items():
                 line.append("■ ", style=SOURCE_STYLES[source]).append(label + "   ")
             self.render(line)
 

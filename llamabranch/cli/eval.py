@@ -15,7 +15,7 @@ from llamabranch.eval import Sample, Task, TaskResult, find_task, run_task, task
 
 from .bundles import argument, option, with_bundles
 from .console import Console, Progress
-from .eval_text import ReadingOptions, compare_models, interruptible, measure, scoring_options
+from .eval_text import ReadingOptions, compare_models, measure, scoring_options
 from .files import check_new_file, read_text
 from .formats import number
 from .options import TEXT, ModelOptions, OutputOptions
@@ -116,15 +116,15 @@ def _score_tasks(
         described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
         console.answer({"tasks": described})
         return
-    answers: list[dict[str, object]] = []
-    results: list[tuple[str, TaskResult]] = []
+    answers: list[dict[str, Any]] = []
+    results: list[tuple[str, list[TaskResult]]] = []
     with _SampleFile(reading, tasks) as file:
         names = models.names(console)
         for name in names:
             hub.resolve(name, download=None)
         if reading.kept_file is not None and len(names) > 1:
             raise ConfigError("--output is for one model", hint="give one file for each run")
-        with interruptible(console) as interrupted:
+        try:
             for name in names:
                 with ExitStack() as closing:
                     more = scoring_options(name, models, _SEQUENCES)
@@ -132,27 +132,23 @@ def _score_tasks(
                         more["n_ctx"] = _N_CTX
                     ctx = models.open(name, console, closing, **more)
                     file.check(name, ctx)
-                    start_s, found = time.perf_counter(), list[TaskResult]()
+                    found = list[TaskResult]()
+                    results.append((name, found))
+                    about: dict[str, Any] = {"model": name, "name": ctx.model.name}
+                    about["batch_invariant"] = ctx.capabilities.batch_invariant
+                    answers.append(about)
+                    start_s = time.perf_counter()
                     try:
                         for task in tasks:
                             _run(ctx, task, given.limit, file, console, found)
                     finally:
-                        found = [result for result in found if result.samples]
-                        results += [(name, result) for result in found]
-                        answers.append(
-                            {
-                                "model": name,
-                                "name": ctx.model.name,
-                                "seconds": time.perf_counter() - start_s,
-                                "batch_invariant": ctx.capabilities.batch_invariant,
-                                "tasks": [result.as_dict() for result in found],
-                            }
-                        )
-    if results:
-        _print(console, results, with_model=len(names) > 1)
-    console.answer(answers[0] if len(names) == 1 and answers else {"models": answers})
-    if interrupted:
-        raise interrupted[0]
+                        about["seconds"] = time.perf_counter() - start_s
+                        about["tasks"] = [result.as_dict() for result in found]
+        finally:  # what is done is printed also when it is interrupted
+            console.progress("")
+            if any(found for _, found in results):
+                _print(console, results, with_model=len(names) > 1)
+                console.answer(answers[0] if len(names) == 1 else {"models": answers})
 
 
 def _run(
@@ -178,7 +174,8 @@ def _run(
     try:
         result = run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)
     finally:
-        results.append(result if result.samples else TaskResult(task, tuple(found)))
+        if result.samples or found:
+            results.append(result if result.samples else TaskResult(task, tuple(found)))
 
 
 class _SampleFile:
@@ -253,9 +250,11 @@ def _model_key(ctx: Context) -> str:
     return f"{ctx.model.fingerprint} {ctx.kv_type}"
 
 
-def _print(console: Console, results: list[tuple[str, TaskResult]], *, with_model: bool) -> None:
+def _print(
+    console: Console, results: list[tuple[str, list[TaskResult]]], *, with_model: bool
+) -> None:
     rows: list[tuple[Any, ...]] = []
-    for model, result in results:
+    for model, result in ((model, result) for model, found in results for result in found):
         low, high = result.interval
         n, n_items = len(result.samples), len(result.task.items)
         count = str(n) if n == n_items else f"{n} of {n_items}"

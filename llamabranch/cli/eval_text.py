@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -99,22 +99,6 @@ class ReadingOptions:
 
 
 # -- what all that scores shares -----------------------------------------------------------------------
-
-
-@contextmanager
-def interruptible(console: Console) -> Iterator[list[BaseException]]:
-    """Catch a Ctrl-C or an error inside the block: what is done is printed, then it is raised again.
-
-    Yields:
-        a list that holds the exception afterwards.
-    """
-    caught: list[BaseException] = []
-    try:
-        yield caught
-    except (KeyboardInterrupt, lb.LlamaBranchError) as error:
-        caught.append(error)
-    finally:
-        console.progress("")
 
 
 def scoring_options(name: str, models: ModelOptions, n_seq_max: int) -> LoadOptions:
@@ -241,17 +225,17 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
             with lb.eval.LogitsFile.open(logits) as file:
                 window = file.window
         ctx = open_for_chunks(name, models, window, console, stack)
-        with interruptible(console) as interrupted:
+        try:
             if logits is not None:
                 found = lb.eval.divergence(ctx, logits, **options)
             else:
                 options |= {"chunks": reading.chunks, "stride": stride, "save_to": save_to}
                 found = lb.eval.perplexity(ctx, text, window, **options)
-        if found is not None and found.n_done:
-            kept.save(found.as_dict, now=True)
-            _print(console, ctx, found)
-    if interrupted:
-        raise interrupted[0]
+        finally:
+            console.progress("")
+            if found is not None and found.n_done:
+                kept.save(found.as_dict, now=True)
+                _print(console, ctx, found)
 
 
 def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> None:
@@ -341,7 +325,7 @@ def compare_models(
             if base not in rows:
                 logits.unlink(missing_ok=True)
         kept.save(lambda: {"settings": settings, "rows": rows}, now=True)
-        with interruptible(console) as interrupted:
+        try:
             for name in (name for name in names if name not in rows):
                 with ExitStack() as opened:
                     ctx = open_for_chunks(name, models, window, console, opened)
@@ -349,14 +333,13 @@ def compare_models(
                     row = _row(ctx, name, text, window, chunks, base, logits, shown)
                 rows[name] = {**row, "size_bytes": sizes[name]}
                 kept.save(lambda: {"settings": settings, "rows": rows}, now=True)
-        if not interrupted:
             logits.unlink(missing_ok=True)
-    done = [rows[name] for name in names if name in rows]
-    if done:
-        _print_rows(console, done, with_base=base is not None)
-    console.answer({"base": base, "window": window, "models": done})
-    if interrupted:
-        raise interrupted[0]
+        finally:
+            console.progress("")
+            done = [rows[name] for name in names if name in rows]
+            if done:
+                _print_rows(console, done, with_base=base is not None)
+                console.answer({"base": base, "window": window, "models": done})
 
 
 def _check_vocabularies(names: Sequence[str]) -> None:

@@ -23,7 +23,6 @@ from .files import digest
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job import JobLengths
-from .jsonl import report_invalid
 from .options import (
     DRAFTING,
     MODEL,
@@ -162,7 +161,7 @@ def generate(
             _generate_on_ray(console, prompts, chat, text, models, job)
             return
         is_flat = call.command.name == "speculate"
-        requests, params = _requests(console, prompts, text, models, job, is_flat=is_flat)
+        requests, params = _requests(prompts, text, models, job, is_flat=is_flat)
         settings, file = job.settings(text, params, chat, models), None
         if job.output_file is not None:
             file = ResultFile(job.output_file, settings, requests, resume=job.resume)
@@ -206,7 +205,6 @@ def generate(
 
 
 def _requests(
-    console: Console,
     prompts: ManyPrompts,
     text: TextOptions,
     models: BatchOptions,
@@ -221,11 +219,7 @@ def _requests(
         params = params.replace(seed=text.seed)  # that of the text itself, not of a job
         if not (prompts.texts or prompts.prompts or prompts.files or prompts.input_file):
             prompts = replace(prompts, texts=[DEFAULT_PROMPT])
-    invalid: list[ConfigError] = []
-    found = [
-        job.completed(each, text, grammar) for each in prompts.requests(params, invalid.append)
-    ]
-    report_invalid(invalid, console)
+    found = [job.completed(each, text, grammar) for each in prompts.requests(params)]
     if not found:
         raise ConfigError("there is no prompt", hint="give one, or --input")
     if models.compare and job.output_file is not None:

@@ -49,16 +49,10 @@ class JobLengths:
         lengths: Sequence[float] | None = None,
         most: float = inf,
     ) -> JobLengths:
-        """Look at all requests.
+        """Look at all requests; ConfigError if two have the same id.
 
-        Args:
-            requests: of the job; each has an id.
-            max_tokens: the limit of requests that give none.
-            lengths: the tokens of each prompt; None = estimates from their bytes.
-            most: a longer prompt cannot run: it does not count.
-
-        Raises:
-            ConfigError: two have the same id.
+        ``max_tokens`` is the limit of those that give none, ``lengths`` the tokens of each prompt (None:
+        estimates from their bytes). A prompt longer than ``most`` cannot run, and does not count.
         """
         _check_ids(requests)
         lengths = list(map(_n_prompt, requests)) if lengths is None else lengths
@@ -80,12 +74,10 @@ class JobLengths:
     def measured(
         cls, requests: Sequence[Request], max_tokens: int | None, name: str, n_ctx: int | None
     ) -> JobLengths:
-        """Look at all requests, with the long prompts tokenized and without those that cannot run.
+        """Look at all requests, long prompts tokenized, without those that cannot run.
 
-        Args:
-            requests, max_tokens: as for ``of``.
-            name: the model. If all prompts are short it is not read.
-            n_ctx: the given size of the context, None for up to what the model was trained for.
+        The model of that ``name`` is not read if all prompts are short. ``n_ctx`` is the given size of
+        the context, None for up to what the model was trained for.
 
         Raises:
             ConfigError: two have the same id. CacheFullError: the only prompt is too long.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
@@ -39,83 +39,64 @@ _IGNORED = {
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
 
 
-def report_invalid(errors: Sequence[ConfigError], console: Console) -> None:
-    """Raise the error of the only invalid line; of several print the first, and raise their numbers."""
-    if len(errors) == 1:
-        raise errors[0]
-    shown, n_more = errors[:_MOST_SHOWN], len(errors) - _MOST_SHOWN
-    for error in shown:
-        console.note(error.message + (f" ({error.hint})" if error.hint else ""))
-    if n_more > 0:
-        console.note(f"and {n_more} more")
-    if errors:
-        numbers = ", ".join(each.message.partition(":")[0][5:] for each in shown)
-        raise ConfigError(
-            f"{len(errors)} lines are invalid: {numbers}{', ...' if n_more > 0 else ''}"
-        )
-
-
-def _raise(error: ConfigError) -> None:
-    raise error
-
-
 def parse_lines(
-    lines: Iterable[str],
-    parse: Callable[[str, int, int], _Parsed],
-    what: str,
-    on_invalid: Callable[[ConfigError], None] = _raise,
-) -> Iterator[_Parsed]:
-    """Yield what ``parse`` makes of each line that is not empty.
+    lines: Iterable[str], parse: Callable[[str, int, int], _Parsed], what: str
+) -> list[_Parsed]:
+    """Return what ``parse`` makes of each line that is not empty.
 
     Args:
         parse: gets the line, its number from 1, and its index from 0 among the lines that are not empty.
         what: what a line is, for messages.
-        on_invalid: called with the error of a line, which is left out.
+
+    Raises:
+        ConfigError: of the only invalid line; of several the first are printed, and all are counted.
     """
-    index = -1
+    found, errors = list[_Parsed](), list[ConfigError]()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        index += 1
-        reason: object
         hint = None
         try:
             if not is_unicode(line):
                 raise ConfigError("it is not UTF-8")
-            parsed = parse(line, number, index)
+            found.append(parse(line, number, len(found) + len(errors)))
+            continue
         except RecursionError:
             reason = "it is nested too deeply"
         except (lb.LlamaBranchError, ValueError, TypeError) as error:
-            reason, hint = error, getattr(error, "hint", None)
-        else:
-            yield parsed
-            continue
-        on_invalid(ConfigError(f"line {number}: invalid {what}: {reason}", hint=hint))
+            reason, hint = str(error), getattr(error, "hint", None)
+        errors.append(ConfigError(f"line {number}: invalid {what}: {reason}", hint=hint))
+    if len(errors) == 1:
+        raise errors[0]
+    console, n_more = Console(), len(errors) - _MOST_SHOWN
+    for each in errors[:_MOST_SHOWN]:
+        console.note(each.message + (f" ({each.hint})" if each.hint else ""))
+    if n_more > 0:
+        console.note(f"and {n_more} more")
+    if errors:
+        names = ", ".join(each.message.partition(":")[0][5:] for each in errors[:_MOST_SHOWN])
+        raise ConfigError(f"{len(errors)} lines are invalid: {names}{', ...' * (n_more > 0)}")
+    return found
 
 
 def job_requests(
-    prompts: Sequence[str],
-    input_file: str | None,
-    sampling: SamplingParams,
-    on_invalid: Callable[[ConfigError], None],
-) -> Iterator[Request]:
-    """Yield a request for each prompt, and for each line of ``input_file`` ("-": standard input)."""
-    for i, prompt in enumerate(prompts):
+    prompts: Sequence[str], input_file: str | None, sampling: SamplingParams
+) -> list[Request]:
+    """Return a request for each prompt, and for each line of ``input_file`` ("-": standard input)."""
+    for prompt in prompts:
         if not is_unicode(prompt):
             raise ConfigError(f"the prompt {prompt!r:.60} is not UTF-8")
-        yield Request(prompt, id=str(i), sampling=sampling)
+    found = [Request(prompt, id=str(i), sampling=sampling) for i, prompt in enumerate(prompts)]
     if input_file is None:
-        return
+        return found
     if input_file == "-":
         text = read_standard_input(_INVALID)
         is_json = text.lstrip().startswith("{")
     else:
         text = read_text(Path(input_file), _INVALID)
         is_json = Path(input_file).suffix in (".jsonl", ".ndjson")
-    yield from read_requests(
-        text.split("\n"), json_lines=is_json, sampling=sampling, first=len(prompts),
-        on_invalid=on_invalid,
-    )  # fmt: skip
+    lines = text.split("\n")
+    return found + read_requests(lines, json_lines=is_json, sampling=sampling, first=len(found))
 
 
 def read_requests(
@@ -124,9 +105,8 @@ def read_requests(
     json_lines: bool,
     sampling: SamplingParams | None = None,
     first: int = 0,
-    on_invalid: Callable[[ConfigError], None] = _raise,
-) -> Iterator[Request]:
-    """Yield a request for each line: a prompt as it is, or a JSON object.
+) -> list[Request]:
+    """Return a request for each line: a prompt as it is, or a JSON object.
 
     An object has ``prompt`` (text or token ids) or ``messages``, and optionally ``id`` or ``custom_id``,
     ``max_tokens``, ``stop``, ``grammar`` (GBNF), ``json_schema`` (an object, or the name of a file),
@@ -135,7 +115,7 @@ def read_requests(
     tokens written in a ``prompt`` are parsed unless it is false, those in ``messages`` never are. The
     argument ``sampling`` gives the settings that an object leaves out. Empty lines are skipped. An object
     may also be a line of an OpenAI batch file. What has no id gets its place among the lines, from
-    ``first`` on. ``on_invalid`` is called with the error of an invalid line, which is left out.
+    ``first`` on.
 
     Raises:
         ConfigError: an invalid request, with its line number; or one text instead of lines.
@@ -150,7 +130,7 @@ def read_requests(
         data = parse_json(line) if json_lines else {"prompt": line.rstrip("\r\n")}
         return _request(data, str(first + index), sampling)
 
-    return parse_lines(lines, parse, "request", on_invalid)
+    return parse_lines(lines, parse, "request")
 
 
 def parse_json(line: str) -> object:

@@ -17,17 +17,11 @@ from .options import MODEL, OutputOptions
 
 ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}  # what each takes
 _N_CTX = 256  # enough to probe what the memory can do
-
-
 _LISTED = ("name", "role", "repository", "file", "licence", "size")
 # Of a model's facts: those that have its name in Python and in JSON.
 _SAME = (
     "name", "architecture", "description", "file_type", "n_params", "size_bytes", "n_layer", "n_embd",
     "n_ctx_train", "n_vocab", "vocab_type", "bos", "eos", "memory_type", "fingerprint", "shares_memory",
-)  # fmt: skip
-_CAPABILITIES = (
-    "can_truncate", "can_share", "sliding_window", "recurrent", "batch_invariant",
-    "batch_invariant_reason",
 )  # fmt: skip
 
 
@@ -235,7 +229,7 @@ def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:
         "mtp_layers": model.n_mtp_layers,
         "head_kind": model.head_kind(model.path),
         "eagle3": eagle if model.target_layers else None,
-        "capabilities": ctx and {name: getattr(ctx.capabilities, name) for name in _CAPABILITIES},
+        "capabilities": ctx and asdict(ctx.capabilities),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -364,13 +364,11 @@ class ManyPrompts(PromptOptions):
         first=True,
     )
 
-    def requests(
-        self, sampling: SamplingParams, on_invalid: Callable[[ConfigError], None]
-    ) -> Iterator[lb.Request]:
-        """Yield all prompts as requests, first those of the command line; see `job_requests`."""
+    def requests(self, sampling: SamplingParams) -> list[lb.Request]:
+        """Return all prompts as requests, first those of the command line; see `job_requests`."""
         from .jsonl import job_requests  # needs NumPy and llama.cpp
 
-        return job_requests(self.given, self.input_file, sampling, on_invalid)
+        return job_requests(self.given, self.input_file, sampling)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from .console import Console
 from .files import read_prompt_file, read_standard_input, read_text
 from .formats import number
 from .job import with_room
-from .jsonl import parse_json, parse_lines, report_invalid, text_id
+from .jsonl import parse_json, parse_lines, text_id
 from .options import TEXT, ModelOptions, OutputOptions
 from .ray_jobs import RayOptions, finish_job
 from .search import stats_text
@@ -76,7 +76,7 @@ class ScoreOptions(RayOptions):
     )
     resume: bool = option(False, "With --ray: continue the job in --output.", "--resume")
 
-    def items(self, console: Console) -> list[_Item]:
+    def items(self) -> list[_Item]:
         """Return what is to be scored.
 
         Raises:
@@ -88,9 +88,8 @@ class ScoreOptions(RayOptions):
             if not texts:
                 raise ConfigError("--context needs a text that continues it")
             items = [_Item("0", self.context, texts)]
-        invalid: list[ConfigError] = []
-        items += _lines(self.input_file, invalid)
-        report_invalid(invalid, console)
+        if self.input_file is not None:
+            items += _lines(self.input_file)
         if not items:
             raise ConfigError("there is no text", hint="give a text, --file or --input")
         if self.best not in (None, *METHODS):
@@ -122,7 +121,7 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
             report = scale.score(inputs, folder, model=model, load=load, **options)
             finish_job(console, report)
             return
-        items = given.items(console)
+        items = given.items()
         name = models.announce(console)
         longest = max(
             ((item.context or "") + text for item in items for text in item.texts), key=len
@@ -163,15 +162,13 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
         console.answer(answer)
 
 
-def _lines(input_file: str | None, invalid: list[ConfigError]) -> Iterator[_Item]:
-    if input_file is None:
-        return
+def _lines(input_file: str) -> list[_Item]:
     text = read_standard_input() if input_file == "-" else read_text(Path(input_file))
 
     def parse(line: str, number: int, _: int) -> _Item:
         return _item(parse_json(line), str(number))
 
-    yield from parse_lines(text.split("\n"), parse, "item", invalid.append)
+    return parse_lines(text.split("\n"), parse, "item")
 
 
 def _item(data: object, name: str) -> _Item:

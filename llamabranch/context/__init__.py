@@ -1,7 +1,7 @@
 """One K/V cache that many sequences share: tokens in, logits out."""
 
 from .capabilities import Capabilities
-from .cell_ledger import Usage
+from .cell_table import Usage
 from .context import Context
 from .logits import TokenScore
 from .params import ContextParams

@@ -1,18 +1,21 @@
-"""What a context's memory can do, determined by short trials when the context is created."""
+"""What a context's memory can do, determined by short trials when the context is created.
+
+`Capabilities` is the report; what callers do with a memory they ask of the `Memory` that fits it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..errors import UnsupportedError
 from ..model import Model
 from ..native import ContextHandle, StateLayout
-from .batch import decode_run
-from .decoder import Decoder
-from .exactness import measured_exactness
-from .kv_cache import MOST_WITH_WINDOW, KVCache
-from .params import INVARIANT_KV_TYPES, ContextParams
+from .exactness import exactness_of
+from .memory import MOST_WITH_WINDOW, Memory, NonUnified, States, Windowed
+from .params import ContextParams
+from .runner import Runner, decode_run
 
-__all__ = ["Capabilities", "Trial", "of_sharing_head", "probe"]
+__all__ = ["Capabilities", "probe", "probe_sharing_head"]
 
 
 @dataclass(frozen=True)
@@ -46,90 +49,65 @@ class Capabilities:
     total_variation: float | None = None
 
 
-Trial = tuple[Capabilities, StateLayout | None]
-
-
 def probe(
     handle: ContextHandle, model: Model, params: ContextParams, *, is_head: bool = False
-) -> Trial:
-    """Run short trials on the empty context and leave it empty.
+) -> tuple[Capabilities, Memory]:
+    """Find out what an empty context can do, by short trials; return that, and its memory, empty.
 
     Args:
         params: what the context was created with, resolved.
         is_head: the context computes a head, not the model's trunk.
-
-    Returns:
-        the capabilities, and the layout of saved states (None if unknown).
     """
     n_seq_max = params.native().n_seq_max
     # A head has attention only, whatever the trunk has whose file it is in.
     recurrent = model.memory_type in ("recurrent", "hybrid") and not is_head
     # llama.cpp reports a removal as done although cells that the window needs are gone already, and
     # later decodes would attend to an incomplete window. They stay where the cache has them
-    # (``swa_full``) and can hold them (``KVCache.hold_window``).
+    # (``swa_full``) and can hold them (``Windowed``).
     window = model.n_swa if model.memory_type == "sliding-window" else 0
-    cache = KVCache(handle, n_seq_max)
-    decoder = Decoder(handle, cache)
-    decode_run(decoder, _tokens(model, 2), 0, "none")
+    memory = Memory(handle, n_seq_max) if handle.kv_unified else NonUnified(handle, n_seq_max)
+    runner = Runner(handle, memory)
+    decode_run(runner, [3 % model.n_vocab, 10 % model.n_vocab], 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
-    can_truncate = cache.drop(0, 1)
+    can_truncate = memory.drop(0, 1)
     if layout is not None and layout.is_cells_only:
         window = 0  # no layer uses it
     if window:
         can_truncate &= params.swa_full and n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
-    cache.clear()
-    rows, reason = 0, "not asked for"
-    variation: float | None = None
+    memory.clear()
+    exactness = exactness_of(runner, model, params, is_head=is_head)
     n_ubatch = params.n_ubatch or handle.n_batch
-    if params.batch_invariant is not False:
-        reason = _why_not_invariant(model, params)
-        if is_head:
-            reason = reason or "not measured for a head, which needs the states of its target"
-        slides, limit = model.memory_type == "sliding-window", ""
-        if params.kv_type not in INVARIANT_KV_TYPES:  # f16 differs only after 500 tokens
-            limit = f"the K/V type is {params.kv_type}, not bf16 or q8_0"
-        elif slides:
-            limit = "cells of a sliding window may be used in another order"
-        if reason or (limit and not slides):
-            reason = reason or limit
-        else:
-            ask = params.batch_invariant is True
-            setting = f"K/V {params.kv_type}, {params.n_threads} threads"
-            measured = measured_exactness(decoder, cache, model, n_ubatch, setting=setting, ask=ask)
-            if measured is not None:
-                rows, variation = measured
-            if measured is None:
-                reason = (
-                    "not measured: it would take more than 2 s (batch_invariant=True asks for it)"
-                )
-            elif rows >= n_ubatch:
-                reason = "measured: the logits of batches are equal to the bit"
-            else:
-                size = f"more than {rows}" if rows > 1 else "two"
-                reason = (
-                    f"measured: logits of batches of {size} tokens differ, "
-                    f"probabilities by a total variation of up to {variation:.2g}"
-                )
-            if limit:
-                reason = f"{limit}; {reason}"
-                rows = rows if params.kv_type in INVARIANT_KV_TYPES else 0
-    capabilities = Capabilities(
+    invariant = exactness.rows >= n_ubatch and model.memory_type == "attention"
+    if not handle.kv_unified:
+        _check_copies(layout)
+        memory = NonUnified(handle, n_seq_max, layout)
+    elif not can_truncate:
+        memory = States(handle, n_seq_max, layout, has_cells_only=not recurrent)
+    elif window:
+        memory = Windowed(handle, n_seq_max, layout, window)
+    else:
+        memory = Memory(handle, n_seq_max, layout, keeps_order=invariant and not is_head)
+    found = Capabilities(
         can_truncate=can_truncate,
         can_share=handle.kv_unified,
         sliding_window=window,
         recurrent=recurrent,
-        batch_invariant=rows >= n_ubatch and model.memory_type == "attention",
-        batch_invariant_reason=reason,
-        exact_rows=rows,
-        total_variation=variation,
+        batch_invariant=invariant,
+        batch_invariant_reason=exactness.reason,
+        exact_rows=exactness.rows,
+        total_variation=exactness.total_variation,
     )
-    return capabilities, layout
+    return found, memory
 
 
-def of_sharing_head(target: Capabilities) -> Capabilities:
-    """Return the capabilities of a head that reads the memory of its target and has none to try out."""
-    return replace(
+def probe_sharing_head(
+    handle: ContextHandle, target: Capabilities, n_seq_max: int
+) -> tuple[Capabilities, Memory]:
+    """Return what a head can do that reads the memory of its target: it has none to try out."""
+    if not handle.kv_unified:
+        _check_copies(None)
+    found = replace(
         target,
         can_truncate=False,
         batch_invariant=False,
@@ -137,18 +115,12 @@ def of_sharing_head(target: Capabilities) -> Capabilities:
         total_variation=None,
         batch_invariant_reason="not established for a head that reads the K/V of its target",
     )
+    return found, States(handle, n_seq_max)
 
 
-def _tokens(model: Model, n: int) -> list[int]:
-    return [(7 * i + 3) % model.n_vocab for i in range(n)]
-
-
-def _why_not_invariant(model: Model, params: ContextParams) -> str:
-    """Return the rule that excludes exact batches, "" if none does and measuring tells."""
-    if model.on_gpu:
-        return "layers may run on a GPU"
-    if model.memory_type not in ("attention", "sliding-window"):
-        return f"not established for {model.memory_type} memory"
-    if params.flash_attention is False:
-        return "flash attention is off"
-    return ""
+def _check_copies(layout: StateLayout | None) -> None:
+    """Raise UnsupportedError where the cells of a sequence of non-unified KV cannot be copied."""
+    if layout is None or not layout.is_cells_only:
+        raise UnsupportedError(
+            "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
+        )

@@ -4,10 +4,10 @@ llama.cpp's attention sums over cells in the order of their indices. A sequence 
 lower cell than an earlier one gets the same logits except for rounding, and rounding differences can
 change the sampled token. llama.cpp fills the lowest free cells first, so a hole below the cells of a
 living sequence is what would break the order.
-In a batch-invariant context such cells are therefore not freed but *reserved*: tagged with a sequence id
-that is never used otherwise. They are released when no living sequence has cells above them, or when the
-cache is full: then all sequences are decoded again, in order (``compaction.py``). Where that is
-impossible, the cells are freed and the order is no longer guaranteed.
+In a batch-invariant context such cells are therefore *quarantined* when they become free: tagged with a
+sequence id that is never used otherwise. They are released when no living sequence has cells above them,
+or when the cache is full: then all sequences are decoded again, in order (``compaction.py``). Where that
+is impossible, the cells are freed and the order is no longer guaranteed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..native import ContextHandle
-from .cell_ledger import CellLedger
+from .cell_table import CellTable
 
 __all__ = ["CellOrder"]
 
@@ -23,16 +23,16 @@ __all__ = ["CellOrder"]
 class CellOrder:
     """Cells that hold nothing any more but must not be reused yet."""
 
-    def __init__(self, handle: ContextHandle, cells: CellLedger, seq_id: int) -> None:
+    def __init__(self, handle: ContextHandle, cells: CellTable, seq_id: int) -> None:
         self._handle = handle
         self._cells = cells
         self._seq_id = seq_id
-        self._lowest: int | None = None  # the write index of the oldest reserved cell
+        self._lowest: int | None = None  # the write index of the oldest quarantined cell
         self.n_cells = 0
-        self.in_order = True  # False once reserved cells had to be freed below a living sequence
+        self.in_order = True  # False once quarantined cells had to be freed below a living sequence
 
-    def reserve(self, seq_id: int, start: int, end: int) -> None:
-        """Reserve the cells that a drop of [start, end) would free below a living sequence."""
+    def quarantine(self, seq_id: int, start: int, end: int) -> None:
+        """Quarantine the cells that a drop of [start, end) would free below a living sequence."""
         cells = self._cells
         end_of_seq = cells.next_position(seq_id)
         high = min(end, end_of_seq)
@@ -51,10 +51,10 @@ class CellOrder:
             self._handle.copy(seq_id, self._seq_id, low, high)
             self._add(write_index, n_cells)
 
-    def reserve_tree(
+    def quarantine_tree(
         self, leaves: Sequence[int], start: int, write_index: int, n_cells: int
     ) -> None:
-        """Reserve the ``n_cells`` rejected cells of a tree that was written from ``write_index`` on."""
+        """Quarantine the ``n_cells`` rejected cells of a tree written from ``write_index`` on."""
         for leaf in leaves:
             self._handle.copy(leaf, self._seq_id, start, -1)
         self._add(write_index, n_cells)
@@ -64,7 +64,7 @@ class CellOrder:
         self.n_cells += n_cells
 
     def release_if_unneeded(self) -> None:
-        """Release the reserved cells if no living sequence has cells above them."""
+        """Release the quarantined cells if no living sequence has cells above them."""
         if self._lowest is None:
             return
         cells = self._cells
@@ -73,13 +73,13 @@ class CellOrder:
             self._forget()
 
     def release(self) -> None:
-        """Release the reserved cells although sequences have cells above them: order is lost."""
+        """Release the quarantined cells although sequences have cells above them: order is lost."""
         self._handle.remove(self._seq_id, 0, -1)
         self._forget()
         self.in_order = False
 
     def _forget(self) -> None:
-        """Record that nothing is reserved."""
+        """Record that nothing is quarantined."""
         self._lowest, self.n_cells = None, 0
 
     def reset(self) -> None:

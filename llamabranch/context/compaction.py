@@ -11,11 +11,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..errors import DecodeInterruptedError, SnapshotError
 from ..native import call_in_thread
-from .batch import decode_run
-from .decoder import Decoder
-from .kv_cache import KVCache, State
+from .memory import Memory, State
 from .prefix_cache import PrefixCache
 from .radix_tree import RadixTree
+from .runner import Runner, decode_run
 
 __all__ = ["Replayable", "rewrite_in_order"]
 
@@ -47,8 +46,8 @@ class _Step(NamedTuple):
 
 
 def rewrite_in_order(
-    cache: KVCache,
-    decoder: Decoder,
+    memory: Memory,
+    runner: Runner,
     holders: Iterable[object],
     prefixes: PrefixCache | None = None,
     *,
@@ -59,8 +58,8 @@ def rewrite_in_order(
     The context does not know the tokens of raw sequences, nor of those a verification is using.
 
     Args:
-        cache: the cells.
-        decoder: decodes the tokens where their K/V cannot be copied.
+        memory: the cells.
+        runner: decodes the tokens where their K/V cannot be copied.
         holders: the holders of leased sequences.
         prefixes: the prefix cache. What it keeps is lost where tokens are decoded again.
         by_state: copy the K/V where that is exact; otherwise decode again.
@@ -69,20 +68,20 @@ def rewrite_in_order(
         KeyboardInterrupt, DecodeInterruptedError: only after every sequence has its cells again.
     """
     owners = [holder for holder in holders if isinstance(holder, Replayable)]
-    held = {owner.seq_id: cache.next_position(owner.seq_id) for owner in owners}
-    if any(seq_id not in held for seq_id in cache.usage().sequences):
+    held = {owner.seq_id: memory.next_position(owner.seq_id) for owner in owners}
+    if any(seq_id not in held for seq_id in memory.usage().sequences):
         return False
     if any(held[owner.seq_id] > owner.position for owner in owners):
         return False
     texts = [(owner.seq_id, owner.tokens[: held[owner.seq_id]]) for owner in owners]
-    if by_state and cache.can_move:
+    if by_state and memory.can_move:
         kept = [] if prefixes is None else prefixes.texts()
-        if _copy(cache, _plan([*texts, *kept]), kept):
+        if _copy(memory, _plan([*texts, *kept]), kept):
             return True
     if prefixes is not None:
         prefixes.clear()
-    cache.clear()
-    _decode_again(cache, decoder, _plan(texts))
+    memory.clear()
+    _decode_again(memory, runner, _plan(texts))
     return True
 
 
@@ -98,7 +97,7 @@ def _plan(texts: Iterable[tuple[int, list[int]]]) -> list[_Step]:
     return plan
 
 
-def _copy(cache: KVCache, plan: list[_Step], kept: list[tuple[int, list[int]]]) -> bool:
+def _copy(memory: Memory, plan: list[_Step], kept: list[tuple[int, list[int]]]) -> bool:
     """Copy the K/V of all sequences out of the cache and back; False if llama.cpp refuses.
 
     It runs in a thread of its own, so that Ctrl-C waits until it is complete.
@@ -109,20 +108,20 @@ def _copy(cache: KVCache, plan: list[_Step], kept: list[tuple[int, list[int]]]) 
         nonlocal done
         try:
             pieces: dict[int, State] = {
-                step.seq_id: cache.piece(step.seq_id, step.n_shared)
+                step.seq_id: memory.piece(step.seq_id, step.n_shared)
                 for step in plan
                 if step.n_shared < len(step.tokens)
             }
-            hidden = cache.hidden
+            hidden = memory.hidden
             rows = {} if hidden is None else {s.seq_id: hidden.all_of(s.seq_id) for s in plan}
-            cache.clear()
+            memory.clear()
             for seq_id, _ in kept:
-                cache.keep(seq_id)
+                memory.keep(seq_id)
             for seq_id, tokens, source, n in plan:
                 if n:
-                    cache.share(source, seq_id, 0, n)
+                    memory.fork(source, seq_id, n)
                 if seq_id in pieces:
-                    cache.place(seq_id, pieces.pop(seq_id), n, len(tokens) - n)
+                    memory.place(seq_id, pieces.pop(seq_id), n, len(tokens) - n)
             if hidden is not None:
                 for seq_id, found in rows.items():
                     hidden.set_all(seq_id, found)
@@ -134,15 +133,15 @@ def _copy(cache: KVCache, plan: list[_Step], kept: list[tuple[int, list[int]]]) 
     return done
 
 
-def _decode_again(cache: KVCache, decoder: Decoder, plan: list[_Step]) -> None:
+def _decode_again(memory: Memory, runner: Runner, plan: list[_Step]) -> None:
     """Decode the tokens of all sequences into the empty cache."""
     interruption: KeyboardInterrupt | DecodeInterruptedError | None = None
     for seq_id, tokens, source, n in plan:
         if n:
-            cache.share(source, seq_id, 0, n)
-        while cache.next_position(seq_id) < len(tokens):
+            memory.fork(source, seq_id, n)
+        while memory.next_position(seq_id) < len(tokens):
             try:
-                decode_run(decoder, tokens[n:], seq_id, "none")
+                decode_run(runner, tokens[n:], seq_id, "none")
             except (KeyboardInterrupt, DecodeInterruptedError) as error:
                 interruption = error
     if interruption is not None:

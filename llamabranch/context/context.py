@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,25 +15,22 @@ from typing_extensions import Self, TypeVar, Unpack
 from ..arguments import choice, instance, plain_int, real, shown, whole
 from ..errors import BranchStateError, ConfigError, ExactnessWarning, UnsupportedError, warn
 from ..model import Model, Prompt, TokenIds, token_list
-from ..native import ContextHandle, HeadOf, NativeContextParams, StateLayout, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base, number_array
 from ..sampling.params import settings_of
-from .batch import decode_run
-from .capabilities import Capabilities, Trial, of_sharing_head, probe
-from .cell_ledger import Usage
+from .capabilities import Capabilities
+from .cell_table import Usage
 from .compaction import rewrite_in_order
-from .decoder import Decoder
-from .kv_cache import KVCache
-from .kv_type import faster_kv_type
+from .draft_runner import DraftRunner
 from .logits import LogitsRow
-from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams, warn_of_length
-from .prefix_cache import LeasedSequences, PrefixCache
+from .memory import END, Memory
+from .opening import open_native
+from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams
+from .prefix_cache import PrefixCache
+from .runner import Runner, decode_run
 from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
-from .thread_watch import ThreadWatch
-from .threads import ThreadTuner
-from .timing import stopped_after
+from .threads import stopped_after
 
 if TYPE_CHECKING:
     from ..engine import Result
@@ -51,8 +47,6 @@ __all__ = ["Context", "text_context"]
 
 Logits = npt.NDArray[np.float32]
 T = TypeVar("T", default=object)
-
-_RECLAIMED_PART = 8  # of the cache: what the prefix cache evicts, at least, when cells are needed
 
 
 class _Resident(Protocol):
@@ -96,7 +90,6 @@ class Context:
         ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
             is larger and not meant for several sequences (``n_seq_max`` is not given, or 1), else when
             a sequence does. Not where rope settings are given, nor with recurrent memory.
-        PerformanceWarning: once, if decoding becomes far slower because other programs use the cores.
 
     Sequences 0 to n_seq_max - 1 are open to the raw calls of this class unless a branch holds
     them; branches take them from the top. One lock serialises all calls from many threads.
@@ -115,47 +108,28 @@ class Context:
         target: Context | None = None,
         **options: Unpack[ContextOptions],
     ) -> None:
-        given = _given_params(model, target, params, options)
-        resolved = given.resolve(model)
-        trained = _trained_length(model, given)
-        resolved, handle, tuner, trial = _open(model, resolved, given, target)
-        native = resolved.native()
+        instance("model", model, Model, "load a file with Model(path), or both with lb.load(path)")
+        if target is not None:
+            meant = "give the context that generates, for example lb.load(), not its model or name"
+            instance("target", target, Context, meant)
+        given = ContextParams(**options) if params is None else replace(params, **options)
+        opened = open_native(model, given, target)
+        handle, resolved, native = opened.handle, opened.params, opened.params.native()
         self.model, self.target = model, target
         self.kv_type = resolved.kv_type
-        self.n_ctx = handle.n_ctx
-        self.n_ctx_seq = handle.n_ctx_seq
-        self.n_batch = handle.n_batch
-        self.n_seq_max = n_seq_max = native.n_seq_max
-        self.n_outputs_max = handle.n_outputs_max
+        self.n_ctx, self.n_ctx_seq = handle.n_ctx, handle.n_ctx_seq
+        self.n_batch, self.n_outputs_max = handle.n_batch, handle.n_outputs_max
         self.n_vocab = model.n_vocab
         self._owns_model = owns_model
         self._lock = handle.lock
-        try:
-            self.capabilities, layout = trial
-            encoder = None if target is None else _open_head(handle, model, target)
-        except BaseException:
-            handle.close()
-            raise
-        self.n_threads, self.n_threads_batch = tuner.n_threads, tuner.n_threads_batch
-        self.params = tuner.filled(resolved)
-        self._cache = KVCache(
-            handle,
-            n_seq_max,
-            can_truncate=self.capabilities.can_truncate,
-            keeps_order=self.capabilities.batch_invariant and target is None,
-            window=self.capabilities.sliding_window if self.capabilities.can_truncate else 0,
-            state_layout=layout,
-        )
-        self._decoder = Decoder(
-            handle,
-            self._cache,
-            self._reclaim,
-            n_trained=trained,
-            watch=ThreadWatch.of(handle, model, tuner),
-            eog_tokens=sorted(model.eog_tokens),
-            encoder=encoder,
-        )
-        self.sequences = SequenceIds(self._cache, self._lock, self._check_raw, lambda: self.closed)
+        self.capabilities, self._memory = opened.capabilities, opened.memory
+        self.n_seq_max = native.n_seq_max
+        self.n_threads, self.n_threads_batch = native.n_threads, native.n_threads_batch
+        self.params = resolved
+        self._memory.compact = lambda: self.compact()  # whatever that is then
+        self._runner = Runner(handle, self._memory, opened.n_trained, opened.encoder)
+        self.drafts = DraftRunner(self._runner, sorted(model.eog_tokens))
+        self.sequences = SequenceIds(self._memory, self._lock, self._check_raw, lambda: self.closed)
         # Kept by packages above while it is open; not for users.
         self.residents: dict[str, _Resident] = {}
         self.prefix_cache = None
@@ -167,27 +141,15 @@ class Context:
         self.release_threads()
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
-        if cache_ram and not self._cache.can_copy:
-            self._decoder.handle.close()
-            raise UnsupportedError(
-                f"cache_ram is not possible with {self.model.memory_type} memory, which cannot be copied",
-                hint="leave cache_ram out; prefix_cache works without it",
-            )
-        leased = None
-        if self.capabilities.recurrent or not self.capabilities.can_share:
-            leased = LeasedSequences(self._cache, self.sequences)
         saved = SavedPrefixes(cache_ram) if cache_ram else None
-        prefixes = PrefixCache(self._cache, leased, saved, self._decoder)
-        self.sequences.evict = prefixes.evict_text
-        self.sequences.hand_over = prefixes.hand_over
-        return prefixes
+        return PrefixCache(self._memory, self.sequences, saved, self._runner)
 
     # -- life --------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
         """True after ``close()`` of the context or its model."""
-        return self._decoder.handle.closed
+        return self._runner.handle.closed
 
     def close(self) -> None:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
@@ -195,9 +157,9 @@ class Context:
         self.residents.clear()
         for resident in residents:
             resident.close()
-        self._decoder.handle.close_children()  # heads: not under this lock, they have their own
+        self._runner.handle.close_children()  # heads: not under this lock, they have their own
         with self._lock:
-            self._decoder.close()
+            self._runner.close()
         if self._owns_model:
             if not self.model.closed:
                 self.model.handle.name = "context"  # what was closed, for ClosedError
@@ -213,16 +175,6 @@ class Context:
         if self.closed:
             return "<Context closed>"
         return f"<Context of {self.model.name!r}: {self.n_ctx} cells, {self.n_seq_max} sequences>"
-
-    def _check_open(self) -> None:
-        self._decoder.check_open()
-
-    def _check_own_memory(self) -> None:
-        if self.model.shares_memory:
-            raise UnsupportedError(
-                f"{self.model.name} has no memory of its own: it reads that of its target",
-                hint="it is for drafting only: MTPDrafter(ctx)",
-            )
 
     def warn_if_inexact(self, n_rows: int) -> None:
         """Warn, once, if logits of ``n_rows`` tokens in one decode differ from those of each alone."""
@@ -248,7 +200,7 @@ class Context:
         ten times as long, until the first thread calls this or ends. A new context and an ``AsyncEngine``
         do it in the thread that creates them.
         """
-        self._decoder.handle.release_threads()
+        self._runner.handle.release_threads()
 
     def interrupt(self) -> None:
         """Stop the decode running in another thread; if none is running, the next one stops at once.
@@ -258,11 +210,11 @@ class Context:
         between the operations of its graph; with recurrent memory, or layers on a GPU, the decode
         stops between micro-batches (``n_ubatch`` tokens).
         """
-        self._decoder.handle.stop()
+        self._runner.handle.stop()
 
     def resume(self) -> None:
         """Undo an ``interrupt`` that has stopped no decode yet: the next one runs."""
-        self._decoder.handle.resume()
+        self._runner.handle.resume()
 
     @contextmanager
     def time_limit(self, seconds: float) -> Iterator[None]:
@@ -277,7 +229,7 @@ class Context:
         seconds = real("a time limit", seconds)
         if not seconds > 0:
             raise ConfigError(f"a time limit is a positive number of seconds, not {seconds!r}")
-        with stopped_after(self._decoder.handle, seconds):
+        with stopped_after(self._runner.handle, seconds):
             yield
 
     # -- for the layers above: the lock is held --------------------------------------------------------
@@ -288,14 +240,14 @@ class Context:
         return self._lock
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> Runner:
         """Tokens in, rows of logits out; for branches, not for users."""
-        return self._decoder
+        return self._runner
 
     @property
-    def kv_cache(self) -> KVCache:
-        """The cells; for branches, not for users."""
-        return self._cache
+    def kv_cache(self) -> Memory:
+        """Which sequence holds which cells, and what can be done with it; not for users."""
+        return self._memory
 
     @property
     def n_seq_free(self) -> int:
@@ -307,37 +259,26 @@ class Context:
 
         Nothing needs to be done where sequences have cells of their own.
         """
-        if not self.capabilities.can_share:
+        if self._memory.forks_copy:
             return True
         return rewrite_in_order(
-            self._cache, self._decoder, self.sequences.holders(), self.prefix_cache
+            self._memory, self._runner, self.sequences.holders(), self.prefix_cache
         )
+
+    def fits(self, seq_id: int, n: int, parents: Sequence[int] | None = None) -> int:
+        """Return how many of ``n`` drafted tokens can be verified in one decode after a sequence.
+
+        ``parents``: of a tree, see ``Draft``.
+        """
+        n = min(n, self.n_outputs_max - 1)
+        return self._memory.fits(n, parents, lambda: self.sequences.count_free(used=(seq_id,)))
 
     def keep_prefixes(self) -> None:
         """Open the prefix cache, unless ``prefix_cache`` was given or it would take sequences."""
         with self._lock:
-            can = self.capabilities.can_share and self.capabilities.can_truncate
+            can = self._memory.can_draft and not self._memory.forks_copy
             if can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES:
                 self.prefix_cache = self.prefix_cache or self._open_prefix_cache(0)
-
-    def _reclaim(self, n: int) -> bool:
-        """Free cells for ``n`` tokens, if any can be freed; True if some were.
-
-        First those that only the prefix cache uses, then reserved ones: by compaction, or, where that
-        is impossible, out of order.
-        """
-        cache, freed = self._cache, 0
-        if self.prefix_cache is not None:
-            # More than is needed now, so that compactions are rare.
-            wanted = max(n - cache.n_vacant, self.n_ctx // _RECLAIMED_PART)
-            freed = self.prefix_cache.evict(wanted - cache.n_reserved)
-        if freed and cache.n_vacant >= n:
-            return True
-        if not cache.n_reserved:
-            return freed > 0
-        if not self.compact():
-            cache.release_reserved()
-        return True
 
     def _check_seq(self, seq_id: int) -> int:
         seq_id = whole("a sequence id", seq_id)
@@ -353,9 +294,9 @@ class Context:
     def usage(self) -> Usage:
         """Return how full the cache is."""
         with self._lock:
-            self._check_open()
+            self._runner.check_open()
             self.sequences.collect()
-            return self._cache.usage()
+            return self._memory.usage()
 
     def audit(self) -> None:
         """Compare the accounting with llama.cpp's own positions.
@@ -367,13 +308,17 @@ class Context:
             self.target.audit()  # its lock comes before this context's
             return
         with self._lock:
-            self._check_open()
+            self._runner.check_open()
             self.sequences.collect()
-            self._cache.audit(ends_only=not self.capabilities.can_truncate)
+            self._memory.audit()
 
     def _check_raw(self, *seq_ids: int) -> list[int]:
-        self._check_open()
-        self._check_own_memory()
+        self._runner.check_open()
+        if self.model.shares_memory:
+            raise UnsupportedError(
+                f"{self.model.name} has no memory of its own: it reads that of its target",
+                hint="it is for drafting only: MTPDrafter(ctx)",
+            )
         self.sequences.collect()
         checked = [self._check_seq(seq_id) for seq_id in seq_ids]
         for seq_id in checked:
@@ -410,13 +355,13 @@ class Context:
             if not tokens:
                 raise ConfigError("nothing to decode: no tokens")
             self.model.check_tokens(tokens)
-            end = self._cache.next_position(seq_id)
+            end = self._memory.next_position(seq_id)
             if plain_int(position) != end:
                 raise ConfigError(
                     f"sequence {seq_id} ends at position {end}, so tokens cannot go to {shown(position)}",
                     hint=f"decode at position {end}, or remove positions with kv_cache_remove first",
                 )
-            self._keep_last_rows(decode_run(self._decoder, tokens, seq_id, logits))
+            self._keep_last_rows(decode_run(self._runner, tokens, seq_id, logits))
             self._last_end = end + len(tokens)
 
     def _keep_last_rows(self, rows: list[LogitsRow]) -> None:
@@ -427,7 +372,7 @@ class Context:
             row.users += 1
 
     def _row(self, row: int) -> LogitsRow:
-        self._check_open()
+        self._runner.check_open()
         n = len(self._last_rows)
         number = plain_int(row)
         if number is None or not -n <= number < n:
@@ -470,8 +415,7 @@ class Context:
     def model_entropy(self, base: str = "nats", logits: Logits | None = None) -> float:
         """Return the entropy of softmax(logits) in "nats" or "bits"; default: the last row."""
         with self._lock:
-            row = self._row(-1) if logits is None else LogitsRow(self._check_logits(logits))
-            return row.entropy() / log_base(base)
+            return self._row_or(logits).entropy() / log_base(base)
 
     def model_surprisal(
         self, token: SupportsIndex, base: str = "nats", logits: Logits | None = None
@@ -479,14 +423,15 @@ class Context:
         """Return -log p(token) under softmax(logits) in "nats" or "bits"; default: the last row."""
         with self._lock:
             token = self.model.token_id(token)
-            row = self._row(-1) if logits is None else LogitsRow(self._check_logits(logits))
-            return -row.logprob(token) / log_base(base)
+            return -self._row_or(logits).logprob(token) / log_base(base)
 
-    def _check_logits(self, logits: Logits) -> Logits:
+    def _row_or(self, logits: Logits | None) -> LogitsRow:
+        if logits is None:
+            return self._row(-1)
         array = number_array("logits", logits, np.float32)
         if array.shape != (self.n_vocab,):
             raise ConfigError(f"logits must have shape ({self.n_vocab},), not {array.shape}")
-        return array
+        return LogitsRow(array)
 
     def kv_seq_copy(self, src: int, dst: int) -> None:
         """Make sequence ``dst`` a copy of ``src``. In a unified cache they share cells, no K/V is copied.
@@ -496,7 +441,7 @@ class Context:
         with self._lock:
             src, dst = self._check_raw(src, dst)
             if src != dst:
-                self._cache.share(src, dst)
+                self._memory.fork(src, dst)
 
     def kv_cache_remove(self, seq_id: int, start: int = 0, end: int = -1) -> None:
         """Drop the positions [start, end) of a sequence; end -1 = to the end.
@@ -509,14 +454,14 @@ class Context:
             start, end = whole("start", start), whole("end", end)
             if start < 0 or end < -1 or (end != -1 and end < start):
                 raise ConfigError(f"no such range of positions: [{shown(start)}, {shown(end)})")
-            stop = (1 << 31) if end == -1 else end
-            length = self._cache.next_position(seq_id)
+            stop = END if end == -1 else end
+            length = self._memory.next_position(seq_id)
             if start >= min(stop, length):
                 return
             partial = start > 0 or stop < length
             # A partial sliding window would accept the removal and then compute from missing cells.
-            if (partial and not self._cache.can_cut(seq_id, start)) or not self._cache.drop(
-                seq_id, start, 1 << 31 if stop >= length else stop
+            if (partial and not self._memory.can_cut(seq_id, start)) or not self._memory.drop(
+                seq_id, start, END if stop >= length else stop
             ):
                 raise UnsupportedError(
                     "this model's memory cannot drop a part of a sequence",
@@ -529,7 +474,7 @@ class Context:
             (seq_id,) = self._check_raw(seq_id)
             for other in range(self.n_seq_max):
                 if other != seq_id and other not in self.sequences:
-                    self._cache.drop(other, 0)
+                    self._memory.drop(other, 0)
 
     def kv_cache_clear(self) -> None:
         """Empty the whole cache.
@@ -538,9 +483,7 @@ class Context:
             BranchStateError: a branch still uses it.
         """
         with self._lock:
-            self._check_open()
-            self._check_own_memory()
-            self.sequences.collect()
+            self._check_raw()
             n_branches = self.sequences.n_held
             if n_branches:
                 raise BranchStateError(
@@ -549,13 +492,13 @@ class Context:
                 )
             if self.prefix_cache is not None:
                 self.prefix_cache.clear()
-            self._cache.clear()
+            self._memory.clear()
 
     def kv_cache_size(self, seq_id: int) -> int:
         """Return how many tokens a sequence holds."""
         with self._lock:
-            self._check_open()
-            return self._cache.ledger.length(self._check_seq(seq_id))
+            self._runner.check_open()
+            return self._memory.cells.length(self._check_seq(seq_id))
 
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
@@ -703,209 +646,3 @@ def text_context(name: str, value: object) -> Context:
             hint="EagleDrafter(head) or MTPDrafter(head) drafts with it; generate with the target",
         )
     return context
-
-
-def _given_params(
-    model: Model, target: Context | None, params: ContextParams | None, options: ContextOptions
-) -> ContextParams:
-    """Return the parameters that were given; for a head the target's where none are."""
-    instance("model", model, Model, "load a file with Model(path), or both with lb.load(path)")
-    if target is not None:
-        meant = "give the context that generates, for example lb.load(), not its model or name"
-        instance("target", target, Context, meant)
-    given = ContextParams(**options) if params is None else replace(params, **options)
-    if target is not None:
-        return _head_params(model, target, given)
-    _check_generates(model)
-    return given
-
-
-def _check_generates(model: Model) -> None:
-    """Raise UnsupportedError, with the reason, unless ``model`` generates text by itself."""
-    if model.architecture == "eagle3" and not model.vocab_only:
-        raise UnsupportedError(
-            f"{model.name} is an EAGLE-3 head: it computes only beside its target",
-            hint="give the target's context: Context(head, target=ctx), or load(name, target=ctx)",
-        )
-    if model.vocab_only or not model.can_generate:
-        kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
-        hint = None
-        if model.n_mtp_layers and not model.vocab_only:
-            kind += ", its MTP layers compute only beside their target"
-            hint = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
-        raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
-
-
-def _trained_length(model: Model, given: ContextParams) -> int | None:
-    """Return the length beyond which a text warns, None if none does; warn now of ``n_ctx`` itself."""
-    trained = given.trained_length(model)
-    # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
-    n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
-    if trained is None or n_ctx is None or n_ctx <= trained:
-        return trained
-    warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
-    return None  # warn only once
-
-
-def _open(
-    model: Model, resolved: ContextParams, given: ContextParams, target: Context | None
-) -> tuple[ContextParams, ContextHandle, ThreadTuner, Trial]:
-    """Create the native context and try out what it can do; twice where that changes its parameters.
-
-    Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
-    rows at once than are exact.
-    """
-    first = resolved
-    reason = ""
-    variation: float | None = None
-    while True:
-        changes_logits = model.memory_type != "recurrent" and resolved.threads_change_logits
-        threads = given.n_threads, given.n_threads_batch
-        tuner = ThreadTuner(model, *threads, changes_logits=changes_logits)
-        params = tuner.filled(resolved)
-        handle = _create(model, params.native(), target)
-        try:
-            if target is not None and model.shares_memory:  # trials need memory
-                _check_copies(handle, None)
-                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None)
-            trial = probe(handle, model, params, is_head=target is not None)
-            found = trial[0]
-            if not found.batch_invariant and resolved is first and target is None:
-                again = _adapted(model, resolved, given, found)
-                if again is not None:
-                    handle.close()
-                    reason, variation = found.batch_invariant_reason, found.total_variation
-                    if found.exact_rows and again.kv_type != resolved.kv_type:
-                        reason += f" (with {resolved.kv_type} K/V)"
-                    resolved = again
-                    continue
-            if target is not None and not found.can_truncate:
-                raise UnsupportedError(
-                    "a head must be able to drop what it has drafted", hint="leave swa_full out"
-                )
-            _check_copies(handle, trial[1])
-            tuner.tune(handle)
-        except BaseException as error:
-            handle.close()
-            if given.kv_unified == "auto" and isinstance(error, UnsupportedError):
-                unified = replace(given, kv_unified=True)
-                return _open(model, unified.resolve(model), unified, target)
-            raise
-        if reason:
-            if found.batch_invariant:
-                at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
-                more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
-                reason = f"by {at_once}{more}: {reason}"
-                variation = 0.0
-            more_found = replace(found, batch_invariant_reason=reason, total_variation=variation)
-            trial = (more_found, *trial[1:])
-        return resolved, handle, tuner, trial
-
-
-def _check_copies(handle: ContextHandle, layout: StateLayout | None) -> None:
-    """Raise UnsupportedError where sequences have cells of their own, and these cannot be copied."""
-    if not handle.kv_unified and (layout is None or not layout.is_cells_only):
-        raise UnsupportedError(
-            "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
-        )
-
-
-def _adapted(
-    model: Model, resolved: ContextParams, given: ContextParams, found: Capabilities
-) -> ContextParams | None:
-    """Return the parameters for a model whose batches are not exact as they are; None = these.
-
-    Raises:
-        UnsupportedError: ``batch_invariant=True`` is not possible.
-    """
-    if resolved.batch_invariant is True:
-        rows = found.exact_rows
-        exact = model.memory_type == "attention" and rows > 1
-        if exact and (resolved.kv_unified or rows >= (resolved.n_seq_max or 1)):
-            return replace(resolved, n_ubatch=rows)
-        hint = (
-            "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
-            "such as Q8_0 or Q4_0, kv_type bf16 or q8_0, and flash attention"
-        )
-        raise UnsupportedError(
-            f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
-            hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
-        )
-    if (given.kv_type, resolved.kv_type) == ("auto", "bf16") and model.memory_type == "attention":
-        faster = faster_kv_type(model)
-        return None if faster == "bf16" else replace(resolved, kv_type=faster)
-    return None
-
-
-def _create(model: Model, native: NativeContextParams, target: Context | None) -> ContextHandle:
-    """Return the native context; ``target`` for that of a head."""
-    if target is None:
-        handle = ContextHandle(model.handle, native)
-        if not handle.has_memory:
-            handle.close()
-            raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
-        return handle
-    with target.lock:
-        if model.shares_memory and target.usage().cells_used:
-            raise BranchStateError(
-                f"{model.name} shares the memory of its target, and opening it would empty that",
-                hint="open it before anything is decoded, or prune all branches first",
-            )
-        head = HeadOf(target.decoder.handle, not model.target_layers, model.shares_memory)
-        return ContextHandle(model.handle, native, head)
-
-
-def _open_head(handle: ContextHandle, model: Model, target: Context) -> heads.Encoder | None:
-    """Let the target keep its hidden states; return the head's encoder, if it has one."""
-    layers = model.target_layers or (target.model.n_layer,)
-    reader = weakref.ref(handle)
-
-    def is_read() -> bool:
-        found = reader()
-        return found is not None and not found.closed
-
-    with target.lock:
-        width = target.decoder.watch_hidden(layers, is_read).width
-    if not model.target_layers:
-        return None
-    return heads.Encoder(handle, width, min(handle.n_outputs_max, handle.n_chunk))
-
-
-def _head_params(model: Model, target: Context, given: ContextParams) -> ContextParams:
-    """Return the parameters of a head's context, the target's where none are given.
-
-    Raises:
-        UnsupportedError: ``model`` is no head for the target, with the reason.
-    """
-    target.decoder.check_open()
-    reason = target.model.head_fault(model)
-    if reason:
-        raise UnsupportedError(
-            f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
-            hint="`llamabranch models show TARGET HEAD` shows whether one can draft for the other",
-        )
-    if model.shares_memory:
-        if given.prefix_cache:
-            raise UnsupportedError("a head that reads the memory of its target caches no prefixes")
-        theirs = target.params
-        return replace(
-            given,
-            n_ctx=target.n_ctx,
-            n_seq_max=target.n_seq_max,
-            kv_type=target.kv_type,
-            flash_attention=theirs.flash_attention,
-            swa_full=theirs.swa_full,
-            kv_unified=theirs.kv_unified,
-            batch_invariant=False,
-            n_threads=given.n_threads or target.n_threads,
-            n_threads_batch=given.n_threads_batch or target.n_threads_batch,
-        )
-    # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
-    n_layers = max(1, model.n_mtp_layers)
-    return replace(
-        given,
-        n_ctx=given.n_ctx or target.n_ctx * n_layers,
-        n_seq_max=given.n_seq_max or min(target.n_seq_max * n_layers, max_sequences()),
-        n_threads=given.n_threads or target.n_threads,
-        n_threads_batch=given.n_threads_batch or target.n_threads_batch,
-    )

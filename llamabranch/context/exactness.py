@@ -19,10 +19,10 @@ import numpy.typing as npt
 from ..model import Model
 from ..native import engine_versions, system_info
 from ..profile import is_off, read_entry, write_entries
-from .decoder import Decoder
-from .kv_cache import KVCache
+from .params import INVARIANT_KV_TYPES, ContextParams
+from .runner import Runner
 
-__all__ = ["Exactness", "measured_exactness"]
+__all__ = ["Exactness", "exactness_of"]
 
 _SIZES = (2, 3, 4, 5, 8, 9, 17, 64)  # where kernels change: blocks of 4, 8, 16 rows, tiles of 64
 _ALONE = 9  # rows that are decoded one by one
@@ -36,22 +36,66 @@ _SECTION = "exact rows"
 
 
 class Exactness(NamedTuple):
-    """What was measured.
-
-    Attributes:
-        rows: the most rows of a decode up to which every row's logits are those it has alone; 0 = all.
-        total_variation: the largest between the next token's distributions of the two; 0 = equal.
-    """
+    """In how many rows batches are exact, by how much others are off, and why, see `Capabilities`."""
 
     rows: int
-    total_variation: float
+    total_variation: float | None = None
+    reason: str = ""
 
 
 _found: weakref.WeakKeyDictionary[Model, dict[str, Exactness]] = weakref.WeakKeyDictionary()
 
 
-def measured_exactness(
-    decoder: Decoder, cache: KVCache, model: Model, most: int, *, setting: str, ask: bool
+def exactness_of(
+    runner: Runner, model: Model, params: ContextParams, *, is_head: bool
+) -> Exactness:
+    """Return what is asked for, excluded by a rule, or measured on the empty context."""
+    if params.batch_invariant is False:
+        return Exactness(0, reason="not asked for")
+    n_ubatch = params.n_ubatch or runner.handle.n_batch
+    reason = _why_not_invariant(model, params)
+    if is_head:
+        reason = reason or "not measured for a head, which needs the states of its target"
+    slides, limit = model.memory_type == "sliding-window", ""
+    if params.kv_type not in INVARIANT_KV_TYPES:  # f16 differs only after 500 tokens
+        limit = f"the K/V type is {params.kv_type}, not bf16 or q8_0"
+    elif slides:
+        limit = "cells of a sliding window may be used in another order"
+    if reason or (limit and not slides):
+        return Exactness(0, reason=reason or limit)
+    ask = params.batch_invariant is True
+    setting = f"K/V {params.kv_type}, {params.n_threads} threads"
+    measured = _measured(runner, model, n_ubatch, setting=setting, ask=ask)
+    rows, variation, _ = measured or Exactness(0)
+    if measured is None:
+        reason = "not measured: it would take more than 2 s (batch_invariant=True asks for it)"
+    elif rows >= n_ubatch:
+        reason = "measured: the logits of batches are equal to the bit"
+    else:
+        size = f"more than {rows}" if rows > 1 else "two"
+        reason = (
+            f"measured: logits of batches of {size} tokens differ, "
+            f"probabilities by a total variation of up to {variation:.2g}"
+        )
+    if limit:
+        reason = f"{limit}; {reason}"
+        rows = rows if params.kv_type in INVARIANT_KV_TYPES else 0
+    return Exactness(rows, variation, reason)
+
+
+def _why_not_invariant(model: Model, params: ContextParams) -> str:
+    """Return the rule that excludes exact batches, "" if none does and measuring tells."""
+    if model.on_gpu:
+        return "layers may run on a GPU"
+    if model.memory_type not in ("attention", "sliding-window"):
+        return f"not established for {model.memory_type} memory"
+    if params.flash_attention is False:
+        return "flash attention is off"
+    return ""
+
+
+def _measured(
+    runner: Runner, model: Model, most: int, *, setting: str, ask: bool
 ) -> Exactness | None:
     """Return up to how many rows a decode gives each the logits it has alone, and how far others are off.
 
@@ -59,7 +103,7 @@ def measured_exactness(
     equal, 1 where not even two rows are.
 
     Args:
-        decoder, cache, model: of the context.
+        runner, model: of the context.
         most: rows that llama.cpp computes at once; it cuts larger batches, so only these are tried.
         setting: what else the result depends on: K/V type and threads.
         ask: whether to measure all sizes however long it takes. Otherwise fewer are for more than a
@@ -69,9 +113,9 @@ def measured_exactness(
     is_part = n_params > _ALL and not ask
     if n_params > _SOME and not ask:
         return None
-    most = min(most, decoder.handle.n_batch)
+    most = min(most, runner.handle.n_batch)
     setting += f", up to {min(most, max(_SIZES))} rows" + (", few sizes" if is_part else "")
-    setting += ", one sequence" if cache.ledger.n_seq_max < 2 else ""
+    setting += ", one sequence" if runner.memory.cells.n_seq_max < 2 else ""
     known = _found.setdefault(model, {})
     if setting not in known:
         key = _key(model, setting)
@@ -80,12 +124,14 @@ def measured_exactness(
             of_all = _FEW if is_part else _SIZES
             most = min(most, of_all[-1])
             sizes = [*(n for n in of_all if n < most), most]
-            kept = _measure(decoder, cache, model, sizes, _FEW_ALONE if is_part else _ALONE)
+            kept = _measure(runner, model, sizes, _FEW_ALONE if is_part else _ALONE)
             if key is not None:
-                write_entries([(_SECTION, key, kept._asdict())])
+                entry: dict[str, object] = kept._asdict()
+                del entry["reason"]
+                write_entries([(_SECTION, key, entry)])
         known[setting] = kept
     found = known[setting]
-    return found._replace(rows=found.rows or decoder.handle.n_batch)
+    return found._replace(rows=found.rows or runner.handle.n_batch)
 
 
 def _key(model: Model, setting: str) -> str | None:
@@ -107,30 +153,25 @@ def _read(key: str | None) -> Exactness | None:
     return None
 
 
-def _measure(
-    decoder: Decoder, cache: KVCache, model: Model, sizes: Sequence[int], n_alone: int
-) -> Exactness:
+def _measure(runner: Runner, model: Model, sizes: Sequence[int], n_alone: int) -> Exactness:
     own = [(7 * i + 3) % model.n_vocab for i in range(min(n_alone, sizes[-1]))]
     alone: list[npt.NDArray[np.float32]] = []
     try:
         for token in own:
-            alone.append(decoder.decode([token], [0], [True])[0].array.copy())
-        variation = max(_variation(decoder, cache, own, alone, n) for n in sizes)
+            alone.append(runner.decode([token], [0], [True])[0].array.copy())
+        variation = max(_variation(runner, own, alone, n) for n in sizes)
         if not variation:
             return Exactness(0, 0.0)
         n = 1
-        while n < min(_MOST_LISTED, sizes[-1]) and not _variation(
-            decoder, cache, own, alone, n + 1
-        ):
+        while n < min(_MOST_LISTED, sizes[-1]) and not _variation(runner, own, alone, n + 1):
             n += 1
         return Exactness(n, variation)
     finally:
-        cache.clear()
+        runner.memory.clear()
 
 
 def _variation(
-    decoder: Decoder,
-    cache: KVCache,
+    runner: Runner,
     own: Sequence[int],
     alone: Sequence[npt.NDArray[np.float32]],
     n: int,
@@ -139,21 +180,21 @@ def _variation(
 
     Above 0 wherever they differ in a bit.
     """
-    cache.clear()
+    runner.memory.clear()
     n_own = min(n, len(own))
-    others = [(token + 1) % decoder.handle.n_vocab for token in own] * -(-n // len(own))
+    others = [(token + 1) % runner.handle.n_vocab for token in own] * -(-n // len(own))
     # Rows of another sequence come between them, where there is one; then the last row is compared.
     is_own = [
         (n - 1 - i) % (n // n_own) == 0 and n - 1 - i < n_own * (n // n_own) for i in range(n)
     ]
-    if cache.ledger.n_seq_max < 2:  # the others follow in the same one
+    if runner.memory.cells.n_seq_max < 2:  # the others follow in the same one
         is_own.sort(reverse=True)
     mine, other = iter(own), iter(others)
     tokens = [next(mine) if is_mine else next(other) for is_mine in is_own]
-    seqs = [0 if is_mine or cache.ledger.n_seq_max < 2 else 1 for is_mine in is_own]
+    seqs = [0 if is_mine or runner.memory.cells.n_seq_max < 2 else 1 for is_mine in is_own]
     # llama.cpp aborts on more rows in one decode than it has room for.
-    compared = [i for i in range(n) if is_own[i]][-decoder.handle.n_outputs_max :]
-    rows = decoder.decode(tokens, seqs, [i in compared for i in range(n)])
+    compared = [i for i in range(n) if is_own[i]][-runner.handle.n_outputs_max :]
+    rows = runner.decode(tokens, seqs, [i in compared for i in range(n)])
     expected = alone[n_own - len(compared) : n_own]
     found = 0.0
     for row, there in zip(rows, expected, strict=True):

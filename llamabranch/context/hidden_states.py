@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..errors import ConfigError
 from ..native import ContextHandle, heads
-from .cell_ledger import CellLedger
+from .cell_table import CellTable
 
 __all__ = ["HiddenStates", "PackedStates"]
 
@@ -38,7 +38,7 @@ class HiddenStates:
 
     Args:
         handle: the target's native context; extraction is turned on in it.
-        ledger: which sequence holds which of its cells.
+        cells: which sequence holds which of them.
         layers: whose inputs make up a row, in this order; the number of layers itself is the state
             before the output norm. That alone is what MTP layers read.
         is_read: whether there is still a head that reads them; None: no head, but branches.
@@ -51,7 +51,7 @@ class HiddenStates:
     def __init__(
         self,
         handle: ContextHandle,
-        ledger: CellLedger,
+        cells: CellTable,
         layers: Sequence[int],
         is_read: Callable[[], bool] | None,
     ) -> None:
@@ -63,7 +63,7 @@ class HiddenStates:
         self.is_read = is_read or (lambda: True)
         self.is_for_head = is_read is not None
         self._handle = handle
-        self._ledger = ledger
+        self._cells = cells
         self.layers = tuple(layers)
         self._rows: dict[int, Rows] = {}
         self.turn(on=True)
@@ -93,29 +93,29 @@ class HiddenStates:
             high = low + source.width
             found[:, low:high] = source.rows()[:n]
             low = high
-        if len(self._rows) > 2 * self._ledger.n_cells:
-            self._forget_unused()  # first: the ledger does not have a tree's cells yet
+        if len(self._rows) > 2 * self._cells.n_cells:
+            self._forget_unused()  # first: the table does not have a tree's cells yet
         self._rows.update(zip(range(first, first + n), found, strict=True))
 
     def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:
         """Return the rows of positions [start, end) of a sequence; None where there is none."""
-        index = self._ledger.write_index
+        index = self._cells.write_index
         return [self._rows.get(index(seq_id, position)) for position in range(start, end)]
 
     def all_of(self, seq_id: int) -> list[Rows | None]:
         """Return the rows of all positions of a sequence."""
-        return self.of(seq_id, 0, self._ledger.next_position(seq_id))
+        return self.of(seq_id, 0, self._cells.next_position(seq_id))
 
     def set_all(self, seq_id: int, rows: Iterable[Rows | None]) -> None:
         """Keep ``rows`` for the first positions of a sequence, where they are not None."""
         for position, row in enumerate(rows):
             if row is not None:
-                self._rows[self._ledger.write_index(seq_id, position)] = row
+                self._rows[self._cells.write_index(seq_id, position)] = row
 
     def packed(self, seq_id: int) -> PackedStates | None:
         """Return the rows of all positions of a sequence, a copy; None where some are missing."""
         rows = [row for row in self.all_of(seq_id) if row is not None]
-        if not rows or len(rows) < self._ledger.next_position(seq_id):
+        if not rows or len(rows) < self._cells.next_position(seq_id):
             return None
         return PackedStates(self.layers, np.stack(rows))
 
@@ -125,5 +125,5 @@ class HiddenStates:
             self.set_all(seq_id, packed.rows)
 
     def _forget_unused(self) -> None:
-        used = self._ledger.write_indices()
+        used = self._cells.write_indices()
         self._rows = {index: row for index, row in self._rows.items() if index in used}

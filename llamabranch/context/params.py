@@ -213,7 +213,7 @@ class ContextParams:
                     f"n_ubatch ({n_ubatch}) must be at least n_seq_max ({n_seq_max}) with "
                     f"kv_unified=False: llama.cpp computes a token of every sequence at once"
                 )
-        if model.memory_type == "sliding-window":  # see ``KVCache.hold_window``
+        if model.memory_type == "sliding-window":  # see ``Windowed``
             n_batch = n_ubatch = max(n_ubatch, n_seq_max)
         n_outputs_max = max(n_seq_max, min(n_batch, 256))
         if self.n_outputs_max is not None:
@@ -258,6 +258,22 @@ class ContextParams:
         if model.n_ctx_train <= 0 or model.memory_type == "recurrent" or stretched:
             return None
         return model.n_ctx_train
+
+    @property
+    def least_ubatch(self) -> int:
+        """The least ``n_ubatch``; of resolved parameters.
+
+        Without unified KV llama.cpp computes a token of every sequence at once.
+        """
+        return 1 if self.kv_unified else self.n_seq_max or 1
+
+    def unified_instead(self) -> ContextParams | None:
+        """Return these with unified KV, if "auto" leaves the choice; else None."""
+        return replace(self, kv_unified=True) if self.kv_unified == "auto" else None
+
+    def with_memory_of(self, other: ContextParams) -> ContextParams:
+        """Return these for a context that reads the memory of another one."""
+        return replace(self, kv_unified=other.kv_unified, swa_full=other.swa_full)
 
     @property
     def threads_change_logits(self) -> bool:

@@ -15,94 +15,17 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Protocol
 
 from ..errors import SnapshotError
-from .decoder import Decoder
-from .kv_cache import END, KVCache
+from .memory import END, Memory
 from .radix_tree import RadixTree
+from .runner import Runner
 from .saved_prefixes import SavedPrefixes, SavedText
 from .sequence_ids import SequenceIds
 
-__all__ = ["MIN_SHARED", "KeptSequences", "LeasedSequences", "PrefixCache"]
+__all__ = ["MIN_SHARED", "PrefixCache"]
 
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
-
-
-class KeptSequences(Protocol):
-    """Where the sequences of kept texts come from."""
-
-    def lend(self, holder: object) -> int | None:
-        """Return an empty sequence, None if there is none."""
-
-    def give_back(self, seq_id: int) -> None:
-        """Take back an emptied sequence."""
-
-    def take_over(self, seq_id: int, holder: object) -> bool:
-        """Make a leased sequence that of ``holder``, with all it holds; False if that is not needed."""
-
-    def hand_over(self, seq_id: int) -> bool:
-        """Let a lessee have a sequence with all it holds; False if that is not needed."""
-
-
-class _ExtraSequences:
-    """Ids beyond those of the context: cells can refer to them, but they cannot be decoded."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._free = list(range(cache.ledger.n_seq_max, cache.n_seq_ids))
-
-    def lend(self, holder: object) -> int | None:
-        if not self._free:
-            return None
-        seq_id = heapq.heappop(self._free)
-        self._cache.keep(seq_id)
-        return seq_id
-
-    def give_back(self, seq_id: int) -> None:
-        self._cache.prefix_seq_ids.discard(seq_id)
-        heapq.heappush(self._free, seq_id)
-
-    def take_over(self, seq_id: int, holder: object) -> bool:
-        return False  # sharing cells costs nothing
-
-    def hand_over(self, seq_id: int) -> bool:
-        return False
-
-
-class LeasedSequences:
-    """Sequences of the context itself: only these have recurrent states, and cells of their own."""
-
-    def __init__(self, cache: KVCache, sequences: SequenceIds) -> None:
-        self._cache = cache
-        self._sequences = sequences
-
-    def lend(self, holder: object) -> int | None:
-        """Return an empty sequence, None if there is none."""
-        seq_id = self._sequences.lease_if_free(holder)
-        if seq_id is not None:
-            self._cache.keep(seq_id)
-        return seq_id
-
-    def give_back(self, seq_id: int) -> None:
-        """Take back an emptied sequence."""
-        self._cache.prefix_seq_ids.discard(seq_id)
-        self._sequences.give_back(seq_id)
-
-    def take_over(self, seq_id: int, holder: object) -> bool:
-        """Make a leased sequence that of ``holder``, with all it holds; False if that is not needed."""
-        if self._cache.is_unified:
-            return False
-        self._sequences.transfer(seq_id, holder)
-        self._cache.keep(seq_id)
-        return True
-
-    def hand_over(self, seq_id: int) -> bool:
-        """Let a lessee have a sequence with all it holds; False if that is not needed."""
-        if self._cache.is_unified:
-            return False
-        self._cache.prefix_seq_ids.discard(seq_id)
-        return True
 
 
 class _Text:
@@ -119,10 +42,10 @@ class PrefixCache:
     ``ContextParams.prefix_cache`` tells which contexts have one.
 
     Args:
-        cache: the cells.
-        sequences: where the sequences of kept texts come from; None: ids beyond those of the context.
+        memory: the cells.
+        sequences: of the context: cached texts take some where the memory has no other ids.
         saved: where the K/V of texts goes when their cells are evicted; None: it is lost.
-        decoder: frees cells for K/V that comes back, and measures how long reading takes.
+        runner: frees cells for K/V that comes back, and measures how long reading takes.
 
     Attributes:
         n_hits: how often the beginning of a text was found.
@@ -136,22 +59,25 @@ class PrefixCache:
 
     def __init__(
         self,
-        cache: KVCache,
-        sequences: KeptSequences | None = None,
-        saved: SavedPrefixes | None = None,
-        decoder: Decoder | None = None,
+        memory: Memory,
+        sequences: SequenceIds,
+        saved: SavedPrefixes | None,
+        runner: Runner,
     ) -> None:
-        self._cache = cache
+        self._memory = memory
+        self._sequences = sequences
         self.saved = saved
-        self._decoder = decoder
+        self._runner = runner
         self._restore_s = math.nan  # seconds for each token that came back
-        self._sequences: KeptSequences = sequences or _ExtraSequences(cache)
+        self._spare_seq_ids = list(memory.spare_seq_ids)  # a heap
         self._tree: RadixTree[_Text] = RadixTree()
         self._kept: OrderedDict[_Text, None] = OrderedDict()  # least recently used first
         self.n_hits = 0
         self.n_hit_tokens = 0
         self.n_evicted = 0
         self.n_restored = 0
+        memory.evict = self.evict
+        sequences.evict, sequences.hand_over = self.evict_text, self.hand_over
 
     def __len__(self) -> int:
         """Return the number of kept texts."""
@@ -175,9 +101,9 @@ class PrefixCache:
             if n_restored:
                 return n_restored
             n, text = self._find(tokens)  # others may have made room
-        if text is None:
+        n = 0 if text is None else self._memory.fork(text.seq_id, seq_id, n)
+        if text is None or not n:
             return 0
-        self._cache.share(text.seq_id, seq_id, 0, n if self._cache.can_truncate else -1)
         self._kept.move_to_end(text)
         self.n_hits += 1
         self.n_hit_tokens += n
@@ -200,11 +126,12 @@ class PrefixCache:
         n_lost = len(text.tokens) - n
         if n_lost and not (is_full and (n_lost < n or len(self._kept) == 1)):
             return None
-        if not self._sequences.hand_over(text.seq_id):
+        if not self._memory.forks_copy:
             return None
+        self._memory.prefix_seq_ids.discard(text.seq_id)
         if n_lost:
             self._save(text)
-            self._cache.drop(text.seq_id, n)
+            self._memory.drop(text.seq_id, n)
         self._tree.remove(text.tokens)
         del self._kept[text]
         self.n_hits += 1
@@ -212,8 +139,9 @@ class PrefixCache:
         return text.seq_id
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, _Text | None]:
-        tree = self._tree
-        n, text = tree.find(tokens) if self._cache.can_truncate else tree.find_whole(tokens)
+        n, text = self._tree.find(tokens)
+        if text is not None and self._memory.usable(n, len(text.tokens)) < n:
+            n, text = self._tree.find_whole(tokens)
         return (n, text) if n >= MIN_SHARED else (0, None)
 
     # -- host memory -------------------------------------------------------------------------------
@@ -226,29 +154,29 @@ class PrefixCache:
 
         It pays where it takes less time than reading what is not kept, as both were measured.
         """
-        if self.saved is None or self._decoder is None:
+        if self.saved is None:
             return None
         n, text = self.saved.find(tokens)
         if text is None or n < n_kept + MIN_SHARED:
             return None
         restore_s = self._restore_s * len(text.tokens)
-        read_s = self._decoder.read_s * (n - n_kept)
+        read_s = self._runner.read_s * (n - n_kept)
         return None if restore_s > read_s else text  # nan: not measured yet
 
     def _restore(self, seq_id: int, text: SavedText, n: int) -> int:
         """Give an empty sequence the first ``n`` tokens of a saved text; return how many it has then."""
-        cache, saved = self._cache, self.saved
-        if saved is None or self._decoder is None:
+        memory, saved = self._memory, self.saved
+        if saved is None:
             return 0
         n_tokens = len(text.tokens)
-        self._decoder.make_room(n_tokens)
-        if cache.n_vacant < n_tokens:
+        self._runner.make_room(n_tokens)
+        if memory.n_vacant < n_tokens:
             return 0
         start = perf_counter()
         try:
-            cache.place(seq_id, text.state, 0, n_tokens)
-            if cache.hidden is not None and text.hidden is not None:
-                cache.hidden.restore(seq_id, text.hidden)
+            memory.place(seq_id, text.state, 0, n_tokens)
+            if memory.hidden is not None and text.hidden is not None:
+                memory.hidden.restore(seq_id, text.hidden)
         except SnapshotError:
             saved.drop(text)
             return 0
@@ -256,7 +184,7 @@ class PrefixCache:
         known = self._restore_s
         self._restore_s = took if known != known else 0.7 * known + 0.3 * took
         if n < n_tokens:
-            cache.drop(seq_id, n)
+            memory.drop(seq_id, n)
         saved.touch(text)
         self.n_hits += 1
         self.n_hit_tokens += n
@@ -265,15 +193,15 @@ class PrefixCache:
 
     def _save(self, text: _Text) -> None:
         """Copy the K/V of a text to host memory before its cells are freed."""
-        saved, layout = self.saved, self._cache.state_layout
+        saved, layout = self.saved, self._memory.state_layout
         if saved is None or layout is None:
             return
         n = len(text.tokens)
-        hidden = self._cache.hidden
+        hidden = self._memory.hidden
         row = 0 if hidden is None else 4 * hidden.width
         if saved.find(text.tokens)[0] < n and saved.accepts(layout.max_bytes(n) + n * row):
             rows = None if hidden is None else hidden.packed(text.seq_id)
-            saved.put(list(text.tokens), self._cache.piece(text.seq_id, 0), rows)
+            saved.put(list(text.tokens), self._memory.piece(text.seq_id, 0), rows)
 
     # -- keeping and evicting ----------------------------------------------------------------------
 
@@ -294,24 +222,30 @@ class PrefixCache:
         if known is not None and n == len(tokens):
             self._kept.move_to_end(known)
             return False
-        if known is not None and n == len(known.tokens) and self._cache.can_truncate:
+        if known is not None and n == len(known.tokens) and self._memory.usable(n, len(tokens)):
             self._drop(known)  # the new text continues it
         text = _Text(list(tokens))
-        if is_last and self._sequences.take_over(seq_id, text):
-            text.seq_id = seq_id
-            self._tree.insert(text.tokens, text)
-            self._kept[text] = None
-            return True
-        lent = self._sequences.lend(text)
-        while lent is None:
+        transfers = is_last and self._memory.forks_copy  # which saves the copy
+        allocated = seq_id if transfers else self._allocate(text)
+        while allocated is None:
             if not self.evict_text():
                 return False
-            lent = self._sequences.lend(text)
-        text.seq_id = lent
-        self._cache.share(seq_id, lent)
+            allocated = self._allocate(text)
+        text.seq_id = allocated
+        self._memory.keep(allocated)
+        if transfers:
+            self._sequences.transfer(seq_id, text)
+        else:
+            self._memory.fork(seq_id, allocated)
         self._tree.insert(text.tokens, text)
         self._kept[text] = None
-        return False
+        return transfers
+
+    def _allocate(self, text: _Text) -> int | None:
+        """Return an empty sequence for a text, None if there is none."""
+        if not self._memory.spare_seq_ids:
+            return self._sequences.lease_if_free(text)
+        return heapq.heappop(self._spare_seq_ids) if self._spare_seq_ids else None
 
     def evict(self, n_cells: int) -> int:
         """Give up at least ``n_cells`` cells that nobody else uses, if there are as many.
@@ -319,19 +253,18 @@ class PrefixCache:
         Returns:
             how many.
 
-        Some may be reserved afterwards, until the cache is compacted.
+        Some may be quarantined afterwards, until the cache is compacted.
         """
         freed = 0
         for text in list(self._kept):
             if freed >= n_cells:
                 break
-            first, n_alone = self._cache.ledger.exclusive(text.seq_id, 0, END)
+            first, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
             if first is None:
                 continue
-            keep = 0
-            if self._cache.can_truncate:
-                keep = max(first, len(text.tokens) - (n_cells - freed))
-            freed += min(n_alone, len(text.tokens) - keep)
+            n_tokens = len(text.tokens)
+            keep = self._memory.usable(max(first, n_tokens - (n_cells - freed)), n_tokens)
+            freed += min(n_alone, n_tokens - keep)
             self._save(text)
             self._cut(text, keep if keep >= MIN_SHARED else 0)
         self.n_evicted += freed
@@ -340,7 +273,7 @@ class PrefixCache:
     def evict_text(self) -> bool:
         """Give up the text that was not used for the longest time; False if none is kept."""
         for text in self._kept:
-            _, n_alone = self._cache.ledger.exclusive(text.seq_id, 0, END)
+            _, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
             self.n_evicted += n_alone
             self._save(text)
             self._drop(text)
@@ -358,7 +291,7 @@ class PrefixCache:
         """Keep only the first ``n`` tokens of a text; nothing if another text has these too."""
         self._tree.remove(text.tokens)
         if n and self._tree.find(text.tokens[:n])[0] < n:
-            self._cache.drop(text.seq_id, n)
+            self._memory.drop(text.seq_id, n)
             text.tokens = text.tokens[:n]
             self._tree.insert(text.tokens, text)
         else:
@@ -370,5 +303,9 @@ class PrefixCache:
 
     def _end(self, text: _Text) -> None:
         del self._kept[text]
-        self._cache.drop(text.seq_id, 0)
-        self._sequences.give_back(text.seq_id)
+        self._memory.drop(text.seq_id, 0)
+        self._memory.prefix_seq_ids.discard(text.seq_id)
+        if self._memory.spare_seq_ids:
+            heapq.heappush(self._spare_seq_ids, text.seq_id)
+        else:
+            self._sequences.give_back(text.seq_id)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from .cell_ledger import n_common
-
-__all__ = ["RadixTree"]
+__all__ = ["RadixTree", "n_common"]
 
 T = TypeVar("T")
 
@@ -119,3 +117,18 @@ def _length(node: _Node[T]) -> int:
         n += len(at.tokens)
         at = at.parent
     return n
+
+
+def n_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the common prefix of two lists."""
+    n = min(len(left), len(right))
+    if left[:n] == right[:n]:
+        return n
+    low, high = 0, n  # they agree up to low, and differ before high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from .hidden_states import PackedStates
-from .kv_cache import State
+from .memory import State
 from .radix_tree import RadixTree
 
 __all__ = ["SavedPrefixes", "SavedText"]

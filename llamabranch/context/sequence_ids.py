@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from ..errors import SequencesExhaustedError
-from .kv_cache import KVCache
+from .memory import Memory
 
 __all__ = ["Evictable", "SequenceIds"]
 
@@ -38,7 +38,7 @@ class SequenceIds:
     the sequence; ``collect`` empties the recorded ones when that is safe.
 
     Args:
-        cache: its sequences are lent, and emptied when a lease ends.
+        memory: its sequences are leased, and emptied when a lease ends.
         lock: the context's; every call takes it.
         check: raises where nothing may be leased, and calls ``collect``.
         is_closed: whether the context is.
@@ -50,15 +50,15 @@ class SequenceIds:
 
     def __init__(
         self,
-        cache: KVCache,
+        memory: Memory,
         lock: threading.RLock,
         check: Callable[[], object],
         is_closed: Callable[[], bool],
     ) -> None:
-        self.n_seq_max = cache.ledger.n_seq_max
+        self.n_seq_max = memory.cells.n_seq_max
         self.evict: Callable[[], bool] = lambda: False
         self.hand_over: Callable[[Sequence[int], bool], int | None] = lambda _tokens, _is_full: None
-        self._cache = cache
+        self._memory = memory
         self._lock = lock
         self._check = check
         self._is_closed = is_closed
@@ -73,7 +73,7 @@ class SequenceIds:
     @property
     def n_cached(self) -> int:
         """How many of the leased sequences are the prefix cache's, which gives them up if asked."""
-        return sum(1 for seq_id in tuple(self._cache.prefix_seq_ids) if seq_id < self.n_seq_max)
+        return sum(1 for seq_id in tuple(self._memory.prefix_seq_ids) if seq_id < self.n_seq_max)
 
     @property
     def n_held(self) -> int:
@@ -110,7 +110,7 @@ class SequenceIds:
         return {*used, *(seq_id for user, seq_id in self._in_use if user() is not None)}
 
     def _is_free(self, seq_id: int) -> bool:
-        return seq_id not in self._holders and self._cache.first_position(seq_id) < 0
+        return seq_id not in self._holders and self._memory.first_position(seq_id) < 0
 
     def holder(self, seq_id: int) -> object:
         """Return the holder of ``seq_id``; None if it is not leased or its holder was collected."""
@@ -196,7 +196,7 @@ class SequenceIds:
         with self._lock:
             if seq_id in self._holders:
                 if not self._is_closed():
-                    self._cache.drop(seq_id, 0)
+                    self._memory.drop(seq_id, 0)
                 del self._holders[seq_id]
 
     def collect(self, *, noted: bool = True) -> None:

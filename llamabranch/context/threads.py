@@ -13,16 +13,18 @@ the parts. There the number for single tokens is not measured: the same seed mus
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ..model import Model
 from ..native import ContextHandle, available_cores
 from ..profile import is_off, machine_key, read_entry, write_entries
 from .params import ContextParams
-from .timing import stopped_after, trial_decode
 
-__all__ = ["IDLE", "ThreadTuner", "candidates"]
+__all__ = ["ThreadTuner", "candidates", "stopped_after"]
 
 _SECTION = "threads"
 
@@ -33,7 +35,7 @@ _BLOCK_LIMIT_S = 0.1  # ... and never longer than this: then the running decode 
 _BATCH = 8  # tokens of the batch that is timed for all: about one drafted round, or a few texts
 _PAUSE_S = 0.005  # the threads of the previous number still spin for a short time
 _WORTH = 0.9  # more threads must take less than this share of the time of fewer
-IDLE = 0.8  # threads that got less than this share of their cores shared them with other programs
+_IDLE = 0.8  # threads that got less than this share of their cores shared them with other programs
 _STALE = 3.0  # if a decode takes this many times as long as when it was stored, measure again
 
 
@@ -80,7 +82,6 @@ class ThreadTuner:
             if self._kept is not None and max(self._kept[:2]) == 1 and not changes_logits:
                 n_threads = 1  # the stored best is one thread: start no others to measure again
         self.n_threads = n_threads
-        self.step_s: float | None = None  # seconds of a decode of one token, if measured
         self.n_threads_batch = n_threads if n_threads_batch is None else n_threads_batch
 
     def filled(self, params: ContextParams) -> ContextParams:
@@ -92,7 +93,7 @@ class ThreadTuner:
         if not self._measures or self.n_threads == 1:
             return
         try:
-            trial_decode(handle, 1)  # untimed: it loads the weights from disk into memory
+            _trial_decode(handle, 1)  # untimed: it loads the weights from disk into memory
             n_threads, n_threads_batch = self._still_good(handle) or self._measure(handle)
         finally:
             handle.clear()
@@ -132,7 +133,6 @@ class ThreadTuner:
         n_tokens, n_threads = (1, one) if one != 1 else (_batch_size(handle), many)
         if _time(handle, n_tokens, n_threads).seconds > _STALE * seconds:
             return None
-        self.step_s = seconds if n_tokens == 1 else None
         return one, many
 
     # -- measuring ---------------------------------------------------------------------------------
@@ -141,7 +141,6 @@ class ThreadTuner:
         numbers = candidates(self._cores)
         singles = {n: _time(handle, 1, n) for n in numbers}
         one = _best(singles)
-        self.step_s = singles[one].seconds if singles[one].seconds < math.inf else None
         n_tokens = _batch_size(handle)
         if self._given_batch is not None or n_tokens == 1:
             return one, one
@@ -195,10 +194,10 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
     first_cpu, first = time.process_time(), time.perf_counter()
     with stopped_after(handle, _BLOCK_LIMIT_S):
         # The first starts the threads and builds the graph.
-        in_time = trial_decode(handle, n_tokens) is not None
+        in_time = _trial_decode(handle, n_tokens) is not None
         while in_time and n < most and (n < _BLOCK_LEAST or spent < _BLOCK_S):
             cpu_start = time.process_time()
-            seconds = trial_decode(handle, n_tokens, (n + 1) * n_tokens)
+            seconds = _trial_decode(handle, n_tokens, (n + 1) * n_tokens)
             in_time = seconds is not None
             if seconds is not None:
                 n += 1
@@ -206,5 +205,48 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
                 cpu += time.process_time() - cpu_start
     if n == 0:  # none finished in time: whether the cores were idle is known all the same
         cpu, waited = time.process_time() - first_cpu, time.perf_counter() - first
-        return _Timing(math.inf, idle=cpu >= IDLE * waited * n_threads)
-    return _Timing(spent / n, idle=cpu >= IDLE * spent * n_threads)
+        return _Timing(math.inf, idle=cpu >= _IDLE * waited * n_threads)
+    return _Timing(spent / n, idle=cpu >= _IDLE * spent * n_threads)
+
+
+@contextmanager
+def stopped_after(handle: ContextHandle, seconds: float) -> Iterator[None]:
+    """Stop what the block decodes after ``seconds``, and nothing after the block.
+
+    An interruption that somebody else has asked for is left to their decode.
+    """
+    passed = threading.Event()
+
+    def stop() -> None:
+        passed.set()
+        handle.stop()
+
+    alarm = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
+        alarm.join()
+        if passed.is_set():
+            handle.resume()
+
+
+def _trial_decode(handle: ContextHandle, n: int, position: int = 0) -> float | None:
+    """Decode ``n`` arbitrary tokens of sequence 0; return the seconds, None if that was stopped.
+
+    On a native context that is as it was created: the table of cells does not get these tokens.
+    """
+    for i in range(n):
+        handle.tokens[i] = (7 * i + 3) % handle.n_vocab
+        handle.positions[i] = position + i
+    handle.seqs[:n] = 0
+    handle.wants_logits[:n] = 0
+    handle.wants_logits[n - 1] = 1
+    start = time.perf_counter()
+    code = handle.decode(n)
+    handle.synchronize()
+    if code == -2:  # no memory: the buffer of rows is gone
+        handle.forget_rows()
+    return time.perf_counter() - start if code == 0 else None

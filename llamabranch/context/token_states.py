@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from ..arguments import whole
 from ..errors import CapacityError, UnsupportedError
-from .batch import decode_run
 from .context import Context
+from .runner import decode_run
 
 __all__ = ["kept_states", "layer_states"]
 
@@ -86,14 +86,10 @@ def layer_states(ctx: Context, seq_id: int, tokens: list[int], layer: int, start
 
 def _final_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> States:
     """Return the states after the output norm, for which llama.cpp has to decode with embeddings on."""
-    memory = ctx.capabilities
-    shares = memory.can_truncate and memory.can_share and not memory.sliding_window
     holder = _Reading()
     other = ctx.sequences.lease(holder, used=(seq_id,))
     try:
-        first = start if shares else 0
-        if first:
-            ctx.kv_cache.share(seq_id, other, 0, first)
+        first = ctx.kv_cache.fork(seq_id, other, start)
         return ctx.decoder.final_states(tokens[first:], other)[start - first :]
     finally:
         ctx.sequences.give_back(other)

@@ -3,8 +3,6 @@
 request.py    a request, its events and its result; the engine's totals
 job.py        a request in the engine, and its texts: waiting, reading, running, ended
 scheduler.py  which jobs hold a sequence: admission, prefix sharing, preemption
-concurrency.py  how many texts run at a time, where that was measured to be faster
-learning.py   the drafter of an engine, and what it learns from its steps
 core.py       the loop over one set of requests: schedule, run, postprocess
 engine.py     requests at any time, or all of a job
 async_engine.py  the engine on a thread of its own

@@ -338,7 +338,7 @@ class AsyncEngine:
 
     def _tell(self) -> None:
         self._has_news = True
-        self._engine.core.learning.end_measuring()
+        self._engine.core.drafting.end_measuring()
         self._wake.notify()
 
     # -- the thread ----------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ class AsyncEngine:
             engine.close()
             return False
         else:
-            self._measures = engine.core.learning.measure()
+            self._measures = engine.core.drafting.measure()
         self._hand_over(events, failure)
         return failure is None or not engine.target.closed
 

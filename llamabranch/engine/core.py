@@ -11,14 +11,14 @@ from time import perf_counter, sleep
 from ..branch import Produced
 from ..context import Context
 from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
+from ..generation.config import SpeculativeConfig
+from ..generation.generation import Drafting
+from ..generation.loop import Step
+from ..generation.rules import choose_rule
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
-from ..speculative.config import SpeculativeConfig
-from ..speculative.joint import Outcome, Step
-from ..speculative.rules import choose_rule
 from .job import Job, JobState, Submission, refusal
-from .learning import Learning
 from .request import EngineStats, Event, Request
 from .scheduler import Scheduler
 
@@ -65,20 +65,20 @@ class EngineCore:
     ``add`` and ``abort`` may be called from any thread, all else from one at a time.
 
     Args:
-        settings, learning, seeds, stats: those of the engine.
+        settings, drafting, seeds, stats: those of the engine.
         reports_tokens: whether there are events for tokens, besides those for results.
         expected: ids of requests that are not added yet, to which ``abort`` applies as well.
         redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
-        learning: what it drafts with and learns from.
+        drafting: what it drafts with and learns from.
         n_added: how many requests were added.
     """
 
     def __init__(
         self,
         settings: EngineSettings,
-        learning: Learning,
+        drafting: Drafting,
         seeds: Seeds,
         stats: EngineStats,
         *,
@@ -88,10 +88,10 @@ class EngineCore:
     ) -> None:
         self.n_added = 0
         self._settings = settings
-        self.learning = learning
+        self.drafting = drafting
         self._seeds = seeds
         self._stats = stats
-        self._scheduler = Scheduler(settings.target)
+        self._scheduler = Scheduler(settings.target, settings.parallel)
         self._reports_tokens = reports_tokens
         self._expected = expected
         self._seed = None if redraws else seeds.draw()
@@ -269,16 +269,12 @@ class EngineCore:
             self._added.clear()
             self._events.clear()
             self._scheduler.close()
-            self.learning.save()
+            self.drafting.save_profile()
 
     def _step(self) -> None:
-        start = perf_counter()
         running, reading = self._schedule()
         if running or reading:
-            step = self._run(running, reading)
-            self._postprocess([*running, *reading], step)
-            if step.n_tokens:
-                self._learn(len(running), [*running, *reading], perf_counter() - start)
+            self._postprocess([*running, *reading], self._run(running, reading))
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -299,7 +295,6 @@ class EngineCore:
                     self._end(job, "cancelled")
             self._aborted.popleft()
         if scheduler.has_queued:
-            scheduler.limit = self._limit()
             n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
             for job, error in scheduler.admit():
                 self._end(job, _reason(error), error)
@@ -314,29 +309,15 @@ class EngineCore:
         running = [j for j in active if j.state is JobState.RUNNING and j.name not in paused]
         return running, [job for job in active if job.state is JobState.READING]
 
-    def _limit(self) -> int | None:
-        """Return how many texts may run at a time, while some wait; None = as many as can."""
-        parallel, concurrency = self._settings.parallel, self.learning.concurrency
-        if concurrency is None:
-            return parallel
-        most = concurrency.limit or self._most
-        return concurrency.on_edge(most, self._scheduler.n_unfinished(2 * most))
-
-    @property
-    def _most(self) -> int:
-        """The most texts that can run at a time."""
-        n_seq_max = self._settings.target.n_seq_max
-        return min(n_seq_max, self._settings.parallel or n_seq_max)
-
     def _run(self, running: list[Job], reading: list[Job]) -> Step:
         """Draft, decode once, and give each text what it has got."""
-        joint = self.learning.joint
-        streams = [
-            (job.stream, job.output.draft_limit if joint.drafter else 0)
+        loop = self.drafting.loop
+        texts = [
+            (job.running, job.output.draft_limit if loop.drafter else 0)
             for job in running
-            if job.stream is not None
+            if job.running is not None
         ]
-        step = joint.run(streams, reading)
+        step = loop.step(texts, reading)
         self._stats.target_forward_passes += step.n_tokens > 0
         self._stats.draft_forward_passes += step.n_draft_decodes
         return step
@@ -344,18 +325,20 @@ class EngineCore:
     def _postprocess(self, jobs: list[Job], step: Step) -> None:
         """Begin texts whose prompt is read, report the emitted tokens, end what has ended."""
         try:
-            for job, outcome in zip(jobs, step.outcomes, strict=True):
-                self._take(job, outcome)
+            for job in jobs:
+                self._take(job)
             if step.no_room is not None:
                 self._make_room(step.no_room)
         except LlamaBranchError:  # of a drafter that cannot close a state: the others have accepted
             self._recover()
             raise
 
-    def _take(self, job: Job, outcome: Outcome) -> None:
-        emitted, error = outcome.emitted, outcome.error
-        if job.state is JobState.READING and outcome.n_tokens and error is None:
-            self._stats.prompt_tokens += outcome.n_tokens
+    def _take(self, job: Job) -> None:
+        running, emitted, error = job.running, [], job.error
+        if running is not None:
+            emitted, error = running.emitted, running.error
+        elif job.n_decoded and error is None:
+            self._stats.prompt_tokens += job.n_decoded
             if not job.n_uncached:
                 try:
                     emitted = self._begin(job)
@@ -374,7 +357,7 @@ class EngineCore:
             self._end(job, _reason(error), error)
 
     def _begin(self, job: Job) -> list[Produced]:
-        """Open the stream of a text whose prompt is read; return what it emits: one token or none."""
+        """Begin a text whose prompt is read; return what it emits: one token or none."""
         settings, branch = self._settings, job.held
         params = job.request.sampling or settings.sampling
         rule = choose_rule(
@@ -382,24 +365,26 @@ class EngineCore:
             seed_given=settings.seed_given or params.seed is not None,
             temperature=params.temperature,
         )
-        drafts = self.learning.drafts_for(branch) and job.output.finish_reason is None
+        drafts = self.drafting.drafts_for(branch.sequence) and job.output.finish_reason is None
         like, (source, n_shared) = None, job.shared
         if (
             source is not None
-            and source.stream is not None
-            and source.stream.rule == rule
+            and source.running is not None
+            and source.running.rule == rule
             and source.request.grammar == job.request.grammar
         ):
-            like = source.stream.state  # so the drafter, too, reads a shared prompt only once
+            like = source.running.state  # so the drafter, too, reads a shared prompt only once
         top = job.request.top_logprobs or 0
-        stream = self.learning.joint.open(branch, rule, job.stats, top, drafts=drafts, like=like)
+        running = self.drafting.loop.open(
+            branch.sequence, rule, job.stats, top, drafts=drafts, like=like
+        )
         if like is not None:
-            stream.state.observe(n_shared)
-        stream.on_round = job.request.on_round
-        job.begin(stream)
-        if stream.pending is not None or job.output.finish_reason is not None:
+            running.state.observe(n_shared)
+        running.on_round = job.request.on_round
+        job.begin(running)
+        if job.output.emitted or job.output.finish_reason is not None:
             return []  # it was preempted, and goes on after its last token; or max_tokens is 0
-        return [stream.begin()]
+        return [running.draw()]
 
     def _make_room(self, error: CacheFullError) -> None:
         """Preempt the newest request; end the last one as "capacity"."""
@@ -416,26 +401,7 @@ class EngineCore:
         self._scheduler.finish(job)
         self._stats.speculative.add(job.stats)
         self._stats.generated_tokens += len(result.tokens)
-        concurrency = self.learning.concurrency
-        if concurrency is not None and error is None:
-            concurrency.note_end(result.num_prompt_tokens + len(result.tokens))
-        self.learning.save()
-
-    def _learn(self, n_running: int, jobs: list[Job], seconds: float) -> None:
-        """Learn from a decode how many texts should run at a time."""
-        concurrency = self.learning.concurrency
-        if concurrency is not None:
-            most = self._most
-            if concurrency.limit is None:
-                most = self._scheduler.limit or most
-            concurrency.note_step(
-                n_running,
-                len(jobs),
-                sum(len(job.branch.sequence.tokens) for job in jobs if job.branch is not None),
-                seconds,
-                most=most,
-                waits=self._scheduler.has_queued,
-            )
+        self.drafting.save_profile()
 
 
 def _reason(error: LlamaBranchError) -> str:

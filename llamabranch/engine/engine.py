@@ -23,15 +23,13 @@ from ..errors import (
     LlamaBranchError,
     QueueFullError,
 )
+from ..generation.generation import Drafting
 from ..hub import resolve
 from ..model import Message, Model, is_chat
 from ..sampling import SamplingParams
 from ..sampling.params import settings_of
-from ..speculative import Drafter, NullDrafter, SpeculativeConfig
-from ..speculative.config import checked_config
-from ..speculative.drafters.base import checked_drafter
+from ..speculative import Drafter, GrammarDrafter, NullDrafter, SpeculativeConfig
 from .core import EngineCore, EngineSettings, Seeds
-from .learning import Learning
 from .request import EngineStats, Event, Request, Result
 
 __all__ = ["AnyRequest", "Engine", "Target", "opened"]
@@ -74,9 +72,7 @@ class Engine:
             the engine's own requests is running; then the waiting requests end with "capacity". Only
             time in which nothing is decoded on the context counts; 0 = do not wait.
         max_waiting: how many requests may wait at most; None = any number. ``add_request`` raises beyond.
-        parallel: how many texts run at a time at most; None = as many as the target has sequences. In a
-            batch-invariant unified cache, and without a drafter, fewer run where that was measured to be
-            faster: with long texts each pays for the cells of all others.
+        parallel: how many texts run at a time at most; None = as many as the target has sequences.
 
     Raises:
         ConfigError: a drafter of token trees, which cannot share a decode; an invalid limit, seed or
@@ -107,10 +103,13 @@ class Engine:
     ) -> None:
         self.owns_target = not isinstance(target, Context)
         self.target = target = opened(target, drafter, parallel)
-        self.drafter = checked_drafter(drafter, target.model)
+        self._drafting = Drafting(
+            target, drafter, config, for_grammars=GrammarDrafter.copying, batched=True
+        )
+        self.drafter = self._drafting.drafter
         if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
-        self.config = checked_config(config)
+        self.config = self._drafting.config
         self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
         self.sampling = settings_of(sampling)
         self._settings = EngineSettings(
@@ -124,10 +123,9 @@ class Engine:
         )
         given = None if seed is None else whole("seed", seed)
         self._seeds = Seeds(random_seed() if given is None else given, given is not None)
-        self._learning = Learning(target, None if drafter is None else self.drafter, self.config)
         self.stats = EngineStats()
         self._new_core = partial(
-            EngineCore, self._settings, self._learning, self._seeds, self.stats
+            EngineCore, self._settings, self._drafting, self._seeds, self.stats
         )
         self.core = self._new_core(redraws=True)
         self._adding = threading.Lock()
@@ -229,7 +227,7 @@ class Engine:
                 self.core.abort_all()
             return self.core.drain()
         finally:
-            self._learning.save(at_once=True)
+            self._drafting.save_profile(at_once=True)
             if self.owns_target:
                 self.target.close()
 
@@ -325,11 +323,11 @@ class Engine:
 
     def explain(self) -> str:
         """Return a description of how it drafts and fills decodes, with the measurements behind it."""
-        joint = self._learning.joint
-        if joint.drafter is not None:
-            return joint.length.explain()
+        loop = self._drafting.loop
+        if loop.drafter is not None:
+            return loop.length.explain()
         if isinstance(self.drafter, NullDrafter):
-            curve = joint.curve
+            curve = loop.curve
             times = f"; {curve.explain()}" if curve is not None and curve.is_kept else ""
             return f"plain decoding: there is no drafter{times}"
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"

@@ -9,15 +9,15 @@ from enum import Enum
 from time import perf_counter
 
 from ..branch import Branch, Produced
-from ..branch.output import OutputBuffer
-from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import LlamaBranchError
+from ..generation.loop import RunningText
+from ..generation.output import OutputBuffer
+from ..generation.text import Text
 from ..model import Model
 from ..sampling import Grammar, SamplingParams
 from ..sampling.noise import derive_seed, seed_from_text
 from ..speculative import SpeculativeStats
-from ..speculative.round import Stream
 from .openai import named_piece
 from .request import Event, Request, Result
 
@@ -133,7 +133,9 @@ class Job:
         output: the tokens and the text generated so far.
         state: what it is doing.
         branch: the sequence it holds; None while it waits.
-        stream: its speculative rounds; None until the prompt is read.
+        running: its rounds; None until the prompt is read.
+        n_decoded: how many tokens of its prompt the last step has read.
+        error: why those could not be taken.
         shared: the job whose cells its prompt begins with, and the number of those tokens.
         key: its place in the queue; of the running jobs the one with the largest is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
@@ -163,7 +165,9 @@ class Job:
         self.stats = SpeculativeStats()
         self.state = JobState.WAITING
         self.branch: Branch | None = None
-        self.stream: Stream | None = None
+        self.running: RunningText | None = None
+        self.n_decoded = 0
+        self.error: LlamaBranchError | None = None
         self.shared: tuple[Job | None, int] = (None, 0)
         self.n_cached: int | None = None
         self.num_preemptions = 0
@@ -201,11 +205,13 @@ class Job:
             self._admitted = perf_counter()
             self.n_cached = n_cached
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, running: RunningText) -> None:
         """Let it run: its prompt is read. After a preemption it goes on after its last token."""
         self._check(JobState.RUNNING)
-        stream.pending = self.output.emitted[-1] if self.output.emitted else None
-        self.state, self.stream = JobState.RUNNING, stream
+        self.state, self.running = JobState.RUNNING, running
+        if self.output.emitted:
+            last = self.output.emitted[-1]
+            running.text.append(last.token, -last.logprob, None)
 
     def preempt(self) -> None:
         """Take its sequences: it waits to be admitted again."""
@@ -220,11 +226,11 @@ class Job:
 
     def _release(self, state: JobState) -> None:
         """Free the sequences it holds, that of its drafter included."""
-        stream, branch = self.stream, self.branch
-        self.stream, self.shared = None, (None, 0)
+        running, branch = self.running, self.branch
+        self.running, self.shared = None, (None, 0)
         try:
-            if stream is not None:
-                stream.close()
+            if running is not None:
+                running.close()
         finally:  # also if the drafter fails, which may be a user's
             if branch is not None and not branch.ctx.closed:
                 branch.sequence.keep_cached(is_last=True)
@@ -241,15 +247,15 @@ class Job:
         return self.branch
 
     @property
-    def sequence(self) -> TokenSequence:
-        """The sequence that it reads into."""
+    def text(self) -> Text:
+        """What it reads into."""
         return self.held.sequence
 
     @property
     def to_cache(self) -> list[int]:
         """The tokens the cache must hold before it can go on: the prompt, and those generated so far.
 
-        The last generated token is left out: it is pending, and is decoded in the next round.
+        The last generated token is left out: the next round decodes it.
         """
         return [*self.prompt, *self.output.tokens[:-1]]
 
@@ -261,7 +267,7 @@ class Job:
     @property
     def n_uncached(self) -> int:
         """How many tokens of ``to_cache`` are not in the cache yet."""
-        done = 0 if self.branch is None else self.branch.position
+        done = 0 if self.branch is None else self.branch.sequence.n_decoded
         return self.n_to_cache - done
 
     @property
@@ -286,9 +292,9 @@ class Job:
         row = rows[-1] if rows and len(tokens) == self.n_uncached else None
         n = max(0, self.n_read - start)  # the others were generated before
         if n:
-            branch.sequence.append_prompt(tokens[:n], row if len(tokens) <= n else None)
+            self.text.append_prompt(tokens[:n], row if len(tokens) <= n else None)
         if len(tokens) > n:
-            branch.sequence.append_unscored(tokens[n:], row)
+            self.text.append_unscored(tokens[n:], row)
 
     # -- its output ----------------------------------------------------------------------------------
 

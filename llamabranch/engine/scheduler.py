@@ -7,8 +7,9 @@ from contextlib import suppress
 
 from ..branch import Branch
 from ..context import Context
-from ..context.cell_ledger import n_common
+from ..context.memory import END
 from ..context.prefix_cache import MIN_SHARED
+from ..context.radix_tree import n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from .job import Job, JobState, Key, Submission
 
@@ -23,24 +24,27 @@ class Scheduler:
     them again; so does one whose prompt begins like a text in the prefix cache.
     Only the head of the queue is looked at: the cost of a step does not depend on how many wait.
 
+    Args:
+        ctx: whose sequences they are.
+        limit: how many jobs may be active at a time; None for as many as there are sequences.
+
     Attributes:
         active: the jobs with a sequence: those prefilling their prompt and those generating.
         n_shared: prompt tokens so far that were shared with an active job instead of decoded.
         n_cached: prompt tokens so far that were taken from the prefix cache.
         n_waiting: how many requests have a text that has never had a sequence.
         paused: ids of requests whose texts are not continued for now.
-        limit: how many jobs may be active at a time; None for as many as there are sequences.
         no_sequence: why no job could be admitted, while no job is active; None if one could.
     """
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, limit: int | None = None) -> None:
         self._ctx = ctx
+        self._limit = limit
         self.active: list[Job] = []
         self.n_shared = 0
         self.n_cached = 0
         self.n_waiting = 0
         self.paused: set[str] = set()
-        self.limit: int | None = None
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
         self._set_aside: dict[str, list[Job]] = {}  # paused jobs without a sequence
@@ -145,15 +149,6 @@ class Scheduler:
         """Whether the queue holds anything; texts that have ended count until ``head`` meets them."""
         return bool(self._queue)
 
-    def n_unfinished(self, most: int) -> int:
-        """Return how many texts have a sequence or wait for one, ``most`` if there are more."""
-        n = len(self.active)
-        for _, each in self._queue:
-            if n >= most:
-                return most
-            n += len(each.samples) if isinstance(each, Submission) else 1
-        return min(n, most)
-
     @property
     def is_stalled(self) -> bool:
         """True if all that is unfinished is paused."""
@@ -198,7 +193,7 @@ class Scheduler:
                 heapq.heappop(self._queue)
                 refused.append((job, CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)))
                 continue
-            if self.limit is not None and len(self.active) >= self.limit:
+            if self._limit is not None and len(self.active) >= self._limit:
                 if self._set_paused_aside():
                     continue
                 break
@@ -209,7 +204,7 @@ class Scheduler:
                 break
             source, n_shared = self._best_prefix(job)
             shared = None if source is None else source.branch
-            if shared is not None and shared.position < n_shared:
+            if shared is not None and shared.sequence.n_cached < n_shared:
                 break  # the prefix it will share is still being decoded
             if self.active and not self._has_room(n_tokens + 1 - n_shared):
                 if self._set_paused_aside():
@@ -256,32 +251,31 @@ class Scheduler:
 
     def _has_room(self, n: int) -> bool:
         """Return whether ``n`` cells are free, besides those that the active jobs need next."""
-        if not self._ctx.capabilities.can_share:  # every sequence has cells of its own
-            return True
-        free = self._ctx.kv_cache.n_free - sum(other.n_uncached + 1 for other in self.active)
-        return n <= free
+        n_needed = sum(other.n_uncached + 1 for other in self.active)
+        return self._ctx.kv_cache.has_room(n, n_needed)
 
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
         """Return the active job that shares the longest prefix with the prompt, and how many tokens.
 
         None if the prefix cache has a longer one.
         """
-        if not self._ctx.capabilities.can_truncate or job.wants_rows:
+        if job.wants_rows:
             return None, 0
         # The last token must be decoded: its logits are needed. Tokens that a job generated before it
         # was preempted are decoded by the job itself, since they advance its grammar.
         tokens = job.to_cache[:-1]
         wanted = tokens[: job.n_read]
         best: tuple[Job | None, int] = (None, 0)
+        memory = self._ctx.kv_cache
         for other in self.active:
             if other.branch is None:
                 continue
-            n = n_common(other.to_cache, wanted)
+            n = memory.usable(n_common(other.to_cache, wanted), END)  # it goes on
             if n >= MIN_SHARED and n > best[1]:
                 best = (other, n)
         prefixes = self._ctx.prefix_cache
         n_kept = 0 if prefixes is None else prefixes.n_common(tokens)
-        if n_kept == best[1] and not self._ctx.capabilities.can_share:
+        if n_kept == best[1] and memory.forks_copy:
             return None, 0  # cells of a kept text may be evicted, those of a running one are copied
         return (None, 0) if n_kept > best[1] else best
 

@@ -169,7 +169,7 @@ def read_chunks(
         value: of each token that is scored; in any order of the chunks of a decode.
         progress: called after each decode.
     """
-    is_apart = ctx.capabilities.can_share and not ctx.capabilities.batch_invariant
+    is_apart = not ctx.kv_cache.is_placement_exact
     while found.n_done < len(chunks):
         size = len(chunks[found.n_done])
         n = min(ctx.n_seq_free, ctx.usage().cells_free // size, ctx.n_batch // size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -265,8 +264,8 @@ class Loom:
     def branch(self, node: Node) -> str:
         """Return a branch of the API with a node's text and settings."""
         sampling = self.params(node.made).replace(seed=int(node.made.seed or 0))
-        tokens = array("i", node.tokens())
-        branch = Branch(None, 0, tokens, len(tokens), sampling)
+        tokens = [*node.tokens()]
+        branch = Branch(tokens, len(tokens), sampling)
         with self.service.branches.room_for(1) as add:
             add(branch)
         return branch.id

@@ -241,8 +241,10 @@ async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Told:
         for i, each in enumerate(given.subtree()):
             names[each.id] = name = document.name(i)
             parent = None if each.parent is None else names[each.parent.id]
-            records.append(Made(id=name, parent=parent, at=each.start, kind="branch", by="script"))
-            records += live.plain(name, each.own, "s" if parent else "p")
+            records.append(
+                Made(id=name, parent=parent, at=each.fork_position, kind="branch", by="script")
+            )
+            records += live.plain(name, each.tokens[each.fork_position :], "s" if parent else "p")
     else:
         job = live.jobs.get(do.job or "")
         if job is None or job.node is None or not job.places:

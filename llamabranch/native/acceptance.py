@@ -1,6 +1,6 @@
 """Acceptance rules in the compiled core: a draft is accepted or corrected in one call.
 
-``core.c`` applies the rules of :mod:`llamabranch.speculative.rules` to rows of logits. Where rounding
+``core.c`` applies the rules of :mod:`llamabranch.generation.rules` to rows of logits. Where rounding
 could decide, or a row holds NaN, it leaves the draft to them.
 """
 

@@ -42,6 +42,7 @@ __all__ = ["JobOptions", "JobReport", "Progress", "generate", "score"]
 
 _MOST = 1e15
 _POLL_S = 1.0
+_LONGEST_LINE = 64 << 20  # bytes of a row in JSON
 _WORKERS_A_HELPER = 8  # workers for each process that reads, and each that writes
 _ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
 
@@ -359,11 +360,13 @@ class _Job:
         """Return how many rows of the output are errors, and whether all of it is batch-invariant."""
         import pyarrow as pa
         import pyarrow.dataset as ds
+        import pyarrow.json as pj
 
+        lines = ds.JsonFileFormat(read_options=pj.ReadOptions(block_size=_LONGEST_LINE))
         rows = ds.dataset(
             self._output.paths(f".{self._format}"),
             schema=pa.schema([("error", pa.string()), ("batch_invariant", pa.bool_())]),
-            format="json" if self._format == "jsonl" else "parquet",
+            format=lines if self._format == "jsonl" else ds.ParquetFileFormat(),
             filesystem=self._output.filesystem,
         )
         n_errors = rows.count_rows(filter=ds.field("error").is_valid())

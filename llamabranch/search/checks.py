@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..arguments import function, instance, whole
 from ..branch import Branch
 from ..errors import ConfigError
+from ..generation.drafter import checked_drafter
 from ..speculative import Drafter
-from ..speculative.drafters.base import checked_drafter
 from .sequences import OnStep
 
 __all__ = ["MOST_STEPS", "MOST_TEXTS", "check_start", "first_seed", "token_limit"]

@@ -15,15 +15,14 @@ from copy import deepcopy
 
 from ..arguments import whole
 from ..branch import Branch, Produced
-from ..branch.output import OutputBuffer
 from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
+from ..generation.drafter import DraftState, propose
+from ..generation.length.auto import draft_length
+from ..generation.length.base import FixedLength
+from ..generation.loop import Loop, RunningText
+from ..generation.output import OutputBuffer
 from ..sampling.noise import derive_seed
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
-from ..speculative.drafters.base import DraftState, propose
-from ..speculative.joint import Joint
-from ..speculative.length.auto import draft_length
-from ..speculative.length.base import FixedLength
-from ..speculative.round import Stream
 from .node import SearchNode
 from .result import Hypothesis
 from .sequences import SearchSequences
@@ -88,6 +87,7 @@ class Continuation:
         seed: of its draws.
         output: all its tokens since the first node, and whether it has ended.
         branch: the branch that generates it, None while it has none.
+        running: its rounds, while it has a branch.
     """
 
     def __init__(
@@ -97,9 +97,7 @@ class Continuation:
         self.seed = seed
         self.output = OutputBuffer(max_tokens, stop)
         self.branch: Branch | None = None
-        self.stream: Stream | None = None
-        # While it has no branch: its last token, not decoded yet.
-        self.pending: Produced | None = None
+        self.running: RunningText | None = None
         self.tokens: list[int] = []  # of the segment, with an EOG token
         self.logprobs: list[float] = []
         self.segment_text = ""
@@ -155,10 +153,10 @@ class Continuations:
 
     def __init__(self, sequences: SearchSequences, drafter: Drafter | None = None) -> None:
         self._sequences = sequences
-        if not sequences.ctx.capabilities.can_truncate:
+        if not sequences.ctx.kv_cache.can_draft:
             drafter = None
         length = draft_length(SpeculativeConfig(rule=_RULE)) if drafter else FixedLength(0)
-        self._joint = Joint(sequences.ctx, length, drafter)
+        self._loop = Loop(sequences.ctx, length, drafter)
         self._root_state: DraftState | None = None
         self._is_full = False  # until a text ends, no other is admitted
         self._active: list[Continuation] = []
@@ -168,9 +166,9 @@ class Continuations:
     def close(self) -> None:
         """Free what the drafter holds. Idempotent."""
         for line in self._active:
-            if line.stream is not None:
-                line.stream.close()
-                line.stream = None
+            if line.running is not None:
+                line.running.close()
+                line.running = None
         if self._root_state is not None:
             self._root_state.close()
             self._root_state = None
@@ -209,7 +207,7 @@ class Continuations:
         self._is_full = False
         for line in group:
             line.tokens, line.logprobs, line.segment_text = [], [], ""
-            line.is_closing, line.pending = False, None
+            line.is_closing = False
             if line.is_finished:  # max_tokens is 0
                 continue
             self._waiting.append(line)
@@ -227,29 +225,30 @@ class Continuations:
     # -- rounds ------------------------------------------------------------------------------------
 
     def _round(self, boundary: Boundary) -> None:
-        """Decode the pending token and the draft of every text together."""
-        stats, running = self._sequences.stats, list(self._active)
-        step = self._joint.run(
+        """Decode the last token and the draft of every text together."""
+        stats, active = self._sequences.stats, list(self._active)
+        step = self._loop.step(
             [
-                (line.stream, 0 if line.is_closing else line.output.draft_limit)
-                for line in running
-                if line.stream is not None
+                (line.running, -1 if line.is_closing else line.output.draft_limit)
+                for line in active
+                if line.running is not None
             ]
         )
         stats.decodes += step.n_tokens > 0
         stats.tokens_decoded += step.n_tokens
         if step.no_room is not None:
-            self._give_way(running[-1])
+            self._give_way(active[-1])
             return
-        for line, outcome in zip(running, step.outcomes, strict=True):
-            if isinstance(outcome.error, CapacityError):  # the cells of its own are full
+        for line in active:
+            error = None if line.running is None else line.running.error
+            if isinstance(error, CapacityError):  # the cells of its own are full
                 self._end_early(line, "capacity")
-            elif outcome.error is not None:
-                raise outcome.error
+            elif error is not None:
+                raise error
             elif line.is_closing:
                 self._end(line)
-            else:
-                self._add(line, outcome.emitted, boundary)
+            elif line.running is not None:
+                self._add(line, line.running.emitted, boundary)
 
     def _add(self, line: Continuation, produced: Sequence[Produced], boundary: Boundary) -> None:
         """Add the tokens of a round to a text, up to the end of its segment."""
@@ -276,7 +275,7 @@ class Continuations:
         end = self._sequences.branch.position + len(line.output.tokens)
         if branch.position > end:
             branch.rewind(end)
-        line.is_closing = branch.position < end  # its last token shares the next decode
+        line.is_closing = branch.sequence.is_behind  # its last token shares the next decode
         if not line.is_closing:
             self._end(line)
 
@@ -300,11 +299,10 @@ class Continuations:
         self._end(line)
 
     def _release(self, line: Continuation, *, keep: bool) -> None:
-        """End the stream of a text; without ``keep`` return its sequence."""
-        if line.stream is not None:
-            line.pending = line.stream.pending
-            line.stream.close()
-            line.stream = None
+        """Let a text run no more; without ``keep`` return its sequence."""
+        if line.running is not None:
+            line.running.close()
+            line.running = None
         if line.branch is not None and not keep:
             self._sequences.discard(line.branch)
             line.branch = None
@@ -342,7 +340,7 @@ class Continuations:
                 break
             self._waiting.popleft()
             branch, lacking = taken
-            opened.append((line, branch, lacking + line.tokens[: -1 if line.pending else None]))
+            opened.append((line, branch, lacking + line.tokens[:-1]))
         missing = {branch: tokens for _, branch, tokens in opened if tokens}
         try:
             if missing:
@@ -362,23 +360,23 @@ class Continuations:
     def _open(self, line: Continuation, branch: Branch, boundary: Boundary) -> None:
         branch.sequence.seed, branch.sequence.seed_given = line.seed, True
         root = self._draft_root()
-        line.stream = self._joint.open(
-            branch, _RULE, self.stats, drafts=root is not None, like=root
+        line.running = self._loop.open(
+            branch.sequence, _RULE, self.stats, drafts=root is not None, like=root
         )
-        if line.pending is not None:  # it was preempted: it goes on after its last token
-            line.stream.pending = line.pending
+        if line.tokens:  # it was preempted: it goes on after its last token
+            branch.sequence.append(line.tokens[-1], -line.logprobs[-1], None)
         else:
-            self._add(line, [line.stream.begin()], boundary)
+            self._add(line, [line.running.draw()], boundary)
 
     def _draft_root(self) -> DraftState | None:
         """Return the draft state that has read the prompt; None: nothing is drafted."""
-        drafter, root = self._joint.drafter, self._sequences.branch
+        drafter, root = self._loop.drafter, self._sequences.branch.sequence
         if self._root_state is None and drafter is not None:
             with suppress(CapacityError):  # without room for it texts are decoded plainly
                 self._root_state = state = drafter.start(root, _RULE)
-                pending = root.produce()
-                if not pending.is_stop:  # a draft follows a token that is not decoded yet
-                    propose(state, [*root.tokens, pending.token], FixedLength(1), 1)
+                following = root.produce()
+                if not following.is_stop:  # a draft follows a token that is not decoded yet
+                    propose(state, [*root.tokens, following.token], FixedLength(1), 1)
                     state.observe(root.position)
         return self._root_state
 

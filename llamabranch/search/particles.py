@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from ..arguments import bounded, choice, flag, function, real, whole
 from ..branch import Branch
-from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
 from ..errors import ConfigError, DecodeInterruptedError, GrammarError
+from ..generation.text import Text
 from ..model import Model, stop_strings
 from ..sampling import Distribution, SamplingParams
 from ..sampling.noise import RULE, uniform
@@ -97,7 +97,7 @@ class Following:
         log_mass: the log of the mass that the grammar has kept.
     """
 
-    def __init__(self, sequence: TokenSequence) -> None:
+    def __init__(self, sequence: Text) -> None:
         sampler, row = sequence.sampler, sequence.logits_row().array.copy()
         self._row = LogitsRow(row)
         self._sampler = sampler

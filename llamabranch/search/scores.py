@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
 from ..errors import ConfigError
+from ..generation.text import Text
 from ..native import core
 from .beams import best_tokens
 
@@ -39,7 +39,7 @@ class BestScores:
         self._compiled: core.RowSampler | None = None
         self._n_compiled = 0  # tokens that it keeps
 
-    def __call__(self, sequence: TokenSequence) -> Scored:
+    def __call__(self, sequence: Text) -> Scored:
         """Return the best tokens, at most ``k``: fewer only where a grammar forbids the others.
 
         Raises:

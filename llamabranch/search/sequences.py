@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from ..branch import Branch, BranchStore
 from ..branch.scorer import Wanted, read
-from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, SequencesExhaustedError
+from ..generation.text import Text
 from .node import SearchNode
 from .result import SearchStats
 
@@ -70,7 +70,7 @@ class SearchSequences:
         self.is_cancelled = False
         with self.ctx.lock:
             branch.sequence.logits_row()
-            self.root = SearchNode(None, (), 0.0, branch.text, branch.sequence.pending)
+            self.root = SearchNode(None, (), 0.0, branch.text, branch.sequence.incomplete)
             self.ctx.sequences.use(branch.seq_id, self)
             self.capacity = self.ctx.n_seq_free
         if self.capacity < 1:
@@ -140,7 +140,7 @@ class SearchSequences:
 
     # -- sequences ---------------------------------------------------------------------------------
 
-    def sequence(self, node: SearchNode) -> TokenSequence | None:
+    def sequence(self, node: SearchNode) -> Text | None:
         """Return the sequence that holds ``node``; None if it has none now."""
         branch = self.branch if node is self.root else self._held.get(node)
         return None if branch is None else branch.sequence
@@ -288,7 +288,7 @@ class SearchSequences:
     def advance(
         self,
         nodes: Sequence[SearchNode],
-        read: Callable[[SearchNode, TokenSequence], T],
+        read: Callable[[SearchNode, Text], T],
         *,
         keep: bool = False,
     ) -> list[T]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from array import array
 from asyncio import to_thread
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -118,7 +117,7 @@ async def create(call: Exchange, service: Service) -> None:
         structured_outputs=fields.structured_outputs,
     ).text_grammar()
     sampling = fields.params(service, service.settings.sampling)
-    node = Node(None, 0, array("i", tokens), len(tokens), sampling, grammar)
+    node = Node(tokens, len(tokens), sampling, grammar)
     await _add(call, service, node, fields.top_logprobs)
 
 
@@ -141,7 +140,7 @@ async def fork(call: Exchange, service: Service) -> None:
         service.model.check_tokens(more)
     n_read = at + len(more) if more else min(at, parent.n_read)
     sampling = fields.params(service, parent.sampling)
-    node = Node(parent, at, array("i", more), n_read, sampling, parent.grammar)
+    node = Node([*parent.tokens[:at], *more], n_read, sampling, parent.grammar, parent, at)
     await _add(call, service, node, fields.top_logprobs)
 
 
@@ -213,8 +212,10 @@ class _Writer(Writer):
     def _child(self, update: Update) -> dict[str, object]:
         parent, result = self._parent, update.choice.result
         sampling = self._sampling.replace(seed=result.seed)
-        own, reason = array("i", result.tokens), update.end["finish_reason"]
-        child = Node(parent, parent.position, own, parent.n_read, sampling, parent.grammar, reason)
+        child = Node(
+            [*parent.tokens, *result.tokens], parent.n_read, sampling, parent.grammar, parent,
+            parent.position, update.end["finish_reason"],
+        )  # fmt: skip
         self._add(child)
         return {**_told(self.service, child), **self.part(update, update.choice.index)}
 
@@ -312,9 +313,9 @@ def _told(service: Service, node: Node) -> dict[str, object]:
     return {
         "id": node.id,
         "object": "branch",
-        "parent": node.parent_id,
+        "parent": None if node.parent is None else node.parent.id,
         "position": node.position,
-        "fork_position": node.start,
+        "fork_position": node.fork_position,
         "children": [child.id for child in node.children],
         "seed": node.sampling.seed,
         "finish_reason": node.finish_reason,

@@ -2,14 +2,13 @@
 
 A node is a list of token ids with the settings to continue it. Whether its K/V is in the cache is a
 matter of time only: what was evicted is decoded again when it is needed. Since batches are exact, no
-result depends on that; so there are no locks, and sequences cannot run out. A node keeps the tokens that
-it adds to its parent's; a tree that nobody uses is deleted after a while.
+result depends on that; so there are no locks, and sequences cannot run out. A tree that nobody uses is
+deleted after a while.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
@@ -27,21 +26,21 @@ class Node:
     """A text that can be continued.
 
     Attributes:
-        parent: the node whose first ``start`` tokens it begins with; None for a root.
-        own: its tokens after those.
+        tokens: all its token ids.
         n_read: tokens that were read, not generated: the grammar begins after them.
         sampling: settings, with a seed.
+        parent: the node whose first ``fork_position`` tokens it begins with; None for a root.
         finish_reason: how its generation ended; None where none did.
         next: entropy and the most probable tokens after it, once they are known.
         used: when it, or a node below it, was last used.
     """
 
-    parent: Node | None
-    start: int
-    own: array[int]
+    tokens: list[int]
     n_read: int
     sampling: SamplingParams
     grammar: Grammar | None = None
+    parent: Node | None = None
+    fork_position: int = 0
     finish_reason: str | None = None
     id: str = field(default_factory=lambda: f"br-{uuid4().hex}")
     children: list[Node] = field(default_factory=list)
@@ -49,26 +48,9 @@ class Node:
     used: float = 0.0
 
     @property
-    def parent_id(self) -> str | None:
-        """The parent's id."""
-        return None if self.parent is None else self.parent.id
-
-    @property
     def position(self) -> int:
         """How many tokens it has."""
-        return self.start + len(self.own)
-
-    @property
-    def tokens(self) -> list[int]:
-        """All its token ids."""
-        parts: list[Sequence[int]] = []
-        node: Node | None = self
-        end = self.position
-        while node is not None:
-            parts.append(node.own[: max(0, end - node.start)])
-            end = min(end, node.start)
-            node = node.parent
-        return [token for part in reversed(parts) for token in part]
+        return len(self.tokens)
 
     @property
     def continues(self) -> int:
@@ -152,9 +134,9 @@ class Branches:
             self._n_promised -= left
 
     def add(self, node: Node) -> None:
-        """Keep a new node; one whose parent was deleted meanwhile becomes a root with all its tokens."""
+        """Keep a new node; one whose parent was deleted meanwhile becomes a root."""
         if node.parent is not None and node.parent.id not in self._nodes:
-            node.own, node.start, node.parent = array("i", node.tokens), 0, None
+            node.parent, node.fork_position = None, 0
         self._nodes[node.id] = node
         if node.parent is not None:
             node.parent.children.append(node)

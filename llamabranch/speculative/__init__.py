@@ -1,20 +1,20 @@
 """Speculative decoding: draft cheaply, verify in one decode, accept what the target would have generated.
 
-config.py       the settings
-rules.py        which drafted tokens are accepted: pure functions over distributions and random numbers
-drafters/       where drafts come from: the interface, models, copying, chains of drafters
-length/         how many tokens to draft: the interface, a fixed number, or what raises the throughput
-profile.py      what "auto" keeps between runs about a target and its drafters
-round.py        what one stream of tokens knows about its rounds: draft, pending token, acceptance
-joint.py        one step of any number of streams: draft, decode once for all, accept
-draft_cache.py  the draft states that are kept between generations, and their forks and rewinds
-speculator.py   a whole generation, round by round
+drafters/       where drafts come from: models, heads, copying, grammars, chains of drafters
+speculator.py   prompts and branches, continued with a drafter
 session.py      the same, one token per call
-stats.py        counts and times, under vLLM's names
+
+The loop, the rules and the draft length are in :mod:`llamabranch.generation`.
 """
 
-from .config import SpeculativeConfig
-from .drafters.base import Draft, Drafter, DraftState, NullDrafter
+from ..generation.config import SpeculativeConfig
+from ..generation.drafter import Draft, Drafter, DraftState, NullDrafter
+from ..generation.generation import Generation
+from ..generation.length.base import DraftLength
+from ..generation.rules import Acceptance, RandomSource, block_rule, token_rule
+from ..generation.stats import SpeculativeStats
+from ..generation.text import Text
+from ..generation.verify import RoundTrace
 from .drafters.chain import ChainDrafter
 from .drafters.copying import PromptLookupDrafter, SuffixDrafter
 from .drafters.eagle import EagleDrafter
@@ -22,12 +22,8 @@ from .drafters.function import FunctionDrafter
 from .drafters.grammar import GrammarDrafter
 from .drafters.model import ModelDrafter
 from .drafters.mtp import MTPDrafter
-from .length.base import DraftLength
-from .round import RoundTrace
-from .rules import Acceptance, RandomSource, block_rule, token_rule
 from .session import InferenceSession
-from .speculator import Generation, Speculator
-from .stats import SpeculativeStats
+from .speculator import Speculator
 
 __all__ = [
     "Acceptance",
@@ -51,6 +47,7 @@ __all__ = [
     "SpeculativeStats",
     "Speculator",
     "SuffixDrafter",
+    "Text",
     "block_rule",
     "token_rule",
 ]

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ..branch import Branch, Produced
-from ..branch.output import OutputBuffer
 from ..context import Context
 from ..errors import ClosedError, LlamaBranchError
+from ..generation.config import SpeculativeConfig
+from ..generation.drafter import Drafter
+from ..generation.generation import Drafting
+from ..generation.output import OutputBuffer
+from ..generation.stats import SpeculativeStats
 from ..model import Prompt
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
-from .config import SpeculativeConfig
-from .drafters.base import Drafter, NullDrafter
-from .round import finish_at
-from .speculator import Speculator, start_or_continue
-from .stats import SpeculativeStats
+from .speculator import start_or_continue
 
 __all__ = ["InferenceSession"]
 
@@ -29,12 +29,10 @@ class InferenceSession:
         prompt: text, token ids, messages, or a branch to continue.
         sampling, grammar, parse_special: as for ``Branch.start``.
         config: how much to draft when ``next_token`` is given a drafter.
-        max_tokens: the most tokens to generate; None = until the model ends the text or the cache is
-            full.
-        stop: strings that end the text. ``text`` leaves them out, ``tokens`` include their tokens.
+        max_tokens, stop: as for ``Branch.generate``.
 
     Attributes:
-        branch: the branch being continued; it holds the tokens of all finished rounds.
+        branch: the branch being continued; it holds the tokens that were returned.
         stats: counts and times so far.
     """
 
@@ -54,16 +52,17 @@ class InferenceSession:
         self._output = OutputBuffer(max_tokens, stop)
         self._target = target
         self._config = config
-        # By identity, since a drafter need not be hashable; the speculator keeps it alive.
-        self._speculators: dict[int, Speculator] = {}
+        # By identity, since a drafter need not be hashable; its value keeps it alive.
+        self._draftings: dict[int, Drafting] = {}
         self.branch = start_or_continue(target, prompt, sampling, grammar, parse_special)
         self._owned = self.branch is not prompt
-        self._base = self.branch.position
+        self._text = text = self.branch.sequence
+        self._version = text.version  # after the last call
+        self._base = text.position  # where the output begins
         self._emitted: list[Produced] = []  # by the last round, not yet returned
-        self._pending: Produced | None = None
         self._closed = False
         self._generating = ExitStack()  # until it is closed or forgotten
-        self._generating.enter_context(self.branch.sequence.generating())
+        self._generating.enter_context(text.generating())
 
     @property
     def tokens(self) -> list[int]:
@@ -100,33 +99,33 @@ class InferenceSession:
             raise ClosedError("the session is closed")
         if self.finish_reason is not None:
             return None
+        text, tokens = self._text, self._output.tokens
+        if text.version != self._version:  # somebody else has changed it
+            self._emitted, self._base = [], text.position - len(tokens)
         if not self._emitted:
             try:
                 self._emitted = self._round(drafter)
-            except LlamaBranchError:  # a later call may succeed, once there is room again
-                self._output.is_stuck = True
+            except BaseException as error:
+                text.end_at(self._base + len(tokens), decodes=False)
+                self._version = text.version
+                # A later call may succeed, once there is room again.
+                self._output.is_stuck = isinstance(error, LlamaBranchError)
                 raise
         shown = self._output.add(self._emitted.pop(0))
-        self.stats.num_emitted_tokens = len(self.tokens)
+        text.n_held = len(text.tokens) - self._base - len(tokens)
+        self._version = text.version
+        self.stats.num_emitted_tokens = len(tokens)
         return shown
 
     def _round(self, drafter: Drafter | None) -> list[Produced]:
-        speculator = self._speculator(drafter)
-        stream = speculator.open_stream(self.branch, self.stats)
-        try:
-            stream.pending = self._pending
-            emitted = speculator.joint.round(stream, self._output.draft_limit)
-            self._pending = stream.pending
-        finally:
-            speculator.close_stream(stream, keep=True)
-        return emitted
-
-    def _speculator(self, drafter: Drafter | None) -> Speculator:
-        found = self._speculators.get(id(drafter))
+        found = self._draftings.get(id(drafter))
         if found is None:
-            found = Speculator(self._target, drafter or NullDrafter(), self._config)
-            self._speculators[id(drafter)] = found
-        return found
+            found = self._draftings[id(drafter)] = Drafting(self._target, drafter, self._config)
+        running = found.open(self._text, self.stats)
+        try:
+            return found.loop.round(running, self._output)
+        finally:
+            found.close(running, keep=True)
 
     def close(self) -> None:
         """End here. A branch that was given keeps exactly the returned tokens. Idempotent."""
@@ -135,15 +134,15 @@ class InferenceSession:
         self._closed = True
         self._generating.close()
         self._output.break_off()
-        for speculator in self._speculators.values():
-            speculator.forget(self.branch)
-            speculator.save_profile()
+        for drafting in self._draftings.values():
+            drafting.forget(self._text)
+            drafting.save_profile()
         if self.branch.ctx.closed:
             return
         if self._owned:
             self.branch.prune()
         else:
-            finish_at(self.branch, self._base + len(self.tokens), self._pending)
+            self._text.end_at(self._base + len(self._output.tokens), decodes=True)
 
     def __enter__(self) -> InferenceSession:
         return self

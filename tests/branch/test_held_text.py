@@ -69,7 +69,7 @@ def shown(items: list[lb.Produced]) -> str:
 def test_branch_emits_it_before_the_cache_full_error(
     small: Context, pieces: list[str], params: SamplingParams
 ) -> None:
-    n = N_CTX - N_PROMPT
+    n = N_CTX - N_PROMPT + 1  # the last one needs no cell
     with Branch.start(small, [5] * N_PROMPT, sampling=params) as branch:
         items: list[lb.Produced] = []
         with pytest.raises(CacheFullError):

@@ -328,7 +328,7 @@ def _advice(ctx: lb.Context, report: PairReport, load: float | None = 0.0) -> Be
 
 
 def _printed(told: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
-    told.print(Console(color=False))
+    told.print(Console())
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -386,7 +386,7 @@ def test_progress_reaches_a_pipe_now_and_then(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("llamabranch.cli.console.monotonic", lambda: now[0])
-    console = Console(color=False)
+    console = Console()
     for n in range(40):
         console.progress(f"run {n}")
         console.progress("")

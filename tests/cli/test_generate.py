@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import answer, run, said_by
+from commands import answer, run, said_by, texts
 from toys import CHAT_TEMPLATE, Vocabulary, write_toy
 
 import llamabranch as lb
@@ -32,10 +32,6 @@ STATISTICS = (
 
 def speculate(*arguments: object) -> dict[str, Any]:
     return answer("speculate", *arguments)
-
-
-def texts(found: dict[str, Any]) -> dict[str, str]:
-    return {f"{record['id']}.{record['sample']}": record["text"] for record in found["results"]}
 
 
 # -- texts ---------------------------------------------------------------------------------------------

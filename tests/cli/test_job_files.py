@@ -12,6 +12,7 @@ from typing import Any
 
 import commands
 import pytest
+from commands import texts
 from self_signal import signalled_at_line
 from toys import CHAT_TEMPLATE, write_toy
 from typer.testing import Result
@@ -38,10 +39,6 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
 
 def run_json(*arguments: str, stdin: str | None = None) -> dict[str, Any]:
     return commands.answer("generate", *arguments, stdin=stdin)
-
-
-def texts(answer: dict[str, Any]) -> dict[str, str]:
-    return {f"{record['id']}.{record['sample']}": record["text"] for record in answer["results"]}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from llamabranch import Context
-from llamabranch.context.batch import Batch, decode_run
+from llamabranch.context.runner import Batch, decode_run
 from llamabranch.errors import CacheFullError
 from llamabranch.model import Model
 

@@ -14,10 +14,10 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.branch.verification import Verification
 from llamabranch.context.cell_order import CellOrder
-from llamabranch.context.kv_cache import KVCache
+from llamabranch.context.memory import Memory
 from llamabranch.errors import CacheFullError
+from llamabranch.generation.plan import Plan
 
 Logits = npt.NDArray[np.float32]
 Replay = Callable[[Sequence[int]], Logits]
@@ -103,7 +103,7 @@ class Compactions:
 
 def decode_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let compactions decode the tokens again instead of copying their K/V."""
-    monkeypatch.setattr(KVCache, "can_move", False)
+    monkeypatch.setattr(Memory, "can_move", False)
 
 
 # -- when cells are reserved, and when they are freed --------------------------------------------------
@@ -168,9 +168,9 @@ def test_cells_of_a_rejected_tree_are_reserved_or_freed(ctx: Context) -> None:
     rng = np.random.default_rng(3)
     branch, other = (Branch.start(ctx, random_tokens(rng, 20)) for _ in range(2))
     tokens, parents = random_tokens(rng, 7), [-1, 0, 0, 1, 1, 2, 2]
-    verification = Verification(branch.sequence, tokens, parents)
-    verification.decode()
-    verification.accept([0, 2])
+    plan = Plan(branch.sequence, tokens, parents)
+    plan.decode()
+    plan.keep([0, 2])
     assert branch.position == 22
     assert ctx.usage().cells_used == 42
     assert order_of(ctx).n_cells in (0, 5)

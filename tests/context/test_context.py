@@ -266,7 +266,7 @@ def test_leased_sequence_refuses_raw_calls(ctx: Context) -> None:
         lambda: ctx.kv_seq_keep(seq),
     ]
     for call in calls:
-        with pytest.raises(BranchStateError, match="leased"):
+        with pytest.raises(BranchStateError, match="held by"):
             call()
     assert ctx.kv_cache_size(seq) == len(A)
     assert np.array_equal(branch.logits, before)

@@ -19,8 +19,8 @@ from rounding import rounding
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.bench import first_divergence
-from llamabranch.branch.verification import Verification
 from llamabranch.errors import UnsupportedError
+from llamabranch.generation.plan import Plan
 
 Logits = npt.NDArray[np.float32]
 GREEDY = SamplingParams(temperature=0.0)
@@ -172,8 +172,8 @@ def test_verified_trees(shared: Context, alone: Alone) -> None:
     for n in (2, 5, 9, 16):
         parents = [-1, *(int(rng.integers(0, i)) for i in range(1, n))]
         tokens = random_tokens(rng, n)
-        verification = Verification(branch.sequence, tokens, parents)
-        arrays = [row.array.copy() for row in verification.decode()]
+        plan = Plan(branch.sequence, tokens, parents)
+        arrays = [row.array.copy() for row in plan.decode()]
         path: list[int] = []
         for node, array in enumerate(arrays):
             path, at = [], node
@@ -182,7 +182,7 @@ def test_verified_trees(shared: Context, alone: Alone) -> None:
                 at = parents[at]
             expected = alone.logits(branch.tokens + [tokens[i] for i in path])
             assert np.array_equal(array, expected), (n, node)
-        verification.accept(path)
+        plan.keep(path)
         check(branch, alone)
         bystander.commit(random_tokens(rng, 1)[0])
         check(bystander, alone)

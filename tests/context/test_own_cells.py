@@ -97,7 +97,7 @@ def test_forks_copy_and_generate_the_same_to_the_bit(own: Context, ctx: Context)
 def test_prefix_of_a_sequence_is_copied(own: Context) -> None:
     own.decode(list(range(2, 22)), 0, 0)
     with own.lock:
-        own.kv_cache.share(0, 1, 0, 12)
+        assert own.kv_cache.fork(0, 1, 12) == 12
     assert own.kv_cache_size(1) == 12
     own.audit()
     own.decode([30], 12, 1)

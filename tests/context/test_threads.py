@@ -20,7 +20,7 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context
 from llamabranch.errors import ClosedError, DecodeInterruptedError
-from llamabranch.speculative.length.base import DraftLength
+from llamabranch.generation.length.base import DraftLength
 
 WARM = lb.SamplingParams(temperature=0.8, seed=2)
 PROMPTS = ("Once upon a time", "The king", "The queen had", "A wolf")
@@ -406,7 +406,7 @@ class Watched(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         self._drafter.check(target)
 
-    def start(self, target: Branch, rule: str) -> WatchedState:
+    def start(self, target: lb.speculative.Text, rule: str) -> WatchedState:
         self.note("state")
         return WatchedState(self, self._drafter.start(target, rule))
 
@@ -440,7 +440,7 @@ class WatchedState:
         with self._used("observe"):
             self._state.observe(n_tokens)
 
-    def fork(self, target: Branch) -> WatchedState:
+    def fork(self, target: lb.speculative.Text) -> WatchedState:
         with self._used("fork"):
             return WatchedState(self._drafter, self._state.fork(target))
 

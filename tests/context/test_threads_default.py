@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch import Context, PerformanceWarning
-from llamabranch.context.thread_watch import ThreadWatch
+from llamabranch import Context
 from llamabranch.context.threads import _best, _Timing, candidates
 from llamabranch.native import available_cores
 from llamabranch.profile import MAX_ENTRIES, profile_path, read_entry, write_entries
@@ -187,7 +185,6 @@ def test_off_means_all_cores_and_no_file(target: lb.Model) -> None:
     assert profile_path() is None
     with Context(target, n_ctx=256) as ctx:
         assert ctx.n_threads == CORES
-        assert ctx.decoder.watch is None
 
 
 def test_where_no_decode_ends_in_time_busy_cores_are_left_to_others() -> None:
@@ -338,80 +335,3 @@ def test_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert profile_path() == tmp_path / ".cache" / "llamabranch" / "profile.json"
-
-
-# -- the watch -------------------------------------------------------------------------------------
-
-
-def _feed(watch: ThreadWatch, n: int, seconds: float, share: float, n_laps: int) -> None:
-    for _ in range(n_laps * ThreadWatch.LAP):
-        watch.note(n, seconds, 2 * share * seconds)
-
-
-@pytest.fixture
-def watch(ctx: Context) -> ThreadWatch:
-    return ThreadWatch(ctx.decoder.handle, 2, 2, None)
-
-
-def test_collapse_is_warned_of_once_with_the_remedy(watch: ThreadWatch) -> None:
-    _feed(watch, 1, 0.001, 1.0, 3)
-    with pytest.warns(PerformanceWarning, match=r"2 threads.*27 ms.*1 ms.*n_threads=1") as caught:
-        _feed(watch, 1, 0.027, 0.3, 2)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert watch.decode(0) != 0  # nothing is counted any more: an empty batch, refused
-
-
-def test_collapse_is_noticed_against_what_was_measured_when_opening(ctx: Context) -> None:
-    watch = ThreadWatch(ctx.decoder.handle, 2, 2, 0.001)
-    with pytest.warns(PerformanceWarning):
-        _feed(watch, 1, 0.027, 0.3, 2)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "share"),
-    [
-        pytest.param(0.027, 0.97, id="a longer context, on idle cores"),
-        pytest.param(0.004, 0.3, id="a little slower"),
-        pytest.param(0.0015, 0.3, id="short, though many times the fastest"),
-    ],
-)
-def test_no_collapse_is_seen_where_none_is(
-    seconds: float, share: float, watch: ThreadWatch
-) -> None:
-    _feed(watch, 1, 0.0001 if seconds < 0.002 else 0.001, 1.0, 1)
-    _feed(watch, 1, seconds, share, 20)
-
-
-def test_one_slow_lap_and_mixed_sizes_are_no_collapse(watch: ThreadWatch) -> None:
-    for _ in range(5):
-        _feed(watch, 1, 0.001, 1.0, 1)
-        _feed(watch, 1, 0.027, 0.3, 1)  # another program, for a short time
-        _feed(watch, 8, 0.027, 0.3, 1)  # the fastest eight tokens have been so far
-
-
-@several_cores
-def test_warning_as_an_error_leaves_the_branch_as_it_was(
-    target: lb.Model, profile: Path, other_ctx: Context
-) -> None:
-    with Context(target, n_ctx=256, n_threads=2) as ctx:
-        watch = ctx.decoder.watch
-        assert watch is not None
-        branch = lb.Branch.start(ctx, "Once upon a time", temperature=0.9, seed=7)
-        tokens = [branch.step().token for _ in range(3)]
-        _feed(watch, 1, 0.001, 1.0, 1)
-        _feed(watch, 1, 1000.0, 0.0, 1)
-        for _ in range(ThreadWatch.LAP - 1):  # the next decode that is timed ends a second slow lap
-            watch.note(1, 1000.0, 0.0)
-        raised = 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            while len(tokens) < 3 + 2 * ThreadWatch.EVERY:
-                try:
-                    tokens.append(branch.step().token)
-                except PerformanceWarning:
-                    raised += 1
-                    ctx.audit()
-        assert raised == 1
-        again = lb.Branch.start(other_ctx, "Once upon a time", temperature=0.9, seed=7)
-        assert [again.step().token for _ in tokens] == tokens

@@ -378,7 +378,7 @@ class Custom(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         """Accept any target."""
 
-    def start(self, target: lb.Branch, rule: str) -> DraftState:
+    def start(self, target: lb.speculative.Text, rule: str) -> DraftState:
         return self
 
     def propose(self, tokens: Sequence[int], length: Length, limit: int) -> Draft:
@@ -397,7 +397,7 @@ class Custom(lb.Drafter):
     def observe(self, n_tokens: int) -> None:
         """Nothing to learn."""
 
-    def fork(self, target: lb.Branch) -> DraftState:
+    def fork(self, target: lb.speculative.Text) -> DraftState:
         return self
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ class Picky(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         raise lb.VocabularyMismatchError("not this one")
 
-    def start(self, target: Branch, rule: str) -> Any: ...
+    def start(self, target: lb.speculative.Text, rule: str) -> Any: ...
 
 
 def test_several_texts_of_a_prompt(ctx: Context) -> None:

@@ -53,7 +53,7 @@ from llamabranch.errors import (
     SequencesExhaustedError,
     TokenizeError,
 )
-from llamabranch.speculative.length.base import DraftLength
+from llamabranch.generation.length.base import DraftLength
 
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.8, seed=42)
@@ -1186,7 +1186,7 @@ class InterruptedOnce(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         """Any target."""
 
-    def start(self, target: Branch, rule: str) -> lb.speculative.DraftState:
+    def start(self, target: lb.speculative.Text, rule: str) -> lb.speculative.DraftState:
         """Return a state that is interrupted where the prompt is the chosen one."""
         return InterruptedState(target.tokens == self.prompt)
 
@@ -1204,7 +1204,7 @@ class InterruptedState:
         if self.is_chosen:
             raise DecodeInterruptedError("the decode was interrupted", code=2, memory_changed=True)
 
-    def fork(self, target: Branch) -> lb.speculative.DraftState:
+    def fork(self, target: lb.speculative.Text) -> lb.speculative.DraftState:
         return InterruptedState(self.is_chosen)
 
     def close(self) -> None:
@@ -1339,6 +1339,25 @@ def test_engine_opens_a_model_and_gives_each_text_a_part_of_the_cache(
     engine = Engine(ctx)
     engine.close()
     assert not ctx.closed
+
+
+def test_no_more_texts_run_than_in_parallel_and_they_are_the_same(
+    ctx: Context, other_ctx: Context
+) -> None:
+    requests = [Request(f"The wolf number {i}", max_tokens=30, sampling=WARM) for i in range(7)]
+    expected = [result.tokens for result in Engine(ctx).generate(requests)]
+    limited, most = Engine(other_ctx, parallel=5), 0
+    names = [limited.add_request(request) for request in requests]
+    found: dict[str, list[int]] = {}
+    while limited.has_unfinished():
+        events = limited.step()
+        most = max(most, len({event.id for event in events}))
+        found |= {event.id: event.result.tokens for event in events if event.result is not None}
+    assert [found[name] for name in names] == expected
+    assert most == 5
+    assert other_ctx.usage().cells_used == 0
+    with pytest.raises(ConfigError, match="parallel"):
+        Engine(ctx, parallel=0)
 
 
 async def _ask(model: lb.Model, prompt: str) -> tuple[str, Context]:

@@ -19,10 +19,10 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Context, Engine, Event, Request, SamplingParams, SpeculativeConfig
+from llamabranch.generation.drafter import DraftState
+from llamabranch.generation.length.base import DraftLength
 from llamabranch.model.text import StopStrings
 from llamabranch.speculative import Draft
-from llamabranch.speculative.drafters.base import DraftState
-from llamabranch.speculative.length.base import DraftLength
 
 PACKAGE = Path(lb.__file__).parent
 WARM = SamplingParams(temperature=0.8)
@@ -245,7 +245,7 @@ class Failing(lb.Drafter):
         if self.n_calls == self.at:
             raise self.error
 
-    def start(self, target: lb.Branch, rule: str) -> DraftState:
+    def start(self, target: lb.speculative.Text, rule: str) -> DraftState:
         self.count()
         return FailingState(self, self.inner.start(target, rule))
 
@@ -266,7 +266,7 @@ class FailingState:
         self.drafter.count()
         self.inner.observe(n_tokens)
 
-    def fork(self, target: lb.Branch) -> DraftState:
+    def fork(self, target: lb.speculative.Text) -> DraftState:
         self.drafter.count()
         return FailingState(self.drafter, self.inner.fork(target))
 

@@ -8,9 +8,9 @@ import pytest
 
 import llamabranch as lb
 from llamabranch.engine.job import Job, JobState, JobStateError, Submission
-from llamabranch.speculative.drafters.base import NullState
-from llamabranch.speculative.length.base import FixedLength
-from llamabranch.speculative.round import Stream
+from llamabranch.generation.drafter import NullState
+from llamabranch.generation.length.base import FixedLength
+from llamabranch.generation.loop import RunningText
 
 WAYS = {  # how a text gets into a state
     JobState.WAITING: [],
@@ -35,7 +35,7 @@ def act(job: Job, name: str, ctx: lb.Context) -> None:
     elif name == "begin":
         length, stats = FixedLength(0), lb.SpeculativeStats()
         branch = job.branch or lb.Branch.create(ctx)
-        job.begin(Stream(branch, NullState(), length, "seeded", stats))
+        job.begin(RunningText(branch.sequence, NullState(), length, "seeded", stats))
     else:
         getattr(job, name)()
 

@@ -35,7 +35,7 @@ from llamabranch.errors import (
     QueueFullError,
     TokenizeError,
 )
-from llamabranch.speculative.round import Stream
+from llamabranch.generation.loop import RunningText
 
 WARM = SamplingParams(temperature=0.8, seed=42)
 GREEDY = SamplingParams(temperature=0.0)
@@ -392,19 +392,18 @@ def test_ctrl_c_in_a_step_loses_nothing(
     for request in requests:
         engine.add_request(request)
     events: list[Event] = []
-    accept, n_calls = Stream.accept, 0
+    take, n_calls = RunningText.take, 0
 
     def interrupted(
-        stream: Stream, rows: Sequence[LogitsRow], verify_s: float, n_rows: int
-    ) -> list[lb.Produced]:
+        running: RunningText, rows: Sequence[LogitsRow], verify_s: float, n_rows: int = 0
+    ) -> None:
         nonlocal n_calls
         n_calls += 1
-        emitted = accept(stream, rows, verify_s, n_rows)
+        take(running, rows, verify_s, n_rows)
         if n_calls % 7 == 0:
             raise KeyboardInterrupt
-        return emitted
 
-    monkeypatch.setattr(Stream, "accept", interrupted)
+    monkeypatch.setattr(RunningText, "take", interrupted)
     n_interrupted = 0
     while engine.has_unfinished():
         try:
@@ -412,6 +411,7 @@ def test_ctrl_c_in_a_step_loses_nothing(
         except KeyboardInterrupt:
             n_interrupted += 1
     assert n_interrupted > 3
+    monkeypatch.undo()
     found = results_of(events)
     for i, request in enumerate(requests):
         assert found[str(i)].tokens == alone(other_ctx, request, found[str(i)])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from llamabranch.generation.rules import RULES
+from llamabranch.generation.rules import apply_rule as accept_by_numpy
 from llamabranch.native import acceptance, core
 from llamabranch.sampling import Distribution
-from llamabranch.speculative.rules import RULES
-from llamabranch.speculative.rules import apply_rule as accept_by_numpy
 
 pytestmark = pytest.mark.skipif(not acceptance.available, reason="the compiled core is not built")
 

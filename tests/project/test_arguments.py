@@ -353,7 +353,7 @@ def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
 
         def observe(self, n_tokens: int) -> None: ...
 
-        def fork(self, target: lb.Branch) -> lb.speculative.DraftState:
+        def fork(self, target: lb.speculative.Text) -> lb.speculative.DraftState:
             return self
 
         def close(self) -> None: ...
@@ -363,7 +363,7 @@ def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
 
         def check(self, target: lb.Model) -> None: ...
 
-        def start(self, target: lb.Branch, rule: str) -> lb.speculative.DraftState:
+        def start(self, target: lb.speculative.Text, rule: str) -> lb.speculative.DraftState:
             return NumPyLine()
 
     params = lb.SamplingParams(temperature=0.8, seed=2)

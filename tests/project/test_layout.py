@@ -20,6 +20,7 @@ FLOORS = (
     ("hub", "model", "profile"),
     ("sampling",),
     ("context", "theory"),
+    ("generation",),
     ("branch", "loading"),
     ("speculative",),
     ("engine",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -250,7 +249,7 @@ def test_room_that_was_not_used_is_given_back() -> None:
         with kept.room_for(2) as add:
             with pytest.raises(HttpError, match="3 may exist"), kept.room_for(2):
                 pass
-            add(nodes.Node(None, 0, array("i", [1]), 1, lb.SamplingParams()))
+            add(nodes.Node([1], 1, lb.SamplingParams()))
         kept.delete(kept.all()[0], subtree=False)
     with kept.room_for(3):
         pass
@@ -261,7 +260,7 @@ def test_use_of_a_node_keeps_those_it_comes_from() -> None:
     params = lb.SamplingParams()
 
     def make(parent: nodes.Node | None) -> nodes.Node:
-        return nodes.Node(parent, 0, array("i", [1]), 1, params)
+        return nodes.Node([1], 1, params, None, parent)
 
     root, other = make(None), make(None)
     child = make(root)
@@ -276,12 +275,12 @@ def test_use_of_a_node_keeps_those_it_comes_from() -> None:
 
 def test_child_of_a_node_that_was_deleted_meanwhile_has_its_tokens() -> None:
     kept, params = nodes.Branches(10, 100.0), lb.SamplingParams()
-    root = nodes.Node(None, 0, array("i", [1, 2, 3]), 3, params)
-    middle = nodes.Node(root, 2, array("i", [4, 5]), 4, params)
+    root = nodes.Node([1, 2, 3], 3, params)
+    middle = nodes.Node([1, 2, 4, 5], 4, params, None, root, 2)
     for node in (root, middle):
         kept.add(node)
-    child = nodes.Node(middle, 3, array("i", [6]), 3, params)
+    child = nodes.Node([1, 2, 4, 6], 3, params, None, middle, 3)
     kept.delete(root, subtree=True)
     kept.add(child)
-    assert (child.parent, child.start, child.tokens) == (None, 0, [1, 2, 4, 6])
+    assert (child.parent, child.fork_position, child.tokens) == (None, 0, [1, 2, 4, 6])
     assert kept.all() == [child]

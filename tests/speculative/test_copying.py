@@ -11,6 +11,7 @@ import pytest
 import llamabranch
 from llamabranch import Branch, Context, Model, SamplingParams
 from llamabranch.errors import ConfigError, SequencesExhaustedError
+from llamabranch.generation.length.base import DraftLength, FixedLength
 from llamabranch.speculative import (
     Draft,
     Drafter,
@@ -19,10 +20,10 @@ from llamabranch.speculative import (
     NullDrafter,
     SpeculativeConfig,
     Speculator,
+    Text,
 )
 from llamabranch.speculative.drafters.chain import ChainDrafter
 from llamabranch.speculative.drafters.copying import PromptLookupDrafter, SuffixDrafter
-from llamabranch.speculative.length.base import DraftLength, FixedLength
 
 DATA = Path(llamabranch.__file__).parent / "data"
 
@@ -62,7 +63,7 @@ def propose(line: DraftState, tokens: Sequence[int], k: int = 8) -> Draft:
 
 
 def test_lookup_copies_from_the_most_recent_occurrence(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).start(branch, "seeded")
+    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).start(branch.sequence, "seeded")
     told = propose(line, [20, 21, 30, 20, 21, 40, 41, 20, 21], k=2)
     assert told.tokens == [40, 41]
     assert told.n_decodes == 0
@@ -70,26 +71,26 @@ def test_lookup_copies_from_the_most_recent_occurrence(branch: Branch) -> None:
 
 
 def test_lookup_prefers_the_longest_suffix(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=3, min_ngram=1).start(branch, "seeded")
+    line = PromptLookupDrafter(max_ngram=3, min_ngram=1).start(branch.sequence, "seeded")
     assert propose(line, [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], k=1).tokens == [50]
 
 
 def test_lookup_declines_without_evidence(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).start(branch, "seeded")
+    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).start(branch.sequence, "seeded")
     told = propose(line, [1, 2, 3, 4, 3])
     assert (told.tokens, told.entropies, told.n_decodes) == ([], [], 0)
     assert propose(line, [1, 2, 3, 4, 3, 4]).tokens[:1] == [3]
 
 
 def test_surprisal_is_used_where_there_is_no_entropy(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=2, min_ngram=2).start(branch, "seeded")
+    line = PromptLookupDrafter(max_ngram=2, min_ngram=2).start(branch.sequence, "seeded")
     told = propose(line, [1, 2, 3, 1, 2], k=3)
     expected = [-math.log(m / (m + 1)) for m in (2, 3, 4)]
     assert told.entropies == pytest.approx(expected)
 
 
 def test_entropy_stop_ends_a_copy(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=2, min_ngram=1).start(branch, "seeded")
+    line = PromptLookupDrafter(max_ngram=2, min_ngram=1).start(branch.sequence, "seeded")
     tokens = [1, 2, 3, 1]  # one token of evidence: probability 1/2, 0.69 nats
     assert line.propose(tokens, FixedLength(4, 0.6), 4).tokens == []
     assert len(line.propose(tokens, FixedLength(4, 0.7), 4).tokens) == 4
@@ -99,14 +100,14 @@ def test_entropy_stop_ends_a_copy(branch: Branch) -> None:
 def test_nothing_is_proposed_after_the_end(target: Context, make: Callable[[], Drafter]) -> None:
     end = next(t for t in range(target.n_vocab) if target.model.is_eog(t))
     with Branch.start(target, [5]) as branch:
-        line = make().start(branch, "seeded")
+        line = make().start(branch.sequence, "seeded")
         told = propose(line, [20, 21, 22, end, 30, 31, 20, 21, 22])
     assert told.tokens == [end]
 
 
 @pytest.mark.parametrize("make", [PromptLookupDrafter, SuffixDrafter])
 def test_limit_and_refusal_hold(branch: Branch, make: Callable[[], Drafter]) -> None:
-    line = make().start(branch, "seeded")
+    line = make().start(branch.sequence, "seeded")
     tokens = [1, 2, 3, 4] * 4
     assert line.propose(tokens, FixedLength(8), 0).tokens == []
     assert len(line.propose(tokens, FixedLength(8), 3).tokens) == 3
@@ -116,7 +117,10 @@ def test_limit_and_refusal_hold(branch: Branch, make: Callable[[], Drafter]) -> 
 
 @pytest.mark.parametrize("make", [PromptLookupDrafter, lambda: SuffixDrafter(shared_tokens=0)])
 def test_rewound_line_proposes_as_a_fresh_one(branch: Branch, make: Callable[[], Drafter]) -> None:
-    line, fresh = make().start(branch, "seeded"), make().start(branch, "seeded")
+    line, fresh = (
+        make().start(branch.sequence, "seeded"),
+        make().start(branch.sequence, "seeded"),
+    )
     tokens = [1, 2, 3, 4, 1, 2, 8, 9]
     propose(line, tokens)
     line.observe(6)
@@ -126,10 +130,10 @@ def test_rewound_line_proposes_as_a_fresh_one(branch: Branch, make: Callable[[],
 
 @pytest.mark.parametrize("make", [PromptLookupDrafter, lambda: SuffixDrafter(shared_tokens=0)])
 def test_forks_share_the_past_and_then_diverge(branch: Branch, make: Callable[[], Drafter]) -> None:
-    parent = make().start(branch, "seeded")
+    parent = make().start(branch.sequence, "seeded")
     past = [1, 2, 3, 4, 5, 1, 2]
     propose(parent, past)
-    child = parent.fork(branch)
+    child = parent.fork(branch.sequence)
     assert propose(child, past).tokens == propose(parent, past).tokens
     child_text, parent_text = [*past, 7, 1, 2], [*past, 8, 1, 2]
     assert propose(child, child_text).tokens[0] == 7
@@ -145,7 +149,9 @@ def test_forks_share_the_past_and_then_diverge(branch: Branch, make: Callable[[]
 def test_match_length_gives_the_budget(branch: Branch) -> None:
     text = list(range(100, 130))
     for m in (2, 3, 5):
-        line = SuffixDrafter(factor=1.5, offset=1.0, min_probability=0.0).start(branch, "seeded")
+        line = SuffixDrafter(factor=1.5, offset=1.0, min_probability=0.0).start(
+            branch.sequence, "seeded"
+        )
         told = propose(line, [*text, 0, *text[:m]], k=100)
         assert told.tokens == text[m : m + math.floor(m * 1.5 + 1.0)]
 
@@ -153,44 +159,46 @@ def test_match_length_gives_the_budget(branch: Branch) -> None:
 def test_line_learns_from_what_others_say(branch: Branch) -> None:
     drafter = SuffixDrafter()
     said = list(range(200, 212))
-    first = drafter.start(branch, "seeded")
+    first = drafter.start(branch.sequence, "seeded")
     propose(first, [5, *said])  # the line starts at position 1: all of this is said
     first.close()
-    second = drafter.start(branch, "seeded")
+    second = drafter.start(branch.sequence, "seeded")
     assert propose(second, [5, *said[:4]]).tokens == said[4:9]  # five tokens match
-    assert propose(SuffixDrafter().start(branch, "seeded"), [5, *said[:4]]).tokens == []
+    assert propose(SuffixDrafter().start(branch.sequence, "seeded"), [5, *said[:4]]).tokens == []
 
 
 def test_prompts_are_not_shared(target: Context) -> None:
     drafter = SuffixDrafter()
     prompt = list(range(200, 212))
     with Branch.start(target, prompt) as branch:
-        propose(drafter.start(branch, "seeded"), prompt)
-        assert propose(drafter.start(branch, "seeded"), prompt[:4]).tokens == []
+        propose(drafter.start(branch.sequence, "seeded"), prompt)
+        assert propose(drafter.start(branch.sequence, "seeded"), prompt[:4]).tokens == []
 
 
 def test_texts_that_are_read_later_are_not_shared(target: Context) -> None:
     drafter = SuffixDrafter()
     prompt, said, answer = list(range(200, 212)), [70, 71, 72, 73], list(range(300, 312))
     with Branch.start(target, prompt[:4]) as branch, Branch.start(target, prompt) as other:
-        line = drafter.start(branch, "seeded")
+        line = drafter.start(branch.sequence, "seeded")
         propose(line, [*prompt[:4], *said])
-        twin = line.fork(other)  # for another prompt with the same beginning, as in an engine
+        twin = line.fork(
+            other.sequence
+        )  # for another prompt with the same beginning, as in an engine
         twin.observe(4)
         propose(twin, [*prompt, 90, 91, 92])
         branch.extend(said)
         branch.append(answer)
         propose(line, [*branch.tokens, 80, 81, 82])
-        new = drafter.start(other, "seeded")
+        new = drafter.start(other.sequence, "seeded")
         assert propose(new, prompt[:9]).tokens == propose(new, answer[:4]).tokens == []
         for before, after in (
             (prompt[-2:], [90, 91]), (answer[-2:], [80, 81]), (said[:2], said[2:]),
         ):  # fmt: skip
-            assert propose(drafter.start(other, "seeded"), before).tokens == after
+            assert propose(drafter.start(other.sequence, "seeded"), before).tokens == after
 
 
 def test_rewound_text_stays_evidence(branch: Branch) -> None:
-    line = SuffixDrafter().start(branch, "seeded")
+    line = SuffixDrafter().start(branch.sequence, "seeded")
     propose(line, [5, 6, 70, 71, 72])
     line.observe(3)
     assert propose(line, [5, 6, 70]).tokens == [71, 72]
@@ -199,28 +207,28 @@ def test_rewound_text_stays_evidence(branch: Branch) -> None:
 
 def test_sibling_learns_while_the_other_runs(branch: Branch) -> None:
     drafter = SuffixDrafter()
-    parent = drafter.start(branch, "seeded")
+    parent = drafter.start(branch.sequence, "seeded")
     propose(parent, [5, 6])
-    a, b = parent.fork(branch), parent.fork(branch)
+    a, b = parent.fork(branch.sequence), parent.fork(branch.sequence)
     propose(a, [5, 6, 70, 71, 72, 73])
     assert propose(b, [5, 6, 80, 70, 71]).tokens == [72, 73]
 
 
 def test_better_evidence_is_taken(branch: Branch) -> None:
     drafter = SuffixDrafter(min_probability=0.0)
-    other = drafter.start(branch, "seeded")
+    other = drafter.start(branch.sequence, "seeded")
     propose(other, [5, 40, 41, 42, 43, 44, 45, 46, 47])
-    line = drafter.start(branch, "seeded")
+    line = drafter.start(branch.sequence, "seeded")
     assert propose(line, [5, 42, 43, 9, 40, 41, 42, 43]).tokens == [44, 45, 46, 47]
-    assert propose(drafter.start(branch, "seeded"), [1, 2, 9, 1, 2]).tokens == [9, 1]
+    assert propose(drafter.start(branch.sequence, "seeded"), [1, 2, 9, 1, 2]).tokens == [9, 1]
 
 
 def test_models_do_not_share(branch: Branch, draft: Context) -> None:
     drafter = SuffixDrafter()
     said = list(range(200, 212))
-    propose(drafter.start(branch, "seeded"), [5, *said])
+    propose(drafter.start(branch.sequence, "seeded"), [5, *said])
     with Branch.start(draft, [5]) as other:
-        assert propose(drafter.start(other, "seeded"), [5, *said[:4]]).tokens == []
+        assert propose(drafter.start(other.sequence, "seeded"), [5, *said[:4]]).tokens == []
 
 
 @pytest.mark.parametrize(
@@ -257,7 +265,7 @@ class Script(Drafter):
     def check(self, target: Model) -> None:
         self.log.append(("check", 0))
 
-    def start(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Text, rule: str) -> DraftState:
         return self
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
@@ -267,7 +275,7 @@ class Script(Drafter):
     def observe(self, n_tokens: int) -> None:
         self.log.append(("observe", n_tokens))
 
-    def fork(self, target: Branch) -> DraftState:
+    def fork(self, target: Text) -> DraftState:
         return Script(self.says)
 
     def close(self) -> None:
@@ -279,7 +287,7 @@ def test_chain_asks_in_order_and_tells_everyone(branch: Branch) -> None:
     chain = ChainDrafter([silent, first, last])
     assert chain.name == "script+script+script"
     chain.check(branch.ctx.model)
-    line = chain.start(branch, "seeded")
+    line = chain.start(branch.sequence, "seeded")
     told = propose(line, [5, 6])
     line.observe(3)
     line.close()
@@ -291,7 +299,9 @@ def test_chain_asks_in_order_and_tells_everyone(branch: Branch) -> None:
 
 def test_model_behind_ngrams_catches_up_in_one_decode(target: Context, draft: Context) -> None:
     with Branch.start(target, [5, 6, 7], temperature=0.0) as branch:
-        line = ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft)]).start(branch, "seeded")
+        line = ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft)]).start(
+            branch.sequence, "seeded"
+        )
         tokens = [5, 6, 7]
         assert (
             propose(line, tokens, k=1).n_decodes == 1
@@ -307,9 +317,9 @@ def test_model_behind_ngrams_catches_up_in_one_decode(target: Context, draft: Co
 
 def test_failed_fork_leaves_nothing_open(target: Context, draft: Context) -> None:
     with Branch.start(target, [5], temperature=0.0) as branch, branch.fork() as other:
-        line = ChainDrafter([ModelDrafter(draft)] * 3).start(branch, "seeded")
+        line = ChainDrafter([ModelDrafter(draft)] * 3).start(branch.sequence, "seeded")
         with pytest.raises(SequencesExhaustedError):
-            line.fork(other)  # three of four sequences are taken: the second fork fails
+            line.fork(other.sequence)  # three of four sequences are taken: the second fork fails
         line.close()
         line.close()
     for taken in [Branch.create(draft) for _ in range(draft.n_seq_max)]:

@@ -22,8 +22,8 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Distribution, SamplingParams, SpeculativeConfig
+from llamabranch.generation.length.base import DraftLength
 from llamabranch.speculative import Draft
-from llamabranch.speculative.length.base import DraftLength
 
 Text = tuple[int, ...]
 Law = dict[Text, float]
@@ -272,7 +272,7 @@ class Tampering(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         self.drafter.check(target)
 
-    def start(self, target: Branch, rule: str) -> lb.speculative.DraftState:
+    def start(self, target: lb.speculative.Text, rule: str) -> lb.speculative.DraftState:
         return TamperingLine(self.drafter.start(target, rule), self.change)
 
 
@@ -289,7 +289,7 @@ class TamperingLine:
     def observe(self, n_tokens: int) -> None:
         self.line.observe(n_tokens)
 
-    def fork(self, target: Branch) -> lb.speculative.DraftState:
+    def fork(self, target: lb.speculative.Text) -> lb.speculative.DraftState:
         return TamperingLine(self.line.fork(target), self.change)
 
     def close(self) -> None:

@@ -18,13 +18,13 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig
 from llamabranch.errors import DecodeInterruptedError
+from llamabranch.generation.drafter import DraftRequest, DraftState
+from llamabranch.generation.length.acceptance import AcceptanceCounts
+from llamabranch.generation.length.auto import AutoLength
+from llamabranch.generation.length.base import DraftLength, FixedLength, RoundReport
+from llamabranch.generation.length.known import Known, KnownDrafter
 from llamabranch.native import core, draft_loop
 from llamabranch.speculative import Draft
-from llamabranch.speculative.drafters.base import DraftRequest, DraftState
-from llamabranch.speculative.length.acceptance import AcceptanceCounts
-from llamabranch.speculative.length.auto import AutoLength
-from llamabranch.speculative.length.base import DraftLength, FixedLength, RoundReport
-from llamabranch.speculative.length.known import Known, KnownDrafter
 
 pytestmark = pytest.mark.skipif(
     not draft_loop.available, reason="the compiled core is missing or off"
@@ -129,7 +129,7 @@ def test_loop_drafts_what_steps_draft(
         with made_with(how), Context(draft, n_ctx=256, n_threads=1) as draft_ctx:
             drafter = ModelDrafter(draft_ctx)
             with Branch.start(ctx, TALE, sampling=SETTINGS[settings]) as branch:
-                state = drafter.start(branch, rule)
+                state = drafter.start(branch.sequence, rule)
                 length = LENGTHS[how_long](drafter.name)
                 found[how] = rounds(state, draft_ctx, [*branch.tokens, 299], length)
                 state.close()
@@ -157,7 +157,7 @@ def test_what_the_loop_ends_has_ended(
 
     monkeypatch.setattr(length, "goes_on", goes_on)
     with Branch.start(ctx, TALE, sampling=SETTINGS["default"]) as branch:
-        state = drafter.start(branch, "seeded")
+        state = drafter.start(branch.sequence, "seeded")
         seen = rounds(state, draft_ctx, [*branch.tokens, 299], length)
         state.close()
     assert {each.counts[2] for each in seen} & {"entropy", "goodput"}
@@ -174,7 +174,7 @@ def test_end_tokens_end_a_draft(small_toy: lb.Model) -> None:
             for seed in range(6):
                 warm = SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
                 with Branch.start(target, [0, 5, 6], sampling=warm) as branch:
-                    state = ModelDrafter(draft_ctx).start(branch, "token")
+                    state = ModelDrafter(draft_ctx).start(branch.sequence, "token")
                     tokens = [*branch.tokens, 4]
                     for i in range(8):
                         draft = state.propose(tokens, FixedLength(6), 6)
@@ -196,7 +196,7 @@ def test_full_cache_ends_a_draft(n_free: int, ctx: Context, draft: lb.Model) -> 
             Context(draft, n_ctx=256, n_threads=1, batch_invariant=True) as draft_ctx,
             Branch.start(ctx, TALE, sampling=SETTINGS["default"]) as branch,
         ):
-            state = ModelDrafter(draft_ctx).start(branch, "seeded")
+            state = ModelDrafter(draft_ctx).start(branch.sequence, "seeded")
             tokens = [*branch.tokens, 299]
             state.propose(tokens, FixedLength(2), 2)
             state.observe(len(tokens))
@@ -222,10 +222,10 @@ def test_interrupted_loop_loses_nothing(share: float, ctx: Context, draft: lb.Mo
         Branch.start(ctx, TALE, sampling=SETTINGS["default"]) as branch,
     ):
         drafter = ModelDrafter(draft_ctx)
-        state, tokens = drafter.start(branch, "seeded"), [*branch.tokens, 299]
+        state, tokens = drafter.start(branch.sequence, "seeded"), [*branch.tokens, 299]
         expected = state.propose(tokens, FixedLength(8), 8)
         state.close()
-        state = drafter.start(branch, "seeded")
+        state = drafter.start(branch.sequence, "seeded")
         state.propose(tokens[:-1], FixedLength(1), 1)
         state.observe(len(tokens) - 1)
         n_seen, n_most = 0, 1 << 40
@@ -262,7 +262,7 @@ def test_interrupted_loop_loses_nothing(share: float, ctx: Context, draft: lb.Mo
 def test_rows_that_others_need_survive_a_loop(ctx: Context, draft_ctx: Context) -> None:
     with Branch.start(draft_ctx, "A fox", seed=3) as bystander, Branch.start(ctx, TALE) as branch:
         before = bystander.logits
-        state = ModelDrafter(draft_ctx).start(branch, "seeded")
+        state = ModelDrafter(draft_ctx).start(branch.sequence, "seeded")
         state.propose([*branch.tokens, 299], FixedLength(5), 5)
         assert np.array_equal(bystander.logits, before)
         state.close()
@@ -283,7 +283,7 @@ def test_streams_draft_together_what_they_draft_in_steps(
             drafter = ModelDrafter(draft_ctx)
             pairs = zip(PROMPTS, params, strict=True)
             branches = [Branch.start(ctx, text, sampling=p) for text, p in pairs]
-            states = [drafter.start(branch, rule) for branch in branches]
+            states = [drafter.start(branch.sequence, rule) for branch in branches]
             texts = [[*branch.tokens, 299] for branch in branches]
             length = LENGTHS[how_long](drafter.name)
             lengths = [length.stream(shares_decode=True) for _ in branches]

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import llamabranch as lb
 from llamabranch import ConfigError, SpeculativeConfig, TokenizeError
 from llamabranch.cli import app
-from llamabranch.speculative.drafters.base import Draft, NullState, propose
-from llamabranch.speculative.length.base import DraftLength, FixedLength
+from llamabranch.generation.drafter import Draft, NullState, propose
+from llamabranch.generation.length.base import DraftLength, FixedLength
 
 PROMPT = "Once upon a time there was a king"
 FIXED = SpeculativeConfig(draft_k=4)
@@ -147,7 +147,7 @@ def test_what_is_no_draft_names_the_drafter(ctx: lb.Context) -> None:
         def propose(self, *_: object) -> None: ...  # type: ignore[override]
 
     class Mine(lb.NullDrafter):
-        def start(self, target: lb.Branch, rule: str) -> Any:
+        def start(self, target: lb.speculative.Text, rule: str) -> Any:
             return Nothing()
 
     with pytest.raises(TokenizeError, match=r"the drafter guesses: .* not None"):

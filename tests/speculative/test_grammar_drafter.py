@@ -29,7 +29,7 @@ from llamabranch import (
     Speculator,
     SuffixDrafter,
 )
-from llamabranch.speculative.length.base import FixedLength
+from llamabranch.generation.length.base import FixedLength
 
 SCHEMA = {
     "type": "object",
@@ -123,7 +123,7 @@ class Refused(lb.Drafter):
 
     def check(self, target: lb.Model) -> None: ...
 
-    def start(self, target: Branch, rule: str) -> lb.speculative.DraftState:
+    def start(self, target: lb.speculative.Text, rule: str) -> lb.speculative.DraftState:
         return self
 
     def propose(self, tokens: Sequence[int], length: object, limit: int) -> lb.speculative.Draft:
@@ -131,7 +131,7 @@ class Refused(lb.Drafter):
 
     def observe(self, n_tokens: int) -> None: ...
 
-    def fork(self, target: Branch) -> lb.speculative.DraftState:
+    def fork(self, target: lb.speculative.Text) -> lb.speculative.DraftState:
         return self
 
     def close(self) -> None: ...
@@ -152,7 +152,9 @@ def test_copied_value_follows_what_is_forced(ctx: Context) -> None:
     state = GrammarDrafter(SuffixDrafter(min_match=1, shared_tokens=0)).start
     with Branch.start(ctx, f"{record}\n{record}\n", grammar=JSON) as branch:
         first = branch.ctx.model.tokenize('{"', add_special=False)[:1]
-        draft = state(branch, "seeded").propose([*branch.tokens, *first], FixedLength(64), 40)
+        draft = state(branch.sequence, "seeded").propose(
+            [*branch.tokens, *first], FixedLength(64), 40
+        )
     text = ctx.model.detokenize([*first, *draft.tokens])
     assert record.startswith(text)
     assert len(text) > 40

@@ -23,10 +23,10 @@ import llamabranch as lb
 from llamabranch.cli import app
 from llamabranch.context.token_states import kept_states
 from llamabranch.errors import DecodeInterruptedError
+from llamabranch.generation.drafter import DraftRequest
+from llamabranch.generation.length.base import FixedLength
 from llamabranch.native import draft_loop, heads, staging
-from llamabranch.speculative.drafters.base import DraftRequest
 from llamabranch.speculative.drafters.head import HeadState
-from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
 HEAD = DATA / "tale-eagle-q8_0.gguf"
@@ -177,7 +177,7 @@ def test_drafts_of_several_texts_share_decodes(pair: Pair) -> None:
         tokens = pair.ctx.tokenize(prompt)
         branches.append(branch := lb.Branch.create(pair.ctx, SETTINGS["greedy"]))
         branch.prefill(tokens[:-1])
-        state = pair.drafter.start(branch, "seeded")
+        state = pair.drafter.start(branch.sequence, "seeded")
         before = decoder.n_decodes
         alone.append((state.propose(tokens, FixedLength(3), 3).tokens, decoder.n_decodes - before))
         state.observe(0)
@@ -263,7 +263,7 @@ def test_drafts_do_not_depend_on_the_way_to_the_text(eagle: Pair) -> None:
     greedy = SETTINGS["greedy"]
 
     def draft(branch: lb.Branch) -> list[int]:
-        state = eagle.drafter.start(branch, "seeded")
+        state = eagle.drafter.start(branch.sequence, "seeded")
         try:
             return state.propose(tokens, FixedLength(4), 4).tokens
         finally:
@@ -349,7 +349,7 @@ def test_compiled_loop_drafts_what_python_drafts(
             tokens = pair.ctx.tokenize(prompt)
             with lb.Branch.create(pair.ctx, sampling) as branch:
                 branch.prefill(tokens[:-1])
-                state = pair.drafter.start(branch, rule)
+                state = pair.drafter.start(branch.sequence, rule)
                 draft = state.propose(tokens, FixedLength(5), 5)
                 found.append((draft.tokens, [len(source.ids) for source in draft.sources]))
                 state.close()
@@ -372,12 +372,13 @@ def test_compiled_loop_drafts_for_several_texts_what_python_drafts(
         with lb.Context(target, **sizes) as ctx:
             head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=unified)
             drafter = lb.EagleDrafter(head)
-            requests = []
+            requests, branches = [], []
             for prompt in PROMPTS:
                 tokens = ctx.tokenize(prompt)
                 branch = lb.Branch.create(ctx, SETTINGS["greedy"])
+                branches.append(branch)
                 branch.prefill(tokens[:-1])
-                state = drafter.start(branch, "seeded")
+                state = drafter.start(branch.sequence, "seeded")
                 requests.append(DraftRequest(state, tokens, FixedLength(5), 5))
             return [draft.tokens for draft in drafter.propose_many(requests)]
 
@@ -493,7 +494,9 @@ def test_tree_of_a_head_holds_its_chain(eagle: Pair) -> None:
             branch.prefill(tokens[:-1])
             drafts = []
             for width in (1, 3):
-                state = lb.EagleDrafter(eagle.drafter.ctx, width=width).start(branch, "seeded")
+                state = lb.EagleDrafter(eagle.drafter.ctx, width=width).start(
+                    branch.sequence, "seeded"
+                )
                 drafts.append(state.propose(tokens, FixedLength(4), 4))
                 state.close()
         chain, tree = drafts
@@ -539,7 +542,7 @@ def test_draft_of_the_same_text_again_is_the_same(pair: Pair) -> None:
     tokens = pair.ctx.tokenize(PROMPTS[2])
     with lb.Branch.create(pair.ctx, SETTINGS["seeded"]) as branch:
         branch.prefill(tokens[:-1])
-        state = pair.drafter.start(branch, "seeded")
+        state = pair.drafter.start(branch.sequence, "seeded")
         first, second = (state.propose(tokens, FixedLength(3), 3).tokens for _ in range(2))
         state.close()
     assert first == second
@@ -551,7 +554,7 @@ def test_interrupted_draft_leaves_the_state_as_it_was(eagle: Pair) -> None:
     with lb.Branch.create(eagle.ctx, SETTINGS["seeded"]) as branch:
         branch.prefill(tokens[:-1])
         wanted = drafted(eagle, branch, tokens, 3)
-        state = eagle.drafter.start(branch, "seeded")
+        state = eagle.drafter.start(branch.sequence, "seeded")
         assert isinstance(state, HeadState)
         eagle.drafter.ctx.interrupt()
         with pytest.raises(DecodeInterruptedError):
@@ -909,7 +912,7 @@ def test_layers_that_llama_cpp_would_abort_on_are_refused(folder: Path) -> None:
 
 def drafted(pair: Pair, branch: lb.Branch, text: list[int], *limits: int) -> list[int]:
     """Return the last of these drafts of a new state, each of at most so many tokens."""
-    state = pair.drafter.start(branch, "seeded")
+    state = pair.drafter.start(branch.sequence, "seeded")
     try:
         for limit in limits:
             found = state.propose(text, FixedLength(limit), limit).tokens
@@ -932,7 +935,7 @@ def test_each_of_several_layers_drafts_a_token(kind: str, folder: Path, target: 
         whole = drafted(pair, branch, text, 8)
         assert len(whole) == 3
         assert drafted(pair, branch, text, 1, 2, 3) == whole
-        state = pair.drafter.start(branch, "seeded")
+        state = pair.drafter.start(branch.sequence, "seeded")
         for n in range(8, len(text) + 1):  # the second and third layers fall behind
             limit = 1 if n < len(text) else 3
             found = state.propose(text[:n], FixedLength(limit), limit).tokens
@@ -941,7 +944,7 @@ def test_each_of_several_layers_drafts_a_token(kind: str, folder: Path, target: 
         assert state.propose(text, FixedLength(3), 3).tokens == whole
         state.observe(len(text) - 1)
         with branch.fork() as child:
-            twin = state.fork(child)
+            twin = state.fork(child.sequence)
             state.close()
             assert twin.propose(text, FixedLength(3), 3).tokens == whole
             twin.close()
@@ -965,7 +968,7 @@ def test_full_cache_of_the_layers_ends_drafts_and_not_the_text(
         assert generation.stats.stop_reasons["capacity"] > 0
         pair.audit()
         with lb.Branch.start(ctx, PROMPTS[1]) as branch, pytest.raises(lb.SequencesExhaustedError):
-            states = [pair.drafter.start(branch, "seeded") for _ in range(2)]
+            states = [pair.drafter.start(branch.sequence, "seeded") for _ in range(2)]
             assert states
         assert head.n_seq_free == 3
 
@@ -1014,7 +1017,7 @@ def test_draft_ends_where_the_targets_memory_is_full(folder: Path, target: lb.Mo
         lb.Branch.create(ctx, SETTINGS["greedy"]) as branch,
     ):
         text = [2 + i % 250 for i in range(257)]
-        state = lb.MTPDrafter(head).start(branch, "seeded")
+        state = lb.MTPDrafter(head).start(branch.sequence, "seeded")
         branch.prefill(text[:-2])
         assert len(state.propose(text[:-1], FixedLength(3), 3).tokens) == 3
         branch.commit(text[-2])
@@ -1212,7 +1215,7 @@ def test_drafted_tokens_are_those_of_llama_cpp(
     with pair.ctx as ctx, lb.Branch.create(ctx, SETTINGS["greedy"]) as branch:
         text = ctx.tokenize(prompt)
         branch.prefill(text[:-1])
-        state = pair.drafter.start(branch, "seeded")
+        state = pair.drafter.start(branch.sequence, "seeded")
         for tokens, n_accepted in rounds:
             ends = [i for i, token in enumerate(tokens, 1) if model.is_eog(token)]
             tokens = tokens[: min(ends, default=None)]  # llama.cpp drafts beyond the end

@@ -20,8 +20,8 @@ from drafts import FIXED
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.errors import CacheFullError, ConfigError, GrammarError
+from llamabranch.generation.length.base import DraftLength
 from llamabranch.speculative import Draft
-from llamabranch.speculative.length.base import DraftLength
 
 PROMPTS = [
     "Once upon a time there was a king who had three daughters, and the youngest",
@@ -76,7 +76,7 @@ class AdversarialDrafter(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         """Claim to fit."""
 
-    def start(self, target: Branch, rule: str) -> HostileLine:
+    def start(self, target: lb.speculative.Text, rule: str) -> HostileLine:
         self.open_lines += 1
         return HostileLine(self, target.position, target.ctx.n_vocab, target.ctx.model.eos or 0)
 
@@ -119,7 +119,7 @@ class HostileLine:
         self.known = n_tokens
         self.drafter.told.append(n_tokens)
 
-    def fork(self, target: Branch) -> HostileLine:
+    def fork(self, target: lb.speculative.Text) -> HostileLine:
         self.drafter.open_lines += 1
         return HostileLine(self.drafter, self.start, self.n_vocab, self.end)
 
@@ -130,7 +130,7 @@ class HostileLine:
 class EndingDrafter(AdversarialDrafter):
     """Always proposes the same."""
 
-    def start(self, target: Branch, rule: str) -> HostileLine:
+    def start(self, target: lb.speculative.Text, rule: str) -> HostileLine:
         self.open_lines += 1
         return EndingLine(self, target.position, target.ctx.n_vocab, 0)
 
@@ -276,7 +276,7 @@ def test_draft_that_goes_on_after_the_end_emits_nothing_more(
         assert list(generation) == []
         assert generation.finish_reason == "stop"
         assert generation.stats.num_accepted_tokens == 1
-        assert branch.position == position + 1  # the token that had been said
+        assert branch.position == position  # the token that had been said is the last
 
 
 # -- settings that look back -------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.branch.sequence import TokenSequence
+from llamabranch.context.logits import LogitsRow
+from llamabranch.generation.length.base import DraftLength, FixedLength, RoundReport
+from llamabranch.generation.text import Text
 from llamabranch.speculative import Draft
-from llamabranch.speculative.length.base import DraftLength, FixedLength, RoundReport
 
 PROMPTS = [
     "Once upon a time there was a king who had three daughters, and the youngest",
@@ -59,7 +60,7 @@ class Wrong(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         """Claim to fit."""
 
-    def start(self, target: Branch, rule: str) -> Wrong:
+    def start(self, target: lb.speculative.Text, rule: str) -> Wrong:
         return self
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
@@ -71,7 +72,7 @@ class Wrong(lb.Drafter):
     def observe(self, n_tokens: int) -> None:
         """Learn nothing."""
 
-    def fork(self, target: Branch) -> Wrong:
+    def fork(self, target: lb.speculative.Text) -> Wrong:
         return self
 
     def close(self) -> None:
@@ -640,18 +641,18 @@ def test_single_slow_step_is_counted_but_not_learned(
         def learn(self, report: RoundReport) -> None:
             learned.append(report)
 
-    commit, n_commits = TokenSequence.commit, 0
+    decode_last, n_decodes = Text.decode_last, 0
 
-    def slow(sequence: TokenSequence, token: int, *, draws_next: bool = False) -> None:
-        nonlocal n_commits
-        n_commits += 1
-        if n_commits == 5:
+    def slow(text: Text, *, draws_next: bool) -> LogitsRow:
+        nonlocal n_decodes
+        n_decodes += 1
+        if n_decodes == 5:
             time.sleep(2.0)
-        commit(sequence, token, draws_next=draws_next)
+        return decode_last(text, draws_next=draws_next)
 
-    monkeypatch.setattr(TokenSequence, "commit", slow)
+    monkeypatch.setattr(Text, "decode_last", slow)
     speculator = Speculator(ctx)
-    speculator.length = Spy(0)
+    speculator.drafting.loop.length = Spy(0)
     stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats
     assert [report.n_rounds for report in learned] == [19]
     assert learned[0].verify_s < 1.0

@@ -15,8 +15,8 @@ from drafts import FIXED
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.errors import ConfigError
-from llamabranch.speculative.length.base import FixedLength
-from llamabranch.speculative.rules import DraftTree
+from llamabranch.generation.length.base import FixedLength
+from llamabranch.generation.rules import DraftTree
 
 PROMPTS = [
     "Once upon a time there was a king who had three daughters, and the youngest",
@@ -32,7 +32,7 @@ def plain(ctx: Context, prompt: str | list[int], params: SamplingParams, n: int)
 
 
 def propose(drafter: ModelDrafter, branch: Branch, k: int) -> lb.speculative.Draft:
-    line = drafter.start(branch, "seeded")
+    line = drafter.start(branch.sequence, "seeded")
     draft = line.propose([*branch.tokens, branch.produce().token], FixedLength(k), k)
     line.observe(branch.position)
     line.close()

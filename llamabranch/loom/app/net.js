@@ -4,6 +4,7 @@ import { redraw, tell } from "./dom.js";
 import { hideNodes, putCompare, putDoc, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
+let links = 0; // that were exchanged: what was asked before the last one tells nothing of its session
 /** @type {((name: string, data: any) => void)[]} what else wants to know of events */
 export const listeners = [];
 
@@ -11,10 +12,11 @@ export const listeners = [];
 export const backend = {
   /** @param {string} path @param {RequestInit} [init] @returns {Promise<any>} */
   async ask(path, init) {
+    const link = links;
     const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...init });
     const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
     if (answer.ok) return body;
-    if (answer.status === 401) {
+    if (answer.status === 401 && link === links) {
       net.session = false;
       redraw(["state"]);
     }
@@ -169,6 +171,7 @@ export async function connect() {
     history.replaceState(null, "", location.pathname);
     const body = JSON.stringify({ token });
     await backend.ask("/loom/session", { method: "POST", body }).catch(() => {});
+    links += 1;
     net.session = true;
   }
   await resume();

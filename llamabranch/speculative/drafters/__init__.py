@@ -1,6 +1,5 @@
 """Where drafts come from.
 
-base.py              the interface of a drafter and of its draft states
 run.py               what models and heads share: read the new text, draw, for any number of texts
 model.py             draft models
 head.py              what EAGLE-3 heads and MTP layers share: hidden states of the target

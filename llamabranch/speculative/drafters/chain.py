@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...arguments import instance, items
-from ...branch import Branch
 from ...context import Context
 from ...errors import ConfigError
+from ...generation.drafter import Draft, Drafter, DraftRequest, DraftState, propose
+from ...generation.length.base import DraftLength
+from ...generation.text import Text
 from ...model import Model
-from ..length.base import DraftLength
-from .base import Draft, Drafter, DraftRequest, DraftState, propose
 
 __all__ = ["ChainDrafter"]
 
@@ -66,7 +66,7 @@ class ChainDrafter(Drafter):
         for drafter in self.drafters:
             drafter.check(target)
 
-    def start(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state, made of one state of each drafter."""
         return _ChainState(
             _all_or_none([partial(drafter.start, target, rule) for drafter in self.drafters])
@@ -108,7 +108,7 @@ class _ChainState:
         for state in self.states:
             state.observe(n_tokens)
 
-    def fork(self, target: Branch) -> DraftState:
+    def fork(self, target: Text) -> DraftState:
         return _ChainState(_all_or_none([partial(state.fork, target) for state in self.states]))
 
     def close(self) -> None:

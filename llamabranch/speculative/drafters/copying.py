@@ -11,19 +11,18 @@ the token is proposed and depends only on earlier tokens, so stopping on it is l
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from weakref import WeakKeyDictionary
 
 from ...arguments import bounded, real, whole
-from ...branch import Branch
-from ...branch.sequence import TokenSequence
 from ...errors import ConfigError
+from ...generation.drafter import Draft, Drafter, DraftState
+from ...generation.length.base import DraftLength
+from ...generation.text import Text
 from ...model import Model
 from ...native.draft_loop import StopRule
-from ..length.base import DraftLength
-from .base import Draft, Drafter, DraftState
 from .ngram_index import Guess, Match, Segment, SharedIndex, TokenIndex, doubling
 
 __all__ = ["PromptLookupDrafter", "SuffixDrafter"]
@@ -62,10 +61,10 @@ class PromptLookupDrafter(_CopyDrafter):
         self.min_ngram = whole("min_ngram", min_ngram, 1, self.max_ngram)
         self._policy = _Policy(self.name, most=1, floor=0.0, factor=0.0, offset=math.inf)
 
-    def start(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state."""
         index = TokenIndex(range(self.min_ngram, self.max_ngram + 1))
-        return _CopyState(self._policy, index, None, target.position, target.sequence)
+        return _CopyState(self._policy, index, None, target.position, target)
 
 
 class SuffixDrafter(_CopyDrafter):
@@ -123,12 +122,12 @@ class SuffixDrafter(_CopyDrafter):
         self.lengths = doubling(min_match, max_match)
         self.shared_tokens = shared_tokens
         self._policy = _Policy(self.name, max_occurrences, min_probability, factor, offset)
-        self._shared: WeakKeyDictionary[Model, SharedIndex] = WeakKeyDictionary()
+        self._shared: weakref.WeakKeyDictionary[Model, SharedIndex] = weakref.WeakKeyDictionary()
 
-    def start(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state; the tokens generated from here on enter the shared index."""
         index, shared = TokenIndex(self.lengths), self._pool(target.ctx.model)
-        return _CopyState(self._policy, index, shared, target.position, target.sequence)
+        return _CopyState(self._policy, index, shared, target.position, target)
 
     def _pool(self, model: Model) -> SharedIndex | None:
         if not self.shared_tokens:
@@ -157,7 +156,7 @@ class _CopyState:
     Args:
         n_written: how many tokens of the text do not need to be written to the shared index: those
             that were there when the state was made, and those written since.
-        sequence: that of the target, which tells which tokens were read: those are not written either.
+        target: what is drafted for; it tells which tokens were read: those are not written either.
     """
 
     def __init__(
@@ -166,14 +165,14 @@ class _CopyState:
         index: TokenIndex,
         shared: SharedIndex | None,
         n_written: int,
-        sequence: TokenSequence,
+        target: Text,
     ) -> None:
         self._policy = policy
         self._index = index
         self._shared = shared
         self._n_written = n_written
-        self._sequence = sequence
-        self._is_eog = sequence.ctx.model.is_eog
+        self._target = weakref.ref(target)  # a state must not keep it from being freed
+        self._is_eog = target.ctx.model.is_eog
         self._segment: Segment | None = None
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
@@ -223,7 +222,8 @@ class _CopyState:
 
     def _index_new(self, tokens: Sequence[int]) -> None:
         self._index.extend(tokens[len(self._index) :])
-        start = self._sequence.answer_start
+        target = self._target()
+        start = 0 if target is None else target.answer_start
         if start > self._n_written:
             self._n_written, self._segment = start, None
         if self._shared is not None and len(tokens) > self._n_written:
@@ -252,9 +252,9 @@ class _CopyState:
             # segment.
             self._n_written, self._segment = n_tokens, None
 
-    def fork(self, target: Branch) -> DraftState:
+    def fork(self, target: Text) -> DraftState:
         index = self._index.fork()
-        return _CopyState(self._policy, index, self._shared, self._n_written, target.sequence)
+        return _CopyState(self._policy, index, self._shared, self._n_written, target)
 
     def close(self) -> None:
         self._index = TokenIndex(())

@@ -13,9 +13,10 @@ from time import perf_counter
 
 from ...branch import Branch
 from ...errors import CapacityError, TokenizeError
+from ...generation.drafter import Draft, DraftState
+from ...generation.length.base import DraftLength
+from ...generation.text import Text
 from ...model import Model
-from ..length.base import DraftLength
-from .base import Draft, DraftState
 
 __all__ = ["TranslatingState"]
 
@@ -113,7 +114,7 @@ class TranslatingState:
     def observe(self, n_tokens: int) -> None:
         """Do nothing: the next draft compares the texts."""
 
-    def fork(self, target: Branch) -> DraftState:
+    def fork(self, target: Text) -> DraftState:
         """Return a copy of this state that drafts for ``target``."""
         branch = self._branch.fork()
         branch.detach()  # states may be closed in any order

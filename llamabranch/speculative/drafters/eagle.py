@@ -14,9 +14,9 @@ from ...arguments import instance
 from ...context import Context
 from ...context.logits import LogitsRow
 from ...errors import ConfigError
+from ...generation.drafter import Draft, DraftRequest
+from ...generation.profile import context_key
 from ...sampling import Distribution, Sampler, SamplingParams
-from ..profile import context_key
-from .base import Draft, DraftRequest
 from .head import HeadDrafter, HeadDrafting, HeadRun, States
 
 __all__ = ["EagleDrafter"]
@@ -112,7 +112,7 @@ class _Leaves:
     def fork(self, node: _Leaf) -> _Leaf:
         fork = _Leaf(-1, node.sampler, node.position, None, node.hidden)
         fork.seq_id = self.ctx.sequences.lease(fork)
-        self.ctx.kv_cache.share(node.seq_id, fork.seq_id)
+        self.ctx.kv_cache.fork(node.seq_id, fork.seq_id)
         return fork
 
     def free(self, node: _Leaf) -> None:

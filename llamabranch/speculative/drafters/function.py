@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...arguments import placed
-from ...branch import Branch
 from ...errors import ConfigError
+from ...generation.drafter import Draft, Drafter, DraftState
+from ...generation.length.base import DraftLength
+from ...generation.text import Text
 from ...model import Model, token_list
-from ..length.base import DraftLength
-from .base import Draft, Drafter, DraftState
 
 __all__ = ["FunctionDrafter"]
 
@@ -50,7 +50,7 @@ class FunctionDrafter(Drafter):
     def check(self, target: Model) -> None:
         """Accept any target: the function is responsible for the ids."""
 
-    def start(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Text, rule: str) -> DraftState:
         """Return a state that keeps nothing: the function gets the whole text each time."""
         return _FunctionState(self._function, self._name)
 
@@ -75,7 +75,7 @@ class _FunctionState:
     def observe(self, n_tokens: int) -> None:
         pass
 
-    def fork(self, target: Branch) -> DraftState:
+    def fork(self, target: Text) -> DraftState:
         return self
 
     def close(self) -> None:

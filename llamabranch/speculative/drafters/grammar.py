@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from ...arguments import instance
-from ...branch import Branch
 from ...context import Context
 from ...errors import ConfigError, GrammarError
+from ...generation.drafter import Draft, Drafter, DraftState, NullState
+from ...generation.length.base import DraftLength, RoundReport
+from ...generation.text import Text
 from ...model import Model
 from ...native.draft_loop import StopRule
 from ...sampling import Distribution
 from ...sampling.grammar.grammar import GrammarState
-from ..length.base import DraftLength, RoundReport
-from .base import Draft, Drafter, DraftState, NullState
 from .copying import SuffixDrafter
 
 __all__ = ["GrammarDrafter"]
@@ -80,7 +80,7 @@ class GrammarDrafter(Drafter):
             if each is not None:
                 each.check(target)
 
-    def start(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state, with one of ``values``."""
         drafter = self.plain if target.grammar is None else self.values
         values = NullState() if drafter is None else drafter.start(target, rule)
@@ -91,7 +91,7 @@ class GrammarDrafter(Drafter):
         except BaseException:
             values.close()
             raise
-        return _ForcedState(state, target.sequence.answer_start, values)
+        return _ForcedState(state, target.answer_start, values)
 
 
 class _ForcedState:
@@ -189,8 +189,8 @@ class _ForcedState:
         if n_tokens < self._n_seen:
             self._grammar, self._n_seen = self._first.clone(), self._start
 
-    def fork(self, target: Branch) -> DraftState:
-        start = target.sequence.answer_start  # of another prompt, perhaps
+    def fork(self, target: Text) -> DraftState:
+        start = target.answer_start  # of another prompt, perhaps
         twin = _ForcedState(self._first, start, self._values.fork(target))
         if start == self._start:
             twin._grammar, twin._n_seen = self._grammar.clone(), self._n_seen

@@ -8,22 +8,23 @@ states.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from ...branch import Branch
 from ...context import Context
-from ...context.batch import Batch
-from ...context.decoder import DraftInput
+from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
+from ...context.runner import Batch
 from ...context.token_states import kept_states
-from ...errors import ConfigError, UnsupportedError
+from ...errors import BranchStateError, ConfigError, UnsupportedError
+from ...generation.drafter import Draft, DraftRequest, DraftState
+from ...generation.text import Text
 from ...model import Model
 from ...native.draft_loop import DraftStream
 from ...sampling import Sampler
-from .base import Draft, DraftRequest, DraftState
 from .run import Drafting, DraftRun, RunDrafter, RunState
 from .tree import check_rule
 
@@ -61,7 +62,7 @@ class HeadDrafter(RunDrafter):
         if reason:
             raise UnsupportedError(f"{self.name} cannot draft for {target.name}: {reason}")
 
-    def start(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state; it holds a sequence of the head's context.
 
         Raises:
@@ -81,7 +82,6 @@ class HeadState(RunState):
     """The sequences of the head's context that follow one text of the target.
 
     Attributes:
-        sequence: the target's, which is drafted for.
         seq_ids: a sequence for each layer that drafts; none where it reads the target's.
         tokens: the text that it has read.
         ahead: by how many tokens a pair's token is ahead of its position.
@@ -90,15 +90,15 @@ class HeadState(RunState):
 
     _drafter: HeadDrafter
 
-    def __init__(self, drafter: HeadDrafter, target: Branch, rule: str) -> None:
+    def __init__(self, drafter: HeadDrafter, target: Text, rule: str) -> None:
         super().__init__(drafter, target, rule)
-        self.sequence = target.sequence  # not the branch: a state must not keep it from being freed
+        self._target = weakref.ref(target)  # a state must not keep it from being freed
         self.model = target.ctx.model
         self.ahead = drafter.ahead
         self.tokens: list[int] = []
         self.n_skipped = 0
         self._ctx: Context = drafter.ctx
-        self._n_prompt = target.sequence.answer_start  # where a grammar begins
+        self._n_prompt = target.answer_start  # where a grammar begins
         self._sampler = Sampler(drafter.ctx.model, drafter.settings(target), target.grammar)
         # How many tokens the sampler has accepted; None if it must accept all of them again.
         self._n_accepted: int | None = None
@@ -111,6 +111,14 @@ class HeadState(RunState):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def target(self) -> Text:
+        """The text that is drafted for."""
+        target = self._target()
+        if target is None:
+            raise BranchStateError("the text that was drafted for is gone")
+        return target
 
     # -- what it has read --------------------------------------------------------------------------
 
@@ -133,16 +141,16 @@ class HeadState(RunState):
         Raises:
             CapacityError: the target has no state of the last token.
         """
-        sequence = self.sequence
+        target = self.target
         self.observe(len(tokens) - 1)
         first = len(tokens) - 1  # where all that it reads of the text is the target's K/V
         if self.seq_ids:
             first = min(self.n_pairs(layer) for layer in range(n_layers))
         start = max(0, first + self.ahead - 1)
-        with sequence.ctx.lock:
-            sequence.check_usable()
-            sequence.catch_up()
-            rows = kept_states(sequence.ctx, sequence.seq_id, list(tokens[:-1]), start)
+        with target.ctx.lock:
+            target.check_usable()
+            target.lacking()  # what comes before the last token is decoded, whatever failed
+            rows = kept_states(target.ctx, target.seq_id, list(tokens[:-1]), start)
         if len(rows) < len(tokens) - 1 - start:
             first = len(tokens) - len(rows) - self.ahead
             self._skip(first)
@@ -193,14 +201,14 @@ class HeadState(RunState):
 
     # -- life --------------------------------------------------------------------------------------
 
-    def fork(self, target: Branch) -> HeadState:
+    def fork(self, target: Text) -> HeadState:
         """Return a copy of this state that drafts for ``target``."""
         other = HeadState(self._drafter, target, self.rule)
         cache = self._ctx.kv_cache
         with self._ctx.lock:
             for mine, its in zip(self.seq_ids, other.seq_ids, strict=True):
                 if cache.next_position(mine):
-                    cache.share(mine, its)
+                    cache.fork(mine, its)
             other.tokens = list(self.tokens)
             other.n_skipped = self.n_skipped
         return other

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from ...branch import Branch, BranchStore
 from ...context import Context
 from ...context.context import text_context
-from ...context.decoder import DraftInput
+from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
 from ...errors import SequencesExhaustedError, VocabularyMismatchError
+from ...generation.drafter import Draft, DraftRequest, DraftState
+from ...generation.profile import context_key
+from ...generation.text import Text
 from ...model import Model
 from ...native.draft_loop import DraftStream
 from ...sampling import Distribution, Sampler, SamplingParams
 from ...sampling.noise import derive_seed
-from ..profile import context_key
-from .base import Draft, DraftRequest, DraftState
 from .cross_vocabulary import TranslatingState
 from .run import Drafting, DraftRun, RunDrafter, RunState
 from .tree import check_rule
@@ -74,7 +75,7 @@ class ModelDrafter(RunDrafter):
                 hint="use a draft model of the target's family; see `llamabranch models show`",
             )
 
-    def start(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state; it holds a sequence of the draft context.
 
         Raises:
@@ -95,7 +96,7 @@ class ModelDrafter(RunDrafter):
         """Return the drafts for these requests."""
         return ModelDrafting(self, requests).run()
 
-    def settings(self, target: Branch) -> SamplingParams:
+    def settings(self, target: Text) -> SamplingParams:
         """Return the settings with which drafts for ``target`` are drawn."""
         params = super().settings(target)
         ours, theirs = self.ctx.n_vocab, target.ctx.n_vocab
@@ -109,11 +110,11 @@ class ModelState(RunState):
 
     _drafter: ModelDrafter
 
-    def __init__(self, drafter: ModelDrafter, branch: Branch, target: Branch, rule: str) -> None:
+    def __init__(self, drafter: ModelDrafter, branch: Branch, target: Text, rule: str) -> None:
         super().__init__(drafter, target, rule)
         self.branch = branch
         self.model = drafter.ctx.model
-        self.n_prompt = target.sequence.answer_start  # where a grammar begins
+        self.n_prompt = target.answer_start  # where a grammar begins
         self._ahead: Branch | None = None  # the fork it drafts on if its memory cannot be truncated
 
     def fork_ahead(self) -> Branch:
@@ -134,7 +135,7 @@ class ModelState(RunState):
                 sequence.check_usable()
                 sequence.rewind(n_tokens)
 
-    def fork(self, target: Branch) -> ModelState:
+    def fork(self, target: Text) -> ModelState:
         """Return a copy of this state that drafts for ``target``."""
         branch = self.branch.fork()
         branch.detach()  # states may be closed in any order
@@ -160,7 +161,7 @@ class ModelRun(DraftRun):
     ) -> None:
         super().__init__(state, request, draft)
         self.branch = branch
-        self.unread = request.tokens[branch.position :]
+        self.unread = request.tokens[branch.sequence.position :]
 
     @property
     def sampler(self) -> Sampler:
@@ -175,7 +176,7 @@ class ModelRun(DraftRun):
         """Let the compiled loop continue the branch."""
         sequence = self.branch.sequence
         sequence.check_usable()
-        sequence.catch_up()
+        sequence.settle()
         stream.start(sequence.seq_id, None if self.unread else sequence.logits_row().address)
         return DraftInput(stream, self.unread, sequence.expiring_rows())
 
@@ -197,11 +198,11 @@ class ModelDrafting(Drafting[ModelRun]):
             if not isinstance(state, ModelState):
                 raise TypeError("a model drafter drafts for its own states")
             branch = state.branch
-            if not branch.position:
+            if not branch.sequence.position:
                 branch.sequence.take_cached(tokens[:-1], state.n_prompt)
-            self.drafts[i].n_read = len(tokens) - branch.position
-            if branch.position < state.n_prompt:
-                prompts[branch] = tokens[branch.position : state.n_prompt]
+            self.drafts[i].n_read = len(tokens) - branch.sequence.position
+            if branch.sequence.position < state.n_prompt:
+                prompts[branch] = tokens[branch.sequence.position : state.n_prompt]
             states[i] = state
         if prompts:
             BranchStore(self.ctx).append(prompts)  # a fork's may follow what was generated
@@ -210,7 +211,7 @@ class ModelDrafting(Drafting[ModelRun]):
     def _begun(self, state: ModelState, i: int) -> ModelRun:
         request, branch = self.requests[i], state.branch
         if self.width == 1 and not self.may_loop:
-            branch.sequence.decode_unscored(request.tokens[branch.position :])
+            branch.sequence.decode_unscored(request.tokens[branch.sequence.position :])
             branch = state.fork_ahead()
         return ModelRun(state, branch, request, self.drafts[i])
 

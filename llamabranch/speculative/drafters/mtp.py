@@ -14,9 +14,9 @@ import numpy as np
 from ...arguments import instance
 from ...context import Context
 from ...context.logits import LogitsRow
+from ...generation.drafter import Draft, DraftRequest
+from ...generation.profile import context_key
 from ...sampling import SamplingParams
-from ..profile import context_key
-from .base import Draft, DraftRequest
 from .head import MOST_ROWS, HeadDrafter, HeadDrafting, HeadRun, States
 
 __all__ = ["MTPDrafter"]
@@ -139,11 +139,12 @@ class _SharingDrafting(HeadDrafting):
     def decode(self, runs: Sequence[HeadRun]) -> None:
         """Compute the layers for the last token of each text or draft."""
         decoder = self.ctx.decoder
-        rows = decoder.decode_beside(
+        rows = decoder.decode(
             [run.unread[-1] for run in runs],
-            [run.state.sequence.seq_id for run in runs],
-            [len(run.text) - 1 for run in runs],
-            np.concatenate([run.states()[-1:] for run in runs]),
+            [run.state.target.seq_id for run in runs],
+            [True] * len(runs),
+            states=np.concatenate([run.states()[-1:] for run in runs]),
+            positions=[len(run.text) - 1 for run in runs],
         )
         for run, row, hidden in zip(runs, rows, decoder.output_states(len(runs)), strict=True):
             run.note_read(row, hidden)

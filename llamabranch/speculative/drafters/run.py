@@ -15,19 +15,19 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from ...branch import Branch
 from ...context import Context
-from ...context.decoder import DraftInput
+from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, GrammarError
+from ...generation.drafter import Draft, Drafter, DraftRequest
+from ...generation.length.base import DraftLength
+from ...generation.rules import draft_seed
+from ...generation.text import Text
 from ...model import Model
 from ...native import draft_loop
 from ...native.draft_loop import DraftStream
 from ...sampling import Distribution, Sampler, SamplingParams
 from ...sampling.noise import DRAFT, DRAW
-from ..length.base import DraftLength
-from ..rules import draft_seed
-from .base import Draft, Drafter, DraftRequest
 from .tree import TreeMemory, grow_tree, tree_settings, tree_width
 
 __all__ = ["DraftRun", "Drafting", "RunDrafter", "RunState"]
@@ -59,7 +59,7 @@ class RunDrafter(Drafter):
         """Its own."""
         return [self.ctx]
 
-    def settings(self, target: Branch) -> SamplingParams:
+    def settings(self, target: Text) -> SamplingParams:
         """Return the settings with which drafts for ``target`` are drawn: without a logits processor."""
         params = self.sampling or target.sampling
         params = params.replace(seed=target.seed, logprobs=False, logits_processor=None)
@@ -71,7 +71,7 @@ class RunDrafter(Drafter):
         Requests are drafted for one by one if the drafts are trees or go through the text, or on forks
         because the memory of a draft model cannot be truncated.
         """
-        on_forks = self.ctx.target is None and not self.ctx.capabilities.can_truncate
+        on_forks = self.ctx.target is None and not self.ctx.kv_cache.can_draft
         together = self.width == 1 and not on_forks
         if not (together and requests and all(isinstance(r.state, RunState) for r in requests)):
             return super().propose_many(requests)
@@ -98,7 +98,7 @@ class RunState(ABC):
 
     model: Model
 
-    def __init__(self, drafter: RunDrafter, target: Branch, rule: str) -> None:
+    def __init__(self, drafter: RunDrafter, target: Text, rule: str) -> None:
         self.rule = rule
         self.seed = target.seed
         self.ranks_by_noise = (drafter.sampling or target.sampling).temperature > 0.0
@@ -122,7 +122,7 @@ class RunState(ABC):
         """Forget all tokens but the first ``n_tokens``."""
 
     @abstractmethod
-    def fork(self, target: Branch) -> RunState:
+    def fork(self, target: Text) -> RunState:
         """Return a copy of this state that drafts for ``target``."""
 
     @abstractmethod
@@ -278,7 +278,7 @@ class Drafting(ABC, Generic[R]):
         self.width = drafter.width
         self.requests = requests
         self.drafts = [Draft(drafter=drafter.name) for _ in requests]
-        self.may_loop = self.ctx.capabilities.can_truncate
+        self.may_loop = self.ctx.kv_cache.can_draft
 
     # -- what differs ------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class Drafting(ABC, Generic[R]):
             inputs.append(each)
         decoder = self.ctx.decoder
         n_decodes, most = decoder.n_decodes, max(run.limit for run in runs)
-        found = decoder.draft(inputs, most, encodes=runs[0].reads_text)
+        found = self.ctx.drafts.run(inputs, most, encodes=runs[0].reads_text)
         if found is None:
             return False
         is_read = decoder.n_decodes > n_decodes

@@ -18,10 +18,10 @@ import numpy as np
 from ...arguments import whole
 from ...context import Context
 from ...errors import ConfigError, GrammarError
+from ...generation.drafter import Draft
+from ...generation.length.base import DraftLength
 from ...sampling import Distribution, SamplingParams
 from ...sampling.noise import gumbel_noise
-from ..length.base import DraftLength
-from .base import Draft
 
 __all__ = ["TreeMemory", "check_rule", "grow_tree", "tree_settings", "tree_width"]
 

@@ -1,30 +1,33 @@
-"""The state of a branch: its sequence id, tokens, sampler and logits, in step with the K/V cache.
+"""The state of a text: its sequence id, tokens, sampler and logits, and what the K/V cache holds of it.
 
-``Branch`` wraps it for users; speculation, drafters and the engine work on it directly. Unless documented
+``Branch`` wraps it for users; the loop, drafters and the engine work on it directly. Unless documented
 otherwise, methods expect valid arguments and a caller that holds the context's lock.
+
+The last token may be one that was drawn and is not decoded yet: the cache is then one token shorter than
+the text, and nothing else says so. Whatever needs its logits or its cell decodes it first (``settle``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
-from ..context.batch import Batch, decode_run
 from ..context.logits import LogitsRow
-from ..errors import BranchStateError, ConfigError
+from ..context.runner import Batch, decode_run
+from ..errors import BranchStateError, CapacityError, ConfigError
 from ..model.text import decode_utf8
-from ..sampling import Sampler
-from .token import Produced
+from ..sampling import Grammar, Sampler, SamplingParams
+from .output import Produced
 
-__all__ = ["TokenSequence"]
+__all__ = ["Text"]
 
 
-class TokenSequence:
+class Text:
     """A leased sequence id with its tokens, sampler and logits.
 
     Args:
@@ -35,6 +38,7 @@ class TokenSequence:
         parent: the sequence to start as a copy of, sharing its cells; None for an empty one.
 
     Attributes:
+        lock: the context's.
         tokens: all ids, prompt and inherited ones included.
         n_prompt: how many of them were prefilled, not generated.
         appended: (start, end) of each run of later tokens that was read, not generated; ascending.
@@ -44,6 +48,9 @@ class TokenSequence:
         finish_reason: why the last generation ended, as its output says; None before that.
         is_pruned: True once the sequence id was returned.
         row: the logits after the last token, None or invalid if unavailable; see ``logits_row``.
+        n_held: how many of the last tokens a round has accepted that are not given out yet. Whoever
+            changes the text, or asks what follows it, drops them.
+        version: another one after each change.
     """
 
     def __init__(
@@ -52,9 +59,10 @@ class TokenSequence:
         seq_id: int,
         sampler: Sampler,
         seed: int,
-        parent: TokenSequence | None = None,
+        parent: Text | None = None,
     ) -> None:
         self.ctx = ctx
+        self.lock = ctx.lock
         self.seq_id = seq_id
         self.sampler = sampler
         self.parent = parent
@@ -66,15 +74,17 @@ class TokenSequence:
         self.finish_reason: str | None = None
         self.is_pruned = False
         self.row: LogitsRow | None = None
+        self.n_held = 0
+        self.version = 0
         given = sampler.params.seed is not None
         self.seed_given: bool = given if parent is None else parent.seed_given
         self._seed = seed
         self._cache = ctx.kv_cache
         self._decoder = ctx.decoder
         # Bytes of an incomplete UTF-8 character at the end; None if not computed yet.
-        self._pending: bytes | None = b""
+        self._incomplete: bytes | None = b""
         self._produced: Produced | None = None
-        self._pending_after = b""  # the bytes that stay incomplete after ``_produced``
+        self._incomplete_after = b""  # the bytes that stay incomplete after ``_produced``
         self._owned_by_prefix_cache = False  # the sequence id
         self._is_generating = False
         if parent is not None:
@@ -83,18 +93,37 @@ class TokenSequence:
             self.n_prompt = parent.n_prompt
             self.appended += parent.appended
             self.surprisals += parent.surprisals
-            self._pending = parent._pending
+            self._incomplete = parent._incomplete
             if parent.tokens:
-                self._cache.share(parent.seq_id, seq_id)
+                self._cache.fork(parent.seq_id, seq_id)
             self.set_row(parent.row)
-            self._produced, self._pending_after = parent._produced, parent._pending_after
+            self._produced, self._incomplete_after = parent._produced, parent._incomplete_after
 
     # -- what it is --------------------------------------------------------------------------------
 
     @property
     def position(self) -> int:
-        """Number of tokens: where the next one goes."""
-        return len(self.tokens)
+        """Number of tokens that are given out: where the next one goes."""
+        return len(self.tokens) - self.n_held
+
+    @property
+    def shown(self) -> list[int]:
+        """The tokens that are given out; not to be changed."""
+        return self.tokens[: -self.n_held] if self.n_held else self.tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The settings in effect; a given seed is the current one, also after another was set."""
+        params = self.sampler.params
+        # Forks share sampler settings, so those do not determine the seed in effect.
+        if params.seed is None or params.seed == self._seed:
+            return params
+        return params.replace(seed=self._seed)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar that constrains it, if any."""
+        return self.sampler.grammar
 
     @property
     def answer_start(self) -> int:
@@ -104,7 +133,7 @@ class TokenSequence:
     def generated_positions(self, start: int = 0) -> Iterator[int]:
         """Yield the positions of generated tokens, those before ``start`` left out."""
         at = max(start, self.n_prompt)
-        for read_from, read_to in [*self.appended, (len(self.tokens), 0)]:
+        for read_from, read_to in [*self.appended, (self.position, 0)]:
             yield from range(at, read_from)
             at = max(at, read_to)
 
@@ -115,8 +144,18 @@ class TokenSequence:
 
     @property
     def n_cached(self) -> int:
-        """How many tokens the cache holds: other than ``position`` only while they are being decoded."""
+        """How many tokens the cache holds."""
         return self._cache.next_position(self.seq_id)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the cache lacks the last token, which was drawn and is not decoded yet."""
+        return self._cache.next_position(self.seq_id) < len(self.tokens)
+
+    @property
+    def n_decoded(self) -> int:
+        """How many tokens there are before one that is not decoded yet."""
+        return len(self.tokens) - self.is_behind
 
     @property
     def state(self) -> str:
@@ -136,11 +175,13 @@ class TokenSequence:
     def seed(self, seed: int) -> None:
         self._seed = seed
         self._produced = None
+        self.version += 1
 
     def use_sampler(self, sampler: Sampler) -> None:
         """Use another sampler from here on; it has accepted the tokens."""
         self.sampler = sampler
         self._produced = None
+        self.version += 1
 
     def check_usable(self) -> None:
         """Raise BranchStateError if it is pruned, ClosedError if the context is closed."""
@@ -151,7 +192,7 @@ class TokenSequence:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Raise BranchStateError if another generation of it has begun and not ended."""
-        with self.ctx.lock:
+        with self.lock:
             if self._is_generating:
                 raise BranchStateError(
                     "another generation of this branch is running",
@@ -175,16 +216,30 @@ class TokenSequence:
     def logits_row(self) -> LogitsRow:
         """Return the logits after the last token, valid while the lock is held.
 
-        If they are unavailable the last token is decoded again. Checks that the branch is usable.
+        If they are unavailable the last token is decoded. Checks that the text is usable.
         """
         self.check_usable()
+        if self.n_held:
+            self.drop_held()
         row = self.row
         if row is not None and row.is_valid:
             return row
         if not self.tokens:
             raise BranchStateError("the branch is empty: it has no logits", hint="prefill it first")
-        self.truncate(len(self.tokens) - 1)
-        row = decode_run(self._decoder, self.tokens[-1:], self.seq_id, "last")[0]
+        return self.decode_last()
+
+    def decode_last(self, *, draws_next: bool = False) -> LogitsRow:
+        """Decode the last token; return the logits after it.
+
+        ``draws_next``: the next one is drawn in the same native call where it can be.
+        """
+        if self.is_pruned:
+            self.check_usable()
+        n = len(self.tokens) - 1
+        if self._cache.next_position(self.seq_id) != n:
+            self.truncate(n)
+        sampler = self.sampler if draws_next else None
+        row = self._decoder.advance(self.seq_id, self.tokens[n], self.row, sampler, self._seed)
         self.set_row(row)
         return row
 
@@ -205,18 +260,18 @@ class TokenSequence:
 
     def produce(self) -> Produced:
         """Return the next token; drawn once, until the state changes."""
-        if self._produced is None:
-            row = self.logits_row()
-            self._produced, self._pending_after = self._describe(self.draw(row), row)
-        else:
-            self.check_usable()
+        if self._produced is None or self.n_held:
+            return self.produce_from(self.logits_row())
+        self.check_usable()
         return self._produced
 
-    def draw(self, row: LogitsRow) -> int:
-        """Return a token drawn from ``row``, the logits after the last token."""
-        return row.draw(
-            self.sampler, self._seed, len(self.tokens), measured=self.sampler.params.logprobs
-        )
+    def produce_from(self, row: LogitsRow) -> Produced:
+        """Return the next token; ``row`` are the logits after the last one."""
+        sampler = self.sampler
+        token = row.draw(sampler, self._seed, len(self.tokens), measured=sampler.params.logprobs)
+        produced, self._incomplete_after = self._describe(token, row)
+        self._produced = produced
+        return produced
 
     def describe(self, token: int, row: LogitsRow) -> Produced:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""
@@ -231,17 +286,33 @@ class TokenSequence:
             logprob = entropy = math.nan
         if model.is_eog(token):
             return Produced(token, "", True, logprob, entropy), b""
-        text, pending = model.text_after(token, self.pending)
-        return Produced(token, text, False, logprob, entropy), pending
+        text, incomplete = model.text_after(token, self.incomplete)
+        return Produced(token, text, False, logprob, entropy), incomplete
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def catch_up(self) -> None:
-        """Make the cache hold exactly ``tokens`` again, if an earlier call failed midway.
+    def drop_held(self) -> None:
+        """Drop the tokens that are not given out."""
+        if self.n_held:
+            self.rewind(self.position)
 
-        ``logits_row`` may have dropped the last token and found the cache full; memory that cannot drop a
-        tail was emptied when a decode failed; Ctrl-C may have come between a decode and its bookkeeping.
+    def lacking(self) -> list[int]:
+        """Return the last token if the cache lacks it, so that the next decode can begin with it."""
+        n = len(self.tokens)
+        n_lacking = n - self._cache.next_position(self.seq_id)
+        if n_lacking not in (0, 1):  # an earlier call failed midway
+            self.truncate(n - 1)
+            n_lacking = 1
+        return self.tokens[n - n_lacking :]
+
+    def settle(self) -> None:
+        """Make the cache hold exactly the tokens that are given out.
+
+        The last one may not be decoded yet; ``logits_row`` may have dropped it and found the cache full;
+        memory that cannot drop a tail was emptied when a decode failed; Ctrl-C may have come between a
+        decode and its bookkeeping.
         """
+        self.drop_held()
         ahead = self._cache.next_position(self.seq_id) - len(self.tokens)
         if ahead > 0:
             self.truncate(len(self.tokens))
@@ -253,27 +324,17 @@ class TokenSequence:
         self, tokens: Sequence[int], logits: str, expiring: Sequence[LogitsRow] = ()
     ) -> list[LogitsRow]:
         """Decode ``tokens`` at the end; if that fails the cache is as before."""
-        self.catch_up()
+        self.settle()
         return decode_run(self._decoder, tokens, self.seq_id, logits, expiring)
 
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
-        held = self._cache.next_position
-        can = held(self.seq_id) >= position and self._cache.can_cut(self.seq_id, position)
-        if can and self._cache.drop(self.seq_id, position):
-            return
+        done = self._cache.cut(self.seq_id, position)
         parent = self.parent
-        self._cache.drop(self.seq_id, 0)
-        done = 0
-        if (
-            parent is not None
-            and not parent.is_pruned
-            and parent.position <= position
-            and parent.tokens == self.tokens[: parent.position]
-            and held(parent.seq_id) == parent.position
-        ):
-            self._cache.share(parent.seq_id, self.seq_id)
-            done = parent.position
+        if not done and parent is not None and not parent.is_pruned:
+            n = self._cache.next_position(parent.seq_id)
+            if 0 < n <= position and parent.tokens[:n] == self.tokens[:n]:
+                done = self._cache.fork(parent.seq_id, self.seq_id)
         if done < position:
             decode_run(self._decoder, self.tokens[done:position], self.seq_id, "none")
 
@@ -285,7 +346,7 @@ class TokenSequence:
         if not tokens:
             raise ConfigError("nothing to append: no tokens")
         self.ctx.model.check_tokens(tokens)
-        self.catch_up()
+        self.settle()
 
     def check_prefill(self, tokens: Sequence[int]) -> None:
         """Raise unless decoded ``tokens`` may be appended to the prompt."""
@@ -319,8 +380,9 @@ class TokenSequence:
                 self.sampler.accept_prompt(tokens)
             else:
                 self.sampler = self.replayed(self.sampler)
-            self._pending = b""
+            self._incomplete = b""
             self.finish_reason = None
+            self.version += 1
             self.set_row(row)
         except BaseException:
             self.forget(n)
@@ -331,9 +393,9 @@ class TokenSequence:
 
         The caller has checked that it is in the vocabulary.
         """
-        if self._cache.next_position(self.seq_id) != len(self.tokens):
+        if self.n_held or self._cache.next_position(self.seq_id) != len(self.tokens):
             self.check_usable()
-            self.catch_up()
+            self.settle()
         row = self.logits_row()
         if not self.sampler.is_stateless and not self.sampler.allows(token):
             self.sampler.accept(token)  # raises GrammarError, with the reason
@@ -350,7 +412,7 @@ class TokenSequence:
         self.append(token, surprisal, row)
 
     def append(self, token: int, surprisal: float, row: LogitsRow | None) -> None:
-        """Append a token; ``row`` follows it, None if it could not be decoded yet."""
+        """Append a token; ``row`` follows it, None if it is not decoded yet."""
         n = len(self.tokens)
         try:
             if not self.sampler.is_stateless:
@@ -365,13 +427,14 @@ class TokenSequence:
         """Append a token that the sampler has accepted; return the text it completes."""
         produced = self._produced
         if produced is not None and produced.token == token and not produced.is_stop:
-            text, pending = produced.text, self._pending_after
+            text, incomplete = produced.text, self._incomplete_after
         else:
-            text, pending = self.ctx.model.text_after(token, self.pending)
+            text, incomplete = self.ctx.model.text_after(token, self.incomplete)
         self.tokens.append(token)
         self.surprisals.append(surprisal)
         self.finish_reason = None
-        self._pending = pending
+        self.version += 1
+        self._incomplete = incomplete
         self._produced = None
         return text
 
@@ -385,11 +448,12 @@ class TokenSequence:
             copies of the logits (V,) after each token, or only after the last one.
         """
         self.check_usable()
+        self.drop_held()
         n = len(self.tokens)
         sampler = self.sampler.after(tokens)  # raises GrammarError before anything is decoded
         scored = sampler.params.logprobs
         surprisals = [-self.logits_row().logprob(tokens[0]) if scored and n else math.nan]
-        self.catch_up()
+        self.settle()
         last: list[LogitsRow] = []
         kept: list[npt.NDArray[np.float32]] = []
 
@@ -421,8 +485,9 @@ class TokenSequence:
                     self.sampler.accept(token)
             self.tokens += tokens
             self.surprisals += [math.nan] * len(tokens)
-            self._pending = None
+            self._incomplete = None
             self.finish_reason = None
+            self.version += 1
             self.set_row(row)
         except BaseException:
             self.forget(n)
@@ -435,9 +500,9 @@ class TokenSequence:
         """
         if not tokens:
             return
-        with self.ctx.lock:
+        with self.lock:
             self.check_usable()
-            self.catch_up()
+            self.settle()
             known = self.row
             if len(tokens) == 1 and known is not None and known.is_valid:
                 row = self._decoder.advance(self.seq_id, tokens[0], known)
@@ -445,10 +510,10 @@ class TokenSequence:
                 row = self.decode_run(tokens, "last", self.expiring_rows())[-1]
             self.append_unscored(tokens, row)
 
-    def share_prefix(self, source: TokenSequence, n: int) -> None:
+    def share_prefix(self, source: Text, n: int) -> None:
         """Make the first ``n`` tokens of ``source`` this empty sequence's prompt, sharing their cells."""
-        with self.ctx.lock:
-            self._cache.share(source.seq_id, self.seq_id, 0, n)
+        with self.lock:
+            self._cache.fork(source.seq_id, self.seq_id, n)
             self.append_prompt(source.tokens[:n], None)
 
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
@@ -466,7 +531,7 @@ class TokenSequence:
         prefixes = self.ctx.prefix_cache
         if prefixes is None:
             return 0
-        with self.ctx.lock:
+        with self.lock:
             n = self.n_cached or prefixes.take(self.seq_id, tokens)
             if n:
                 n_prompt = n if n_prompt is None else min(n, n_prompt)
@@ -483,11 +548,11 @@ class TokenSequence:
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
             return
-        with self.ctx.lock:
+        with self.lock:
             n = self._cache.next_position(self.seq_id)
             if n > len(self.tokens):  # a round was broken off: the tail is a draft
                 return
-            if self._cache.can_truncate or n == len(self.tokens):
+            if self._cache.usable(n, max(n, len(self.tokens) - 1)):
                 self._owned_by_prefix_cache = prefixes.put(
                     self.seq_id, self.tokens[:n], is_last=is_last
                 )
@@ -497,14 +562,14 @@ class TokenSequence:
         tokens: list[int],
         n_prompt: int,
         surprisals: list[float],
-        pending: bytes,
+        incomplete: bytes,
         row: LogitsRow | None,
         appended: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Set the state from a snapshot, whose K/V is already in the cache."""
         self.appended = list(appended)
         self.tokens, self.n_prompt, self.surprisals = tokens, n_prompt, surprisals
-        self._pending = pending
+        self._incomplete = incomplete
         self.set_row(row)
 
     def forget(self, position: int) -> None:
@@ -520,8 +585,10 @@ class TokenSequence:
             del self.tokens[position:]
             del self.surprisals[position - n_prompt :]
             self.n_prompt, self.appended, self.sampler = n_prompt, appended, sampler
-            self._pending = None
+            self._incomplete = None
             self.finish_reason = None
+            self.n_held = 0
+            self.version += 1
 
         try:
             change()
@@ -535,14 +602,31 @@ class TokenSequence:
         self.forget(position)
         self.fork_position = min(self.fork_position, position)
 
-    @property
-    def pending(self) -> bytes:
-        """The bytes of an incomplete UTF-8 character after the last token."""
-        if self._pending is None:
-            self._pending = self._pending_bytes()
-        return self._pending
+    def end_at(self, position: int, *, decodes: bool) -> None:
+        """Leave exactly the first ``position`` tokens; takes the lock.
 
-    def _pending_bytes(self) -> bytes:
+        ``decodes``: the last one is decoded now, if the cache has room for it, not when it is needed.
+        """
+        with self.lock:
+            if self.is_pruned:
+                return
+            reason = self.finish_reason
+            if len(self.tokens) > position:
+                self.rewind(position)
+            self.n_held = 0
+            if decodes:
+                with suppress(CapacityError):
+                    self.settle()
+            self.finish_reason = reason
+
+    @property
+    def incomplete(self) -> bytes:
+        """The bytes of an incomplete UTF-8 character after the last token."""
+        if self._incomplete is None:
+            self._incomplete = self._incomplete_bytes()
+        return self._incomplete
+
+    def _incomplete_bytes(self) -> bytes:
         model = self.ctx.model
         tail = b""
         if model.has_text:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-__all__ = ["CellLedger", "Usage", "n_common"]
+__all__ = ["CellTable", "Usage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _Run:
     """Cells written one after another by one sequence, each with its write index:
     how many cells of the cache were written before it.
 
-    ``users`` are the sequences that refer to any of them: of hundreds of kept texts only few do.
+    ``users`` are the sequences that refer to any of them: of hundreds of cached prefixes only few do.
     """
 
     __slots__ = ("owner", "users", "write_indices")
@@ -76,10 +76,9 @@ _position = attrgetter("position")
 class _Sequence:
     next_position: int = 0
     slices: list[_Slice] = field(default_factory=list)
-    has_holes: bool = False  # it may lack positions below its last one
 
 
-class CellLedger:
+class CellTable:
     """The cells of every sequence; mirrors decode, copy and remove of llama.cpp's unified cache.
 
     Beyond the ``n_seq_max`` sequences of a context there may be others, which only keep cells: those
@@ -93,6 +92,7 @@ class CellLedger:
         self.clock = 0
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
         self._newest = [-1] * n_seq_max  # the write index at the end of each sequence
+        self._with_holes: set[int] = set()  # those that may lack positions below their last one
 
     @property
     def n_sequences(self) -> int:
@@ -161,74 +161,39 @@ class CellLedger:
 
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
         """Return the first position in [start, end) that no other sequence shares, and how many."""
-        first, n = None, 0
-        sequence = self._sequences[seq_id]
-        if not sequence.has_holes:
-            start = max(start, self._shared_prefix(seq_id, start))
-        shared: dict[_Run, list[tuple[int, int]]] | None = None
-        for s in reversed(sequence.slices):
-            if s.end <= start:
-                break
-            low = max(s.low, s.low + start - s.position)
-            high = min(s.high, s.low + end - s.position)
-            if low >= high or self._owner_shares(seq_id, s, low, high):
-                continue
-            if shared is None:
-                shared = self._shared_runs(seq_id)
-            alone, at = None, low
-            for t_low, t_high in (*sorted(shared[s.run]), (high, high)):
-                if at < min(t_low, high):
-                    n += min(t_low, high) - at
-                    alone = at if alone is None else alone
-                at = max(at, t_high)
-            if alone is not None:
-                first = s.position + alone - s.low
-        return first, n
+        end = min(end, self.next_position(seq_id))
+        if self._with_holes:
+            others = self.write_indices(but=seq_id)
+            mine = self._sequences[seq_id].slices
+            alone = [
+                s.position + i - s.low
+                for s in mine
+                for i in range(s.low, s.high)
+                if start <= s.position + i - s.low < end and s.run.write_indices[i] not in others
+            ]
+            return min(alone, default=None), len(alone)
+        start = max(start, self._n_shared(seq_id, start))
+        return (start, end - start) if start < end else (None, 0)
 
-    def _shared_prefix(self, seq_id: int, start: int) -> int:
-        """Return up to which position others share all of a sequence without holes, 0 if unknown.
+    def _n_shared(self, seq_id: int, start: int) -> int:
+        """Return how many first tokens of a sequence others share, 0 if not more than ``start``.
 
-        Two sequences without holes that share a cell share all cells before it: a sequence gets cells
-        of another one only as a whole prefix, and appends only at its end.
+        No sequence may have holes. Two that share a cell then share all cells before it: a sequence gets
+        cells of another one only as a whole prefix, and appends only at its end.
         """
         for s in reversed(self._sequences[seq_id].slices):
             if s.end <= start:
                 break
             shared = s.low
             for i in s.run.users:
-                other = self._sequences[i]
-                if i != seq_id and not other.has_holes:
-                    at = bisect_right(other.slices, s.position, key=_position) - 1
-                    if at >= 0 and (t := other.slices[at]).run is s.run:
+                other = self._sequences[i].slices
+                if i != seq_id:
+                    at = bisect_right(other, s.position, key=_position) - 1
+                    if at >= 0 and (t := other[at]).run is s.run:
                         shared = max(shared, min(t.high, s.high))
             if shared > s.low:
                 return s.position + shared - s.low
         return 0
-
-    def _owner_shares(self, seq_id: int, s: _Slice, low: int, high: int) -> bool:
-        """Return whether another sequence wrote [low, high) of ``s`` and still holds all of it.
-
-        This is the usual case when a fork is pruned, and it avoids a search through all other sequences.
-        """
-        owner = s.run.owner
-        if owner == seq_id:
-            return False
-        slices = self._sequences[owner].slices  # by position: a cell has one position everywhere
-        i = bisect_right(slices, s.position + low - s.low, key=_position)
-        return i > 0 and slices[i - 1].run is s.run and high <= slices[i - 1].high
-
-    def _shared_runs(self, seq_id: int) -> dict[_Run, list[tuple[int, int]]]:
-        """Return for each run of a sequence which parts of it other sequences hold."""
-        found: dict[_Run, list[tuple[int, int]]] = {
-            s.run: [] for s in self._sequences[seq_id].slices
-        }
-        users: set[int] = set().union(*(run.users for run in found))
-        for i in users:
-            if i != seq_id:
-                for t in self._sequences[i].slices:
-                    if t.run in found:
-                        found[t.run].append((t.low, t.high))
-        return found
 
     def write_index(self, seq_id: int, position: int) -> int:
         """Return the write index of the cell at ``position``."""
@@ -237,11 +202,11 @@ class CellLedger:
                 return s.run.write_indices[s.low + position - s.position]
         raise KeyError(position)
 
-    def write_indices(self) -> set[int]:
-        """Return the write indices of all cells that a sequence holds."""
+    def write_indices(self, *, but: int = -1) -> set[int]:
+        """Return the write indices of all cells that a sequence other than ``but`` holds."""
         found: set[int] = set()
-        for sequence in self._sequences:
-            for s in sequence.slices:
+        for i, sequence in enumerate(self._sequences):
+            for s in sequence.slices if i != but else ():
                 found.update(s.run.write_indices[s.low : s.high])
         return found
 
@@ -253,8 +218,9 @@ class CellLedger:
             if low < high:
                 kept.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
                 s.run.users.add(target)
-        holes = self._sequences[source].has_holes or (bool(kept) and kept[0].position > 0)
-        self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept, holes)
+        self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept)
+        if kept and (source in self._with_holes or kept[0].position > 0):
+            self._with_holes.add(target)
         self._note_end(target)
 
     def remove(self, seq_id: int, start: int, end: int) -> None:
@@ -274,9 +240,9 @@ class CellLedger:
             if s.run not in still:
                 s.run.users.discard(seq_id)
         if not kept:
-            sequence.has_holes = False
+            self._with_holes.discard(seq_id)
         elif end < sequence.next_position:
-            sequence.has_holes = True
+            self._with_holes.add(seq_id)
         sequence.slices = kept
         sequence.next_position = kept[-1].end if kept else 0
         self._note_end(seq_id)
@@ -293,6 +259,7 @@ class CellLedger:
         """Record that every sequence is empty."""
         self._sequences = [_Sequence() for _ in range(self.n_seq_max)]
         self._newest = [-1] * self.n_seq_max
+        self._with_holes.clear()
 
     def usage(self, kept: Collection[int] = ()) -> Usage:
         """Count the cells in use, each once, and those that two or more sequences use.
@@ -325,18 +292,3 @@ class CellLedger:
                 depth += change
                 previous = at
         return used, shared
-
-
-def n_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix of two lists."""
-    n = min(len(left), len(right))
-    if left[:n] == right[:n]:
-        return n
-    low, high = 0, n  # they agree up to low, and differ before high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

@@ -1,4 +1,4 @@
-"""The cell ledger agrees with a simulated cache of individual cells."""
+"""The cell table agrees with a simulated cache of individual cells."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamabranch.context.cell_ledger import CellLedger
+from llamabranch.context.cell_table import CellTable
 
 N_SEQ = 4
 END = 1 << 31
@@ -26,8 +26,8 @@ MOVES = st.lists(
 
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(moves=MOVES)
-def test_ledger_counts_like_real_cells(moves: list[tuple[str, int, int, int, int]]) -> None:
-    ledger = CellLedger(1000, N_SEQ)
+def test_table_counts_like_real_cells(moves: list[tuple[str, int, int, int, int]]) -> None:
+    table = CellTable(1000, N_SEQ)
     cells = itertools.count()
     real: list[dict[int, int]] = [{} for _ in range(N_SEQ)]  # position -> cell, per sequence
     for move, seq, other, a, b in moves:
@@ -35,30 +35,30 @@ def test_ledger_counts_like_real_cells(moves: list[tuple[str, int, int, int, int
         if move == "append":
             start = max(real[seq], default=-1) + 1
             real[seq].update((start + i, next(cells)) for i in range(1 + a))
-            ledger.append(seq, 1 + a)
+            table.append(seq, 1 + a)
         elif move == "copy" and seq != other:
             real[other] = {p: c for p, c in real[seq].items() if low <= p}
-            ledger.copy(seq, other, low, END)
+            table.copy(seq, other, low, END)
         elif move == "remove":
             real[seq] = {p: c for p, c in real[seq].items() if not low <= p < high}
-            ledger.remove(seq, low, high)
+            table.remove(seq, low, high)
         elif move == "truncate":
             real[seq] = {p: c for p, c in real[seq].items() if p < low}
-            ledger.remove(seq, low, END)
+            table.remove(seq, low, END)
         elif move == "clear" and a == 0:
             real = [{} for _ in range(N_SEQ)]
-            ledger.clear()
+            table.clear()
         for s, held in enumerate(real):
-            assert ledger.length(s) == len(held)
-            assert ledger.next_position(s) == max(held, default=-1) + 1
-            assert ledger.first_position(s) == min(held, default=-1)
+            assert table.length(s) == len(held)
+            assert table.next_position(s) == max(held, default=-1) + 1
+            assert table.first_position(s) == min(held, default=-1)
             later = [position for position in held if position >= 2]
-            assert ledger.first_position(s, 2) == min(later, default=-1)
+            assert table.first_position(s, 2) == min(later, default=-1)
             others = {cell for i, more in enumerate(real) if i != s for cell in more.values()}
             alone = [p for p in held if low <= p < high and held[p] not in others]
-            assert ledger.exclusive(s, low, high) == (min(alone, default=None), len(alone))
+            assert table.exclusive(s, low, high) == (min(alone, default=None), len(alone))
         uses = [cell for held in real for cell in held.values()]
-        usage = ledger.usage()
+        usage = table.usage()
         assert usage.cells_used == len(set(uses))
         assert usage.cells_shared == sum(uses.count(cell) > 1 for cell in set(uses))
         assert usage.cells_free == 1000 - usage.cells_used
@@ -66,22 +66,22 @@ def test_ledger_counts_like_real_cells(moves: list[tuple[str, int, int, int, int
 
 
 def test_fork_costs_no_cells_and_growth_is_each_ones_own() -> None:
-    ledger = CellLedger(100, 3)
-    ledger.append(0, 10)
-    ledger.copy(0, 1, 0, END)
-    assert ledger.usage().cells_used == ledger.usage().cells_shared == 10
-    ledger.append(0, 2)
-    ledger.append(1, 3)
-    usage = ledger.usage()
+    table = CellTable(100, 3)
+    table.append(0, 10)
+    table.copy(0, 1, 0, END)
+    assert table.usage().cells_used == table.usage().cells_shared == 10
+    table.append(0, 2)
+    table.append(1, 3)
+    usage = table.usage()
     assert (usage.cells_used, usage.cells_shared, usage.cells_free) == (15, 10, 85)
     assert usage.sequences == {0: 12, 1: 13}
 
 
 def test_shared_prefix_stays_while_anyone_uses_it() -> None:
-    ledger = CellLedger(100, 3)
-    ledger.append(0, 10)
-    ledger.copy(0, 1, 0, END)
-    ledger.remove(0, 0, END)
-    assert ledger.usage().cells_used == 10
-    ledger.remove(1, 4, END)
-    assert ledger.usage().cells_used == 4
+    table = CellTable(100, 3)
+    table.append(0, 10)
+    table.copy(0, 1, 0, END)
+    table.remove(0, 0, END)
+    assert table.usage().cells_used == 10
+    table.remove(1, 4, END)
+    assert table.usage().cells_used == 4

@@ -59,10 +59,6 @@ class Curve:
         """True if it has times of earlier runs, or measured ones: these decide how decodes are filled."""
         return bool(self._kept)
 
-    def knows(self, n: int) -> bool:
-        """Return whether the time of ``n`` tokens is one of those."""
-        return n in self._kept
-
     @property
     def n_idle(self) -> int:
         """How many decodes were made to measure them."""

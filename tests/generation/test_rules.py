@@ -27,9 +27,7 @@ from benchmarks.rule_error import (
     texts_up_to,
 )
 from llamabranch.errors import ConfigError
-from llamabranch.sampling import Distribution
-from llamabranch.sampling.noise import DRAFT, derive_seed
-from llamabranch.speculative.rules import (
+from llamabranch.generation.rules import (
     RULES,
     Acceptance,
     DraftTree,
@@ -44,6 +42,8 @@ from llamabranch.speculative.rules import (
     token_rule,
     tree_rule,
 )
+from llamabranch.sampling import Distribution
+from llamabranch.sampling.noise import DRAFT, derive_seed
 
 V = 3
 EXACT = 1e-12

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
-from ...arguments import instance
-from ...branch import Branch
-from ...context import Context
-from ...model import Model
-from ...sampling import Distribution
-from ..length.base import DraftLength
+from ..arguments import instance
+from ..context import Context
+from ..model import Model
+from ..sampling import Distribution
+from .length.base import DraftLength
+from .text import Text
 
 __all__ = [
     "NO_DRAFT",
+    "NO_STATE",
     "Draft",
     "DraftRequest",
     "DraftState",
@@ -112,7 +113,7 @@ class DraftState(Protocol):
     def observe(self, n_tokens: int) -> None:
         """Keep the first ``n_tokens`` of text and draft; forget the rest: rejected or removed tokens."""
 
-    def fork(self, target: Branch) -> DraftState:
+    def fork(self, target: Text) -> DraftState:
         """Return a copy for ``target``; ``observe`` follows with how many tokens are the same."""
 
     def close(self) -> None:
@@ -219,7 +220,7 @@ class Drafter(ABC):
         """Raise VocabularyMismatchError if it cannot draft for ``target``."""
 
     @abstractmethod
-    def start(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state that drafts for ``target`` after its last token.
 
         Under every rule but "seeded" its draws must be independent of the target's.
@@ -245,9 +246,9 @@ class NullDrafter(Drafter):
     def check(self, target: Model) -> None:
         """Accept any target."""
 
-    def start(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Text, rule: str) -> DraftState:
         """Return a state that never drafts."""
-        return NullState()
+        return NO_STATE
 
 
 class NullState:
@@ -260,9 +261,12 @@ class NullState:
     def observe(self, n_tokens: int) -> None:
         """Do nothing: there is nothing to forget."""
 
-    def fork(self, target: Branch) -> DraftState:
+    def fork(self, target: Text) -> DraftState:
         """Return itself: it holds nothing that could differ."""
         return self
 
     def close(self) -> None:
         """Do nothing: it holds nothing."""
+
+
+NO_STATE = NullState()  # of a text that is not drafted for

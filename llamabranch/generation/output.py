@@ -1,18 +1,52 @@
-"""From tokens to emitted text: token limits, EOG tokens, stop strings, and the output so far.
+"""Tokens that are given out: their type, limits, EOG tokens, stop strings, and the output so far.
 
-Branches, speculators, sessions and the engine all emit through it.
+Branches, sessions and the engine all emit through it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..arguments import whole
+from ..context.logits import Alternative
 from ..model import NO_TOKEN, StopStrings
-from .token import Produced
 
-__all__ = ["OutputBuffer"]
+__all__ = ["OutputBuffer", "Produced"]
+
+
+class Produced(NamedTuple):
+    """A token that a branch, a generation or an engine emits.
+
+    Attributes:
+        token: its id.
+        text: the text it completes (a character split over several tokens comes with its last one).
+        is_stop: whether it is an EOG (end of generation) token, which ends the generation. It is not part
+            of the tokens, but may carry text that was held back for a stop string; where an error ends
+            the text, its id is -1 and its numbers are NaN.
+        logprob, entropy: of the model's own distribution at this position, nats, before any sampling
+            setting; NaN with ``SamplingParams(logprobs=False)``.
+        source: "drafted" (proposed and accepted), "forced" (the same, where the grammar allowed no other
+            text), "bonus" (the target's own after a draft that was
+            accepted whole), "corrected" (the target's own where a draft was rejected) or "plain".
+        alternatives: the requested number of most probable tokens, best first: pairs (token,
+            log-probability) with an attribute ``text``.
+        rank: 1 + how many tokens the model finds more probable; 0 where no alternatives were asked for.
+    """
+
+    token: int
+    text: str
+    is_stop: bool
+    logprob: float
+    entropy: float
+    source: str = "plain"
+    alternatives: tuple[Alternative, ...] = ()
+    rank: int = 0
+
+    def with_text(self, text: str) -> Produced:
+        """Return it with another text: a part may be held back for a stop string."""
+        return self if text == self.text else self._replace(text=text)
 
 
 class OutputBuffer:

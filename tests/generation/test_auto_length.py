@@ -21,12 +21,12 @@ from drafts import FIXED
 import llamabranch as lb
 from llamabranch import SpeculativeConfig
 from llamabranch.errors import ConfigError
+from llamabranch.generation.drafter import propose
+from llamabranch.generation.length.acceptance import Acceptance, AcceptanceCounts
+from llamabranch.generation.length.auto import AutoLength, draft_length
+from llamabranch.generation.length.base import DraftLength, FixedLength, RoundReport
+from llamabranch.generation.length.known import Known, KnownDrafter
 from llamabranch.speculative import Draft
-from llamabranch.speculative.drafters.base import propose
-from llamabranch.speculative.length.acceptance import Acceptance, AcceptanceCounts
-from llamabranch.speculative.length.auto import AutoLength, draft_length
-from llamabranch.speculative.length.base import DraftLength, FixedLength, RoundReport
-from llamabranch.speculative.length.known import Known, KnownDrafter
 
 Chance = Callable[[float], float]  # of a token, given the entropy it was drawn at
 
@@ -638,7 +638,7 @@ class BareLine:
     def observe(self, n_tokens: int) -> None:
         return None
 
-    def fork(self, target: lb.Branch) -> BareLine:
+    def fork(self, target: lb.speculative.Text) -> BareLine:
         return self
 
     def close(self) -> None:
@@ -653,7 +653,7 @@ class BareDrafter(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         """Fit anything."""
 
-    def start(self, target: lb.Branch, rule: str) -> BareLine:
+    def start(self, target: lb.speculative.Text, rule: str) -> BareLine:
         return BareLine(truth=self.truth, start=target.position)
 
 

@@ -15,12 +15,12 @@ from dataclasses import replace
 from time import monotonic, perf_counter, strftime
 
 from ..context import Context
-from ..context.batch import Batch
+from ..context.runner import Batch
 from ..errors import DecodeInterruptedError, LlamaBranchError
 from ..native import forkable_lock
 from ..profile import Entry, is_off, machine_key, read_entry, write_entries
 from .config import SpeculativeConfig
-from .drafters.base import Drafter
+from .drafter import Drafter
 from .length.acceptance import AcceptanceCounts
 from .length.auto import AutoLength, draft_length
 from .length.base import DraftLength
@@ -89,8 +89,7 @@ class PairProfile:
         profile = cls(target, drafter, batched=batched, n_rows=n_rows)
         length = draft_length(config, drafter.width, profile.known())
         if isinstance(length, AutoLength):
-            can = target.capabilities
-            length.curve.fills = can.batch_invariant and can.can_truncate and can.can_share
+            length.curve.fills = target.capabilities.batch_invariant and target.kv_cache.can_pad
         return length, profile
 
     def known(self) -> Known:
@@ -174,7 +173,7 @@ def keep_decode_times(target: Context, seconds: Mapping[int, float]) -> None:
 
 def _most_rows(ctx: Context, n_rows: int) -> int:
     """Return the largest decode to time; 0 for weights or memory with which times are of no use."""
-    if ctx.model.size_bytes < LEAST_BYTES or not ctx.capabilities.can_truncate:
+    if ctx.model.size_bytes < LEAST_BYTES or not ctx.kv_cache.can_draft:
         return 0
     return min(n_rows, _MOST_ROWS, ctx.n_outputs_max, ctx.n_ctx_seq)
 

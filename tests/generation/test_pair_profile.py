@@ -18,16 +18,16 @@ import toys
 import llamabranch as lb
 from llamabranch import SamplingParams, SpeculativeConfig
 from llamabranch.bench import PairBench, Sweep
-from llamabranch.profile import machine_key, write_entries
-from llamabranch.speculative import profile as pair_profile
-from llamabranch.speculative.length.acceptance import AcceptanceCounts
-from llamabranch.speculative.length.auto import AutoLength
-from llamabranch.speculative.length.base import RoundReport
-from llamabranch.speculative.profile import (
+from llamabranch.generation import profile as pair_profile
+from llamabranch.generation.length.acceptance import AcceptanceCounts
+from llamabranch.generation.length.auto import AutoLength
+from llamabranch.generation.length.base import RoundReport
+from llamabranch.generation.profile import (
     PairProfile,
     context_key,
     keep_decode_times,
 )
+from llamabranch.profile import machine_key, write_entries
 
 AUTO = SpeculativeConfig(draft_k="auto")
 PROMPT = "Once upon a time there was a king who had three daughters"
@@ -219,7 +219,7 @@ def test_it_is_written_at_the_end_of_a_generation_and_seldom(
     speculator.generate(PROMPT, max_tokens=8, sampling=WARM).finish()
     assert len(written) == 2
     now += 60.0
-    speculator.save_profile()  # nothing was learned since
+    speculator.drafting.save_profile()  # nothing was learned since
     assert len(written) == 2
 
 
@@ -415,7 +415,7 @@ def test_nothing_is_decoded_before_a_text(ctx: lb.Context, profile: Path, any_si
     n_decodes = ctx.decoder.n_decodes
     speculator = lb.Speculator(ctx, lb.PromptLookupDrafter(), AUTO)
     engine = lb.Engine(ctx, lb.PromptLookupDrafter(), AUTO)
-    assert ctx.decoder.n_decodes == n_decodes and ctx.kv_cache.ledger.clock == 0
+    assert ctx.decoder.n_decodes == n_decodes and ctx.kv_cache.cells.clock == 0
     assert "from nothing yet" in speculator.explain()
     engine.generate([lb.Request(PROMPT, max_tokens=8, sampling=WARM)])
     assert "learned from this run's decodes: 1" in engine.explain()

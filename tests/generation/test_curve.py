@@ -9,12 +9,12 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, SpeculativeStats
+from llamabranch.generation.length.auto import AutoLength
+from llamabranch.generation.length.base import FixedLength, RoundReport
+from llamabranch.generation.length.curve import Curve
+from llamabranch.generation.length.known import Known
+from llamabranch.generation.loop import Loop
 from llamabranch.native.draft_loop import StopRule
-from llamabranch.speculative.joint import Joint
-from llamabranch.speculative.length.auto import AutoLength
-from llamabranch.speculative.length.base import FixedLength, RoundReport
-from llamabranch.speculative.length.curve import Curve
-from llamabranch.speculative.length.known import Known
 
 # Blocks of four rows, and what is left of them row by row: SmolLM2, Q4_0, two cores with AVX-512.
 STAIRS = {
@@ -237,7 +237,7 @@ def test_a_copy_that_is_cut_short_is_tested_by_the_token_in_its_place(ctx: Conte
 
     known = Known({n: float(n) for n in range(1, 18)}, "a claim", estimates=frozenset({"suffix"}))
     length = Watched(16, known=known)  # a drafted token costs what it costs alone
-    generate(ctx, Joint(ctx, length, lb.SuffixDrafter(min_match=1)), [REFRAIN], 30)
+    generate(ctx, Loop(ctx, length, lb.SuffixDrafter(min_match=1)), [REFRAIN], 30)
     tested = [report for report in reports if report.followed is not None]
     assert {report.followed for report in tested} == {True, False}
 
@@ -245,28 +245,27 @@ def test_a_copy_that_is_cut_short_is_tested_by_the_token_in_its_place(ctx: Conte
 # -- filled decodes change nothing ------------------------------------------------------------------
 
 
-def on_stairs(ctx: Context, *, drafts: bool) -> Joint:
-    joint = Joint(ctx, FixedLength(4), lb.SuffixDrafter(min_match=1) if drafts else None)
-    joint.curve = stairs()
-    return joint
+def on_stairs(ctx: Context, *, drafts: bool) -> Loop:
+    loop = Loop(ctx, FixedLength(4), lb.SuffixDrafter(min_match=1) if drafts else None)
+    loop.curve = stairs()
+    return loop
 
 
-def generate(ctx: Context, joint: Joint, prompts: Sequence[str], n: int) -> list[list[int]]:
+def generate(ctx: Context, loop: Loop, prompts: Sequence[str], n: int) -> list[list[int]]:
     branches = [Branch.start(ctx, prompt, sampling=WARM) for prompt in prompts]
-    streams = [joint.open(branch, "seeded", SpeculativeStats()) for branch in branches]
-    texts = [[stream.begin().token] for stream in streams]
+    running = [loop.open(branch.sequence, "seeded", SpeculativeStats()) for branch in branches]
+    texts = [[each.draw().token] for each in running]
     while min(map(len, texts)) < n:
-        for tokens, outcome in zip(
-            texts, joint.run([(s, 16) for s in streams]).outcomes, strict=True
-        ):
-            assert outcome.error is None
-            tokens += [one.token for one in outcome.emitted]
+        loop.step([(each, 16) for each in running])
+        for tokens, each in zip(texts, running, strict=True):
+            assert each.error is None
+            tokens += [one.token for one in each.emitted]
         ctx.audit()
         assert ctx.usage().in_order
         for branch in branches:
-            assert branch.sequence.n_cached == branch.position
-    for stream in streams:
-        stream.close()
+            assert branch.sequence.n_cached == branch.position - 1
+    for each in running:
+        each.close()
     for branch in branches:
         branch.prune()
     return [tokens[:n] for tokens in texts]
@@ -296,11 +295,11 @@ def decoded(ctx: Context) -> Iterator[list[int]]:
 def test_filled_decodes_change_no_text(
     n_streams: int, drafts: bool, ctx: Context, decoded: list[int]
 ) -> None:
-    joint = on_stairs(ctx, drafts=drafts)
+    loop = on_stairs(ctx, drafts=drafts)
     prompts = [REFRAIN + prompt if drafts else prompt for prompt in PROMPTS[:n_streams]]
     expected = [plain(ctx, prompt, 14) for prompt in prompts]
     decoded.clear()
-    assert generate(ctx, joint, prompts, 14) == expected
+    assert generate(ctx, loop, prompts, 14) == expected
     sizes = decoded[n_streams:]  # without those of the prompts
     assert {ROWS.get(n, n) for n in sizes} == set(sizes)
     assert drafts or set(sizes) == {ROWS[n_streams]}
@@ -308,14 +307,15 @@ def test_filled_decodes_change_no_text(
 
 def test_without_free_cells_no_decode_is_filled(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
-        joint = on_stairs(ctx, drafts=False)
+        loop = on_stairs(ctx, drafts=False)
         branch = Branch.start(ctx, [5, 6] * 124, sampling=WARM)
         others = [Branch.start(ctx, [9], sampling=WARM) for _ in range(2)]
-        streams = [joint.open(each, "seeded", SpeculativeStats()) for each in (branch, *others)]
-        for stream in streams:
-            stream.begin()
+        texts = [each.sequence for each in (branch, *others)]
+        running = [loop.open(text, "seeded", SpeculativeStats()) for text in texts]
+        for each in running:
+            each.draw()
         sizes = []
-        while (step := joint.run([(stream, 0) for stream in streams])).no_room is None:
+        while (step := loop.step([(each, 0) for each in running])).no_room is None:
             sizes.append(step.n_tokens)
         assert sizes == [4, 3]  # six cells are free, then three
         ctx.audit()
@@ -326,7 +326,7 @@ def test_speculator_fills_what_it_drafts(ctx: Context, decoded: list[int]) -> No
     expected = plain(ctx, prompt, 60)
     config = SpeculativeConfig(draft_k=4)
     speculator = lb.Speculator(ctx, lb.SuffixDrafter(min_match=1), config)
-    speculator.joint.curve = stairs()
+    speculator.drafting.loop.curve = stairs()
     decoded.clear()
     generation = speculator.generate(prompt, max_tokens=60, sampling=WARM).finish()
     assert generation.tokens == expected

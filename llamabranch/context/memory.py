@@ -1,0 +1,629 @@
+"""The memory of a context: which sequence holds which cells, one class for each kind of memory.
+
+llama.cpp's cells and the table of them are always changed together. Callers ask the memory to do things
+(fork, cut, drop, make room) and are told what came of it; what kind it is they need not know. Everything
+here expects valid arguments and a caller that holds the context's lock. It does not decode: the
+:class:`~llamabranch.context.runner.Runner` decodes and records here what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CacheFullError, DecodeError, SnapshotError
+from ..native import ContextHandle, StateLayout, last_log_lines, max_sequences
+from .cell_order import CellOrder
+from .cell_table import CellTable, Usage
+from .hidden_states import HiddenStates
+
+__all__ = ["END", "MOST_WITH_WINDOW", "Memory", "NonUnified", "States", "Windowed"]
+
+State = npt.NDArray[np.uint8]
+Span = tuple[int, int]  # the first and the last position of a sequence
+
+END = 1 << 31  # a position after all others
+MOST_WITH_WINDOW = max_sequences() // 2  # sequences whose window can be kept: each has a shadow
+
+_MOVED = max_sequences() - 2  # holds the cells that are being moved, and nothing at other times
+_RECLAIMED_PART = 8  # of the cache: what the prefix cache evicts, at least, when cells are needed
+
+
+class Memory:
+    """Attention memory, one cache for all sequences (llama.cpp's unified KV); other kinds differ from it.
+
+    Args:
+        handle: the native context whose memory it is.
+        n_seq_max: how many sequences there are.
+        state_layout: how llama.cpp serialises the state of a sequence; None if that is not known.
+        keeps_order: whether the cells of every sequence are kept in the order of its tokens.
+
+    Attributes:
+        cells: which sequence holds which of them.
+        hidden: the hidden states of its tokens, while a head reads them.
+        prefix_seq_ids: the sequences of the prefix cache.
+        evict: of the prefix cache: gives up so many cells at least, returns how many.
+        compact: writes all sequences again, in order and without holes; False if that is impossible.
+        order: keeps cells in order; None if nothing does.
+        can_draft: whether rejected tokens can be dropped, so that drafts are verified in place.
+        forks_copy: whether a fork copies K/V; otherwise it costs nothing.
+        tree_needs: what it lacks to decode a tree of tokens; "" = nothing.
+        can_pad: whether tokens that nobody reads can follow a batch and be dropped at once.
+    """
+
+    can_draft = True
+    forks_copy = False
+    tree_needs = ""
+    can_pad = True
+
+    def __init__(
+        self,
+        handle: ContextHandle,
+        n_seq_max: int,
+        state_layout: StateLayout | None = None,
+        *,
+        keeps_order: bool = False,
+    ) -> None:
+        self.state_layout = state_layout
+        self.cells = CellTable(handle.n_ctx, n_seq_max)
+        self.next_position = self.cells.next_position
+        self.first_position = self.cells.first_position
+        self.append: Callable[..., None] = self.cells.append
+        self.hidden: HiddenStates | None = None
+        self.prefix_seq_ids: set[int] = set()
+        self.evict: Callable[[int], int] = lambda _n: 0
+        self.compact: Callable[[], bool] = lambda: False
+        self.order: CellOrder | None = None
+        if keeps_order and n_seq_max < max_sequences():  # the quarantined cells need a sequence id
+            self.order = CellOrder(handle, self.cells, max_sequences() - 1)
+        self._handle = handle
+
+    # -- what is written ---------------------------------------------------------------------------
+
+    def arranged(self, seqs: Sequence[int]) -> list[int] | None:
+        """Return the order in which llama.cpp can decode these sequences; None: as they are."""
+        return None
+
+    def prepare(self, seq_id: int, n: int) -> bool:
+        """Prepare for ``n`` tokens at once after a sequence; False if they must be decoded in parts."""
+        return True
+
+    def record(self, seqs: Sequence[int]) -> None:
+        """Record a decoded batch; its cells were written in the order of the batch."""
+        cells, clock = self.cells, self.cells.clock
+        write_indices: dict[int, list[int]] = {}
+        for i, seq_id in enumerate(seqs):
+            write_indices.setdefault(seq_id, []).append(clock + i)
+        cells.clock += len(seqs)
+        for seq_id, written in write_indices.items():
+            self.append(seq_id, len(written), written)
+
+    def adopt(
+        self, leaves: Sequence[int], leaf: int, target: int, nodes: Sequence[int], n_nodes: int
+    ) -> None:
+        """Give ``target`` the path ``nodes`` of the tree just decoded, which ``leaf`` holds.
+
+        The tree had ``n_nodes`` tokens; those off the path still belong to the other ``leaves``.
+        """
+        cells = self.cells
+        start, first = cells.next_position(target), cells.clock
+        cells.clock += n_nodes
+        if self.order is not None and n_nodes > len(nodes):
+            self.order.quarantine_tree(leaves, start, first, n_nodes - len(nodes))
+        try:
+            self._handle.remove(target, -1, -1)
+            self._handle.copy(leaf, target, 0, start + len(nodes))
+            self.append(target, len(nodes), [first + node for node in nodes])
+        except BaseException:
+            self._handle.remove(target, -1, -1)
+            self._handle.copy(leaf, target, 0, start)
+            self._remove(target, start, END)
+            raise
+
+    # -- forking and cutting -----------------------------------------------------------------------
+
+    def usable(self, n_common: int, n_held: int) -> int:
+        """Return how many of the first ``n_common`` tokens can be had of a sequence with ``n_held``."""
+        return n_common
+
+    def fork(self, source: int, target: int, n: int = END) -> int:
+        """Make ``target`` hold the first ``n`` tokens of ``source``, or all, and nothing else.
+
+        Returns:
+            how many it holds: none, if this memory cannot give a part.
+
+        Raises:
+            SnapshotError: llama.cpp cannot copy what is not shared. ``target`` is empty then.
+        """
+        if self.first_position(target) >= 0:
+            self.drop(target, 0)
+        n_held = self.next_position(source)
+        n = min(n, n_held)
+        if not n or not (n == n_held or self.can_cut(source, n)):
+            return 0
+        self._fork(source, target, n, n_held)
+        return n
+
+    def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
+        try:
+            self._handle.copy(source, target, 0, n if n < n_held else -1)
+            self.cells.copy(source, target, 0, n)
+        except BaseException:
+            self._remove(target, 0, END)
+            raise
+
+    def can_cut(self, seq_id: int, n: int) -> bool:
+        """Return whether a sequence can go on from its first ``n`` tokens, the others dropped."""
+        return True
+
+    def cut(self, seq_id: int, n: int) -> int:
+        """Drop all but the first ``n`` tokens of a sequence, a failed decode among them.
+
+        Of that, part may be in llama.cpp's memory and not in the table.
+
+        Returns:
+            how many it holds: fewer if it had fewer, none if this memory had to drop it whole.
+        """
+        if self.can_cut(seq_id, n) and self.drop(seq_id, n):
+            return self.next_position(seq_id)
+        self.drop(seq_id, 0)
+        return 0
+
+    def drop(self, seq_id: int, start: int, end: int = END) -> bool:
+        """Drop positions [start, end) of a sequence; False if this memory cannot."""
+        if self.order is not None:
+            self.order.quarantine(seq_id, start, end)
+        try:
+            is_done = self._remove(seq_id, start, end)
+        except BaseException:  # cells and table must change together
+            self._remove(seq_id, start, end)
+            raise
+        if self.order is not None:
+            self.order.release_if_unneeded()
+        return is_done
+
+    def _remove(self, seq_id: int, start: int, end: int) -> bool:
+        """Remove positions from llama.cpp's memory and the table; may be repeated if interrupted."""
+        if not self._handle.remove(seq_id, start, -1 if end == END else end):
+            return False
+        self.cells.remove(seq_id, start, end)
+        return True
+
+    def clear(self) -> None:
+        """Drop everything; what the prefix cache keeps too."""
+        self._handle.clear()
+        self.cells.clear()
+        self.prefix_seq_ids.clear()
+        if self.order is not None:
+            self.order.reset()
+
+    # -- verification ------------------------------------------------------------------------------
+
+    def fits(self, n: int, parents: Sequence[int] | None, count_free: Callable[[], int]) -> int:
+        """Return how many of ``n`` drafted tokens can be verified now.
+
+        Args:
+            n: of the first ones, which one decode can hold.
+            parents: of a tree, see ``Draft``; None for a chain.
+            count_free: counts the sequences that could be leased.
+        """
+        return n if parents is None else _within(parents[:n], max(1, count_free()))
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def room(self, seq_id: int, n: int) -> int:
+        """Return for how many of ``n`` more tokens a sequence can have cells, were all others free."""
+        return n
+
+    def has_room(self, n: int, n_needed: int) -> bool:
+        """Return whether ``n`` cells are free beside the ``n_needed`` that running sequences need."""
+        return n + n_needed <= self.n_free
+
+    def reclaim(self, n: int) -> bool:
+        """Free cells for ``n`` tokens, if any can be freed; True if some were.
+
+        First those that only the prefix cache uses, then quarantined ones: by compaction, or, where that
+        is impossible, out of order.
+        """
+        freed = 0
+        if self.prefix_seq_ids:
+            # More than is needed now, so that compactions are rare.
+            wanted = max(n - self.n_vacant, self.cells.n_cells // _RECLAIMED_PART)
+            freed = self.evict(wanted - self.n_quarantined)
+        if self.order is None or not self.order.n_cells or (freed and self.n_vacant >= n):
+            return freed > 0
+        if not self.compact():
+            self.order.release()
+        return True
+
+    def full_error(self, n: int) -> CacheFullError:
+        """Return the error for ``n`` tokens for which there are no cells."""
+        usage = self.usage()
+        return CacheFullError(
+            f"the cache is full: {n} tokens need cells, {usage.cells_free} of "
+            f"{usage.cells_total} are free ({usage.cells_shared} shared)",
+            hint="prune branches, or create the context with a larger n_ctx",
+        )
+
+    @property
+    def n_vacant(self) -> int:
+        """Number of cells that hold nothing and are not quarantined."""
+        cells = self.cells
+        return cells.n_cells - cells.n_used(range(cells.n_sequences)) - self.n_quarantined
+
+    @property
+    def n_free(self) -> int:
+        """Number of cells that no sequence uses, or only the prefix cache."""
+        cells, cached = self.cells, self.prefix_seq_ids
+        return cells.n_cells - cells.n_used(s for s in range(cells.n_seq_max) if s not in cached)
+
+    @property
+    def is_placement_exact(self) -> bool:
+        """Whether it changes no bit of a text's logits which cells the text has."""
+        return self.forks_copy or self.order is not None
+
+    @property
+    def n_quarantined(self) -> int:
+        """Number of cells that are free, but not used again yet so that cells stay in order."""
+        return 0 if self.order is None else self.order.n_cells
+
+    # -- the prefix cache --------------------------------------------------------------------------
+
+    @property
+    def spare_seq_ids(self) -> range:
+        """Ids beyond those of the context: cells can refer to them, but they cannot be decoded."""
+        return range(self.cells.n_seq_max, _MOVED)
+
+    def keep(self, seq_id: int) -> None:
+        """Count a sequence as one of the prefix cache, which may be beyond those of the context."""
+        self.cells.make_sequence(seq_id)
+        self.prefix_seq_ids.add(seq_id)
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def state(self, seq_id: int) -> State:
+        """Return the K/V of a sequence as llama.cpp writes it, uint8 (n,), a copy."""
+        return self._handle.state(seq_id)
+
+    def set_state(self, seq_id: int, state: State, n_tokens: int) -> bool:
+        """Fill an empty sequence with the state of ``n_tokens``; False if there are no cells for it.
+
+        Raises:
+            SnapshotError: llama.cpp refuses it. The sequence may then hold anything: drop it.
+        """
+        if not self._handle.set_state(seq_id, state):
+            refusal = _refusal()
+            if "available cells" in str(refusal) or "not enough cells" in str(refusal):
+                return False
+            raise refusal
+        if self._handle.position_range(seq_id)[1] != n_tokens - 1:
+            raise SnapshotError("llama.cpp holds other positions than the snapshot has")
+        self.append(seq_id, n_tokens)
+        return True
+
+    def _restore(self, seq_id: int, state: State) -> None:
+        if not self._handle.set_state(seq_id, state):
+            raise _refusal()
+
+    @property
+    def can_copy(self) -> bool:
+        """True if cells can be copied out and back, bit for bit."""
+        has_id = self.forks_copy or self.cells.n_seq_max <= _MOVED
+        return has_id and self.state_layout is not None and self.state_layout.is_cells_only
+
+    @property
+    def can_move(self) -> bool:
+        """True if all cells can be copied out and back so that their order is kept."""
+        return self.can_copy and self.order is not None and self.order.in_order
+
+    def piece(self, seq_id: int, start: int) -> State:
+        """Return the K/V of a sequence from position ``start`` on, for ``place``; a copy.
+
+        Raises:
+            SnapshotError: llama.cpp writes it in an unknown form.
+        """
+        if self.state_layout is None:
+            raise SnapshotError("llama.cpp writes K/V in an unknown form")
+        self._handle.copy(seq_id, _MOVED, start, -1)
+        try:
+            return self.state_layout.with_owner(self._handle.state(_MOVED))
+        finally:
+            self._handle.remove(_MOVED, 0, -1)
+
+    def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
+        """Write a ``piece`` of ``n_tokens`` into the next free cells, at ``start``, the sequence's end.
+
+        Raises:
+            SnapshotError: llama.cpp refuses it.
+        """
+        self._restore(_MOVED, state)
+        self._handle.copy(_MOVED, seq_id, start, -1)
+        self._handle.remove(_MOVED, 0, -1)
+        self.cells.append(seq_id, n_tokens)
+
+    # -- accounts ----------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """Return how full the cache is."""
+        usage, order = self.cells.usage(self.prefix_seq_ids), self.order
+        if order is None:
+            return usage
+        return replace(usage, cells_reserved=order.n_cells, in_order=order.in_order)
+
+    def audit(self) -> None:
+        """Compare the table with llama.cpp's own positions.
+
+        Raises:
+            DecodeError: they differ; the message names the sequence. That is a bug in this library.
+        """
+        for seq_id in range(self.cells.n_sequences):
+            held = self.first_position(seq_id), self.next_position(seq_id) - 1
+            ours, theirs = self._compared(seq_id, held, self._handle.position_range(seq_id))
+            if ours != theirs:
+                raise DecodeError(
+                    f"sequence {seq_id} should hold positions {ours}, in llama.cpp it holds {theirs}"
+                )
+
+    def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
+        """Return what of the positions of a sequence must be equal in the table and in llama.cpp."""
+        return ours, theirs
+
+
+class Windowed(Memory):
+    """Attention with a sliding window whose cells must all stay, so that sequences can be cut.
+
+    In layers with a sliding window llama.cpp writes new tokens into cells that one sequence alone owns
+    and that lie outside its window, also with ``swa_full``: ``find_slot`` of llama-kv-cache.cpp. A
+    sequence cut there, or a fork of its beginning, would attend to a window with tokens missing. A cell
+    of two sequences is not used again, so each sequence has a shadow sequence, which owns the same cells
+    before they leave the window. It takes no room: in the other layers these cells are needed anyway. A
+    decode must be one micro-batch then, since nothing can be done between two of them.
+
+    Args:
+        handle, n_seq_max, state_layout: see `Memory`.
+        window: its size.
+    """
+
+    def __init__(
+        self, handle: ContextHandle, n_seq_max: int, state_layout: StateLayout | None, window: int
+    ) -> None:
+        super().__init__(handle, n_seq_max, state_layout)
+        self._window = window
+        self._shadowed: dict[int, int] = {}  # up to which position each shadow holds its sequence
+        self.append = self._append
+
+    def _append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
+        self.cells.append(seq_id, n, write_indices)
+        self.prepare(seq_id, 0)
+
+    def prepare(self, seq_id: int, n: int) -> bool:
+        """Give the shadow the cells that leave the window before ``n`` tokens are decoded.
+
+        Returns:
+            False if some that leave it are not decoded yet, so that it is needed again before.
+        """
+        end = self.next_position(seq_id)
+        # The window moves with each token, or (chunked attention) by its size at once.
+        outside = (end + n) // self._window * self._window
+        held = self._shadowed.get(seq_id, 0)
+        if held < outside and held < end:
+            try:
+                self._handle.copy(seq_id, _shadow(seq_id), held, end)
+                self._shadowed[seq_id] = end
+            except BaseException:
+                self._handle.remove(_shadow(seq_id), held, -1)
+                self._shadowed[seq_id] = held
+                raise
+        return outside <= end
+
+    def can_cut(self, seq_id: int, n: int) -> bool:
+        """Return whether the cells of the window before token ``n`` are there.
+
+        Not all are after a restore: the state of a sequence has only those of the window at its end.
+        """
+        first = max(0, self.first_position(seq_id), n - self._window + 1)
+        return not n or self._handle.position_range(seq_id)[0] <= first
+
+    def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
+        super()._fork(source, target, n, n_held)
+        try:
+            self.prepare(target, 0)
+        except BaseException:
+            self._remove(target, 0, END)
+            raise
+
+    def _remove(self, seq_id: int, start: int, end: int) -> bool:
+        """Remove positions, of the shadow too."""
+        held = self._shadowed.get(seq_id, 0)
+        if start < held:
+            self._handle.remove(_shadow(seq_id), start, -1 if end == END else end)
+        is_done = super()._remove(seq_id, start, end)
+        if start < held:
+            self._shadowed[seq_id] = min(held, self.next_position(seq_id))
+        return is_done
+
+    def clear(self) -> None:
+        """Drop everything."""
+        super().clear()
+        self._shadowed.clear()
+
+    @property
+    def spare_seq_ids(self) -> range:
+        """Ids that are not those of shadows."""
+        return range(self.cells.n_seq_max, MOST_WITH_WINDOW)
+
+    def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
+        if self._handle.position_range(_shadow(seq_id))[1] >= self._shadowed.get(seq_id, 0):
+            raise DecodeError(f"cells that sequence {seq_id} has left are kept")
+        if self.can_cut(seq_id, ours[1] + 1):
+            ours = (theirs[0], ours[1])  # a restored one has the window at its end only
+        return ours, theirs
+
+
+class NonUnified(Memory):
+    """Attention memory in which each sequence has cells of its own (llama.cpp's non-unified KV).
+
+    A sequence is always in order there: nothing is quarantined, and nothing moves. What would be shared
+    is copied, through the states of sequences: llama.cpp's own copy between such sequences takes all
+    cells, used or not, and does so only at the next decode.
+    """
+
+    forks_copy = True
+    tree_needs = "sequences that share cells (kv_unified=True)"
+    can_pad = False
+
+    def __init__(
+        self, handle: ContextHandle, n_seq_max: int, state_layout: StateLayout | None = None
+    ) -> None:
+        super().__init__(handle, n_seq_max, state_layout)
+        self._n_cells_seq = handle.n_ctx_seq
+        self._with_holes: set[int] = set()  # sequences that were cut in their middle
+
+    def arranged(self, seqs: Sequence[int]) -> list[int] | None:
+        """Return the order by sequence: llama.cpp computes several at once only in that of their ids."""
+        order = sorted(range(len(seqs)), key=seqs.__getitem__)
+        return None if order == list(range(len(seqs))) else order
+
+    def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
+        try:
+            self._restore(target, self._handle.state(source))
+            if n < n_held:
+                self._handle.remove(target, n, -1)
+            self.cells.append(target, n)
+            if self.hidden is not None:
+                self.hidden.set_all(target, self.hidden.of(source, 0, n))
+            if source in self._with_holes:
+                self._with_holes.add(target)
+        except BaseException:
+            self._handle.remove(target, 0, -1)
+            self.cells.remove(target, 0, END)
+            raise
+
+    def drop(self, seq_id: int, start: int, end: int = END) -> bool:
+        """Drop positions; a hole below the last one is filled next, out of order."""
+        if start <= max(0, self.first_position(seq_id)) and end >= self.next_position(seq_id):
+            self._with_holes.discard(seq_id)
+        elif end < self.next_position(seq_id):
+            self._with_holes.add(seq_id)
+        return super().drop(seq_id, start, end)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        super().clear()
+        self._with_holes.clear()
+
+    def room(self, seq_id: int, n: int) -> int:
+        """Return how many of ``n`` tokens the cells of the sequence have room for."""
+        return min(n, self._n_cells_seq - self.next_position(seq_id))
+
+    def has_room(self, n: int, n_needed: int) -> bool:
+        """Return True: no other sequence takes cells of a new one."""
+        return True
+
+    def reclaim(self, n: int) -> bool:
+        """Return False: others cannot give cells to a sequence."""
+        return False
+
+    def full_error(self, n: int) -> CacheFullError:
+        """Return the error for a sequence whose cells are used."""
+        return CacheFullError(
+            f"a sequence is full: each has {self._n_cells_seq} cells of its own",
+            hint="create the context with a larger n_ctx, which is divided among the sequences",
+        )
+
+    @property
+    def spare_seq_ids(self) -> range:
+        """None: only the sequences of the context have cells."""
+        return range(0)
+
+    def piece(self, seq_id: int, start: int) -> State:
+        """Return the K/V of a whole sequence: nothing is shared, so no part is asked for."""
+        return self._handle.state(seq_id)
+
+    def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
+        """Write a ``piece`` into the empty sequence."""
+        self._restore(seq_id, state)
+        self.cells.append(seq_id, n_tokens)
+
+    def usage(self) -> Usage:
+        """Return how full the cache is, and how many cells a sequence has."""
+        in_order = not self._with_holes
+        return replace(super().usage(), in_order=in_order, cells_per_sequence=self._n_cells_seq)
+
+
+class States(Memory):
+    """Memory whose tail cannot be dropped: recurrent, hybrid, or a window whose cells are used again.
+
+    A sequence is forked whole, or not at all.
+
+    Args:
+        handle, n_seq_max, state_layout: see `Memory`.
+        has_cells_only: no part of it is a state, which only the sequences of the context have.
+    """
+
+    can_draft = False
+    tree_needs = "memory whose tail can be dropped"
+    can_pad = False
+
+    def __init__(
+        self,
+        handle: ContextHandle,
+        n_seq_max: int,
+        state_layout: StateLayout | None = None,
+        *,
+        has_cells_only: bool = False,
+    ) -> None:
+        super().__init__(handle, n_seq_max, state_layout)
+        self._has_cells_only = has_cells_only
+
+    def usable(self, n_common: int, n_held: int) -> int:
+        """Return ``n_common`` if that is all of the sequence, else 0."""
+        return n_common if n_common == n_held else 0
+
+    def can_cut(self, seq_id: int, n: int) -> bool:
+        """Return whether there is nothing to cut."""
+        return n == self.next_position(seq_id)
+
+    def cut(self, seq_id: int, n: int) -> int:
+        """Drop the whole sequence, unless it holds no more than ``n`` tokens, in llama.cpp too."""
+        held = self.next_position(seq_id)
+        if held <= n and self._handle.position_range(seq_id)[1] == held - 1:
+            return held
+        self.drop(seq_id, 0)
+        return 0
+
+    def fits(self, n: int, parents: Sequence[int] | None, count_free: Callable[[], int]) -> int:
+        """Return how many tokens of a chain can be verified: on a fork, which takes a sequence."""
+        if not n or not count_free():
+            return 0
+        return n if parents is None else _within(parents[:n], 1)
+
+    @property
+    def spare_seq_ids(self) -> range:
+        """Ids that cells can refer to, if these are all there is."""
+        return super().spare_seq_ids if self._has_cells_only else range(0)
+
+    def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
+        return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is where a sequence ends
+
+
+def _within(parents: Sequence[int], most: int) -> int:
+    """Return how many of the first tokens of a tree have at most so many leaves."""
+    n = len(parents)
+    while n and len(set(range(n)) - set(parents[:n])) > most:
+        n -= 1
+    return n
+
+
+def _refusal() -> SnapshotError:
+    """Return the error for a state that llama.cpp has just refused, with the reason it has logged."""
+    reason = "; ".join(last_log_lines()) or "no reason given"
+    return SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
+
+
+def _shadow(seq_id: int) -> int:
+    """Return the sequence that keeps the cells of another one from being used again."""
+    return max_sequences() - 1 - seq_id

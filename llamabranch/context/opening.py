@@ -1,0 +1,255 @@
+"""Opening the native context, of a model or of a head: parameters, trials of what it can do, threads."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from ..errors import BranchStateError, UnsupportedError
+from ..model import Model
+from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
+from .capabilities import Capabilities, probe, probe_sharing_head
+from .cell_table import Usage
+from .kv_type import faster_kv_type
+from .memory import Memory
+from .params import ContextParams, warn_of_length
+from .runner import Runner
+from .threads import ThreadTuner
+
+__all__ = ["Opened", "open_native"]
+
+
+class Target(Protocol):
+    """The context that a head drafts for."""
+
+    model: Model
+    capabilities: Capabilities
+    params: ContextParams
+
+    @property
+    def decoder(self) -> Runner:
+        """What decodes in it."""
+
+    def usage(self) -> Usage:
+        """Return how full it is."""
+
+
+class Opened(NamedTuple):
+    """A native context, tried out and empty.
+
+    Attributes:
+        handle: its handle.
+        params: with every default resolved.
+        capabilities, memory: what it can do, and its memory.
+        n_trained: the length beyond which a text warns; None if none does.
+        encoder: of a head, if it has one.
+    """
+
+    handle: ContextHandle
+    params: ContextParams
+    capabilities: Capabilities
+    memory: Memory
+    n_trained: int | None
+    encoder: heads.Encoder | None
+
+
+def open_native(model: Model, given: ContextParams, target: Target | None) -> Opened:
+    """Create the native context of ``model``, or of it as a head of ``target``; errors: see `Context`."""
+    if target is not None:
+        given = _head_params(model, target, given)
+    else:
+        _check_generates(model)
+    given.resolve(model)  # its errors come before a warning
+    n_trained = _trained_length(model, given)
+    handle, params, found, memory = _probed(model, given, target)
+    try:
+        if params.cache_ram and not memory.can_copy:
+            raise UnsupportedError(
+                f"cache_ram is not possible with {model.memory_type} memory, which cannot be copied",
+                hint="leave cache_ram out; prefix_cache works without it",
+            )
+        encoder = None if target is None else _open_head(handle, model, target)
+    except BaseException:
+        handle.close()
+        raise
+    return Opened(handle, params, found, memory, n_trained, encoder)
+
+
+def _check_generates(model: Model) -> None:
+    """Raise UnsupportedError, with the reason, unless ``model`` generates text by itself."""
+    if model.architecture == "eagle3" and not model.vocab_only:
+        raise UnsupportedError(
+            f"{model.name} is an EAGLE-3 head: it computes only beside its target",
+            hint="give the target's context: Context(head, target=ctx), or load(name, target=ctx)",
+        )
+    if model.vocab_only or not model.can_generate:
+        kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
+        hint = None
+        if model.n_mtp_layers and not model.vocab_only:
+            kind += ", its MTP layers compute only beside their target"
+            hint = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
+        raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
+
+
+def _trained_length(model: Model, given: ContextParams) -> int | None:
+    """Return the length beyond which a text warns, None if none does; warn now of ``n_ctx`` itself."""
+    if model.shares_memory:
+        return None  # the target warns
+    trained = given.trained_length(model)
+    # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
+    n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
+    if trained is None or n_ctx is None or n_ctx <= trained:
+        return trained
+    warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
+    return None  # warn only once
+
+
+def _probed(
+    model: Model, given: ContextParams, target: Target | None
+) -> tuple[ContextHandle, ContextParams, Capabilities, Memory]:
+    """Create the native context and try out what it can do; twice where that changes its parameters.
+
+    Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
+    rows at once than are exact.
+    """
+    first = resolved = given.resolve(model)
+    reason = ""
+    variation: float | None = None
+    while True:
+        changes_logits = model.memory_type != "recurrent" and resolved.threads_change_logits
+        threads = given.n_threads, given.n_threads_batch
+        tuner = ThreadTuner(model, *threads, changes_logits=changes_logits)
+        params = tuner.filled(resolved)
+        handle = _create(model, params.native(), target)
+        try:
+            if target is not None and model.shares_memory:  # trials need memory
+                n_seq_max = params.native().n_seq_max
+                return handle, params, *probe_sharing_head(handle, target.capabilities, n_seq_max)
+            found, memory = probe(handle, model, params, is_head=target is not None)
+            if not found.batch_invariant and resolved is first and target is None:
+                again = _adapted(model, resolved, given, found)
+                if again is not None:
+                    handle.close()
+                    reason, variation = found.batch_invariant_reason, found.total_variation
+                    if found.exact_rows and again.kv_type != resolved.kv_type:
+                        reason += f" (with {resolved.kv_type} K/V)"
+                    resolved = again
+                    continue
+            if target is not None and not memory.can_draft:
+                raise UnsupportedError(
+                    "a head must be able to drop what it has drafted", hint="leave swa_full out"
+                )
+            tuner.tune(handle)
+        except BaseException as error:
+            handle.close()
+            unified = given.unified_instead()
+            if unified is not None and isinstance(error, UnsupportedError):
+                return _probed(model, unified, target)
+            raise
+        if reason:
+            if found.batch_invariant:
+                at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
+                more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
+                reason = f"by {at_once}{more}: {reason}"
+                variation = 0.0
+            found = replace(found, batch_invariant_reason=reason, total_variation=variation)
+        return handle, tuner.filled(resolved), found, memory
+
+
+def _adapted(
+    model: Model, resolved: ContextParams, given: ContextParams, found: Capabilities
+) -> ContextParams | None:
+    """Return the parameters for a model whose batches are not exact as they are; None = these.
+
+    Raises:
+        UnsupportedError: ``batch_invariant=True`` is not possible.
+    """
+    if resolved.batch_invariant is True:
+        rows = found.exact_rows
+        if model.memory_type == "attention" and rows >= max(2, resolved.least_ubatch):
+            return replace(resolved, n_ubatch=rows)
+        hint = (
+            "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
+            "such as Q8_0 or Q4_0, kv_type bf16 or q8_0, and flash attention"
+        )
+        raise UnsupportedError(
+            f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
+            hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
+        )
+    if (given.kv_type, resolved.kv_type) == ("auto", "bf16") and model.memory_type == "attention":
+        faster = faster_kv_type(model)
+        return None if faster == "bf16" else replace(resolved, kv_type=faster)
+    return None
+
+
+def _create(model: Model, native: NativeContextParams, target: Target | None) -> ContextHandle:
+    """Return the native context; ``target`` for that of a head."""
+    if target is None:
+        handle = ContextHandle(model.handle, native)
+        if not handle.has_memory:
+            handle.close()
+            raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
+        return handle
+    with target.decoder.handle.lock:
+        if model.shares_memory and target.usage().cells_used:
+            raise BranchStateError(
+                f"{model.name} shares the memory of its target, and opening it would empty that",
+                hint="open it before anything is decoded, or prune all branches first",
+            )
+        head = HeadOf(target.decoder.handle, not model.target_layers, model.shares_memory)
+        return ContextHandle(model.handle, native, head)
+
+
+def _open_head(handle: ContextHandle, model: Model, target: Target) -> heads.Encoder | None:
+    """Let the target keep its hidden states; return the head's encoder, if it has one."""
+    layers = model.target_layers or (target.model.n_layer,)
+    reader = weakref.ref(handle)
+
+    def is_read() -> bool:
+        found = reader()
+        return found is not None and not found.closed
+
+    with target.decoder.handle.lock:
+        width = target.decoder.watch_hidden(layers, is_read).width
+    if not model.target_layers:
+        return None
+    return heads.Encoder(handle, width, min(handle.n_outputs_max, handle.n_chunk))
+
+
+def _head_params(model: Model, target: Target, given: ContextParams) -> ContextParams:
+    """Return the parameters of a head's context, the target's where none are given.
+
+    Raises:
+        UnsupportedError: ``model`` is no head for the target, with the reason.
+    """
+    target.decoder.check_open()
+    theirs = target.params
+    reason = target.model.head_fault(model)
+    if reason:
+        raise UnsupportedError(
+            f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
+            hint="`llamabranch models show TARGET HEAD` shows whether one can draft for the other",
+        )
+    if model.shares_memory:
+        if given.prefix_cache:
+            raise UnsupportedError("a head that reads the memory of its target caches no prefixes")
+        return replace(
+            given.with_memory_of(theirs),
+            n_ctx=target.decoder.handle.n_ctx,
+            n_seq_max=theirs.n_seq_max,
+            kv_type=theirs.kv_type,
+            flash_attention=theirs.flash_attention,
+            batch_invariant=False,
+            n_threads=given.n_threads or theirs.n_threads,
+            n_threads_batch=given.n_threads_batch or theirs.n_threads_batch,
+        )
+    # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
+    n_layers = max(1, model.n_mtp_layers)
+    return replace(
+        given,
+        n_ctx=given.n_ctx or target.decoder.handle.n_ctx * n_layers,
+        n_seq_max=given.n_seq_max or min((theirs.n_seq_max or 1) * n_layers, max_sequences()),
+        n_threads=given.n_threads or theirs.n_threads,
+        n_threads_batch=given.n_threads_batch or theirs.n_threads_batch,
+    )

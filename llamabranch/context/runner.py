@@ -1,0 +1,560 @@
+"""Decoding: the one place where tokens go in and logits come out, and the one transaction for it.
+
+Whatever is decoded (a token, a batch, a tree, a draft in the compiled loop, a head beside its target) is
+submitted, recorded and, where it fails, undone by ``Runner.transact``. A `Batch` packs tokens of any
+number of sequences into as few decodes as possible. Everything here expects valid arguments and a caller
+that holds the context's lock; :class:`~llamabranch.context.Context` checks the arguments of users,
+branches pass only checked ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
+from ..native import ContextHandle, heads
+from ..native.context import DecodeHook
+from ..sampling import Sampler
+from ..sampling.noise import DRAW
+from .hidden_states import HiddenStates
+from .logits import LogitsRow
+from .memory import END, Memory
+from .params import warn_of_length
+
+__all__ = ["Batch", "DecodeHook", "Runner", "decode_run"]
+
+States = npt.NDArray[np.float32]
+Read = Callable[[int, list[LogitsRow]], None]
+# One decode: its tokens; its rows of logits; what submits it and returns llama.cpp's code; what records
+# it in the memory, and returns False if nothing was decoded; and where each wanted row is among
+# llama.cpp's, None where these are in the wanted order.
+Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
+
+_FULL = 1  # llama_decode's return codes
+_REFUSED = -1
+_INTERRUPTED = 2
+_NO_MEMORY = -2
+_LONG = 32  # tokens from which a decode tells how long reading takes
+
+
+class Runner:
+    """Decodes batches, records them in the memory, and copies rows of logits before they are overwritten.
+
+    Args:
+        handle: the native context.
+        memory: where the tokens are written.
+        n_trained: positions the model was trained for, beyond which it warns; None to never warn.
+        encoder: of a head that does not read hidden states as they are: what they go through.
+
+    Attributes:
+        n_trained: the position beyond which a sequence warns.
+        n_decodes: how many there were.
+        read_s: seconds for each token of a long chunk, smoothed; NaN before the first.
+    """
+
+    def __init__(
+        self,
+        handle: ContextHandle,
+        memory: Memory,
+        n_trained: int | None = None,
+        encoder: heads.Encoder | None = None,
+    ) -> None:
+        self.handle = handle
+        self.memory = memory
+        self.n_decodes = 0
+        self.read_s = math.nan
+        # No sequence can exceed it where the cells end before.
+        self.n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
+        self._row_bytes = 4 * handle.n_vocab
+        self._live: list[LogitsRow] = []
+        self._places: list[int] | None = None  # of the last rows in llama.cpp's order, if another
+        self.encoder = encoder
+
+    @property
+    def n_chunk(self) -> int:
+        """The most tokens of a decode that can be interrupted."""
+        return self.handle.n_chunk
+
+    def hook(self, around: DecodeHook | None) -> DecodeHook | None:
+        """Let ``around`` call each decode from now on (see ``ContextHandle``); return the one before."""
+        before, self.handle.around = self.handle.around, around
+        return before
+
+    @property
+    def most_hidden(self) -> int:
+        """The most numbers that the hidden states of one token can have, of all layers together."""
+        handle = self.handle
+        return handle.n_layer * handle.n_embd + handle.n_embd_out
+
+    def check_open(self) -> None:
+        """Raise ClosedError if the context is closed."""
+        self.handle.ptr  # noqa: B018
+
+    def close(self) -> None:
+        """Copy the rows that are still needed, then free the native context."""
+        self._protect_rows(0, ())
+        self.handle.close()
+
+    def make_room(self, n: int) -> None:
+        """Free quarantined and cached cells if ``n`` cells would not be free otherwise."""
+        memory = self.memory
+        if (memory.n_quarantined or memory.prefix_seq_ids) and memory.n_vacant < n:
+            memory.reclaim(n)
+
+    # -- the transaction ---------------------------------------------------------------------------
+
+    def transact(
+        self,
+        pieces: Iterable[Piece],
+        starts: dict[int, int],
+        expiring: Sequence[LogitsRow],
+        read: Read | None = None,
+        *,
+        reclaims: bool = True,
+    ) -> list[LogitsRow]:
+        """Run decodes of which all are in the memory afterwards, or none; return the rows not ``read``.
+
+        Each of ``pieces`` is made when those before it are recorded. If one fails, the sequences are cut
+        to ``starts``. ``expiring`` rows need not survive: none is given where a later decode may fail
+        after an earlier one. ``reclaims``: cells may be freed where there are none.
+        """
+        handle, memory = self.handle, self.memory
+        handle.ptr  # noqa: B018  (raises ClosedError)
+        found: list[LogitsRow] = []
+        code = n = n_rows_before = 0
+        try:
+            for n, n_rows, submit, record, places in pieces:
+                for row in found:
+                    row.detach()
+                self._protect_rows(n_rows, expiring)
+                code = submit()
+                while code == _FULL and reclaims and self._reclaimed(n, expiring):
+                    self._protect_rows(n_rows, expiring)
+                    code = submit()
+                if code:
+                    break
+                clock = memory.cells.clock
+                if record() is False:
+                    self._live = [row for row in expiring if row.users > 0]
+                    return []
+                if memory.hidden is not None:
+                    memory.hidden.record(clock, n)
+                self.n_decodes += 1
+                rows: list[LogitsRow] = []
+                self._live = rows
+                if n_rows:  # views into llama.cpp's buffer; no function: each token comes here
+                    arrays, at = handle.rows(n_rows), handle.rows_address or 0
+                    for i in range(n_rows):
+                        rows.append(LogitsRow(arrays[i], at + i * self._row_bytes))
+                for row in expiring:
+                    row.invalidate()
+                self._places = places
+                if places is not None:
+                    rows = [rows[place] for place in places]
+                if read is None:
+                    found = found + rows if found else rows
+                else:
+                    read(n_rows_before, rows)
+                    n_rows_before += n_rows
+            else:
+                return found
+        except BaseException:  # Ctrl-C arrives when the call returns
+            handle.resume()  # it may have been interrupted too
+            self.undo(starts, expiring)
+            raise
+        raise self._failure(code, starts, n, expiring)
+
+    def _reclaimed(self, n: int, expiring: Sequence[LogitsRow]) -> bool:
+        """Free cells for ``n`` tokens, if any can be freed; True if the decode may be tried again."""
+        for row in expiring:  # compaction may decode
+            row.detach()
+        return self.memory.reclaim(n)
+
+    def _protect_rows(self, n_rows: int, expiring: Sequence[LogitsRow]) -> None:
+        """Copy the rows that are still needed before the next decode overwrites the buffer."""
+        hidden = self.memory.hidden
+        if hidden is not None and not hidden.is_read():
+            self.memory.hidden = None
+            hidden.turn(on=False)
+        live = self._live
+        if not live:
+            return
+        if n_rows > self.handle.row_capacity:
+            expiring = ()  # the buffer is reallocated: every old row becomes invalid
+        for row in live:
+            if row.users and row.users > expiring.count(row):
+                row.detach()
+        self._live = []
+
+    def _failure(
+        self, code: int, starts: dict[int, int], n: int, expiring: Sequence[LogitsRow]
+    ) -> DecodeError | CacheFullError:
+        """Put the memory back as it was before all decodes; return what llama.cpp's ``code`` means."""
+        if code in (_FULL, _REFUSED):  # this one has changed nothing
+            self._live = [row for row in expiring if row.users > 0]
+            self.undo(starts, ())
+            if code == _FULL:
+                return self.memory.full_error(n)
+            return DecodeError("llama.cpp refused the batch as inconsistent", code=code)
+        if code == _INTERRUPTED:
+            self.handle.resume()
+        elif code == _NO_MEMORY:
+            self.handle.forget_rows()
+        emptied = self.undo(starts, expiring)
+        state = "the sequences of the batch are as before"
+        if emptied:
+            state = f"this memory cannot drop a tail: sequences {emptied} are now empty"
+        if code == _INTERRUPTED:
+            return DecodeInterruptedError(
+                f"the decode was interrupted; {state}", code=code, memory_changed=True
+            )
+        reason = "llama.cpp could not "
+        reason += "allocate memory" if code == _NO_MEMORY else "compute the batch"
+        return DecodeError(f"{reason} (code {code}); {state}", code=code, memory_changed=True)
+
+    def undo(self, starts: dict[int, int], expiring: Sequence[LogitsRow]) -> list[int]:
+        """Truncate every sequence of a failed batch to its start; return those that had to be emptied."""
+        emptied = [s for s, start in starts.items() if self.memory.cut(s, start) < start]
+        for row in expiring:
+            row.invalidate()
+        return emptied
+
+    # -- what is decoded ---------------------------------------------------------------------------
+
+    def advance(
+        self,
+        seq_id: int,
+        token: int,
+        expiring: LogitsRow | None,
+        sampler: Sampler | None = None,
+        seed: int = 0,
+    ) -> LogitsRow:
+        """Decode one token at the end of ``seq_id``; return its row. The hot path.
+
+        ``sampler`` and ``seed``: the next token will be drawn with these. Where the compiled core has
+        the settings, it is drawn in the same native call, and the row remembers it.
+        """
+        handle, memory = self.handle, self.memory
+        position = memory.next_position(seq_id)
+        if position >= self.n_trained:
+            self._warn_beyond_trained()
+        compiled, measured = None, True
+        if sampler is not None and handle.can_step and handle.stepper is not None:
+            compiled, measured = sampler.row_sampler, sampler.params.logprobs
+        if compiled is not None and handle.stepper is not None:
+            step = handle.stepper.step
+            submit = partial(step, token, position, seq_id, compiled, seed, DRAW, measured)
+        else:
+            submit = partial(self._submit_one, seq_id, token, position)
+        piece = (1, 1, submit, partial(memory.append, seq_id, 1), None)
+        expires = () if expiring is None else (expiring,)
+        row = self.transact((piece,), {seq_id: position}, expires)[0]
+        if compiled is not None:
+            row.note_step(compiled, seed, measured)
+        return row
+
+    def _submit_one(self, seq_id: int, token: int, position: int) -> int:
+        handle = self.handle
+        handle.tokens[0] = token
+        handle.positions[0] = position
+        handle.seqs[0] = seq_id
+        handle.wants_logits[0] = 1
+        return handle.decode(1)
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        seqs: Sequence[int],
+        wants_logits: Sequence[bool],
+        expiring: Sequence[LogitsRow] = (),
+        states: States | None = None,
+        read: Read | None = None,
+        *,
+        positions: Sequence[int] = (),
+        members: Sequence[Sequence[int]] = (),
+    ) -> list[LogitsRow]:
+        """Decode tokens in as few decodes as possible; return the rows.
+
+        Args:
+            tokens, seqs, wants_logits: of each token its id, its sequence, and whether its row is wanted.
+            expiring: rows that need not survive, because these replace them.
+            states: what a head reads with each token, float32 (n, n_embd).
+            read: called after each decode with the number of rows before it and its own, which are
+                valid until it returns; no row is copied or returned then.
+            positions: of each token; by default each goes to the end of its sequence. If they are given,
+                the memory does not record the tokens, and no cells are freed for them, since compaction
+                would find texts with an unknown end. A head that reads its target's memory writes none.
+            members: the sequences of each token of a tree; ``seqs`` has the first of each.
+                ``Memory.adopt`` the accepted path, then drop the other sequences.
+
+        Raises:
+            CacheFullError, DecodeError: all sequences are as before. And what ``read`` raises.
+        """
+        written = [seq_id for group in members for seq_id in group] if positions else seqs
+        starts = {seq_id: self.memory.next_position(seq_id) for seq_id in written}
+        is_recorded = not positions
+        if not positions:
+            ends, positions = dict(starts), []
+            for seq_id in seqs:
+                positions.append(ends[seq_id])
+                ends[seq_id] += 1
+        if max(positions) >= self.n_trained:
+            self._warn_beyond_trained()
+        bounds = list(self._bounds(wants_logits))
+        if len(bounds) > 1 and is_recorded:
+            expiring = ()
+            self.make_room(len(tokens))
+        pieces = (
+            self._piece(
+                tokens[part],
+                positions[part],
+                wants_logits[part],
+                seqs[part],
+                members[part],
+                None if states is None else states[part],
+                is_recorded,
+            )
+            for part in bounds
+        )
+        return self.transact(pieces, starts, expiring, read, reclaims=is_recorded)
+
+    def _bounds(self, wants_logits: Sequence[bool]) -> Iterator[slice]:
+        """Yield which tokens each decode has: as many, and as many rows, as one can have."""
+        most, most_rows = self.handle.n_chunk, self.handle.n_outputs_max
+        low = n_rows = 0
+        for i, wants in enumerate(wants_logits):
+            if i - low == most or n_rows + wants > most_rows:
+                yield slice(low, i)
+                low, n_rows = i, 0
+            n_rows += wants
+        yield slice(low, len(wants_logits))
+
+    def _piece(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        wants_logits: Sequence[bool],
+        seqs: Sequence[int],
+        members: Sequence[Sequence[int]],
+        states: States | None,
+        is_recorded: bool,
+    ) -> Piece:
+        """Return one decode of at most n_batch tokens, in an order that llama.cpp can decode."""
+        places: list[int] | None = None
+        order = self.memory.arranged(seqs)
+        if order is not None:
+            wanted = [i for i in order if wants_logits[i]]
+            places = [wanted.index(i) for i in sorted(wanted)]
+            tokens = [tokens[i] for i in order]
+            positions = [positions[i] for i in order]
+            wants_logits = [wants_logits[i] for i in order]
+            seqs = [seqs[i] for i in order]
+            states = None if states is None else states[order]
+        submit = partial(self._submit, tokens, positions, wants_logits, seqs, members, states)
+        record = partial(self.memory.record, seqs if is_recorded else ())
+        return len(tokens), sum(wants_logits), submit, record, places
+
+    def _submit(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        wants_logits: Sequence[bool],
+        seqs: Sequence[int],
+        members: Sequence[Sequence[int]],
+        states: States | None,
+    ) -> int:
+        """Decode tokens, each of its sequence, or of its ``members``; return llama.cpp's code."""
+        handle, n = self.handle, len(tokens)
+        handle.tokens[:n] = tokens
+        handle.positions[:n] = positions
+        handle.wants_logits[:n] = wants_logits
+        handle.seqs[:n] = seqs
+        if states is not None:
+            handle.states[:n] = states
+        if members:
+            return handle.decode_tree(n, members)
+        begun = perf_counter()
+        code = handle.decode(n)
+        if code == 0 and n >= _LONG:
+            took, known = (perf_counter() - begun) / n, self.read_s
+            self.read_s = took if known != known else 0.9 * known + 0.1 * took
+        return code
+
+    def _warn_beyond_trained(self) -> None:
+        trained, self.n_trained = self.n_trained, END
+        warn_of_length("a sequence gets", trained, self.handle.n_ctx)
+
+    # -- hidden states -----------------------------------------------------------------------------
+
+    def watch_hidden(
+        self, layers: Sequence[int], is_read: Callable[[], bool] | None
+    ) -> HiddenStates:
+        """Keep the hidden states of all tokens from now on, until ``is_read`` is False.
+
+        None: until a head reads others.
+
+        Raises:
+            ConfigError: another head reads them. And as ``HiddenStates``, which raises UnsupportedError.
+        """
+        self._protect_rows(0, ())  # the buffer of the logits will move
+        before = self.memory.hidden
+        if before is not None and before.is_for_head:
+            raise ConfigError(
+                "another head drafts for this context already", hint="close its context first"
+            )
+        self.handle.forget_rows()
+        if before is not None:
+            before.turn(on=False)
+            self.memory.hidden = None
+        try:
+            self.memory.hidden = HiddenStates(self.handle, self.memory.cells, layers, is_read)
+        except BaseException:
+            if before is not None:
+                before.turn(on=True)
+                self.memory.hidden = before
+            raise
+        return self.memory.hidden
+
+    def final_states(self, tokens: Sequence[int], seq_id: int) -> States:
+        """Decode tokens at the end of a sequence; return the states after the output norm, (n, n_embd).
+
+        Raises:
+            CacheFullError, DecodeError: those before are decoded; cut the sequence.
+        """
+        handle, found = self.handle, []
+        most = min(handle.n_chunk, handle.n_outputs_max)
+        self._protect_rows(0, ())  # the buffer of the logits will move
+        handle.forget_rows()
+        heads.extract_embeddings(handle, True)
+        try:
+            for low in range(0, len(tokens), most):
+                part = tokens[low : low + most]
+                self.decode(part, [seq_id] * len(part), [True] * len(part))
+                found.append(heads.embedding_rows(handle, len(part)))
+        finally:
+            self._live = []
+            handle.forget_rows()
+            heads.extract_embeddings(handle, False)
+        return np.concatenate(found)
+
+    def output_states(self, n: int) -> States:
+        """Return the states of the last decode's ``n`` rows of logits, float32 (n, n_embd_out), a copy.
+
+        For a head, which reads them with the next token of its draft.
+        """
+        rows = heads.nextn_rows(self.handle, n)
+        return rows.copy() if self._places is None else rows[self._places]
+
+    def use_mtp_layer(self, number: int) -> None:
+        """Compute with another MTP layer from the next decode on; 0 = the first, which is the default."""
+        heads.use_mtp_layer(self.handle, number)
+
+    def encode(self, features: States) -> States:
+        """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.
+
+        MTP layers have none: they read the states as they are.
+
+        Raises:
+            DecodeError: llama.cpp cannot compute them; nothing has changed.
+        """
+        encoder = self.encoder
+        if encoder is None:
+            return features
+        self._protect_rows(0, ())
+        self.handle.forget_rows()
+        parts = []
+        for low in range(0, len(features), encoder.n_max):
+            code, states = encoder.encode(features[low : low + encoder.n_max])
+            if code == _INTERRUPTED:
+                self.handle.resume()
+                raise DecodeInterruptedError("the encoding was interrupted", code=code)
+            if code:
+                raise DecodeError("llama.cpp could not encode the hidden states", code=code)
+            parts.append(states)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class Batch:
+    """Runs of tokens, each at the end of a sequence, decoded in the order in which they were added.
+
+    Attributes:
+        tokens, seqs, wants: for each token its id, its sequence, and whether its logits are wanted.
+        positions, members: of a batch of shared runs for each token its position and its sequences.
+        n_rows: for each run how many rows it gets.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.seqs: list[int] = []
+        self.wants: list[bool] = []
+        self.positions: list[int] = []
+        self.members: list[Sequence[int]] = []
+        self.n_rows: list[int] = []
+
+    def add(self, seq_id: int, tokens: Sequence[int], logits: str | int = "last") -> None:
+        """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
+
+        Args:
+            seq_id: the sequence.
+            tokens: ids, at least one.
+            logits: the rows wanted: "all", "last" or "none", or those from a token of this number on.
+        """
+        n = len(tokens)
+        if isinstance(logits, str):
+            logits = 0 if logits == "all" else n - (logits == "last")
+        n_rows = max(0, n - logits)
+        self.tokens += tokens
+        self.seqs += [seq_id] * n
+        self.wants += [False] * (n - n_rows) + [True] * n_rows
+        self.n_rows.append(n_rows)
+
+    def add_shared(
+        self, members: Sequence[int], position: int, tokens: Sequence[int], first_row: int
+    ) -> None:
+        """Add tokens that belong to several sequences, see ``Runner.decode``; then no others.
+
+        Args:
+            members: the sequences.
+            position: of the first token, the same in all of them.
+            tokens: ids, at least one.
+            first_row: the number of the first token whose logits are wanted.
+        """
+        self.add(members[0], tokens, first_row)
+        self.positions += range(position, position + len(tokens))
+        self.members += [members] * len(tokens)
+
+    def decode(
+        self,
+        runner: Runner,
+        expiring: Iterable[LogitsRow] = (),
+        *,
+        states: States | None = None,
+        read: Read | None = None,
+    ) -> list[list[LogitsRow]]:
+        """Decode all runs, or none if that fails; return the rows of each. See ``Runner.decode``."""
+        rows: list[LogitsRow] = []
+        if self.tokens:
+            runs = self.tokens, self.seqs, self.wants, list(expiring), states, read
+            rows = runner.decode(*runs, positions=self.positions, members=self.members)
+        given = iter(rows)
+        return [list(islice(given, n)) for n in self.n_rows]
+
+
+def decode_run(
+    runner: Runner,
+    tokens: Sequence[int],
+    seq_id: int,
+    logits: str,
+    expiring: Iterable[LogitsRow] = (),
+) -> list[LogitsRow]:
+    """Decode any number of tokens of one sequence, all of them or none; return the rows wanted."""
+    batch = Batch()
+    batch.add(seq_id, tokens, logits)
+    return batch.decode(runner, expiring)[0]

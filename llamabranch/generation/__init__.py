@@ -1,0 +1,16 @@
+"""How a text is generated: its state, and the one loop of draft, decode, verify, take.
+
+text.py         a text: its sequence, tokens, sampler and logits, in step with the K/V cache
+output.py       a token that is given out; limits, EOG tokens, stop strings, and the output so far
+plan.py         what is decoded of one text in a round
+loop.py         the texts that run, and one step of any number of them
+verify.py       which drafted tokens are accepted, from the logits of one decode
+rules.py        the rules for that: pure functions over distributions and random numbers
+drafter.py      the interface of drafters and of their draft states
+draft_cache.py  the draft states that are kept between generations, and their forks and rewinds
+length/         how many tokens to draft: the interface, a fixed number, or what raises the throughput
+profile.py      what "auto" keeps between runs about a target and its drafters
+generation.py   one generation, round by round, as an iterator
+config.py       the settings of speculative decoding
+stats.py        counts and times, under vLLM's names
+"""

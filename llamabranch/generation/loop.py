@@ -1,0 +1,639 @@
+"""The loop that generates: draft, decode once for all running texts, verify, take what was accepted.
+
+A generation runs one text, the engine and the sampled searches many; all of them run them here. A step
+may read texts besides, such as prompts, as far as there is room in its decode. Who gets a sequence and
+who gives way are the caller's decisions: a step for which the cache has no room has changed nothing, and
+its result says so.
+
+Two threads may each generate on the context that the other one drafts with. So what needs the target's
+lock (decode, verify, take) and what may need the drafter's (draft, conclude) never overlap: no thread
+waits for one lock while it holds the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+from ..context import Context
+from ..context.logits import LogitsRow
+from ..context.radix_tree import n_common
+from ..context.runner import Batch
+from ..errors import CacheFullError, CapacityError, LlamaBranchError
+from ..model import token_list
+from .drafter import NO_DRAFT, NO_STATE, Draft, Drafter, DraftRequest, DraftState
+from .length.auto import AutoLength
+from .length.base import DraftLength, RoundReport
+from .output import OutputBuffer, Produced
+from .plan import Plan
+from .rules import Rule, rule_name
+from .stats import SpeculativeStats
+from .text import Text
+from .verify import RoundTrace, trace, verify
+
+__all__ = ["Loop", "Reader", "RunningText", "Step"]
+
+_MOST_PLAIN = 64  # plain steps that are reported together
+
+
+class _Unreported(NamedTuple):
+    """A round that is accepted and not yet reported; times in seconds."""
+
+    n_accepted: int
+    n_rows: int
+    verify_s: float
+    overhead_s: float
+
+
+class RunningText:
+    """A text with the state that drafts for it.
+
+    Args:
+        text: has read its prompt.
+        state: drafts for it.
+        length: how long its drafts are.
+        rule: how they are accepted.
+        stats: counts its rounds.
+        n_alternatives: how many of the most probable tokens are reported with each token.
+
+    Attributes:
+        emitted: the tokens that the last step brought.
+        n_decoded: how many of its tokens the decode of that step had.
+        error: why it cannot go on; full cells of its own, too.
+        draft: of this round.
+        draws: whether a token is drawn after the last one is decoded.
+        basis: the seed, the settings and the end of the prompt that the draft state was made for.
+        seen: the tokens that it was given with its last call.
+        on_round: called after each round with a draft; None = nobody looks.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        state: DraftState,
+        length: DraftLength,
+        rule: Rule,
+        stats: SpeculativeStats,
+        n_alternatives: int = 0,
+    ) -> None:
+        self.text = text
+        self.state = state
+        self.length = length
+        self.rule = rule
+        self.stats = stats
+        self.emitted: list[Produced] = []
+        self.n_decoded = 0
+        self.error: LlamaBranchError | None = None
+        self.draws = True
+        self._n_alternatives = n_alternatives
+        self.basis = text.seed, text.sampler.params, text.answer_start
+        self.seen: list[int] = []
+        self.draft = NO_DRAFT
+        self.on_round: Callable[[RoundTrace], None] | None = None
+        self._trace: RoundTrace | None = None
+        self._plan: Plan | None = None
+        self._n_plain_left = 0  # plain steps to take before it is called again
+        self._plain_s: list[tuple[float, float]] = []  # of those taken: of the decode, of the rest
+        self._unreported: _Unreported | None = None
+
+    # -- plain steps -------------------------------------------------------------------------------
+
+    def draw(self) -> Produced:
+        """Draw the next token and append it; the cache does not hold it yet. An EOG token is not kept."""
+        with self.text.lock:
+            return self._drawn(self.text.logits_row())
+
+    def _drawn(self, row: LogitsRow) -> Produced:
+        one = self._described(self.text.produce_from(row), row)
+        if not one.is_stop:
+            self.text.append(one.token, -one.logprob, None)
+        return one
+
+    def advance(self) -> None:
+        """Decode the last token and draw the next one. The compiled core does both in one call."""
+        start = perf_counter()
+        row = self.text.decode_last(draws_next=True)
+        decoded = perf_counter()
+        self.emitted = [self._drawn(row)]
+        self._plain_s.append((decoded - start, perf_counter() - decoded))
+
+    def follows(self) -> bool:
+        """Let the draft state follow a text that was changed; False if it was made for another one."""
+        text = self.text
+        if self.basis != (text.seed, text.sampler.params, text.answer_start):
+            return False
+        self.state.observe(n_common(self.seen, text.tokens))
+        return True
+
+    def skips_draft(self) -> bool:
+        """Return whether the length has asked for a plain step now; count it."""
+        self._n_plain_left -= 1
+        return self._n_plain_left >= 0
+
+    # -- drafts ------------------------------------------------------------------------------------
+
+    def request(self, limit: int) -> DraftRequest | None:
+        """Return the request for a draft of at most ``limit`` tokens; None if this round has none."""
+        limit = min(limit, self.length.limit)
+        if limit <= 0:
+            return None
+        self.report()
+        tokens = self.text.tokens
+        n_plain = self.length.plain_steps(len(tokens) - len(self.seen))
+        if n_plain:
+            self._n_plain_left = n_plain - 1  # without this one
+            return None
+        self.seen = tokens.copy()
+        return DraftRequest(self.state, self.seen, self.length, limit)
+
+    def set_draft(self, draft: Draft) -> None:
+        """Use as much of ``draft`` in this round as can be verified."""
+        self.draft = draft
+        if draft is not NO_DRAFT:
+            n_steps = max(draft.n_decodes, len(draft.tokens))
+            self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
+            draft.tokens = token_list(draft.tokens)
+            self.text.ctx.model.check_tokens(draft.tokens)
+            fits = self.text.ctx.fits(self.text.seq_id, len(draft.tokens), draft.parents)
+            draft.cut(fits)
+            self._cut_refused(draft)
+            self.stats.draft_forward_passes += draft.n_decodes
+
+    def _cut_refused(self, draft: Draft) -> None:
+        """Drop the tokens from the first one on that the text's grammar refuses.
+
+        Not those that were drawn at random for a rule that compares distributions: which of them are
+        dropped would depend on what was drawn, and bias the text. The rule rejects them.
+        """
+        sampler = self.text.sampler
+        drawn = bool(draft.sources) and self.rule != "seeded"
+        if sampler.grammar is not None and draft.parents is None and not drawn:
+            draft.cut(sampler.count_allowed(draft.tokens))
+
+    def drop_draft(self) -> None:
+        """Go back to before the draft, which could not be decoded."""
+        self.abandon()
+        self.draft = NO_DRAFT
+        self.state.observe(self.text.n_decoded)
+
+    # -- rounds ------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Return what is to be decoded in this round. The context's lock is held until ``take``."""
+        self._plan = Plan(self.text, self.draft.tokens, self.draft.parents)
+        return self._plan
+
+    def abandon(self) -> None:
+        """Return the sequences that the plan has leased; safe to call at any time."""
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            with self.text.lock:
+                plan.end()
+
+    def take(self, rows: Sequence[LogitsRow], verify_s: float, n_rows: int = 0) -> None:
+        """Apply the rule to the plan; append what is accepted and what follows.
+
+        ``conclude`` must follow, once the context's lock is free.
+
+        Args:
+            rows: those after each token of the plan.
+            verify_s: seconds of the decode, or this text's share of them.
+            n_rows: of the decode, where no other text shared it; more than the plan's if it was filled.
+        """
+        start = perf_counter()
+        draft, plan, n_accepted = self.draft, self._plan, 0
+        if plan is not None:
+            plan.rows = rows
+            self.emitted, n_accepted = self._verified(draft, plan)
+        else:
+            self.text.set_row(rows[-1])
+            self.emitted = [self._drawn(rows[-1])] if self.draws else []
+        self._plan = None
+        overhead_s = perf_counter() - start
+        if draft is NO_DRAFT:
+            self._plain_s.append((verify_s, overhead_s))
+        else:
+            n_rows = n_rows or 1 + len(draft.tokens)
+            self._unreported = _Unreported(n_accepted, n_rows, verify_s, overhead_s)
+
+    def _verified(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
+        """Return what a draft brings, and how much of it was accepted."""
+        text, rows = self.text, plan.rows
+        verdict = verify(text, draft, self.rule, rows)
+        if self.on_round is not None:
+            self._trace = trace(draft, verdict, rows, len(text.tokens))
+        path = verdict.path
+        completed = plan.keep(path, verdict.sampler)
+        emitted, row = [], rows[0]
+        for i, piece in zip(path, completed, strict=True):
+            token, logprob, entropy = draft.tokens[i], math.nan, math.nan
+            if text.sampler.params.logprobs:
+                logprob, entropy = row.logprob(token), row.entropy()
+            is_forced = bool(draft.forced) and draft.forced[i]
+            self.stats.num_forced_tokens += is_forced
+            source = "forced" if is_forced else "drafted"
+            one = Produced(token, piece, False, logprob, entropy, source)
+            emitted.append(self._described(one, row))
+            row = rows[i + 1]
+        last = text.describe(verdict.token, row)._replace(source=verdict.source)
+        last = self._described(last, row)
+        if not last.is_stop:
+            text.append(last.token, -last.logprob, None)
+        emitted.append(last)
+        return emitted, len(verdict.accepted)
+
+    def _described(self, one: Produced, row: LogitsRow) -> Produced:
+        """Return it with its alternatives and its rank, if they are asked for."""
+        if not self._n_alternatives:
+            return one
+        alternatives = row.alternatives(self.text.ctx.model, self._n_alternatives)
+        return one._replace(alternatives=alternatives, rank=row.rank(one.token))
+
+    def conclude(self) -> None:
+        """Report the round to the draft state and the length. Call it without the context's lock."""
+        outcome, self._unreported = self._unreported, None
+        if outcome is None:
+            if len(self._plain_s) >= _MOST_PLAIN:
+                self.report()
+            return
+        start = perf_counter()
+        self.state.observe(self.text.n_decoded)
+        rollback_s = perf_counter() - start
+        self.stats.sample_time_s += outcome.overhead_s
+        self.stats.rollback_time_s += rollback_s
+        self._count(outcome, outcome.overhead_s + rollback_s)
+
+    def report(self) -> None:
+        """Report the plain steps in which the drafter was not called."""
+        if self._plain_s:
+            verify_s, overhead_s = zip(*self._plain_s, strict=True)
+            n = len(self._plain_s)
+            self._plain_s.clear()
+            self.stats.count_plain(n, sum(verify_s), sum(overhead_s), NO_DRAFT.stopped)
+            self.length.learn(RoundReport.plain(n, median(verify_s), median(overhead_s)))
+
+    def close(self) -> None:
+        """Report its last steps and free the draft state."""
+        try:
+            self.report()
+        finally:  # also if the length fails, which may be a user's
+            self.state.close()
+
+    def _count(self, outcome: _Unreported, overhead_s: float) -> None:
+        n_accepted, n_rows, verify_s, _ = outcome
+        stats, draft = self.stats, self.draft
+        found, self._trace = self._trace, None
+        if self.on_round is not None and found is not None:
+            self.on_round(replace(found, following=self.emitted[-1], verify_s=verify_s))
+        stats.count_decode(n_rows, verify_s)
+        n_steps = draft.n_steps
+        if draft.tokens:
+            stats.record_draft(len(draft.tokens), n_steps, n_accepted)
+            stats.verify_time_s += verify_s
+        else:
+            stats.num_plain_steps += 1
+            stats.plain_time_s += verify_s
+        stats.count_stop(draft.stopped)
+        followed = None
+        if draft.following is not None and n_accepted == len(draft.tokens):
+            followed = self.emitted[-1].token == draft.following
+        self.length.learn(
+            RoundReport(
+                drafter=draft.drafter,
+                drafter_called=draft.stopped != "off",
+                entropies=draft.entropies,
+                n_steps=n_steps,
+                n_accepted=n_accepted,
+                n_verified=1 + len(draft.tokens),
+                draft_s=draft.seconds,
+                verify_s=verify_s,
+                overhead_s=overhead_s,
+                n_read=draft.n_read,
+                n_rows=n_rows,
+                followed=followed,
+            )
+        )
+
+
+class Reader(Protocol):
+    """A text that steps read, in as many steps as it takes.
+
+    Attributes:
+        n_decoded: how many of its tokens the last step has read.
+        error: why it cannot go on.
+    """
+
+    n_decoded: int
+    error: LlamaBranchError | None
+
+    @property
+    def text(self) -> Text:
+        """What it is read into."""
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether the logits after each token are wanted, or only after the last one of the text."""
+
+    def unread(self) -> list[int]:
+        """Return the tokens that are still to be decoded, at least one."""
+
+    def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
+        """Take decoded tokens, with the logits that are wanted. The context's lock is held."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step has done; what it has brought is in the texts.
+
+    Attributes:
+        n_tokens: of the decode, rows that nobody reads among them; 0 if there was none.
+        n_draft_decodes: of the drafter.
+        verify_s: seconds of the decode.
+        no_room: the cache has no room for the step: somebody must give way. Nothing has changed.
+    """
+
+    n_tokens: int = 0
+    n_draft_decodes: int = 0
+    verify_s: float = math.nan
+    no_room: CacheFullError | None = None
+
+
+class Loop:
+    """Runs texts of one context together.
+
+    Args:
+        ctx: the context that generates.
+        length: how long drafts are; it learns from the steps.
+        drafter: drafts for all texts; None = none drafts.
+
+    Attributes:
+        curve: the times of the decodes, where the length learns them.
+    """
+
+    def __init__(self, ctx: Context, length: DraftLength, drafter: Drafter | None = None) -> None:
+        self._ctx = ctx
+        self._lock = ctx.lock
+        self.length = length
+        self.drafter = drafter
+        self.curve = length.curve if isinstance(length, AutoLength) else None
+
+    def open(
+        self,
+        text: Text,
+        rule: Rule,
+        stats: SpeculativeStats,
+        n_alternatives: int = 0,
+        *,
+        drafts: bool = True,
+        like: DraftState | None = None,
+    ) -> RunningText:
+        """Return ``text`` to be run beside others.
+
+        Args:
+            text: has read its prompt.
+            rule, stats, n_alternatives: see `RunningText`.
+            drafts: whether it is drafted for. Where the drafter has no room for it, it is not.
+            like: the draft state of a text that begins like this one: the drafter then need not read
+                those tokens again.
+        """
+        state: DraftState = NO_STATE
+        if drafts and self.drafter is not None:
+            with suppress(CapacityError):
+                if like is None:
+                    state = self.drafter.start(text, rule_name(rule))
+                else:
+                    state = like.fork(text)
+        length = self.length.stream(shares_decode=True)
+        return RunningText(text, state, length, rule, stats, n_alternatives)
+
+    def round(self, running: RunningText, output: OutputBuffer) -> list[Produced]:
+        """Run a step of one text by itself; return what it emits, no more than ``output`` may take."""
+        text = running.text
+        if not text.is_behind:
+            return [running.draw()]
+        if running.state is NO_STATE or running.skips_draft():
+            with self._lock:
+                running.advance()
+            running.conclude()
+            return running.emitted
+        step = self._run([(running, output.draft_limit)], ())
+        error = step.no_room or running.error
+        if error is not None:
+            raise error
+        return running.emitted
+
+    def step(
+        self, running: Sequence[tuple[RunningText, int]], readers: Sequence[Reader] = ()
+    ) -> Step:
+        """Run a step of all texts, and read what there is room for.
+
+        Args:
+            running: each with the most tokens that may be drafted for it; with -1 its last token is
+                decoded, and none drawn after it. The cache lacks the last token of each.
+            readers: texts that are read besides.
+
+        Raises:
+            DecodeError: the decode failed or was interrupted; all are as before. And what the drafter
+                raises.
+        """
+        step = self._run(running, readers)
+        if not step.n_tokens:
+            return step
+        if self.drafter is not None:
+            # The time of a decode that also read texts is not comparable.
+            verify_s = math.nan if readers else step.verify_s
+            lengths = [each.length for each, _ in running]
+            self.length.learn_decode(lengths, step.n_tokens, verify_s)
+        elif self.curve is not None and not readers:
+            self.curve.learn(step.n_tokens, step.verify_s)
+        return step
+
+    def _run(self, running: Sequence[tuple[RunningText, int]], readers: Sequence[Reader]) -> Step:
+        step = Step()
+        every = [each for each, _ in running]
+        for each, limit in running:
+            each.emitted, each.n_decoded, each.error, each.draws = [], 0, None, limit >= 0
+        for reader in readers:
+            reader.n_decoded, reader.error = 0, None
+        try:
+            step.n_draft_decodes = self._draft(running, len(readers))
+            try:
+                self._decode(step, every, readers)
+            except CapacityError:
+                if not any(each.draft.tokens for each in every):
+                    raise
+                for each in every:
+                    if each.draft.tokens:
+                        each.stats.count_stop("no room to verify")
+                    each.drop_draft()
+                self._decode(step, every, readers)
+        except LlamaBranchError as error:
+            for each in every:
+                each.drop_draft()
+            if not isinstance(error, CacheFullError):
+                raise
+            self._note_full(step, [*every, *readers], error)
+            return step
+        except BaseException:
+            for each in every:
+                each.abandon()
+            raise
+        for each in every:
+            if each.error is None:
+                try:
+                    each.conclude()
+                except LlamaBranchError as error:
+                    each.error = error
+        return step
+
+    def _draft(self, running: Sequence[tuple[RunningText, int]], n_readers: int) -> int:
+        """Give each text a draft that fits into the decode; return how often the drafter decoded."""
+        ctx, drafter = self._ctx, self.drafter
+        if drafter is None:
+            return 0
+        asked: list[RunningText] = []
+        requests: list[DraftRequest] = []
+        for each, limit in running:
+            n_lacking = int(each.text.is_behind)
+            limit = ctx.kv_cache.room(each.text.seq_id, limit + n_lacking) - n_lacking
+            request = each.request(limit)
+            if request is None:
+                each.set_draft(NO_DRAFT)
+            else:
+                asked.append(each)
+                requests.append(request)
+        if not requests:
+            return 0
+        room = ctx.n_outputs_max - len(running) - n_readers
+        n_decodes = 0
+        for each, draft in zip(asked, drafter.propose_many(requests), strict=True):
+            if len(draft.tokens) > room:
+                draft.cut(max(0, room))
+            room -= len(draft.tokens)
+            n_decodes += draft.n_decodes
+            each.set_draft(draft)
+        return n_decodes
+
+    def _decode(
+        self, step: Step, running: Sequence[RunningText], readers: Sequence[Reader]
+    ) -> None:
+        """Decode last tokens, drafts and texts together; let each take its rows."""
+        ctx = self._ctx
+        if not ctx.capabilities.batch_invariant and any(each.rule == "seeded" for each in running):
+            ctx.warn_if_inexact(len(running) + sum(len(each.draft.tokens) for each in running))
+        with self._lock:  # the logits are valid until the next decode of any thread
+            filler = [] if readers else self._filler(running)
+            if len(running) == 1 and not readers and not filler:
+                self._decode_alone(step, running[0])
+            else:
+                self._decode_together(step, running, readers, filler)
+
+    def _decode_together(
+        self,
+        step: Step,
+        running: Sequence[RunningText],
+        readers: Sequence[Reader],
+        filler: Sequence[int],
+    ) -> None:
+        ctx = self._ctx
+        members: tuple[RunningText | Reader, ...] = (*running, *readers)
+        batch, texts = self._pack(running, readers)
+        expiring = [row for member in members for row in member.text.expiring_rows()]
+        last = running[-1].text if filler else None
+        end = 0
+        if last is not None:
+            end = last.n_cached + len(texts[-1])
+            batch.add(last.seq_id, filler, "all")
+        start = perf_counter()
+        rows = batch.decode(ctx.decoder, expiring)
+        step.verify_s = verify_s = perf_counter() - start
+        n = sum(map(len, texts))
+        step.n_tokens = n + len(filler)
+        if last is not None:
+            rows.pop()
+            ctx.kv_cache.drop(last.seq_id, end)
+        n_rows = step.n_tokens if len(members) == 1 else 0
+        for member, tokens, its in zip(members, texts, rows, strict=True):
+            member.n_decoded = len(tokens)
+            try:
+                if isinstance(member, RunningText):
+                    member.take(its, verify_s * len(tokens) / n, n_rows)
+                elif tokens:
+                    member.read(tokens, its)
+            except LlamaBranchError as error:
+                member.error = error
+
+    def _decode_alone(self, step: Step, running: RunningText) -> None:
+        """Decode the plan of one text, a tree perhaps, and let it take its rows."""
+        start = perf_counter()
+        if running.draft.tokens:
+            rows = running.plan().decode()
+        else:  # the compiled core draws the next token in the same call
+            rows = [running.text.decode_last(draws_next=running.draws)]
+        step.verify_s = perf_counter() - start
+        step.n_tokens = running.n_decoded = 1 + len(running.draft.tokens)
+        try:
+            running.take(rows, step.verify_s)
+        except LlamaBranchError as error:
+            running.abandon()
+            if isinstance(error, CapacityError):  # memory that decodes again to accept
+                raise
+            running.error = error
+
+    def _filler(self, running: Sequence[RunningText]) -> list[int]:
+        """Return tokens that nobody reads, with which the decode ends on an edge of its curve.
+
+        They go to the end of the last sequence, above all other cells, and are dropped at once.
+        """
+        if self.curve is None or not self.curve.fills:
+            return []
+        n = len(running) + sum(len(each.draft.tokens) for each in running)
+        rows = self.curve.rows(n)
+        ctx = self._ctx
+        if rows == n or rows > ctx.n_outputs_max or ctx.kv_cache.n_vacant < rows:
+            return []
+        last = running[-1]
+        if last.draft.parents is not None or last.text.n_cached < last.text.n_decoded:
+            return []
+        return [last.text.tokens[-1]] * (rows - n)
+
+    def _pack(
+        self, running: Sequence[RunningText], readers: Sequence[Reader]
+    ) -> tuple[Batch, list[list[int]]]:
+        """Return the batch of a step, and the tokens of each text in it."""
+        ctx, batch = self._ctx, Batch()
+        texts = [
+            each.plan().tokens if each.draft.tokens else each.text.lacking() for each in running
+        ]
+        for each, tokens in zip(running, texts, strict=True):
+            batch.add(each.text.seq_id, tokens, "all")
+        room = ctx.n_outputs_max - len(batch.tokens) - len(readers)
+        for reader in readers:
+            left, wants_rows = ctx.n_batch - len(batch.tokens), reader.wants_rows
+            if wants_rows:
+                left = min(left, 1 + max(0, room))
+            unread = reader.unread()
+            tokens = unread[: max(0, left)]
+            if wants_rows:
+                room -= len(tokens) - 1
+            is_last = len(tokens) == len(unread)
+            logits = "all" if wants_rows else "last" if is_last else "none"
+            batch.add(reader.text.seq_id, tokens, logits)
+            texts.append(tokens)
+        return batch, texts
+
+    def _note_full(
+        self, step: Step, members: Sequence[RunningText | Reader], error: CacheFullError
+    ) -> None:
+        """Note which texts have filled the cells of their own, or else that somebody must give way."""
+        ctx = self._ctx
+        for each in members:
+            if not ctx.kv_cache.room(each.text.seq_id, 1):
+                each.error = error
+        if all(each.error is None for each in members):
+            step.no_room = error

@@ -144,7 +144,7 @@ RATE = """async () => {
 
 def main() -> None:
     """Measure the parts that are asked for."""
-    described = parser("the page in a browser", runs=30, tokens=24)
+    described = parser("the page in a browser", runs=30, prompts=1, tokens=24)
     described.set_defaults(target="smollm2-135m:Q8_0")
     described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     args = described.parse_args()

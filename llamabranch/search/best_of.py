@@ -142,7 +142,7 @@ def vote(
 
     Raises:
         ConfigError: a value out of range. BranchStateError, CapacityError, DecodeError: all sequences
-        are returned.
+            are returned.
 
     Warns:
         LlamaBranchWarning: no text has an answer, or ``answer`` has raised something.

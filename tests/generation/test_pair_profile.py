@@ -390,7 +390,8 @@ def test_text_never_depends_on_the_profile(
         v = {str(n): 1 + flat * (n - 1) for n in (1, 2, 5, 9, 17)}
         keep_times(ctx, v=v)
         keep_drafter(ctx, drafter, chance)
-        assert PairProfile(ctx, drafter, batched=False).known().drafters  # what the next text begins with
+        known = PairProfile(ctx, drafter, batched=False).known()
+        assert known.drafters  # what the next text begins with
         note()
     assert all(text == texts[0] for text in texts)
     assert n_drafted[2] > 0

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import isnan, nan
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -155,16 +156,18 @@ def main() -> None:
         found = {key: _spread(values) for key, values in parts[name](settings).items()}
         results[name] = found
         rows = [
-            [key, number(p50, 1), number(p95, 1), str(BUDGETS.get(key, "-"))]
-            for key, (p50, p95) in found.items()
+            [key, number(p50, 1), number(p95, 1), str(n), str(BUDGETS.get(key, "-"))]
+            for key, (p50, p95, n) in found.items()
         ]
-        table(f"{name}: {settings.target}", ["what", "p50", "p95", "budget"], rows)
+        table(f"{name}: {settings.target}", ["what", "p50", "p95", "times", "budget"], rows)
     with settings.context(settings.target) as ctx:
         emit("page", settings, {"target": ctx.model}, results)
 
 
-def _spread(values: Sequence[float]) -> tuple[float, float]:
-    return median(values), quantiles(values, n=20)[-1] if len(values) > 1 else values[0]
+def _spread(values: Sequence[float]) -> tuple[float, float, int]:
+    """Return the median and the 95th percentile of what was shown in time, and how often that was."""
+    shown = [value for value in values if not isnan(value)] or [nan]
+    return median(shown), quantiles(shown, n=20)[-1] if len(shown) > 1 else shown[0], len(shown)
 
 
 @contextmanager

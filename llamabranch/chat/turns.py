@@ -122,7 +122,7 @@ class TurnBranches:
     def prune_one(self, used: Branch | None, *, for_cells: bool) -> bool:
         """Prune the branch that is missed least; False if there is none but ``used``.
 
-        A branch inside a longer one has no cells of its own, and can be had again by a cut: the first to
+        A branch inside a longer one has no cells to itself, and can be had again by a cut: the first to
         be pruned for a sequence, the last where cells are needed.
         """
         with self._ctx.lock:

@@ -139,7 +139,9 @@ def search(
         names = replace(models, draft=models.draft or "none").resolve(console)
         n_sequences = method.n_sequences
         sized = with_room(models, names[0], prompt, text.max_tokens)
-        if models.n_ctx is None:  # a long prompt has cells of its own, which all texts share
+        if (
+            models.n_ctx is None
+        ):  # a long prompt needs cells beside those of the texts, which share it
             n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
             models = replace(models, n_ctx=n_cells + (sized.n_ctx or 0))
         of_target = LoadOptions(n_seq_max=n_sequences, chat_template=chat.template)

@@ -133,7 +133,7 @@ class ServedModels(DraftOptions):
     def sized(self, trained: int | None, drafters: tuple[str, ...]) -> LoadOptions:
         """Return the number of texts, and the layout and size of their cache.
 
-        As in llama-server, texts whose number is given have cells of their own; not where a model
+        As in llama-server, texts whose number is given get non-unified KV; not where a model
         drafts, since drafts differ in length. ``trained`` is the length that the model was trained for.
         """
         if self.parallel == 0:

@@ -24,7 +24,7 @@ class Usage:
     cell below its earlier ones; ``in_order`` is False once some had to be reused before that was safe.
     ``cells_cached`` are held by the prefix cache alone; they count as free, since it gives them up as
     soon as they are needed. ``cells_per_sequence`` is how many cells each sequence has where they have
-    cells of their own (``kv_unified=False``): no other can use them, and none are shared or reserved.
+    non-unified KV (``kv_unified=False``): no other can use them, and none are shared or reserved.
     """
 
     cells_total: int

@@ -25,7 +25,7 @@ class Replayable(Protocol):
 
     @property
     def seq_id(self) -> int:
-        """The leased sequence."""
+        """The sequence that is held."""
 
     @property
     def position(self) -> int:
@@ -60,7 +60,7 @@ def rewrite_in_order(
     Args:
         memory: the cells.
         runner: decodes the tokens where their K/V cannot be copied.
-        holders: the holders of leased sequences.
+        holders: the holders of sequences.
         prefixes: the prefix cache. What it keeps is lost where tokens are decoded again.
         by_state: copy the K/V where that is exact; otherwise decode again.
 

@@ -257,7 +257,7 @@ class Context:
     def compact(self) -> bool:
         """Write all branches again, in order and without holes; False if raw sequences hold cells.
 
-        Nothing needs to be done where sequences have cells of their own.
+        Nothing needs to be done with non-unified KV.
         """
         if self._memory.forks_copy:
             return True

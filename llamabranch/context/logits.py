@@ -130,7 +130,7 @@ class LogitsRow:
         return 1 + int(np.count_nonzero(self.array > self.array[token]))
 
     def score(self, token: int, model: Model, top: int = 0) -> TokenScore:
-        """Return how ``model`` rates ``token`` here, with the ``top`` most probable tokens."""
+        """Return how ``model`` scores ``token`` here, with the ``top`` most probable tokens."""
         alternatives = self.alternatives(model, top)
         return TokenScore(
             token, self.logprob(token), self.rank(token), self.entropy(), alternatives
@@ -216,7 +216,7 @@ class LogitsRow:
         return token
 
     def note_step(self, compiled: core.RowSampler, seed: int, measured: bool) -> None:
-        """Take over what the native step that decoded this row has found, its draw included.
+        """Take what the native step that decoded this row has found, its draw included.
 
         The draw is for the position after the row's token: nobody draws from a row for another one.
         """
@@ -234,7 +234,7 @@ class LogitsRow:
         return self._address
 
     def note(self, best: int, logsumexp: float, entropy: float) -> None:
-        """Take over what the compiled core has measured; ``best`` is -1 where it could not."""
+        """Take what the compiled core has measured; ``best`` is -1 where it could not."""
         if best >= 0:
             self._best, self._logsumexp, self._entropy = best, logsumexp, entropy
 
@@ -258,6 +258,6 @@ class LogitsRow:
 
 
 def note_measures(rows: Sequence[LogitsRow], measures: Sequence[tuple[int, float, float]]) -> None:
-    """Take over the measures of the first rows: (best token, log-sum-exp, entropy in nats) of each."""
+    """Take the measures of the first rows: (best token, log-sum-exp, entropy in nats) of each."""
     for row, measured in zip(rows, measures, strict=False):
         row.note(*measured)

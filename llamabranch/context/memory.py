@@ -208,7 +208,7 @@ class Memory:
         Args:
             n: of the first ones, which one decode can hold.
             parents: of a tree, see ``Draft``; None for a chain.
-            count_free: counts the sequences that could be leased.
+            count_free: counts the sequences that are free.
         """
         return n if parents is None else _within(parents[:n], max(1, count_free()))
 
@@ -464,7 +464,7 @@ class Windowed(Memory):
 
 
 class NonUnified(Memory):
-    """Attention memory in which each sequence has cells of its own (llama.cpp's non-unified KV).
+    """Attention memory in which each sequence has a part of the cells (llama.cpp's non-unified KV).
 
     A sequence is always in order there: nothing is quarantined, and nothing moves. What would be shared
     is copied, through the states of sequences: llama.cpp's own copy between such sequences takes all

@@ -27,7 +27,9 @@ DEFAULT_N_CTX = 2048
 # nine, a branch and eight forks of it fit.
 DEFAULT_N_SEQ_MAX = 16
 _SEQUENCES_WITH_MEMORY = 9
-MOST_WITH_PREFIXES = max_sequences() - 16  # sequences, so that some ids are left for kept texts
+MOST_WITH_PREFIXES = (
+    max_sequences() - 16
+)  # sequences, so that some ids are left for cached prefixes
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
 # With these and flash attention on, attention does not depend on the batch: f16 takes another path from
@@ -99,7 +101,7 @@ class ContextParams:
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
         kv_unified: one cache for all sequences, in which forks share cells. False: each sequence has
-            cells of its own, and its attention runs over these alone, which is faster with many long
+            cells to itself, and its attention runs over these alone, which is faster with many long
             texts that share little. Forks copy K/V there, token trees are refused, and with a prefix
             cache each cached prefix takes a sequence until another needs it. For plain attention memory.
             "auto": False where the memory can be divided, else True.

@@ -1,6 +1,6 @@
 """The prefix cache: K/V of texts that were read stays until its cells are needed.
 
-A kept text has a sequence that is never decoded; it refers to the cells the text was read into, and
+A cached prefix has a sequence that is never decoded; it refers to the cells the text was read into, and
 whoever needs the beginning of it shares those cells, as a fork does. So nothing is copied, the cells of a
 text stay in order, and a text that continues a kept one gets the logits it would have had alone.
 Cells of the least recently used texts are evicted first, from their ends. Cells that
@@ -29,7 +29,7 @@ MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 
 
 class _Text:
-    """A kept text and the sequence that refers to its cells."""
+    """A cached prefix and the sequence that refers to its cells."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
@@ -80,11 +80,11 @@ class PrefixCache:
         sequences.evict, sequences.hand_over = self.evict_text, self.hand_over
 
     def __len__(self) -> int:
-        """Return the number of kept texts."""
+        """Return the number of cached prefixes."""
         return len(self._kept)
 
     def texts(self) -> list[tuple[int, list[int]]]:
-        """Return the sequence and the tokens of every kept text."""
+        """Return the sequence and the tokens of every cached prefix."""
         return [(text.seq_id, text.tokens) for text in self._kept]
 
     def n_common(self, tokens: Sequence[int]) -> int:
@@ -110,14 +110,14 @@ class PrefixCache:
         return n
 
     def hand_over(self, tokens: Sequence[int], is_full: bool) -> int | None:
-        """Drop a kept text that begins like ``tokens``, but not its sequence, cut to what they share.
+        """Drop a cached prefix that begins like ``tokens``, but not its sequence, cut to what they share.
 
-        So nothing is copied where each sequence has cells of its own. The text is dropped if ``tokens``
+        So nothing is copied with non-unified KV. The text is dropped if ``tokens``
         continue all of it, or, where another would have to be (``is_full``: no sequence is free), if more
         of it is shared than lost.
 
         Returns:
-            a leased sequence; None if ``take`` is to copy, or there is nothing to take.
+            a sequence that is held; None if ``take`` is to copy, or there is nothing to take.
         """
         n, text = self._find(tokens)
         if text is None or self._worth_restoring(tokens, n) is not None:
@@ -209,12 +209,12 @@ class PrefixCache:
         """Keep the K/V of a sequence, which holds exactly ``tokens``, beyond the end of that sequence.
 
         Args:
-            seq_id: a leased sequence.
+            seq_id: a sequence that is held.
             tokens: what it holds.
             is_last: nobody else uses the sequence from now on, so that it may become that of the text.
 
         Returns:
-            True if it has become that: its lease must not be ended.
+            True if it has become that: it must not be freed.
         """
         if len(tokens) < MIN_SHARED:
             return False

@@ -1,6 +1,6 @@
 """The engine on a thread of its own, for programs with an event loop.
 
-A step ends with one call into each event loop, which hands over the events of all its requests: a thread
+A step ends with one call into each event loop, which transfers the events of all its requests: a thread
 switch for each token would take longer than the token. A request whose events are not read is paused
 once its buffer is full, and others may take its place in the cache; no other request waits for it.
 """
@@ -360,7 +360,7 @@ class AsyncEngine:
             del engine
 
     def _turn(self) -> bool:
-        """Run one step and hand over its events; False once everything has ended."""
+        """Run one step and transfer its events; False once everything has ended."""
         engine = self._engine
         with self._wake:
             self._has_news = False
@@ -496,7 +496,7 @@ class _Reader:
         self._news = asyncio.Event()
 
     def send(self, events: list[Event]) -> bool:
-        """Count events that the thread hands over; True if the requests are to be paused."""
+        """Count events that the thread transfers; True if the requests are to be paused."""
         self._n_sent += len(events)
         self.n_running -= sum(event.result is not None for event in events)
         if self._n_sent - self._n_read < self._limit or self.is_paused:

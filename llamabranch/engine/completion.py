@@ -1,4 +1,4 @@
-"""One call from prompts to texts: what `Context.complete`, `chat` and their twins have in common.
+"""One call from prompts to texts: what `complete`, `chat` and their asynchronous forms share.
 
 A call is checked as a whole before anything is decoded. The engine that runs it stays with the context,
 with its drafter and what that has learned, and K/V stays in the context's prefix cache.
@@ -95,7 +95,7 @@ class Completion:
         is_list: whether the answer is a list.
         tools: those of a chat.
         drafter: the one that was given.
-        rates: whether log-probabilities were asked for, so that OpenAI's shapes have them.
+        scores: whether log-probabilities were asked for, so that OpenAI's shapes have them.
         found: the results of each prompt, by the number of the sample.
     """
 
@@ -104,7 +104,7 @@ class Completion:
     is_list: bool
     tools: Tools | None = None
     drafter: Drafter | None = None
-    rates: bool = False
+    scores: bool = False
     found: list[list[Result]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class Completion:
             choices.sort(key=lambda each: each.sample)
             result.id, result.prompt = name, self.prompts[number]
             result.choices, result.tools = choices, self.tools
-            if not self.rates:
+            if not self.scores:
                 result.pieces = {}
         return event if event.id == name else replace(event, id=name)
 
@@ -175,7 +175,7 @@ def plan_texts(
     if max_tokens is None and "max_tokens" in options:
         max_tokens = ctx.n_ctx_seq
     top_logprobs = options.get("top_logprobs")
-    rates = top_logprobs is not None or bool(options.get("logprobs"))
+    scores = top_logprobs is not None or bool(options.get("logprobs"))
     if top_logprobs is None and params.logprobs:
         top_logprobs = 0
     common = Request(
@@ -204,7 +204,7 @@ def plan_texts(
             if len(tokens) > ctx.n_ctx_seq:
                 raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
             requests.append(replace(request, prompt=tokens))
-    return Completion(requests, prompts, is_list, drafter=options.get("drafter"), rates=rates)
+    return Completion(requests, prompts, is_list, drafter=options.get("drafter"), scores=scores)
 
 
 def plan_chat(

@@ -272,7 +272,7 @@ class Job:
 
     @property
     def wants_rows(self) -> bool:
-        """True while tokens of the prompt are to be rated: their logits are needed."""
+        """True while tokens of the prompt are to be scored: their logits are needed."""
         asked = self.request.prompt_logprobs is not None
         return asked and len(self.scores) < len(self.prompt)
 

@@ -143,7 +143,7 @@ class Vocabulary:
 
     def completion_logprobs(
         self,
-        rated: Iterable[tuple[int, Produced | TokenScore | None]],
+        scored: Iterable[tuple[int, Produced | TokenScore | None]],
         offsets: Iterable[int],
         n_top: int | None = None,
         *,
@@ -153,7 +153,7 @@ class Vocabulary:
         """Return OpenAI's ``logprobs`` of a completion.
 
         Args:
-            rated: ids of tokens, with what is known of them; None for a prompt's first.
+            scored: ids of tokens, with what is known of them; None for a prompt's first.
             offsets: where each begins in the text.
             n_top: how many of the most probable tokens are told; None = all that are known.
             as_ids: write tokens as ``token_id:N``.
@@ -164,7 +164,7 @@ class Vocabulary:
         }  # fmt: skip
         if more:
             found |= {"entropies": [], "sources": []}
-        for (token, score), offset in zip(rated, offsets, strict=True):
+        for (token, score), offset in zip(scored, offsets, strict=True):
             found["tokens"].append(self._key(token, as_ids))
             found["text_offset"].append(offset)
             found["token_logprobs"].append(None if score is None else _finite(score.logprob))
@@ -191,7 +191,7 @@ class Vocabulary:
         """Return tokens with their log-probabilities."""
         return [self._item(token, logprob) for token, logprob in alternatives]
 
-    def rated(self, score: TokenScore) -> dict[str, object]:
+    def scored(self, score: TokenScore) -> dict[str, object]:
         """Return a given token with its rating."""
         more = {"rank": score.rank, "entropy": score.entropy, "top": self.top(score.alternatives)}
         return self._item(score.token, score.logprob) | more

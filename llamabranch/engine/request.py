@@ -65,7 +65,7 @@ class Request:
         prompt_logprobs: None = no detail; k = the result's ``prompt_logprobs`` scores every token of the
             prompt, with the k most probable tokens. With ``max_tokens=0`` nothing else is done. Such a
             prompt is read whole, whatever the prefix cache has.
-        logprobs_from: the prompt's tokens before this index are not rated, and may come from the prefix
+        logprobs_from: the prompt's tokens before this index are not scored, and may come from the prefix
             cache; None stands for them in ``prompt_logprobs``.
         continues: how many tokens at the end of the prompt were generated before: the grammar has to
             accept them, and a character that they begin is completed. The text goes on as if it had not
@@ -251,13 +251,13 @@ class Result(Generic[T]):
         for i, each in enumerate(results):
             end = end_reason(each.finish_reason, each.stop_reason)
             words, logprobs = Vocabulary(each.pieces.__getitem__), each.logprobs or ()
-            rated = [token for token in logprobs if token.token >= 0 and not token.is_stop]
+            scored = [token for token in logprobs if token.token >= 0 and not token.is_stop]
             if chat:
-                content = words.chat_logprobs(rated) if each.pieces else None
+                content = words.chat_logprobs(scored) if each.pieces else None
                 made.append(chat_choice(i, each.text, each.tools, end, content))
             else:
-                pairs = [(token.token, token) for token in rated]
-                offsets = [*accumulate((len(token.text) for token in rated), initial=0)][:-1]
+                pairs = [(token.token, token) for token in scored]
+                offsets = [*accumulate((len(token.text) for token in scored), initial=0)][:-1]
                 lists = words.completion_logprobs(pairs, offsets) if each.pieces else None
                 made.append(completion_choice(i, each.text, end, lists))
         n_generated = sum(len(each.tokens) for each in results)

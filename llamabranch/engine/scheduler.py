@@ -210,7 +210,7 @@ class Scheduler:
                 if self._set_paused_aside():
                     continue
                 break
-            wanted = [] if shared is not None else _not_rated(job)
+            wanted = [] if shared is not None else _not_scored(job)
             try:
                 branch = Branch.create(
                     self._ctx, job.sampling, job.request.grammar, beginning=wanted
@@ -276,7 +276,10 @@ class Scheduler:
         prefixes = self._ctx.prefix_cache
         n_kept = 0 if prefixes is None else prefixes.n_common(tokens)
         if n_kept == best[1] and memory.forks_copy:
-            return None, 0  # cells of a kept text may be evicted, those of a running one are copied
+            return (
+                None,
+                0,
+            )  # cells of a cached prefix may be evicted, those of a running one are copied
         return (None, 0) if n_kept > best[1] else best
 
     def _set_paused_aside(self) -> bool:
@@ -301,9 +304,9 @@ class Scheduler:
         self._push(job)
 
 
-def _not_rated(job: Job) -> list[int]:
+def _not_scored(job: Job) -> list[int]:
     """Return the tokens of a job that the prefix cache may give it."""
     tokens = job.to_cache[:-1]
-    if job.wants_rows:  # the token before the first rated one has to be decoded
+    if job.wants_rows:  # the token before the first scored one has to be decoded
         tokens = tokens[: max(0, min(job.request.logprobs_from, len(job.prompt)) - 1)]
     return tokens

@@ -22,7 +22,7 @@ class DraftCache:
 
     A text without a state gets a fork of its nearest ancestor's, or a new one. ``observe`` tells a
     state how many of the tokens it has seen are still those of its text. When the drafter's context
-    runs out of sequences, the states that were given back first are closed.
+    runs out of sequences, the states that were returned first are closed.
 
     Threads may share one cache. A state belongs to the thread that took it out, or that marked it as
     being forked; the cache's own lock is never held during a call of a state, since such a call may wait
@@ -103,7 +103,7 @@ class DraftCache:
             state.close()
 
     def forget_oldest(self) -> bool:
-        """Close the state that was given back first; False if none is kept, or all are being forked."""
+        """Close the state that was returned first; False if none is kept, or all are being forked."""
         with self._lock:
             kept = [text for text, its in list(self._kept.items()) if not its.is_forked]
             state = self._pop_free(kept[0]) if kept else None
@@ -132,7 +132,7 @@ def _prompt_end(text: Text) -> int:
 
 @dataclass(eq=False)
 class _Kept:
-    """A state, and the properties of its text when it was given back."""
+    """A state, and the properties of its text when it was returned."""
 
     state: DraftState
     rule: Rule

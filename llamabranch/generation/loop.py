@@ -64,7 +64,7 @@ class RunningText:
     Attributes:
         emitted: the tokens that the last step brought.
         n_decoded: how many of its tokens the decode of that step had.
-        error: why it cannot go on; full cells of its own, too.
+        error: why it cannot go on; also that its part of a non-unified KV cache is full.
         draft: of this round.
         draws: whether a token is drawn after the last one is decoded.
         basis: the seed, the settings and the end of the prompt that the draft state was made for.
@@ -189,7 +189,7 @@ class RunningText:
         return self._plan
 
     def abandon(self) -> None:
-        """Return the sequences that the plan has leased; safe to call at any time."""
+        """Return the sequences that the plan holds; safe to call at any time."""
         plan, self._plan = self._plan, None
         if plan is not None:
             with self.text.lock:
@@ -630,7 +630,7 @@ class Loop:
     def _note_full(
         self, step: Step, members: Sequence[RunningText | Reader], error: CacheFullError
     ) -> None:
-        """Note which texts have filled the cells of their own, or else that somebody must give way."""
+        """Note which texts have filled their part of the cache, or else that somebody must give way."""
         ctx = self._ctx
         for each in members:
             if not ctx.kv_cache.room(each.text.seq_id, 1):

@@ -16,7 +16,7 @@ __all__ = ["Plan"]
 
 
 class _Trial:
-    """Sequences leased for one decode that cannot be undone in place."""
+    """Sequences held for one decode that cannot be undone in place."""
 
     def __init__(self, ctx: Context, source: int, n: int) -> None:
         self._ctx = ctx
@@ -134,7 +134,7 @@ class Plan:
             raise
 
     def end(self) -> None:
-        """Release the sequences that were leased for it; safe to call at any time."""
+        """Release the sequences that are held for it; safe to call at any time."""
         trial, self._trial = self._trial, None
         if trial is not None:
             trial.end()
@@ -181,7 +181,7 @@ class Plan:
         tokens: Sequence[int],
         rows: Sequence[LogitsRow],
     ) -> LogitsRow:
-        """Move the kept tokens from the leased sequences into the text's own K/V."""
+        """Move the kept tokens from the held sequences into the text's own K/V."""
         self._trial = None
         text, cache = self._text, self._text.ctx.kv_cache
         try:

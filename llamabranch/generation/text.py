@@ -28,11 +28,11 @@ __all__ = ["Text"]
 
 
 class Text:
-    """A leased sequence id with its tokens, sampler and logits.
+    """A sequence id with its tokens, sampler and logits.
 
     Args:
         ctx: the context that holds it.
-        seq_id: a leased, empty sequence.
+        seq_id: an empty sequence that is held.
         sampler: turns its logits into distributions; has accepted the tokens of ``parent``, if any.
         seed: the seed of its draws.
         parent: the sequence to start as a copy of, sharing its cells; None for an empty one.
@@ -205,7 +205,7 @@ class Text:
             self._is_generating = False
 
     def release(self) -> None:
-        """End the lease of the sequence id."""
+        """Free the sequence id."""
         self.is_pruned = True
         self.set_row(None)
         if not self._owned_by_prefix_cache:
@@ -519,7 +519,7 @@ class Text:
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
         """Begin this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.
 
-        Or with what the sequence was leased with.
+        Or with what the sequence was allocated with.
 
         Args:
             tokens: ids; the first ``n_prompt`` (None: all) are a prompt, the others were generated.

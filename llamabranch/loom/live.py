@@ -41,7 +41,7 @@ MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
 _encode = msgspec.json.encode
 
-Rated = Produced | TokenScore
+Scored = Produced | TokenScore
 Work = Callable[["Job"], Coroutine[object, object, None]]
 
 
@@ -316,21 +316,21 @@ class Live:
 
     # -- tokens ----------------------------------------------------------------------------------------
 
-    def rated(self, name: str, rated: Sequence[Rated], src: str, at: int) -> Tokens:
-        """Return a record of rated tokens; the texts of new ones are in the document then."""
-        tops = [[(a.token, short(a.logprob)) for a in one.alternatives] for one in rated]
-        self.learn([one.token for one in rated] + [token for top in tops for token, _ in top])
+    def scored(self, name: str, scored: Sequence[Scored], src: str, at: int) -> Tokens:
+        """Return a record of scored tokens; the texts of new ones are in the document then."""
+        tops = [[(a.token, short(a.logprob)) for a in one.alternatives] for one in scored]
+        self.learn([one.token for one in scored] + [token for top in tops for token, _ in top])
         return Tokens(
-            id=name, at=at, ids=[one.token for one in rated],
-            lp=[short(one.logprob) for one in rated], h=[short(one.entropy) for one in rated],
-            rk=[one.rank or None for one in rated], src=src, top=[Raw(_encode(top)) for top in tops],
+            id=name, at=at, ids=[one.token for one in scored],
+            lp=[short(one.logprob) for one in scored], h=[short(one.entropy) for one in scored],
+            rk=[one.rank or None for one in scored], src=src, top=[Raw(_encode(top)) for top in tops],
         )  # fmt: skip
 
-    def take(self, node: Node, rated: Sequence[Rated], src: str, at: int | None = None) -> None:
+    def take(self, node: Node, scored: Sequence[Scored], src: str, at: int | None = None) -> None:
         """Put tokens into a node at its end, or their numbers from its own ``at`` on."""
         start = len(node.ids) if at is None else at
-        self.document.apply(self.rated(node.id, rated, src, start))
-        self.note(node, start, start + len(rated))
+        self.document.apply(self.scored(node.id, scored, src, start))
+        self.note(node, start, start + len(scored))
 
     def learn(self, ids: Iterable[int]) -> None:
         """Keep the texts of tokens that are new."""
@@ -434,7 +434,7 @@ class Live:
         })  # fmt: skip
 
     async def score(self, node: Node) -> None:
-        """Rate the tokens of a node's text that have no numbers yet."""
+        """Score the tokens of a node's text that have no numbers yet."""
         parts = node.stretches()
         unknown = [
             owner.made.at + i
@@ -445,14 +445,14 @@ class Live:
         if not unknown:
             return
         end = unknown[-1] + 1
-        for rated, position in await self.rate(node.tokens(end), unknown[0]):
+        for scored, position in await self.scored_path(node.tokens(end), unknown[0]):
             owner = next(o for o, a, b in parts if o.made.at + a <= position < o.made.at + b)
             at = position - owner.made.at
             if owner.lp[at] is None:
-                self.take(owner, [rated], owner.src[at], at)
+                self.take(owner, [scored], owner.src[at], at)
 
-    async def rate(self, tokens: Sequence[int], start: int) -> list[tuple[TokenScore, int]]:
-        """Return ratings of tokens from ``start`` on, each with its position."""
+    async def scored_path(self, tokens: Sequence[int], start: int) -> list[tuple[TokenScore, int]]:
+        """Return scores of tokens from ``start`` on, each with its position."""
         request = Request(
             [*tokens], f"loom-{next(self._numbers)}", max_tokens=0, prompt_logprobs=MOST_TOP,
             logprobs_from=max(1, start),
@@ -461,8 +461,8 @@ class Live:
             if result is not None:
                 if result.error is not None:
                     raise http_error(result.error)
-                rated = enumerate(result.prompt_logprobs or ())
-                return [(one, i) for i, one in rated if one is not None]
+                scored = enumerate(result.prompt_logprobs or ())
+                return [(one, i) for i, one in scored if one is not None]
         return []
 
     async def following(self, tokens: Sequence[int]) -> Produced | None:

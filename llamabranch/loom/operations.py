@@ -139,8 +139,8 @@ async def _score(loom: Loom, do: Do, node: Node, at: int) -> Told:
         else:
             live.journal.add(record)
     if len(tokens) > 1 and ids:
-        for one, position in await live.rate(tokens, max(1, at)):
-            document.put(seen, live.rated("", [one], "t", position - at))
+        for one, position in await live.scored_path(tokens, max(1, at)):
+            document.put(seen, live.scored("", [one], "t", position - at))
     return {"tokens": document.columns([(seen, 0, len(ids))], top=True), "seam": seam}
 
 

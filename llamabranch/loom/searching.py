@@ -1,4 +1,4 @@
-"""Searches from a text, watched while they run: their options, what is told of them, what rates texts."""
+"""Searches from a text, watched while they run: their options, their reports, what scores texts."""
 
 from __future__ import annotations
 

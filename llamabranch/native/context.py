@@ -107,7 +107,7 @@ class HeadOf:
 class ContextHandle(Handle):
     """A llama_context with its batch buffers and a view of its logits.
 
-    Without ``kv_unified`` each sequence has ``n_ctx_seq`` cells of its own: then ``copy`` and ids from
+    Without ``kv_unified`` each sequence has a part of ``n_ctx_seq`` cells: then ``copy`` and ids from
     ``n_seq_max`` on abort the process. Hold ``lock`` while using the handle; freeing acquires it too.
 
     Attributes:

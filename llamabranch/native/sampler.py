@@ -64,9 +64,9 @@ class SamplerHandle(Handle):
 
     def clone(self) -> Self:
         """Return a copy with its own state."""
-        twin = type(self).__new__(type(self))
-        SamplerHandle.__init__(twin, C.llama_sampler_clone(self.ptr), self._model)
-        return twin
+        clone = type(self).__new__(type(self))
+        SamplerHandle.__init__(clone, C.llama_sampler_clone(self.ptr), self._model)
+        return clone
 
 
 class CandidateBuffer:

@@ -3,7 +3,7 @@
 A thread that calls llama.cpp with n_threads > 1 gets a team of helpers, which wait for its next call.
 libgomp counts the waiting helpers of all threads: once there are more than cores, none of them spins any
 longer, and every barrier of a graph takes system calls. A decode of 0.6 ms then takes 7 (two cores, one
-waiting helper of another thread). So a thread that hands over to another one releases its team.
+waiting helper of another thread). So a thread that transfers work to another one releases its team.
 """
 
 from __future__ import annotations

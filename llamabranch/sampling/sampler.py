@@ -476,12 +476,12 @@ class Sampler:
         """Return an independent copy with the same state."""
         if self.is_stateless:
             return self
-        twin = object.__new__(Sampler)
-        twin.__dict__.update(self.__dict__)
-        twin._history = None if self._history is None else self._history.clone()
-        twin._tokens = None if self._tokens is None else [*self._tokens]
-        twin._grammar_state = None if self._grammar_state is None else self._grammar_state.clone()
-        return twin
+        clone = object.__new__(Sampler)
+        clone.__dict__.update(self.__dict__)
+        clone._history = None if self._history is None else self._history.clone()
+        clone._tokens = None if self._tokens is None else [*self._tokens]
+        clone._grammar_state = None if self._grammar_state is None else self._grammar_state.clone()
+        return clone
 
     def replay(self, prompt: Sequence[int], generated: Sequence[int]) -> Sampler:
         """Return a sampler whose state is that after exactly these tokens."""

@@ -173,8 +173,8 @@ class ScoreRows:
     def record(self, results: Sequence[Result]) -> Record:
         """Return the output columns of a row."""
         (result,) = results
-        rated = result.prompt_logprobs if result.error is None else None
-        scores = [score for score in rated or () if score is not None]
+        scored = result.prompt_logprobs if result.error is None else None
+        scores = [score for score in scored or () if score is not None]
         logprobs = [score.logprob for score in scores]
         return {
             "tokens": [score.token for score in scores],

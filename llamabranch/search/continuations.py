@@ -105,9 +105,9 @@ class Continuation:
 
     def fork(self, seed: int) -> Continuation:
         """Return another continuation of the same text; between segments only."""
-        twin = Continuation(self.node, seed, None)
-        twin.output = deepcopy(self.output)
-        return twin
+        clone = Continuation(self.node, seed, None)
+        clone.output = deepcopy(self.output)
+        return clone
 
     def follow(self, path: Sequence[SearchNode]) -> None:
         """Append given nodes of one token each; they end where the text does."""
@@ -241,7 +241,7 @@ class Continuations:
             return
         for line in active:
             error = None if line.running is None else line.running.error
-            if isinstance(error, CapacityError):  # the cells of its own are full
+            if isinstance(error, CapacityError):  # its part of the cache is full
                 self._end_early(line, "capacity")
             elif error is not None:
                 raise error

@@ -1,7 +1,7 @@
 """The candidates of a search and the sequences that hold them: one shared decode for each step.
 
 A candidate is a node of the tree. As long as there are enough sequences, each candidate that may be
-continued has a branch; the first child of a node takes over its branch, the others are forks. Where there
+continued has a branch; the first child of a node gets its branch, the others are forks. Where there
 are more candidates than sequences, or than cells, they are decoded in waves: a candidate without a branch
 is decoded again, from its nearest ancestor that has one, in the same decode as its new tokens.
 """

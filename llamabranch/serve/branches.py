@@ -1,4 +1,4 @@
-"""``/v1/branches``: nodes made, continued, forked, rated and deleted."""
+"""``/v1/branches``: nodes made, continued, forked, scored and deleted."""
 
 from __future__ import annotations
 
@@ -247,9 +247,9 @@ async def score(call: Exchange, service: Service) -> None:
     choices = await all_choices(service, requests)
     scores = []
     for choice in choices:
-        rated = [one for one in choice.result.prompt_logprobs or () if one is not None]
-        words = [service.vocabulary.rated(one) for one in rated]
-        scores.append({"logprob": sum(one.logprob for one in rated), "tokens": words})
+        scored = [one for one in choice.result.prompt_logprobs or () if one is not None]
+        words = [service.vocabulary.scored(one) for one in scored]
+        scores.append({"logprob": sum(one.logprob for one in scored), "tokens": words})
     await call.reply({"object": "branch.scores", "scores": scores, **usage(choices)})
 
 

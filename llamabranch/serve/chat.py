@@ -100,7 +100,7 @@ class _Writer(Writer):
 
     def part(self, update: Update, index: int) -> dict[str, object]:
         """Return a whole message."""
-        choice = chat_choice(index, update.text, self._tools, update.end, self._rated(update))
+        choice = chat_choice(index, update.text, self._tools, update.end, self._scored(update))
         return choice | self._ids(update, prompt_token_ids=update.choice.prompt)
 
     def parts(self, update: Update) -> list[dict[str, object]]:
@@ -112,8 +112,8 @@ class _Writer(Writer):
             parser = self._parsers[index] = CallParser(self._tools)
             deltas.append({"role": "assistant", "content": None})
         content, calls = parser.feed(update.text, last=result is not None)
-        rated = self._rated(update) if update.tokens else None
-        logprobs = None if rated is None else {"content": rated}
+        scored = self._scored(update) if update.tokens else None
+        logprobs = None if scored is None else {"content": scored}
         n_before = len(deltas)
         if content or (logprobs is not None and not calls):
             deltas.append({"content": content})
@@ -133,7 +133,7 @@ class _Writer(Writer):
         ids = [token.token for token in update.tokens]
         return {"token_ids": ids, **more} if self.fields.return_token_ids else {}
 
-    def _rated(self, update: Update) -> list[dict[str, object]] | None:
+    def _scored(self, update: Update) -> list[dict[str, object]] | None:
         if not self._logprobs:
             return None
         return self.words.chat_logprobs(update.tokens, more=bool(self.fields.token_details))

@@ -54,7 +54,7 @@ async def completions(call: Exchange, service: Service) -> None:
     n = fields.n or 1
     best_of = n if fields.best_of is None else fields.best_of
     logprobs = fields.n_probs if fields.logprobs is None else fields.logprobs
-    rated = fields.prompt_logprobs
+    scored = fields.prompt_logprobs
     if best_of < n:
         raise HttpError(400, "best_of must be at least n", param="best_of")
     if fields.stream and (best_of > n or (fields.echo and logprobs is not None)):
@@ -65,11 +65,11 @@ async def completions(call: Exchange, service: Service) -> None:
     if max_tokens == 0 and not fields.echo:
         raise HttpError(400, "max_tokens may be 0 only with echo", param="max_tokens")
     if fields.echo and logprobs is not None:
-        rated = max(logprobs, rated or 0)
+        scored = max(logprobs, scored or 0)
     top = 0 if logprobs is None and best_of > n else logprobs  # ranked by their log-probabilities
     requests = await engine_requests(
         service, fields, prompts, n=best_of, max_tokens=max_tokens, top_logprobs=top,
-        prompt_logprobs=rated,
+        prompt_logprobs=scored,
     )  # fmt: skip
     writer = _Writer(service, fields, logprobs, n, best_of, n_added)
     await answer(call, service, requests, writer, stream=bool(fields.stream))
@@ -159,16 +159,16 @@ class _Writer(Writer):
         found = completion_choice(index, echo + update.text, update.end, None)
         scores = None if update.result is None else update.result.prompt_logprobs
         if self._logprobs is not None:
-            rated: list[tuple[int, Produced | TokenScore | None]] = [
+            scored: list[tuple[int, Produced | TokenScore | None]] = [
                 (token.token, token) for token in update.tokens
             ]
             piece = self.service.model.piece
             offsets = self._offsets[place].of(piece(token.token) for token in update.tokens)
             if fields.echo and scores is not None:
-                rated = [*zip(prompt, scores, strict=True), *rated]
+                scored = [*zip(prompt, scores, strict=True), *scored]
                 offsets = [*_Offsets().of(echoed), *offsets]
             found["logprobs"] = self.words.completion_logprobs(
-                rated, offsets, self._logprobs, as_ids=bool(fields.return_tokens_as_token_ids),
+                scored, offsets, self._logprobs, as_ids=bool(fields.return_tokens_as_token_ids),
                 more=bool(fields.token_details),
             )  # fmt: skip
         if fields.return_token_ids:

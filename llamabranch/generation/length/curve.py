@@ -14,7 +14,7 @@ from ...native import forkable_lock
 
 __all__ = ["Curve", "smooth"]
 
-_GAIN = 0.97  # what a filled decode may take of the time of one that is not
+_GAIN = 0.97  # what a padded decode may take of the time of one that is not
 _MOST_SHOWN = 33  # sizes
 _SLOW = 3.0  # times what was expected
 _FEW = 4  # decodes: times of fewer fill no decode, since one slow decode would decide

@@ -187,10 +187,10 @@ class Matcher:
 
     def clone(self) -> Matcher:
         """Return an independent copy with the same state."""
-        twin = object.__new__(Matcher)
-        twin.__dict__.update(self.__dict__)
-        twin._matcher = self._matcher.deep_copy()
-        return twin
+        clone = object.__new__(Matcher)
+        clone.__dict__.update(self.__dict__)
+        clone._matcher = self._matcher.deep_copy()
+        return clone
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -65,7 +65,7 @@ class SamplerMatcher:
 
     def clone(self) -> SamplerMatcher:
         """Return an independent copy with the same state."""
-        twin = object.__new__(SamplerMatcher)
-        twin.__dict__.update(self.__dict__)
-        twin._handle = self._handle.clone()
-        return twin
+        clone = object.__new__(SamplerMatcher)
+        clone.__dict__.update(self.__dict__)
+        clone._handle = self._handle.clone()
+        return clone

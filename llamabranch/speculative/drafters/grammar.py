@@ -191,10 +191,10 @@ class _ForcedState:
 
     def fork(self, target: Text) -> DraftState:
         start = target.answer_start  # of another prompt, perhaps
-        twin = _ForcedState(self._first, start, self._values.fork(target))
+        clone = _ForcedState(self._first, start, self._values.fork(target))
         if start == self._start:
-            twin._grammar, twin._n_seen = self._grammar.clone(), self._n_seen
-        return twin
+            clone._grammar, clone._n_seen = self._grammar.clone(), self._n_seen
+        return clone
 
     def close(self) -> None:
         self._values.close()

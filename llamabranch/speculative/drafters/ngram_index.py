@@ -203,11 +203,11 @@ class TokenIndex:
     def fork(self) -> TokenIndex:
         """Return an independent copy."""
         self._freeze()
-        twin = TokenIndex(self._lengths)
-        twin._tokens = self._tokens.copy()
-        twin._frozen = self._frozen.copy()
-        twin._own_start = self._own_start
-        return twin
+        clone = TokenIndex(self._lengths)
+        clone._tokens = self._tokens.copy()
+        clone._frozen = self._frozen.copy()
+        clone._own_start = self._own_start
+        return clone
 
     def longest(self, most: int) -> Match | None:
         """Return the longest suffix of the tokens that occurred before, None if none did.

@@ -293,7 +293,8 @@ def run_particles(
     start = weigh.prefix("")
     group = [_Particle(sequences.root, "", start, start)] * n
     sizes: list[float] = []
-    sequences.observer.effective_sizes = sizes
+    if sequences.observer is not None:
+        sequences.observer.effective_sizes = sizes
     for step in range(max_tokens + 1):
         moved = []
         for slot, particle in enumerate(group):

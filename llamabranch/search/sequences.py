@@ -8,6 +8,7 @@ is decoded again, from its nearest ancestor that has one, in the same decode as 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from time import perf_counter
@@ -27,7 +28,7 @@ T = TypeVar("T")
 OnStep = Callable[[SearchStats], bool | None]
 
 
-class SearchObserver:
+class SearchObserver(ABC):
     """An ``on_step`` of any search that can look at its tree: a subclass has ``__call__``.
 
     Attributes:
@@ -39,9 +40,9 @@ class SearchObserver:
     root: SearchNode | None = None
     effective_sizes: Sequence[float] = ()
 
+    @abstractmethod
     def __call__(self, stats: SearchStats) -> bool | None:
         """Take the statistics so far; a true result ends the search."""
-        raise NotImplementedError
 
 
 class SearchSequences:
@@ -60,7 +61,7 @@ class SearchSequences:
         branch, root: the branch and its node.
         stats: what the search has cost so far.
         is_cancelled: whether ``on_step`` has asked for the end.
-        observer: looks at the tree.
+        observer: looks at the tree; None where nobody does.
     """
 
     def __init__(self, branch: Branch, on_step: OnStep | None = None) -> None:
@@ -79,8 +80,9 @@ class SearchSequences:
                 f"all {self.ctx.n_seq_max} are taken",
                 hint="prune a branch, or create the context with a larger n_seq_max",
             )
-        self.observer = on_step if isinstance(on_step, SearchObserver) else SearchObserver()
-        self.observer.root = self.root
+        self.observer = on_step if isinstance(on_step, SearchObserver) else None
+        if self.observer is not None:
+            self.observer.root = self.root
         self._on_step = on_step
         self._store = BranchStore(self.ctx)
         self._held: dict[SearchNode, Branch] = {}  # least recently used first

@@ -386,6 +386,27 @@ def test_effective_sizes_tell_how_unequal_the_weights_are(ctx: Context) -> None:
     assert min(resampled.effective_sizes) > min(unequal.effective_sizes)
 
 
+def test_an_observer_sees_the_tree_and_the_effective_sizes(ctx: Context) -> None:
+    class Watch(search.SearchObserver):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, int]] = []
+
+        def __call__(self, stats: search.SearchStats) -> bool:
+            assert self.root is not None
+            self.seen.append((sum(1 for _ in self.root.walk()), len(self.effective_sizes)))
+            return False
+
+    watch = Watch()
+    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
+        found = search.smc(root, 4, 5, force_end=False, on_step=watch)
+    assert watch.root is found.tree
+    assert list(watch.effective_sizes) == list(found.effective_sizes)
+    assert watch.seen == sorted(watch.seen)
+    assert watch.seen[-1][0] > watch.seen[0][0] > 1
+    with pytest.raises(TypeError, match="abstract"):
+        search.SearchObserver()  # type: ignore[abstract]
+
+
 def test_nothing_possible_is_no_hypothesis(ctx: Context) -> None:
     class Never(search.Potential):
         def prefix(self, text: str) -> float:

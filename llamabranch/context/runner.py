@@ -246,11 +246,10 @@ class Runner:
         if position >= self.n_trained:
             self._warn_beyond_trained()
         compiled, measured = None, True
-        if sampler is not None and handle.can_step and handle.stepper is not None:
+        if sampler is not None and handle.can_step:
             compiled, measured = sampler.row_sampler, sampler.params.logprobs
-        if compiled is not None and handle.stepper is not None:
-            step = handle.stepper.step
-            submit = partial(step, token, position, seq_id, compiled, seed, DRAW, measured)
+        if compiled is not None:
+            submit = partial(handle.step, token, position, seq_id, compiled, seed, DRAW, measured)
         else:
             submit = partial(self._submit_one, seq_id, token, position)
         piece = (1, 1, submit, partial(memory.append, seq_id, 1), None)
@@ -298,7 +297,7 @@ class Runner:
             CacheFullError, DecodeError: all sequences are as before. And what ``read`` raises.
         """
         written = [seq_id for group in members for seq_id in group] if positions else seqs
-        starts = {seq_id: self.memory.next_position(seq_id) for seq_id in written}
+        starts = {seq_id: self.memory.next_position(seq_id) for seq_id in dict.fromkeys(written)}
         is_recorded = not positions
         if not positions:
             ends, positions = dict(starts), []
@@ -351,7 +350,7 @@ class Runner:
         order = self.memory.arranged(seqs)
         if order is not None:
             wanted = [i for i in order if wants_logits[i]]
-            places = [wanted.index(i) for i in sorted(wanted)]
+            places = sorted(range(len(wanted)), key=wanted.__getitem__)
             tokens = [tokens[i] for i in order]
             positions = [positions[i] for i in order]
             wants_logits = [wants_logits[i] for i in order]

@@ -432,8 +432,7 @@ class Branch:
         with self._lock:
             sequence, tokens = self.sequence, token_list(tokens)
             sequence.check_prefill(tokens)
-            rows = sequence.decode_run(tokens, "last", sequence.expiring_rows())
-            sequence.append_prompt(tokens, rows[-1])
+            sequence.append_prompt(tokens, sequence.decode_run(tokens))
 
     def append(self, text: str | TokenIds, *, parse_special: bool = True) -> None:
         """Append text that the model reads but did not generate, such as the next message of a user.
@@ -460,8 +459,7 @@ class Branch:
                 text = model.tokenize(text, add_special=False, parse_special=parse_special)
             tokens = token_list(text)
             sequence.check_read(tokens)
-            rows = sequence.decode_run(tokens, "last", sequence.expiring_rows())
-            sequence.append_prompt(tokens, rows[-1])
+            sequence.append_prompt(tokens, sequence.decode_run(tokens))
 
     def produce(self) -> Produced:
         """Return the next token of this branch; changes nothing.

@@ -67,7 +67,6 @@ class RunningText:
         error: why it cannot go on; also that its part of a non-unified KV cache is full.
         draft: of this round.
         draws: whether a token is drawn after the last one is decoded.
-        basis: the seed, the settings and the end of the prompt that the draft state was made for.
         seen: the tokens that it was given with its last call.
         on_round: called after each round with a draft; None = nobody looks.
     """
@@ -91,7 +90,8 @@ class RunningText:
         self.error: LlamaBranchError | None = None
         self.draws = True
         self._n_alternatives = n_alternatives
-        self.basis = text.seed, text.sampler.params, text.answer_start
+        # The seed, the settings and the end of the prompt that the draft state was made for.
+        self._basis = text.seed, text.sampler.params, text.answer_start
         self.seen: list[int] = []
         self.draft = NO_DRAFT
         self.on_round: Callable[[RoundTrace], None] | None = None
@@ -125,7 +125,7 @@ class RunningText:
     def follows(self) -> bool:
         """Let the draft state follow a text that was changed; False if it was made for another one."""
         text = self.text
-        if self.basis != (text.seed, text.sampler.params, text.answer_start):
+        if self._basis != (text.seed, text.sampler.params, text.answer_start):
             return False
         self.state.observe(n_common(self.seen, text.tokens))
         return True

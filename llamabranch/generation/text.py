@@ -320,12 +320,13 @@ class Text:
             self.set_row(None)
             self.logits_row()
 
-    def decode_run(
-        self, tokens: Sequence[int], logits: str, expiring: Sequence[LogitsRow] = ()
-    ) -> list[LogitsRow]:
-        """Decode ``tokens`` at the end; if that fails the cache is as before."""
-        self.settle()
-        return decode_run(self._decoder, tokens, self.seq_id, logits, expiring)
+    def decode_run(self, tokens: Sequence[int]) -> LogitsRow:
+        """Decode ``tokens`` after ``settle``; return the logits after the last one.
+
+        If that fails the cache is as before.
+        """
+        expiring = self.expiring_rows()
+        return decode_run(self._decoder, tokens, self.seq_id, "last", expiring)[-1]
 
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
@@ -507,7 +508,7 @@ class Text:
             if len(tokens) == 1 and known is not None and known.is_valid:
                 row = self._decoder.advance(self.seq_id, tokens[0], known)
             else:
-                row = self.decode_run(tokens, "last", self.expiring_rows())[-1]
+                row = self.decode_run(tokens)
             self.append_unscored(tokens, row)
 
     def share_prefix(self, source: Text, n: int) -> None:

@@ -93,9 +93,8 @@ class DraftRunner:
         def record() -> bool:
             self._record_draft(inputs, loop.n_decodes)
             if codes[-1] in _UNCHANGED:
-                runner.n_decodes += max(
-                    0, loop.n_decodes - 1
-                )  # the last one is counted with its rows
+                # The last one is counted with its rows.
+                runner.n_decodes += max(0, loop.n_decodes - 1)
                 return loop.n_decodes > 0
             runner.n_decodes += loop.n_decodes
             runner.undo({seq_id: memory.next_position(seq_id) for seq_id in starts}, expiring)

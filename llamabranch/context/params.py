@@ -27,9 +27,8 @@ DEFAULT_N_CTX = 2048
 # nine, a branch and eight forks of it fit.
 DEFAULT_N_SEQ_MAX = 16
 _SEQUENCES_WITH_MEMORY = 9
-MOST_WITH_PREFIXES = (
-    max_sequences() - 16
-)  # sequences, so that some ids are left for cached prefixes
+# Sequences, so that some ids are left for cached prefixes.
+MOST_WITH_PREFIXES = max_sequences() - 16
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
 # With these and flash attention on, attention does not depend on the batch: f16 takes another path from

@@ -125,9 +125,8 @@ class Scheduler:
         for submission in self._known.values():
             for job in submission.jobs.values():
                 if job.state is not JobState.WAITING:
-                    with suppress(
-                        Exception
-                    ):  # of a user's drafter; what broke the step off is raised
+                    # Of a user's drafter; what broke the step off is raised.
+                    with suppress(Exception):
                         job.preempt()
             if submission.samples and submission.samples[0] in submission.jobs:
                 submission.samples.popleft()  # it had just begun
@@ -276,10 +275,8 @@ class Scheduler:
         prefixes = self._ctx.prefix_cache
         n_kept = 0 if prefixes is None else prefixes.n_common(tokens)
         if n_kept == best[1] and memory.forks_copy:
-            return (
-                None,
-                0,
-            )  # cells of a cached prefix may be evicted, those of a running one are copied
+            # Cells of a cached prefix may be evicted, those of a running one are copied.
+            return None, 0
         return (None, 0) if n_kept > best[1] else best
 
     def _set_paused_aside(self) -> bool:

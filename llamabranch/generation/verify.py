@@ -99,9 +99,8 @@ def verify(text: Text, draft: Draft, rule: Rule, rows: Sequence[LogitsRow]) -> V
     # The text ends at an accepted EOG token, whatever the draft proposed after it.
     end = next((n for n, i in enumerate(accepted, 1) if is_eog(draft.tokens[i])), None)
     path = accepted = accepted[:end]
-    if (
-        end or following is None
-    ):  # after a dead end the last token waits; the next round raises the error
+    if end or following is None:
+        # After a dead end the last token waits; the next round raises the error.
         path, following = accepted[:-1], draft.tokens[accepted[-1]]
     last = path[-1] if path else -1
     if draft.parents is None:

@@ -97,9 +97,8 @@ def best_of_n(
                     sequences.release(line.node)
                 running = [line for line in running if not line.is_finished]
         found = [line.hypothesis(score_of(line)) for line in all_lines]
-    found.sort(
-        key=lambda h: (h.finish_reason == "rejected", -h.score)
-    )  # of equals, the earlier text
+    # Of equals, the earlier text comes first.
+    found.sort(key=lambda h: (h.finish_reason == "rejected", -h.score))
     for hypothesis in found:
         rejected = hypothesis.finish_reason == "rejected"
         hypothesis.node.status = "pruned" if rejected else "finished"

@@ -508,9 +508,8 @@ class AutoLength:
             return f"still measuring: {waiting} yet{times}" + self._sources(record)
         n, accepted, c = learned.n_streams, record.acceptance.mean, record.step_s / self._time(1)
         weighs = self._weighs(record)
-        if (
-            weighs and record.n_tested
-        ):  # the mean is of all copies, also of those not worth drafting
+        if weighs and record.n_tested:
+            # The mean is of all copies, also of those not worth drafting.
             accepted = record.n_accepted / record.n_tested
         earlier = " and earlier runs" if record.acceptance.is_kept else ""
         facts = (

@@ -39,8 +39,7 @@ class DraftCache:
         self._close_pruned()
         with self._lock:
             found = self._kept.get(text)
-            usable = found is not None and not found.is_forked and found.fits(text, rule)
-            if found is not None and usable and found.draws_like(text):
+            if found is not None and found.fits(text, rule) and found.draws_like(text):
                 del self._kept[text]
             else:
                 found = None
@@ -61,10 +60,11 @@ class DraftCache:
         while relative is not None:
             with self._lock:
                 found = self._kept.get(relative)
-                usable = found is not None and not found.is_forked and found.fits(text, rule)
-                if found is not None and usable:
+                if found is not None and found.fits(text, rule):
                     found.is_forked = True
-            if found is not None and usable:
+                else:
+                    found = None
+            if found is not None:
                 try:
                     state = found.state.fork(text)
                     state.observe(n_common(found.tokens, text.shown))
@@ -143,8 +143,9 @@ class _Kept:
     is_forked: bool = False  # a thread is forking it: no other may use it now
 
     def fits(self, text: Text, rule: Rule) -> bool:
-        """Return whether the state can draft for ``text``: not once its prompt was cut short."""
-        return self.rule == rule and self.n_prompt == _prompt_end(text)
+        """Return whether the state can draft for ``text`` now: not once its prompt was cut short."""
+        same = self.rule == rule and self.n_prompt == _prompt_end(text)
+        return same and not self.is_forked
 
     def draws_like(self, text: Text) -> bool:
         """Return whether the state drafts with the seed and the settings that ``text`` has now."""

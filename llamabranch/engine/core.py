@@ -311,13 +311,10 @@ class EngineCore:
 
     def _run(self, running: list[Job], reading: list[Job]) -> Step:
         """Draft, decode once, and give each text what it has got."""
-        loop = self.drafting.loop
         texts = [
-            (job.running, job.output.draft_limit if loop.drafter else 0)
-            for job in running
-            if job.running is not None
+            (job.running, job.output.draft_limit) for job in running if job.running is not None
         ]
-        step = loop.step(texts, reading)
+        step = self.drafting.loop.step(texts, reading)
         self._stats.target_forward_passes += step.n_tokens > 0
         self._stats.draft_forward_passes += step.n_draft_decodes
         return step

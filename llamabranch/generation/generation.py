@@ -69,7 +69,7 @@ class Drafting:
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft with another drafter from the next step on; None = only learn the times of decodes."""
-        used = drafter or NullDrafter()
+        used = NullDrafter() if drafter is None else drafter
         length, self._profile = PairProfile.open(self.ctx, used, self.config, batched=self._batched)
         self._states = DraftCache(used)
         self.loop = Loop(self.ctx, length, drafter)
@@ -294,11 +294,8 @@ def _run(
                         finally:
                             start = perf_counter()
                             if text.version != version:  # somebody else has changed it
-                                base, is_changed, queue = (
-                                    text.position - len(output.tokens),
-                                    True,
-                                    [],
-                                )
+                                n = len(output.tokens)
+                                base, is_changed, queue = text.position - n, True, []
             finally:
                 try:
                     if release is None and not text.ctx.closed:

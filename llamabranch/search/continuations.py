@@ -18,7 +18,7 @@ from ..branch import Branch, Produced
 from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
 from ..generation.drafter import DraftState, propose
 from ..generation.length.auto import draft_length
-from ..generation.length.base import FixedLength
+from ..generation.length.base import DraftLength, FixedLength
 from ..generation.loop import Loop, RunningText
 from ..generation.output import OutputBuffer
 from ..sampling.noise import derive_seed
@@ -155,7 +155,9 @@ class Continuations:
         self._sequences = sequences
         if not sequences.ctx.kv_cache.can_draft:
             drafter = None
-        length = draft_length(SpeculativeConfig(rule=_RULE)) if drafter else FixedLength(0)
+        length: DraftLength = FixedLength(0)
+        if drafter is not None:
+            length = draft_length(SpeculativeConfig(rule=_RULE))
         self._loop = Loop(sequences.ctx, length, drafter)
         self._root_state: DraftState | None = None
         self._is_full = False  # until a text ends, no other is admitted

@@ -174,18 +174,9 @@ def _spread(values: Sequence[float]) -> tuple[float, float, int]:
 @contextmanager
 def _served(target: str, folder: Path) -> Iterator[str]:
     """Run the server; yield its link."""
-    command = [
-        sys.executable,
-        "-m",
-        "llamabranch.cli",
-        "open",
-        target,
-        "--no-browser",
-        "--port",
-        "0",
-    ]
+    command = [sys.executable, "-m", "llamabranch.cli", "open", target, "--no-browser"]
     process = subprocess.Popen(
-        [*command, "--file", str(folder / "page.loom.jsonl")],
+        [*command, "--port", "0", "--file", str(folder / "page.loom.jsonl")],
         env={**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CONFIG_HOME": str(folder)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

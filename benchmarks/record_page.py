@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from .page import open_page, ready
+from .page import begin, open_page, ready
 
 PICTURE = Path(__file__).parents[1] / "docs" / "page.png"
 PROMPT = "The best thing about the sea is"
@@ -18,10 +18,7 @@ MOST_BYTES = 300_000
 def main() -> None:
     """Continue a prompt, fork at a token, take the picture."""
     with open_page(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m:Q8_0", scale=1.5) as page:
-        page.locator("#begin").fill(PROMPT)
-        page.locator("#begin").press("Control+Enter")
-        page.locator(".shoot").nth(2).wait_for()
-        ready(page)
+        begin(page, PROMPT)
         page.locator(".shoot").nth(1).click()
         ready(page)
         page.locator("#text").press("End")

@@ -9,18 +9,11 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = [
-    "SOURCES",
-    "Token",
-    "TreeLine",
-    "tokens_picture",
-    "tree",
-    "visible",
-]
+__all__ = ["SOURCES", "Token", "TreeLine", "tokens_picture", "tree", "visible"]
 
 MOST_TOKENS = 2000  # of one picture; the last ones are shown
 _BOX = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
@@ -85,14 +78,6 @@ class TreeLine:
         """That of the token it begins with; NaN if it is not known, as of a prompt."""
         logprob = self.tokens[0].logprob if self.tokens else math.nan
         return logprob if math.isnan(logprob) else math.exp(min(0.0, logprob))
-
-    def walk(self) -> Iterator[TreeLine]:
-        """Yield this line and all lines below it, parents first."""
-        waiting = [self]
-        while waiting:
-            line = waiting.pop()
-            yield line
-            waiting += reversed(line.children)
 
 
 def tokens_picture(tokens: Sequence[Emitted], *, prompt: str = "", caption: str = "") -> str:

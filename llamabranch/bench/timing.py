@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from ..errors import DecodeInterruptedError
 from ..speculative import SpeculativeStats
 
+_CONFIDENCE = 0.95
 PAUSE_S = 0.01  # between two methods: the threads of the previous one still spin for a short time
 
 
@@ -81,17 +82,15 @@ class Interval:
     high: float
     n: int
 
-    CONFIDENCE = 0.95
-
     @classmethod
-    def of(cls, values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-        """Return the interval of the median of ``values``; nan values are ignored."""
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Return the 95 % interval of the median of ``values``; nan values are ignored."""
         known = sorted(value for value in values if not math.isnan(value))
         n = len(known)
         if n == 0:
             return cls(math.nan, math.nan, math.nan, 0)
         outside, below = 0, 0  # values outside on each side; 2^n times the probability of fewer
-        while 2 * (below + math.comb(n, outside)) <= (1 - confidence) * 2**n:
+        while 2 * (below + math.comb(n, outside)) <= (1 - _CONFIDENCE) * 2**n:
             below += math.comb(n, outside)
             outside += 1
         median = statistics.median(known)
@@ -215,9 +214,9 @@ def interleave(
 
     Each first warms up on item 0, untimed and with separate state. A run gives every item to every
     method, in order and, for every other item, in reverse order. Each run starts with fresh state; their
-    numbers, which determine the seeds, begin with ``first_run``. If
-    a ``Work`` raises ``Stopped`` or its decode is interrupted, the result holds only the items that all
-    methods completed. No run begins after the timed work has taken ``budget_s`` seconds.
+    numbers, which determine the seeds, begin with ``first_run``. If a ``Work`` raises ``Stopped`` or its
+    decode is interrupted, the result holds only the items that all methods completed. No run begins after
+    the timed work has taken ``budget_s`` seconds.
     """
     series = {name: Series() for name in makers}
     try:

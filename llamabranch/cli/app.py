@@ -13,6 +13,7 @@ from typing import Annotated, cast
 import typer
 from typer.core import TyperCommand
 
+from llamabranch import __version__
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
 from .command import Command, CommandGroup, UsageError, reopen_closed_streams
@@ -102,9 +103,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        typer.echo(f"llamabranch {version('llamabranch')}")
+        typer.echo(f"llamabranch {__version__}")
         raise typer.Exit
 
 

@@ -257,9 +257,8 @@ def print_json(value: Mapping[str, object]) -> None:
     text = json.dumps(found, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except (
-        UnicodeEncodeError
-    ):  # JSON can spell every character in ASCII, also half a surrogate pair
+    except UnicodeEncodeError:
+        # JSON can spell every character in ASCII, also half a surrogate pair.
         text = json.dumps(found)
     _write(sys.stdout, text + "\n")
     _answered = True

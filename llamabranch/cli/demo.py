@@ -191,10 +191,8 @@ def _on_the_pair(
     found: dict[str, object] = {"forks": _fork(ctx, prompt, tail, show, interrupts)}
     show.heading(f"2. Speculative decoding, {N_DRAFTED} tokens drafted a round")
     show.legend()
-    request, drafts = (
-        lb.Request(BEGINNING, max_tokens=N_TOKENS, sampling=sampling),
-        lb.ModelDrafter(draft),
-    )
+    request = lb.Request(BEGINNING, max_tokens=N_TOKENS, sampling=sampling)
+    drafts = lb.ModelDrafter(draft)
     found["speculative"] = _compare(ctx, drafts, request, BEGINNING, show, interrupts, N_DRAFTED)
     show.heading("3. Three endings, ranked by the model")
     opening = ctx.tokenize(OPENING, add_special=True)

@@ -168,9 +168,8 @@ def _environment() -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
-    cache = folder = hub.hub_cache()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    cache = hub.hub_cache()
+    folder = next(each for each in (cache, *cache.parents) if each.exists())
     counts = Counter(model.cache for model in hub.local_models())
     free = decimal_size(shutil.disk_usage(folder).free)
     return {

@@ -22,9 +22,7 @@ COPYING: dict[str, Callable[[], Drafter]] = {
     "suffix": lambda: lb.SuffixDrafter(shared_tokens=0),
 }
 MTP = "mtp"  # the target's own MTP layers
-GRAMMAR = (
-    "grammar"  # what the text's grammar forces, and where it does not what follows in the chain
-)
+GRAMMAR = "grammar"  # what the text's grammar forces, else what follows in the chain
 
 LARGEST_SHARE = 0.5  # of the target's bytes and of its parameters: a larger draft cannot pay
 BEST_SHARE = 0.1

@@ -16,7 +16,7 @@ from llamabranch.eval import Sample, Task, TaskResult, find_task, run_task, task
 from .bundles import argument, option, with_bundles
 from .console import Console, Progress
 from .eval_text import ReadingOptions, compare_models, measure, scoring_options
-from .files import check_new_file, read_text
+from .files import read_text
 from .formats import number
 from .options import TEXT, ModelOptions, OutputOptions
 
@@ -186,15 +186,11 @@ class _SampleFile:
         self.done: dict[str, list[Sample]] = {task.name: [] for task in tasks}
         self._models: set[str] = set()
         self._file: IO[str] | None = None
-        if path is None:
-            if reading.resume:
-                raise ConfigError("--resume needs --output, where the results are kept")
-            return
-        if not reading.resume or not path.is_file():
-            check_new_file(path, hint="name another file, or go on with --resume")
-        else:
-            self._read(path, tasks)
-        self._file = path.open("a", encoding="utf-8")
+        earlier = reading.resumed_file()
+        if earlier is not None:
+            self._read(earlier, tasks)
+        if path is not None:
+            self._file = path.open("a", encoding="utf-8")
 
     def _read(self, path: Path, tasks: list[Task]) -> None:
         """Read what is done; the last line, which may have been cut, is removed."""

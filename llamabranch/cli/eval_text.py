@@ -82,6 +82,20 @@ class ReadingOptions:
     )
     resume: bool = option(False, "Go on where --output ends.", "--resume", rich_help_panel=OUTPUT)
 
+    def resumed_file(self) -> Path | None:
+        """Return the file of results to go on with, None to begin anew.
+
+        Raises:
+            ConfigError: a file is there, and is not to be resumed; or none is named to resume.
+        """
+        path = self.kept_file
+        if path is None and self.resume:
+            raise ConfigError("--resume needs --output, where the results are kept")
+        if path is None or (self.resume and path.is_file()):
+            return path
+        check_new_file(path, hint="name another file, or go on with --resume")
+        return None
+
     @property
     def logits(self) -> Path | None:
         """The file of log-probabilities to compare with; None where that is a model, or nothing."""
@@ -145,17 +159,13 @@ class Checkpoint:
         self.data: dict[str, Any] = {}
         self.path = path = reading.kept_file
         self._kind, self._saved_s = kind, perf_counter()
-        if path is None:
-            if reading.resume:
-                raise ConfigError("--resume needs --output, where the results are kept")
-            return
-        if not reading.resume or not path.is_file():
-            check_new_file(path, hint="name another file, or go on with --resume")
-            if path.exists() and not path.is_file():
+        earlier = reading.resumed_file()
+        if earlier is None:
+            if path is not None and path.exists() and not path.is_file():
                 raise ConfigError(f"{path} is not a regular file", hint="leave out --output")
             return
         try:
-            self.data = json.loads(read_text(path))
+            self.data = json.loads(read_text(earlier))
             is_ours = self.data["kind"] == kind
         except (ValueError, TypeError, KeyError):
             is_ours = False
@@ -372,11 +382,8 @@ def _row(
         shown.show(done.n_done)
 
     if base in (None, name):
-        options: Any = {"chunks": chunks, "progress": note}
-        if base is None:
-            found = lb.eval.perplexity(ctx, text, window, **options)
-        else:
-            found = lb.eval.perplexity(ctx, text, window, save_to=logits, **options)
+        save_to = None if base is None else logits
+        found = lb.eval.perplexity(ctx, text, window, chunks=chunks, progress=note, save_to=save_to)
         n_read, figures = found.n_done * window, (found.value, found.stderr)
     else:
         kl = lb.eval.divergence(ctx, logits, progress=note)

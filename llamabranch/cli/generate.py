@@ -25,6 +25,7 @@ from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job import JobLengths
 from .options import (
+    DEFAULT_PROMPT,
     DRAFTING,
     MODEL,
     OUTPUT,
@@ -37,7 +38,6 @@ from .options import (
 from .ray_jobs import RayOptions, finish_job
 from .results import ResultFile
 
-DEFAULT_PROMPT = "Once upon a time"  # of speculate
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
 _LEAST_CELLS = 2048
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 TEXT, SAMPLING, DRAFTING, OUTPUT, MODEL = "Text", "Sampling", "Drafting", "Output", "Model"
 
 DEFAULTS = SamplingParams()
+DEFAULT_PROMPT = "Once upon a time"
 _NOT_SETTINGS = {"logprobs", "logits_processor"}
 
 Threads = Annotated[
@@ -343,13 +344,13 @@ class PromptOptions:
             Console().note(r"\n is two characters here; in a shell $'...\n...' writes a new line")
         return [*texts, *map(read_prompt_file, self.files or ())]
 
-    def one(self, default: str) -> str:
-        """Return the only prompt, or ``default``; ConfigError if more than one was given."""
+    def one(self) -> str:
+        """Return the only prompt, or the default; ConfigError if more than one was given."""
         texts = self.given
         if len(texts) > 1:
             hint = "`llamabranch generate` takes several prompts"
             raise ConfigError("more than one prompt was given", hint=hint)
-        return texts[0] if texts else default
+        return texts[0] if texts else DEFAULT_PROMPT
 
 
 @dataclass(frozen=True)

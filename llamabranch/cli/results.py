@@ -92,10 +92,8 @@ class ResultFile:
             self.done.update((name, sample) for sample in _samples(record))
         if problem is None and self._jobs:
             seed, ours = self._jobs[0].get("seed"), self.job["seed"]
-            if isinstance(seed, int) and ours in (
-                None,
-                seed,
-            ):  # the file's, unless another was given
+            # The file's, unless another was given.
+            if isinstance(seed, int) and ours in (None, seed):
                 self.job |= {"seed": seed, "seed_given": self._jobs[0].get("seed_given") is True}
             self._check()  # first: settings of the command line are part of every request
         for request in requests:

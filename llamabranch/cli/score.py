@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 from llamabranch.search import Selection, select
 
+from ..eval.perplexity import exp
 from ..loading import LoadOptions
 from ..search.selection import METHODS
 from .bundles import argument, option, with_bundles
@@ -67,7 +68,7 @@ class ScoreOptions(RayOptions):
     best: str | None = option(
         None,
         "Print the best continuation first, by this measure of the log-probabilities of its tokens.",
-        metavar="mean|greedy|contrast|sum|bytes",
+        metavar="|".join(METHODS),
         first=True,
     )
     top: int = option(0, "Show the N most probable tokens.", min=0, first=True)
@@ -227,10 +228,7 @@ def _record(ctx: Context, text: str, scores: Sequence[TokenScore]) -> dict[str, 
 
 
 def _perplexity(total: float, n: int) -> float:
-    try:
-        return math.exp(-total / n) if n else math.nan
-    except OverflowError:
-        return math.inf
+    return exp(-total / n) if n else math.nan
 
 
 def _print_choices(console: Console, item: _Item, found: Selection) -> None:

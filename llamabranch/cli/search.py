@@ -25,7 +25,6 @@ from .job import with_room
 from .options import ChatOptions, DraftOptions, OutputOptions, PromptOptions, TextOptions
 from .trees import LEGEND, drawn_tree
 
-DEFAULT_PROMPT = "Once upon a time"
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
 NEED_REWARD = ("steps", "mcts")
 NEED_LIMIT = ("beam", "smc", "mcts")  # of tokens: they weigh or compare texts by their lengths
@@ -135,13 +134,12 @@ def search(
         grammar = text.parse_grammar()
         method.check(text.max_tokens)
         params = method.params(text.params(models, text.seed))
-        prompt = given.one(DEFAULT_PROMPT)
+        prompt = given.one()
         names = replace(models, draft=models.draft or "none").resolve(console)
         n_sequences = method.n_sequences
         sized = with_room(models, names[0], prompt, text.max_tokens)
-        if (
-            models.n_ctx is None
-        ):  # a long prompt needs cells beside those of the texts, which share it
+        if models.n_ctx is None:
+            # A long prompt needs cells beside those of the texts, which share it.
             n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
             models = replace(models, n_ctx=n_cells + (sized.n_ctx or 0))
         of_target = LoadOptions(n_seq_max=n_sequences, chat_template=chat.template)

@@ -76,9 +76,8 @@ class ServerOptions:
     )
     limits: list[str] | None = option(
         None,
-        "Another limit or setting of llamabranch.serve.ServeSettings: max_queue, max_body, "
-        "max_choices, send_timeout_s, shutdown_timeout_s, max_branches, branch_ttl_s, metrics, slots; "
-        "may be repeated.",
+        "Another limit or setting of llamabranch.serve.ServeSettings: "
+        f"{', '.join(_LIMITS)}; may be repeated.",
         "--limit",
         metavar="NAME=VALUE",
     )

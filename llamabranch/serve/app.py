@@ -106,16 +106,15 @@ def make_app(
         status = 404
         for route, asked in routes:
             match, found = route.matches(scope)
-            if match is Match.FULL and asked in own:
-                scope.update(found)
-                await own[asked](call)
-                return
             if match is Match.FULL:
+                scope.update(found)
+                if asked in own:
+                    await own[asked](call)
+                    return
                 if service is None:
                     raise HttpError(503, "the model is being loaded")
                 if service.is_draining:
                     raise HttpError(503, "the server is shutting down")
-                scope.update(found)
                 await _ROUTES[asked](call, service)
                 return
             status = 405 if match is Match.PARTIAL else status

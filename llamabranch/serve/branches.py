@@ -158,11 +158,8 @@ async def continue_(call: Exchange, service: Service) -> None:
     parent = _node(call, service)
     if fields.n > service.settings.max_choices:
         raise HttpError(400, f"n must be 1 to {service.settings.max_choices}", param="n")
-    top, limit, text = (
-        fields.top_logprobs,
-        limit_of(fields.max_tokens),
-        TextFields(stop=fields.stop),
-    )
+    top, limit = fields.top_logprobs, limit_of(fields.max_tokens)
+    text = TextFields(stop=fields.stop)
     sampling = fields.params(service, parent.sampling)
     tokens = parent.tokens
     service.check_room(tokens, limit)

@@ -13,12 +13,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import toys
 from hypothesis import HealthCheck, settings
 
 import llamabranch as lb
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C would do nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -142,6 +146,15 @@ def draft_ctx(draft: lb.Model) -> Iterator[lb.Context]:
     with lb.Context(draft, n_ctx=1024, n_seq_max=8, n_threads=1) as context:
         yield context
         audit(context)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for the tests of a file; skips them where there is none."""
+    from browsing import browser
+
+    with browser() as running:
+        yield running
 
 
 def audit(context: lb.Context) -> None:

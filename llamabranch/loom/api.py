@@ -92,9 +92,7 @@ async def _next(loom: Loom, call: Exchange) -> None:
     """Tell what could follow the first ``at`` tokens of a text."""
     node, document = loom.node(call.query.get("node")), loom.document
     at = call.query.get("at", "")
-    tokens = node.tokens(int(at) if at.isdecimal() else None)
-    loom.service.check_room(tokens, 1)
-    one = await loom.live.following(tokens)
+    one = await loom.live.following(node.tokens(int(at) if at.isdecimal() else None))
     found = () if one is None else one.alternatives
     loom.live.learn(a.token for a in found)
     top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in found]

@@ -196,12 +196,11 @@ class Node:
         )  # fmt: skip
 
     def summary(self) -> dict[str, object]:
-        """Return means and extremes of its own tokens, for its row."""
+        """Return means of its own tokens, for its row."""
         lp, h = ([x for x in column if x is not None] for column in (self.lp, self.h))
         return {
-            "lp": round(sum(lp) / len(lp), 2) if lp else None, "lpw": round(min(lp), 2) if lp else None,
-            "h": round(sum(h) / len(h), 2) if h else None, "hw": round(max(h), 2) if h else None,
-            "rkw": max((k for k in self.rk if k is not None), default=None), "known": len(lp),
+            "lp": round(sum(lp) / len(lp), 2) if lp else None,
+            "h": round(sum(h) / len(h), 2) if h else None, "known": len(lp),
         }  # fmt: skip
 
 
@@ -377,7 +376,7 @@ class Document:
     def listed(self) -> dict[str, list[object]]:
         """Return all nodes in columns, without what only few have."""
         names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
-        names += ["lp", "lpw", "h", "hw", "rkw", "known"]
+        names += ["lp", "h", "known"]
         told = [self.told(node) for node in self.shown()]
         columns = {name: [each[name] for each in told] for name in names}
         if len(told) > _MANY:

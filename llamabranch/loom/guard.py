@@ -69,8 +69,8 @@ class Guard:
         if given.get(b"sec-fetch-site", "same-origin") not in {"same-origin", *["none"] * is_read}:
             raise HttpError(403, "pages of other sites may not call")
         path = scope["path"]
-        is_open = path == _SESSION or (is_read and static_file(path) is not None)
-        if not is_open and not is_script and not self._has_cookie(given):
+        is_known = is_script or self._has_cookie(given) or path == _SESSION
+        if not is_known and not (is_read and static_file(path) is not None):
             raise HttpError(401, "no session: open the link that the terminal shows")
 
     def _has_cookie(self, given: Mapping[bytes, str]) -> bool:

@@ -8,7 +8,6 @@ the file.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
@@ -24,7 +23,6 @@ from msgspec import Raw
 from ..branch import Produced
 from ..context import TokenScore
 from ..engine import Request, Result
-from ..sampling import SamplingParams
 from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
 from ..serve.exchange import Exchange
@@ -467,12 +465,9 @@ class Live:
 
     async def following(self, tokens: Sequence[int]) -> Produced | None:
         """Return what follows a text, with the most probable tokens; it is never the end."""
-        banned = dict.fromkeys(self.service.model.eog_tokens, -math.inf)
-        request = Request(
-            [*tokens], f"loom-{next(self._numbers)}", max_tokens=1, top_logprobs=MOST_TOP,
-            sampling=SamplingParams(temperature=0.0, seed=0, logit_bias=banned),
-        )  # fmt: skip
-        found = [one async for _, drawn, _ in self._steps([request]) for one in drawn]
+        request = self.service.next_request(tokens, MOST_TOP)
+        named = replace(request, id=f"loom-{next(self._numbers)}")
+        found = [one async for _, drawn, _ in self._steps([named]) for one in drawn]
         return found[0] if found else None
 
     async def replay(self, job: Job, node: Node, request: Request) -> None:

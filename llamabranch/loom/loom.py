@@ -109,7 +109,7 @@ class Loom:
         self.partner_of = partner_of
         self._service_of = service_of
         self._draft = draft
-        self._loading = {"told": "loading the model", "share": 0.0}
+        self._loading = {"told": "loading the model"}
         self._settings_file = settings_file
 
     @property
@@ -153,7 +153,7 @@ class Loom:
         """Tell how much of a model is loaded; from any thread."""
         told = f"loading {Path(name).stem}: {100 * share:.0f} %"
         if told != self._loading["told"]:
-            self._loading = {"told": told, "share": share}
+            self._loading = {"told": told}
             self.live.call(self.live.emit, "model", {"loading": self._loading})
 
     def again(self, cid: str) -> dict[str, object] | None:
@@ -264,7 +264,7 @@ class Loom:
     def branch(self, node: Node) -> str:
         """Return a branch of the API with a node's text and settings."""
         sampling = self.params(node.made).replace(seed=int(node.made.seed or 0))
-        tokens = [*node.tokens()]
+        tokens = node.tokens()
         branch = Branch(tokens, len(tokens), sampling)
         with self.service.branches.room_for(1) as add:
             add(branch)

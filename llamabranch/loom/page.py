@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import re
 from base64 import b64encode
 from hashlib import sha256
@@ -65,5 +66,5 @@ def html_file(data: bytes, title: str) -> bytes:
     block = f'<script type="application/json" id="loom-data">{packed}</script>'
     page = page.replace(_LINK, f"{meta}\n<style>{style}</style>")
     page = page.replace(_SCRIPT, f'{block}\n<script type="module">{script}</script>')
-    name = title.translate({ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;"})
+    name = html.escape(title, quote=False)
     return re.sub("<title>.*?</title>", lambda _: f"<title>{name}</title>", page).encode()

@@ -289,13 +289,8 @@ def _node(call: Exchange, service: Service) -> Node:
 
 
 async def _look(service: Service, node: Node, top: int) -> Choice:
-    """Find what may follow a node: one token is drawn and dropped, never one that ends the text."""
-    tokens = node.tokens
-    service.check_room(tokens, 1)
-    banned = dict.fromkeys(service.model.eog_tokens, float("-inf"))
-    sampling = SamplingParams(temperature=0.0, seed=0, logit_bias=banned)
-    request = Request(tokens, max_tokens=1, sampling=sampling, top_logprobs=top)
-    (choice,) = await all_choices(service, [request])
+    """Find what may follow a node: one token is drawn and dropped."""
+    (choice,) = await all_choices(service, [service.next_request(node.tokens, top)])
     for first in choice.result.emitted:
         node.next = {"entropy": first.entropy, "top": service.vocabulary.top(first.alternatives)}
     return choice

@@ -12,8 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from time import time
 
-from ..engine import AsyncEngine, Result
+from ..engine import AsyncEngine, Request, Result
 from ..engine.openai import Vocabulary, head, named_piece
+from ..sampling import SamplingParams
 from .errors import HttpError
 from .nodes import Branches
 from .settings import ServeSettings
@@ -120,3 +121,14 @@ class Service:
         """Raise HttpError, about a field, unless the context has room for a prompt and a token more."""
         if len(prompt) + (max_tokens != 0) > self.n_ctx:
             raise HttpError.too_long(len(prompt), self.n_ctx, param)
+
+    def next_request(self, prompt: Sequence[int], top: int) -> Request:
+        """Return a request for what may follow a prompt: one token, never one that ends the text.
+
+        Raises:
+            HttpError: the context has no room for a token more.
+        """
+        self.check_room(prompt, 1)
+        banned = dict.fromkeys(self.model.eog_tokens, float("-inf"))
+        sampling = SamplingParams(temperature=0.0, seed=0, logit_bias=banned)
+        return Request([*prompt], max_tokens=1, sampling=sampling, top_logprobs=top)

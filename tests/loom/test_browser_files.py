@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from browsing import Server, begin, browser, idle, server, state, visiting
+from browsing import Server, begin, idle, server, state, visiting
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -23,12 +23,6 @@ HOSTILE = [
     "a" + "\u0301" * 10_000,
     "العربية हिन्दी 👩‍👩‍👧 \u2028 line",
 ]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from browsing import Server, axe, begin, browser, idle, server, state, visiting
+from browsing import Server, axe, begin, idle, server, state, visiting
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -35,12 +35,6 @@ CONTRAST = """([selector]) => {
     return [element.className, ratio, paper];
   });
 }"""
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ export const inspected = () => {
   return found ?? n - 1;
 };
 
-const percent = (/** @type {number | null} */ lp) => (lp == null ? "–" : `${short(100 * Math.exp(lp))} %`);
+const percent = (/** @type {number | null} */ lp) => (lp == null || Number.isNaN(lp) ? "–" : `${short(100 * Math.exp(lp))} %`);
 
 /** @type {(node: string, end: number | null) => void} */ let showBranch = () => {};
 
@@ -47,12 +47,10 @@ export async function take(i, token) {
 const fact = (name, ...value) => [h("dt", {}, name), h("dd", {}, ...value)];
 
 function numbers(/** @type {import("./store.js").Path} */ c, /** @type {number} */ i) {
-  const rank = c.rk[i] || "–";
-  const entropy = Number.isNaN(c.h[i]) ? "–" : short(c.h[i]);
   return h("dl", { class: "numbers" },
-    h("div", {}, fact("probability", Number.isNaN(c.lp[i]) ? "–" : percent(c.lp[i]))),
-    h("div", {}, fact("rank", rank)),
-    h("div", {}, fact("entropy", entropy, h("small", {}, " nats"))),
+    h("div", {}, fact("probability", percent(c.lp[i]))),
+    h("div", {}, fact("rank", c.rk[i] || "–")),
+    h("div", {}, fact("entropy", short(c.h[i]), h("small", {}, " nats"))),
     h("div", {}, fact("choices", short(Math.exp(c.h[i])))));
 }
 

@@ -48,7 +48,7 @@ export const keysOf = (name) =>
   store.doc.settings.keys?.[name] ?? ACTIONS.find(([each]) => each === name)?.[3] ?? [];
 
 /** A pressed key by its name: Shift is told only where the key does not tell it. @param {KeyboardEvent} event */
-export function keyName({ key, ctrlKey, metaKey, altKey, shiftKey }) {
+function keyName({ key, ctrlKey, metaKey, altKey, shiftKey }) {
   const name = key === " " ? "Space" : key;
   const shift = shiftKey && (name.length > 1 || ctrlKey || metaKey);
   return (ctrlKey || metaKey ? "Ctrl+" : "") + (altKey ? "Alt+" : "") + (shift ? "Shift+" : "") + name;

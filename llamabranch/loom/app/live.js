@@ -9,7 +9,7 @@ import { named } from "./text.js";
 /** @typedef {{job: string, kind: string, nodes: any[], children: number[][], stats: Loose, sizes: number[], votes: Loose}} Search */
 
 const LINES = 2000, LISTED = 60; // of an outline, of rounds
-/** @type {Map<string, Search>} */ export const searches = new Map();
+/** @type {Map<string, Search>} */ const searches = new Map();
 let isOpen = false;
 let frozen = false;
 let at = -1; // the round that is looked at; -1: the latest

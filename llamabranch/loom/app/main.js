@@ -3,7 +3,7 @@
 import { $, attribute, check, fill, h, paints, plural, radios, redraw, short, tell, visible } from "./dom.js";
 import { LENSES, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, listeners, net } from "./net.js";
-import { FLAGS, Tokens, pathOf, stateOf, store, texts } from "./store.js";
+import { FLAGS, Tokens, stateOf, store, texts } from "./store.js";
 import { endOf, segmentOf, startTree, treeMoves } from "./tree.js";
 import { moveTo, place, shownPath, startText, textMoves, tokenSpan, view, visit } from "./text.js";
 import { inspected, startInspector, takeAt } from "./inspect.js";
@@ -12,6 +12,8 @@ import { compare, startCompare } from "./compare.js";
 import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
 
 const exported = () => "exported" in document.documentElement.dataset;
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+const isDark = () => (document.documentElement.dataset.theme ?? (prefersDark.matches ? "dark" : "light")) === "dark";
 
 let storing = 0;
 /** Tell the server which node is shown: a reload and an export begin there. */
@@ -34,10 +36,7 @@ async function go(fields = {}) {
   const answer = await act("continue", { node: store.current, at, n: 3, max_tokens: 24, resume, ...fields });
   if (!answer) return;
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
-  else {
-    const end = at < shownPath().n ? at : store.end;
-    if (end !== store.end) select(/** @type {string} */ (store.current), end);
-  }
+  else select(/** @type {string} */ (store.current), at < shownPath().n ? at : store.end);
   tell(`Writing ${plural(answer.nodes.length, "continuation")}.`);
 }
 
@@ -236,10 +235,7 @@ const run = {
     Object.assign(store, { current: null, end: null });
     redraw(["state", "tree", "text", "inspect"]);
   },
-  theme: () => {
-    const dark = document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-    setting("theme", dark === "dark" ? "light" : "dark");
-  },
+  theme: () => setting("theme", isDark() ? "light" : "dark"),
   fold: () => fold(),
   pause: freeze,
 };
@@ -268,18 +264,18 @@ function drawState() {
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
   fill($("models"), A && h("span", {}, B ? h("b", {}, "A ") : null, visible(A.name)), B && h("span", {}, h("b", {}, "B "), visible(B.name)),
     A?.batch_invariant === false && h("span", { class: "badge", title: "Sums depend on what else is in the batch." }, "replay may differ"));
-  $("theme").textContent = (theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark" ? "Light" : "Dark";
+  $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.told);
   const told = {
     "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the fresh link.",
     "connection-lost": "The connection is lost. Trying again; what you type is kept.",
     "disk-error": `The file cannot be written: ${doc.file.error}. Nothing is discarded.`,
-    "read-only": doc.failure ? `${doc.failure.message} ${doc.failure.hint ?? ""}` : exported() ? "" : doc.file.read_only,
+    "read-only": exported() ? "" : doc.file.read_only,
     "reading-again": job?.told,
   }[state];
   $("bar").hidden = !told;
   if ($("bar").textContent !== (told ?? "")) {
-    fill($("bar"), visible(told ?? ""), state === "read-only" && /model/.test(told ?? "") && !doc.failure
+    fill($("bar"), visible(told ?? ""), state === "read-only" && /model/.test(told ?? "")
       && h("button", { type: "button", onclick: () => act("reread") }, "Read with this model"));
   }
   const canWrite = !["no-session", "connection-lost", "model-loading", "read-only"].includes(state);
@@ -389,9 +385,9 @@ export function start() {
       tell(`${plural(data.read, "prompt token")} read${data.rate ? `, ${short(data.rate)} tokens/s` : ""}.`);
     }
     if (name === "job" && data.result?.message) tell(data.result.message);
-    if (name === "job" && data.error) tell(`${data.error.message} ${data.error.hint ?? ""}`);
+    if (name === "job" && data.error) tell(data.error.message);
   });
-  matchMedia("(prefers-color-scheme: dark)").onchange = () => redraw(["state", "minimap"]);
+  prefersDark.onchange = () => redraw(["state", "minimap"]);
   redraw(["state"]);
 }
 

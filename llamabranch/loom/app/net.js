@@ -20,8 +20,7 @@ export const backend = {
       net.session = false;
       redraw(["state"]);
     }
-    const { message = `The server answered ${answer.status}.`, hint = "", type = "" } = body.error ?? {};
-    throw Object.assign(new Error(message), { hint, type, status: answer.status });
+    throw Object.assign(new Error(body.error?.message ?? `The server answered ${answer.status}.`), { status: answer.status });
   },
 };
 
@@ -47,9 +46,9 @@ export async function act(op, fields = {}) {
       redraw(["tree", "text"]);
       return answer;
     } catch (error) {
-      const { message, hint, status } = /** @type {any} */ (error);
+      const { message, status } = /** @type {any} */ (error);
       if (status && status !== 401) {
-        tell(hint ? `${message} ${hint}` : message);
+        tell(message);
         return null;
       }
       if (!status) lost(); // without a session it waits for a fresh link
@@ -128,12 +127,12 @@ const EVENTS = {
   job: (data) => (store.jobs.set(data.id, data), ["state", "live"]),
   model: (data) => (Object.assign(store.doc, data), ["state"]),
   set: ({ rev: _, current: __, ...data }) => (Object.assign(store.doc, data), ["state"]),
-  error: ({ message, hint }) => (tell(hint ? `${message} ${hint}` : message), []),
+  error: ({ message }) => (tell(message), []),
   reset: () => (void fetchDoc(), []),
 };
 
 /** Listen from a revision on; the browser reconnects with the id of the last event. @param {string} since */
-export function listen(since) {
+function listen(since) {
   const source = new EventSource(`/loom/events?since=${since}`);
   source.onopen = () => {
     net.connected = true;

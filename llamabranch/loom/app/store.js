@@ -265,5 +265,5 @@ export function stateOf(net) {
   if (doc.state === "loading") return "model-loading";
   if (running.some((job) => job.told)) return "reading-again";
   if (running.length) return "generating";
-  return doc.file.read_only || doc.state === "failed" ? "read-only" : "ready";
+  return doc.file.read_only ? "read-only" : "ready";
 }

@@ -4,7 +4,7 @@
 import { $, attribute, fill, h, label, plural, redraw, set, short, visible } from "./dom.js";
 import { SOURCES, binClass, binOf, cueOf, lens } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { FLAGS, ownerOf, pathOf, pieces, store, texts } from "./store.js";
+import { FLAGS, ownerOf, pathOf, pieceText, pieces, store, texts } from "./store.js";
 import { endOf, following } from "./tree.js";
 
 /** @typedef {import("./store.js").Path} Path */
@@ -50,7 +50,7 @@ function spoken(c, i) {
 
 /** Make or change the element of a token: its colour, cue and name.
  * @param {Path} c @param {number} i @param {any} [old] @param {string} [extra] @param {string} [prefix] */
-export function tokenElement(c, i, old, extra = "", prefix = "t") {
+function tokenElement(c, i, old, extra = "", prefix = "t") {
   const element = old ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1, "data-token": i,
     id: `${prefix}${i}` });
   const text = visible(c.text[i]);
@@ -240,7 +240,7 @@ function surprise(by) {
 export function visit(bin) {
   const c = shownPath();
   for (let step = 1; step <= c.n; step++) {
-    const i = (Math.max(view.cursor, -1) + step) % c.n;
+    const i = (view.cursor + step) % c.n;
     if (binOf(c, i) === bin) return moveTo(i);
   }
 }
@@ -272,7 +272,7 @@ function drawShoots(select) {
       ? words.map((word, j) => tokenSpan(tokens, begin + j, j ? word : word.trimStart()))
       : visible(text) || "…", tail);
   });
-  attribute(box, "data-more", all.length > shown.length ? `${plural(all.length - shown.length, "more")} in the tree` : null);
+  attribute(box, "data-more", all.length > shown.length ? `${plural(all.length - shown.length, "more", "more")} in the tree` : null);
 }
 
 export function startText(/** @type {(id: string, end: number | null) => void} */ select) {
@@ -325,4 +325,4 @@ function nextTops(i) {
 }
 
 /** A token as it is named in a sentence. @param {import("./store.js").Piece} piece */
-export const named = (piece) => label(texts([piece])[0]) || "∅";
+export const named = (piece) => label(pieceText(piece)) || "∅";

@@ -342,7 +342,7 @@ function nextHit(/** @type {number} */ by) {
   hit = (hit + by + hits.length) % hits.length;
   const { node, at, text } = hits[hit];
   const segment = segmentOf(node, at + 1);
-  if (segment) chooseNode(segment.node.id, endOf(segment));
+  if (segment) goTo(segment);
   document.dispatchEvent(new CustomEvent("show-token", { detail: at }));
   $("found").textContent = `${hit + 1} / ${hits.length}`;
   attribute($("found"), "title", visible(text));

@@ -4,11 +4,9 @@ timing.py     samples, interleaved runs, medians, spread, ratios and their confi
 machine.py    the machine that was measured on: processor, load, build
 workloads.py  what is timed: generations, the time inside llama.cpp; v(n) and c
 pair.py       which draft length and rule is the fastest for a target with its drafter
-divergence.py where two texts that should be equal first differ, and whether rounding explains it
 """
 
 from ..profile import profile_problem
-from .divergence import Divergence, first_divergence
 from .machine import Machine, free_memory_bytes, load_average, processor_flags, profile_in_use
 from .pair import Cell, PairBench, PairReport, Sweep
 from .timing import (
@@ -35,7 +33,6 @@ from .workloads import (
 __all__ = [
     "Cell",
     "DecodeClock",
-    "Divergence",
     "Interval",
     "Machine",
     "Maker",
@@ -49,7 +46,6 @@ __all__ = [
     "Total",
     "Work",
     "draft_cost",
-    "first_divergence",
     "free_memory_bytes",
     "interleave",
     "load_average",

@@ -319,7 +319,7 @@ def _compare(
     if compared is None:
         return None
     fast, slow, same = compared.drafted, compared.plain, compared.same_text
-    stats, n_runs = fast.stats, len(compared.ratios)
+    stats, n_runs = fast.stats, compared.interval.n
     rows = [
         ("tokens a second", *(f"{each.rate:,.1f}" for each in (fast, slow))),
         ("tokens", *(len(each.tokens[0]) for each in (fast, slow))),

@@ -12,12 +12,11 @@ import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, Engine, Request, SamplingParams
-from llamabranch.bench import Divergence, first_divergence
 from llamabranch.speculative import NullDrafter
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .comparison import Comparison, compare, run
+from .comparison import compare
 from .console import Console
 from .drafters import has_model
 from .files import digest
@@ -196,8 +195,6 @@ def generate(
                 shown.comparison = compare(
                     engine, plain, prepared, interrupts, progress=console.progress
                 )
-        if shown.comparison is not None and shown.expects_same_text:
-            shown.divergence = _divergence(context, shown.comparison, prepared, params)
         shown.finish(interrupted=interrupts.requested)
 
 
@@ -293,27 +290,7 @@ def _warm_up(
     """
     few = [replace(request, max_tokens=8, n=1) for request in requests]
     for each in (drafter, NullDrafter()):
-        run(Engine(context, each, replace(config, draft_k=2)), few)
-
-
-def _divergence(
-    context: lb.Context, compared: Comparison, requests: list[Request], params: SamplingParams
-) -> Divergence | None:
-    """Return the first difference of the first two texts that differ, or None."""
-    by_id = {str(request.id): request for request in requests}
-    for drafted, plain in zip(compared.drafted.results, compared.plain.results, strict=True):
-        if list(drafted.tokens) != list(plain.tokens):
-            request = by_id[drafted.id]
-            return first_divergence(
-                context,
-                context.model.prompt_tokens(request.prompt),
-                list(plain.tokens),
-                list(drafted.tokens),
-                request.sampling or params,
-                seed=plain.seed,
-                grammar=request.grammar,
-            )
-    return None
+        Engine(context, each, replace(config, draft_k=2)).generate(few)
 
 
 def _run(report: GenerateReport, requests: list[Request], interrupts: InterruptHandler) -> None:

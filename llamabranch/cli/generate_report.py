@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from time import monotonic
 
 import typer
 
 from llamabranch import Engine, Event, Request, Result
-from llamabranch.bench import Divergence, Machine, load_average
+from llamabranch.bench import Machine, load_average
 from llamabranch.speculative import NullDrafter
 
 from .comparison import Comparison
@@ -35,7 +34,6 @@ class GenerateReport:
     Attributes:
         done: the texts (id, sample) that the file had before.
         comparison: with plain decoding, if requested.
-        divergence: the first difference of texts that should be the same.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class GenerateReport:
         self._requests = {str(request.id): request for request in requests}
         self.done = set() if file is None else file.done
         self.comparison: Comparison | None = None
-        self.divergence: Divergence | None = None
         self._chat, self._is_flat = chat, is_flat
         self._is_plain = isinstance(engine.drafter, NullDrafter)
         given, is_greedy = str(engine.config.rule), engine.sampling.temperature == 0
@@ -228,7 +225,7 @@ class GenerateReport:
         }
 
     def _compared_json(self) -> dict[str, object]:
-        found, can, where = self.comparison, self.engine.target.capabilities, self.divergence
+        found, can = self.comparison, self.engine.target.capabilities
         if found is None:
             return {}
         results = found.plain.results
@@ -248,7 +245,7 @@ class GenerateReport:
             "same_text_expected": self.expects_same_text,
             "batch_invariant": can.batch_invariant,
             "batch_invariant_reason": can.batch_invariant_reason,
-            "divergence": where and asdict(where) | {"explained": where.explained},
+            "divergence": found.divergence if self.expects_same_text else None,
         }
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -314,31 +311,23 @@ class GenerateReport:
             return f"same text: not expected (rule {self.rule} is lossless in distribution)"
         if compared.same_text:
             return ""
-        can, found, told = self.engine.target.capabilities, self.divergence, "The texts differ."
-        if found is not None:
-            piece = self.engine.target.model.piece
-            plain, drafted = (
-                "nothing" if token is None else repr(piece(token).decode(errors="replace"))
-                for token in found.tokens
-            )
-            told += (
-                f" First difference at token {found.position}: plain decoding generated {plain}, with "
-                f"drafts {drafted} (logits must change by {found.gap:.3g} for that; between decodes here "
-                f"they change by {found.difference:.3g})."
-            )
-        told += f" This context is {'' if can.batch_invariant else 'not '}batch-invariant "
-        told += f"({can.batch_invariant_reason})"
+        can, told = self.engine.target.capabilities, "The texts differ."
+        if found := compared.divergence:
+            plain, drafted = map(self._piece, found["tokens"])
+            told += f" First difference at token {found['position']}: plain decoding generated {plain}, "
+            told += f"with drafts {drafted}."
+        its, why = f"{told} This context is", can.batch_invariant_reason
         if can.batch_invariant:
-            return f"{told}: this is a bug in llamabranch."
-        if found is not None and not found.explained:
-            return (
-                f"{told}, but rounding of this size does not explain it: this is a bug in "
-                "llamabranch."
-            )
+            return f"{its} batch-invariant ({why}): this is a bug in llamabranch."
         return (
-            f"{told}: how logits are rounded depends on how many tokens are decoded at once, and drafts "
-            "are verified several at a time."
+            f"{its} not batch-invariant ({why}): how logits are rounded depends on how many tokens are "
+            "decoded at once, and drafts are verified several at a time."
         )
+
+    def _piece(self, token: int | None) -> str:
+        if token is None:
+            return "nothing"
+        return repr(self.engine.target.model.piece(token).decode(errors="replace"))
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

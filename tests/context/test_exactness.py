@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import toys
+from divergence import first_divergence
 from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, Engine, SamplingParams
-from llamabranch.bench import first_divergence
 from llamabranch.errors import ExactnessWarning, UnsupportedError
 
 TYPES = {

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from divergence import first_divergence
 from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.bench import first_divergence
 from llamabranch.errors import UnsupportedError
 from llamabranch.generation.plan import Plan
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from divergence import first_divergence
 from drafts import FIXED
 from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.bench import first_divergence
 
 FREE = {1: -math.inf}  # the toys' EOG token
 GREEDY = SamplingParams(temperature=0.0, logit_bias=FREE)

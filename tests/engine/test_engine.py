@@ -25,6 +25,7 @@ import numpy as np
 import pydantic
 import pytest
 import toys
+from divergence import first_divergence
 from drafts import FIXED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -43,7 +44,6 @@ from llamabranch import (
     SamplingParams,
     SpeculativeConfig,
 )
-from llamabranch.bench import first_divergence
 from llamabranch.context.logits import LogitsRow
 from llamabranch.errors import (
     CacheFullError,

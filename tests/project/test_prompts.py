@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from divergence import first_divergence
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request
-from llamabranch.bench import first_divergence
 from llamabranch.cli.jsonl import read_requests
 from llamabranch.errors import ConfigError, LlamaBranchError, TokenizeError
 

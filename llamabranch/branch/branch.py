@@ -31,7 +31,7 @@ from ..generation.generation import Drafting, Generation
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, token_list
-from ..pictures import Token, tokens_picture
+from ..pictures import Token
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
@@ -191,14 +191,6 @@ class Branch:
                 return f"perplexity {self.perplexity():.2f}"
             except BranchStateError:
                 return ""
-
-    def _repr_html_(self) -> str:
-        with self._lock:
-            if self.ctx.closed or self.state == "pruned":
-                return tokens_picture((), caption=repr(self))
-            n_prompt = self.n_prompt
-            prompt = self.ctx.model.detokenize(self.tokens[:n_prompt]) if n_prompt else ""
-            return tokens_picture(self.shown_tokens(n_prompt), prompt=prompt, caption=repr(self))
 
     def shown_tokens(self, start: int) -> list[Token]:
         """Return the tokens from a position on with their texts and probabilities, for a picture."""

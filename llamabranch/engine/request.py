@@ -19,7 +19,6 @@ from ..context.logits import TokenScore
 from ..errors import ConfigError, LlamaBranchError, ParseError
 from ..model import Message, chat_messages, is_chat, token_list
 from ..model.tools import ToolCall, Tools
-from ..pictures import tokens_picture
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from ..sampling.params import settings_of
@@ -230,13 +229,6 @@ class Result(Generic[T]):
             f"<Result {self.id!r} sample {self.sample}: {reprlib.repr(self.text)}, "
             f"{len(self.tokens)} tokens, {ended}>"
         )
-
-    def _repr_html_(self) -> str:
-        what = "messages" if is_chat(self.prompt) else "tokens"
-        prompt = self.prompt if isinstance(self.prompt, str) else f"({len(self.prompt)} {what}) "
-        count = f"{len(self.tokens)} tokens, {self.finish_reason}"
-        caption = f"request {self.id}, sample {self.sample}: {count}"
-        return tokens_picture(self.emitted, prompt=prompt, caption=caption)
 
     def to_openai(self) -> dict[str, object]:
         """Return the body of an OpenAI answer: a chat completion for messages, else a completion.

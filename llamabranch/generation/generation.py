@@ -11,7 +11,6 @@ from ..context import Context
 from ..context.context import text_context
 from ..errors import CapacityError, ClosedError, LlamaBranchError
 from ..native import forkable_lock
-from ..pictures import tokens_picture
 from .config import SpeculativeConfig, checked_config
 from .draft_cache import DraftCache
 from .drafter import NO_STATE, Drafter, NullDrafter, checked_drafter
@@ -232,12 +231,6 @@ class Generation:
     def __repr__(self) -> str:
         ended = self.finish_reason or "running"
         return f"<Generation {reprlib.repr(self.text)}, {len(self.tokens)} tokens, {ended}>"
-
-    def _repr_html_(self) -> str:
-        caption = f"{len(self.tokens)} tokens, seed {self.seed}, {self.finish_reason or 'running'}"
-        if self.stats.num_drafts:
-            caption += f", {self.stats.mean_acceptance_length:.2f} tokens a drafted round"
-        return tokens_picture(self._output.emitted, caption=caption)
 
     def __iter__(self) -> Iterator[Produced]:
         return self._events

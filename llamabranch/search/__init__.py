@@ -4,7 +4,7 @@ from .beam import beam_search
 from .best_of import best_of_n, vote
 from .mcts import TreeSearch, tree_search
 from .node import SearchNode
-from .outline import TreeLine, outline, tree_picture
+from .outline import TreeLine, outline
 from .particles import Potential, smc
 from .result import Hypothesis, SearchResult, SearchStats
 from .selection import Selection, select
@@ -27,7 +27,6 @@ __all__ = [
     "select",
     "smc",
     "step_search",
-    "tree_picture",
     "tree_search",
     "vote",
 ]

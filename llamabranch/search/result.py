@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 
 from ..errors import UsageError
 from .node import SearchNode
-from .outline import tree_picture
 
 __all__ = ["Hypothesis", "SearchResult", "SearchStats"]
 
@@ -126,15 +125,6 @@ class SearchResult:
         n = len(self.hypotheses)
         best = f", best {self.best.score:.3f}: {reprlib.repr(self.text)}" if n else ""
         return f"<SearchResult {n} {'hypothesis' if n == 1 else 'hypotheses'}{best}>"
-
-    def _repr_html_(self) -> str:
-        stats, n = self.stats, len(self.hypotheses)
-        cost = (
-            f"{stats.tokens_decoded:,} tokens in {stats.decodes:,} decodes, {stats.elapsed_s:.2f} s"
-        )
-        return tree_picture(
-            self.tree, caption=f"{n} {'hypothesis' if n == 1 else 'hypotheses'}; {cost}"
-        )
 
     def as_dict(self, *, tree: bool = False) -> dict[str, object]:
         """Return JSON types; with ``tree`` also the whole tree."""

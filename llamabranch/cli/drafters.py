@@ -52,7 +52,8 @@ def choose_drafters(
                 "layers that are in a file of their own",
             )
     listed = hub.draft_for(target)
-    if given is None and any(e.name == listed and e.path is not None for e in hub.catalogue()):
+    entry = None if listed is None else hub.find_entry(listed)
+    if given is None and entry is not None and entry.path is not None:
         given = listed
     if given not in (None, "auto"):
         return parse_draft(given)
@@ -208,10 +209,9 @@ def candidates(target: str) -> list[Candidate]:
                 continue
             if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
                 found.append(Candidate(name, each, _size(each), way, name == listed))
-    if listed is not None and not any(each.listed for each in found):
-        (entry,) = (entry for entry in hub.catalogue() if entry.name == listed)
-        if entry.path is None:
-            found.append(Candidate(listed, None, entry.size_bytes, "unknown", True))
+    entry = None if listed is None else hub.find_entry(listed)
+    if entry is not None and entry.path is None and not any(each.listed for each in found):
+        found.append(Candidate(entry.name, None, entry.size_bytes, "unknown", True))
     return sorted(found, key=lambda each: (each.drafts_by == "text", not each.listed))
 
 

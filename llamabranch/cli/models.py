@@ -42,9 +42,6 @@ class ModelsOptions:
         "List what is in the caches (Hugging Face's, llama.cpp's) and in Python packages.",
         "--local",
     )
-    search: str | None = option(
-        None, "Search the Hugging Face hub for GGUF repositories.", metavar="WORDS"
-    )
 
 
 @with_bundles
@@ -62,18 +59,14 @@ def models(*, given: ModelsOptions, output: OutputOptions) -> None:
         most = list(ACTIONS).index(action)
         if len(names) > most or (action == "pull" and not names):
             raise ConfigError(f"models {action} takes {ACTIONS[action]}")
-        if action != "list" and (given.local or given.search):
-            raise ConfigError("--local and --search are for models list")
-        if given.local and given.search is not None:
-            raise ConfigError("--local and --search exclude each other")
+        if action != "list" and given.local:
+            raise ConfigError("--local is for models list")
         if action == "pull":
             path = hub.fetch(names[0])
             console.write(f"{path}\n")
             console.answer({"model": names[0], "path": str(path)})
         elif action == "show":
             _show(names or [hub.default_model()], console)
-        elif given.search is not None:
-            _search(given.search, console)
         elif given.local:
             _list_local(console)
         else:
@@ -121,14 +114,6 @@ def _list_local(console: Console) -> None:
     for each, model in zip(about, found, strict=True):
         each["files"] = [str(file) for file in model.files]
     console.answer({"models": about})
-
-
-def _search(words: str, console: Console) -> None:
-    if hub.is_offline():
-        raise ConfigError("a search needs the network", hint="unset HF_HUB_OFFLINE")
-    found = hub.search_hub(words)
-    console.table(("repository", "downloads"), [(name, f"{n:,}") for name, n in found])
-    console.answer({"models": [{"repository": name, "downloads": n} for name, n in found]})
 
 
 # -- what a model is -----------------------------------------------------------------------------------

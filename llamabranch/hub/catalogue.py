@@ -17,6 +17,7 @@ __all__ = [
     "CatalogueEntry",
     "catalogue",
     "draft_for",
+    "find_entry",
 ]
 
 BUNDLED_TARGET = "tale-target"
@@ -114,6 +115,11 @@ def catalogue() -> tuple[CatalogueEntry, ...]:
     )
 
 
+def find_entry(name: str) -> CatalogueEntry | None:
+    """Return the entry of a name, or None."""
+    return next((entry for entry in catalogue() if entry.name == name), None)
+
+
 def made_from(name: str) -> str | None:
     """Return the name of the model that another quantization is made from on this machine, or None.
 
@@ -132,5 +138,5 @@ def default_model() -> str:
 
     SmolLM2 where it is on this machine, which answers and instructs, else the bundled target.
     """
-    is_here = any(entry.name == DEFAULT_MODEL and entry.path for entry in catalogue())
-    return DEFAULT_MODEL if is_here else BUNDLED_TARGET
+    entry = find_entry(DEFAULT_MODEL)
+    return BUNDLED_TARGET if entry is None or entry.path is None else DEFAULT_MODEL

@@ -97,7 +97,6 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("models", "pull"), "takes a model"),
     (("models", "show", "a", "b", "c"), "one or two"),
     (("models", "show", "tale-dratf"), "did you mean tale-draft?"),
-    (("models", "--search", "a", "--local"), "exclude each other"),
     (("serve", "--limit", "max_quue=3"), "did you mean max_queue?"),
     (("serve", "-np", "0"), "at least 1"),
     (("chat", "-m", "tale-target"), "there is no message"),

@@ -17,7 +17,6 @@ from llamabranch.speculative import NullDrafter
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .comparison import compare
-from .console import Console
 from .drafters import has_model
 from .files import digest
 from .generate_report import GenerateReport
@@ -34,7 +33,6 @@ from .options import (
     OutputOptions,
     TextOptions,
 )
-from .ray_jobs import RayOptions, finish_job
 from .results import ResultFile
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
@@ -77,7 +75,7 @@ class BatchOptions(DraftOptions):
 
 
 @dataclass(frozen=True)
-class JobOptions(RayOptions):
+class JobOptions:
     """What is generated for each prompt, and where the results go."""
 
     panel: ClassVar[str] = OUTPUT
@@ -157,9 +155,6 @@ def generate(
             text = replace(text, seed=secrets.randbits(31))
         if job.resume and job.output_file is None:
             raise typer.BadParameter("needs --output", param_hint="--resume")
-        if job.ray is not None:
-            _generate_on_ray(console, prompts, chat, text, models, job)
-            return
         is_flat = call.command.name == "speculate"
         requests, params = _requests(prompts, text, models, job, is_flat=is_flat)
         settings, file = job.settings(text, params, chat, models), None
@@ -221,49 +216,6 @@ def _requests(
     if is_flat and (len(found) > 1 or found[0].n > 1 or job.output_file is not None):
         raise ConfigError("speculate has one text", hint="`llamabranch generate` takes more")
     return found, params
-
-
-def _generate_on_ray(
-    console: Console,
-    prompts: ManyPrompts,
-    chat: ChatOptions,
-    text: TextOptions,
-    models: BatchOptions,
-    job: JobOptions,
-) -> None:
-    from llamabranch import scale
-
-    refused = {
-        "--top-logprobs": job.top_logprobs is not None,
-        "--ignore-eos": text.ignore_eos,
-        "--system-prompt": chat.system is not None,
-        "--compare": models.compare,
-        "--ctx-size 0": models.n_ctx == 0,
-    }
-    for name, is_given in refused.items():
-        if is_given:
-            raise ConfigError(f"a job on Ray has no {name}")
-    inputs, folder = job.paths(prompts.input_file, job.output_file, prompts.given)
-    options = job.ray_options(console, resume=job.resume, streams=models.parallel)
-    options["draft"] = None if models.draft == "none" else models.draft
-    load = models.load_options()
-    if chat.template is not None:
-        load["chat_template"] = chat.template
-    report = scale.generate(
-        inputs,
-        folder,
-        model=models.announce(console),
-        max_tokens=text.max_tokens,
-        seed=text.seed,
-        sampling=text.params(models),
-        stop=text.stop_strings,
-        grammar=text.parse_grammar(),
-        n=job.samples,
-        chat=chat.is_on,
-        load=load,
-        **options,
-    )
-    finish_job(console, report)
 
 
 def _prepared(

@@ -22,7 +22,6 @@ from .formats import number
 from .job import with_room
 from .jsonl import parse_json, parse_lines, text_id
 from .options import TEXT, ModelOptions, OutputOptions
-from .ray_jobs import RayOptions, finish_job
 from .search import stats_text
 
 _SEQUENCES = 33
@@ -38,7 +37,7 @@ class _Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScoreOptions(RayOptions):
+class ScoreOptions:
     """What is scored."""
 
     panel: ClassVar[str] = TEXT
@@ -72,10 +71,6 @@ class ScoreOptions(RayOptions):
         first=True,
     )
     top: int = option(0, "Show the N most probable tokens.", min=0, first=True)
-    output_folder: Path | None = option(
-        None, "With --ray: the folder of the results.", *("--output", "-o")
-    )
-    resume: bool = option(False, "With --ray: continue the job in --output.", "--resume")
 
     def items(self) -> list[_Item]:
         """Return what is to be scored.
@@ -113,15 +108,6 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
     the model prefers first.
     """
     with output.console() as console, ExitStack() as stack:
-        if given.ray is not None:
-            from llamabranch import scale
-
-            inputs, folder = given.paths(given.input_file, given.output_folder, given.texts)
-            options = given.ray_options(console, resume=given.resume, streams=8)
-            model, load = models.announce(console), models.load_options()
-            report = scale.score(inputs, folder, model=model, load=load, **options)
-            finish_job(console, report)
-            return
         items = given.items()
         name = models.announce(console)
         longest = max(

@@ -150,7 +150,14 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
 def test_show_describes_a_model() -> None:
     result = run("models", "show", "tale-target")
     assert result.exit_code == 0, result.stderr
-    for label in ("architecture", "parameters", "size", "vocabulary", "memory", "can truncate"):
+    for label in (
+        "architecture",
+        "n params",
+        "size bytes",
+        "n vocab",
+        "memory type",
+        "can truncate",
+    ):
         assert label in result.stdout
     assert "llama" in result.stdout
     assert "Q8_0" in result.stdout

@@ -55,7 +55,6 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("generate", "a", "--output", "FOLDER"), "is a folder"),
     (("generate", "a", "--draft", "no-such-model"), "no-such-model"),
     (("generate", "a", "--samples", "100000000"), "from 1 to"),
-    (("generate", "a", "--ray", "local"), "--input"),
     (("search", "a", "b"), "more than one prompt"),
     (("search", "a", "--method", "best"), "methods"),
     (("search", "a", "--method", "mcts"), "reward"),

@@ -13,7 +13,6 @@ import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 from llamabranch.model import chat_messages
 
-from .console import Console
 from .files import is_unicode, read_standard_input, read_text
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -24,7 +23,6 @@ _FIELDS = {
 }  # fmt: skip
 _EXCLUDED = (("prompt", "messages"), ("id", "custom_id"), *combinations(_GRAMMARS, 2))
 _MOST_TOKENS = 1 << 31  # token ids are C's int
-_MOST_SHOWN = 20  # invalid lines whose errors are printed
 _INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
 _Parsed = TypeVar("_Parsed")
 # Of the body of a line of OpenAI's: what we call the same, settings of sampling, what changes no text.
@@ -49,33 +47,22 @@ def parse_lines(
         what: what a line is, for messages.
 
     Raises:
-        ConfigError: of the only invalid line; of several the first are printed, and all are counted.
+        ConfigError: of the first invalid line.
     """
-    found, errors = list[_Parsed](), list[ConfigError]()
+    found, hint = list[_Parsed](), None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        hint = None
         try:
             if not is_unicode(line):
                 raise ConfigError("it is not UTF-8")
-            found.append(parse(line, number, len(found) + len(errors)))
+            found.append(parse(line, number, len(found)))
             continue
         except RecursionError:
             reason = "it is nested too deeply"
         except (lb.LlamaBranchError, ValueError, TypeError) as error:
             reason, hint = str(error), getattr(error, "hint", None)
-        errors.append(ConfigError(f"line {number}: invalid {what}: {reason}", hint=hint))
-    if len(errors) == 1:
-        raise errors[0]
-    console, n_more = Console(), len(errors) - _MOST_SHOWN
-    for each in errors[:_MOST_SHOWN]:
-        console.note(each.message + (f" ({each.hint})" if each.hint else ""))
-    if n_more > 0:
-        console.note(f"and {n_more} more")
-    if errors:
-        names = ", ".join(each.message.partition(":")[0][5:] for each in errors[:_MOST_SHOWN])
-        raise ConfigError(f"{len(errors)} lines are invalid: {names}{', ...' * (n_more > 0)}")
+        raise ConfigError(f"line {number}: invalid {what}: {reason}", hint=hint)
     return found
 
 

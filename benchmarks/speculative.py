@@ -23,9 +23,9 @@ from llamabranch.bench import (
     interleave,
     plain,
     speculative,
-    verify_costs,
 )
 
+from .clocks import verify_costs
 from .drafters import AdversarialDrafter
 from .padded import cached_useless
 from .prompts import PROMPTS

@@ -7,7 +7,7 @@ pair.py       which draft length and rule is the fastest for a target with its d
 """
 
 from ..profile import profile_problem
-from .machine import Machine, free_memory_bytes, load_average, processor_flags, profile_in_use
+from .machine import Machine, free_memory_bytes, processor_flags, profile_in_use
 from .pair import Cell, PairBench, PairReport, Sweep
 from .timing import (
     Interval,
@@ -26,7 +26,6 @@ from .workloads import (
     plain,
     seed_of,
     speculative,
-    verify_costs,
     verify_times,
 )
 
@@ -48,13 +47,11 @@ __all__ = [
     "draft_cost",
     "free_memory_bytes",
     "interleave",
-    "load_average",
     "plain",
     "processor_flags",
     "profile_in_use",
     "profile_problem",
     "seed_of",
     "speculative",
-    "verify_costs",
     "verify_times",
 ]

@@ -9,12 +9,12 @@ from time import monotonic
 import typer
 
 from llamabranch import Engine, Event, Request, Result
-from llamabranch.bench import Machine, load_average
+from llamabranch.bench import Machine
 from llamabranch.speculative import NullDrafter
 
 from .comparison import Comparison
 from .console import Console, Progress
-from .formats import interval_text, machine_text, number
+from .formats import interval_text, number
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
 from .results import ResultFile
 
@@ -239,7 +239,7 @@ class GenerateReport:
             "speedup": found.speedup,
             "speedup_interval": found.interval.as_dict(),
             "speedup_verdict": found.verdict,
-            "machine": self._machine.as_dict() | {"load_after": load_average()},
+            "machine": self._machine.as_dict(),
             "n_threads": self.engine.target.n_threads,
             "same_text": found.same_text,
             "same_text_expected": self.expects_same_text,
@@ -298,7 +298,7 @@ class GenerateReport:
                 ("same text", "yes" if compared.same_text else "no", ""),
             ]
             console.table(("", "drafted", "plain"), rows)
-            machine = machine_text(self._machine, load_average(), self.engine.target.n_threads)
+            machine = self._machine.describe(self.engine.target.n_threads)
             paragraphs += [self._about_the_texts(compared), compared.explain(), machine]
         if "capacity" in self._finish_reasons and not self._console.silent:
             self._console.note("the context is full: raise --ctx-size to go on")

@@ -21,7 +21,7 @@ import pytest
 
 import llamabranch as lb
 from benchmarks import llama_tools
-from benchmarks.clocks import CallClock
+from benchmarks.clocks import CallClock, verify_costs
 from benchmarks.drafters import AdversarialDrafter
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
 from benchmarks.prompts import PROMPTS, TASKS
@@ -38,7 +38,6 @@ from llamabranch.bench import (
     Stopped,
     Total,
     interleave,
-    verify_costs,
     verify_times,
 )
 from llamabranch.native import core

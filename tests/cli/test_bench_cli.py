@@ -314,7 +314,6 @@ def _advice(ctx: lb.Context, report: PairReport, load: float | None = 0.0) -> Be
     return BenchReport(
         report=report,
         machine=Machine("a processor", 2, load, "1.0", "2.0", ("AVX",)),
-        load_after=1.0,
         target=ctx,
         target_name="tale-target",
         drafters=("tale-draft",),

@@ -167,7 +167,8 @@ def test_repository_alone_is_what_llama_cpp_takes_whatever_is_here(
     assert lb.fetch("me/other:F16").name == F16
     assert lb.fetch("me/other").name == Q8_0
     # In another program's folder it is on this machine too.
-    place = Path(os.environ["HOME"]) / ".cache/llama.cpp/me_third_tale-Q8_0.gguf"
+    monkeypatch.setenv("LLAMA_CACHE", str(cache().parent / "llama"))
+    place = Path(os.environ["LLAMA_CACHE"]) / f"models--me--third/snapshots/{'a' * 40}/{Q8_0}"
     place.parent.mkdir(parents=True)
     place.write_bytes(b"theirs")
     hub.add("me/third", {Q8_0: b"ours", F16: b"large"})

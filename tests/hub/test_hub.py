@@ -298,7 +298,6 @@ def test_every_cache_is_searched_in_its_order(
     places = [
         (put(caches / "hub" / snapshot), "Hugging Face"),
         (put(caches / "llama" / snapshot), "llama.cpp"),
-        (put(caches / "home/.cache/llama.cpp/me_tale_tale-Q8_0.gguf"), "llama.cpp"),
     ]
     assert {model.cache for model in hub.local_models()} == {cache for _, cache in places}
     for path, cache in places:

@@ -74,7 +74,7 @@ def find(spec: HubSpec) -> LocalModel | None:
     """Return the model that ``spec`` names, if all its files are on this machine.
 
     The first that has it: the Hugging Face cache (the main branch's commit before others), an installed
-    Python package, the cache that ``LLAMA_CACHE`` names. With a revision only snapshots of that revision count.
+    Python package, the cache that ``LLAMA_CACHE`` names. With a revision only its snapshots count.
     """
     return next(_models(spec), None)
 

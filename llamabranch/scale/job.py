@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["JobOptions", "JobReport", "generate", "score"]
 
 _MOST = 1e15
-_LONGEST_LINE = 64 << 20  # bytes of a row in JSON
 _WORKERS_A_HELPER = 8  # workers for each process that reads, and each that writes
 _ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
 
@@ -52,7 +51,6 @@ class JobOptions(TypedDict, total=False):
     address: str | None
     resume: bool
     block_rows: int
-    format: str
     id_column: str
     keep: Sequence[str]
     stall_s: float
@@ -119,8 +117,8 @@ def generate(
               that is connected, else a local one.
             - ``resume``: continue a job that was interrupted.
             - ``block_rows`` (512): rows that are written, or after a failure repeated, together.
-            - ``format``: "parquet" or "jsonl"; ``id_column`` ("id"); ``keep``: columns of the input
-              that the output has too; ``filesystem``: a ``pyarrow.fs.FileSystem``.
+            - ``id_column`` ("id"); ``keep``: columns of the input that the output has too;
+              ``filesystem``: a ``pyarrow.fs.FileSystem``.
             - ``stall_s``: a worker without progress for so long ends itself (600).
 
     Raises:
@@ -179,9 +177,6 @@ class _Job:
         self._streams = whole("streams", options.get("streams", 8), 1, 255)
         self._block_rows = whole("block_rows", options.get("block_rows", 512), 1)
         self._stall_s = bounded("stall_s", options.get("stall_s", 600.0), 0.0, _MOST)
-        self._format = options.get("format", "parquet")
-        if self._format not in ("parquet", "jsonl"):
-            raise ConfigError(f"format must be 'parquet' or 'jsonl', not {self._format!r}")
         self._model, self._load, self._options = model, LoadOptions(**(load or {})), options
         self._arguments = {field.name: getattr(rows, field.name) for field in fields(rows)}
         id_column, keep = options.get("id_column", "id"), tuple(options.get("keep", ()))
@@ -192,12 +187,11 @@ class _Job:
         self._folder = self._output / "_job"
         files = json.dumps([[file.path, file.size] for file in self._input.files])
         self._settings: dict[str, object] = {
-            "format": 3,
+            "format": 4,
             "kind": "generate" if isinstance(rows, GenerateRows) else "score",
             "input": hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:16],
             "id_column": id_column,
             "keep": list(keep),
-            "output_format": self._format,
             "load": _plain({k: v for k, v in self._load.items() if not k.startswith("n_threads")}),
             **cast("dict[str, object]", _plain(self._arguments)),
         }
@@ -305,20 +299,18 @@ class _Job:
                 ),
             )
             # Should Ray drop the checkpoints, the rows that are counted at the end would be missing.
-            sink = make_sink(self._output, self._format)
+            sink = make_sink(self._output)
             rows.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=n_helpers)
 
     def _summary(self) -> tuple[int, bool]:
         """Return how many rows of the output are errors, and whether all of it is batch-invariant."""
         import pyarrow as pa
         import pyarrow.dataset as ds
-        import pyarrow.json as pj
 
-        lines = ds.JsonFileFormat(read_options=pj.ReadOptions(block_size=_LONGEST_LINE))
         rows = ds.dataset(
-            self._output.paths(f".{self._format}"),
+            self._output.paths(".parquet"),
             schema=pa.schema([("error", pa.string()), ("batch_invariant", pa.bool_())]),
-            format=lines if self._format == "jsonl" else ds.ParquetFileFormat(),
+            format="parquet",
             filesystem=self._output.filesystem,
         )
         n_errors = rows.count_rows(filter=ds.field("error").is_valid())

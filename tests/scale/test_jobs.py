@@ -67,7 +67,7 @@ def test_rows_of_very_different_lengths(generate: Any, ctx: lb.Context) -> None:
     for i, row in enumerate(rows):
         row["max_tokens"] = 200 if i % 8 == 0 else 1
     rows[0]["note"] = "x" * 3_000_000
-    _, output = generate(rows, workers=2, format="jsonl", keep=["prompt", "note"])
+    _, output = generate(rows, workers=2, keep=["prompt", "note"])
     assert_equal(output, alone(ctx, rows, SEED))
     assert {row["id"]: row["prompt"] for row in output} == {
         row["id"]: row["prompt"] for row in rows

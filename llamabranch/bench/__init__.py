@@ -16,7 +16,6 @@ from .timing import (
     Series,
     Spread,
     Stopped,
-    Total,
     Work,
     interleave,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "Spread",
     "Stopped",
     "Sweep",
-    "Total",
     "Work",
     "draft_cost",
     "free_memory_bytes",

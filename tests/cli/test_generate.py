@@ -344,7 +344,7 @@ def test_texts_that_differ_are_reported_with_place_and_tokens(
     assert found["divergence"] == {"position": 5, "tokens": [0, found["tokens"][5]]}
     shown = said_by("speculate", *arguments)
     assert "First difference at token 5: " in shown and told in shown
-    assert ("bug in llamabranch" in shown) is not more
+    assert ("bug in llamabranch" in shown) == (not more)
 
 
 class TimedEngine(lb.Engine):
@@ -384,12 +384,10 @@ def test_verdict_needs_the_whole_interval_and_noise_is_no_answer(
 ) -> None:
     plainly = lb.speculative.NullDrafter()
     drafter = lb.ModelDrafter(draft_ctx) if drafts else plainly
-    engines = [
-        TimedEngine(ctx, each, lb.SpeculativeConfig(draft_k=2)) for each in (drafter, plainly)
-    ]
-    for engine, seconds in zip(engines, (drafted, plain), strict=True):
-        engine.seconds = iter(seconds)
-    found = compare(*engines, [lb.Request("Once upon", max_tokens=4)], InterruptHandler())
+    config = lb.SpeculativeConfig(draft_k=2)
+    fast, slow = (TimedEngine(ctx, each, config) for each in (drafter, plainly))
+    fast.seconds, slow.seconds = iter(drafted), iter(plain)
+    found = compare(fast, slow, [lb.Request("Once upon", max_tokens=4)], InterruptHandler())
     assert found is not None
     assert found.interval.n == n_pairs
     assert found.verdict == verdict

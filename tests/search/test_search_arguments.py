@@ -194,8 +194,6 @@ def test_trees_are_asked_and_drawn_with_what_they_know(shared_branch: Branch) ->
     for wrong in (None, 1, "a", []):
         with pytest.raises(ConfigError):
             search.outline(wrong)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError):
-            search.tree_picture(wrong)  # type: ignore[arg-type]
 
 
 WRONG_NUMBERS = (None, "1", math.nan, [1], True, 1j, np.array([1.0, 2.0]))

@@ -135,7 +135,7 @@ def compare(
     found = interleave(
         {"drafted": maker(drafting), "plain": maker(plain)},
         n_runs=MOST_PAIRS, n_items=1, budget_s=budget_s, warm_up=False,
-        progress=lambda text: progress(text and f"comparing: {text}"),
+        progress=lambda text: progress(text and f"comparing: {text.partition(',')[0]}"),
     )  # fmt: skip
     if interrupts.requested or not found["plain"].runs:
         return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
@@ -24,7 +24,6 @@ _FIELDS = {
 _EXCLUDED = (("prompt", "messages"), ("id", "custom_id"), *combinations(_GRAMMARS, 2))
 _MOST_TOKENS = 1 << 31  # token ids are C's int
 _INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
-_Parsed = TypeVar("_Parsed")
 # Of the body of a line of OpenAI's: what we call the same, settings of sampling, what changes no text.
 _SAME = {"messages", "prompt", "n", "stop", "seed", "logprobs", "top_logprobs", "max_tokens"}
 _SAMPLING = {
@@ -35,35 +34,6 @@ _IGNORED = {
     "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
 }  # fmt: skip
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
-
-
-def parse_lines(
-    lines: Iterable[str], parse: Callable[[str, int, int], _Parsed], what: str
-) -> list[_Parsed]:
-    """Return what ``parse`` makes of each line that is not empty.
-
-    Args:
-        parse: gets the line, its number from 1, and its index from 0 among the lines that are not empty.
-        what: what a line is, for messages.
-
-    Raises:
-        ConfigError: of the first invalid line.
-    """
-    found, hint = list[_Parsed](), None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            if not is_unicode(line):
-                raise ConfigError("it is not UTF-8")
-            found.append(parse(line, number, len(found)))
-            continue
-        except RecursionError:
-            reason = "it is nested too deeply"
-        except (lb.LlamaBranchError, ValueError, TypeError) as error:
-            reason, hint = str(error), getattr(error, "hint", None)
-        raise ConfigError(f"line {number}: invalid {what}: {reason}", hint=hint)
-    return found
 
 
 def job_requests(
@@ -113,14 +83,25 @@ def read_requests(
             hint="give an open file, or text.splitlines()",
         )
 
-    def parse(line: str, _number: int, index: int) -> Request:
-        data = parse_json(line) if json_lines else {"prompt": line.rstrip("\r\n")}
-        return _request(data, str(first + index), sampling)
+    found, hint = list[Request](), None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            if not is_unicode(line):
+                raise ConfigError("it is not UTF-8")
+            data = _parsed(line) if json_lines else {"prompt": line.rstrip("\r\n")}
+            found.append(_request(data, str(first + len(found)), sampling))
+            continue
+        except RecursionError:
+            reason = "it is nested too deeply"
+        except (lb.LlamaBranchError, ValueError, TypeError) as error:
+            reason, hint = str(error), getattr(error, "hint", None)
+        raise ConfigError(f"line {number}: invalid request: {reason}", hint=hint)
+    return found
 
-    return parse_lines(lines, parse, "request")
 
-
-def parse_json(line: str) -> object:
+def _parsed(line: str) -> object:
     """Return the value of a line; ConfigError for half of a surrogate pair, which is no text."""
     try:
         data: object = json.loads(line)
@@ -134,7 +115,7 @@ def parse_json(line: str) -> object:
     return data
 
 
-def text_id(value: object) -> str:
+def _text_id(value: object) -> str:
     """Return an id as text; ConfigError if it is neither text nor a whole number."""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ConfigError(f"an id must be text or a whole number, not {value!r:.40}")
@@ -160,7 +141,7 @@ def _request(data: object, name: str, sampling: SamplingParams | None) -> Reques
     same = ("max_tokens", "prompt_logprobs", "priority", "n", "parse_special")
     request = Request(
         _prompt(data),
-        id=text_id(data.get("id", data.get("custom_id", name))),
+        id=_text_id(data.get("id", data.get("custom_id", name))),
         top_logprobs=_top_logprobs(data),
         sampling=_settings(data, sampling),
         stop=data.get("stop", ()),

@@ -70,7 +70,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("score", "--context", "The king", "", "--best", "mean"), "must not be empty"),
     (("score", "a", "--best", "mean"), "needs a --context"),
     (("score", "--context", "a", "b", "--best", "good"), "unknown measure"),
-    (("score", "--input", "missing.jsonl"), "cannot read missing.jsonl"),
+    (("score", "--file", "missing.txt"), "cannot read missing.txt"),
     (("eval", "arc"), "arc"),
     (("eval", "--tasks-dir", "no-folder"), "not a folder"),
     (("eval", "--resume"), "needs --output"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -15,7 +15,7 @@ __all__ = ["attach"]
 
 
 def attach(
-    package: str, file: str
+    package: str, file: str, former: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
 
@@ -24,6 +24,7 @@ def attach(
         file: its ``__file__``; the stub is beside it: ``from .module import name as name`` (of ``.``: a
             module, which is an attribute and not listed), and ``name: type`` for what the package itself
             defines.
+        former: where names are that the package had in earlier versions; who asks it for one is told.
     """
     stub = ast.parse(Path(file).with_name("__init__.pyi").read_text(encoding="utf-8"))
     own: list[str] = []
@@ -40,7 +41,9 @@ def attach(
     def get(name: str) -> object:
         module = modules.get(name)
         if module is None and name not in packages:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            where = (former or {}).get(name)
+            hint = f": it is {package}.{where}" if where else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         value: object = import_module(module or f".{name}", package)
         if module is not None and module != f".{name}":
             value = getattr(value, name)

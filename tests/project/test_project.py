@@ -49,6 +49,23 @@ def test_top_of_the_package_has_what_most_programs_need() -> None:
     assert dir(llamabranch) == llamabranch.__all__
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("CacheFullError", "errors.CacheFullError"),
+        ("Emitted", "Produced"),
+        ("NullDrafter", "speculative.NullDrafter"),
+        ("read_requests", "cli.jsonl.read_requests"),
+        ("resolve", "hub.resolve"),
+    ],
+)
+def test_names_of_earlier_versions_tell_where_they_are(name: str, place: str) -> None:
+    with pytest.raises(AttributeError, match=rf": it is llamabranch\.{place}$"):
+        getattr(llamabranch, name)
+    *module, found = f"llamabranch.{place}".split(".")
+    assert hasattr(importlib.import_module(".".join(module)), found)
+
+
 @pytest.mark.parametrize("name", sorted(llamabranch.__all__))
 def test_public_name_is_documented(name: str) -> None:
     value = getattr(llamabranch, name)

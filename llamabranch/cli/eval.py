@@ -16,9 +16,9 @@ from llamabranch.eval import Sample, Task, TaskResult, find_task, run_task, task
 from .bundles import argument, option, with_bundles
 from .console import Console, Progress
 from .eval_text import ReadingOptions, compare_models, measure, scoring_options
-from .files import check_new_file, read_text
+from .files import read_text
 from .formats import number
-from .options import OUTPUT, TEXT, ModelOptions, OutputOptions
+from .options import TEXT, ModelOptions, OutputOptions
 
 _SEQUENCES = 64
 _N_CTX = 4096
@@ -56,16 +56,6 @@ class TaskOptions:
     tasks_dir: Path | None = option(None, "A folder of tasks, one NAME.jsonl each.", first=True)
     limit: int | None = option(None, "Items of each task at most.", min=1, first=True)
     list_tasks: bool = option(False, "List the tasks, and score nothing.", "--list", first=True)
-    output_file: Path | None = option(
-        None,
-        "Append each item of the tasks to this file as it is scored, one JSON object a line.",
-        *("--output", "-o"),
-        rich_help_panel=OUTPUT,
-        first=True,
-    )
-    resume: bool = option(
-        False, "Skip the items that are in --output already.", "--resume", rich_help_panel=OUTPUT
-    )
 
     def tasks(self) -> list[Task]:
         """Return the tasks that are asked for. Raises ConfigError if there are none."""
@@ -96,12 +86,10 @@ def eval(
         if reading.text_file is None and against is None:
             if reading.chunks or reading.stride or reading.save_to:
                 raise ConfigError("--chunks, --stride and --save-logits need --perplexity FILE")
-            _score_tasks(given, models, console)
+            _score_tasks(given, reading, models, console)
             return
         if given.names or given.tasks_dir or given.limit or given.list_tasks:
             raise ConfigError("tasks go with neither --perplexity nor --against")
-        if given.output_file is not None or given.resume:
-            raise ConfigError("--output is for tasks", hint="--json prints all that is measured")
         if reading.text_file is None and reading.logits is None:
             hint = "or give --against a file that --save-logits wrote, which holds the text"
             raise ConfigError("--against MODEL needs --perplexity FILE, the text", hint=hint)
@@ -118,7 +106,9 @@ def eval(
 # -- tasks ---------------------------------------------------------------------------------------------
 
 
-def _score_tasks(given: TaskOptions, models: EvalModels, console: Console) -> None:
+def _score_tasks(
+    given: TaskOptions, reading: ReadingOptions, models: EvalModels, console: Console
+) -> None:
     tasks = given.tasks()
     if given.list_tasks:
         rows = [(t.name, len(t.items), "choices" if t.is_choice else "targets") for t in tasks]
@@ -128,11 +118,11 @@ def _score_tasks(given: TaskOptions, models: EvalModels, console: Console) -> No
         return
     answers: list[dict[str, Any]] = []
     results: list[tuple[str, list[TaskResult]]] = []
-    with _SampleFile(given, tasks) as file:
+    with _SampleFile(reading, tasks) as file:
         names = models.names(console)
         for name in names:
             hub.resolve(name, download=None)
-        if given.output_file is not None and len(names) > 1:
+        if reading.kept_file is not None and len(names) > 1:
             raise ConfigError("--output is for one model", hint="give one file for each run")
         try:
             for name in names:
@@ -191,20 +181,16 @@ def _run(
 class _SampleFile:
     """The samples of tasks, one JSON object a line; with ``resume`` those that are there are ``done``."""
 
-    def __init__(self, given: TaskOptions, tasks: list[Task]) -> None:
-        self._path = path = given.output_file
+    def __init__(self, reading: ReadingOptions, tasks: list[Task]) -> None:
+        self._path = path = reading.kept_file
         self.done: dict[str, list[Sample]] = {task.name: [] for task in tasks}
         self._models: set[str] = set()
         self._file: IO[str] | None = None
-        if path is None:
-            if given.resume:
-                raise ConfigError("--resume needs --output, where the results are kept")
-            return
-        if given.resume and path.is_file():
-            self._read(path, tasks)
-        else:
-            check_new_file(path, hint="name another file, or go on with --resume")
-        self._file = path.open("a", encoding="utf-8")
+        earlier = reading.resumed_file()
+        if earlier is not None:
+            self._read(earlier, tasks)
+        if path is not None:
+            self._file = path.open("a", encoding="utf-8")
 
     def _read(self, path: Path, tasks: list[Task]) -> None:
         """Read what is done; the last line, which may have been cut, is removed."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,19 @@ import llamabranch as lb
 from llamabranch import ConfigError, Context
 from llamabranch.eval import KLDivergence, Perplexity, Uncertain
 
+from ..files import atomic_write
 from ..loading import LoadOptions
 from .bundles import option
-from .console import Console, Progress
-from .files import check_new_file, read_prompt_file
+from .console import Console, Progress, finite
+from .files import check_new_file, read_prompt_file, read_text, write_error
 from .formats import base_name, decimal_size, number
-from .options import ModelOptions, trained_length
+from .options import OUTPUT, ModelOptions, trained_length
 
 _CHUNKS = 16  # where models are compared
 _N_WRITTEN = 48
 _WINDOW = 512
 _ROW_BYTES = 64 * 2**20  # of logits at a time
+_SAVED_EVERY_S = 10.0
 _FRACTIONS = {
     "minimum": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "95 %": 0.95, "99 %": 0.99,
     "99.9 %": 0.999, "maximum": 1.0,
@@ -70,6 +73,28 @@ class ReadingOptions:
         "Write the log-probabilities to this file, for --against and llama-perplexity.",
         *("--save-logits", "--save-all-logits", "--kl-divergence-base"),
     )
+    kept_file: Path | None = option(
+        None,
+        "Write the results to this file, also when interrupted; of tasks, each item on a line.",
+        *("--output", "-o"),
+        rich_help_panel=OUTPUT,
+        first=True,
+    )
+    resume: bool = option(False, "Go on where --output ends.", "--resume", rich_help_panel=OUTPUT)
+
+    def resumed_file(self) -> Path | None:
+        """Return the file of results to go on with, None to begin anew.
+
+        Raises:
+            ConfigError: a file is there, and is not to be resumed; or none is named to resume.
+        """
+        path = self.kept_file
+        if path is None and self.resume:
+            raise ConfigError("--resume needs --output, where the results are kept")
+        if path is None or (self.resume and path.is_file()):
+            return path
+        check_new_file(path, hint="name another file, or go on with --resume")
+        return None
 
     @property
     def logits(self) -> Path | None:
@@ -119,13 +144,59 @@ def open_for_chunks(
     return models.open(name, console, stack, **more)
 
 
+class Checkpoint:
+    """Results in a JSON file that is replaced as a whole while a command goes on.
+
+    Args:
+        reading: names the file, if any, and whether it is resumed: then ``data`` is what it holds.
+        kind: what it is of; a file of another kind is refused.
+
+    Raises:
+        ConfigError: a file is there, and is not to be resumed; or it is of another kind.
+    """
+
+    def __init__(self, reading: ReadingOptions, kind: str) -> None:
+        self.data: dict[str, Any] = {}
+        self.path = path = reading.kept_file
+        self._kind, self._saved_s = kind, perf_counter()
+        earlier = reading.resumed_file()
+        if earlier is None:
+            if path is not None and path.exists() and not path.is_file():
+                raise ConfigError(f"{path} is not a regular file", hint="leave out --output")
+            return
+        try:
+            self.data = json.loads(read_text(earlier))
+            is_ours = self.data["kind"] == kind
+        except (ValueError, TypeError, KeyError):
+            is_ours = False
+        if not is_ours:
+            hint = "name another file"
+            raise ConfigError(f"{path} has no results of this kind ({kind})", hint=hint)
+
+    def save(self, data: Callable[[], dict[str, object]], *, now: bool = False) -> None:
+        """Write the file, unless that was done some seconds ago and is not wanted ``now``.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        if self.path is None or (not now and perf_counter() - self._saved_s < _SAVED_EVERY_S):
+            return
+        text = json.dumps(finite({"kind": self._kind, **data()}), ensure_ascii=False)
+        try:
+            with atomic_write(self.path) as file:
+                file.write(f"{text}\n".encode())
+        except OSError as error:
+            raise write_error(self.path, error) from None
+        self._saved_s = perf_counter()
+
+
 # -- one model -----------------------------------------------------------------------------------------
 
 
 def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: Console) -> None:
     """Print the perplexity of a model, or how far it is from the one that a file has logits of.
 
-    What is done is printed when it is interrupted, too.
+    What is done is kept and printed when it is interrupted, too.
     """
     logits, stride, save_to, text = reading.logits, reading.stride, reading.save_to, ""
     if logits is not None:
@@ -137,20 +208,26 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         if stride is not None and (save_to is not None or reading.chunks is not None):
             raise ConfigError("--stride goes with neither --save-logits nor --chunks")
         text = reading.text()
-    if save_to is not None:
+    kept = Checkpoint(reading, "perplexity" if logits is None else "kld")
+    if save_to is not None and not kept.data:
         hint = f"--against {save_to} reads it; to write, name another file, or delete it"
         check_new_file(save_to, hint=hint)
-    found: Perplexity | KLDivergence | None = None
+    kind: type[Perplexity | KLDivergence] = Perplexity if logits is None else KLDivergence
+    earlier: Any = kind.from_dict(kept.data) if kept.data else None
+    found: Perplexity | KLDivergence | None = earlier
     shown: list[Progress] = []
 
     def note(done: Perplexity | KLDivergence) -> None:
         nonlocal found
         found = done
         if not shown:
-            shown.append(Progress(console, "chunks", done.n_chunks))
+            n_before = 0 if earlier is None else earlier.n_done
+            shown.append(Progress(console, "chunks", done.n_chunks, n_before))
         told = f"perplexity {number(done.value, 4)}" if isinstance(done, Perplexity) else ""
         shown[0].show(done.n_done, told)
+        kept.save(done.as_dict)
 
+    options: Any = {"progress": note, "resume": earlier}
     with ExitStack() as stack:
         if logits is None:
             window = _window_of(name, models)
@@ -160,13 +237,14 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         ctx = open_for_chunks(name, models, window, console, stack)
         try:
             if logits is not None:
-                found = lb.eval.divergence(ctx, logits, progress=note)
+                found = lb.eval.divergence(ctx, logits, **options)
             else:
-                options: Any = {"chunks": reading.chunks, "stride": stride, "save_to": save_to}
-                found = lb.eval.perplexity(ctx, text, window, progress=note, **options)
+                options |= {"chunks": reading.chunks, "stride": stride, "save_to": save_to}
+                found = lb.eval.perplexity(ctx, text, window, **options)
         finally:
             console.progress("")
             if found is not None and found.n_done:
+                kept.save(found.as_dict, now=True)
                 _print(console, ctx, found)
 
 
@@ -232,28 +310,46 @@ def compare_models(
     names = list(dict.fromkeys(names if base is None else [base, *names]))
     if len(names) < 2:
         raise ConfigError("--against compares with another model", hint="-m names one")
+    kept = Checkpoint(reading, "quants")
     files = {name: lb.hub.parts(lb.hub.resolve(name, download=None)) for name in names}
     sizes = {name: sum(part.stat().st_size for part in parts) for name, parts in files.items()}
     if base is not None:
         names = [base, *sorted((n for n in names if n != base), key=lambda n: -sizes[n])]
         _check_vocabularies(names)
     window, chunks = _window_of(names[0], models), reading.chunks or _CHUNKS
-    rows: list[dict[str, Any]] = []
+    settings: dict[str, object] = {
+        "models": names, "file": str(reading.text_file), "chunks": chunks, "window": window,
+        "kv_type": models.kv_type or "f16",
+    }  # fmt: skip
+    if kept.data and kept.data.get("settings") != settings:
+        told = f"{kept.path} is of other models, another text or other settings"
+        raise ConfigError(told, hint="resume with the same command")
+    rows: dict[str, dict[str, Any]] = dict(kept.data.get("rows", {}))
     with tempfile.TemporaryDirectory() as folder:
         # The base's log-probabilities, which the others are compared with.
         logits = Path(folder, "logits")
+        if kept.path is not None:
+            logits = kept.path.with_name(kept.path.name + ".logits")
+            if not kept.data:
+                check_new_file(logits)
+            if base not in rows:
+                logits.unlink(missing_ok=True)
+        kept.save(lambda: {"settings": settings, "rows": rows}, now=True)
         try:
-            for name in names:
+            for name in (name for name in names if name not in rows):
                 with ExitStack() as opened:
                     ctx = open_for_chunks(name, models, window, console, opened)
                     shown = Progress(console, f"chunks, {base_name(name)}", chunks)
                     row = _row(ctx, name, text, window, chunks, base, logits, shown)
-                rows.append({**row, "size_bytes": sizes[name]})
+                rows[name] = {**row, "size_bytes": sizes[name]}
+                kept.save(lambda: {"settings": settings, "rows": rows}, now=True)
+            logits.unlink(missing_ok=True)
         finally:
             console.progress("")
-            if rows:
-                _print_rows(console, rows, with_base=base is not None)
-                console.answer({"base": base, "window": window, "models": rows})
+            done = [rows[name] for name in names if name in rows]
+            if done:
+                _print_rows(console, done, with_base=base is not None)
+                console.answer({"base": base, "window": window, "models": done})
 
 
 def _check_vocabularies(names: Sequence[str]) -> None:

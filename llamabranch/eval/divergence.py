@@ -121,7 +121,7 @@ class KLDivergence(Chunked):
         return float((np.float32(1) - part) * ordered[below] + part * above)
 
     def as_dict(self) -> dict[str, object]:
-        """Return JSON types, with every statistic."""
+        """Return JSON types, with every statistic; `from_dict` takes them."""
         found: dict[str, object] = {
             name: value._asdict() if isinstance(value, Uncertain) else value
             for name, value in self.statistics._asdict().items()
@@ -138,6 +138,7 @@ def divergence(
     path: str | os.PathLike[str],
     *,
     progress: Callable[[KLDivergence], None] | None = None,
+    resume: KLDivergence | None = None,
 ) -> KLDivergence:
     """Compare a model with saved log-probabilities: KL divergence, perplexities, agreement.
 
@@ -147,6 +148,7 @@ def divergence(
         ctx: of the model; with the base's vocabulary, and room for the file's window.
         path: a file of `perplexity` (``save_to``) or of ``llama-perplexity --kl-divergence-base``.
         progress: called after each decode with what is done so far.
+        resume: what ``progress`` got in an earlier call for the same file and model.
 
     Raises:
         ConfigError: the file cannot be read, or is of another kind or incomplete.
@@ -162,7 +164,7 @@ def divergence(
         check_room(ctx, file.window)
         flat = [token for chunk in file.chunks for token in chunk]
         ctx.model.check_tokens(flat)
-        found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
+        found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks)).resumed(resume)
 
         def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
             return compare_coded(row, *file.read(chunk, i), token)

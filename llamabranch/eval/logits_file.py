@@ -98,8 +98,10 @@ class LogitsFile:
             found = cls(path, file, window, n_vocab, [])
             size, needed = path.stat().st_size, found.size(n_chunks)
             if size < needed:
-                told = f"{path} is incomplete: {size:,} of {needed:,} bytes"
-                raise ConfigError(told, hint="write it again")
+                raise ConfigError(
+                    f"{path} is incomplete: {size:,} of {needed:,} bytes",
+                    hint="write it again, or go on with --resume",
+                )
             tokens = np.frombuffer(file.read(4 * window * n_chunks), dtype="<i4")
             found.chunks = tokens.reshape(n_chunks, window).tolist()
             stack.pop_all()
@@ -107,14 +109,32 @@ class LogitsFile:
 
     @classmethod
     def create(
-        cls, path: str | os.PathLike[str], n_vocab: int, chunks: Sequence[list[int]]
+        cls,
+        path: str | os.PathLike[str],
+        n_vocab: int,
+        chunks: Sequence[list[int]],
+        n_done: int = 0,
     ) -> Self:
-        """Open a file for writing. Raises ConfigError if it cannot be written."""
+        """Open a file for writing, or with ``n_done`` one that was begun, behind so many chunks.
+
+        Raises:
+            ConfigError: it cannot be written; or what is there does not begin in the same way.
+        """
         path, window = path_of(path), len(chunks[0])
-        file = _open(path, "wb", "write")
-        file.write(_MAGIC + struct.pack("<3i", window, n_vocab, len(chunks)))
-        file.write(np.asarray(chunks, dtype="<i4").tobytes())
-        return cls(path, file, window, n_vocab, chunks)
+        tokens = np.asarray(chunks, dtype="<i4").tobytes()
+        header = _MAGIC + struct.pack("<3i", window, n_vocab, len(chunks)) + tokens
+        with ExitStack() as stack:
+            file = stack.enter_context(_open(path, "r+b" if n_done else "wb", "write"))
+            found = cls(path, file, window, n_vocab, chunks)
+            if not n_done:
+                file.write(header)
+            elif file.read(len(header)) != header or path.stat().st_size < found._at(n_done):
+                told = f"{path} was begun with another text, window or number of chunks"
+                raise ConfigError(told, hint="begin anew")
+            else:
+                file.truncate(found._at(n_done))
+            stack.pop_all()
+        return found
 
     @property
     def first(self) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
-from ..arguments import whole
+from ..arguments import instance, whole
 from ..branch.scorer import Wanted, read
 from ..context import Context
 from ..context.context import text_context
@@ -69,6 +69,21 @@ class Chunked:
         model = f"{ctx.model.fingerprint} {ctx.kv_type}"
         return cls(window, n_chunks, text, model, method=method)
 
+    def resumed(self, earlier: Self | None) -> Self:
+        """Add the chunks that are done in ``earlier``; ConfigError if it is of something else."""
+        if earlier is None:
+            return self
+        instance("resume", earlier, type(self))
+        for name in ("method", "window", "text", "model"):
+            ours, theirs = getattr(self, name), getattr(earlier, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"what is to be resumed has another {name}: {theirs}, not {ours}",
+                    hint="resume with the same text, model and settings",
+                )
+        self.rows.extend(earlier.rows[: self.n_chunks])
+        return self
+
     @property
     def n_done(self) -> int:
         """How many chunks are done."""
@@ -80,10 +95,22 @@ class Chunked:
         return sum(map(len, self.rows))
 
     def as_dict(self) -> dict[str, object]:
-        """Return JSON types."""
+        """Return JSON types; `from_dict` takes them."""
         names = ("window", "n_chunks", "text", "model", "n_done", "n_tokens")
         found: dict[str, object] = {name: getattr(self, name) for name in names}
         return {**found, self._KEY: [rows.tolist() for rows in self.rows]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
+        """Return what ``as_dict`` was called on. Raises ConfigError if it is something else."""
+        try:
+            window, n_chunks = whole("window", data["window"]), whole("n_chunks", data["n_chunks"])
+            given = cast(Sequence[object], data[cls._KEY])
+            rows = [np.array(its, dtype=np.float64).reshape(-1, *cls._SHAPE) for its in given]
+            names = str(data["text"]), str(data["model"])
+            return cls(window, n_chunks, *names, rows, str(data.get("method", "chunked")))
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"this is no saved {cls.__name__}") from None
 
 
 Found = TypeVar("Found", bound=Chunked)
@@ -215,7 +242,7 @@ class Perplexity(Chunked):
         return [exp(float(total / n)) for total, n in zip(sums, counts, strict=True)]
 
     def as_dict(self) -> dict[str, object]:
-        """Return JSON types."""
+        """Return JSON types; `from_dict` takes them."""
         its = {"perplexity": self.value, "stderr": self.stderr, "method": self.method}
         return {**its, **super().as_dict()}
 
@@ -229,6 +256,7 @@ def perplexity(
     stride: int | None = None,
     save_to: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    resume: Perplexity | None = None,
 ) -> Perplexity:
     """Return the perplexity of a text as llama-perplexity computes it.
 
@@ -254,10 +282,13 @@ def perplexity(
             of the vocabulary and each scored token of the text: 25 MB a chunk of 512 with a vocabulary
             of 49,152.
         progress: called after each decode with what is done so far.
+        resume: what ``progress`` got in an earlier call for the same text, model and file: its chunks
+            are not computed again.
 
     Raises:
-        ConfigError: the text is too short, or a file that cannot be written. CacheFullError: the context
-            is smaller than a window. TokenizeError, DecodeError. OSError: the disk is full.
+        ConfigError: the text is too short, ``resume`` is of something else, or a file that cannot be
+            written. CacheFullError: the context is smaller than a window. TokenizeError, DecodeError.
+            OSError: the disk is full.
     """
     window = whole("window", window, 4)
     tokens = text_tokens(ctx, text, window)
@@ -271,10 +302,10 @@ def perplexity(
         starts = range(0, max(1, len(tokens) - window + stride), stride)
         parts = given = [tokens[start : start + window] for start in starts]
         firsts = [0, *[window - stride - 1] * (len(parts) - 1)]
-    found = Perplexity.begun(ctx, tokens, window, len(parts), method)
+    found = Perplexity.begun(ctx, tokens, window, len(parts), method).resumed(resume)
     if save_to is None:
         return read_chunks(ctx, found, given, firsts, _loss, progress)
-    with LogitsFile.create(save_to, ctx.n_vocab, parts) as file:
+    with LogitsFile.create(save_to, ctx.n_vocab, parts, found.n_done) as file:
 
         def write(chunk: int, i: int, token: int, row: LogitsRow) -> float:
             file.write(chunk, i, row.array)

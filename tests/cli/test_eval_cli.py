@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -55,11 +56,29 @@ def test_strided_perplexity_is_named_as_such(text: Path) -> None:
     assert result.exit_code == 2
 
 
-def test_files_of_results_are_for_tasks(text: Path, tmp_path: Path) -> None:
-    for more in (("-o", tmp_path / "kept.json"), ("--resume",)):
-        refused = run("eval", "--perplexity", text, "-c", 64, *more)
-        assert refused.exit_code == 2 and "--output is for tasks" in refused.stderr
-    assert not list(tmp_path.glob("*.json"))
+def test_results_are_kept_and_continued(text: Path, tmp_path: Path) -> None:
+    kept, logits = tmp_path / "kept.json", tmp_path / "base.logits"
+    shared = ("eval", "--perplexity", text, "-c", 64)
+    whole = answer(*shared, "--save-logits", tmp_path / "whole")
+    answer(*shared, "-o", kept, "--save-logits", logits)
+    data = json.loads(kept.read_text())
+    assert data["perplexity"] == whole["perplexity"]
+    # As if it had been interrupted after two chunks.
+    data["losses"] = data["losses"][:2]
+    kept.write_text(json.dumps(data))
+    logits.write_bytes(logits.read_bytes()[:-5000])
+    assert run(*shared, "-o", kept).exit_code == 2  # it is there already
+    again = answer(*shared, "-o", kept, "--resume", "--save-logits", logits)
+    assert again["perplexity"] == whole["perplexity"]
+    assert logits.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert run(*shared, "--resume").exit_code == 2
+    other = run("eval", "--against", logits, "-o", kept, "--resume")
+    assert other.exit_code == 2 and "kld" in other.stderr
+    compared = tmp_path / "kld.json"
+    first = answer("eval", "--against", logits, "-m", DRAFT, "-o", compared)
+    data = json.loads(compared.read_text())
+    compared.write_text(json.dumps({**data, "rows": data["rows"][:1]}))
+    assert answer("eval", "--against", logits, "-m", DRAFT, "-o", compared, "--resume") == first
 
 
 def test_eval_runs_tasks_and_continues_samples(tmp_path: Path) -> None:
@@ -109,14 +128,22 @@ def test_an_item_that_cannot_be_scored_is_named_and_the_tasks_before_it_are_show
 AGAINST = ("eval", "-m", DRAFT, "--against", TARGET, "-c", 64, "--perplexity")
 
 
-def test_quants_shows_files_side_by_side(text: Path) -> None:
+def test_quants_shows_files_side_by_side_and_continues(text: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "quants.json"
     shared = (*AGAINST, text, "--chunks", 2)
-    found = answer(*shared)
+    found = answer(*shared, "-o", kept)
     rows = found["models"]
     assert found["base"] == TARGET and [row["model"] for row in rows] == [TARGET, DRAFT]
     assert rows[0]["kl"] == 0.0 < rows[1]["kl"] and rows[1]["same_top"] < 1.0
     assert rows[0]["size_bytes"] == Path(TARGET).stat().st_size
-    assert f"{rows[1]['kl']:.5f}" in run(*shared).stdout
+    assert not list(tmp_path.glob("*.logits"))
+    shown = run(*shared).stdout
+    assert f"{rows[1]['kl']:.5f}" in shown
+    data = json.loads(kept.read_text())
+    assert set(data["rows"]) == {TARGET, DRAFT}
+    again = ("-o", kept, "--resume", "--kv-type", "f16")  # which is the default
+    assert answer(*shared, *again)["models"] == rows  # nothing is left to do
+    assert run(*shared, "--chunks", 1, "-o", kept, "--resume").exit_code == 2
 
 
 def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None:
@@ -134,12 +161,29 @@ def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None
     assert hub.made_from("smollm2-135m") is hub.made_from("tale-target") is None
 
 
-def test_a_ctrl_c_prints_what_is_done(tmp_path: Path) -> None:
-    text = tmp_path / "long.txt"
+def test_quants_that_was_interrupted_before_its_first_chunk_is_resumed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kept = tmp_path / "quants.json"
+    arguments = (*AGAINST, text, "--chunks", 1, "-o", kept)
+    with monkeypatch.context() as patched:
+        module = importlib.import_module("llamabranch.eval.divergence")
+        patched.setattr(module, "read_chunks", interrupt)
+        assert run(*arguments).exit_code == 130
+    assert (tmp_path / "quants.json.logits").exists()
+    found = answer(*arguments, "--resume")["models"]
+    assert len(found) == 2
+
+
+def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
+    text, kept = tmp_path / "long.txt", tmp_path / "kept.json"
     text.write_text(TEXT * 300)  # half a minute, of which a second is run
     command = [
         sys.executable, "-m", "llamabranch.cli", "eval", "--perplexity", str(text), "-c", "64",
-        "-S", "n_batch=64", "-m", "tale-target", "-t", "1", "--json",
+        "-S", "n_batch=64", "-m", "tale-target", "-t", "1", "-o", str(kept),
         "--save-logits", str(tmp_path / "logits"),
     ]  # fmt: skip
     with subprocess.Popen(
@@ -151,5 +195,6 @@ def test_a_ctrl_c_prints_what_is_done(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate()
     assert process.returncode == 130
-    data = json.loads(out)
+    data = json.loads(kept.read_text())
     assert 0 < data["n_done"] < data["n_chunks"]
+    assert f"{data['n_done']} of {data['n_chunks']}" in out

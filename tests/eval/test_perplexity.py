@@ -15,6 +15,7 @@ import llamabranch as lb
 from llamabranch import Branch, Context
 from llamabranch.errors import CacheFullError, ConfigError, VocabularyMismatchError
 from llamabranch.eval import (
+    KLDivergence,
     LogitsFile,
     Perplexity,
     divergence,
@@ -106,25 +107,38 @@ def test_strided_perplexity_scores_every_token_once(ctx: Context) -> None:
         assert found.method == f"strided, {stride}"
 
 
-def test_what_an_interruption_leaves_is_known_and_its_file_incomplete(
-    ctx: Context, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_is_continued(ctx: Context, tmp_path: Path) -> None:
+    whole = perplexity(ctx, TEXT, 32)
     kept: list[Perplexity] = []
 
     def stop(done: Perplexity) -> None:
-        kept[:] = [done]
+        kept[:] = [Perplexity.from_dict(done.as_dict())]
         if done.n_done == 2:
             raise KeyboardInterrupt
 
-    path = tmp_path / "k"
-    with lb.Context(ctx.model, n_ctx=64, n_seq_max=2, n_batch=64, n_threads=1) as other:
-        with pytest.raises(KeyboardInterrupt):
-            perplexity(other, TEXT, 32, progress=stop, save_to=path)
-        assert other.n_seq_free == 2
-    whole = perplexity(ctx, TEXT, 32)
-    assert kept[0].by_chunk == whole.by_chunk[:2] and whole.n_chunks > 2
-    with pytest.raises(ConfigError, match="incomplete"):
-        LogitsFile.open(path)
+    for path in (None, tmp_path / "k"):
+        kept.clear()
+        with lb.Context(ctx.model, n_ctx=64, n_seq_max=2, n_batch=64, n_threads=1) as other:
+            with pytest.raises(KeyboardInterrupt):
+                if path is None:
+                    perplexity(other, TEXT, 32, progress=stop)
+                else:
+                    perplexity(other, TEXT, 32, progress=stop, save_to=path)
+            assert 0 < kept[0].n_done < whole.n_chunks
+            assert other.n_seq_free == 2
+            if path is None:
+                again = perplexity(other, TEXT, 32, resume=kept[0])
+            else:
+                with pytest.raises(ConfigError, match="incomplete"):
+                    LogitsFile.open(path)
+                again = perplexity(other, TEXT, 32, resume=kept[0], save_to=path)
+                perplexity(other, TEXT, 32, save_to=tmp_path / "whole")
+                assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+        assert again.value == whole.value and again.stderr == whole.stderr
+    with pytest.raises(ConfigError, match="window"):
+        perplexity(ctx, TEXT, 16, resume=kept[0])
+    with pytest.raises(ConfigError, match="text"):
+        perplexity(ctx, TEXT + "x", 32, resume=kept[0])
 
 
 def test_the_file_is_laid_out_as_llama_cpp_lays_it_out(ctx: Context, tmp_path: Path) -> None:
@@ -191,6 +205,25 @@ def test_divergence_is_that_of_the_distributions(
     assert found.statistics.mean.stderr == pytest.approx(
         np.std(kls) / math.sqrt(len(kls) - 1), rel=0.05
     )
+
+
+def test_an_interrupted_comparison_is_continued(ctx: Context, tmp_path: Path) -> None:
+    path = tmp_path / "logits"
+    perplexity(ctx, TEXT, 32, save_to=path)
+    whole = divergence(ctx, path)
+    kept: list[KLDivergence] = []
+
+    def stop(done: KLDivergence) -> None:
+        kept[:] = [KLDivergence.from_dict(done.as_dict())]
+        raise KeyboardInterrupt
+
+    with lb.Context(ctx.model, n_ctx=64, n_seq_max=1, n_batch=32, n_threads=1) as other:
+        with pytest.raises(KeyboardInterrupt):
+            divergence(other, path, progress=stop)
+        assert kept[0].n_done == 1
+        again = divergence(other, path, resume=kept[0])
+    assert again.n_tokens == whole.n_tokens
+    assert again.statistics.mean.value == pytest.approx(whole.statistics.mean.value, abs=1e-6)
 
 
 def test_short_texts_and_small_contexts_are_refused(ctx: Context, tmp_path: Path) -> None:

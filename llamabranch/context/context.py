@@ -394,15 +394,21 @@ class Context:
     def sample(self, params: SamplingParams | None = None, row: int = -1) -> int:
         """Return the token drawn from a row of the last raw ``decode``; changes nothing.
 
-        The noise comes from ``params.seed`` (None counts as 0) and the position of the drawn token, so
-        calling it twice gives the same token, and a :class:`Branch` of these tokens draws it too.
+        The noise comes from ``params.seed`` and the position of the drawn token, so calling it twice
+        gives the same token, and a :class:`Branch` of these tokens draws it too.
         Penalties and DRY need a history and a grammar a state: those belong to a branch.
 
         Raises:
+            ConfigError: a temperature above 0 and no seed.
             UnsupportedError: settings that need the tokens so far.
         """
         with self._lock:
             params = settings_of(params)
+            if params.seed is None and params.temperature > 0:
+                raise ConfigError(
+                    "sampling above temperature 0 needs a seed: two calls give the same token",
+                    hint="SamplingParams(seed=1); a Branch picks one itself",
+                )
             if params.uses_history or params.logits_processor is not None:
                 raise UnsupportedError(
                     "penalties, DRY and a logits processor look at the tokens so far: use a Branch"
@@ -542,9 +548,9 @@ class Context:
                 text ``event.result``. ``event.id`` is the index of the prompt, as text.
             options: all by name:
 
-                - ``drafter``: None = what the model and the text offer, where it was measured to be
-                  faster: MTP layers, copies from the text so far, what a grammar forces.
-                  ``NullDrafter()`` = none.
+                - ``drafter``: "auto" = what the model and the text offer, where it was measured to be
+                  faster: MTP layers, copies from the text so far, what a grammar forces; None = plain
+                  decoding; or a `Drafter`.
                 - ``max_tokens``: the most tokens to generate (128); None = until the text or the cache
                   ends. ``stop``, ``stop_tokens``: strings and tokens that end the text.
                 - ``n``: texts of each prompt (1), in ``result.choices``; the result is the first.

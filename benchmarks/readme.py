@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 
 import llamabranch as lb
+from llamabranch.speculative.auto import DrafterChoice
 from llamabranch.bench import Spread
 from llamabranch.cli.demo import PERSON, SCHEMA
 
@@ -82,7 +83,7 @@ def _drafted(
     schema: Mapping[str, object] | None,
 ) -> Mapping[str, object]:
     """Compare ``complete`` with plain decoding, at temperature 0."""
-    drafters = {"auto": "auto", "plain": None}
+    drafters: dict[str, DrafterChoice] = {"auto": "auto", "plain": None}
     seconds: dict[str, list[float]] = {name: [] for name in drafters}
     decodes: dict[str, list[float]] = {name: [] for name in drafters}
     found: dict[str, lb.Result] = {}

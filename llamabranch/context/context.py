@@ -21,7 +21,6 @@ from ..sampling.params import settings_of
 from .capabilities import Capabilities
 from .cell_table import Usage
 from .compaction import rewrite_in_order
-from .draft_runner import DraftRunner
 from .logits import LogitsRow
 from .memory import END, Memory
 from .opening import open_native
@@ -128,7 +127,6 @@ class Context:
         self.params = resolved
         self._memory.compact = lambda: self.compact()  # whatever that is then
         self._runner = Runner(handle, self._memory, opened.n_trained, opened.encoder)
-        self.drafts = DraftRunner(self._runner, sorted(model.eog_tokens))
         self.sequences = SequenceIds(self._memory, self._lock, self._check_raw, lambda: self.closed)
         # Kept by packages above while it is open; not for users.
         self.residents: dict[str, _Resident] = {}

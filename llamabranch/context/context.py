@@ -84,8 +84,8 @@ class Context:
         BranchStateError: a head that shares the memory of ``target``, which is not empty.
 
     Warns:
-        ExactnessWarning: once, if of texts with a seed, or at temperature 0, more tokens are decoded
-            together than ``capabilities.exact_rows``, and logits were measured to differ then.
+        ExactnessWarning: once, if for texts under the rule "seeded" more tokens are decoded together
+            than ``capabilities.exact_rows``, and logits were measured to differ then.
         ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
             is larger and not meant for several sequences (``n_seq_max`` is not given, or 1), else when
             a sequence does. Not where rope settings are given, nor with recurrent memory.
@@ -183,7 +183,7 @@ class Context:
         warn(
             f"{n_rows} tokens are decoded together, which rounds logits otherwise than one by one: the "
             f"next token's distribution was measured to change by a total variation of {found:.2g}. So a "
-            "text with a seed, or at temperature 0, may differ from the one without drafts, or alone. If "
+            "text may differ from the one that its seed gives without drafts, or alone. If "
             "equal texts matter, take weights that are exact, such as Q8_0, or batch_invariant=True",
             ExactnessWarning,
         )
@@ -402,16 +402,16 @@ class Context:
         """
         with self._lock:
             params = settings_of(params)
-            if params.seed is None and params.temperature > 0:
-                raise ConfigError(
-                    "sampling above temperature 0 needs a seed: two calls give the same token",
-                    hint="SamplingParams(seed=1); a Branch picks one itself",
-                )
             if params.uses_history or params.logits_processor is not None:
                 raise UnsupportedError(
                     "penalties, DRY and a logits processor look at the tokens so far: use a Branch"
                 )
             found, n_rows = self._row(row), len(self._last_rows)
+            if params.seed is None and params.temperature > 0:
+                raise ConfigError(
+                    "sampling above temperature 0 needs a seed: two calls give the same token",
+                    hint="SamplingParams(seed=1); a Branch picks one itself",
+                )
             seed, position = params.seed or 0, self._last_end - (n_rows - 1 - int(row) % n_rows)
             sampler = Sampler(self.model, params)
             return sampler.distribution(found.array, position, seed).draw(seed, position)

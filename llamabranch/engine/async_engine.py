@@ -418,7 +418,7 @@ class AsyncEngine:
 
 
 def _no_drafter(plan: Completion) -> Completion:
-    if plan.drafter is not None:
+    if plan.drafter != "auto":
         raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
     return plan
 

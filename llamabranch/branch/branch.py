@@ -264,11 +264,6 @@ class Branch:
         return self.sequence.seed
 
     @property
-    def seed_given(self) -> bool:
-        """True if its seed, or the one it is derived from, was given by the user, not picked here."""
-        return self.sequence.seed_given
-
-    @property
     def is_stop(self) -> bool:
         """True if a generation ended here with an EOG token or a stop string."""
         return self.sequence.finish_reason == "stop"
@@ -654,13 +649,11 @@ class Branch:
 
     def reseed(self, seed: int | None = None) -> None:
         """Use another seed from here on; without ``seed`` a random one is picked."""
-        given = seed is not None
         seed = random_seed() if seed is None else whole("seed", seed)
         with self._lock:
             self.sequence.check_usable()
             self.sequence.drop_held()
             self.sequence.seed = seed
-            self.sequence.seed_given |= given
 
     def steer(self, bias: Mapping[int, float]) -> None:
         """Add ``bias`` to logits from here on; forks inherit it, an empty mapping removes it."""
@@ -675,7 +668,7 @@ class Branch:
             sampler = Sampler(self.ctx.model, sampling, sequence.sampler.grammar)
             sequence.use_sampler(sequence.replayed(sampler))
             if sampling.seed is not None:
-                sequence.seed, sequence.seed_given = sampling.seed, True
+                sequence.seed = sampling.seed
 
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` on, as if they had never been decoded.

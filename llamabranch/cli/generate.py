@@ -177,10 +177,7 @@ def generate(
         engine.seed = engine.seed if settings["seed"] is None else settings["seed"]
         if file is not None:
             file.open(context.model, engine.seed)
-        shown = GenerateReport(
-            engine, requests, console, file, chat=chat.is_on, is_flat=is_flat,
-            seed_given=seed is not None,
-        )  # fmt: skip
+        shown = GenerateReport(engine, requests, console, file, chat=chat.is_on, is_flat=is_flat)
         prepared = [_prepared(request, text, chat, context) for request in requests]
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
             if models.compare:

@@ -29,7 +29,6 @@ class GenerateReport:
         file: where results are appended instead, if anywhere.
         chat: prompts are questions: print them on lines of their own.
         is_flat: the JSON object is that of the only text, as ``speculate`` prints it.
-        seed_given: the texts have seeds that were given.
 
     Attributes:
         done: the texts (id, sample) that the file had before.
@@ -45,7 +44,6 @@ class GenerateReport:
         *,
         chat: bool = False,
         is_flat: bool = False,
-        seed_given: bool = False,
     ) -> None:
         self.engine, self._console, self._file = engine, console, file
         self._requests = {str(request.id): request for request in requests}
@@ -53,9 +51,8 @@ class GenerateReport:
         self.comparison: Comparison | None = None
         self._chat, self._is_flat = chat, is_flat
         self._is_plain = isinstance(engine.drafter, NullDrafter)
-        given, is_greedy = str(engine.config.rule), engine.sampling.temperature == 0
-        auto = "seeded" if is_greedy or seed_given else "block"
-        self.rule = auto if given == "auto" else given  # the acceptance rule in effect
+        is_greedy = engine.sampling.temperature == 0
+        self.rule = str(engine.config.rule)
         # Whether it promises the text of plain decoding, not only its distribution.
         self.expects_same_text = self._is_plain or self.rule == "seeded" or is_greedy
         self._results: list[Result] = []

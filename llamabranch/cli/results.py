@@ -82,6 +82,8 @@ class ResultFile:
                 continue
             given = str(job.pop("request", _OLD + digest(record.get("prompt"))))
             job.pop("prompts", None)  # of version 0.2: a digest of all lines
+            if job.get("rule") == "auto":  # up to version 0.3; the rules of one job may differ
+                job["rule"] = "seeded"
             if job not in self._jobs:
                 self._jobs.append(job)
             if record.get("error"):

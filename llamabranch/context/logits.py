@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from ..native import core
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 
-__all__ = ["LogitsRow", "TokenScore", "note_measures"]
+__all__ = ["LogitsRow", "TokenScore"]
 
 Logits = npt.NDArray[np.float32]
 
@@ -255,9 +254,3 @@ class LogitsRow:
         log_total = math.log(total) if total > 0 else math.nan
         self._logsumexp = top + log_total
         self._entropy = max(0.0, log_total - mean / total)
-
-
-def note_measures(rows: Sequence[LogitsRow], measures: Sequence[tuple[int, float, float]]) -> None:
-    """Take the measures of the first rows: (best token, log-sum-exp, entropy in nats) of each."""
-    for row, measured in zip(rows, measures, strict=False):
-        row.note(*measured)

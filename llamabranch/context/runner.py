@@ -141,9 +141,7 @@ class Runner:
                 if code:
                     break
                 clock = memory.cells.clock
-                if record() is False:
-                    self._live = [row for row in expiring if row.users > 0]
-                    return []
+                record()
                 if memory.hidden is not None:
                     memory.hidden.record(clock, n)
                 self.n_decodes += 1

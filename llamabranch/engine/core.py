@@ -14,7 +14,6 @@ from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, Llam
 from ..generation.config import SpeculativeConfig
 from ..generation.generation import Drafting
 from ..generation.loop import Step
-from ..generation.rules import choose_rule
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
@@ -35,7 +34,6 @@ class EngineSettings:
     config: SpeculativeConfig
     sampling: SamplingParams
     max_tokens: int | None
-    seed_given: bool
     wait_s: float
     parallel: int | None = None
 
@@ -356,13 +354,8 @@ class EngineCore:
     def _begin(self, job: Job) -> list[Produced]:
         """Begin a text whose prompt is read; return what it emits: one token or none."""
         settings, branch = self._settings, job.held
-        params = job.request.sampling or settings.sampling
-        rule = choose_rule(
-            settings.config.rule,
-            seed_given=settings.seed_given or params.seed is not None,
-            temperature=params.temperature,
-        )
-        drafts = self.drafting.drafts_for(branch.sequence) and job.output.finish_reason is None
+        rule = settings.config.rule
+        drafts = self.drafting.loop.drafter is not None and job.output.finish_reason is None
         like, (source, n_shared) = None, job.shared
         if (
             source is not None

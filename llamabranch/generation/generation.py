@@ -18,7 +18,6 @@ from .length.base import DraftLength, FixedLength
 from .loop import Loop, RunningText
 from .output import OutputBuffer, Produced
 from .profile import PairProfile
-from .rules import Rule, choose_rule
 from .stats import SpeculativeStats
 from .text import Text
 
@@ -32,7 +31,6 @@ class Drafting:
         ctx: the context that generates.
         drafter: proposes the drafts; None = none are drafted.
         config: how much to draft.
-        for_grammars: makes the drafter of texts that have a grammar, where no other was asked for.
         batched: whether texts share decodes, as in an engine. Then memory that cannot drop a tail is not
             drafted for, and where batches do not matter the times of plain decodes are learned, too.
 
@@ -47,7 +45,6 @@ class Drafting:
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
         *,
-        for_grammars: Callable[[], Drafter] | None = None,
         batched: bool = False,
     ) -> None:
         self.ctx = text_context("target", ctx)
@@ -60,7 +57,6 @@ class Drafting:
         self._states = DraftCache(self.drafter)
         self._lock = forkable_lock()
         memory = ctx.kv_cache
-        self._for_grammars = for_grammars if drafter is None and memory.can_draft else None
         if not isinstance(self.drafter, NullDrafter) and (memory.can_draft or not batched):
             self.use(self.drafter)
         elif batched and ctx.capabilities.batch_invariant and memory.can_pad:
@@ -73,32 +69,15 @@ class Drafting:
         self._states = DraftCache(used)
         self.loop = Loop(self.ctx, length, drafter)
 
-    def drafts_for(self, text: Text) -> bool:
-        """Return whether a text is drafted for; the first one with a grammar may make its drafter."""
-        if self._for_grammars is None:
-            return self.loop.drafter is not None
-        with self._lock:
-            if text.grammar is not None and self.loop.drafter is None:
-                self.use(self._for_grammars())
-        return text.grammar is not None
-
     @property
     def length(self) -> DraftLength:
         """The draft-length controller, which learns from all generations."""
         return self.loop.length
 
-    def rule(self, text: Text) -> Rule:
-        """Return the acceptance rule for a text, "auto" resolved."""
-        return choose_rule(
-            self.config.rule,
-            seed_given=text.seed_given or self.drafter.width > 1,
-            temperature=text.sampler.params.temperature,
-        )
-
     def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
         """Return a text to be run by itself; end that with ``close``."""
-        rule = self.rule(text)
-        state = self._states.take(text, rule) if self.drafts_for(text) else NO_STATE
+        rule = self.config.rule
+        state = NO_STATE if self.loop.drafter is None else self._states.take(text, rule)
         return RunningText(text, state, self.length.stream(), rule, stats, n_alternatives)
 
     def close(self, running: RunningText, *, keep: bool) -> None:

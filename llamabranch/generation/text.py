@@ -43,7 +43,6 @@ class Text:
         n_prompt: how many of them were prefilled, not generated.
         appended: (start, end) of each run of later tokens that was read, not generated; ascending.
         surprisals: -log p of those after the prompt, nats; NaN where it was not computed.
-        seed_given: whether the seed, or the one it is derived from, was chosen by the user.
         fork_position: how many tokens it shared with the parent when it was forked.
         finish_reason: why the last generation ended, as its output says; None before that.
         is_pruned: True once the sequence id was returned.
@@ -76,8 +75,6 @@ class Text:
         self.row: LogitsRow | None = None
         self.n_held = 0
         self.version = 0
-        given = sampler.params.seed is not None
-        self.seed_given: bool = given if parent is None else parent.seed_given
         self._seed = seed
         self._cache = ctx.kv_cache
         self._decoder = ctx.decoder

@@ -360,7 +360,7 @@ class Continuations:
             self._open(line, branch, boundary)
 
     def _open(self, line: Continuation, branch: Branch, boundary: Boundary) -> None:
-        branch.sequence.seed, branch.sequence.seed_given = line.seed, True
+        branch.sequence.seed = line.seed
         root = self._draft_root()
         line.running = self._loop.open(
             branch.sequence, _RULE, self.stats, drafts=root is not None, like=root

@@ -13,8 +13,8 @@ from llamabranch.generation.length.auto import AutoLength
 from llamabranch.generation.length.base import FixedLength, RoundReport
 from llamabranch.generation.length.curve import Curve
 from llamabranch.generation.length.known import Known
+from llamabranch.generation.length.stop_rule import StopRule
 from llamabranch.generation.loop import Loop
-from llamabranch.native.draft_loop import StopRule
 
 # Blocks of four rows, and what is left of them row by row: SmolLM2, Q4_0, two cores with AVX-512.
 STAIRS = {

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...native import forkable_lock
-from ...native.draft_loop import StopRule
 from ..config import SpeculativeConfig
 from .acceptance import Acceptance
 from .base import DraftLength, FixedLength, RoundReport
 from .curve import Curve, smooth
 from .known import Known, KnownDrafter
+from .stop_rule import StopRule
 
 __all__ = ["AutoLength", "draft_length"]
 

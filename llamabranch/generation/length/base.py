@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ...native.draft_loop import StopRule
+from .stop_rule import StopRule
 
 __all__ = ["DraftLength", "FixedLength", "RoundReport"]
 

@@ -20,9 +20,9 @@ from ...arguments import bounded, real, whole
 from ...errors import ConfigError
 from ...generation.drafter import Draft, Drafter, DraftState
 from ...generation.length.base import DraftLength
+from ...generation.length.stop_rule import StopRule
 from ...generation.text import Text
 from ...model import Model
-from ...native.draft_loop import StopRule
 from .ngram_index import Guess, Match, Segment, SharedIndex, TokenIndex, doubling
 
 __all__ = ["PromptLookupDrafter", "SuffixDrafter"]

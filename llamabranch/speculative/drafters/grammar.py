@@ -11,9 +11,9 @@ from ...context import Context
 from ...errors import ConfigError, GrammarError
 from ...generation.drafter import Draft, Drafter, DraftState, NullState
 from ...generation.length.base import DraftLength, RoundReport
+from ...generation.length.stop_rule import StopRule
 from ...generation.text import Text
 from ...model import Model
-from ...native.draft_loop import StopRule
 from ...sampling import Distribution
 from ...sampling.grammar.grammar import GrammarState
 from .copying import SuffixDrafter

@@ -16,9 +16,9 @@ from pathlib import Path
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.speculative.auto import DrafterChoice
 from llamabranch.bench import Spread
 from llamabranch.cli.demo import PERSON, SCHEMA
+from llamabranch.speculative.auto import DrafterChoice
 
 from .prompts import TASKS
 from .report import Settings, emit, number, parser, percent, pm, table, title

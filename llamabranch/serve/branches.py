@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from asyncio import to_thread
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -145,9 +145,9 @@ async def fork(call: Exchange, service: Service) -> None:
 
 
 async def _add(call: Exchange, service: Service, node: Node, top: int) -> None:
-    service.branches.check_room(1)
-    choice = await _look(service, node, top)
-    service.branches.add(node)
+    with service.branches.room_for(1) as add:
+        choice = await _look(service, node, top)
+        add(node)
     shown = await _shown(service, node)
     await call.reply({**shown, "next": node.next, **usage([choice])}, 201)
 
@@ -174,19 +174,24 @@ async def continue_(call: Exchange, service: Service) -> None:
         stop_tokens=fields.stop_token_ids or (),
         top_logprobs=top,
     )
-    service.branches.check_room(fields.n)
-    writer = _Writer(service, text, parent, sampling)
-    await answer(call, service, [request], writer, stream=fields.stream)
+    with service.branches.room_for(fields.n) as add:
+        writer = _Writer(service, text, parent, sampling, add)
+        await answer(call, service, [request], writer, stream=fields.stream)
 
 
 class _Writer(Writer):
     """Writes texts as children of a node, which they become when they have ended."""
 
     def __init__(
-        self, service: Service, fields: TextFields, parent: Node, sampling: SamplingParams
+        self,
+        service: Service,
+        fields: TextFields,
+        parent: Node,
+        sampling: SamplingParams,
+        add: Callable[[Node], None],
     ) -> None:
         super().__init__(service, fields, "br", "branch.children")
-        self._parent, self._sampling = parent, sampling
+        self._parent, self._sampling, self._add = parent, sampling, add
 
     def body(self, choices: Sequence[Choice]) -> dict[str, object]:
         """Make the children and show them."""
@@ -208,7 +213,7 @@ class _Writer(Writer):
             [*parent.tokens, *result.tokens], parent.n_read, sampling, parent.grammar, parent,
             parent.position, update.end["finish_reason"],
         )  # fmt: skip
-        self.service.branches.add(child)
+        self._add(child)
         return {**_described(self.service, child), **self.part(update, update.choice.index)}
 
     def part(self, update: Update, index: int) -> dict[str, object]:

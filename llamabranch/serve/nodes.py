@@ -8,6 +8,8 @@ deleted after a while.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from uuid import uuid4
@@ -67,7 +69,7 @@ class Branches:
     """The nodes of a server.
 
     Args:
-        most: how many there may be, but for those that requests at one time add.
+        most: how many there may be.
         ttl_s: a tree that nobody has used for as long is deleted.
     """
 
@@ -75,6 +77,7 @@ class Branches:
         self._most = most
         self._ttl_s = ttl_s
         self._nodes: dict[str, Node] = {}
+        self._n_promised = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -99,9 +102,14 @@ class Branches:
             self._remove(node)
         return list(self._nodes.values())
 
-    def check_room(self, n: int) -> None:
-        """Raise HttpError unless there may be ``n`` more."""
-        there = len(self.all())
+    @contextmanager
+    def room_for(self, n: int) -> Iterator[Callable[[Node], None]]:
+        """Yield what keeps a new node; ``n`` may be kept before the end of the block.
+
+        Raises:
+            HttpError: there are too many, those being made included.
+        """
+        there = len(self.all()) + self._n_promised
         if there + n > self._most:
             told = (
                 f"there are {there} branches, {self._most} may exist: delete some, or wait until some "
@@ -111,6 +119,19 @@ class Branches:
                 429, told, kind="branch_quota_exceeded", branches=there, max_branches=self._most,
                 ttl_s=self._ttl_s,
             )  # fmt: skip
+        left = n
+
+        def add(node: Node) -> None:
+            nonlocal left
+            left -= 1
+            self._n_promised -= 1
+            self.add(node)
+
+        self._n_promised += n
+        try:
+            yield add
+        finally:
+            self._n_promised -= left
 
     def add(self, node: Node) -> None:
         """Keep a new node; one whose parent was deleted meanwhile becomes a root."""

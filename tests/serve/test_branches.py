@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Serving, serving
+from serving import Serving, httpx, serving
 
 import llamabranch as lb
 from llamabranch.serve import nodes
@@ -215,6 +216,32 @@ def test_quota_and_time_to_live() -> None:
         assert error["type"] == "branch_quota_exceeded"
         assert (error["branches"], error["max_branches"], error["ttl_s"]) == (1, 3, 3600.0)
         api.post(f"/{root['id']}/continue", n=2, max_tokens=1)
+
+
+def test_quota_holds_for_requests_at_one_time() -> None:
+    async def all_at_once(url: str, path: str) -> list[int]:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            body = {"max_tokens": 30, "sampling": {"ignore_eos": True}}
+            asked = [client.post(path, json=body) for _ in range(6)]
+            return [answer.status_code for answer in await asyncio.gather(*asked)]
+
+    with serving(max_branches=3) as server, server.client() as client:
+        api = Api(client)
+        path = f"/v1/branches/{api.root()['id']}/continue"
+        assert sorted(asyncio.run(all_at_once(server.url, path))) == [200] * 2 + [429] * 4
+        assert len(api.get("")["data"]) == 3
+
+
+def test_room_that_was_not_used_is_given_back() -> None:
+    kept = nodes.Branches(3, 100.0)
+    for _ in range(2):
+        with kept.room_for(2) as add:
+            with pytest.raises(HttpError, match="3 may exist"), kept.room_for(2):
+                pass
+            add(nodes.Node([1], 1, lb.SamplingParams()))
+        kept.delete(kept.all()[0], subtree=False)
+    with kept.room_for(3):
+        pass
 
 
 def test_use_of_a_node_keeps_those_it_comes_from() -> None:

@@ -21,7 +21,6 @@ from ..model.tools import Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
 from ..sampling.params import check_names, settings_of
-from ..speculative import Drafter
 from ..speculative.auto import DrafterChoice, auto_drafter
 from .engine import Engine
 from .request import Event, Request, Result
@@ -297,14 +296,15 @@ def _events(engine: Engine, plan: Completion) -> Events:
 
 def _engine(ctx: Context, drafter: DrafterChoice, structured: bool) -> Engine:
     """Return the engine that stays with a context: of a given drafter, or of a kind of texts."""
-    name = "drafter" if isinstance(drafter, Drafter) else "structured" if structured else "text"
-    name = "plain" if drafter is None else name
+    name = "plain" if drafter is None else "drafter"
+    if drafter == "auto":
+        name = "structured" if structured else "text"
     with ctx.lock:
         ctx.decoder.check_open()
         engine = ctx.residents.get(name)
         if not isinstance(engine, Engine) or (name == "drafter" and drafter is not engine.drafter):
             ctx.keep_prefixes()
-            if name in ("structured", "text"):
+            if drafter == "auto":
                 drafter = auto_drafter(ctx, structured=structured)
             engine = Engine(ctx, drafter, wait_s=0.5)
             ctx.residents[name] = engine

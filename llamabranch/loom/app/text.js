@@ -1,11 +1,11 @@
 // @ts-check
 // The text of a path, token by token: blocks with measured heights, of which the visible tokens are elements; the
 // cursor; continuations that could follow.
-import { $, attribute, fill, h, label, plural, redraw, set, short, visible } from "./dom.js";
+import { $, attribute, fill, h, label, later, plural, redraw, set, short, visible, visibleTexts } from "./dom.js";
 import { SOURCES, binClass, binOf, cueOf, lens } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { FLAGS, ownerOf, pathOf, pieceText, pieces, store, texts } from "./store.js";
-import { endOf, following } from "./tree.js";
+import { FLAGS, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
+import { following, goTo } from "./tree.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
@@ -14,9 +14,6 @@ const TOKEN_HEIGHT = 4.5; // px that a token adds, about
 const AROUND = 40; // tokens that are elements above and below the visible ones
 const MARGIN = 600; // px of blocks that are text above and below the visible ones
 const SHOOTS = 6, SHOOT_TOKENS = 24;
-
-/** What the reader looks at: the cursor and the token under the mouse as positions, -1 is none. */
-export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, compare: false, limit: 320 };
 
 /** @type {Path} */ let path = pathOf(null, null);
 let pathKey = "";
@@ -41,7 +38,7 @@ export function place() {
 /** What a screen reader says of a token. @param {Path} c @param {number} i */
 function spoken(c, i) {
   const p = Math.exp(c.lp[i]);
-  const parts = [`'${visible(c.text[i])}'`];
+  const parts = [`'${c.shown[i]}'`];
   if (!Number.isNaN(p)) parts.push(`${short(100 * p)} percent`);
   if (c.rk[i]) parts.push(`rank ${c.rk[i]}`);
   if (c.src[i]) parts.push(/** @type {any} */ (SOURCES)[c.src[i]]);
@@ -53,7 +50,7 @@ function spoken(c, i) {
 function tokenElement(c, i, old, extra = "", prefix = "t") {
   const element = old ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1, "data-token": i,
     id: `${prefix}${i}` });
-  const text = visible(c.text[i]);
+  const text = c.shown[i];
   if (element.textContent !== text) element.textContent = text;
   const name = `${binClass(c, i)}${extra}${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${
     /^\n+$/.test(text) ? " line" : ""}`;
@@ -66,7 +63,7 @@ function tokenElement(c, i, old, extra = "", prefix = "t") {
 const told = (c, i) => ({ "data-lp": Number.isNaN(c.lp[i]) ? null : Number(c.lp[i].toPrecision(8)), "data-cue": cueOf(c, i) });
 
 /** A token that is not in the list. @param {import("./store.js").Tokens} c @param {number} i @param {string} text */
-export const tokenSpan = (c, i, text) => h("span", { class: binClass(c, i), ...told(c, i) }, visible(text));
+export const tokenSpan = (c, i, text) => h("span", { class: binClass(c, i), ...told(c, i) }, text);
 
 /** Rejected and never judged drafts by the position before which they stand. @param {Path} c */
 function ghostsOf(c) {
@@ -77,7 +74,7 @@ function ghostsOf(c) {
       const left = draft.slice(accepted);
       const position = at + accepted;
       if (!left.length || position < from || position >= to) continue;
-      const words = texts(left.map((/** @type {any} */ each) => each[1])).map(visible);
+      const words = visibleTexts(texts(left.map((/** @type {any} */ each) => each[1])));
       ghosts.set(position, h("span", { class: "ghost", "aria-hidden": "true" },
         rejected ? h("del", {}, words[0]) : null, h("s", {}, words.slice(rejected).join(""))));
     }
@@ -126,7 +123,7 @@ export function textView(box, source, prefix) {
    * @param {Path} c @param {any} block @param {number} y */
   function tokenAt(node, c, block, y) {
     const starts = [0];
-    for (let i = block.from; i < block.to; i++) starts.push(starts[i - block.from] + visible(c.text[i]).length);
+    for (let i = block.from; i < block.to; i++) starts.push(starts[i - block.from] + c.shown[i].length);
     let low = 0, high = block.to - block.from;
     const range = document.createRange();
     while (low < high) {
@@ -140,7 +137,7 @@ export function textView(box, source, prefix) {
   }
 
   const run = (/** @type {Path} */ c, /** @type {number} */ from, /** @type {number} */ to) =>
-    document.createTextNode(c.text.slice(from, to).map(visible).join(""));
+    document.createTextNode(c.shown.slice(from, to).join(""));
 
   /** Choose which tokens of a block are elements, by what is visible. @param {Path} c @param {any} block */
   function choose(c, block) {
@@ -245,8 +242,8 @@ export function visit(bin) {
   }
 }
 
-/** What could follow, if the path ends at a fork. @param {(id: string, end: number | null) => void} select */
-function drawShoots(select) {
+/** What could follow, if the path ends at a fork. */
+function drawShoots() {
   const box = $("shoots");
   const all = view.typingAt < 0 && !view.compare ? following(store.current, store.end) : [];
   const shown = all.slice(-SHOOTS);
@@ -255,7 +252,7 @@ function drawShoots(select) {
   shown.forEach((segment, i) => {
     if (!box.children[i]) {
       box.append(h("button", { type: "button", class: "shoot",
-        onclick: () => select(box.children[i].segment.node.id, endOf(box.children[i].segment)) }));
+        onclick: () => goTo(box.children[i].segment) }));
     }
     const button = box.children[i];
     const { tokens, at, text, n, id } = segment.first;
@@ -266,7 +263,7 @@ function drawShoots(select) {
     if (button.key === key) return;
     button.key = key;
     if (count < Math.min(SHOOT_TOKENS, n - begin) && segment.first.reason !== "running") void fetchPath(id, at, n);
-    const words = texts(tokens.pieces.slice(begin, begin + Math.max(0, count)));
+    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + Math.max(0, count))));
     const tail = segment.to - segment.from > SHOOT_TOKENS ? "…" : "";
     fill(button, words.length
       ? words.map((word, j) => tokenSpan(tokens, begin + j, j ? word : word.trimStart()))
@@ -275,19 +272,16 @@ function drawShoots(select) {
   attribute(box, "data-more", all.length > shown.length ? `${plural(all.length - shown.length, "more", "more")} in the tree` : null);
 }
 
-export function startText(/** @type {(id: string, end: number | null) => void} */ select) {
+export function startText() {
   main = textView($("text"), shownPath, "t");
   $("after").append(h("div", { id: "shoots" }));
   const box = $("text");
-  let resting = 0;
+  const resting = later(80);
   const over = (/** @type {any} */ event) => Number(event.target.closest?.("[data-token]")?.dataset.token ?? -1);
-  const rest = (/** @type {number} */ i) => {
-    clearTimeout(resting);
-    resting = window.setTimeout(() => {
-      if (i >= 0 || !$("token-pane").matches(":hover")) view.hover = i;
-      redraw(["inspect"]);
-    }, i < 0 ? 400 : 80);
-  };
+  const rest = (/** @type {number} */ i) => resting(() => {
+    if (i >= 0 || !$("token-pane").matches(":hover")) view.hover = i;
+    redraw(["inspect"]);
+  }, i < 0 ? 400 : 80);
   set(box, {
     onmouseover: (/** @type {any} */ event) => rest(over(event)), onmouseleave: () => rest(-1),
     onclick: (/** @type {any} */ event) => over(event) >= 0 && moveTo(over(event)),
@@ -301,7 +295,7 @@ export function startText(/** @type {(id: string, end: number | null) => void} *
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
-    drawShoots(select);
+    drawShoots();
     main.draw();
   };
 }

@@ -57,21 +57,6 @@ def test_function_drafts_and_the_text_stays_the_same(ctx: lb.Context) -> None:
     assert stats.num_drafts < 10
 
 
-@pytest.mark.parametrize("rule", ["seeded", "token", "block"])
-def test_useless_drafts_change_no_text(rule: str, ctx: lb.Context) -> None:
-    drafter = lb.FunctionDrafter(lambda tokens, k: [7] * (k + 5), "sevens")
-    sampling = lb.SamplingParams(temperature=0.0)
-    config = SpeculativeConfig(draft_k=3, rule=rule)
-    texts = [
-        lb.Speculator(ctx, each, config)
-        .generate(PROMPT, max_tokens=16, sampling=sampling)
-        .finish()
-        .tokens
-        for each in (None, drafter)
-    ]
-    assert texts[0] == texts[1]
-
-
 def test_function_drafter_works_with_auto_in_chains_and_in_the_engine(ctx: lb.Context) -> None:
     plain = generate(ctx, None).tokens
     repeat = lb.FunctionDrafter(lambda tokens, k: tokens[-1:] * k, "repeat")

@@ -63,6 +63,11 @@ class MethodOptions:
         "vote: what finds the answer in a text; the last match counts, and of it the first group.",
         metavar="REGEX",
     )
+    confidence: float | None = option(
+        None,
+        "vote: stop when the answer cannot change (1), or is this likely to stay (0.95).",
+        metavar="P",
+    )
     step: str = option(
         r"\n", "steps, mcts: where a step ends: at a text, or after N tokens.", metavar="TEXT|N"
     )
@@ -196,8 +201,9 @@ def _run(
         return lb.search.best_of_n(branch, n, most, reward=reward, **shared)
     if name == "vote":
         return lb.search.vote(
-            branch, partial(_answer, re.compile(method.answer)), n, most, **shared
-        )
+            branch, partial(_answer, re.compile(method.answer)), n, most,
+            confidence=method.confidence, **shared,
+        )  # fmt: skip
     if reward is None:
         raise ConfigError(f"--method {name} needs a reward")
     shared["step"] = method.boundary()

@@ -1,7 +1,7 @@
 """Search over branches: many continuations of one prompt, compared while they share its cells."""
 
 from .beam import beam_search
-from .best_of import best_of_n, vote
+from .best_of import best_of_n
 from .mcts import TreeSearch, tree_search
 from .node import SearchNode
 from .outline import TreeLine, outline, tree_picture
@@ -10,6 +10,7 @@ from .result import Hypothesis, SearchResult, SearchStats
 from .selection import Selection, select
 from .sequences import SearchObserver
 from .steps import step_search
+from .vote import vote
 
 __all__ = [
     "Hypothesis",

@@ -63,6 +63,8 @@ VOTE: dict[str, Values] = {
     "n": COUNT,
     "adaptive": FLAG,
     "agreement": (*NUMBER, *BIG, 0, -1, 1.5),
+    "confidence": (*(v for v in NUMBER if v is not None), *BIG, 0, 0.5, 1.5),
+    "width": tuple(v for v in COUNT if v is not None),
 }
 BEST: dict[str, Values] = {
     "n": COUNT, "score": (1, None, "best", [], np.array(["mean"]), b"sum"), "reward": FUNCTION,

@@ -20,7 +20,7 @@ from .bundles import option, with_bundles
 from .comparison import Comparison, compare, run
 from .console import Console
 from .drafters import has_model
-from .files import digest
+from .files import digest, load_function
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job import JobLengths
@@ -29,6 +29,7 @@ from .options import (
     DRAFTING,
     MODEL,
     OUTPUT,
+    TEXT,
     ChatOptions,
     DraftOptions,
     ManyPrompts,
@@ -91,15 +92,24 @@ class JobOptions(RayOptions):
     )
     resume: bool = option(False, "Skip the texts that are in --output already.", "--resume")
     samples: int = option(1, "Texts for each prompt, from one prefill.", "--samples", min=1)
+    constraint: str | None = option(
+        None,
+        "A Python function of the text so far that is False where no allowed text begins so.",
+        metavar="FILE.py:NAME",
+        rich_help_panel=TEXT,
+    )
     top_logprobs: int | None = option(
         None, "Give each token with its log-probability and the N most probable ones.", min=0
     )
 
-    def completed(self, request: Request, text: TextOptions, grammar: Any) -> Request:
+    def completed(
+        self, request: Request, text: TextOptions, grammar: Any, constraint: Any
+    ) -> Request:
         """Return a request with the settings of the command line that it has none of."""
         top = request.top_logprobs
         return replace(
             request,
+            constraint=constraint,
             stop=request.stop or text.stop_strings,
             grammar=request.grammar or grammar,
             n=max(request.n, self.samples),
@@ -120,6 +130,7 @@ class JobOptions(RayOptions):
             "chat": chat.is_on,
         }
         more = {"system": chat.system, "chat_template": chat.template}
+        more["constraint"] = self.constraint
         # The digests of older files have none of these.
         options |= {name: value for name, value in more.items() if value is not None}
         is_fast = models.set("load").get("batch_invariant") is False
@@ -216,7 +227,8 @@ def _requests(
         params = params.replace(seed=text.seed)  # that of the text itself, not of a job
         if not (prompts.texts or prompts.prompts or prompts.files or prompts.input_file):
             prompts = replace(prompts, texts=[DEFAULT_PROMPT])
-    found = [job.completed(each, text, grammar) for each in prompts.requests(params)]
+    constraint = None if job.constraint is None else load_function(job.constraint)
+    found = [job.completed(each, text, grammar, constraint) for each in prompts.requests(params)]
     if not found:
         raise ConfigError("there is no prompt", hint="give one, or --input")
     if models.compare and job.output_file is not None:
@@ -238,6 +250,7 @@ def _generate_on_ray(
 
     refused = {
         "--top-logprobs": job.top_logprobs is not None,
+        "--constraint": job.constraint is not None,
         "--ignore-eos": text.ignore_eos,
         "--system-prompt": chat.system is not None,
         "--compare": models.compare,

@@ -10,7 +10,13 @@ from time import perf_counter, sleep
 
 from ..branch import Produced
 from ..context import Context
-from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
+from ..errors import (
+    CacheFullError,
+    CapacityError,
+    ConstraintError,
+    DecodeInterruptedError,
+    LlamaBranchError,
+)
 from ..generation.config import SpeculativeConfig
 from ..generation.generation import Drafting
 from ..generation.loop import Step
@@ -357,8 +363,9 @@ class EngineCore:
         """Begin a text whose prompt is read; return what it emits: one token or none."""
         settings, branch = self._settings, job.held
         params = job.request.sampling or settings.sampling
+        job.constrain()
         rule = choose_rule(
-            settings.config.rule,
+            settings.config.rule if job.constraint is None else "seeded",
             seed_given=settings.seed_given or params.seed is not None,
             temperature=params.temperature,
         )
@@ -392,6 +399,8 @@ class EngineCore:
 
     def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
         """Report the result of a text, and free what it holds."""
+        if isinstance(error, ConstraintError):
+            reason, error = "constraint", None
         self._events += job.break_off()
         result = job.result(reason, error)
         self._events.append(Event(job.name, job.sample, result=result))

@@ -2,10 +2,12 @@
 
 from .beam import beam_search
 from .best_of import best_of_n
+from .constraints import Constraint, check_constraint, lines, words
 from .mcts import TreeSearch, tree_search
 from .node import SearchNode
 from .outline import TreeLine, outline, tree_picture
 from .particles import Potential, smc
+from .rejection import rejection
 from .result import Hypothesis, SearchResult, SearchStats
 from .selection import Selection, select
 from .sequences import SearchObserver
@@ -13,6 +15,7 @@ from .steps import step_search
 from .vote import vote
 
 __all__ = [
+    "Constraint",
     "Hypothesis",
     "Potential",
     "SearchNode",
@@ -24,11 +27,15 @@ __all__ = [
     "TreeSearch",
     "beam_search",
     "best_of_n",
+    "check_constraint",
+    "lines",
     "outline",
+    "rejection",
     "select",
     "smc",
     "step_search",
     "tree_picture",
     "tree_search",
     "vote",
+    "words",
 ]

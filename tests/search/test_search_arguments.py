@@ -44,6 +44,7 @@ NAME: Values = ("", "best", 1, True, None, [], ["mean"], np.array(["beam", "mean
 SHARED: dict[str, Values] = {
     "on_step": FUNCTION, "stop": STOP, "seed": SEED, "drafter": DRAFTER, "max_tokens": TOKENS,
 }  # fmt: skip
+CONSTRAINT: Values = (*FUNCTION, lb.search.Potential, "no e")
 BRANCH: Values = (None, 1, "Once", [1, 2], Branch, object())
 BIG: Values = (10**400, math.inf)
 
@@ -79,7 +80,10 @@ SMC: dict[str, Values] = {
     "particles": COUNT, "max_tokens": LIMIT,
     "potentials": (-1, None, "ab", [1], [None], search.Potential(), [search.Potential], score, {"a": 1}),
     "critic": FUNCTION, "proposal": FUNCTION, "threshold": (*NUMBER, -0.1, 1.1, *BIG),
-    "resampling": NAME, "force_end": FLAG,
+    "resampling": NAME, "force_end": FLAG, "constraint": CONSTRAINT, "max_rejects": NOT_POSITIVE,
+}  # fmt: skip
+REJECTION: dict[str, Values] = {
+    "constraint": (*CONSTRAINT, None), "n": COUNT, "max_tokens": LIMIT, "max_draws": COUNT,
 }  # fmt: skip
 EXPAND: Values = (0, -1, 2.5, True, None, "ab", [], 10**9, 2**63)
 MCTS: dict[str, Values] = {
@@ -98,6 +102,7 @@ SEARCHES: dict[str, tuple[Call, dict[str, Any], dict[str, Values]]] = {
     "vote": (search.vote, {"answer": str}, VOTE),
     "step_search": (search.step_search, {"reward": score}, STEPS),
     "smc": (search.smc, {}, SMC),
+    "rejection": (search.rejection, {"constraint": score}, REJECTION),
     "select": (search.select, {"choices": [" there"]}, SELECT),
     "tree_search": (
         search.tree_search, {"reward": score},

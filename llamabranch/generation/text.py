@@ -187,8 +187,9 @@ class Text:
     def constrain(self, state: ConstraintState | None) -> None:
         """Draw under a constraint of the text since the last token that was read; None = freely again."""
         with self.lock:
-            for token in self.tokens[self.answer_start :] if state is not None else ():
-                state = state.accept(token)
+            if state is not None:
+                for token in self.tokens[self.answer_start :]:
+                    state = state.accept(token)
             self.use_sampler(self.sampler.constrained(state))
 
     def check_usable(self) -> None:

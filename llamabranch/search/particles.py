@@ -19,7 +19,7 @@ from ..model import Model, stop_strings
 from ..sampling import Distribution, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.noise import RULE, uniform
-from .checks import MOST_TEXTS, check_start, first_seed, token_limit
+from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
 from .constraints import weighted_draw
 from .node import SearchNode
 from .resampling import SCHEMES, ancestors, effective_size, log_mean
@@ -237,7 +237,7 @@ def smc(
         if given is not None:
             function(name, given)
     flag("force_end", force_end)
-    max_rejects = whole("max_rejects", max_rejects, 1)
+    max_rejects = whole("max_rejects", max_rejects, 1, MOST_STEPS)
     asked = None if constraint is None else ConstraintCalls(constraint)
     _check_support(branch.sampling)
     stop, seed = stop_strings(stop), first_seed(branch, seed)

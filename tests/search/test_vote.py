@@ -111,9 +111,10 @@ def test_parser_that_raises_loses_no_text(ctx: Context) -> None:
 
 
 def first_letter(text: str) -> str | None:
-    """Return one of few answers, or none for some texts."""
+    """Return one of three answers, or none for some texts."""
     letters = [c for c in text.lower() if c.isalpha()]
-    return letters[0] if letters and letters[0] not in "st" else None
+    place = ord(letters[0]) % 7 if letters else 6
+    return None if place == 6 else "aaabbc"[place]
 
 
 def chance_by_enumeration(first: int, second: int, n_left: int) -> Fraction:
@@ -145,6 +146,7 @@ def test_with_many_texts_left_it_is_the_rule_of_the_paper() -> None:
         assert chance_to_stay(first, second, 20_000) == pytest.approx(beta, abs=2e-3)
 
 
+@pytest.mark.filterwarnings("ignore:no text has an answer")
 @pytest.mark.parametrize("width", [1, 3, None])
 def test_the_lossless_stop_has_the_winner_of_the_whole_vote(
     ctx: Context, width: int | None
@@ -169,10 +171,11 @@ def test_the_lossless_stop_has_the_winner_of_the_whole_vote(
             assert sum(found.votes.values()) <= n_voted <= n
             assert found.stats.tokens_decoded <= whole.stats.tokens_decoded
             stopped += n_voted < n
-        assert stopped >= 6
+        assert stopped >= 4
         assert ctx.n_seq_free == 7
 
 
+@pytest.mark.filterwarnings("ignore:no text has an answer")
 def test_the_lossless_stop_for_two_hundred_seeds(ctx: Context) -> None:
     n_heard = 0
     with Branch.start(ctx, "The", sampling=WARM) as root:
@@ -207,14 +210,16 @@ def test_a_likely_winner_does_not_depend_on_width_drafter_or_lengths(ctx: Contex
 
 def test_unanimous_texts_decide_as_soon_as_they_can(ctx: Context) -> None:
     with Branch.start(ctx, "The", sampling=WARM) as root:
-        for confidence, n_voted in ((1.0, 9), (0.95, 4), (0.9, 3)):
+        for confidence, n_voted in ((1.0, 9), (0.95, 3), (0.9, 3), (0.8, 2)):
+            assert chance_to_stay(n_voted, 0, 16 - n_voted) >= confidence
+            assert chance_to_stay(n_voted - 1, 0, 17 - n_voted) < confidence
             found = search.vote(root, lambda _: "same", 16, 6, confidence=confidence, width=1)
             reasons = Counter(h.finish_reason for h in found.hypotheses)
             assert found.votes == {"same": n_voted}
             assert reasons["decided"] == 0 and found.best.score == 1.0
         wide = search.vote(root, lambda _: "same", 16, 6, confidence=1.0, width=7)
         assert [h.finish_reason for h in wide.hypotheses].count("decided") == 5
-        assert found.tree.as_dict() and not any(node.status == "open" for node in wide.tree.walk())
+        assert not any(h.node.status == "open" for h in wide.hypotheses)
 
 
 def test_texts_without_an_answer_count_as_done(ctx: Context) -> None:
@@ -247,8 +252,9 @@ def test_wrong_limits_are_refused_before_anything_happens(
 ) -> None:
     with Branch.start(ctx, "The", sampling=WARM) as root:
         n_decodes = ctx.decoder.n_decodes
+        given: dict[str, Any] = {"answer": first_letter, "n": 4, "max_tokens": 3, **wrong}
         with pytest.raises(ConfigError):
-            search.vote(root, **{"answer": first_letter, "n": 4, "max_tokens": 3} | wrong)
+            search.vote(root, **given)
         assert ctx.decoder.n_decodes == n_decodes and ctx.n_seq_free == 7
 
 

@@ -20,7 +20,7 @@ from .bundles import option, with_bundles
 from .comparison import Comparison, compare, run
 from .console import Console
 from .drafters import has_model
-from .files import digest, load_function
+from .files import digest
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job import JobLengths
@@ -29,7 +29,6 @@ from .options import (
     DRAFTING,
     MODEL,
     OUTPUT,
-    TEXT,
     ChatOptions,
     DraftOptions,
     ManyPrompts,
@@ -92,12 +91,6 @@ class JobOptions(RayOptions):
     )
     resume: bool = option(False, "Skip the texts that are in --output already.", "--resume")
     samples: int = option(1, "Texts for each prompt, from one prefill.", "--samples", min=1)
-    constraint: str | None = option(
-        None,
-        "A Python function of the text so far that is False where no allowed text begins so.",
-        metavar="FILE.py:NAME",
-        rich_help_panel=TEXT,
-    )
     top_logprobs: int | None = option(
         None, "Give each token with its log-probability and the N most probable ones.", min=0
     )
@@ -130,7 +123,7 @@ class JobOptions(RayOptions):
             "chat": chat.is_on,
         }
         more = {"system": chat.system, "chat_template": chat.template}
-        more["constraint"] = self.constraint
+        more["constraint"] = text.constraint
         # The digests of older files have none of these.
         options |= {name: value for name, value in more.items() if value is not None}
         is_fast = models.set("load").get("batch_invariant") is False
@@ -227,7 +220,7 @@ def _requests(
         params = params.replace(seed=text.seed)  # that of the text itself, not of a job
         if not (prompts.texts or prompts.prompts or prompts.files or prompts.input_file):
             prompts = replace(prompts, texts=[DEFAULT_PROMPT])
-    constraint = None if job.constraint is None else load_function(job.constraint)
+    constraint = text.load_constraint()
     found = [job.completed(each, text, grammar, constraint) for each in prompts.requests(params)]
     if not found:
         raise ConfigError("there is no prompt", hint="give one, or --input")
@@ -250,7 +243,7 @@ def _generate_on_ray(
 
     refused = {
         "--top-logprobs": job.top_logprobs is not None,
-        "--constraint": job.constraint is not None,
+        "--constraint": text.constraint is not None,
         "--ignore-eos": text.ignore_eos,
         "--system-prompt": chat.system is not None,
         "--compare": models.compare,

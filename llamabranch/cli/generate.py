@@ -92,11 +92,14 @@ class JobOptions:
         None, "Give each token with its log-probability and the N most probable ones.", min=0
     )
 
-    def completed(self, request: Request, text: TextOptions, grammar: Any) -> Request:
+    def completed(
+        self, request: Request, text: TextOptions, grammar: Any, constraint: Any
+    ) -> Request:
         """Return a request with the settings of the command line that it has none of."""
         top = request.top_logprobs
         return replace(
             request,
+            constraint=constraint,
             stop=request.stop or text.stop_strings,
             grammar=request.grammar or grammar,
             n=max(request.n, self.samples),
@@ -117,6 +120,7 @@ class JobOptions:
             "chat": chat.is_on,
         }
         more = {"system": chat.system, "chat_template": chat.template}
+        more["constraint"] = text.constraint
         # The digests of older files have none of these.
         options |= {name: value for name, value in more.items() if value is not None}
         is_fast = models.set("load").get("batch_invariant") is False
@@ -205,7 +209,8 @@ def _requests(
         params = params.replace(seed=text.seed)  # that of the text itself, not of a job
         if not (prompts.texts or prompts.prompts or prompts.files or prompts.input_file):
             prompts = replace(prompts, texts=[DEFAULT_PROMPT])
-    found = [job.completed(each, text, grammar) for each in prompts.requests(params)]
+    constraint = text.load_constraint()
+    found = [job.completed(each, text, grammar, constraint) for each in prompts.requests(params)]
     if not found:
         raise ConfigError("there is no prompt", hint="give one, or --input")
     if models.compare and job.output_file is not None:

@@ -149,6 +149,9 @@ class GenerateReport:
                 self._print(result, request, label)
         if error is not None and not self._console.silent:
             self._console.error(f"{label}: {error.message}", error.hint)
+        if result.finish_reason == "constraint":
+            told = "the constraint allows no token there, and the text may be incomplete"
+            self._console.note(f"warning: {label}: {told}")
         if result.grammar is not None and result.finish_reason in ("length", "capacity"):
             is_short = result.finish_reason == "length"
             limit, more = ("-n", "it") if is_short else ("the context", "--ctx-size")

@@ -131,7 +131,9 @@ def search(
     pipe standard output is the text alone.
     """
     with output.console() as console, ExitStack() as stack:
-        grammar = text.parse_grammar()
+        grammar, constraint = text.parse_grammar(), text.load_constraint()
+        if constraint is not None and method.method != "smc":
+            raise ConfigError("of the searches only --method smc has a --constraint")
         method.check(text.max_tokens)
         params = method.params(text.params(models, text.seed))
         prompt = given.one()
@@ -157,7 +159,9 @@ def search(
                 return interrupts.requested
 
             try:
-                result = _run(method, branch, text, drafter if names[1] else None, on_step)
+                result = _run(
+                    method, branch, text, drafter if names[1] else None, constraint, on_step
+                )
             finally:
                 console.progress("")
         before = prompt + "\n" * chat.is_on if console.out.is_terminal else ""
@@ -180,6 +184,7 @@ def _run(
     branch: lb.Branch,
     text: TextOptions,
     drafter: lb.Drafter | None,
+    constraint: Callable[[str], bool] | None,
     on_step: Callable[[SearchStats], bool],
 ) -> SearchResult:
     n, most, name = method.n, text.max_tokens, method.method
@@ -189,7 +194,9 @@ def _run(
         return lb.search.beam_search(branch, n, limit, n=min(n, method.best), **shared)
     if name == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
-        return lb.search.smc(branch, n, limit, force_end=not text.ignore_eos, **shared)
+        return lb.search.smc(
+            branch, n, limit, constraint=constraint, force_end=not text.ignore_eos, **shared
+        )
     shared["drafter"] = drafter
     reward = None if method.reward is None else partial(_reward, method.reward)
     if name == "best-of":

@@ -174,8 +174,15 @@ class LogitsRow:
             measured: compute log-sum-exp and entropy in the same call; for a caller that needs them.
 
         Raises:
-            GrammarError, ConfigError: no token can be drawn.
+            GrammarError, ConstraintError, ConfigError: no token can be drawn.
         """
+        token = self._draw_freely(sampler, seed, position, measured)
+        if sampler.constraint is None or sampler.constraint.allows(token):
+            return token
+        return sampler.draw_allowed(self.array, position, seed)
+
+    def _draw_freely(self, sampler: Sampler, seed: int, position: int, measured: bool) -> int:
+        """Return the token that is drawn if no constraint refuses it."""
         if sampler.is_argmax:
             if measured and self._logsumexp is _UNKNOWN:
                 self._measure()

@@ -19,6 +19,7 @@ from ..errors import CacheFullError, ConfigError
 from ..model import Message, chat_messages, is_chat
 from ..model.tools import Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
+from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.params import check_names, settings_of
 from ..speculative.auto import DrafterChoice, auto_drafter
@@ -56,6 +57,7 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
     n: int
     sampling: SamplingParams | None
     grammar: Grammar | str | None
+    constraint: ConstraintLike | None
     json_schema: type[T] | str | Mapping[str, object] | None
     regex: str | None
     choices: Sequence[str] | None
@@ -176,6 +178,7 @@ def plan_texts(
         stop=options.get("stop", ()),
         stop_tokens=options.get("stop_tokens", ()),
         grammar=_grammar(options),
+        constraint=options.get("constraint"),
         n=options.get("n", 1),
         top_logprobs=top_logprobs,
         prompt_logprobs=options.get("prompt_logprobs"),

@@ -10,7 +10,13 @@ from time import perf_counter, sleep
 
 from ..branch import Produced
 from ..context import Context
-from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
+from ..errors import (
+    CacheFullError,
+    CapacityError,
+    ConstraintError,
+    DecodeInterruptedError,
+    LlamaBranchError,
+)
 from ..generation.config import SpeculativeConfig
 from ..generation.generation import Drafting
 from ..generation.loop import Step
@@ -354,7 +360,8 @@ class EngineCore:
     def _begin(self, job: Job) -> list[Produced]:
         """Begin a text whose prompt is read; return what it emits: one token or none."""
         settings, branch = self._settings, job.held
-        rule = settings.config.rule
+        job.constrain()
+        rule = settings.config.rule if job.constraint is None else "seeded"
         drafts = self.drafting.loop.drafter is not None and job.output.finish_reason is None
         like, (source, n_shared) = None, job.shared
         if (
@@ -385,6 +392,8 @@ class EngineCore:
 
     def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
         """Report the result of a text, and free what it holds."""
+        if isinstance(error, ConstraintError):
+            reason, error = "constraint", None
         self._events += job.break_off()
         result = job.result(reason, error)
         self._events.append(Event(job.name, job.sample, result=result))

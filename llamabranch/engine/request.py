@@ -20,6 +20,7 @@ from ..errors import ConfigError, LlamaBranchError, ParseError
 from ..model import Message, chat_messages, is_chat, token_list
 from ..model.tools import ToolCall, Tools
 from ..sampling import SamplingParams
+from ..sampling.constraint import ConstraintCalls, ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.params import settings_of
 from ..speculative import RoundTrace, SpeculativeStats
@@ -53,9 +54,10 @@ class Request:
         on_round: called after each round with a draft, in the engine's thread: what was drafted, accepted
             and rejected.
         min_tokens: the text has at least this many tokens: until then EOG tokens and ``stop_tokens`` are
-            not drawn, and stop strings not looked for. Not with a grammar, which decides itself where a
-            text may end, nor with ``continues``.
+            not drawn, and stop strings not looked for. Not with a grammar or a constraint, which decide
+            themselves where a text may end, nor with ``continues``.
         grammar: the grammar that the text must follow.
+        constraint: which texts are allowed, as for ``Branch.generate``; beside a grammar, too.
         n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
             from the first's.
         priority: a request with a smaller number is admitted earlier, and preempted later.
@@ -92,6 +94,7 @@ class Request:
     stop_tokens: Sequence[int] = ()
     min_tokens: int = 0
     on_round: Callable[[RoundTrace], None] | None = field(default=None, compare=False, repr=False)
+    constraint: ConstraintLike | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
@@ -114,6 +117,8 @@ class Request:
             instance("id", self.id, str)
         if self.on_round is not None:
             function("on_round", self.on_round)
+        if self.constraint is not None:
+            ConstraintCalls(self.constraint)
         if not isinstance(self.parse_special, (bool, np.bool_)):
             raise ConfigError(f"parse_special must be True or False, not {self.parse_special!r}")
         object.__setattr__(self, "priority", whole("priority", self.priority))
@@ -131,9 +136,10 @@ class Request:
                 f"continues={self.continues} needs a prompt of more token ids than that",
                 hint="give the prompt and what was generated as one list of token ids",
             )
-        if self.min_tokens and (self.grammar is not None or self.continues):
+        is_free = self.grammar is None and self.constraint is None
+        if self.min_tokens and (self.continues or not is_free):
             raise ConfigError(
-                "min_tokens cannot be combined with a grammar or with continues",
+                "min_tokens cannot be combined with a grammar, a constraint or continues",
                 hint="let the grammar itself ask for a longer text (minLength, minItems)",
             )
 
@@ -142,10 +148,10 @@ class Request:
 class Result(Generic[T]):
     """One generated text of a request, and how it ended.
 
-    ``finish_reason`` is "stop", "length", "capacity" (the cache cannot hold it), "cancelled" or "error".
-    In the last three cases ``text`` and ``tokens`` hold what was generated until then, and ``error``
-    holds the exception, if there was one. ``text`` ends before a stop string; ``tokens`` include those
-    that completed it, but no EOG token.
+    ``finish_reason`` is "stop", "length", "constraint" (it allows no token), "capacity" (the cache cannot
+    hold it), "cancelled" or "error". In the last three cases ``text`` and ``tokens`` hold what was
+    generated until then, and ``error`` holds the exception, if there was one. ``text`` ends before a stop
+    string; ``tokens`` include those that completed it, but no EOG token.
 
     Attributes:
         emitted: the tokens with all that is known of each.

@@ -9,8 +9,9 @@ from time import perf_counter
 
 from ..context import Context
 from ..context.context import text_context
-from ..errors import CapacityError, ClosedError, LlamaBranchError
+from ..errors import CapacityError, ClosedError, ConstraintError, LlamaBranchError
 from ..native import forkable_lock
+from ..sampling.constraint import ConstraintState
 from .config import SpeculativeConfig, checked_config
 from .draft_cache import DraftCache
 from .drafter import NO_STATE, Drafter, NullDrafter, checked_drafter
@@ -76,7 +77,7 @@ class Drafting:
 
     def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
         """Return a text to be run by itself; end that with ``close``."""
-        rule = self.config.rule
+        rule = self.config.rule if text.sampler.constraint is None else "seeded"
         state = NO_STATE if self.loop.drafter is None else self._states.take(text, rule)
         return RunningText(text, state, self.length.stream(), rule, stats, n_alternatives)
 
@@ -153,6 +154,7 @@ class Generation:
         output: OutputBuffer,
         n_alternatives: int = 0,
         *,
+        constraint: ConstraintState | None = None,
         owner: object = None,
         release: Callable[[], None] | None = None,
     ) -> None:
@@ -163,6 +165,7 @@ class Generation:
             text: has read its prompt.
             output: what limits it.
             n_alternatives: how many of the most probable tokens are reported with each token.
+            constraint: of the text since the last token that was read.
             owner: what holds the text's sequence, and is kept alive meanwhile.
             release: called at the end to free a text that nobody else goes on with.
         """
@@ -171,7 +174,9 @@ class Generation:
         self.stats = SpeculativeStats()
         self._output = output
         # The loop holds no reference to this object, so a generation that is dropped ends at once.
-        self._events = _run(drafting, text, output, n_alternatives, self.stats, owner, release)
+        self._events = _run(
+            drafting, text, output, n_alternatives, constraint, self.stats, owner, release
+        )
 
     @property
     def text(self) -> str:
@@ -188,7 +193,9 @@ class Generation:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop" (EOG token or stop string), "length", "capacity", or None while it runs."""
+        """ "stop" (EOG token or stop string), "length", "capacity", "constraint" (it allows no token), or
+        None while it runs.
+        """
         return self._output.finish_reason
 
     @property
@@ -233,6 +240,7 @@ def _run(
     text: Text,
     output: OutputBuffer,
     n_alternatives: int,
+    constraint: ConstraintState | None,
     stats: SpeculativeStats,
     owner: object,
     release: Callable[[], None] | None,
@@ -242,12 +250,16 @@ def _run(
         is_consumed = True
         text.finish_reason = output.finish_reason
         try:
+            if constraint is not None:
+                text.constrain(constraint)
             running = drafting.open(text, stats, n_alternatives)
             run = drafting.loop.round
             base, is_changed = text.position, False  # where the output begins
             queue: list[Produced] = []
             try:
                 while output.finish_reason is None:
+                    if is_changed and constraint is not None:
+                        text.constrain(constraint)
                     if is_changed and not running.follows():
                         drafting.close(running, keep=False)
                         running = drafting.open(text, stats, n_alternatives)
@@ -278,16 +290,24 @@ def _run(
                 finally:
                     drafting.close(running, keep=release is None and not is_changed)
         except LlamaBranchError as error:
-            held = output.break_off("capacity" if isinstance(error, CapacityError) else None)
+            is_dead_end = isinstance(error, ConstraintError)
+            reason = "capacity" if isinstance(error, CapacityError) else None
+            held = output.break_off("constraint" if is_dead_end else reason)
+            text.finish_reason = output.finish_reason if is_dead_end else text.finish_reason
             if held is not None and is_consumed:  # a generator that is being closed may not yield
                 output.elapsed_s += perf_counter() - start
                 try:
                     yield held
                 finally:
                     start = perf_counter()
-            raise
+            if not is_dead_end:
+                raise
         finally:
             output.break_off()
+            if constraint is not None:
+                stats.count_constraint(constraint.calls)
+                with suppress(ClosedError):
+                    text.constrain(None)
             stats.num_emitted_tokens = len(output.tokens)
             drafting.add_stats(stats)
             if release is not None and not text.ctx.closed:

@@ -22,6 +22,7 @@ from ..context.runner import Batch, decode_run
 from ..errors import BranchStateError, CapacityError, ConfigError
 from ..model.text import decode_utf8
 from ..sampling import Grammar, Sampler, SamplingParams
+from ..sampling.constraint import ConstraintState
 from .output import Produced
 
 __all__ = ["Text"]
@@ -179,6 +180,14 @@ class Text:
         self.sampler = sampler
         self._produced = None
         self.version += 1
+
+    def constrain(self, state: ConstraintState | None) -> None:
+        """Draw under a constraint of the text since the last token that was read; None = freely again."""
+        with self.lock:
+            if state is not None:
+                for token in self.tokens[self.answer_start :]:
+                    state = state.accept(token)
+            self.use_sampler(self.sampler.constrained(state))
 
     def check_usable(self) -> None:
         """Raise BranchStateError if it is pruned, ClosedError if the context is closed."""

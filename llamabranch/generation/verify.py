@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from ..context.logits import LogitsRow
-from ..errors import ConfigError, GrammarError
+from ..errors import ConfigError, ConstraintError, GrammarError
 from ..sampling import Distribution, Sampler
 from .drafter import Draft
 from .output import Produced
@@ -86,7 +86,7 @@ def verify(text: Text, draft: Draft, rule: Rule, rows: Sequence[LogitsRow]) -> V
         rows: the logits after the text, and after each drafted token.
 
     Raises:
-        GrammarError, ConfigError: the target can draw nothing right after the text.
+        GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
     """
     targets = _Targets(text, draft, rows)
     is_eog = text.ctx.model.is_eog
@@ -163,7 +163,7 @@ class _Targets:
             return nothing(self._tokens[i])
         try:
             return found(i)
-        except (ConfigError, GrammarError) as error:
+        except (ConfigError, ConstraintError, GrammarError) as error:
             raise _DeadEnd(i) from error
 
     def _distribution(self, i: int) -> Distribution:

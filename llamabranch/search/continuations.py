@@ -27,7 +27,7 @@ from .node import SearchNode
 from .result import Hypothesis
 from .sequences import SearchSequences
 
-__all__ = ["Boundary", "Continuation", "Continuations", "slot_seed"]
+__all__ = ["Boundary", "Continuation", "Continuations", "numbered", "slot_seed"]
 
 _RULE = "seeded"
 
@@ -141,6 +141,17 @@ class Continuation:
         return Hypothesis(
             list(self.output.tokens), self.output.text, self.node.logprob, score, reason, self.node
         )
+
+
+def numbered(
+    node: SearchNode,
+    numbers: Sequence[int],
+    max_tokens: int | None,
+    stop: Sequence[str],
+    seed: int,
+) -> list[Continuation]:
+    """Return continuations of ``node``, one for each number, which decides its draws."""
+    return [Continuation(node, slot_seed(seed, i), max_tokens, stop) for i in numbers]
 
 
 class Continuations:

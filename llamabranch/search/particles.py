@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,8 +17,10 @@ from ..errors import ConfigError, DecodeInterruptedError, GrammarError
 from ..generation.text import Text
 from ..model import Model, stop_strings
 from ..sampling import Distribution, SamplingParams
+from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.noise import RULE, uniform
-from .checks import MOST_TEXTS, check_start, first_seed, token_limit
+from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
+from .constraints import weighted_draw
 from .node import SearchNode
 from .resampling import SCHEMES, ancestors, effective_size, log_mean
 from .result import SearchResult
@@ -68,6 +70,9 @@ class Draws(Protocol):
     def token(self, source: Distribution | Following, step: int, slot: int) -> int:
         """Return the token drawn from ``source`` for a slot."""
 
+    def order(self, source: Distribution, step: int, slot: int) -> Iterator[int]:
+        """Yield the places of all tokens of ``source``, as drawn for a slot without replacement."""
+
     def uniform(self, step: int, index: int) -> float:
         """Return the ``index``-th uniform number of the resampling in ``step``."""
 
@@ -83,6 +88,10 @@ class SeededDraws:
     def token(self, source: Distribution | Following, step: int, slot: int) -> int:
         """Return the token drawn from ``source`` for a slot."""
         return source.draw(self._seed, self._position + step * self._n + slot)
+
+    def order(self, source: Distribution, step: int, slot: int) -> Iterator[int]:
+        """Yield the places of all tokens of ``source``, as drawn for a slot without replacement."""
+        return source.order(self._seed, self._position + step * self._n + slot)
 
     def uniform(self, step: int, index: int) -> float:
         """Return a uniform number for the resampling."""
@@ -151,6 +160,7 @@ class _Particle(NamedTuple):
     log_prefix: float
     twist: float = 0.0
     reason: str | None = None
+    state: ConstraintState | None = None
 
 
 def smc(
@@ -161,6 +171,8 @@ def smc(
     potentials: Sequence[Potential] = (),
     critic: Callable[[str], float] | None = None,
     proposal: Proposal | None = None,
+    constraint: ConstraintLike | None = None,
+    max_rejects: int = 64,
     threshold: float = 0.5,
     resampling: str = "systematic",
     force_end: bool = True,
@@ -191,6 +203,10 @@ def smc(
         critic: the log-weight, nats, of an unfinished text that guides the resampling only. It is undone
             in the next step, so it changes no expectation.
         proposal: chooses what tokens are drawn from; None = the target's own next-token distribution.
+        constraint: which texts belong to the target, as for ``Branch.generate``: texts of probability
+            above 0 are those that it and the grammar allow. Tokens that it refuses are drawn again, and
+            the weights stay exact, whatever it costs: see `weighted_draw`.
+        max_rejects: the most tokens that are tried for one draw; more only lower the variance.
         threshold: resample if the effective number of particles is below this share of N; 0 = never,
             1 = as soon as weights differ.
         resampling: "systematic", "stratified", "multinomial" or "residual".
@@ -221,6 +237,8 @@ def smc(
         if given is not None:
             function(name, given)
     flag("force_end", force_end)
+    max_rejects = whole("max_rejects", max_rejects, 1, MOST_STEPS)
+    asked = None if constraint is None else ConstraintCalls(constraint)
     _check_support(branch.sampling)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
     with SearchSequences(branch, on_step) as sequences:
@@ -229,7 +247,17 @@ def smc(
             n,
             max_tokens,
             SeededDraws(seed, branch.position, n),
-            Filter(potentials, critic, proposal, threshold, resampling, force_end, stop),
+            Filter(
+                potentials,
+                critic,
+                proposal,
+                threshold,
+                resampling,
+                force_end,
+                stop,
+                asked,
+                max_rejects,
+            ),
         )
 
 
@@ -277,6 +305,8 @@ class Filter:
     resampling: str = "systematic"
     force_end: bool = True
     stop: Sequence[str] = ()
+    constraint: ConstraintCalls | None = None
+    max_rejects: int = 64
 
 
 def run_particles(
@@ -290,8 +320,10 @@ def run_particles(
         raise ConfigError("the root has no sequence")
     with sequences.ctx.lock:
         following = {sequences.root: Following(first)}
-    start = weigh.prefix("")
-    group = [_Particle(sequences.root, "", start, start)] * n
+    start, state = weigh.prefix(""), None
+    if options.constraint is not None:
+        state = ConstraintState(options.constraint, sequences.ctx.model, stop)
+    group = [_Particle(sequences.root, "", start, start, state=state)] * n
     sizes: list[float] = []
     if sequences.observer is not None:
         sequences.observer.effective_sizes = sizes
@@ -308,11 +340,14 @@ def run_particles(
                     source: Distribution | Following = after
                     if proposal is not None:
                         source = _proposed(proposal, particle.text, after.target)
-                    token = draws.token(source, step, slot)
                     is_cut = step + 1 == max_tokens and not options.force_end
-                    particle = _moved(
-                        sequences, weigh, particle, after, source, token, is_cut, stop
-                    )
+                    token, drawn = _drawn(particle, source, step, slot, draws, options, is_cut)
+                    if token is None:
+                        particle = particle._replace(log_weight=-math.inf, twist=0.0, reason="stop")
+                    else:
+                        particle = _moved(
+                            sequences, weigh, drawn, after, source, token, is_cut, stop
+                        )
             moved.append(particle)
         group, size = _resample(moved, step, draws, options.threshold, options.resampling)
         sizes.append(size)
@@ -326,6 +361,8 @@ def run_particles(
             sequences.was_cancelled(error)
             break
         following = dict(zip(nodes, rows, strict=True))
+    if options.constraint is not None:
+        sequences.stats.count_constraint(options.constraint)
     return _result(sequences, group, sizes, stop)
 
 
@@ -359,6 +396,8 @@ class _Weigh:
         weight = particle.log_weight - particle.twist
         weight += self.complete(particle.text) - particle.log_prefix
         weight += after.log_end(self.model.eog_tokens)
+        if weight > -math.inf and particle.state is not None and not particle.state.may_end():
+            weight = -math.inf
         return particle._replace(log_weight=weight, twist=0.0, reason="length")
 
     @staticmethod
@@ -389,6 +428,35 @@ def _proposed(proposal: Proposal, text: str, target: Distribution) -> Distributi
     return source
 
 
+def _drawn(
+    particle: _Particle,
+    source: Distribution | Following,
+    step: int,
+    slot: int,
+    draws: Draws,
+    options: Filter,
+    is_cut: bool,
+) -> tuple[int | None, _Particle]:
+    """Return the next token, None if the constraint allows none, and the particle before it, weighted.
+
+    ``is_cut``: see ``_moved``.
+    """
+    state = particle.state
+    if state is None:
+        return draws.token(source, step, slot), particle
+    target = source if isinstance(source, Distribution) else source.target
+    order = draws.order(target, step, slot)
+
+    def allows(token: int) -> bool:
+        return state.after(token, is_last=is_cut) is not None
+
+    token, log_weight = weighted_draw(target, order, allows, options.max_rejects)
+    if token is None:
+        return None, particle
+    after = state.after(token, is_last=is_cut)
+    return token, particle._replace(log_weight=particle.log_weight + log_weight, state=after)
+
+
 def _moved(
     sequences: SearchSequences,
     weigh: _Weigh,
@@ -406,10 +474,7 @@ def _moved(
     weight = particle.log_weight - particle.twist + after.log_mass
     if isinstance(source, Distribution) and source is not after.target:
         weight += after.target.logprob(token) - source.logprob(token)
-    key = (token,)
-    node = next((child for child in particle.node.children if child.tokens == key), None)
-    if node is None:
-        node = sequences.child(particle.node, key, [after.logprob(token)])
+    node = sequences.follow(particle.node, token, after.logprob(token))
     text = particle.text + node.text
     reason = None
     if weigh.model.is_eog(token) or completes_stop(node, stop):
@@ -425,7 +490,7 @@ def _moved(
         log_prefix = weigh.complete(ended_text)
     weight += log_prefix - particle.log_prefix
     twist = weigh.twist(text) if reason is None and weight > -math.inf else 0.0
-    return _Particle(node, text, weight + twist, log_prefix, twist, reason)
+    return _Particle(node, text, weight + twist, log_prefix, twist, reason, particle.state)
 
 
 def _resample(

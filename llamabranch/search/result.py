@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from ..errors import UsageError
+from ..sampling.constraint import ConstraintCalls
 from .node import SearchNode
 
 __all__ = ["Hypothesis", "SearchResult", "SearchStats"]
@@ -23,7 +24,8 @@ class Hypothesis:
             the EOG token that ended the text included.
         score: what the hypotheses are ordered by.
         finish_reason: "stop" (EOG token or stop string), "length", "capacity" (no room in the cache),
-            "rejected" (dropped while others were better) or "cancelled".
+            "rejected" (dropped while others were better), "decided" (a vote was, before it ended) or
+            "cancelled".
         node: where it ends in the tree.
     """
 
@@ -58,6 +60,8 @@ class SearchStats:
         peak_sequences: the most sequences held at a time, that of the given branch not counted.
         steps: rounds of the search: tokens of a beam, steps of a step search, ...
         elapsed_s: seconds.
+        constraint_calls, constraint_rejections, constraint_s: of ``smc`` and ``rejection``: calls of the
+            constraint, tokens that it has refused, and the seconds of its calls.
     """
 
     decodes: int = 0
@@ -67,6 +71,14 @@ class SearchStats:
     peak_sequences: int = 0
     steps: int = 0
     elapsed_s: float = 0.0
+    constraint_calls: int = 0
+    constraint_rejections: int = 0
+    constraint_s: float = 0.0
+
+    def count_constraint(self, calls: ConstraintCalls) -> None:
+        """Take the counts of a constraint."""
+        self.constraint_calls, self.constraint_rejections = calls.calls, calls.rejections
+        self.constraint_s = calls.seconds
 
     def as_dict(self) -> dict[str, object]:
         """Return all counts and the time."""
@@ -84,6 +96,7 @@ class SearchResult:
         log_evidence: of ``smc``: the logarithm of the estimated normalising constant; None elsewhere.
         effective_sizes: of ``smc``: 1 / sum(w^2) over the particles' shares w of all weight, after each
             step and before resampling: N if all weigh the same, 1 if one has it all, 0 if none has any.
+        valid_mass: of ``rejection``: bounds of the probability that a text is valid; None elsewhere.
         votes: of ``vote``: the number of texts for each answer, as it was returned, most first; empty
             elsewhere.
         answer_forms: of ``vote``: for each answer the texts in which it was given, and how often.
@@ -94,6 +107,7 @@ class SearchResult:
     tree: SearchNode = field(repr=False)
     log_evidence: float | None = None
     effective_sizes: tuple[float, ...] = ()
+    valid_mass: tuple[float, float] | None = None
     votes: Mapping[str | float, int] = field(default_factory=dict)
     answer_forms: Mapping[str | float, Mapping[str, int]] = field(default_factory=dict)
 
@@ -135,6 +149,8 @@ class SearchResult:
         if self.log_evidence is not None:
             record["log_evidence"] = self.log_evidence
             record["effective_sizes"] = list(self.effective_sizes)
+        if self.valid_mass is not None:
+            record["valid_mass"] = list(self.valid_mass)
         if self.votes:
             record["votes"] = {str(name): n for name, n in self.votes.items()}
             record["answer_forms"] = {str(name): dict(f) for name, f in self.answer_forms.items()}

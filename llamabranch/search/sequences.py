@@ -121,6 +121,12 @@ class SearchSequences:
         kept = tuple(pieces) if len(pieces) > 1 else ()
         return SearchNode(parent, tuple(tokens), logprob, text, pending, kept)
 
+    def follow(self, parent: SearchNode, token: int, logprob: float) -> SearchNode:
+        """Return the node that continues ``parent`` by ``token``, a new one if there is none."""
+        key = (token,)
+        node = next((child for child in parent.children if child.tokens == key), None)
+        return self.child(parent, key, [logprob]) if node is None else node
+
     def end_step(self) -> bool:
         """Count a step and report it; return whether the search should end."""
         self.stats.steps += 1

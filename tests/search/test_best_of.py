@@ -1,9 +1,8 @@
-"""best_of_n and vote: the texts of their seeds, whatever the room, the drafter and the waves."""
+"""best_of_n: the texts of their seeds, whatever the room, the drafter and the waves."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from failing import check_every_failure
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SuffixDrafter, search
-from llamabranch.errors import ConfigError, DecodeInterruptedError, LlamaBranchWarning
+from llamabranch.errors import ConfigError, DecodeInterruptedError
 from llamabranch.sampling.noise import derive_seed
 from llamabranch.speculative import PromptLookupDrafter
 
@@ -195,96 +194,6 @@ def test_what_a_reward_raises_comes_through_and_nothing_is_left(ctx: Context) ->
             assert ctx.n_seq_free == 7
 
 
-# -- votes -------------------------------------------------------------------------------------------
-
-
-def first_word(text: str) -> str | None:
-    words = text.split()
-    return words[0] if words and words[0].isalpha() else None
-
-
-def test_the_most_frequent_answer_wins(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-        found = search.vote(root, first_word, 12, 6)
-        texts = [h.text for h in search.best_of_n(root, 12, 6).hypotheses]
-        votes = Counter(word for word in map(first_word, texts) if word is not None)
-        assert dict(found.votes) == dict(votes)
-        assert list(found.votes.values()) == sorted(votes.values(), reverse=True)
-        winner = next(iter(found.votes))
-        assert first_word(found.text) == winner
-        assert found.best.score == votes[winner] / 12
-        assert [h.score for h in found.hypotheses] == sorted(
-            (h.score for h in found.hypotheses), reverse=True
-        )
-
-
-def test_equal_numbers_are_one_answer(ctx: Context) -> None:
-    given: list[Any] = ["1", "1.00", "1,000", "1e3", "one", "1.00", None, " 1", 1000.0, "1,00"]
-    with Branch.start(ctx, STORY, sampling=WARM) as root:
-        answers = iter(given)
-        found = search.vote(root, lambda _: next(answers), len(given), 2)
-    assert found.votes == {"1.00": 4, "1e3": 3, "one": 1, "1,00": 1}
-    assert found.answer == "1.00"
-    assert found.answer_forms["1.00"] == {"1": 1, "1.00": 2, " 1": 1}
-    assert found.answer_forms["1e3"] == {"1,000": 1, "1e3": 1, "1000.0": 1}
-    assert found.best.score == 4 / len(given)
-    assert found.as_dict()["answer_forms"] == found.answer_forms
-
-
-def test_adaptive_votes_stop_at_agreement(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-        agreed = search.vote(root, lambda text: "same", 16, 4, adaptive=True)
-        assert len(agreed.hypotheses) == 2
-        split = search.vote(root, lambda text: text, 16, 12, adaptive=True)
-        assert len(split.hypotheses) == 16
-        whole = search.vote(root, lambda text: text, 16, 12)
-        assert sorted(h.tokens for h in split.hypotheses) == sorted(
-            h.tokens for h in whole.hypotheses
-        )
-
-
-def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0) as root:
-        winners = set()
-        for seed in range(12):
-            asked = ["b", "a"]
-            found = search.vote(root, lambda _: asked.pop(), 2, 1, seed=seed)  # noqa: B023
-            winners.add(next(iter(found.votes)))
-        assert winners == {"a", "b"}
-
-
-def test_texts_without_an_answer_do_not_vote(ctx: Context) -> None:
-    with (
-        Branch.start(ctx, "The", temperature=1.0, seed=2) as root,
-        pytest.warns(LlamaBranchWarning, match="no text has an answer"),
-    ):
-        found = search.vote(root, lambda text: None, 3, 3)
-    assert not found.votes and found.answer is None
-    assert [h.score for h in found.hypotheses] == [0.0] * 3
-
-
-def test_answers_are_what_the_parser_returned(ctx: Context) -> None:
-    for given in ([4, 4, 5], [True, True, False], [2.5, 2.5, 1.0]):
-        with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-            answers: Iterator[Any] = iter(given)
-            found = search.vote(root, lambda _: next(answers), 3, 3)  # noqa: B023
-        assert found.answer is given[0] and type(found.answer) is type(given[0])
-        assert found.votes == {given[0]: 2, given[2]: 1}
-        assert found.as_dict()["votes"] == {str(given[0]): 2, str(given[2]): 1}
-
-
-def test_parser_that_raises_loses_no_text(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-        steps = iter([1, 0, 2, 0, 1])
-        with pytest.warns(LlamaBranchWarning, match="2 of 5 texts, .*ZeroDivisionError") as told:
-            found = search.vote(root, lambda _: 10 // next(steps), 5, 4)
-        assert len(told) == 1
-        assert [h.score for h in found.hypotheses] == [0.4, 0.4, 0.2, 0.0, 0.0]
-        whole = search.vote(root, lambda _: 1, 5, 4)
-    assert found.answer == 10 and found.votes == {10: 2, 5: 1}
-    assert sorted(h.text for h in found.hypotheses) == sorted(h.text for h in whole.hypotheses)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -303,9 +212,4 @@ def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> Non
     with Branch.start(ctx, STORY) as root:
         with pytest.raises(ConfigError):
             search.best_of_n(root, **wrong)
-        for other in ({"agreement": 0.0}, {"agreement": 1.1}, {"n": 0}):
-            with pytest.raises(ConfigError):
-                search.vote(root, first_word, **other)
-        with pytest.raises(ConfigError):
-            search.vote(root, "word")  # type: ignore[arg-type]
         assert ctx.n_seq_free == 7

@@ -12,7 +12,7 @@ from .catalogue import (
     find_entry,
     made_from,
 )
-from .resolve import fetch, is_offline, resolve
+from .resolve import fetch, resolve
 from .spec import HubSpec
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "fetch",
     "find_entry",
     "hub_cache",
-    "is_offline",
     "local_models",
     "made_from",
     "parts",

@@ -74,11 +74,6 @@ class CatalogueEntry:
         number, unit = self.size.split()
         return round(float(number) * {"MB": 1e6, "GB": 1e9}[unit])
 
-    @property
-    def download_command(self) -> str | None:
-        """Return the command that downloads the file, or None for a bundled one."""
-        return None if self.bundled else f"hf download {self.repository} {self.file}"
-
 
 def draft_for(name: str) -> str | None:
     """Return the draft model listed for a target in ``models.txt``, else its head, or None.

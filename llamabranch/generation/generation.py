@@ -14,11 +14,10 @@ from ..native import forkable_lock
 from ..pictures import tokens_picture
 from .config import SpeculativeConfig, checked_config
 from .draft_cache import DraftCache
-from .drafter import NO_STATE, Drafter, NullDrafter, checked_drafter
-from .length.base import DraftLength, FixedLength
+from .drafter import NO_STATE, Drafter, DraftLength, NullDrafter, checked_drafter
+from .length import FixedLength, draft_length
 from .loop import Loop, RunningText
 from .output import OutputBuffer, Produced
-from .profile import PairProfile
 from .rules import Rule, choose_rule
 from .stats import SpeculativeStats
 from .text import Text
@@ -35,7 +34,7 @@ class Drafting:
         config: how much to draft.
         for_grammars: makes the drafter of texts that have a grammar, where no other was asked for.
         batched: whether texts share decodes, as in an engine. Then memory that cannot drop a tail is not
-            drafted for, and where batches do not matter the times of plain decodes are learned, too.
+            drafted for.
 
     Attributes:
         loop: runs the texts.
@@ -56,23 +55,17 @@ class Drafting:
         self.config = checked_config(config)
         self.stats = SpeculativeStats()
         self.loop = Loop(ctx, FixedLength(0))  # without a drafter nothing is drafted
-        self._batched = batched
-        self._profile: PairProfile | None = None
         self._states = DraftCache(self.drafter)
         self._lock = forkable_lock()
         memory = ctx.kv_cache
         self._for_grammars = for_grammars if drafter is None and memory.can_draft else None
         if not isinstance(self.drafter, NullDrafter) and (memory.can_draft or not batched):
             self.use(self.drafter)
-        elif batched and ctx.capabilities.batch_invariant and memory.can_pad:
-            self.use(None)
 
-    def use(self, drafter: Drafter | None) -> None:
-        """Draft with another drafter from the next step on; None = only learn the times of decodes."""
-        used = NullDrafter() if drafter is None else drafter
-        length, self._profile = PairProfile.open(self.ctx, used, self.config, batched=self._batched)
-        self._states = DraftCache(used)
-        self.loop = Loop(self.ctx, length, drafter)
+    def use(self, drafter: Drafter) -> None:
+        """Draft with another drafter from the next step on."""
+        self._states = DraftCache(drafter)
+        self.loop = Loop(self.ctx, draft_length(self.config, drafter, self.ctx), drafter)
 
     def drafts_for(self, text: Text) -> bool:
         """Return whether a text is drafted for; the first one with a grammar may make its drafter."""
@@ -100,7 +93,8 @@ class Drafting:
         """Return a text to be run by itself; end that with ``close``."""
         rule = self.rule(text)
         state = self._states.take(text, rule) if self.drafts_for(text) else NO_STATE
-        return RunningText(text, state, self.length.stream(), rule, stats, n_alternatives)
+        length = self.length.stream()
+        return RunningText(text, state, length, rule, stats, n_alternatives, alone=True)
 
     def close(self, running: RunningText, *, keep: bool) -> None:
         """Report its last steps; keep the draft state for the text's next generation, or free it."""
@@ -111,21 +105,6 @@ class Drafting:
         """Add the counts and times of a generation that has ended."""
         with self._lock:
             self.stats.add(stats)
-        self.save_profile()
-
-    def save_profile(self, *, at_once: bool = False) -> None:
-        """Keep what "auto" has learned in the profile of the machine; at most once in some seconds."""
-        if self._profile is not None:
-            self._profile.save(self.length, at_once=at_once)
-
-    def measure(self) -> bool:
-        """Time one decode of the target, while nobody waits; False if enough of them are known."""
-        return self._profile is not None and self._profile.measure(self.length)
-
-    def end_measuring(self) -> None:
-        """Stop that decode, since somebody waits. From any thread."""
-        if self._profile is not None:
-            self._profile.end_measuring()
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""

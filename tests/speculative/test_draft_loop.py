@@ -18,11 +18,8 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig
 from llamabranch.errors import DecodeInterruptedError
-from llamabranch.generation.drafter import DraftRequest, DraftState
-from llamabranch.generation.length.acceptance import AcceptanceCounts
-from llamabranch.generation.length.auto import AutoLength
-from llamabranch.generation.length.base import DraftLength, FixedLength, RoundReport
-from llamabranch.generation.length.known import Known, KnownDrafter
+from llamabranch.generation.drafter import NO_DRAFT, DraftLength, DraftRequest, DraftState, Round
+from llamabranch.generation.length import AutoLength, FixedLength
 from llamabranch.native import core, draft_loop
 from llamabranch.speculative import Draft
 
@@ -47,20 +44,21 @@ def learned(drafter: str) -> AutoLength:
     length = AutoLength(8, entropy_stop=4.5)
     length.consider(drafter)
     for i in range(12):
-        length.learn(RoundReport.plain(1, 1.0, 0.05))
+        length.learn([Round(NO_DRAFT)], 1, 1.05)
         entropies = [0.1 + 0.3 * ((i + j) % 9) for j in range(4)]
-        length.learn(RoundReport(drafter, True, entropies, 4, (i * 3) % 5, 5, 0.5, 1.6, 0.1, 1))
+        draft = Draft([1] * 4, entropies=entropies, seconds=0.5, n_read=1, drafter=drafter)
+        length.learn([Round(draft, (i * 3) % 5)], 5, 1.6)
     return length
 
 
 def on_stairs(drafter: str) -> AutoLength:
     """One for a target whose decodes of 4, 8 and 12 tokens take less time than those of fewer."""
-    stairs = {n: 1.0 + 0.4 * (n // 4) + 0.5 * (n % 4) for n in range(1, 14)}
-    counts = AcceptanceCounts((30.0,) * 13, (21.0,) * 13, (5.0,) * 13)
-    known = Known(stairs, "a claim", {drafter: KnownDrafter(counts, 0.1, "a claim")})
-    length = AutoLength(12, known=known)
-    length.learn(RoundReport.plain(1, 1.0, 0.05))
-    length._learned.record_of(drafter).n_drafts = 2  # no longer short
+    length = AutoLength(12)
+    length.consider(drafter)
+    for n in range(13, 0, -1):
+        length.learn([Round(NO_DRAFT)], n, 1.0 + 0.4 * (n // 4) + 0.5 * (n % 4))
+        draft = Draft([1] * 4, entropies=[1.0] * 4, seconds=0.4, drafter=drafter)
+        length.learn([Round(draft, 2 + n % 3)], 5, 1.9)
     return length
 
 
@@ -286,7 +284,7 @@ def test_streams_draft_together_what_they_draft_in_steps(
             states = [drafter.start(branch.sequence, rule) for branch in branches]
             texts = [[*branch.tokens, 299] for branch in branches]
             length = LENGTHS[how_long](drafter.name)
-            lengths = [length.stream(shares_decode=True) for _ in branches]
+            lengths = [length.stream() for _ in branches]
             seen: list[list[Seen]] = []
             for n_accepted in range(4):
                 limits = [1 + (i + n_accepted) % 6 for i in range(len(texts))]

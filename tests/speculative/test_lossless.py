@@ -20,7 +20,7 @@ from drafts import FIXED
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.errors import CacheFullError, ConfigError, GrammarError
-from llamabranch.generation.length.base import DraftLength
+from llamabranch.generation.drafter import DraftLength
 from llamabranch.speculative import Draft
 
 PROMPTS = [

@@ -18,8 +18,7 @@ from time import perf_counter
 
 from ...arguments import bounded, real, whole
 from ...errors import ConfigError
-from ...generation.drafter import Draft, Drafter, DraftState
-from ...generation.length.base import DraftLength
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState
 from ...generation.text import Text
 from ...model import Model
 from ...native.draft_loop import StopRule

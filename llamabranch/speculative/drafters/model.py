@@ -12,7 +12,6 @@ from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
 from ...errors import SequencesExhaustedError, VocabularyMismatchError
 from ...generation.drafter import Draft, DraftRequest, DraftState
-from ...generation.profile import context_key
 from ...generation.text import Text
 from ...model import Model
 from ...native.draft_loop import DraftStream
@@ -60,11 +59,6 @@ class ModelDrafter(RunDrafter):
     def name(self) -> str:
         """The draft model's name."""
         return self.ctx.model.name
-
-    @property
-    def profile_keys(self) -> dict[str, str]:
-        """The fingerprint of the model, the number of threads, and the width."""
-        return {self.name: f"model {context_key(self.ctx)} width {self.width}"}
 
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError unless it can draft by tokens or through the text."""

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -19,16 +20,9 @@ from .drafter import Drafter, DraftLength, NullDrafter, Round
 
 __all__ = ["AutoLength", "FixedLength", "draft_length"]
 
-_EDGES = (
-    0.05,
-    0.1,
-    0.2,
-    0.4,
-    0.8,
-    1.6,
-    3.2,
-)  # nats, of the buckets of entropy by which it is learned
-_MIDDLES = (0.02, 0.07, 0.15, 0.3, 0.6, 1.2, 2.4, 4.8, 0.7)  # and that of tokens of unknown entropy
+# Acceptance is learned in buckets of entropy, nats; the last one is for those not known.
+_EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+_MIDDLES = (0.02, 0.07, 0.15, 0.3, 0.6, 1.2, 2.4, 4.8, 0.7)
 
 
 class FixedLength(DraftLength):
@@ -51,14 +45,10 @@ class FixedLength(DraftLength):
 
 
 class _Record:
-    """What a drafter has shown: how often its tokens are accepted, what they cost, if they pay.
-
-    Args:
-        estimates: its entropies are surprisals of its tokens, by its own estimate.
-    """
+    """What a drafter has shown: how often its tokens are accepted, what they cost, if they pay."""
 
     def __init__(self, *, estimates: bool) -> None:
-        self.estimates = estimates
+        self.estimates = estimates  # its entropies are its own estimates of its tokens' surprisals
         # A copy ends where the text differs, of which its estimate knows nothing: it is too sure.
         self._prior = [math.exp(-1.25 * nats) if estimates else 0.5 for nats in _MIDDLES]
         weight, self._keep = (3.0, 0.95) if estimates else (1.0, 0.99)
@@ -70,14 +60,10 @@ class _Record:
         self.pause = 0  # rounds before it is tried again; 0 = it is called in every round
         self.waited = self.waited_s = 0.0  # rounds of the pause, and their seconds
 
-    def rates(self) -> list[float]:
-        """Return the acceptance in each bucket."""
-        return [a / t for a, t in zip(self._accepted, self._tested, strict=True)]
-
-    def mean(self) -> float:
-        """Return the acceptance over the tokens that were considered lately."""
-        rates = self.rates()
-        return sum(rates[bucket] for bucket in self._drawn) / len(self._drawn)
+    def acceptance(self) -> tuple[list[float], float]:
+        """Return the acceptance in each bucket, and of all tokens that were considered lately."""
+        rates = [a / t for a, t in zip(self._accepted, self._tested, strict=True)]
+        return rates, sum(rates[bucket] for bucket in self._drawn) / len(self._drawn)
 
     def learn(self, done: Round) -> None:
         """Learn from a draft."""
@@ -95,9 +81,12 @@ class _Record:
             self._drawn.append(at)
         n_looks = max(draft.n_steps, sum(not math.isnan(each) for each in draft.entropies))
         if draft.n_read <= (2 if self.step_s else 8):  # else that is the time of reading
-            seconds = draft.seconds / n_looks
-            share = 0.5 if seconds < self.step_s else 0.1  # what is slower may be an outlier
-            self.step_s += (share if self.step_s else 1.0) * (seconds - self.step_s)
+            seconds = draft.seconds / max(1, n_looks)
+            seconds = min(
+                seconds, 4.0 * (self.step_s or seconds)
+            )  # what is slower may be an outlier
+            share = 0.5 if seconds < self.step_s else 0.1 if self.step_s else 1.0
+            self.step_s += share * (seconds - self.step_s)
 
 
 class _Learned:
@@ -114,11 +103,11 @@ class _Learned:
         """Return t(n) of these numbers of tokens, between and beyond those that were decoded."""
         known, seconds = zip(*(sorted(self.seconds.items()) or [(1, 1.0)]), strict=True)
         slope = seconds[-1] / 8  # of a single size: more tokens cost something
-        if len(known) > 1:  # the mean of the upper half: a single step is no slope
+        if known[1:]:  # the mean of the upper half: a single step is no slope
             low = min(bisect.bisect(known, known[-1] / 2), len(known) - 2)
             slope = max(0.0, (seconds[-1] - seconds[low]) / (known[-1] - known[low]))
-        far, slope = 4096, slope / 4  # what may be cheap is tried, and is known then
-        xs, ys = (*known, known[-1] + far), (*seconds, seconds[-1] + far * slope)
+        # Beyond them a quarter of it: what may be cheap is tried, and is known then.
+        xs, ys = (*known, known[-1] + 4096), (*seconds, seconds[-1] + 1024 * slope)
         return [float(each) for each in np.interp(sizes, xs, ys)]
 
     def learn(self, n: int, seconds: float, n_rounds: int) -> None:
@@ -133,6 +122,9 @@ class _Learned:
         self.seconds[n] = old + (1.0 - 0.9**n_rounds) * (seconds - old)
 
 
+_of_contexts: weakref.WeakKeyDictionary[Context, _Learned] = weakref.WeakKeyDictionary()
+
+
 class AutoLength(DraftLength):
     """The length with the highest throughput in tokens a second.
 
@@ -143,8 +135,8 @@ class AutoLength(DraftLength):
     would get in the added time.
 
     A drafter that no length makes 3 % faster than plain steps is called again after longer and longer
-    pauses. One that copies at next to no cost is always called: it shows what could follow.
-    What earlier generations of the context have learned is shared by any number of threads.
+    pauses. One that copies at next to no cost is always called: it shows what could follow. All that is
+    learned is shared by the generations of a context, in any number of threads.
     """
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
@@ -155,28 +147,20 @@ class AutoLength(DraftLength):
     PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials
     CHEAP = 0.02  # of a plain step: the time of a draft step that costs next to nothing
     TRIAL_SHARE = 0.02  # the most a trial may cost, of the time since the last one
-    LOOK_EVERY = 8  # plain steps between checks whether a trial is due
 
     reads_entropy = True
 
     def __init__(
-        self,
-        limit: int,
-        entropy_stop: float | None = None,
-        drafter: Drafter | None = None,
-        learned: _Learned | None = None,
+        self, config: SpeculativeConfig, drafter: Drafter | None = None, ctx: Context | None = None
     ) -> None:
-        self.limit = limit
-        self._stop = StopRule(math.inf if entropy_stop is None else entropy_stop, self.WARM_UP_K)
+        self.limit, most = config.max_draft_tokens, config.entropy_stop
+        self._stop = StopRule(math.inf if most is None else most, self.WARM_UP_K)
         self._drafter = drafter or NullDrafter()
-        self._learned = learned or _Learned()
+        self._learned = _Learned() if ctx is None else _of_contexts.setdefault(ctx, _Learned())
         self._used: dict[str, _Record] = {}  # drafters that it was asked about, the latest last
         self._record = _Record(estimates=False)  # of the drafter in use
-        self._rule: StopRule | None = None  # of the draft in progress, and of which drafter
-        self._rule_of = self._record
+        self._rule, self._rule_of = self._stop, self._record  # of the draft in progress
         self._n_behind = 0
-
-    # -- decisions ---------------------------------------------------------------------------------
 
     def plain_steps(self, n_behind: int) -> int:
         """Return how many plain steps to take before the drafter is called: 0 or 1 while it is on."""
@@ -187,7 +171,7 @@ class AutoLength(DraftLength):
                 return self.WARM_UP_PLAIN
             if not used or any(not each.pause for each in used):
                 return int(learned.since_plain >= self.REFRESH)
-            return 0 if any(map(self._is_due, used)) else self.LOOK_EVERY
+            return 0 if any(map(self._is_due, used)) else self.PAUSE
 
     def consider(self, drafter: str) -> bool:
         """Return whether this drafter should draft; later ``goes_on`` calls are about it."""
@@ -201,28 +185,27 @@ class AutoLength(DraftLength):
 
     def stop_rule(self, n_drafted: int) -> StopRule:
         """Return what decides about the draft that has ``n_drafted`` tokens."""
-        rule, record = self._rule, self._record
-        if n_drafted == 0 or rule is None or record is not self._rule_of:
-            reach = 1.0 if n_drafted == 0 or rule is None else rule.reach
+        if n_drafted == 0 or self._record is not self._rule_of:
+            reach = self._rule.reach if n_drafted else 1.0
             with self._learned.lock:
-                rule, self._rule_of = self._new_rule(record), record
-            self._rule, rule.reach = rule, reach
-        rule.n_drafted = n_drafted
-        return rule
+                self._rule, self._rule_of = self._new_rule(self._record), self._record
+            self._rule.reach = reach
+        self._rule.n_drafted = n_drafted
+        return self._rule
 
     def _new_rule(self, record: _Record) -> StopRule:
         is_free, learned = self._is_free(record), self._learned
         if not is_free and record.n_drafts < self.WARM_UP_DRAFTS:
             return replace(self._stop)
-        costs = self._costs(record)
+        costs, (rates, mean) = self._costs(record), record.acceptance()
         most = 2 * max(learned.seconds, default=1) - 1  # a time far beyond those seen says little
         return replace(
             self._stop,
             most_tokens=max(self.FIRST_K, most) if is_free else self.limit,
             edges=_EDGES,
-            acceptance=record.rates(),
+            acceptance=rates,
             costs=costs,
-            mean=record.mean(),
+            mean=mean,
             rate=max(1.0, self._best(record)[1]) / costs[0],
             is_probe=record.pause > 0,
             weighs=is_free,
@@ -235,8 +218,7 @@ class AutoLength(DraftLength):
 
     def _is_due(self, record: _Record) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        # Reading many tokens at once costs about a fifth of a step for each. In a chain whose other
-        # drafters are called, this one has missed the tokens of its own pause.
+        # Reading many tokens at once costs about a fifth of a step for each, those of a pause too.
         n_behind, costs = max(self._n_behind, record.waited), self._costs(record)
         cost_s = record.step_s * (1 + n_behind / 5) + costs[1] - costs[0]
         return record.waited >= record.pause and cost_s < self.TRIAL_SHARE * record.waited_s
@@ -250,17 +232,13 @@ class AutoLength(DraftLength):
 
     def _best(self, record: _Record) -> tuple[int, float]:
         """Return the length with the highest expected throughput, and its speedup over plain steps."""
-        costs, mean = self._costs(record), record.mean()
-        reach, tokens, best = 1.0, 1.0, (1, 0.0)
-        for k in range(1, self.limit + 1):
-            reach *= mean
-            tokens += reach
-            # A draft that ends before the limit has looked at one step more.
-            gain = tokens * costs[0] / (costs[k] + record.step_s * (k < self.limit))
-            best = max(best, (k, gain), key=lambda each: each[1])
-        return best
-
-    # -- learning ----------------------------------------------------------------------------------
+        costs, (_, mean) = self._costs(record), record.acceptance()
+        tokens = accumulate(mean**k for k in range(self.limit + 1))
+        # A draft that ends before the limit has looked at one step more.
+        looks_s = [record.step_s] * self.limit + [0.0]
+        gains = [n * costs[0] / sum(s) for n, *s in zip(tokens, costs, looks_s, strict=True)]
+        k = max(range(1, self.limit + 1), key=gains.__getitem__)
+        return k, gains[k]
 
     def learn(
         self, rounds: Sequence[Round], n_tokens: int, verify_s: float, n_rounds: int = 1
@@ -282,10 +260,9 @@ class AutoLength(DraftLength):
             tested = {each.draft.drafter for each in rounds if each.draft.entropies}
             for name, record in self._used.items():
                 if name in tested:
-                    pays = self._is_free(record) or self._best(record)[1] >= self.MARGIN
-                    pause = min(2 * record.pause, self.LONGEST_PAUSE) or self.PAUSE
-                    is_new = record.n_drafts < self.WARM_UP_DRAFTS and not record.pause
-                    record.pause = 0 if pays or is_new else pause
+                    pays = record.n_drafts < self.WARM_UP_DRAFTS or self._is_free(record)
+                    longer = min(2 * record.pause, self.LONGEST_PAUSE) or self.PAUSE
+                    record.pause = 0 if pays or self._best(record)[1] >= self.MARGIN else longer
                     record.waited = record.waited_s = 0.0
                 elif record.pause:
                     record.waited += n_rounds
@@ -296,28 +273,22 @@ class AutoLength(DraftLength):
         learned, used = self._learned, [*self._used.values()]
         with learned.lock:
             if not (learned.seconds and used and used[-1].n_drafts):
-                waiting = "no plain step and no draft" if not learned.seconds else "no draft"
-                return f"still measuring: {waiting} yet"
+                return f"still measuring: {'' if learned.seconds else 'no plain step and '}no draft yet"
             record, n, one_s = used[-1], learned.n_streams, learned.times([1])[0]
-            (k, gain), streams = (
-                self._best(record),
-                "" if n == 1 else f" with {n} sequences in a decode",
-            )
+            k, gain = self._best(record)
             state, expected = "on", f": {gain:.2f} x expected, with about {k} tokens a draft"
             if self._is_free(record):
                 state, expected = "on where a copy is likely", ""
             elif all(each.pause for each in used):
                 state, expected = "off", f": at best {gain:.2f} x"
+            streams = "" if n == 1 else f" with {n} sequences in a decode"
+            share = record.n_accepted / max(1, record.n_tested)
             v = (f"{m} tokens v = {s / one_s:.2f}" for m, s in sorted(learned.seconds.items()))
             return (
                 f"drafting is {state}{streams}: a drafted token costs {record.step_s / one_s:.2f} of a "
-                f"target's step, about {record.n_accepted / max(1, record.n_tested):.0%} are accepted "
-                f"({record.n_accepted} of {record.n_tested} tested){expected}\na target decode of "
-                + ", ".join(v)
+                f"target's step, about {share:.0%} are accepted ({record.n_accepted} of "
+                f"{record.n_tested} tested){expected}\na target decode of {', '.join(v)}"
             )
-
-
-_of_contexts: weakref.WeakKeyDictionary[Context, _Learned] = weakref.WeakKeyDictionary()
 
 
 def draft_length(
@@ -326,5 +297,4 @@ def draft_length(
     """Return the draft length that ``config`` sets; "auto" goes on with what was learned on ``ctx``."""
     if isinstance(config.draft_k, int):
         return FixedLength(config.draft_k, config.entropy_stop)
-    learned = _Learned() if ctx is None else _of_contexts.setdefault(ctx, _Learned())
-    return AutoLength(config.max_draft_tokens, config.entropy_stop, drafter, learned)
+    return AutoLength(config, drafter, ctx)

@@ -131,6 +131,13 @@ def best_speed(p: float, c: float, slope: float, limit: int = 16, n: int = 1) ->
     )
 
 
+def auto_length(
+    limit: int = 16, drafter: lb.Drafter | None = None, entropy_stop: float | None = None
+) -> AutoLength:
+    config = SpeculativeConfig(max_draft_tokens=limit, entropy_stop=entropy_stop)
+    return AutoLength(config, drafter)
+
+
 def is_on(length: DraftLength) -> bool:
     return length.explain().startswith("drafting is on")
 
@@ -169,7 +176,7 @@ def test_drafter_that_does_not_pay_is_switched_off_and_costs_little(
 ) -> None:
     """Noisy times do not help it, nor that many streams share a decode."""
     n_rounds = 4000 // options.get("n_streams", 1)
-    world = World(AutoLength(16), always(p), **options).run(n_rounds)
+    world = World(auto_length(), always(p), **options).run(n_rounds)
     assert not is_on(world.length)
     assert world.speed > 0.97
     asked = world.drafted[1000 :: world.n_streams]
@@ -179,7 +186,7 @@ def test_drafter_that_does_not_pay_is_switched_off_and_costs_little(
 @pytest.mark.parametrize("n_streams", [1, 8])
 def test_pauses_between_trials_grow(n_streams: int) -> None:
     """All streams try in the same round, which counts once."""
-    world = World(AutoLength(16), always(0.0), n_streams=n_streams).run(6000)
+    world = World(auto_length(), always(0.0), n_streams=n_streams).run(6000)
     rounds = np.array(world.drafted).reshape(-1, n_streams)
     asked = np.flatnonzero((rounds >= 0).any(axis=1))
     pauses = np.diff(asked[asked > 20])
@@ -190,7 +197,7 @@ def test_pauses_between_trials_grow(n_streams: int) -> None:
 
 
 def test_drafter_that_gets_better_comes_back() -> None:
-    world = World(AutoLength(16), always(0.0)).run(400)
+    world = World(auto_length(), always(0.0)).run(400)
     assert world.drafted[-1] == -1
     world.chance = always(0.95)
     world.run(6000)
@@ -202,7 +209,7 @@ def test_drafter_that_gets_better_comes_back() -> None:
 
 
 def test_drafter_that_gets_worse_is_switched_off() -> None:
-    world = World(AutoLength(16), always(0.9)).run(400)
+    world = World(auto_length(), always(0.9)).run(400)
     assert is_on(world.length)
     assert world.speed > 1.3
     world.chance = always(0.0)
@@ -211,7 +218,7 @@ def test_drafter_that_gets_worse_is_switched_off() -> None:
 
 
 def test_drafter_with_empty_drafts_is_asked_until_it_has_one() -> None:
-    world = World(AutoLength(16), always(0.9), speaks=0.0).run(500)
+    world = World(auto_length(), always(0.9), speaks=0.0).run(500)
     assert not any(k > 0 for k in world.drafted)
     assert world.speed == pytest.approx(1.0)
     world.speaks = 1.0
@@ -221,7 +228,7 @@ def test_drafter_with_empty_drafts_is_asked_until_it_has_one() -> None:
 
 
 def test_trial_waits_until_reading_what_was_missed_is_cheap() -> None:
-    length = AutoLength(16)
+    length = auto_length()
     World(length, always(0.0)).run(60)
     assert not is_on(length)
     while length.plain_steps(1):
@@ -231,7 +238,7 @@ def test_trial_waits_until_reading_what_was_missed_is_cheap() -> None:
 
 def test_unlucky_stretch_does_not_switch_a_good_drafter_off() -> None:
     worlds = [
-        World(AutoLength(16), always(0.7), rng=np.random.default_rng(seed)).run(1000)
+        World(auto_length(), always(0.7), rng=np.random.default_rng(seed)).run(1000)
         for seed in range(10)
     ]
     not_asked = sum(k < 0 for world in worlds for k in world.drafted)
@@ -240,7 +247,7 @@ def test_unlucky_stretch_does_not_switch_a_good_drafter_off() -> None:
 
 def test_reading_a_long_prompt_does_not_make_a_drafter_look_dear() -> None:
     """The first draft also reads the prompt, here for a hundred steps' time; later ones do not."""
-    length = AutoLength(16)
+    length = auto_length()
     length.learn([PLAIN], 1, 1.0, 3)
     assert length.plain_steps(1000) == 0
     assert length.consider("model")
@@ -254,7 +261,7 @@ def test_reading_a_long_prompt_does_not_make_a_drafter_look_dear() -> None:
 
 def test_the_step_that_ends_a_draft_and_reading_are_no_drafted_tokens_time() -> None:
     """One token is drawn, at the second step the draft ends: two steps, each a target step's time."""
-    length = AutoLength(16)
+    length = auto_length()
     World(length, always(0.0), speaks=0.0).run(5)
     assert length.consider("model")
     for n_read, draft_s in ((1, 2.0), (2, 2.0), (5, 6.0), (1, 2.0), (8, 9.0)):
@@ -266,9 +273,9 @@ def test_the_step_that_ends_a_draft_and_reading_are_no_drafted_tokens_time() -> 
 
 
 def test_surer_drafts_are_longer_and_dearer_ones_shorter() -> None:
-    lengths = [World(AutoLength(16), always(p)).run(600).recent() for p in (0.6, 0.8, 0.95)]
+    lengths = [World(auto_length(), always(p)).run(600).recent() for p in (0.6, 0.8, 0.95)]
     assert lengths[0] < lengths[1] < lengths[2]
-    lengths = [World(AutoLength(16), always(0.9), c=c).run(600).recent() for c in (0.01, 0.3)]
+    lengths = [World(auto_length(), always(0.9), c=c).run(600).recent() for c in (0.01, 0.3)]
     assert lengths[0] > lengths[1]
 
 
@@ -287,7 +294,7 @@ def test_speed_is_near_that_of_the_best_fixed_length(
     p: float, c: float, slope: float, n: int, share: float
 ) -> None:
     """8 or 10 % below the formula, which knows everything and never probes; also of many streams."""
-    world = World(AutoLength(16), always(p), c=c, slope=slope, n_streams=n).run(4000 // n)
+    world = World(auto_length(), always(p), c=c, slope=slope, n_streams=n).run(4000 // n)
     assert world.speed > share * best_speed(p, c, slope, n=n)
 
 
@@ -310,34 +317,34 @@ def test_first_hundred_tokens_are_near_the_best_fixed_length(
             seconds += world.seconds
         return n_tokens / seconds
 
-    auto = partial(AutoLength, 16)
+    auto = auto_length
     assert speed(auto) > 0.9 * max(speed(partial(FixedLength, k)) for k in range(1, 6))
 
 
 def test_unsure_steps_end_a_draft_and_sure_ones_do_not() -> None:
     """Where the entropy tells what stands, drafts end before the tokens that will not."""
     world = World(
-        AutoLength(16), lambda h: 0.97 if h < 1 else 0.05, entropies=(0.2, 0.2, 0.2, 2.2)
+        auto_length(), lambda h: 0.97 if h < 1 else 0.05, entropies=(0.2, 0.2, 0.2, 2.2)
     ).run(2000)
     length = world.length
     assert is_on(length)
     assert length.goes_on(0, 0.2)
     assert not length.goes_on(0, 2.2)
     assert length.reason == "goodput"
-    blind = World(AutoLength(16), always(0.75 * 0.97 + 0.25 * 0.05)).run(2000)
+    blind = World(auto_length(), always(0.75 * 0.97 + 0.25 * 0.05)).run(2000)
     assert world.speed > blind.speed
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_draft_is_never_longer_than_the_limit(limit: int) -> None:
-    world = World(AutoLength(limit), always(0.99), c=0.001, slope=0.0).run(300)
+    world = World(auto_length(limit), always(0.99), c=0.001, slope=0.0).run(300)
     assert max(world.drafted) == limit
     assert not world.length.goes_on(limit, 0.0)
     assert world.length.reason == "length"
 
 
 def test_entropy_stop_comes_before_everything_but_the_limit() -> None:
-    world = World(AutoLength(16, entropy_stop=1.0), always(0.95), entropies=(0.2, 1.5), slope=0.01)
+    world = World(auto_length(entropy_stop=1.0), always(0.95), entropies=(0.2, 1.5), slope=0.01)
     asked: list[tuple[int, float, bool]] = []
     inner = world.length.goes_on
 
@@ -357,7 +364,7 @@ def test_wider_drafts_are_charged_for_their_nodes(draft_ctx: lb.Context) -> None
     """A tree of width 4 makes the target verify four tokens a level."""
     told = []
     for width in (1, 4):
-        length = AutoLength(16, drafter=lb.ModelDrafter(draft_ctx, width=width))
+        length = auto_length(drafter=lb.ModelDrafter(draft_ctx, width=width))
         for n in (1, 2, 4, 8, 16, 32, 64):
             length.learn([PLAIN], n, 1.0 + 0.1 * (n - 1))
         length.consider("m")
@@ -370,7 +377,7 @@ def test_wider_drafts_are_charged_for_their_nodes(draft_ctx: lb.Context) -> None
 def test_more_streams_draft_less() -> None:
     """What one stream's draft adds to the decode is the same, and a plain token becomes cheaper."""
     lengths = [
-        World(AutoLength(16), always(0.85), slope=0.1, n_streams=n).run(1200 // n).recent()
+        World(auto_length(), always(0.85), slope=0.1, n_streams=n).run(1200 // n).recent()
         for n in (1, 4, 12)
     ]
     assert lengths[0] > lengths[1] > lengths[2]
@@ -378,7 +385,7 @@ def test_more_streams_draft_less() -> None:
 
 def test_streams_that_draft_in_turns_do_not_disturb_each_other() -> None:
     """How sure a draft still is belongs to its stream, as does why it ended."""
-    world = World(AutoLength(16), lambda h: math.exp(-h), entropies=(0.3, 4.0)).run(300)
+    world = World(auto_length(), lambda h: math.exp(-h), entropies=(0.3, 4.0)).run(300)
     alone = world.length.stream()
     assert alone.consider("model")
     n_alone = next(n for n in range(17) if not alone.goes_on(n, 0.3))
@@ -406,7 +413,7 @@ def copies(length: AutoLength, n: int, surprisal: float = 0.1) -> int:
 
 def copying() -> AutoLength:
     """Return a length that knows the times of a target: each further token costs a tenth of a step."""
-    length = AutoLength(16, drafter=lb.SuffixDrafter())
+    length = auto_length(drafter=lb.SuffixDrafter())
     for n in range(17, 0, -1):
         length.learn([PLAIN], n, 1.0 + 0.1 * (n - 1))
     return length
@@ -454,7 +461,7 @@ def test_tokens_that_are_not_drafted_show_whether_they_would_have_been_accepted(
 
 def test_first_copied_drafts_grow_with_the_decodes_that_have_a_time() -> None:
     """Nothing is known at first: no draft relies on a time far beyond those that were seen."""
-    length = AutoLength(32, drafter=lb.SuffixDrafter())
+    length = auto_length(32, drafter=lb.SuffixDrafter())
     length.learn([PLAIN], 1, 1.0, 3)
     found = []
     for _ in range(4):
@@ -465,7 +472,7 @@ def test_first_copied_drafts_grow_with_the_decodes_that_have_a_time() -> None:
 
 def test_copies_that_cost_time_can_be_switched_off() -> None:
     """A target so fast that looking for a copy takes a tenth of its step."""
-    length = AutoLength(16, drafter=lb.SuffixDrafter())
+    length = auto_length(drafter=lb.SuffixDrafter())
     world = World(length, always(0.0), c=0.1, drafter="suffix").run(4000)
     assert not is_on(length)
     assert world.speed > 0.97
@@ -475,7 +482,7 @@ def test_copies_that_cost_time_can_be_switched_off() -> None:
 
 
 def test_times_are_measured_and_one_slow_round_moves_little() -> None:
-    length = AutoLength(16)
+    length = auto_length()
     length.learn([PLAIN], 1, 1.0, 3)
     length.consider("model")
     for n in (2, 4):
@@ -490,7 +497,7 @@ def test_times_are_measured_and_one_slow_round_moves_little() -> None:
 
 def test_sizes_that_are_not_decoded_keep_pace_with_those_that_are() -> None:
     """The machine becomes three times slower while only single tokens are decoded."""
-    length = AutoLength(16)
+    length = auto_length()
     length.learn([PLAIN], 1, 1.0, 3)
     length.consider("model")
     for _ in range(5):
@@ -501,7 +508,7 @@ def test_sizes_that_are_not_decoded_keep_pace_with_those_that_are() -> None:
 
 
 def test_plain_steps_are_learned_together_as_one_by_one() -> None:
-    lengths = AutoLength(16), AutoLength(16)
+    lengths = auto_length(), auto_length()
     for length in lengths:
         World(length, always(0.0)).run(60)
         assert not is_on(length)
@@ -513,7 +520,7 @@ def test_plain_steps_are_learned_together_as_one_by_one() -> None:
 
 
 def test_decode_that_also_read_prompts_is_not_learned() -> None:
-    world = World(AutoLength(16), always(0.8), n_streams=4).run(50)
+    world = World(auto_length(), always(0.8), n_streams=4).run(50)
     told = world.length.explain().split("\n")[1]
     rounds = [Round(drafted("model", 1, seconds=0.03), 1) for _ in range(4)]
     world.length.learn(rounds, 8, math.nan)
@@ -523,7 +530,7 @@ def test_decode_that_also_read_prompts_is_not_learned() -> None:
 
 def test_drafters_of_a_chain_are_judged_by_themselves() -> None:
     """Copies are free and right, the model dear and wrong: each is treated by what it has shown."""
-    length = AutoLength(8)
+    length = auto_length(8)
     copied = World(length, always(0.98), c=0.001, drafter="lookup")
     copied.run(100)
     model = World(length, always(0.0), c=0.5, drafter="model")
@@ -580,7 +587,7 @@ class BareDrafter(lb.Drafter):
 
 def _run_bare(p: float, n_rounds: int) -> tuple[AutoLength, list[int], float]:
     """Return the controller, the drafts' lengths and the speed over plain decoding."""
-    length, line = AutoLength(16), BareLine(n=6)
+    length, line = auto_length(), BareLine(n=6)
     rng = np.random.default_rng(3)
     n_tokens, seconds, drafted = 0, 0.0, []
     for _ in range(n_rounds):
@@ -713,16 +720,16 @@ def test_the_next_generation_begins_with_what_was_learned(target: lb.Model) -> N
 
 
 def test_explanation_says_what_and_why() -> None:
-    assert "no plain step and no draft yet" in AutoLength(16).explain()
-    plain = World(AutoLength(16), always(0.9), speaks=0.0).run(10).length.explain()
+    assert "no plain step and no draft yet" in auto_length().explain()
+    plain = World(auto_length(), always(0.9), speaks=0.0).run(10).length.explain()
     assert "still measuring: no draft yet" in plain
-    on = World(AutoLength(16), always(0.9)).run(300).length.explain()
+    on = World(auto_length(), always(0.9)).run(300).length.explain()
     why, details = on.split("\n")
     assert why.startswith("drafting is on: a drafted token costs 0.03 of a target's step, about ")
     assert "tokens a draft" in why
     assert 85 < float(why.split("% are accepted")[0].split()[-1]) < 95
     assert "2 tokens v = 1.20" in details or "v = 1." in details
-    off = World(AutoLength(16), always(0.0)).run(300).length.explain().split("\n")[0]
+    off = World(auto_length(), always(0.0)).run(300).length.explain().split("\n")[0]
     assert off.startswith("drafting is off: a drafted token costs 0.03 of a target's step, about ")
     assert "% are accepted (0 of " in off
     assert off.endswith("x") and float(off.split("at best ")[1].split()[0]) < 1

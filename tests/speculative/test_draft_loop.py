@@ -41,7 +41,7 @@ SETTINGS = {
 
 def learned(drafter: str) -> AutoLength:
     """An "auto" length that has learned from rounds with invented times."""
-    length = AutoLength(8, entropy_stop=4.5)
+    length = AutoLength(SpeculativeConfig(max_draft_tokens=8, entropy_stop=4.5))
     length.consider(drafter)
     for i in range(12):
         length.learn([Round(NO_DRAFT)], 1, 1.05)
@@ -53,7 +53,7 @@ def learned(drafter: str) -> AutoLength:
 
 def on_stairs(drafter: str) -> AutoLength:
     """One for a target whose decodes of 4, 8 and 12 tokens take less time than those of fewer."""
-    length = AutoLength(12)
+    length = AutoLength(SpeculativeConfig(max_draft_tokens=12))
     length.consider(drafter)
     for n in range(13, 0, -1):
         length.learn([Round(NO_DRAFT)], n, 1.0 + 0.4 * (n // 4) + 0.5 * (n % 4))
@@ -68,7 +68,7 @@ LENGTHS: dict[str, Callable[[str], DraftLength]] = {
     "entropy": lambda drafter: FixedLength(9, entropy_stop=2.0),
     "auto": learned,
     "stairs": on_stairs,
-    "new_auto": lambda drafter: AutoLength(8),
+    "new_auto": lambda drafter: AutoLength(SpeculativeConfig(max_draft_tokens=8)),
 }
 
 

@@ -22,7 +22,7 @@ def load_average() -> float | None:
 
 
 def profile_in_use() -> str | None:
-    """Return the path of the profile that "auto" begins with and adds to; None if it is off."""
+    """Return the path of the file with what was measured on this machine; None if it is off."""
     path = profile_path()
     return None if path is None else str(path)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from .. import theory
 from ..context import Context
 from ..errors import DecodeInterruptedError
-from ..generation.profile import keep_decode_times
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
 from .timing import Interval, Maker, Series, Spread, Stopped, interleave
@@ -221,7 +220,6 @@ class PairBench:
         report = PairReport()
         try:
             report.times = self._verify_times()
-            keep_decode_times(self._target, report.t)
             self._warm_up()
         except (Stopped, DecodeInterruptedError):
             report.stopped = True

@@ -92,8 +92,6 @@ class BenchReport:
         )
         console.line()
         console.line(self.machine.describe(n_threads))
-        if self.drafters:
-            console.line(f'"auto" begins with the profile: {profile_in_use() or "none"}')
         if report.t:
             console.line()
             one = f"which takes {1e3 * report.t[1]:.3f} ms"

@@ -201,7 +201,7 @@ def _context(context: lb.Context) -> dict[str, str]:
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
         "K/V type": context.kv_type,
         "batch-invariant": can.batch_invariant_reason + cost,
-        "profile of decode times": (profile_in_use() or "off") + unwritable,
+        "profile": (profile_in_use() or "off") + unwritable,
     }
 
 

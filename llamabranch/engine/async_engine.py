@@ -41,8 +41,6 @@ __all__ = ["AsyncEngine", "merged"]
 
 T = TypeVar("T", default=object)
 
-_PAUSE_S = 0.1  # between decodes that are timed while there is nothing else to do
-
 
 class AsyncEngine:
     """An :class:`Engine` on a thread of its own: ``async for event in engine.generate(request)``.
@@ -99,7 +97,6 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._resumed: deque[str] = deque()
         self._has_news = False  # something to do for the thread, besides going on
-        self._measures = True  # while idle; False once all times are known
         self._ends: str | None = None  # "drain" or "abort" once it is closed
         self._thread = threading.Thread(
             target=self._serve,
@@ -332,7 +329,6 @@ class AsyncEngine:
 
     def _tell(self) -> None:
         self._has_news = True
-        self._engine.core.drafting.end_measuring()
         self._wake.notify()
 
     # -- the thread ----------------------------------------------------------------------------------
@@ -345,11 +341,9 @@ class AsyncEngine:
             if engine is None or not engine._turn():
                 return
             with wake:
-                is_idle = False
-                while engine is not None and engine._must_wait() and not is_idle:
-                    measures = engine._measures and not engine._engine.has_unfinished()
+                while engine is not None and engine._must_wait():
                     del engine
-                    is_idle = not wake.wait(_PAUSE_S if measures else 1.0) and measures
+                    wake.wait(1.0)
                     engine = ref()
             del engine
 
@@ -366,7 +360,6 @@ class AsyncEngine:
         failure: BaseException | None = None
         events: list[Event] = []
         if engine.has_unfinished():
-            self._measures = True
             try:
                 events = engine.step()
             except BaseException as error:  # also whatever a user's drafter raises
@@ -374,8 +367,6 @@ class AsyncEngine:
         elif ends is not None:
             engine.close()
             return False
-        else:
-            self._measures = engine.core.drafting.measure()
         self._hand_over(events, failure)
         return failure is None or not engine.target.closed
 

@@ -273,7 +273,6 @@ class EngineCore:
             self._added.clear()
             self._events.clear()
             self._scheduler.close()
-            self.drafting.save_profile()
 
     def _step(self) -> None:
         running, reading = self._schedule()
@@ -400,7 +399,6 @@ class EngineCore:
         self._scheduler.finish(job)
         self._stats.speculative.add(job.stats)
         self._stats.generated_tokens += len(result.tokens)
-        self.drafting.save_profile()
 
 
 def _reason(error: LlamaBranchError) -> str:

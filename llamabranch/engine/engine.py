@@ -228,7 +228,6 @@ class Engine:
                 self.core.abort_all()
             return self.core.drain()
         finally:
-            self._drafting.save_profile(at_once=True)
             if self.owns_target:
                 self.target.close()
 
@@ -328,9 +327,7 @@ class Engine:
         if loop.drafter is not None:
             return loop.length.explain()
         if isinstance(self.drafter, NullDrafter):
-            curve = loop.curve
-            times = f"; {curve.explain()}" if curve is not None and curve.is_kept else ""
-            return f"plain decoding: there is no drafter{times}"
+            return "plain decoding: there is no drafter"
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
 
 

@@ -14,11 +14,10 @@ from ..native import forkable_lock
 from ..sampling.constraint import ConstraintState
 from .config import SpeculativeConfig, checked_config
 from .draft_cache import DraftCache
-from .drafter import NO_STATE, Drafter, NullDrafter, checked_drafter
-from .length.base import DraftLength, FixedLength
+from .drafter import NO_STATE, Drafter, DraftLength, NullDrafter, checked_drafter
+from .length import FixedLength, draft_length
 from .loop import Loop, RunningText
 from .output import OutputBuffer, Produced
-from .profile import PairProfile
 from .stats import SpeculativeStats
 from .text import Text
 
@@ -33,7 +32,7 @@ class Drafting:
         drafter: proposes the drafts; None = none are drafted.
         config: how much to draft.
         batched: whether texts share decodes, as in an engine. Then memory that cannot drop a tail is not
-            drafted for, and where batches do not matter the times of plain decodes are learned, too.
+            drafted for.
 
     Attributes:
         loop: runs the texts.
@@ -53,22 +52,16 @@ class Drafting:
         self.config = checked_config(config)
         self.stats = SpeculativeStats()
         self.loop = Loop(ctx, FixedLength(0))  # without a drafter nothing is drafted
-        self._batched = batched
-        self._profile: PairProfile | None = None
         self._states = DraftCache(self.drafter)
         self._lock = forkable_lock()
         memory = ctx.kv_cache
         if not isinstance(self.drafter, NullDrafter) and (memory.can_draft or not batched):
             self.use(self.drafter)
-        elif batched and ctx.capabilities.batch_invariant and memory.can_pad:
-            self.use(None)
 
-    def use(self, drafter: Drafter | None) -> None:
-        """Draft with another drafter from the next step on; None = only learn the times of decodes."""
-        used = NullDrafter() if drafter is None else drafter
-        length, self._profile = PairProfile.open(self.ctx, used, self.config, batched=self._batched)
-        self._states = DraftCache(used)
-        self.loop = Loop(self.ctx, length, drafter)
+    def use(self, drafter: Drafter) -> None:
+        """Draft with another drafter from the next step on."""
+        self._states = DraftCache(drafter)
+        self.loop = Loop(self.ctx, draft_length(self.config, drafter, self.ctx), drafter)
 
     @property
     def length(self) -> DraftLength:
@@ -79,7 +72,8 @@ class Drafting:
         """Return a text to be run by itself; end that with ``close``."""
         rule = self.config.rule if text.sampler.constraint is None else "seeded"
         state = NO_STATE if self.loop.drafter is None else self._states.take(text, rule)
-        return RunningText(text, state, self.length.stream(), rule, stats, n_alternatives)
+        length = self.length.stream()
+        return RunningText(text, state, length, rule, stats, n_alternatives, alone=True)
 
     def close(self, running: RunningText, *, keep: bool) -> None:
         """Report its last steps; keep the draft state for the text's next generation, or free it."""
@@ -90,21 +84,6 @@ class Drafting:
         """Add the counts and times of a generation that has ended."""
         with self._lock:
             self.stats.add(stats)
-        self.save_profile()
-
-    def save_profile(self, *, at_once: bool = False) -> None:
-        """Keep what "auto" has learned in the profile of the machine; at most once in some seconds."""
-        if self._profile is not None:
-            self._profile.save(self.length, at_once=at_once)
-
-    def measure(self) -> bool:
-        """Time one decode of the target, while nobody waits; False if enough of them are known."""
-        return self._profile is not None and self._profile.measure(self.length)
-
-    def end_measuring(self) -> None:
-        """Stop that decode, since somebody waits. From any thread."""
-        if self._profile is not None:
-            self._profile.end_measuring()
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""

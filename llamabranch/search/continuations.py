@@ -16,9 +16,8 @@ from copy import deepcopy
 from ..arguments import whole
 from ..branch import Branch, Produced
 from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
-from ..generation.drafter import DraftState, propose
-from ..generation.length.auto import draft_length
-from ..generation.length.base import DraftLength, FixedLength
+from ..generation.drafter import DraftLength, DraftState, propose
+from ..generation.length import FixedLength, draft_length
 from ..generation.loop import Loop, RunningText
 from ..generation.output import OutputBuffer
 from ..sampling.noise import derive_seed
@@ -168,7 +167,7 @@ class Continuations:
             drafter = None
         length: DraftLength = FixedLength(0)
         if drafter is not None:
-            length = draft_length(SpeculativeConfig(rule=_RULE))
+            length = draft_length(SpeculativeConfig(rule=_RULE), drafter, sequences.ctx)
         self._loop = Loop(sequences.ctx, length, drafter)
         self._root_state: DraftState | None = None
         self._is_full = False  # until a text ends, no other is admitted

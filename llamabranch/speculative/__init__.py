@@ -9,9 +9,8 @@ The loop, the rules and the draft length are in :mod:`llamabranch.generation`.
 """
 
 from ..generation.config import SpeculativeConfig
-from ..generation.drafter import Draft, Drafter, DraftState, NullDrafter
+from ..generation.drafter import Draft, Drafter, DraftLength, DraftState, NullDrafter
 from ..generation.generation import Generation
-from ..generation.length.base import DraftLength
 from ..generation.rules import Acceptance, RandomSource, block_rule, token_rule
 from ..generation.stats import SpeculativeStats
 from ..generation.text import Text

@@ -9,9 +9,8 @@ from ..branch import Branch
 from ..context import Context
 from ..errors import ConfigError
 from ..generation.config import SpeculativeConfig
-from ..generation.drafter import Drafter
+from ..generation.drafter import Drafter, DraftLength
 from ..generation.generation import Drafting, Generation
-from ..generation.length.base import DraftLength
 from ..generation.output import OutputBuffer
 from ..model import Prompt
 from ..sampling import SamplingParams

@@ -25,7 +25,7 @@ from llamabranch.cli import app
 from llamabranch.context.token_states import kept_states
 from llamabranch.errors import DecodeInterruptedError
 from llamabranch.generation.drafter import DraftRequest
-from llamabranch.generation.length.base import FixedLength
+from llamabranch.generation.length import FixedLength
 from llamabranch.native import heads, staging
 from llamabranch.speculative.drafters.head import HeadState
 

@@ -19,7 +19,8 @@ from drafts import FIXED
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.context.logits import LogitsRow
-from llamabranch.generation.length.base import DraftLength, FixedLength, RoundReport
+from llamabranch.generation.drafter import DraftLength, Round
+from llamabranch.generation.length import FixedLength
 from llamabranch.generation.text import Text
 from llamabranch.speculative import Draft
 
@@ -502,11 +503,13 @@ def test_single_slow_step_is_counted_but_not_learned(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else one pause of the machine would make plain decoding look slow, and any draft worth it."""
-    learned: list[RoundReport] = []
+    learned: list[tuple[float, int]] = []
 
     class Spy(FixedLength):
-        def learn(self, report: RoundReport) -> None:
-            learned.append(report)
+        def learn(
+            self, rounds: Sequence[Round], n_tokens: int, verify_s: float, n_rounds: int = 1
+        ) -> None:
+            learned.append((verify_s, n_rounds))
 
     decode_last, n_decodes = Text.decode_last, 0
 
@@ -521,8 +524,8 @@ def test_single_slow_step_is_counted_but_not_learned(
     speculator = Speculator(ctx)
     speculator.drafting.loop.length = Spy(0)
     stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats
-    assert [report.n_rounds for report in learned] == [19]
-    assert learned[0].verify_s < 1.0
+    ((verify_s, n_rounds),) = learned
+    assert n_rounds == 19 and verify_s < 1.0
     assert stats.plain_time_s > 2.0
 
 

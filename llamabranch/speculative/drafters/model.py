@@ -11,7 +11,6 @@ from ...context.context import text_context
 from ...context.logits import LogitsRow
 from ...errors import SequencesExhaustedError, VocabularyMismatchError
 from ...generation.drafter import Draft, DraftRequest, DraftState
-from ...generation.profile import context_key
 from ...generation.text import Text
 from ...model import Model
 from ...sampling import Distribution, Sampler, SamplingParams
@@ -58,11 +57,6 @@ class ModelDrafter(RunDrafter):
     def name(self) -> str:
         """The draft model's name."""
         return self.ctx.model.name
-
-    @property
-    def profile_keys(self) -> dict[str, str]:
-        """The fingerprint of the model, the number of threads, and the width."""
-        return {self.name: f"model {context_key(self.ctx)} width {self.width}"}
 
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError unless it can draft by tokens or through the text."""

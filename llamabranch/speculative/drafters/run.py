@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 from ...context import Context
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, GrammarError
-from ...generation.drafter import Draft, Drafter, DraftRequest
-from ...generation.length.base import DraftLength
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftRequest
 from ...generation.rules import draft_seed
 from ...generation.text import Text
 from ...model import Model

@@ -83,7 +83,8 @@ def test_tokens_have_their_numbers(page: Page) -> None:
     known = shown.evaluate_all(
         "all => all.filter(each => each.dataset.lp).map(each => Number(each.dataset.lp))"
     )
-    assert len(known) == len(indices) - 1  # nothing predicts the first
+    missing = "all => all.filter(each => !each.dataset.lp).map(each => each.dataset.token)"
+    assert shown.evaluate_all(missing) == ["0"]  # which nothing predicts
     assert all(lp <= 0 for lp in known)
     stored = page.evaluate(
         "node => fetch(`/loom/tokens?node=${node}&path=1`).then(answer => answer.json())",

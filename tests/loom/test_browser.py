@@ -244,6 +244,28 @@ def test_ghosts_are_not_in_the_text(page: Page) -> None:
     page.locator("#text").press("x")
 
 
+def test_two_models_are_compared(chromium: Browser, tmp_path: Path) -> None:
+    with (
+        server(tmp_path, "--compare", "tale-draft") as served,
+        visiting(chromium, served) as page,
+    ):
+        begin(page)
+        page.locator(".shoot").first.click()
+        page.locator("#text").press("d")
+        page.locator("dialog button.main").click()
+        idle(page)
+        assert page.evaluate("document.documentElement.dataset.lens") == "divergence"
+        assert tokens(page) == page.locator("#text-b [data-token]").all_text_contents()
+        assert page.locator("#text [data-cue='⚑']").count() == 1  # the first of another top token
+        assert "tokens compared: mean KL(A, B)" in page.locator("#status").inner_text()
+        assert "Under B" in page.locator("#token").inner_text()
+        page.keyboard.press("v")
+        idle(page)
+        told = page.locator("#text [data-cue]")
+        cues = set(told.evaluate_all("all => all.map(each => each.dataset.cue)"))
+        assert cues and cues <= {"+", "−"}
+
+
 def test_a_lost_connection_keeps_what_is_typed(chromium: Browser, tmp_path: Path) -> None:
     with server(tmp_path) as first:
         port = int(first.base.rsplit(":", 1)[1].strip("/"))

@@ -31,8 +31,8 @@ def new_text(page: Page) -> None:
     """Leave what other tests wrote in the document; begin another text."""
     idle(page)
     if page.locator("#empty").is_hidden():
-        page.get_by_role("button", name="Menu").click()
-        page.get_by_role("button", name="begin another text").click()
+        page.locator("[data-action=menu]").click()
+        page.locator("dialog button", has_text="begin another text").click()
         idle(page)
 
 
@@ -211,7 +211,7 @@ def test_searches_are_watched_and_adopted(page: Page) -> None:
         page.wait_for_function(
             "n => fetch('/loom/doc').then(a => a.json()).then(d => d.nodes.id.length > n)", arg=n
         )
-        page.locator("#live-body").get_by_role("button", name="Close").click()
+        page.locator("#live-body .totals button", has_text="Close").click()
 
 
 def test_rounds_add_up(page: Page) -> None:

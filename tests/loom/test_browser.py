@@ -249,6 +249,7 @@ def test_two_models_are_compared(chromium: Browser, tmp_path: Path) -> None:
         server(tmp_path, "--compare", "tale-draft") as served,
         visiting(chromium, served) as page,
     ):
+        idle(page)
         begin(page)
         page.locator(".shoot").first.click()
         page.locator("#text").press("d")

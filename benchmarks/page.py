@@ -106,6 +106,7 @@ MEASURE = """() => {
     search: () => {
       key("#text", "S");
       $("dialog [name='options.max_tokens']").value = "8";
+      $("#live-body").replaceChildren(); // of the search before
       $("dialog .main").click();
       return painted(() => count(".outline li"));
     },

@@ -281,7 +281,7 @@ class Live:
         for node in job.nodes:
             node.job = None
             if node.made.seed is not None and node.ended is None:
-                self.add(Ended(id=node.id, reason="error"))
+                self.add(Ended(id=node.id, reason="stopped" if job.is_stopped else "error"))
         self.add()
         self.journal.write()
         self.tell(*job.nodes)
@@ -378,6 +378,8 @@ class Live:
 
     async def generate(self, job: Job, work: Sequence[tuple[Node, Request]]) -> None:
         """Run requests to their ends, each for a node of its own."""
+        if job.is_stopped:
+            return
         nodes = {f"loom-{job.id}-{node.id}": node for node, _ in work}
         job.names = [*nodes]
 

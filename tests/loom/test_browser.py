@@ -31,8 +31,8 @@ def new_text(page: Page) -> None:
     """Leave what other tests wrote in the document; begin another text."""
     idle(page)
     if page.locator("#empty").is_hidden():
-        page.get_by_role("button", name="Menu").click()
-        page.get_by_role("button", name="begin another text").click()
+        page.locator("[data-action=menu]").click()
+        page.locator("dialog button", has_text="begin another text").click()
         idle(page)
 
 
@@ -83,7 +83,8 @@ def test_tokens_have_their_numbers(page: Page) -> None:
     known = shown.evaluate_all(
         "all => all.filter(each => each.dataset.lp).map(each => Number(each.dataset.lp))"
     )
-    assert len(known) == len(indices) - 1  # nothing predicts the first
+    missing = "all => all.filter(each => !each.dataset.lp).map(each => each.dataset.token)"
+    assert shown.evaluate_all(missing) == ["0"]  # which nothing predicts
     assert all(lp <= 0 for lp in known)
     stored = page.evaluate(
         "node => fetch(`/loom/tokens?node=${node}&path=1`).then(answer => answer.json())",
@@ -210,7 +211,7 @@ def test_searches_are_watched_and_adopted(page: Page) -> None:
         page.wait_for_function(
             "n => fetch('/loom/doc').then(a => a.json()).then(d => d.nodes.id.length > n)", arg=n
         )
-        page.locator("#live-body").get_by_role("button", name="Close").click()
+        page.locator("#live-body .totals button", has_text="Close").click()
 
 
 def test_rounds_add_up(page: Page) -> None:
@@ -241,6 +242,29 @@ def test_ghosts_are_not_in_the_text(page: Page) -> None:
     judged = any(each["accepted"] < len(each["draft"]) for each in stored["rounds"])
     assert (page.locator("#text .ghost").count() > 0) == judged
     page.locator("#text").press("x")
+
+
+def test_two_models_are_compared(chromium: Browser, tmp_path: Path) -> None:
+    with (
+        server(tmp_path, "--compare", "tale-draft") as served,
+        visiting(chromium, served) as page,
+    ):
+        idle(page)
+        begin(page)
+        page.locator(".shoot").first.click()
+        page.locator("#text").press("d")
+        page.locator("dialog button.main").click()
+        idle(page)
+        assert page.evaluate("document.documentElement.dataset.lens") == "divergence"
+        assert tokens(page) == page.locator("#text-b [data-token]").all_text_contents()
+        assert page.locator("#text [data-cue='⚑']").count() == 1  # the first of another top token
+        assert "tokens compared: mean KL(A, B)" in page.locator("#status").inner_text()
+        assert "Under B" in page.locator("#token").inner_text()
+        page.keyboard.press("v")
+        idle(page)
+        told = page.locator("#text [data-cue]")
+        cues = set(told.evaluate_all("all => all.map(each => each.dataset.cue)"))
+        assert cues and cues <= {"+", "−"}
 
 
 def test_a_lost_connection_keeps_what_is_typed(chromium: Browser, tmp_path: Path) -> None:

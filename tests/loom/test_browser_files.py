@@ -181,4 +181,4 @@ def test_ten_thousand_nodes_in_few_elements(chromium: Browser, tmp_path: Path) -
             idle(page)
             count = page.evaluate("document.querySelectorAll('#tree *, #text *, #after *').length")
             assert count <= 500
-        assert page.evaluate("fetch('/loom/doc').then(a => a.blob()).then(b => b.size)") < 1_500_000
+        assert page.evaluate("fetch('/loom/doc').then(a => a.blob()).then(b => b.size)") < 1_000_000

@@ -248,6 +248,15 @@ def test_stopping_keeps_what_is_there(page: Paged, root: Any) -> None:
     assert page.done("replay", node=node)["ended"]["result"]["same"]
 
 
+def test_stopping_at_once_stops(page: Paged, root: Any) -> None:
+    token = page.tokens(root["id"])["ids"][-1]
+    answer = page.do("fork", node=root["id"], at=root["n"], token=token, max_tokens=800)
+    page.do("stop", job=answer["job"])
+    assert page.finish(answer["job"])["state"] == "stopped"
+    told = page.tokens(answer["nodes"][0]["id"])
+    assert told["node"]["reason"] == "stopped" and len(told["ids"]) < 800
+
+
 OPTIONS: dict[str, dict[str, object]] = {
     "beam": {"width": 3, "max_tokens": 8},
     "best_of_n": {"width": 4, "max_tokens": 8, "seed": "1"},

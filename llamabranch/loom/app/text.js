@@ -257,13 +257,14 @@ function drawShoots() {
     const button = box.children[i];
     const { tokens, at, text, n, id } = segment.first;
     const begin = segment.from - at;
-    const count = Math.min(SHOOT_TOKENS, tokens.n - begin, segment.to - segment.from);
+    const wanted = Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from);
+    const count = Math.max(0, Math.min(wanted, tokens.n - begin));
     const key = `${segment.key} ${tokens.version} ${lens.name} ${count} ${segment.to}`;
     button.segment = segment;
     if (button.key === key) return;
     button.key = key;
-    if (count < Math.min(SHOOT_TOKENS, n - begin) && segment.first.reason !== "running") void fetchPath(id, at, n);
-    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + Math.max(0, count))));
+    if (count < wanted && segment.first.reason !== "running") void fetchPath(id, at, n);
+    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + count)));
     const tail = segment.to - segment.from > SHOOT_TOKENS ? "…" : "";
     fill(button, words.length
       ? words.map((word, j) => tokenSpan(tokens, begin + j, j ? word : word.trimStart()))

@@ -236,4 +236,4 @@ def _shown(facts: Mapping[str, Any]) -> dict[str, object]:
         "can_truncate", "can_share", "batch_invariant",
     )  # fmt: skip
     values = {name.replace("_", " "): found.get(name) for name in names}
-    return {k: f"{v:,}" if type(v) is int else v for k, v in values.items()}
+    return {k: f"{v:,}" if type(v) is int else None if v == "" else v for k, v in values.items()}

@@ -367,7 +367,7 @@ def test_resuming_leaves_a_file_alone_that_is_not_its_own(tmp_path: Path) -> Non
     old = json.dumps({"id": "0", "sample": 0, "prompt": "The king", "text": ""}) + "\n"
     for text, message in [
         ("Dear diary", "line 1: invalid result"),  # without an end of line: not a torn result
-        (old + "more", "line 2: invalid result"),
+        (old.replace("}", ', "job": {}}') + "more", "line 2: invalid result"),
         (old, "does not record its settings"),
     ]:
         path.write_text(text, encoding="utf-8")

@@ -349,6 +349,11 @@ def run_particles(
     sizes: list[float] = []
     if sequences.observer is not None:
         sequences.observer.effective_sizes = sizes
+    following_power = options.power
+
+    def read(_: SearchNode, sequence: Text) -> Following:
+        return Following(sequence, following_power)
+
     for step in range(max_tokens + 1):
         power, following_power = (options.power_at(step + i, max_tokens) for i in (0, 1))
         moved = []
@@ -381,9 +386,7 @@ def run_particles(
             break
         nodes = list(dict.fromkeys(p.node for p in running))  # equal texts share one
         try:
-            rows = sequences.advance(
-                nodes, lambda _, sequence, p=following_power: Following(sequence, p)
-            )
+            rows = sequences.advance(nodes, read)
         except DecodeInterruptedError as error:
             sequences.was_cancelled(error)
             break

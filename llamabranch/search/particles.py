@@ -391,8 +391,7 @@ def run_particles(
             sequences.was_cancelled(error)
             break
         following = dict(zip(nodes, rows, strict=True))
-    if options.constraint is not None:
-        sequences.stats.count_constraint(options.constraint)
+    sequences.stats.count_constraint(options.constraint)
     return _result(sequences, group, sizes, stop)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from llamabranch import ConfigError, SamplingParams
 from llamabranch.search import SearchResult, SearchStats, outline
 
 from ..loading import LoadOptions
+from ..search.vote import last_match
 from .bundles import option, with_bundles
 from .console import Console
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
@@ -80,10 +80,7 @@ class MethodOptions:
                 f"--method {self.method} needs a reward",
                 hint="for example --reward 'python score.py', which reads a text and prints a number",
             )
-        try:
-            re.compile(self.answer)
-        except re.error as error:
-            raise ConfigError(f"--answer is no regular expression: {error}") from None
+        last_match(self.answer)
         if max_tokens is None and self.method in NEED_LIMIT:
             raise ConfigError(
                 f"--method {self.method} needs a limit", hint="--n-predict N, at least 1"
@@ -202,9 +199,7 @@ def _run(
     if name == "best-of":
         return lb.search.best_of_n(branch, n, most, reward=reward, **shared)
     if name == "vote":
-        return lb.search.vote(
-            branch, partial(_answer, re.compile(method.answer)), n, most, **shared
-        )
+        return lb.search.vote(branch, last_match(method.answer), n, most, **shared)
     if reward is None:
         raise ConfigError(f"--method {name} needs a reward")
     shared["step"] = method.boundary()
@@ -233,15 +228,6 @@ def _reward(command: str, text: str) -> float:
         f"the reward {command!r} printed no number (exit code {done.returncode})",
         hint=printed[-1] if printed else None,
     )
-
-
-def _answer(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the last match of ``pattern`` in a text, or its first group."""
-    matches = list(pattern.finditer(text))
-    if not matches:
-        return None
-    last = matches[-1]
-    return last[1] if pattern.groups and last[1] is not None else last[0]
 
 
 def _print(

@@ -335,8 +335,7 @@ class Job:
     def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
         """Return its result, with ``reason`` as the finish reason."""
         self.stats.num_emitted_tokens = len(self.output.tokens)
-        if self.constraint is not None:
-            self.stats.count_constraint(self.constraint)
+        self.stats.count_constraint(self.constraint)
         grammar = self.request.grammar
         unrated = max(1, min(self.request.logprobs_from, len(self.prompt)))
         scores = [None] * unrated + self.scores[unrated:]

@@ -6,13 +6,13 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from ..sampling.constraint import ConstraintCalls
+from ..sampling.constraint import ConstraintStats
 
 __all__ = ["SpeculativeStats"]
 
 
 @dataclass
-class SpeculativeStats:
+class SpeculativeStats(ConstraintStats):
     """Counts and times of one generation, or the sum over many.
 
     ``num_drafts`` counts the rounds with a draft, ``num_draft_tokens`` the drafted tokens,
@@ -22,8 +22,6 @@ class SpeculativeStats:
     ``num_forced_tokens`` counts those accepted that a grammar had forced.
     ``num_draft_steps`` and ``draft_step_time_s`` leave out the drafts before which the drafter read more
     than the last round's tokens: a prompt, or what was generated while it was off.
-    ``constraint_calls`` counts the calls of a constraint, ``constraint_s`` the seconds in them, and
-    ``constraint_rejections`` the tokens that it has refused.
     ``stop_reasons`` counts why drafts were not longer; ``target_s_by_n[n]`` is the time of all target
     decodes of n tokens, ``target_decodes_by_n[n]`` their number. Times in seconds.
     """
@@ -45,9 +43,6 @@ class SpeculativeStats:
     sample_time_s: float = 0.0
     rollback_time_s: float = 0.0
     plain_time_s: float = 0.0
-    constraint_calls: int = 0
-    constraint_rejections: int = 0
-    constraint_s: float = 0.0
     stop_reasons: dict[str, int] = field(default_factory=dict)
     target_decodes_by_n: dict[int, int] = field(default_factory=dict)
     target_s_by_n: dict[int, float] = field(default_factory=dict)
@@ -156,11 +151,6 @@ class SpeculativeStats:
     def count_stop(self, reason: str, times: int = 1) -> None:
         """Count why a draft was not longer."""
         self.stop_reasons[reason] = self.stop_reasons.get(reason, 0) + times
-
-    def count_constraint(self, calls: ConstraintCalls) -> None:
-        """Take the counts of a constraint."""
-        self.constraint_calls, self.constraint_rejections = calls.calls, calls.rejections
-        self.constraint_s = calls.seconds
 
     def add(self, other: SpeculativeStats) -> None:
         """Add another generation's counts and times to these."""

@@ -279,6 +279,11 @@ class Text:
         self._produced = produced
         return produced
 
+    def drawn_as(self, seed: int, row: LogitsRow) -> Produced:
+        """Return what another seed draws next; nothing changes."""
+        token = row.draw(self.sampler, seed, len(self.tokens), measured=False)
+        return self.describe(token, row)
+
     def describe(self, token: int, row: LogitsRow) -> Produced:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""
         return self._describe(token, row)[0]

@@ -8,6 +8,7 @@ What is asked is always a text of whole characters: bytes of an unfinished one w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol, TypeAlias
 
@@ -16,7 +17,7 @@ import numpy as np
 from ..errors import ConfigError, ConstraintError
 from ..model import Model
 
-__all__ = ["Constraint", "ConstraintCalls", "ConstraintLike", "ConstraintState"]
+__all__ = ["Constraint", "ConstraintCalls", "ConstraintLike", "ConstraintState", "ConstraintStats"]
 
 
 class Constraint(Protocol):
@@ -101,6 +102,21 @@ class ConstraintCalls:
                 hint="return bool(...)",
             )
         return bool(found)
+
+
+@dataclass
+class ConstraintStats:
+    """What a constraint has cost: calls, the seconds in them, and the tokens that it has refused."""
+
+    constraint_calls: int = 0
+    constraint_rejections: int = 0
+    constraint_s: float = 0.0
+
+    def count_constraint(self, calls: ConstraintCalls | None) -> None:
+        """Take the counts of a constraint, if there is one."""
+        if calls is not None:
+            self.constraint_calls, self.constraint_rejections = calls.calls, calls.rejections
+            self.constraint_s = calls.seconds
 
 
 class ConstraintState:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from ..errors import UsageError
-from ..sampling.constraint import ConstraintCalls
+from ..sampling.constraint import ConstraintStats
 from .node import SearchNode
 
 __all__ = ["Hypothesis", "SearchResult", "SearchStats"]
@@ -48,8 +48,8 @@ class Hypothesis:
 
 
 @dataclass
-class SearchStats:
-    """The cost of a search.
+class SearchStats(ConstraintStats):
+    """The cost of a search; that of a constraint is of ``smc`` and ``rejection``.
 
     Attributes:
         decodes: calls of llama_decode.
@@ -60,8 +60,6 @@ class SearchStats:
         peak_sequences: the most sequences held at a time, that of the given branch not counted.
         steps: rounds of the search: tokens of a beam, steps of a step search, ...
         elapsed_s: seconds.
-        constraint_calls, constraint_rejections, constraint_s: of ``smc`` and ``rejection``: calls of the
-            constraint, tokens that it has refused, and the seconds of its calls.
     """
 
     decodes: int = 0
@@ -71,14 +69,6 @@ class SearchStats:
     peak_sequences: int = 0
     steps: int = 0
     elapsed_s: float = 0.0
-    constraint_calls: int = 0
-    constraint_rejections: int = 0
-    constraint_s: float = 0.0
-
-    def count_constraint(self, calls: ConstraintCalls) -> None:
-        """Take the counts of a constraint."""
-        self.constraint_calls, self.constraint_rejections = calls.calls, calls.rejections
-        self.constraint_s = calls.seconds
 
     def as_dict(self) -> dict[str, object]:
         """Return all counts and the time."""

@@ -220,6 +220,22 @@ class SearchSequences:
         self.stats.tokens_redecoded += len(lacking)
         return branch, lacking
 
+    def part(self, branch: Branch, position: int) -> Branch | None:
+        """Return a fork of a branch that was taken, of its tokens up to a position; None = no room.
+
+        Nothing is decoded: the next token is known.
+        """
+        if not self.make_room(1, ()):
+            return None
+        with self.ctx.lock:
+            other = Branch(self.ctx, branch.sequence.sampler.clone(), branch.seed, branch)
+            self._lent.append(other)
+            other.rewind(position)
+            other.detach()
+        self.stats.tokens_shared += position
+        self.stats.peak_sequences = max(self.stats.peak_sequences, self.n_held)
+        return other
+
     def make_room(
         self, n: int, protected: Collection[SearchNode], wanted: Collection[SearchNode] = ()
     ) -> bool:

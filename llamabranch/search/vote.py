@@ -19,7 +19,7 @@ from .continuations import Continuation, Continuations, numbered
 from .result import Hypothesis, SearchResult
 from .sequences import OnStep, SearchSequences
 
-__all__ = ["chance_to_stay", "vote"]
+__all__ = ["chance_to_stay", "last_match", "vote"]
 
 Answer = str | float  # bool is a number
 
@@ -84,7 +84,13 @@ def vote(
     if not 0 < agreement <= 1:
         raise ConfigError(f"agreement must be above 0 and at most 1, not {agreement!r}")
     if confidence is not None:
-        confidence = _checked_confidence(confidence, adaptive)
+        if not 0.5 < real("confidence", confidence) <= 1:
+            raise ConfigError(
+                f"confidence must be above 0.5 and at most 1, not {confidence!r}",
+                hint="1.0 stops when the answer of all texts is known, 0.95 when it is likely",
+            )
+        if adaptive:
+            raise ConfigError("give either adaptive or confidence: both say when a vote stops")
         width = _WIDTH if width is None else width
     if width is not None:
         width = whole("width", width, 1, MOST_TEXTS)
@@ -120,19 +126,6 @@ def vote(
     return SearchResult(
         hypotheses, sequences.stats, sequences.root, votes=votes, answer_forms=forms
     )
-
-
-def _checked_confidence(confidence: float, adaptive: bool) -> float:
-    """Return ``confidence`` as a float, if it can be used."""
-    confidence = real("confidence", confidence)
-    if not 0.5 < confidence <= 1:
-        raise ConfigError(
-            f"confidence must be above 0.5 and at most 1, not {confidence!r}",
-            hint="1.0 stops when the answer of all texts is known, 0.95 when it is likely",
-        )
-    if adaptive:
-        raise ConfigError("give either adaptive or confidence: both say when a vote stops")
-    return confidence
 
 
 def chance_to_stay(first: int, second: int, n_left: int) -> float:
@@ -249,6 +242,27 @@ class _Ballot:
             hypotheses.append(line.hypothesis(share))
             line.node.status = "finished" if names and at == 0 else "pruned"
         return hypotheses, {a: votes[a] for a in names}, {a: forms[a] for a in names}
+
+
+def last_match(pattern: str) -> Callable[[str], str | None]:
+    """Return what finds the last match of a pattern in a text; of it the first group, if it has one.
+
+    Raises:
+        ConfigError: no regular expression.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"answer is no regular expression: {error}") from None
+
+    def answer(text: str) -> str | None:
+        found = [*compiled.finditer(text)]
+        if not found:
+            return None
+        last = found[-1]
+        return last[1] if compiled.groups and last[1] is not None else last[0]
+
+    return answer
 
 
 def _checked(answer: object) -> Answer | None:

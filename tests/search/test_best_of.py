@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ STORY = "The wolf ran and the wolf ran and the wolf"
 WARM = lb.SamplingParams(temperature=0.8, seed=5)
 
 
-def alone(root: Branch, index: int, n: int) -> list[int]:
+def alone(root: Branch, index: int, n: int, stop: Sequence[str] = ()) -> list[int]:
     """Return the tokens that text number ``index`` gets when nothing else is generated."""
     with root.fork() as branch:
         if index:
             branch.reseed(derive_seed(root.seed, index))
-        return [t.token for t in branch.generate(n) if not t.is_stop]
+        return branch.generate(n, stop).finish().tokens
 
 
 def test_texts_are_those_of_their_seeds_alone(ctx: Context) -> None:
@@ -213,3 +214,52 @@ def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> Non
         with pytest.raises(ConfigError):
             search.best_of_n(root, **wrong)
         assert ctx.n_seq_free == 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 0.8])
+def test_texts_that_begin_alike_are_decoded_once(ctx: Context, temperature: float) -> None:
+    with Branch.start(ctx, STORY, temperature=temperature, seed=5) as root:
+        for seed in (5, 6, 7):
+            root.reseed(seed)
+            found = search.best_of_n(root, 6, 20, stop=["."])
+            expected = [alone(root, i, 20, stop=["."]) for i in range(6)]
+            assert sorted(h.tokens for h in found.hypotheses) == sorted(expected)
+            # Each beginning is decoded once; the last token of a text only where EOG follows it.
+            decoded = set()
+            for h in found.hypotheses:
+                n = len(h.tokens) + (ctx.model.is_eog(h.node.tokens[-1]))
+                decoded |= {tuple(h.tokens[:k]) for k in range(1, n)}
+            assert found.stats.tokens_decoded == len(decoded)
+            assert sum(len(h.tokens) for h in found.hypotheses) >= len(decoded)
+        assert ctx.n_seq_free == 7
+    ctx.audit()
+
+
+def test_texts_that_part_keep_their_probabilities_and_states(ctx: Context) -> None:
+    """Penalties and a grammar have a state, which each text has for itself after they part."""
+    settings = lb.SamplingParams(temperature=0.3, repeat_penalty=1.1, seed=2)
+    grammar = 'root ::= " " [a-z ]+ "."'
+    with Branch.start(ctx, STORY, sampling=settings, grammar=grammar) as root:
+        found = search.best_of_n(root, 5, 16)
+        for h in found.hypotheses:
+            with root.fork() as branch:
+                for token in h.tokens:
+                    branch.commit(token)
+                if h.finish_reason == "length":
+                    assert h.logprob == pytest.approx(branch.log_likelihood(), abs=1e-5)
+        assert sorted(h.tokens for h in found.hypotheses) == sorted(
+            alone(root, i, 16) for i in range(5)
+        )
+        assert found.stats.tokens_decoded < sum(len(h.tokens) for h in found.hypotheses)
+
+
+@pytest.mark.smollm2
+def test_eight_samples_of_a_real_model_share_tokens() -> None:
+    shared = apart = 0
+    with lb.load("smollm2-135m:Q8_0", n_ctx=1024, n_seq_max=9) as ctx:
+        for prompt in ("The capital of France is", "Once upon a time", "def add(a, b):", "2 + 2 ="):
+            with Branch.start(ctx, prompt, temperature=0.5, seed=1) as root:
+                found = search.best_of_n(root, 8, 32)
+                shared += found.stats.tokens_decoded
+                apart += sum(len(h.tokens) - 1 for h in found.hypotheses)
+    assert shared <= 0.9 * apart

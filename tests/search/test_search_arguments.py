@@ -81,6 +81,7 @@ SMC: dict[str, Values] = {
     "potentials": (-1, None, "ab", [1], [None], search.Potential(), [search.Potential], score, {"a": 1}),
     "critic": FUNCTION, "proposal": FUNCTION, "threshold": (*NUMBER, -0.1, 1.1, *BIG),
     "resampling": NAME, "force_end": FLAG, "constraint": CONSTRAINT, "max_rejects": NOT_POSITIVE,
+    "power": (*NUMBER, *BIG, 0, -1, 101), "ramp": (-1, 2.5, True, None, 2**63),
 }  # fmt: skip
 REJECTION: dict[str, Values] = {
     "constraint": (*CONSTRAINT, None), "n": COUNT, "max_tokens": LIMIT, "max_draws": COUNT,

@@ -323,6 +323,61 @@ def test_a_constraint_beside_a_grammar_a_potential_and_cut_texts(
         assert mean < free
 
 
+@pytest.mark.parametrize(("n", "max_tokens", "threshold"), [(1, 2, 0.0), (2, 1, 1.0), (2, 2, 1.0)])
+@pytest.mark.parametrize(("power", "ramp"), [(2.0, 0), (0.5, 0), (3.0, 1), (3.0, 2), (2.0, 9)])
+def test_a_power_of_whole_texts_is_exact(
+    little: Context,
+    monkeypatch: pytest.MonkeyPatch,
+    n: int,
+    max_tokens: int,
+    threshold: float,
+    power: float,
+    ramp: int,
+) -> None:
+    with Branch.start(little, "ab", sampling=PLAIN) as root:
+        # By tokens, since a text can be written in several ways: BOS has no text.
+        expected: dict[str, float] = {}
+
+        def visit(branch: Branch, text: str, p: float, depth: int) -> None:
+            probs = np.exp(log_softmax(branch.logits))
+            expected[text] = expected.get(text, 0.0) + (p * float(probs[1])) ** power
+            for token, piece in ((0, ""), (2, "a"), (3, "b"))[: 3 * (depth < max_tokens)]:
+                with branch.fork() as child:
+                    child.commit(token)
+                    visit(child, text + piece, p * float(probs[token]), depth + 1)
+
+        visit(root, "", 1.0, 0)
+        mean, _, texts = moments(
+            root, monkeypatch, n, max_tokens, threshold=threshold, power=power, ramp=ramp
+        )
+        assert mean == pytest.approx(sum(expected.values()), abs=1e-12)
+        agree(texts, expected)
+
+
+def test_a_power_beside_a_grammar_and_a_constraint(
+    little: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = 'root ::= "ab" | "b" "b"? | "a"'
+    with Branch.start(little, "ab", sampling=PLAIN, grammar=rule) as bound:
+        _, _, every = moments(bound, monkeypatch, 1, 2)  # each text has one way to be written
+        for ramp in (0, 1):
+            mean, _, texts = moments(
+                bound, monkeypatch, 1, 2, constraint=ConstraintCalls(OneB()), power=2.0, ramp=ramp
+            )
+            wanted = {text: every[text] ** 2 for text in ("ab", "b")}
+            assert mean == pytest.approx(sum(wanted.values()), abs=1e-12)
+            agree(texts, wanted)
+
+
+def test_a_power_of_one_changes_no_particle(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
+        free = search.smc(root, 4, 10)
+        same = search.smc(root, 4, 10, power=1.0, ramp=3)
+        assert same.hypotheses == free.hypotheses and same.log_evidence == free.log_evidence
+        sharp = search.smc(root, 8, 10, power=4.0, force_end=False)
+        assert max(h.logprob for h in sharp.hypotheses) > max(h.logprob for h in free.hypotheses)
+
+
 def test_a_constraint_that_refuses_nothing_changes_no_particle(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=PLAIN) as root:
         free = search.smc(root, 4, 10)

@@ -48,6 +48,7 @@ from llamabranch.errors import (
     TokenizeError,
 )
 from llamabranch.generation.drafter import DraftLength
+from llamabranch.generation.verify import RoundTrace
 
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.8, seed=42)
@@ -761,6 +762,28 @@ def test_forward_passes_are_counted(which: str, ctx: Context, draft_ctx: Context
     assert record["target_forward_passes"] == stats.target_forward_passes
     assert record["num_draft_tokens"] == sum(r.stats.num_draft_tokens for r in results)
     assert engine.explain()
+
+
+def test_rounds_are_told_with_what_became_of_the_draft(
+    ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    rounds: list[RoundTrace] = []
+    request = Request(TALE, max_tokens=40, sampling=WARM, on_round=rounds.append)
+    engine = Engine(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=4))
+    (result, *_) = engine.generate([request, Request("The wolf", max_tokens=20, sampling=WARM)])
+    text = [*ctx.tokenize(TALE), *result.tokens]
+    assert sum(trace.n_accepted for trace in rounds) > 0 < sum(t.n_rejected for t in rounds)
+    assert len(rounds) == result.stats.num_drafts
+    for trace in rounds:
+        n = trace.n_accepted
+        judged = trace.draft[: n + trace.n_rejected]
+        assert trace.following is not None
+        said = [*trace.draft[:n], trace.following.token]
+        assert text[trace.position :][: n + 1] == said[: len(text) - trace.position]
+        with Branch.start(other_ctx, text[: trace.position]) as branch:
+            for token, logprob in zip(judged, trace.logprobs, strict=True):
+                assert logprob == -branch.surprisal(token)
+                branch.commit(token)
 
 
 def test_streams_draft_in_one_decode(ctx: Context, draft_ctx: Context) -> None:

@@ -270,6 +270,18 @@ def test_penalties_beyond_measure_leave_the_only_token_a_grammar_allows(toy: lb.
             sampler.accept(a)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"repeat_penalty": 1.1}, {"logit_bias": {3: -1.0}}, {"typical_p": 0.9}],
+    ids=str,
+)
+def test_greedy_takes_the_lowest_of_equal_tokens(settings: dict[str, Any], toy: lb.Model) -> None:
+    row = np.zeros(toy.n_vocab, dtype=np.float32)
+    row[[9, 70, 200]] = 5.0
+    sampler = Sampler(toy, SamplingParams(**{**OFF, "temperature": 0.0, **settings}))
+    assert sampler.distribution(row).ids.tolist() == [9]
+
+
 @pytest.mark.parametrize("settings", [*ALONE, *TOGETHER], ids=str)
 def test_settings_do_what_they_say(
     settings: dict[str, Any], toy: lb.Model, target: lb.Model

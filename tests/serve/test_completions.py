@@ -91,7 +91,7 @@ def test_prompts_may_be_texts_or_tokens_one_or_many(api: Any, ctx: lb.Context) -
     assert choices(api, prompt=mixed, max_tokens=2, **WARM)[0]["text"]
 
 
-def test_stream_joined_is_the_answer_in_one_piece(api: Any) -> None:
+def test_stream_joined_is_the_answer_in_one_piece(api: Any, ctx: lb.Context) -> None:
     body: dict[str, Any] = {
         "prompt": ["Once upon a time", "The wolf"],
         "n": 2,
@@ -104,6 +104,8 @@ def test_stream_joined_is_the_answer_in_one_piece(api: Any) -> None:
     end = parts.pop()
     assert end["choices"] == []
     assert end["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 48
+    n_prompt = sum(len(ctx.model.prompt_tokens(text)) for text in body["prompt"])
+    assert end["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] == n_prompt
     assert len({part["id"] for part in parts}) == 1
     for choice in whole["choices"]:
         its = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]

@@ -162,29 +162,35 @@ CASES = {f.__name__: f for f in (free, penalties, limits, ends, stops, grammars,
 
 
 class Hostile(lb.Drafter):
-    """Drafts what the target would say and then lies, only lies, ends, or nothing, in turn."""
+    """Drafts what the target would say and then lies, only lies, ends, or nothing, in turn.
+
+    ``ends``: always what it would say, to the end, and then more ends.
+    """
 
     name = "hostile"
 
-    def __init__(self, knowing: lb.Drafter) -> None:
-        self.knowing = knowing
+    def __init__(self, knowing: lb.Drafter, *, ends: bool = False) -> None:
+        self.knowing, self.ends = knowing, ends
 
     def check(self, target: lb.Model) -> None:
         """Claim to fit."""
 
     def start(self, target: lb.speculative.Text, rule: str) -> HostileState:
-        return HostileState(self.knowing.start(target, rule), target.ctx.model)
+        return HostileState(self.knowing.start(target, rule), target.ctx.model, self.ends)
 
 
 class HostileState:
-    def __init__(self, knowing: lb.speculative.DraftState, model: lb.Model) -> None:
-        self.knowing, self.model = knowing, model
+    def __init__(self, knowing: lb.speculative.DraftState, model: lb.Model, ends: bool) -> None:
+        self.knowing, self.model, self.ends = knowing, model, ends
         self.n_rounds = self.n_standing = 0
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         assert len(tokens) >= self.n_standing
         self.n_rounds += 1
-        truth = self.knowing.propose(tokens, length, limit).tokens[: self.n_rounds % 6]
+        truth = self.knowing.propose(tokens, length, limit).tokens
+        if self.ends:
+            return Draft([*truth, *[self.model.eos or 0] * 5][:limit], n_decodes=1)
+        truth = truth[: self.n_rounds % 6]
         lies = [(31 * self.n_rounds + 7 * i) % self.model.n_vocab for i in range(5)]
         end = self.model.eos or 0
         kinds = [
@@ -199,7 +205,7 @@ class HostileState:
         self.knowing.observe(n_tokens)
 
     def fork(self, target: lb.speculative.Text) -> HostileState:
-        return HostileState(self.knowing.fork(target), self.model)
+        return HostileState(self.knowing.fork(target), self.model, self.ends)
 
     def close(self) -> None:
         self.knowing.close()
@@ -408,6 +414,17 @@ def test_the_cases_are_what_they_are_for(
     assert [len(said.tokens) for _, said in expected["limits"]] == [
         case.n for case, _ in expected["limits"]
     ]
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_what_is_drafted_after_the_end_is_not_emitted(
+    caller: str, world: World, expected: dict[str, list[tuple[Case, Said]]]
+) -> None:
+    drafter = Hostile(lb.ModelDrafter(world.twin), ends=True)
+    asked, wanted = [case for case, _ in expected["ends"]], [said for _, said in expected["ends"]]
+    found, _ = CALLERS[caller](world.ctx, drafter, SpeculativeConfig(draft_k=6), asked)
+    assert found == wanted
+    world.check()
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

@@ -242,6 +242,27 @@ def test_closed_contexts_end_generations_with_a_clear_error(
     assert draft_ctx.usage().cells_used == 0
 
 
+@pytest.mark.parametrize("rule", ["seeded", "token", "block"])
+@pytest.mark.parametrize("which", ["model", "wrong", "tree of 3"])
+def test_rejected_tokens_leave_no_penalty(
+    which: str, rule: str, ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    if "tree" in which and rule != "seeded":
+        pytest.skip("trees have the seeded rule")
+    params = SamplingParams(temperature=1.0, seed=3, presence_penalty=2.0, penalty_last_n=-1)
+    drafter = make(which, draft_ctx, other_ctx)
+    speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=5, rule=rule))
+    with Branch.start(ctx, PROMPTS[0], sampling=params) as branch:
+        for _ in range(3):
+            speculator.generate(branch, max_tokens=14).finish()
+            with Branch.start(ctx, branch.tokens, sampling=params) as again:
+                found, expected = branch.distribution(), again.distribution()
+                assert np.array_equal(found.ids, expected.ids)
+                assert np.array_equal(found.logprobs, expected.logprobs)
+        assert speculator.stats.num_draft_tokens > speculator.stats.num_accepted_tokens
+        speculator.forget(branch)
+
+
 # -- endings in the middle of a block ----------------------------------------------------------------
 
 

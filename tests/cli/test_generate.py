@@ -126,7 +126,7 @@ def test_json_of_speculate_is_flat_and_has_the_names_of_the_field() -> None:
             "Once upon a time", max_tokens=20, sampling=lb.SamplingParams(seed=5)
         )
         assert found["tokens"] == plain.finish().tokens
-    assert speculate("-n", "8")["rule"] == "block"
+    assert speculate("-n", "8")["rule"] == "seeded"
     assert speculate("-n", "8", "--temp", "0")["rule"] == "seeded"
 
 

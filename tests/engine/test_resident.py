@@ -394,12 +394,10 @@ def test_ctrl_c_in_a_step_loses_nothing(
     events: list[Event] = []
     take, n_calls = RunningText.take, 0
 
-    def interrupted(
-        running: RunningText, rows: Sequence[LogitsRow], verify_s: float, n_rows: int = 0
-    ) -> None:
+    def interrupted(running: RunningText, rows: Sequence[LogitsRow], verify_s: float) -> None:
         nonlocal n_calls
         n_calls += 1
-        take(running, rows, verify_s, n_rows)
+        take(running, rows, verify_s)
         if n_calls % 7 == 0:
             raise KeyboardInterrupt
 

@@ -79,10 +79,9 @@ class _Record:
             self._tested[at] = keep * self._tested[at] + weight
             self._accepted[at] = keep * self._accepted[at] + weight * outcome
             self._drawn.append(at)
-        n_looks = max(draft.n_steps, sum(not math.isnan(each) for each in draft.entropies))
+        n_looks = max(1, draft.n_steps, sum(not math.isnan(each) for each in draft.entropies))
         if draft.n_read <= (2 if self.step_s else 8):  # else that is the time of reading
-            seconds = draft.seconds / max(1, n_looks)
-            seconds = min(seconds, 4.0 * (self.step_s or seconds))  # it may be an outlier
+            seconds = min(draft.seconds / n_looks, 4.0 * (self.step_s or math.inf))
             share = 0.5 if seconds < self.step_s else 0.1 if self.step_s else 1.0
             self.step_s += share * (seconds - self.step_s)
 
@@ -115,7 +114,8 @@ class _Learned:
             if n in self.seconds:  # the machine may be slower or faster now, and a context grows
                 pace = 0.8 + 0.2 * min(2.0, max(0.5, seconds / expected))
                 self.seconds = {size: pace * each for size, each in self.seconds.items()}
-            seconds = min(seconds, 2.0 * expected)  # a single one that is slow says little
+            most = 2.0 if len(self.seconds) > 1 else 4.0  # a single one that is slow says little
+            seconds = min(seconds, most * expected)
         old = self.seconds.get(n, seconds)
         self.seconds[n] = old + (1.0 - 0.9**n_rounds) * (seconds - old)
 
@@ -199,7 +199,7 @@ class AutoLength(DraftLength):
         most = 2 * max(learned.seconds, default=1) - 1  # a time far beyond those seen says little
         return replace(
             self._stop,
-            most_tokens=max(self.FIRST_K, most) if is_free else self.limit,
+            most_tokens=max(self.FIRST_K, most) if is_free else 1 if record.pause else self.limit,
             edges=_EDGES,
             acceptance=rates,
             costs=costs,

@@ -79,12 +79,9 @@ class _Record:
             self._tested[at] = keep * self._tested[at] + weight
             self._accepted[at] = keep * self._accepted[at] + weight * outcome
             self._drawn.append(at)
-        n_looks = max(draft.n_steps, sum(not math.isnan(each) for each in draft.entropies))
+        n_looks = max(1, draft.n_steps, sum(not math.isnan(each) for each in draft.entropies))
         if draft.n_read <= (2 if self.step_s else 8):  # else that is the time of reading
-            seconds = draft.seconds / max(1, n_looks)
-            seconds = min(
-                seconds, 4.0 * (self.step_s or seconds)
-            )  # what is slower may be an outlier
+            seconds = min(draft.seconds / n_looks, 4.0 * (self.step_s or math.inf))
             share = 0.5 if seconds < self.step_s else 0.1 if self.step_s else 1.0
             self.step_s += share * (seconds - self.step_s)
 
@@ -117,7 +114,8 @@ class _Learned:
             if n in self.seconds:  # the machine may be slower or faster now, and a context grows
                 pace = 0.8 + 0.2 * min(2.0, max(0.5, seconds / expected))
                 self.seconds = {size: pace * each for size, each in self.seconds.items()}
-            seconds = min(seconds, 3.0 * expected)  # a single one that is slow says little
+            most = 2.0 if len(self.seconds) > 1 else 4.0  # a single one that is slow says little
+            seconds = min(seconds, most * expected)
         old = self.seconds.get(n, seconds)
         self.seconds[n] = old + (1.0 - 0.9**n_rounds) * (seconds - old)
 
@@ -195,13 +193,13 @@ class AutoLength(DraftLength):
 
     def _new_rule(self, record: _Record) -> StopRule:
         is_free, learned = self._is_free(record), self._learned
-        if not is_free and record.n_drafts < self.WARM_UP_DRAFTS:
+        if not (is_free or record.pause or record.n_drafts >= self.WARM_UP_DRAFTS):
             return replace(self._stop)
         costs, (rates, mean) = self._costs(record), record.acceptance()
         most = 2 * max(learned.seconds, default=1) - 1  # a time far beyond those seen says little
         return replace(
             self._stop,
-            most_tokens=max(self.FIRST_K, most) if is_free else self.limit,
+            most_tokens=max(self.FIRST_K, most) if is_free else 1 if record.pause else self.limit,
             edges=_EDGES,
             acceptance=rates,
             costs=costs,
@@ -254,15 +252,17 @@ class AutoLength(DraftLength):
             seconds = verify_s + sum(each.overhead_s for each in rounds)
             learned.learn(n_tokens, seconds, n_rounds)
             learned.n_streams = n
-            is_plain = not any(each.draft.tokens for each in rounds)
-            learned.since_plain = 0 if is_plain else learned.since_plain + 1
+            has_draft = any(each.draft.tokens for each in rounds)
+            learned.since_plain = has_draft * (learned.since_plain + 1)
             seconds += sum(each.draft.seconds for each in rounds)
             tested = {each.draft.drafter for each in rounds if each.draft.entropies}
             for name, record in self._used.items():
                 if name in tested:
-                    pays = record.n_drafts < self.WARM_UP_DRAFTS or self._is_free(record)
+                    is_new = not record.pause and record.n_drafts < self.WARM_UP_DRAFTS
+                    least = 0.9 if is_new else self.MARGIN  # a few drafts may have had bad luck
+                    pays = self._is_free(record) or self._best(record)[1] >= least
                     longer = min(2 * record.pause, self.LONGEST_PAUSE) or self.PAUSE
-                    record.pause = 0 if pays or self._best(record)[1] >= self.MARGIN else longer
+                    record.pause = 0 if pays else longer
                     record.waited = record.waited_s = 0.0
                 elif record.pause:
                     record.waited += n_rounds

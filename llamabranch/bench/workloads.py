@@ -70,8 +70,8 @@ def speculative(
 ) -> Maker:
     """Return decoding with a drafter that is new in every run (``cold``: for every prompt).
 
-    A drafter kept between runs would copy the text of the previous run, and the draft length would have
-    been tuned in untimed runs. Evaluating the prompt with the draft model is timed.
+    A drafter kept between runs would copy the text of the previous run. What "auto" learns stays with the
+    context, as it does for a user. Evaluating the prompt with the draft model is timed.
     """
 
     def make(run: int) -> Work:

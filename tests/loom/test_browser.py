@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,6 +92,11 @@ def test_tokens_have_their_numbers(page: Page) -> None:
         chosen_node(page),
     )
     assert known == pytest.approx([lp for lp in stored["lp"] if lp is not None], rel=1e-2, abs=1e-3)
+    surprises = [i for i, lp in zip(indices[1:], known, strict=True) if lp < math.log(0.05)]
+    for key, i in (("}", surprises[0]), ("{", surprises[-1])):  # behind the first comes the last
+        page.locator("#text").press(key)
+        idle(page)
+        assert page.locator("#text [aria-selected=true]").get_attribute("data-token") == str(i)
 
 
 def test_session_with_the_keyboard_alone(page: Page) -> None:

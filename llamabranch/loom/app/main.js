@@ -1,11 +1,11 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
 import { $, attribute, check, fill, h, later, paints, plural, radios, redraw, tell, visible, visibleTexts } from "./dom.js";
-import { LENSES, choose, drawLegend, turn } from "./lenses.js";
+import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, net } from "./net.js";
 import { FLAGS, Tokens, select, stateOf, store, texts, view } from "./store.js";
 import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
-import { moveTo, place, shownPath, startText, textMoves, tokenSpan, visit } from "./text.js";
+import { moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
 import { inspected, startInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
 import { compare, startCompare } from "./compare.js";
@@ -373,7 +373,7 @@ export function start() {
   paints("tree", tree.tree);
   paints("text", startText());
   paints("compare", startCompare());
-  paints("legend", () => drawLegend(shownPath(), visit));
+  paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin)));
   paints("inspect", startInspector());
   paints("live", startLive());
   paints("minimap", tree.minimap);

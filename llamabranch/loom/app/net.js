@@ -38,7 +38,6 @@ export function get(/** @type {string} */ path, /** @type {Record<string, any>} 
 
 let count = 0;
 const tab = Math.random().toString(36).slice(2, 10);
-const pause = (/** @type {number} */ ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 /** Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
  * server refuses is told in the footer, and the answer is null.
@@ -60,7 +59,7 @@ export async function act(op, fields = {}) {
         return null;
       }
       if (!status) lost(); // without a session it waits for a fresh link
-      await pause(wait);
+      await new Promise((resolve) => setTimeout(resolve, wait));
     }
   }
 }

@@ -2,7 +2,7 @@
 // The text of a path, token by token: blocks with measured heights, of which the visible tokens are elements; the
 // cursor; continuations that could follow.
 import { $, attribute, fill, h, label, later, plural, redraw, set, short, visible, visibleTexts } from "./dom.js";
-import { SOURCES, binClass, binOf, cueOf, lens } from "./lenses.js";
+import { SOURCES, binClass, cueOf, lens } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
 import { FLAGS, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
@@ -14,6 +14,7 @@ const TOKEN_HEIGHT = 4.5; // px that a token adds, about
 const AROUND = 40; // tokens that are elements above and below the visible ones
 const MARGIN = 600; // px of blocks that are text above and below the visible ones
 const SHOOTS = 6, SHOOT_TOKENS = 24;
+const SURPRISE = Math.log(0.05);
 
 /** @type {Path} */ let path = pathOf(null, null);
 let pathKey = "";
@@ -221,24 +222,18 @@ export const textMoves = {
   right: () => moveTo(view.cursor < 0 ? shownPath().n - 1 : view.cursor + 1),
   first: () => moveTo(0),
   last: () => moveTo(shownPath().n - 1),
-  surprise: () => surprise(1),
-  surpriseBack: () => surprise(-1),
+  surprise: () => seek((c, i) => c.lp[i] < SURPRISE),
+  surpriseBack: () => seek((c, i) => c.lp[i] < SURPRISE, -1),
 };
 
-/** The next token of less than 5 percent. @param {number} by */
-function surprise(by) {
-  const { lp, n } = shownPath();
-  for (let i = (view.cursor < 0 && by < 0 ? n : view.cursor) + by; i >= 0 && i < n; i += by) {
-    if (lp[i] < Math.log(0.05)) return moveTo(i);
-  }
-}
-
-/** Go to the next token of a bin. @param {number} bin */
-export function visit(bin) {
+/** Go to the next token of a kind, or the one before; behind the last comes the first.
+ * @param {(c: Path, i: number) => boolean} is @param {1 | -1} [by] */
+export function seek(is, by = 1) {
   const c = shownPath();
+  const begin = by < 0 ? Math.max(view.cursor, 0) + c.n : view.cursor;
   for (let step = 1; step <= c.n; step++) {
-    const i = (view.cursor + step) % c.n;
-    if (binOf(c, i) === bin) return moveTo(i);
+    const i = (begin + by * step) % c.n;
+    if (is(c, i)) return moveTo(i);
   }
 }
 

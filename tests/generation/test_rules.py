@@ -53,7 +53,6 @@ Rule = Callable[
     [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], RandomSource], Acceptance
 ]
 Drafting = Callable[["ModelPair", RandomSource], tuple[list[int], Sources]]
-ROOT: Context = ()
 
 
 def dirichlet(rng: np.random.Generator, alpha: float) -> Distribution:

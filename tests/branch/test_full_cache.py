@@ -1,11 +1,7 @@
-"""The laws, each by itself: fork = replay, rewind = never happened, prune leaves no trace.
-
-All moves in any order are in `test_state_machine`. Logits are compared to the bit.
-"""
+"""Branches in a cache that is full, or full of holes; all moves in any order: `test_state_machine`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,14 +9,9 @@ import numpy.typing as npt
 import pytest
 
 import llamabranch as lb
-from llamabranch import Branch, Context, Distribution, SamplingParams
+from llamabranch import Branch, Context, Distribution
 from llamabranch.branch import BranchStore
 from llamabranch.errors import CacheFullError
-
-WITH_MEMORY = SamplingParams(
-    temperature=0.9, repeat_penalty=1.3, presence_penalty=0.2, penalty_last_n=12,
-    dry_multiplier=0.8, dry_allowed_length=1, xtc_probability=0.3, seed=5,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,58 +43,7 @@ def assert_same(one: Facts, two: Facts) -> None:
     assert one.text == two.text
 
 
-# -- each law by itself, small enough to read --------------------------------------------------------
-
 STORY = "Once upon a time there was a poor woodcutter who lived with his wife and two children"
-
-
-def test_fork_is_replay(ctx: Context, other_ctx: Context) -> None:
-    root = Branch.start(ctx, STORY, temperature=0.8, seed=1)
-    child = root.fork()
-    list(root.generate(20))  # the parent goes elsewhere, in the same cache
-    list(child.generate(10))
-    again = Branch.start(other_ctx, STORY, temperature=0.8, seed=1)
-    again.extend(child.generated)
-    assert_same(facts(child), facts(again))
-
-
-def test_fork_keeps_parent_logits(ctx: Context) -> None:
-    root = Branch.start(ctx, STORY, temperature=0.8, seed=1)
-    before = facts(root)
-    children = root.fork_many(5)
-    for child in children:
-        list(child.generate(7))
-    assert_same(facts(root), before)
-    for child in children:
-        child.prune()
-    assert_same(facts(root), before)
-
-
-def test_rewound_is_never_happened(ctx: Context, other_ctx: Context) -> None:
-    branch = Branch.start(ctx, STORY, sampling=WITH_MEMORY)
-    again = Branch.start(other_ctx, STORY, sampling=WITH_MEMORY)
-    stops = []
-    for _ in range(5):
-        stops.append((branch.position, facts(branch)))
-        branch.extend([t.token for t in again.generate(4)], logits="last")
-        assert_same(facts(branch), facts(again))
-    for position, before in reversed(stops):
-        branch.rewind(position)
-        assert branch.position == position
-        assert_same(facts(branch), before)
-
-
-def test_pruned_leaves_its_sequence_clean(ctx: Context, other_ctx: Context) -> None:
-    for _ in range(3):
-        branch = Branch.start(ctx, [9, 8, 7], temperature=0.0)
-        list(branch.generate(10))
-        sequence = branch.seq_id
-        branch.prune()
-        assert ctx.usage().sequences == {}
-    branch = Branch.start(ctx, STORY, temperature=0.8, seed=1)
-    assert branch.seq_id == sequence
-    again = Branch.start(other_ctx, STORY, temperature=0.8, seed=1)
-    assert_same(facts(branch), facts(again))
 
 
 def test_branch_in_the_holes_of_another_is_the_same(ctx: Context, other_ctx: Context) -> None:
@@ -114,33 +54,6 @@ def test_branch_in_the_holes_of_another_is_the_same(ctx: Context, other_ctx: Con
     again = Branch.start(other_ctx, STORY, temperature=0.0)
     assert [t.token for t in branch.generate(60)] == [t.token for t in again.generate(60)]
     assert_same(facts(branch), facts(again))
-
-
-@pytest.mark.parametrize(
-    "fill",
-    [
-        lambda branch: branch.commit(7),
-        lambda branch: branch.extend([7] * 40),
-        lambda branch: branch.fork().extend([7] * 40),
-    ],
-    ids=["commit", "extend", "fork"],
-)
-def test_full_cache_harms_no_branch_and_a_prune_helps(
-    fill: Callable[[Branch], object], target: lb.Model
-) -> None:
-    with Context(target, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1) as ctx:
-        branch = Branch.start(ctx, STORY, temperature=0.8, seed=1)
-        other = Branch.start(ctx, [3] * (256 - branch.position), temperature=0.0)
-        before, theirs = facts(branch), facts(other)
-        with pytest.raises(CacheFullError, match="full") as caught:
-            fill(branch)
-        assert "prune" in str(caught.value.hint)
-        assert_same(facts(branch), before)
-        assert_same(facts(other), theirs)
-        ctx.audit()
-        other.prune()
-        fill(branch)
-        ctx.audit()
 
 
 def test_generation_gives_one_token_more_than_there_are_cells(

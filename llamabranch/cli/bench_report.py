@@ -172,7 +172,7 @@ class BenchReport:
             "plain": {"tokens_per_s": report.plain.rate.as_dict()} if report.plain.runs else None,
             "lengths": [self._cell(cell) for cell in report.lengths],
             "rules": [self._cell(cell) for cell in report.rules],
-            "theory": [{"draft_length": k, "speedup": gain} for k, gain in report.curve()],
+            "theory": [{"draft_length": k, "speedup": gain} for k, gain in report.theory()],
             "confirmed": None if confirmed is None else self._cell(confirmed),
             "verdict": report.verdict,
             "best": None if best is None else self._cell(best),

@@ -226,7 +226,7 @@ class _Writer(Writer):
 
 
 async def score(call: Exchange, service: Service) -> None:
-    """Rate continuations of a node; no node is added."""
+    """Score continuations of a node; no node is added."""
     fields = await call.json(ScoreFields)
     tokens, parse = _node(call, service).tokens, fields.parse_special
     top, n = fields.top_logprobs, len(tokens)

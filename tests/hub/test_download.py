@@ -393,7 +393,7 @@ def test_missing_shard_and_tag_are_errors_that_list_what_there_is(hub: FakeHub) 
         lb.fetch("me/part:Q8_0")
     with pytest.raises(lb.ConfigError, match="no model with the tag Q4_0") as caught:
         lb.fetch("me/part:Q4_0")
-    assert caught.value.hint == "tags: F16, Q8_0"
+    assert caught.value.hint == "models: m-F16.gguf, m-Q8_0-00002-of-00002.gguf"
 
 
 # -- the disk --------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""What ``--draft`` means: a draft model, a head, a drafter that copies, or a chain."""
+"""What ``--draft`` means: a draft model, a head, a drafter that copies, a chain, or what fits."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import llamabranch as lb
@@ -19,14 +20,18 @@ COPYING: dict[str, Callable[[], Drafter]] = {
 MTP = "mtp"  # the target's own MTP layers
 GRAMMAR = "grammar"  # what the text's grammar forces, else what follows in the chain
 
+LARGEST_SHARE = 0.5  # of the target's bytes and of its parameters: a larger draft cannot pay
+BEST_SHARE = 0.1
+MOST = 6  # models whose vocabularies are compared; a large one takes a second
+
 
 def choose_drafters(
     target: str, given: str | None, console: Console, *, has_grammar: bool
 ) -> tuple[str, ...]:
     """Return the names of the drafters for a target, all found before any model is loaded.
 
-    Where ``--draft`` was not ``given`` the grammar drafts if there is one, else what "auto" takes: the
-    target's own MTP layers, the draft that models.txt lists, downloaded if it may be, or copies.
+    Where ``--draft`` was not ``given`` the grammar drafts if there is one, else what fits. What "auto"
+    found is printed to standard error.
     """
     path = hub.resolve(target, download=None)
     if has_grammar and given is None:
@@ -42,17 +47,20 @@ def choose_drafters(
                 hint="`llamabranch models show` lists what a file offers; --draft FILE takes MTP "
                 "layers that are in a file of their own",
             )
+    listed = hub.draft_for(target)
+    entry = None if listed is None else hub.find_entry(listed)
+    if given is None and entry is not None and entry.path is not None:
+        given = listed
     if given not in (None, "auto"):
         return parse_draft(given)
-    listed = hub.draft_for(target)
-    if listed is not None:
-        with contextlib.suppress(ConfigError):  # it is not here, and may not be downloaded
-            found = parse_draft(listed)
-            if given is not None:
-                console.note(f"draft: {listed}")
-            return found
-    console.note(f"no draft model is known for {target}: copying from the text (suffix)")
-    return ("suffix",)
+    found = _fittest(target)
+    if found is None:
+        console.note(f"no smaller model here drafts for {target}: copying from the text (suffix)")
+        return ("suffix",)
+    # A model that nobody has paired with this target may not pay; copying costs next to nothing.
+    first = () if found == listed else ("suffix",)
+    console.note(f"draft: {'+'.join((*first, found))}")
+    return (*first, *parse_draft(found))
 
 
 def parse_draft(given: str) -> tuple[str, ...]:
@@ -116,3 +124,96 @@ def note_translation(drafter: Drafter, target: Model, console: Console) -> None:
     for context in drafter.contexts:
         if target.compatibility(context.model).path == "text":
             console.note(f"{context.model.name} has another vocabulary: it drafts through the text")
+
+
+# -- models that could draft ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that could draft for a target.
+
+    Attributes:
+        name: what ``--draft`` takes.
+        path: its file, None if it is not on this machine.
+        size_bytes: of its file; rounded if it is not here.
+        drafts_by: "tokens", or "text" where the vocabularies differ; "unknown" if it is not here.
+        listed: models.txt lists it for this target.
+    """
+
+    name: str
+    path: Path | None
+    size_bytes: int
+    drafts_by: str
+    listed: bool
+
+
+def candidates(target: str) -> list[Candidate]:
+    """Return the models that could draft for a target that is on this machine, the fittest first.
+
+    First the draft that models.txt lists, then the models of the same vocabulary on this machine, from
+    those of about a tenth of the target's size on, then those that could draft through the text. None has
+    more than half of the target's parameters, as another quantization of the same model has. The bundled
+    draft is left out of the last: it knows fairy tales only.
+    """
+    path, listed = hub.resolve(target), hub.draft_for(target)
+    size = _size(path)
+    found = []
+    with Model(path, vocab_only=True) as model:
+        if not model.has_text:
+            return []
+        nearby = sorted(
+            (abs(math.log(max(_size(each) / size, 1e-9) / BEST_SHARE)), name, each)
+            for name, each in _present(listed).items()
+            if not each.samefile(path) and _size(each) <= LARGEST_SHARE * size
+        )
+        for _, name, each in nearby[:MOST]:
+            try:
+                if Model.is_head(each) and name != listed:
+                    continue  # it fits one model only
+                with Model(each, vocab_only=True) as draft:
+                    if draft.n_params > LARGEST_SHARE * model.n_params:
+                        continue
+                    way = model.compatibility(draft).path
+            except lb.errors.ModelLoadError:
+                continue
+            if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
+                found.append(Candidate(name, each, _size(each), way, name == listed))
+    entry = None if listed is None else hub.find_entry(listed)
+    if entry is not None and entry.path is None and not any(each.listed for each in found):
+        found.append(Candidate(entry.name, None, entry.size_bytes, "unknown", True))
+    return sorted(found, key=lambda each: (each.drafts_by == "text", not each.listed))
+
+
+def _fittest(target: str) -> str | None:
+    """Return the name of the fittest draft, downloaded if it must be and may be, or None."""
+    for each in candidates(target):
+        if each.path is None:
+            try:
+                hub.resolve(each.name, download=None)
+            except ConfigError:  # it may not be downloaded
+                continue
+            return each.name
+        if each.drafts_by == "tokens":
+            return each.name
+    return None
+
+
+def _present(listed: str | None) -> dict[str, Path]:
+    """Return the models on this machine by name: one name for each file."""
+    named: dict[str, Path] = {}
+    for entry in hub.catalogue():
+        path = entry.path
+        if path is not None and (entry.name == listed or entry.role == "draft"):
+            named[entry.name] = path
+    known = {path.resolve() for path in named.values()}
+    for model in hub.local_models():
+        if model.path.resolve() not in known:
+            known.add(model.path.resolve())
+            named[str(model.path) if model.cache == "llamabranch" else model.name] = model.path
+    return named
+
+
+def _size(path: Path) -> int:
+    """Return the size of a model in bytes, all shards together."""
+    return sum(part.stat().st_size for part in hub.parts(path))

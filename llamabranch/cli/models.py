@@ -120,6 +120,8 @@ def _list_local(console: Console) -> None:
 
 
 def _show(names: Sequence[str], console: Console) -> None:
+    from .drafters import candidates  # which needs NumPy and llama.cpp
+
     paths = [hub.resolve(name, download=None) for name in names]
     with ExitStack() as stack:
         models, facts = [], []
@@ -134,7 +136,10 @@ def _show(names: Sequence[str], console: Console) -> None:
         if is_pair:
             answer |= _verdict(*models, is_head=is_head)
         elif not is_head and models[0].can_generate:
-            answer["drafts"] = _drafts(models[0], names[0])
+            answer["drafts"] = [
+                {**asdict(each), "path": None if each.path is None else str(each.path)}
+                for each in candidates(names[0])
+            ]
         shown = [base_name(name) for name in names]
         columns = list(map(_shown, facts))
         rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
@@ -150,10 +155,8 @@ def _show(names: Sequence[str], console: Console) -> None:
                 )
         if is_pair:
             console.line(answer["told"], "green" if answer["compatible"] else "yellow")
-        for each in answer.get("drafts", ()):
-            here = "to download" if each["path"] is None else "here"
-            size = decimal_size(each["size_bytes"])
-            console.line(f"{each['name']} ({size}, {here}) drafts for it, also with --draft auto.")
+        elif "drafts" in answer:
+            _print_drafts(console, answer["drafts"])
         console.answer(answer)
 
 
@@ -178,18 +181,25 @@ def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, A
     return {**{name: getattr(report, name) for name in names}, "told": told}
 
 
-def _drafts(model: lb.Model, name: str) -> list[dict[str, Any]]:
-    """Return what models.txt lists as the draft of a model."""
-    listed = hub.draft_for(name)
-    entry = None if listed is None else hub.find_entry(listed)
-    if entry is None:
-        return []
-    way, path = "unknown", entry.path
-    if path is not None:
-        with lb.Model(path, vocab_only=True) as draft:
-            way = model.compatibility(draft).path
-    about = {"name": entry.name, "path": path and str(path), "size_bytes": entry.size_bytes}
-    return [{**about, "drafts_by": way, "listed": True}]
+def _print_drafts(console: Console, found: Sequence[Mapping[str, Any]]) -> None:
+    if not found:
+        console.line("No model that could draft for it is on this machine.")
+        return
+    console.line(
+        "Models that could draft for it; --draft auto takes the first that drafts by tokens, and "
+        "`llamabranch bench` measures whether it pays:"
+    )
+    console.line()
+    rows = [
+        (
+            base_name(each["name"]),
+            decimal_size(each["size_bytes"]),
+            each["drafts_by"],
+            "to download" if each["path"] is None else "here",
+        )
+        for each in found
+    ]
+    console.table(("draft", "size", "drafts by", ""), rows, left=("drafts by", ""))
 
 
 def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class DraftOptions(ModelOptions):
         None,
         "A draft model, an EAGLE-3 head or a file of MTP layers as for -m; `mtp`, `lookup`, "
         "`suffix`, `grammar`, a chain such as `suffix+NAME`, `auto` or `none`. Default: auto, "
-        "which takes what is known to fit; with a grammar, grammar+suffix.",
+        "which takes what fits; with a grammar, grammar+suffix.",
         *("--draft", "--draft-model", "--model-draft", "--spec-draft-model", "--hf-repo-draft"),
         *("-d", "-md", "-hfd", "-hfrd"),
         rich_help_panel=DRAFTING,

@@ -14,6 +14,7 @@ from fake_hub import FakeHub, serve
 
 import llamabranch as lb
 from llamabranch import hub as names
+from llamabranch.cli.drafters import candidates
 
 TARGET, DRAFT = "me/tale-target-GGUF", "me/tale-draft-GGUF"
 COMMIT = "c" * 40
@@ -96,7 +97,7 @@ def test_repository_alone_is_enough(hub: FakeHub) -> None:
     result = run("speculate", "-hf", f"{TARGET}:Q8_0", *SHORT, **ALLOWED)
     assert result.exit_code == 0, result.stderr
     assert result.stderr.count("downloading ") == 1
-    assert "copying from the text (suffix)" in result.stderr
+    assert "draft: suffix+tale-draft\n" in result.stderr
 
 
 def test_on_a_terminal_a_download_starts_after_its_size_was_shown(hub: FakeHub) -> None:
@@ -223,33 +224,92 @@ def test_show_says_why_two_models_cannot_speculate(tmp_path: Path) -> None:
 # -- which model drafts ------------------------------------------------------------------------------
 
 
-def test_draft_auto_takes_what_is_listed_and_says_so(tmp_path: Path) -> None:
-    assert "draft: tale-draft\n" in run("generate", "a", "--draft", "auto", *SHORT).stderr
-    assert "draft: " not in run("generate", "a", "-m", names.BUNDLED_TARGET, *SHORT).stderr
-    other = toys.write_toy(tmp_path / "other.gguf", vocab="bytes")
-    said = run("generate", "a", "-m", str(other), *SHORT).stderr
-    assert f"no draft model is known for {other}: copying from the text (suffix)" in said
-
-
-def test_listed_draft_that_may_not_be_downloaded_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of a byte vocabulary, and caches with models that could draft for it or could not."""
     for name in ("HF_HUB_CACHE", "LLAMABRANCH_CACHE", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "0")
-    snapshot = tmp_path / f"HF_HUB_CACHE/models--Qwen--Qwen3-4B-GGUF/snapshots/{COMMIT}"
+    for name in ("LLAMA_CACHE", "LLAMABRANCH_DOWNLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    snapshot = tmp_path / f"HF_HUB_CACHE/models--me--drafts/snapshots/{COMMIT}"
+    other = tmp_path / "HF_HUB_CACHE/models--me--other/snapshots/0123abcd"
+    for folder in (snapshot, other):
+        folder.mkdir(parents=True)
+    toys.write_llama(snapshot / "fitting-Q8_0.gguf", vocab="bytes", n_layer=1)
+    toys.write_llama(snapshot / "larger-Q8_0.gguf", vocab="bytes", n_layer=4, n_ff=512)
+    toys.write_llama(snapshot / "too-large-Q8_0.gguf", vocab="bytes", n_layer=12, n_ff=512)
+    toys.write_llama(other / "foreign-Q8_0.gguf", vocab="small", n_layer=1)
+    (other / "damaged-Q8_0.gguf").write_bytes(b"GGUF" + bytes(50_000))
+    return toys.write_llama(tmp_path / "big.gguf", vocab="bytes", n_layer=16, n_ff=512)
+
+
+def test_candidates_are_those_of_the_vocabulary_first_and_of_about_a_tenth_of_the_size(
+    target: Path,
+) -> None:
+    found = candidates(str(target))
+    assert [(each.name, each.drafts_by) for each in found] == [
+        ("me/drafts/fitting-Q8_0.gguf", "tokens"),
+        ("me/drafts/larger-Q8_0.gguf", "tokens"),
+        ("me/other/foreign-Q8_0.gguf", "text"),
+    ]
+    for each in found:
+        assert each.path == names.resolve(each.name)
+        assert each.size_bytes == each.path.stat().st_size
+
+
+def test_draft_auto_takes_the_fittest_and_says_so(target: Path) -> None:
+    result = run("generate", "-m", str(target), "--draft", "auto", "a", *SHORT)
+    assert result.exit_code == 0, result.stderr
+    assert "draft: suffix+me/drafts/fitting-Q8_0.gguf\n" in result.stderr
+    result = run("generate", "a", "--draft", "auto", *SHORT)
+    assert "draft: tale-draft\n" in result.stderr
+
+
+def test_another_quantization_of_the_target_is_no_draft(target: Path) -> None:
+    same = target.with_name("f32.gguf")
+    toys.write_llama(same, vocab="bytes", n_layer=12, n_ff=512, weights="f32")
+    (other,) = target.parent.rglob("too-large-Q8_0.gguf")
+    assert other.stat().st_size < same.stat().st_size / 2
+    assert other not in [each.path for each in candidates(str(same))]
+
+
+def test_draft_auto_copies_from_the_text_where_no_model_fits(target: Path) -> None:
+    for path in (target.parent / "HF_HUB_CACHE").rglob("*.gguf"):
+        path.unlink()
+    result = run("generate", "-m", str(target), "--draft", "auto", "a", *SHORT)
+    assert result.exit_code == 0, result.stderr
+    assert "copying from the text (suffix)" in result.stderr
+
+
+def test_bundled_draft_is_offered_to_its_own_vocabulary_only(tmp_path: Path) -> None:
+    large = toys.write_llama(tmp_path / "large.gguf", vocab="bytes", n_layer=8, n_ff=8192)
+    assert large.stat().st_size > 4 * names.resolve(names.BUNDLED_DRAFT).stat().st_size
+    assert names.BUNDLED_DRAFT not in [each.name for each in candidates(str(large))]
+    found = {each.name: each.drafts_by for each in candidates(names.BUNDLED_TARGET)}
+    assert found[names.BUNDLED_DRAFT] == "tokens"
+
+
+def test_listed_draft_that_is_not_here_is_asked_for_first(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = target.parent / f"HF_HUB_CACHE/models--Qwen--Qwen3-4B-GGUF/snapshots/{COMMIT}"
     snapshot.mkdir(parents=True)
-    toys.write_llama(snapshot / "Qwen3-4B-Q4_K_M.gguf", vocab="bytes")
+    target.rename(snapshot / "Qwen3-4B-Q4_K_M.gguf")
+    first, *others = candidates("qwen3-4b")
+    assert (first.name, first.path, first.drafts_by) == ("qwen3-0.6b", None, "unknown")
+    assert others[0].name == "me/drafts/fitting-Q8_0.gguf"
+    monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "0")  # it may not be downloaded: the next one drafts
     said = run("generate", "a", "-m", "qwen3-4b", *SHORT).stderr
-    assert "no draft model is known for qwen3-4b: copying from the text (suffix)" in said
-    (listed,) = answer("models", "show", "qwen3-4b")["drafts"]
-    assert (listed["name"], listed["path"], listed["drafts_by"]) == ("qwen3-0.6b", None, "unknown")
+    assert "draft: suffix+me/drafts/fitting-Q8_0.gguf\n" in said
 
 
-def test_show_lists_what_drafts(tmp_path: Path) -> None:
-    (listed,) = answer("models", "show", "tale-target")["drafts"]
-    assert (listed["name"], listed["drafts_by"], listed["listed"]) == ("tale-draft", "tokens", True)
-    assert "tale-draft (1.10 MB, here) drafts for it" in run("models", "show", "tale-target").stdout
+def test_show_lists_what_could_draft(target: Path, tmp_path: Path) -> None:
+    listed = answer("models", "show", target)["drafts"]
+    assert [each["name"] for each in listed[:2]] == [
+        "me/drafts/fitting-Q8_0.gguf",
+        "me/drafts/larger-Q8_0.gguf",
+    ]
+    assert "me/drafts/fitting-Q8_0.gguf" in run("models", "show", target).stdout
     assert "drafts" not in answer("models", "show", "tale-target", "tale-draft")
     bare = toys.write_llama(tmp_path / "bare.gguf", vocab="none")
-    assert answer("models", "show", bare)["drafts"] == []
+    assert candidates(str(bare)) == []

@@ -181,7 +181,7 @@ def test_target_that_is_empty_fails_and_one_without_a_draft_says_what_drafts(
     tmp_path: Path,
 ) -> None:
     path = write_toy(tmp_path / "other.gguf", vocab="bytes")
-    told = f"no draft model is known for {path}: copying from the text"
+    told = f"no smaller model here drafts for {path}: copying from the text"
     assert told in said_by("speculate", "--target", path, "-n", "4")
     (tmp_path / "empty.gguf").touch()
     result = run("speculate", "--target", tmp_path / "empty.gguf")

@@ -97,6 +97,11 @@ def test_tokens_have_their_numbers(page: Page) -> None:
         page.locator("#text").press(key)
         idle(page)
         assert page.locator("#text [aria-selected=true]").get_attribute("data-token") == str(i)
+    bins = shown.evaluate_all("all => all.map(each => each.classList[1])")
+    page.locator(f"#legend .{bins[i]}").click()  # the next of its bin
+    idle(page)
+    there = next(j for j in [*range(i + 1, len(bins)), *range(i + 1)] if bins[j] == bins[i])
+    assert page.locator("#text [aria-selected=true]").get_attribute("data-token") == str(there)
 
 
 def test_session_with_the_keyboard_alone(page: Page) -> None:

@@ -26,6 +26,7 @@ __all__ = ["rejection"]
 
 _BYTES = 1 << 27  # of kept probabilities
 _LEAST_MASS = 1e-12  # what is less is lost in rounding
+_AT_ONCE = 16  # texts at least, while some are wanted; a text does not depend on who else is drawn
 _REST = -1  # stands for all tokens but EOG
 
 
@@ -82,12 +83,15 @@ def rejection(
     found: dict[int, tuple[SearchNode, float]] = {}
     with SearchSequences(branch, on_step) as sequences:
         first = ConstraintState(asked, branch.ctx.model, stop)
-        tree = _Tree(sequences, first, max_tokens, stop, SeededDraws(seed, branch.position, n))
+        most = max(n, _AT_ONCE)
+        tree = _Tree(sequences, first, max_tokens, stop, SeededDraws(seed, branch.position, most))
         n_drawn = 0
         while len(found) < n and n_drawn < max_draws and tree.valid_mass and not tree.is_over:
-            slots = [slot for slot in range(n) if slot not in found][: max_draws - n_drawn]
-            n_drawn += len(slots)
-            found |= tree.walk(slots)
+            wanted = [slot for slot in range(n) if slot not in found]
+            n_walks = min(max(len(wanted), _AT_ONCE), max_draws - n_drawn)
+            n_drawn += n_walks
+            for i, end in sorted(tree.walk(n_walks).items()):  # a slot takes its first valid text
+                found.setdefault(wanted[i % len(wanted)], end)
         sequences.stats.count_constraint(asked)
     hypotheses: list[Hypothesis] = []
     least: dict[tuple[int, ...], float] = {}
@@ -159,14 +163,14 @@ class _Tree:
         """An upper bound of the probability that a text is valid."""
         return self._places[self._sequences.root].mass
 
-    def walk(self, slots: Sequence[int]) -> dict[int, tuple[SearchNode, float]]:
-        """Draw a text for each of ``slots``; return the last nodes of the valid ones, with their log p.
+    def walk(self, n: int) -> dict[int, tuple[SearchNode, float]]:
+        """Draw ``n`` texts; return the last nodes of the valid ones by their numbers, with their log p.
 
         What is refused is noted when all have ended: within a walk nothing may change, or texts that end
         early would be drawn too often.
         """
         found: dict[int, tuple[SearchNode, float]] = {}
-        at = dict.fromkeys(slots, self._sequences.root)
+        at = dict.fromkeys(range(n), self._sequences.root)
         refused: list[tuple[_Place, int, float]] = []
         while at and not self.is_over:
             following: dict[int, SearchNode] = {}

@@ -203,3 +203,10 @@ def test_the_puzzle_is_solved_by_few_texts() -> None:
 def test_turn_of_the_chat_reads_only_what_is_new() -> None:
     assert figure("chat", "Read") < figure("chat", "Tokens of all prompts") / 5
     assert output("chat").count("branch ") == 3
+
+
+def test_a_rule_is_kept_in_three_ways() -> None:
+    texts = [line.split(": ", 1)[1] for line in output("constraint").splitlines() if "Once" in line]
+    assert len(texts) == 3
+    assert all("e" not in text.removeprefix("Once upon a time") for text in texts[:2])
+    assert "cat" in texts[2]

@@ -127,10 +127,10 @@ class AutoLength(DraftLength):
     """The length with the highest throughput in tokens a second.
 
     A draft of k tokens is expected to bring E_k = 1 + sum_{j<=k} prod_{i<=j} b_i tokens in
-    k c + t(n (k + 1)) / n seconds: b_i is the learned probability that a token drawn at this entropy is
-    accepted, c the time of a draft step, t(m) that of a round with m tokens in the target's decode, n the
-    number of streams that share it. A draft goes on while some longer one adds more tokens than the text
-    would get in the added time.
+    t(n) / n + k c + t(n + k) - t(n) seconds: b_i is the learned probability that a token drawn at this
+    entropy is accepted, c the time of a draft step, t(m) that of a round with m tokens in the target's
+    decode, n the number of streams that share it. A draft goes on while some longer one adds more tokens
+    than would come in the added time.
 
     A drafter that no length makes 3 % faster than plain steps is called again after longer and longer
     pauses. One that copies at next to no cost is always called: it shows what could follow. All that is
@@ -222,11 +222,11 @@ class AutoLength(DraftLength):
         return record.waited >= record.pause and cost_s < self.TRIAL_SHARE * record.waited_s
 
     def _costs(self, record: _Record) -> list[float]:
-        """Return a stream's seconds per round, for k = 0, 1, ... tokens drafted by each stream."""
+        """Return a stream's seconds per round by the length of its draft; it pays all that this adds."""
         n, width = self._learned.n_streams, self._drafter.width
-        times = self._learned.times([n * (1 + k * width) for k in range(self.limit + 1)])
-        # Measured times are noisy, but no draft makes a decode take less than without it.
-        return [k * record.step_s + max(times[0], each) / n for k, each in enumerate(times)]
+        times = self._learned.times([n + k * width for k in range(self.limit + 1)])
+        added_s = [max(0.0, each - times[0]) for each in times]  # less than nothing would be noise
+        return [times[0] / n + k * record.step_s + each for k, each in enumerate(added_s)]
 
     def _best(self, record: _Record) -> tuple[int, float]:
         """Return the length with the highest expected throughput, and its speedup over plain steps."""

@@ -46,9 +46,8 @@ class AsyncEngine:
     """An :class:`Engine` on a thread of its own: ``async for event in engine.generate(request)``.
 
     Any number of tasks, of one event loop or several, may call ``generate`` at a time; their requests
-    share decodes. While there are none, it times decodes of the sizes that the profile lacks, one at a
-    time; a request that comes stops it. As by ``Context.complete``, prefixes are kept from now on
-    unless the context was opened with ``prefix_cache=False``.
+    share decodes. As by ``Context.complete``, prefixes are kept from now on unless the context was opened
+    with ``prefix_cache=False``.
 
     Args:
         target, drafter, config, sampling, max_tokens: as for ``Engine``.

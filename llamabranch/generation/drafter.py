@@ -166,10 +166,9 @@ class DraftLength(ABC):
 
     @abstractmethod
     def stop_rule(self, n_drafted: int) -> StopRule | None:
-        """Return what ``goes_on`` decides by, as numbers, for a draft that has ``n_drafted`` tokens.
+        """Return what ``goes_on`` decides by, for a draft that has ``n_drafted`` tokens.
 
-        The compiled loop asks these instead, and where it ends a draft, that is the end. None where
-        ``limit`` alone decides.
+        None where ``limit`` alone decides.
         """
 
     def learn(  # noqa: B027  (a fixed length learns nothing)

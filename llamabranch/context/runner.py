@@ -3,7 +3,7 @@
 Whatever is decoded (a token, a batch, a tree, a head beside its target) is submitted, recorded and,
 where it fails, undone by ``Runner.transact``. A `Batch` packs tokens of any number of sequences into as
 few decodes as possible. Everything here expects valid arguments and a caller that holds the context's
-lock; :class:`~llamabranch.context.Context` checks the arguments of users, branches pass only checked ones.
+lock: :class:`~llamabranch.context.Context` checks the arguments of users, branches give checked ones.
 """
 
 from __future__ import annotations

@@ -599,6 +599,32 @@ def test_fork_many_forks_all_or_none(ctx: Context) -> None:
         root.fork_many(-1)
 
 
+def test_promoted_branch_takes_its_parents_place(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    middle, aunt = root.fork_many(2)
+    generate(middle, 3)
+    winner, loser = middle.fork_many(2)
+    niece = loser.fork()
+    grandchild = winner.fork()
+    before = winner.logits
+    winner.promote()
+    assert [b.state for b in (middle, loser, niece)] == ["pruned"] * 3
+    assert [b.state for b in (root, aunt, winner, grandchild)] == ["ready"] * 4
+    assert winner.parent is root
+    assert winner.fork_position == len(root.tokens)
+    assert root.children == [aunt, winner]
+    assert grandchild.parent is winner
+    assert np.array_equal(winner.logits, before)
+    winner.promote()
+    assert winner in ctx.sequences.holders()
+    assert root not in ctx.sequences.holders()
+    assert (root.state, aunt.state) == ("pruned", "pruned")
+    with pytest.raises(BranchStateError, match="root"):
+        winner.promote()
+    assert np.array_equal(winner.logits, before)
+    assert len(ctx.usage().sequences) == 2
+
+
 def test_with_block_prunes_the_tree(ctx: Context) -> None:
     with Branch.start(ctx, STORY) as root:
         child = root.fork().fork()

@@ -209,6 +209,36 @@ def test_pruned_branches_and_those_of_other_contexts_are_refused(
 # -- trees of branches -------------------------------------------------------------------------------
 
 
+def test_retain_only_leaves_one_root(ctx: Context, other_ctx: Context) -> None:
+    grandmother = Branch.start(ctx, STORY, sampling=WARM)
+    mother, aunt = grandmother.fork_many(2)
+    list(mother.generate(5))
+    daughter, winner = mother.fork_many(2)
+    list(winner.generate(5))
+    grandchild = winner.fork()
+    stranger = Branch.start(ctx, [5, 6, 7])
+    before = facts(winner)
+    BranchStore(ctx).retain_only(winner)
+    gone = (grandmother, mother, aunt, daughter, grandchild, stranger)
+    assert {b.state for b in gone} == {"pruned"}
+    assert winner.parent is None
+    assert winner.children == []
+    assert repr(facts(winner)) == repr(before)
+    assert ctx.usage().cells_used == winner.position
+    assert ctx.n_seq_free == 7
+    again = Branch.start(other_ctx, winner.tokens)
+    assert np.array_equal(winner.logits, again.logits)
+    BranchStore(ctx).retain_only(winner)
+    assert winner.state == "finished"
+    assert winner.fork_position == 0
+    child = winner.fork()
+    child.detach()  # so that its parent can be pruned
+    assert (child.parent, child.fork_position, winner.children) == (None, 0, [])
+    winner.prune()
+    winner.prune()
+    assert child.tokens == again.tokens and ctx.n_seq_free == 7
+
+
 def test_tree_shows_who_descends_from_whom(ctx: Context) -> None:
     store = BranchStore(ctx)
     assert str(store.tree()) == ""

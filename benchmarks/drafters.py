@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import llamabranch as lb
 
 if TYPE_CHECKING:
-    from llamabranch.generation.length.base import DraftLength
+    from llamabranch.generation.drafter import DraftLength
 
 __all__ = ["AdversarialDrafter"]
 

@@ -2,12 +2,12 @@
 
     python -m benchmarks.edges --target MODEL.gguf [--only curve plain opening tasks engine]
 
-curve: v(n) of every n up to 33, one kind of decode after another; the engines know it then.
+curve: v(n) of every n up to 33, one kind of decode after another.
 plain: ``Branch.generate`` over a loop of nothing but ``llama_decode`` of the same tokens.
 opening: what measuring exactness adds to opening a context, where nothing is kept of it.
 tasks: prompts of a chat, at temperature 0, without a draft model: copied drafts of fixed lengths and
 "auto" over plain decoding. Each generation has a context of its own, so "auto" begins as in a new
-program; the profile is this process's, so its first run begins with nothing.
+program.
 engine: 8 and 16 requests, an engine on its defaults and one over one cache, over ``llama-server -np 8``;
   and a bare loop of eight rows.
 """
@@ -24,7 +24,6 @@ from time import perf_counter
 
 import llamabranch as lb
 from llamabranch.bench import Spread, verify_times
-from llamabranch.generation.profile import keep_decode_times
 
 from . import llama_tools
 from .llama_tools import LlamaTools, ToolError, build_server
@@ -114,7 +113,6 @@ def _curve(
     sizes = range(1, 10 if settings.quick else 34)
     with _open(settings, model) as ctx:
         times = verify_times(ctx, sizes, n_prefix=128, repeats=2 * settings.runs)
-        keep_decode_times(ctx, {n: Spread.of(its).median for n, its in times.items()})
     spreads = {n: Spread.of([1e3 * seconds for seconds in its]) for n, its in times.items()}
     one = spreads[1].median
     rows = [(str(n), pm(each), number(each.median / one)) for n, each in spreads.items()]

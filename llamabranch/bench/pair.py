@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from .. import theory
 from ..context import Context
 from ..errors import DecodeInterruptedError
-from ..generation.profile import keep_decode_times
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
 from .timing import Interval, Maker, Series, Spread, Stopped, interleave
@@ -120,7 +119,7 @@ class PairReport:
         stats = cell.stats
         return self._speedup(stats.alpha_hat, cell.length, draft_cost(stats, cell.base.step_s))
 
-    def curve(self) -> list[tuple[int, float]]:
+    def theory(self) -> list[tuple[int, float]]:
         """Return the speedup predicted from one a, one c and v for every measured length."""
         lengths = [cell.length for cell in self.fixed if isinstance(cell.length, int)]
         return [(k, self._speedup(self.a, k, self.c)) for k in lengths]
@@ -221,7 +220,6 @@ class PairBench:
         report = PairReport()
         try:
             report.times = self._verify_times()
-            keep_decode_times(self._target, report.t)
             self._warm_up()
         except (Stopped, DecodeInterruptedError):
             report.stopped = True

@@ -15,7 +15,6 @@ from llamabranch.bench import (
     Machine,
     PairBench,
     Sweep,
-    load_average,
     profile_in_use,
     profile_problem,
 )
@@ -93,8 +92,7 @@ def bench(
 
     Plain and speculative decoding take turns on the same prompts with the same seeds; figures are
     medians of the runs. A best setting is named only where a 95 % interval of its speedup lies above
-    1. Costs, and what "auto" learns, are kept in the profile of the machine. Four prompts are used
-    unless others are given; -m tale-target measures the bundled pair.
+    1. Four prompts are used unless others are given; -m tale-target measures the bundled pair.
     """
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
@@ -102,7 +100,8 @@ def bench(
         texts = _prompts(prompts, params) or PROMPTS[: 1 if size.quick else None]
         if problem := profile_problem():
             console.note(
-                f"{profile_in_use()} cannot be written ({problem}): no later run knows these times"
+                f"{profile_in_use()} cannot be written ({problem}): threads and exactness are "
+                "measured in every run"
             )
         target_name, drafters = models.resolve(console)
         of_target = LoadOptions(load_mtp=MTP in drafters, chat_template=chat.template)
@@ -133,7 +132,6 @@ def bench(
         report = BenchReport(
             report=measured,
             machine=machine,
-            load_after=load_average(),
             target=context,
             target_name=target_name,
             drafters=drafters,

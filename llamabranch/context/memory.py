@@ -51,13 +51,11 @@ class Memory:
         can_draft: whether rejected tokens can be dropped, so that drafts are verified in place.
         forks_copy: whether a fork copies K/V; otherwise it costs nothing.
         tree_needs: what it lacks to decode a tree of tokens; "" = nothing.
-        can_pad: whether tokens that nobody reads can follow a batch and be dropped at once.
     """
 
     can_draft = True
     forks_copy = False
     tree_needs = ""
-    can_pad = True
 
     def __init__(
         self,
@@ -473,7 +471,6 @@ class NonUnified(Memory):
 
     forks_copy = True
     tree_needs = "sequences that share cells (kv_unified=True)"
-    can_pad = False
 
     def __init__(
         self, handle: ContextHandle, n_seq_max: int, state_layout: StateLayout | None = None
@@ -566,7 +563,6 @@ class States(Memory):
 
     can_draft = False
     tree_needs = "memory whose tail can be dropped"
-    can_pad = False
 
     def __init__(
         self,

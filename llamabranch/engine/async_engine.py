@@ -22,7 +22,8 @@ from ..arguments import whole
 from ..errors import ClosedError, ConfigError
 from ..model import Prompt
 from ..sampling import SamplingParams
-from ..speculative import Drafter, SpeculativeConfig
+from ..speculative import SpeculativeConfig
+from ..speculative.auto import DrafterChoice
 from .completion import (
     ChatOptions,
     Completion,
@@ -30,7 +31,6 @@ from .completion import (
     Messages,
     Prompts,
     TextOptions,
-    own_drafter,
     plan_chat,
     plan_texts,
 )
@@ -41,22 +41,17 @@ __all__ = ["AsyncEngine", "merged"]
 
 T = TypeVar("T", default=object)
 
-_PAUSE_S = 0.1  # between decodes that are timed while there is nothing else to do
-
 
 class AsyncEngine:
     """An :class:`Engine` on a thread of its own: ``async for event in engine.generate(request)``.
 
     Any number of tasks, of one event loop or several, may call ``generate`` at a time; their requests
-    share decodes. While there are none, it times decodes of the sizes that the profile lacks, one at a
-    time; a request that comes stops it. As by ``Context.complete``, prefixes are kept from now on
-    unless the context was opened with ``prefix_cache=False``.
+    share decodes. As by ``Context.complete``, prefixes are kept from now on unless the context was opened
+    with ``prefix_cache=False``.
 
     Args:
-        drafter: None = as ``Context.complete`` does: copies from the text so far, MTP layers, what a
-            grammar forces, where it was measured to be faster, and, unless ``config`` is given, by the
-            seeded rule. ``NullDrafter()`` = none.
-        target, config, sampling, max_tokens, seed, wait_s, max_waiting, parallel: as for ``Engine``.
+        target, drafter, config, sampling, max_tokens: as for ``Engine``.
+        seed, wait_s, max_waiting, parallel: as for ``Engine``.
         buffer: how many events of a request may be unread before it is paused.
 
     Raises:
@@ -66,7 +61,7 @@ class AsyncEngine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None = None,
+        drafter: DrafterChoice = "auto",
         config: SpeculativeConfig | None = None,
         *,
         sampling: SamplingParams | None = None,
@@ -80,10 +75,6 @@ class AsyncEngine:
         context = opened(target, drafter, parallel)
         try:
             context.keep_prefixes()
-            if drafter is None:
-                config = config or SpeculativeConfig(rule="seeded")
-                with context.lock:
-                    drafter = own_drafter(context, None)
             self._engine = Engine(
                 context,
                 drafter,
@@ -105,7 +96,6 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._resumed: deque[str] = deque()
         self._has_news = False  # something to do for the thread, besides going on
-        self._measures = True  # while idle; False once all times are known
         self._ends: str | None = None  # "drain" or "abort" once it is closed
         self._thread = threading.Thread(
             target=self._serve,
@@ -338,7 +328,6 @@ class AsyncEngine:
 
     def _tell(self) -> None:
         self._has_news = True
-        self._engine.core.drafting.end_measuring()
         self._wake.notify()
 
     # -- the thread ----------------------------------------------------------------------------------
@@ -351,11 +340,9 @@ class AsyncEngine:
             if engine is None or not engine._turn():
                 return
             with wake:
-                is_idle = False
-                while engine is not None and engine._must_wait() and not is_idle:
-                    measures = engine._measures and not engine._engine.has_unfinished()
+                while engine is not None and engine._must_wait():
                     del engine
-                    is_idle = not wake.wait(_PAUSE_S if measures else 1.0) and measures
+                    wake.wait(1.0)
                     engine = ref()
             del engine
 
@@ -372,7 +359,6 @@ class AsyncEngine:
         failure: BaseException | None = None
         events: list[Event] = []
         if engine.has_unfinished():
-            self._measures = True
             try:
                 events = engine.step()
             except BaseException as error:  # also whatever a user's drafter raises
@@ -380,8 +366,6 @@ class AsyncEngine:
         elif ends is not None:
             engine.close()
             return False
-        else:
-            self._measures = engine.core.drafting.measure()
         self._hand_over(events, failure)
         return failure is None or not engine.target.closed
 
@@ -424,7 +408,7 @@ class AsyncEngine:
 
 
 def _no_drafter(plan: Completion) -> Completion:
-    if plan.drafter is not None:
+    if plan.drafter != "auto":
         raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
     return plan
 

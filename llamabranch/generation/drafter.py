@@ -7,6 +7,7 @@ the rest.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,18 +19,20 @@ from ..arguments import instance
 from ..context import Context
 from ..model import Model
 from ..sampling import Distribution
-from .length.base import DraftLength
+from .stop_rule import StopRule
 from .text import Text
 
 __all__ = [
     "NO_DRAFT",
     "NO_STATE",
     "Draft",
+    "DraftLength",
     "DraftRequest",
     "DraftState",
     "Drafter",
     "NullDrafter",
     "NullState",
+    "Round",
     "checked_drafter",
     "propose",
 ]
@@ -98,6 +101,92 @@ class Draft:
 
 
 NO_DRAFT = Draft(stopped="off")  # where the drafter was not called
+
+
+class Round(NamedTuple):
+    """What a draft has brought.
+
+    Attributes:
+        draft: `NO_DRAFT` = a plain step.
+        n_accepted: how many of its tokens were accepted.
+        overhead_s: seconds of sampling, the acceptance rule, text and clean-up.
+        followed: after a draft that was accepted whole, whether ``draft.following`` is what came next;
+            None = not known.
+    """
+
+    draft: Draft
+    n_accepted: int = 0
+    overhead_s: float = 0.0
+    followed: bool | None = None
+
+
+class DraftLength(ABC):
+    """How many tokens one stream drafts, decided before each of them is drawn.
+
+    Each stream has its own, made by ``stream()`` and used by one thread at a time. These may share what
+    they learn; then any number of threads may each use one.
+
+    Attributes:
+        limit: the most tokens a draft may have.
+        reads_entropy: whether it decides or learns by entropies; else they may be NaN.
+        reason: why ``goes_on`` last returned False: "length", "entropy" or "goodput".
+    """
+
+    limit: int
+    reads_entropy: bool
+    reason = "length"
+
+    def stream(self) -> DraftLength:
+        """Return one for another stream, which shares what is learned."""
+        return copy.copy(self)
+
+    def plain_steps(self, n_behind: int) -> int:
+        """Return how many plain steps to take before the drafter is called; 0 = call it now.
+
+        The drafter has ``n_behind`` new tokens to process before it can draft.
+        """
+        return 0 if self.limit > 0 else 64  # then it is asked again
+
+    def consider(self, drafter: str) -> bool:
+        """Return whether the drafter of this name should draft; later ``goes_on`` calls are about it.
+
+        A draft state calls this before it does anything else; in a chain each state calls it in turn.
+        """
+        return True
+
+    def goes_on(self, n_drafted: int, entropy: float) -> bool:
+        """Return whether to draw another token after ``n_drafted``.
+
+        ``entropy`` in nats is that of the distribution it would be drawn from; NaN = not known.
+        """
+        rule = self.stop_rule(n_drafted) if n_drafted < self.limit else None
+        reason = "" if rule is None else rule.reason(n_drafted, entropy)
+        self.reason = reason or "length"
+        return n_drafted < self.limit and not reason
+
+    @abstractmethod
+    def stop_rule(self, n_drafted: int) -> StopRule | None:
+        """Return what ``goes_on`` decides by, for a draft that has ``n_drafted`` tokens.
+
+        None where ``limit`` alone decides.
+        """
+
+    def learn(  # noqa: B027  (a fixed length learns nothing)
+        self, rounds: Sequence[Round], n_tokens: int, verify_s: float, n_rounds: int = 1
+    ) -> None:
+        """Learn from the rounds of all streams that shared a decode of the target.
+
+        Args:
+            rounds: one for each stream.
+            n_tokens: of the decode.
+            verify_s: its seconds; NaN = it also read prompts, so its time is not comparable.
+            n_rounds: how many such rounds it were: plain steps are reported together, with the median
+                seconds of one, since a single slow step would mislead.
+        """
+
+    @abstractmethod
+    def explain(self) -> str:
+        """Return a description of what it does, with the numbers behind it."""
 
 
 class DraftState(Protocol):
@@ -195,15 +284,6 @@ class Drafter(ABC):
     @abstractmethod
     def name(self) -> str:
         """Its name in statistics."""
-
-    @property
-    def profile_keys(self) -> dict[str, str]:
-        """For the name that its drafts have: what identifies it in the profile of the machine.
-
-        A chain has one for each of its drafters. Default: its class and its name.
-        """
-        kind = type(self)
-        return {self.name: f"{kind.__module__}.{kind.__qualname__} {self.name}"}
 
     @property
     def estimates(self) -> frozenset[str]:

@@ -26,9 +26,16 @@ from ..context.radix_tree import n_common
 from ..context.runner import Batch
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from ..model import token_list
-from .drafter import NO_DRAFT, NO_STATE, Draft, Drafter, DraftRequest, DraftState
-from .length.auto import AutoLength
-from .length.base import DraftLength, RoundReport
+from .drafter import (
+    NO_DRAFT,
+    NO_STATE,
+    Draft,
+    Drafter,
+    DraftLength,
+    DraftRequest,
+    DraftState,
+    Round,
+)
 from .output import OutputBuffer, Produced
 from .plan import Plan
 from .rules import Rule, rule_name
@@ -39,13 +46,13 @@ from .verify import RoundTrace, trace, verify
 __all__ = ["Loop", "Reader", "RunningText", "Step"]
 
 _MOST_PLAIN = 64  # plain steps that are reported together
+_PLAIN = Round(NO_DRAFT)
 
 
 class _Unreported(NamedTuple):
     """A round that is accepted and not yet reported; times in seconds."""
 
     n_accepted: int
-    n_rows: int
     verify_s: float
     overhead_s: float
 
@@ -60,6 +67,7 @@ class RunningText:
         rule: how they are accepted.
         stats: counts its rounds.
         n_alternatives: how many of the most probable tokens are reported with each token.
+        alone: whether no other text shares its decodes: then it reports them to ``length`` itself.
 
     Attributes:
         emitted: the tokens that the last step brought.
@@ -69,6 +77,9 @@ class RunningText:
         draws: whether a token is drawn after the last one is decoded.
         seen: the tokens that it was given with its last call.
         on_round: called after each round with a draft; None = nobody looks.
+        done: the round of the last step, as a length learns from it.
+        other_seeds: of texts that have been equal so far: for each of them the next token is drawn too.
+        others: those tokens.
     """
 
     def __init__(
@@ -79,6 +90,8 @@ class RunningText:
         rule: Rule,
         stats: SpeculativeStats,
         n_alternatives: int = 0,
+        *,
+        alone: bool = False,
     ) -> None:
         self.text = text
         self.state = state
@@ -89,12 +102,16 @@ class RunningText:
         self.n_decoded = 0
         self.error: LlamaBranchError | None = None
         self.draws = True
+        self.done = _PLAIN
+        self._alone = alone
         self._n_alternatives = n_alternatives
         # The seed, the settings and the end of the prompt that the draft state was made for.
         self._basis = text.seed, text.sampler.params, text.answer_start
         self.seen: list[int] = []
         self.draft = NO_DRAFT
         self.on_round: Callable[[RoundTrace], None] | None = None
+        self.other_seeds: list[int] = []
+        self.others: list[Produced] = []
         self._trace: RoundTrace | None = None
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before it is called again
@@ -110,6 +127,8 @@ class RunningText:
 
     def _drawn(self, row: LogitsRow) -> Produced:
         one = self._described(self.text.produce_from(row), row)
+        if self.other_seeds:
+            self.others = [self.text.drawn_as(seed, row) for seed in self.other_seeds]
         if not one.is_stop:
             self.text.append(one.token, -one.logprob, None)
         return one
@@ -195,7 +214,7 @@ class RunningText:
             with self.text.lock:
                 plan.end()
 
-    def take(self, rows: Sequence[LogitsRow], verify_s: float, n_rows: int = 0) -> None:
+    def take(self, rows: Sequence[LogitsRow], verify_s: float) -> None:
         """Apply the rule to the plan; append what is accepted and what follows.
 
         ``conclude`` must follow, once the context's lock is free.
@@ -203,7 +222,6 @@ class RunningText:
         Args:
             rows: those after each token of the plan.
             verify_s: seconds of the decode, or this text's share of them.
-            n_rows: of the decode, where no other text shared it; more than the plan's if it was filled.
         """
         start = perf_counter()
         draft, plan, n_accepted = self.draft, self._plan, 0
@@ -218,8 +236,7 @@ class RunningText:
         if draft is NO_DRAFT:
             self._plain_s.append((verify_s, overhead_s))
         else:
-            n_rows = n_rows or 1 + len(draft.tokens)
-            self._unreported = _Unreported(n_accepted, n_rows, verify_s, overhead_s)
+            self._unreported = _Unreported(n_accepted, verify_s, overhead_s)
 
     def _verified(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
         """Return what a draft brings, and how much of it was accepted."""
@@ -275,7 +292,9 @@ class RunningText:
             n = len(self._plain_s)
             self._plain_s.clear()
             self.stats.count_plain(n, sum(verify_s), sum(overhead_s), NO_DRAFT.stopped)
-            self.length.learn(RoundReport.plain(n, median(verify_s), median(overhead_s)))
+            if self._alone:
+                plain = _PLAIN._replace(overhead_s=median(overhead_s))
+                self.length.learn([plain], 1, median(verify_s), n)
 
     def close(self) -> None:
         """Report its last steps and free the draft state."""
@@ -285,12 +304,12 @@ class RunningText:
             self.state.close()
 
     def _count(self, outcome: _Unreported, overhead_s: float) -> None:
-        n_accepted, n_rows, verify_s, _ = outcome
+        n_accepted, verify_s, _ = outcome
         stats, draft = self.stats, self.draft
         found, self._trace = self._trace, None
         if self.on_round is not None and found is not None:
             self.on_round(replace(found, following=self.emitted[-1], verify_s=verify_s))
-        stats.count_decode(n_rows, verify_s)
+        stats.count_decode(1 + len(draft.tokens), verify_s)
         n_steps = draft.n_steps
         if draft.tokens:
             stats.record_draft(len(draft.tokens), n_steps, n_accepted)
@@ -302,22 +321,9 @@ class RunningText:
         followed = None
         if draft.following is not None and n_accepted == len(draft.tokens):
             followed = self.emitted[-1].token == draft.following
-        self.length.learn(
-            RoundReport(
-                drafter=draft.drafter,
-                drafter_called=draft.stopped != "off",
-                entropies=draft.entropies,
-                n_steps=n_steps,
-                n_accepted=n_accepted,
-                n_verified=1 + len(draft.tokens),
-                draft_s=draft.seconds,
-                verify_s=verify_s,
-                overhead_s=overhead_s,
-                n_read=draft.n_read,
-                n_rows=n_rows,
-                followed=followed,
-            )
-        )
+        self.done = Round(draft, n_accepted, overhead_s, followed)
+        if self._alone:
+            self.length.learn([self.done], 1 + len(draft.tokens), verify_s)
 
 
 class Reader(Protocol):
@@ -351,7 +357,7 @@ class Step:
     """What a step has done; what it has brought is in the texts.
 
     Attributes:
-        n_tokens: of the decode, rows that nobody reads among them; 0 if there was none.
+        n_tokens: of the decode; 0 if there was none.
         n_draft_decodes: of the drafter.
         verify_s: seconds of the decode.
         no_room: the cache has no room for the step: somebody must give way. Nothing has changed.
@@ -370,9 +376,6 @@ class Loop:
         ctx: the context that generates.
         length: how long drafts are; it learns from the steps.
         drafter: drafts for all texts; None = none drafts.
-
-    Attributes:
-        curve: the times of the decodes, where the length learns them.
     """
 
     def __init__(self, ctx: Context, length: DraftLength, drafter: Drafter | None = None) -> None:
@@ -380,7 +383,6 @@ class Loop:
         self._lock = ctx.lock
         self.length = length
         self.drafter = drafter
-        self.curve = length.curve if isinstance(length, AutoLength) else None
 
     def open(
         self,
@@ -408,8 +410,7 @@ class Loop:
                     state = self.drafter.start(text, rule_name(rule))
                 else:
                     state = like.fork(text)
-        length = self.length.stream(shares_decode=True)
-        return RunningText(text, state, length, rule, stats, n_alternatives)
+        return RunningText(text, state, self.length.stream(), rule, stats, n_alternatives)
 
     def round(self, running: RunningText, output: OutputBuffer) -> list[Produced]:
         """Run a step of one text by itself; return what it emits, no more than ``output`` may take."""
@@ -442,15 +443,10 @@ class Loop:
                 raises.
         """
         step = self._run(running, readers)
-        if not step.n_tokens:
-            return step
-        if self.drafter is not None:
+        if step.n_tokens and running and self.drafter is not None:
             # The time of a decode that also read texts is not comparable.
             verify_s = math.nan if readers else step.verify_s
-            lengths = [each.length for each, _ in running]
-            self.length.learn_decode(lengths, step.n_tokens, verify_s)
-        elif self.curve is not None and not readers:
-            self.curve.learn(step.n_tokens, step.verify_s)
+            self.length.learn([each.done for each, _ in running], step.n_tokens, verify_s)
         return step
 
     def _run(self, running: Sequence[tuple[RunningText, int]], readers: Sequence[Reader]) -> Step:
@@ -458,6 +454,7 @@ class Loop:
         every = [each for each, _ in running]
         for each, limit in running:
             each.emitted, each.n_decoded, each.error, each.draws = [], 0, None, limit >= 0
+            each.done = _PLAIN
         for reader in readers:
             reader.n_decoded, reader.error = 0, None
         try:
@@ -527,42 +524,27 @@ class Loop:
         if not ctx.capabilities.batch_invariant and any(each.rule == "seeded" for each in running):
             ctx.warn_if_inexact(len(running) + sum(len(each.draft.tokens) for each in running))
         with self._lock:  # the logits are valid until the next decode of any thread
-            filler = [] if readers else self._filler(running)
-            if len(running) == 1 and not readers and not filler:
+            if len(running) == 1 and not readers:
                 self._decode_alone(step, running[0])
             else:
-                self._decode_together(step, running, readers, filler)
+                self._decode_together(step, running, readers)
 
     def _decode_together(
-        self,
-        step: Step,
-        running: Sequence[RunningText],
-        readers: Sequence[Reader],
-        filler: Sequence[int],
+        self, step: Step, running: Sequence[RunningText], readers: Sequence[Reader]
     ) -> None:
         ctx = self._ctx
         members: tuple[RunningText | Reader, ...] = (*running, *readers)
         batch, texts = self._pack(running, readers)
         expiring = [row for member in members for row in member.text.expiring_rows()]
-        last = running[-1].text if filler else None
-        end = 0
-        if last is not None:
-            end = last.n_cached + len(texts[-1])
-            batch.add(last.seq_id, filler, "all")
         start = perf_counter()
         rows = batch.decode(ctx.decoder, expiring)
         step.verify_s = verify_s = perf_counter() - start
-        n = sum(map(len, texts))
-        step.n_tokens = n + len(filler)
-        if last is not None:
-            rows.pop()
-            ctx.kv_cache.drop(last.seq_id, end)
-        n_rows = step.n_tokens if len(members) == 1 else 0
+        step.n_tokens = sum(map(len, texts))
         for member, tokens, its in zip(members, texts, rows, strict=True):
             member.n_decoded = len(tokens)
             try:
                 if isinstance(member, RunningText):
-                    member.take(its, verify_s * len(tokens) / n, n_rows)
+                    member.take(its, verify_s * len(tokens) / step.n_tokens)
                 elif tokens:
                     member.read(tokens, its)
             except LlamaBranchError as error:
@@ -584,23 +566,6 @@ class Loop:
             if isinstance(error, CapacityError):  # memory that decodes again to accept
                 raise
             running.error = error
-
-    def _filler(self, running: Sequence[RunningText]) -> list[int]:
-        """Return tokens that nobody reads, with which the decode ends on an edge of its curve.
-
-        They go to the end of the last sequence, above all other cells, and are dropped at once.
-        """
-        if self.curve is None or not self.curve.fills:
-            return []
-        n = len(running) + sum(len(each.draft.tokens) for each in running)
-        rows = self.curve.rows(n)
-        ctx = self._ctx
-        if rows == n or rows > ctx.n_outputs_max or ctx.kv_cache.n_vacant < rows:
-            return []
-        last = running[-1]
-        if last.draft.parents is not None or last.text.n_cached < last.text.n_decoded:
-            return []
-        return [last.text.tokens[-1]] * (rows - n)
 
     def _pack(
         self, running: Sequence[RunningText], readers: Sequence[Reader]

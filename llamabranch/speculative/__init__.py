@@ -3,14 +3,14 @@
 drafters/       where drafts come from: models, heads, copying, grammars, chains of drafters
 speculator.py   prompts and branches, continued with a drafter
 session.py      the same, one token per call
+auto.py         the drafter that is used where none is named
 
 The loop, the rules and the draft length are in :mod:`llamabranch.generation`.
 """
 
 from ..generation.config import SpeculativeConfig
-from ..generation.drafter import Draft, Drafter, DraftState, NullDrafter
+from ..generation.drafter import Draft, Drafter, DraftLength, DraftState, NullDrafter
 from ..generation.generation import Generation
-from ..generation.length.base import DraftLength
 from ..generation.rules import Acceptance, RandomSource, block_rule, token_rule
 from ..generation.stats import SpeculativeStats
 from ..generation.text import Text

@@ -136,7 +136,6 @@ class InferenceSession:
         self._output.break_off()
         for drafting in self._draftings.values():
             drafting.forget(self._text)
-            drafting.save_profile()
         if self.branch.ctx.closed:
             return
         if self._owned:

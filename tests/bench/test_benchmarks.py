@@ -19,7 +19,7 @@ import pytest
 
 import llamabranch as lb
 from benchmarks import llama_tools
-from benchmarks.clocks import CallClock
+from benchmarks.clocks import CallClock, verify_costs
 from benchmarks.drafters import AdversarialDrafter
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
 from benchmarks.prompts import PROMPTS
@@ -34,9 +34,7 @@ from llamabranch.bench import (
     Series,
     Spread,
     Stopped,
-    Total,
     interleave,
-    verify_costs,
     verify_times,
 )
 from llamabranch.native import core
@@ -203,15 +201,15 @@ def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
         return lambda run: work
 
     found = interleave({"a": contestant(2), "b": contestant(1)}, n_runs=2, n_items=4)
-    assert [run.n_tokens for run in found["a"].runs] == [2]
-    assert [run.n_tokens for run in found["b"].runs] == [2]
+    assert [len(run) for run in found["a"].runs] == [2]
+    assert [len(run) for run in found["b"].runs] == [2]
     at_once = interleave({"a": contestant(-1)}, n_runs=2, n_items=4, warm_up=False)
     assert at_once["a"].runs == []
 
 
 def test_ratio_is_the_median_of_ratios_within_a_run() -> None:
     def series(*seconds: float) -> Series:
-        return Series([Total(n_tokens=12, seconds=s) for s in seconds])
+        return Series([[Sample(12, s)] for s in seconds])
 
     slow_machine_in_run_two = series(1.0, 4.0, 1.0), series(2.0, 8.0, 3.0)
     fast, slow = slow_machine_in_run_two
@@ -250,10 +248,7 @@ def test_too_few_pairs_have_no_interval_and_no_verdict() -> None:
 
 def test_interval_of_a_series_compares_item_by_item() -> None:
     def series(*seconds: float) -> Series:
-        runs = [Total(), Total()]
-        for i, s in enumerate(seconds):
-            runs[i % 2].add(Sample(10, s))
-        return Series(runs)
+        return Series([[Sample(10, s) for s in seconds[i::2]] for i in range(2)])
 
     found = series(1, 1, 1, 1, 1, 1).interval(series(2, 3, 2, 3, 2, 3))
     assert (found.low, found.median, found.high, found.n) == (2.0, 2.5, 3.0, 6)

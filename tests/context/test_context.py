@@ -104,8 +104,10 @@ def test_sample_draws_what_a_branch_draws_whatever_the_batches(
     assert len(set(expected)) > 5
 
 
-def test_sample_refuses_what_needs_a_history(ctx: Context) -> None:
+def test_sample_refuses_draws_that_need_a_history_or_a_seed(ctx: Context) -> None:
     ctx.decode(A, 0)
+    with pytest.raises(ConfigError, match="needs a seed"):
+        ctx.sample(lb.SamplingParams(temperature=0.8))
     with pytest.raises(UnsupportedError, match="Branch"):
         ctx.sample(lb.SamplingParams(repeat_penalty=1.1))
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
+from divergence import first_divergence
 from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.bench import first_divergence
 from llamabranch.generation.plan import Plan
 
 Logits = npt.NDArray[np.float32]

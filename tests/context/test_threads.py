@@ -20,7 +20,7 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context
 from llamabranch.errors import ClosedError, DecodeInterruptedError
-from llamabranch.generation.length.base import DraftLength
+from llamabranch.generation.drafter import DraftLength
 
 WARM = lb.SamplingParams(temperature=0.8, seed=2)
 PROMPTS = ("Once upon a time", "The king", "The queen had", "A wolf")

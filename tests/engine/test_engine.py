@@ -47,7 +47,7 @@ from llamabranch.errors import (
     SequencesExhaustedError,
     TokenizeError,
 )
-from llamabranch.generation.length.base import DraftLength
+from llamabranch.generation.drafter import DraftLength
 from llamabranch.generation.verify import RoundTrace
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -19,8 +19,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Context, Engine, Event, Request, SamplingParams, SpeculativeConfig
-from llamabranch.generation.drafter import DraftState
-from llamabranch.generation.length.base import DraftLength
+from llamabranch.generation.drafter import DraftLength, DraftState
 from llamabranch.model.text import StopStrings
 from llamabranch.speculative import Draft
 

@@ -9,7 +9,7 @@ import pytest
 import llamabranch as lb
 from llamabranch.engine.job import Job, JobState, JobStateError, Submission
 from llamabranch.generation.drafter import NullState
-from llamabranch.generation.length.base import FixedLength
+from llamabranch.generation.length import FixedLength
 from llamabranch.generation.loop import RunningText
 
 WAYS = {  # how a text gets into a state

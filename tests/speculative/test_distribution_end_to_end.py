@@ -22,7 +22,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Distribution, SamplingParams, SpeculativeConfig
-from llamabranch.generation.length.base import DraftLength
+from llamabranch.generation.drafter import DraftLength
 from llamabranch.speculative import Draft
 
 Text = tuple[int, ...]

@@ -20,7 +20,7 @@ from drafts import FIXED
 import llamabranch as lb
 from llamabranch import Branch, Context, Grammar, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.errors import CacheFullError, ClosedError, LlamaBranchError
-from llamabranch.generation.length.base import DraftLength
+from llamabranch.generation.drafter import DraftLength
 from llamabranch.speculative import Draft, NullDrafter, PromptLookupDrafter
 
 DATA = Path(lb.__file__).parent / "data"

@@ -25,8 +25,8 @@ from llamabranch.cli import app
 from llamabranch.context.token_states import kept_states
 from llamabranch.errors import DecodeInterruptedError
 from llamabranch.generation.drafter import DraftRequest
-from llamabranch.generation.length.base import FixedLength
-from llamabranch.native import draft_loop, heads, staging
+from llamabranch.generation.length import FixedLength
+from llamabranch.native import heads, staging
 from llamabranch.speculative.drafters.head import HeadState
 
 DATA = Path(lb.__file__).parent / "data"
@@ -317,55 +317,25 @@ def test_snapshots_with_forged_hidden_states_are_refused(eagle: Pair, tmp_path: 
     eagle.audit()
 
 
-@pytest.mark.skipif(not draft_loop.available, reason="the compiled core is not here")
-@pytest.mark.parametrize("rule", ["seeded", "block"])
-def test_compiled_loop_drafts_what_python_drafts(
-    pair: Pair, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampling = lb.SamplingParams(temperature=0.8, seed=2)
-
-    def drafts() -> list[tuple[list[int], list[int]]]:
-        found = []
-        for prompt in PROMPTS:
-            tokens = pair.ctx.tokenize(prompt)
-            with lb.Branch.create(pair.ctx, sampling) as branch:
-                branch.prefill(tokens[:-1])
-                state = pair.drafter.start(branch.sequence, rule)
-                draft = state.propose(tokens, FixedLength(5), 5)
-                found.append((draft.tokens, [len(source.ids) for source in draft.sources]))
-                state.close()
-        return found
-
-    compiled = drafts()
-    monkeypatch.setattr(draft_loop, "available", False)
-    assert drafts() == compiled
-
-
-@pytest.mark.skipif(not draft_loop.available, reason="the compiled core is not here")
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "own cells"])
-def test_compiled_loop_drafts_for_several_texts_what_python_drafts(
-    unified: bool, target: lb.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_texts_are_drafted_for_together_as_alone(unified: bool, target: lb.Model) -> None:
     """Also where llama.cpp takes the texts in another order than they are given."""
-    sizes: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 4, "n_threads": 1}
-
-    def drafts() -> list[list[int]]:
-        with lb.Context(target, **sizes) as ctx:
-            head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=unified)
-            drafter = lb.EagleDrafter(head)
-            requests, branches = [], []
-            for prompt in PROMPTS:
-                tokens = ctx.tokenize(prompt)
-                branch = lb.Branch.create(ctx, SETTINGS["greedy"])
-                branches.append(branch)
-                branch.prefill(tokens[:-1])
-                state = drafter.start(branch.sequence, "seeded")
-                requests.append(DraftRequest(state, tokens, FixedLength(5), 5))
-            return [draft.tokens for draft in drafter.propose_many(requests)]
-
-    compiled = drafts()
-    monkeypatch.setattr(draft_loop, "available", False)
-    assert drafts() == compiled
+    with lb.Context(target, n_ctx=512, n_seq_max=4, n_threads=1) as ctx:
+        head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=unified)
+        drafter = lb.EagleDrafter(head)
+        requests, branches = [], []
+        for prompt in PROMPTS:
+            tokens = ctx.tokenize(prompt)
+            branch = lb.Branch.create(ctx, SETTINGS["greedy"])
+            branches.append(branch)
+            branch.prefill(tokens[:-1])
+            state = drafter.start(branch.sequence, "seeded")
+            requests.append(DraftRequest(state, tokens, FixedLength(5), 5))
+        together = [draft.tokens for draft in drafter.propose_many(requests)]
+        for request in requests:
+            request.state.observe(len(request.tokens) - 1)
+        alone = [drafter.propose_many([request])[0].tokens for request in requests]
+    assert together == alone
 
 
 def test_acceptance_of_the_bundled_head(eagle: Pair) -> None:

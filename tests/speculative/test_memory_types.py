@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from divergence import first_divergence
 from drafts import FIXED
 from rounding import rounding
 from test_drafted_text import CALLERS, Case, Said, plain
 
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.bench import first_divergence
 
 FREE = {1: -math.inf}  # the toys' EOG token
 GREEDY = SamplingParams(temperature=0.0, logit_bias=FREE)

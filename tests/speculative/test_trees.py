@@ -14,7 +14,7 @@ from drafts import FIXED
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.errors import ConfigError
-from llamabranch.generation.length.base import FixedLength
+from llamabranch.generation.length import FixedLength
 from llamabranch.generation.rules import DraftTree
 
 PROMPTS = [

@@ -8,8 +8,7 @@ from functools import partial
 from ...arguments import instance, items
 from ...context import Context
 from ...errors import ConfigError
-from ...generation.drafter import Draft, Drafter, DraftRequest, DraftState, propose
-from ...generation.length.base import DraftLength
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftRequest, DraftState, propose
 from ...generation.text import Text
 from ...model import Model
 
@@ -45,11 +44,6 @@ class ChainDrafter(Drafter):
     def width(self) -> int:
         """The largest width of its drafters; above 1 drafts may be trees, which need the seeded rule."""
         return max(drafter.width for drafter in self.drafters)
-
-    @property
-    def profile_keys(self) -> dict[str, str]:
-        """Those of its drafters."""
-        return {name: key for each in self.drafters for name, key in each.profile_keys.items()}
 
     @property
     def estimates(self) -> frozenset[str]:

@@ -13,8 +13,7 @@ from time import perf_counter
 
 from ...branch import Branch
 from ...errors import CapacityError, TokenizeError
-from ...generation.drafter import Draft, DraftState
-from ...generation.length.base import DraftLength
+from ...generation.drafter import Draft, DraftLength, DraftState
 from ...generation.text import Text
 from ...model import Model
 

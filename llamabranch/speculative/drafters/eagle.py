@@ -15,7 +15,6 @@ from ...context import Context
 from ...context.logits import LogitsRow
 from ...errors import ConfigError
 from ...generation.drafter import Draft, DraftRequest
-from ...generation.profile import context_key
 from ...sampling import Distribution, Sampler, SamplingParams
 from .head import HeadDrafter, HeadDrafting, HeadRun, States
 
@@ -52,12 +51,6 @@ class EagleDrafter(HeadDrafter):
     def name(self) -> str:
         """The head's name."""
         return self.ctx.model.name
-
-    @property
-    def profile_keys(self) -> dict[str, str]:
-        """The fingerprint of the head, the number of threads, and the width of trees."""
-        width = f" width {self.width}" if self.width > 1 else ""
-        return {self.name: f"eagle {context_key(self.ctx)}{width}"}
 
     def draft_together(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the drafts for these requests."""

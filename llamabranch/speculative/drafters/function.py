@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ...arguments import placed
 from ...errors import ConfigError
-from ...generation.drafter import Draft, Drafter, DraftState
-from ...generation.length.base import DraftLength
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState
 from ...generation.text import Text
 from ...model import Model, token_list
 

@@ -9,11 +9,10 @@ from time import perf_counter
 from ...arguments import instance
 from ...context import Context
 from ...errors import ConfigError, GrammarError
-from ...generation.drafter import Draft, Drafter, DraftState, NullState
-from ...generation.length.base import DraftLength, RoundReport
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState
+from ...generation.stop_rule import StopRule
 from ...generation.text import Text
 from ...model import Model
-from ...native.draft_loop import StopRule
 from ...sampling import Distribution
 from ...sampling.grammar.grammar import GrammarState
 from .copying import SuffixDrafter
@@ -55,14 +54,6 @@ class GrammarDrafter(Drafter):
     def name(self) -> str:
         """ "grammar", or "grammar+" and the name of ``values``."""
         return "grammar" if self.values is None else f"grammar+{self.values.name}"
-
-    @property
-    def profile_keys(self) -> dict[str, str]:
-        """That of what is forced, and those of ``values``."""
-        mine = {_NAME: f"{type(self).__module__}.{type(self).__qualname__}"}
-        for each in (self.plain, self.values):
-            mine |= {} if each is None else each.profile_keys
-        return mine
 
     @property
     def estimates(self) -> frozenset[str]:
@@ -206,7 +197,7 @@ def _accept(grammar: GrammarState, token: int) -> None:
     grammar.accept(token)
 
 
-class _Rest:
+class _Rest(DraftLength):
     """A draft length for the rest of a draft that has ``n`` tokens already."""
 
     def __init__(self, length: DraftLength, n: int) -> None:
@@ -214,13 +205,6 @@ class _Rest:
         self._n = n
         self.limit = length.limit - n
         self.reads_entropy = length.reads_entropy
-        self.reason = length.reason
-
-    def stream(self, *, shares_decode: bool = False) -> DraftLength:
-        return _Rest(self._length.stream(shares_decode=shares_decode), self._n)
-
-    def plain_steps(self, n_behind: int) -> int:
-        return 0
 
     def consider(self, drafter: str) -> bool:
         return self._length.consider(drafter)
@@ -232,12 +216,6 @@ class _Rest:
 
     def stop_rule(self, n_drafted: int) -> StopRule | None:
         return self._length.stop_rule(self._n + n_drafted)
-
-    def learn(self, report: RoundReport) -> None:
-        self._length.learn(report)
-
-    def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
-        self._length.learn_decode(streams, n_tokens, verify_s)
 
     def explain(self) -> str:
         return self._length.explain()

@@ -15,7 +15,6 @@ from ...arguments import instance
 from ...context import Context
 from ...context.logits import LogitsRow
 from ...generation.drafter import Draft, DraftRequest
-from ...generation.profile import context_key
 from ...sampling import SamplingParams
 from .head import MOST_ROWS, HeadDrafter, HeadDrafting, HeadRun, States
 
@@ -59,11 +58,6 @@ class MTPDrafter(HeadDrafter):
     def name(self) -> str:
         """The name of the file's model, and "MTP"."""
         return f"{self.ctx.model.name} MTP"
-
-    @property
-    def profile_keys(self) -> dict[str, str]:
-        """The fingerprint of the file and the number of threads."""
-        return {self.name: f"mtp {context_key(self.ctx)}"}
 
     def draft_together(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the drafts for these requests."""

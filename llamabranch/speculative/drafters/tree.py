@@ -18,8 +18,7 @@ import numpy as np
 from ...arguments import whole
 from ...context import Context
 from ...errors import ConfigError, GrammarError
-from ...generation.drafter import Draft
-from ...generation.length.base import DraftLength
+from ...generation.drafter import Draft, DraftLength
 from ...sampling import Distribution, SamplingParams
 from ...sampling.noise import gumbel_noise
 

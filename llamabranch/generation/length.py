@@ -1,0 +1,300 @@
+"""How many tokens to draft: a fixed number, or as many as raise the throughput, learned while it runs."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from ..context import Context
+from ..native import forkable_lock
+from .config import SpeculativeConfig
+from .drafter import Drafter, DraftLength, NullDrafter, Round
+from .stop_rule import StopRule
+
+__all__ = ["AutoLength", "FixedLength", "draft_length"]
+
+# Acceptance is learned in buckets of entropy, nats; the last one is for those not known.
+_EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+_MIDDLES = (0.02, 0.07, 0.15, 0.3, 0.6, 1.2, 2.4, 4.8, 0.7)
+
+
+class FixedLength(DraftLength):
+    """Always ``k`` tokens, or fewer where the entropy is above ``entropy_stop`` (nats)."""
+
+    def __init__(self, k: int, entropy_stop: float | None = None) -> None:
+        self.limit = k
+        self.reads_entropy = entropy_stop is not None
+        self._rule = None if entropy_stop is None else StopRule(entropy_stop)
+
+    def stop_rule(self, n_drafted: int) -> StopRule | None:
+        """Return the entropy limit, None without one."""
+        return self._rule
+
+    def explain(self) -> str:
+        """Return the fixed number and the entropy limit."""
+        stop = "" if self._rule is None else f", fewer above {self._rule.most_entropy:g} nats"
+        each = f"always {self.limit} tokens a draft{stop}" if self.limit else "no drafts"
+        return f"{each}: the length is fixed"
+
+
+class _Record:
+    """What a drafter has shown: how often its tokens are accepted, what they cost, if they pay."""
+
+    def __init__(self, *, estimates: bool) -> None:
+        self.estimates = estimates  # its entropies are its own estimates of its tokens' surprisals
+        # A copy ends where the text differs, of which its estimate knows nothing: it is too sure.
+        self._prior = [math.exp(-1.25 * nats) if estimates else 0.5 for nats in _MIDDLES]
+        weight, self._keep = (3.0, 0.95) if estimates else (1.0, 0.99)
+        self._tested = [weight] * len(_MIDDLES)  # tokens of each bucket, the older the less
+        self._accepted = [weight * chance for chance in self._prior]
+        self._drawn = deque([-1], maxlen=64)  # the latest buckets of which tokens were considered
+        self.step_s = 0.0  # seconds of a draft step
+        self.n_drafts = self.n_tested = self.n_accepted = 0
+        self.pause = 0  # rounds before it is tried again; 0 = it is called in every round
+        self.waited = self.waited_s = 0.0  # rounds of the pause, and their seconds
+
+    def acceptance(self) -> tuple[list[float], float]:
+        """Return the acceptance in each bucket, and of all tokens that were considered lately."""
+        rates = [a / t for a, t in zip(self._accepted, self._tested, strict=True)]
+        return rates, sum(rates[bucket] for bucket in self._drawn) / len(self._drawn)
+
+    def learn(self, done: Round) -> None:
+        """Learn from a draft."""
+        draft, n_accepted = done.draft, done.n_accepted + bool(done.followed)
+        n_tested = min(n_accepted + 1, draft.n_steps + (done.followed is not None))
+        self.n_drafts += 1
+        self.n_tested, self.n_accepted = self.n_tested + n_tested, self.n_accepted + n_accepted
+        for i, entropy in enumerate(draft.entropies):
+            at = -1 if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
+            keep, weight, outcome = self._keep, 1.0, float(i < n_accepted)
+            if i >= n_tested:  # a little towards the beginning, else it would never be tried again
+                keep, weight, outcome = 0.98, 0.02, self._prior[at]
+            self._tested[at] = keep * self._tested[at] + weight
+            self._accepted[at] = keep * self._accepted[at] + weight * outcome
+            self._drawn.append(at)
+        n_looks = max(1, draft.n_steps, sum(not math.isnan(each) for each in draft.entropies))
+        if draft.n_read <= (2 if self.step_s else 8):  # else that is the time of reading
+            seconds = min(draft.seconds / n_looks, 4.0 * (self.step_s or math.inf))
+            share = 0.5 if seconds < self.step_s else 0.1 if self.step_s else 1.0
+            self.step_s += share * (seconds - self.step_s)
+
+
+class _Learned:
+    """What all generations of a context share: seconds of rounds, and drafters by their names."""
+
+    def __init__(self) -> None:
+        self.lock = forkable_lock()
+        self.records: dict[tuple[str, str], _Record] = {}
+        self.seconds: dict[int, float] = {}  # t(n), by the target's tokens
+        self.n_streams = 1  # in the last round
+        self.since_plain = 0  # rounds since the last plain one
+
+    def times(self, sizes: Sequence[int]) -> list[float]:
+        """Return t(n) of these numbers of tokens, between and beyond those that were decoded."""
+        known, seconds = zip(*(sorted(self.seconds.items()) or [(1, 1.0)]), strict=True)
+        slope = seconds[-1] / 8  # of a single size: more tokens cost something
+        if known[1:]:  # the mean of the upper half: a single step is no slope
+            low = min(bisect.bisect(known, known[-1] / 2), len(known) - 2)
+            slope = max(0.0, (seconds[-1] - seconds[low]) / (known[-1] - known[low]))
+        # Beyond them a quarter of it: what may be cheap is tried, and is known then.
+        xs, ys = (*known, known[-1] + 4096), (*seconds, seconds[-1] + 1024 * slope)
+        return [float(each) for each in np.interp(sizes, xs, ys)]
+
+    def learn(self, n: int, seconds: float, n_rounds: int) -> None:
+        """Learn from rounds with ``n`` tokens; times of other sizes follow their pace."""
+        if self.seconds:
+            (expected,) = self.times([n])
+            if n in self.seconds:  # the machine may be slower or faster now, and a context grows
+                pace = 0.8 + 0.2 * min(2.0, max(0.5, seconds / expected))
+                self.seconds = {size: pace * each for size, each in self.seconds.items()}
+            most = 2.0 if len(self.seconds) > 1 else 4.0  # a single one that is slow says little
+            seconds = min(seconds, most * expected)
+        old = self.seconds.get(n, seconds)
+        self.seconds[n] = old + (1.0 - 0.9**n_rounds) * (seconds - old)
+
+
+_of_contexts: weakref.WeakKeyDictionary[Context, _Learned] = weakref.WeakKeyDictionary()
+
+
+class AutoLength(DraftLength):
+    """The length with the highest throughput in tokens a second.
+
+    A draft of k tokens is expected to bring E_k = 1 + sum_{j<=k} prod_{i<=j} b_i tokens in
+    t(n) / n + k c + t(n + k) - t(n) seconds: b_i is the learned probability that a token drawn at this
+    entropy is accepted, c the time of a draft step, t(m) that of a round with m tokens in the target's
+    decode, n the number of streams that share it. A draft goes on while some longer one adds more tokens
+    than would come in the added time.
+
+    A drafter that no length makes 3 % faster than plain steps is called again after longer and longer
+    pauses. One that copies at next to no cost is always called: it shows what could follow. All that is
+    learned is shared by the generations of a context, in any number of threads.
+    """
+
+    WARM_UP_PLAIN = 3  # plain steps before the first draft
+    WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
+    FIRST_K = 7  # tokens of a copied draft at first; later at most twice the largest timed decode
+    MARGIN = 1.03  # speedup that must be expected of drafts, since times are noisy
+    REFRESH = 64  # rounds after which a plain step measures t(n) again
+    PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials
+    CHEAP = 0.02  # of a plain step: the time of a draft step that costs next to nothing
+    TRIAL_SHARE = 0.02  # the most a trial may cost, of the time since the last one
+
+    reads_entropy = True
+
+    def __init__(
+        self, config: SpeculativeConfig, drafter: Drafter | None = None, ctx: Context | None = None
+    ) -> None:
+        self.limit, most = config.max_draft_tokens, config.entropy_stop
+        self._stop = StopRule(math.inf if most is None else most, self.WARM_UP_K)
+        self._drafter = drafter or NullDrafter()
+        self._learned = _Learned() if ctx is None else _of_contexts.setdefault(ctx, _Learned())
+        self._used: dict[str, _Record] = {}  # drafters that it was asked about, the latest last
+        self._record = _Record(estimates=False)  # of the drafter in use
+        self._rule, self._rule_of = self._stop, self._record  # of the draft in progress
+        self._n_behind = 0
+
+    def plain_steps(self, n_behind: int) -> int:
+        """Return how many plain steps to take before the drafter is called: 0 or 1 while it is on."""
+        learned, used = self._learned, self._used.values()
+        with learned.lock:
+            self._n_behind = n_behind
+            if not learned.seconds:
+                return self.WARM_UP_PLAIN
+            if not used or any(not each.pause for each in used):
+                return int(learned.since_plain >= self.REFRESH)
+            return 0 if any(map(self._is_due, used)) else self.PAUSE
+
+    def consider(self, drafter: str) -> bool:
+        """Return whether this drafter should draft; later ``goes_on`` calls are about it."""
+        with self._learned.lock:
+            fresh, key = _Record(estimates=drafter in self._drafter.estimates), self._drafter.name
+            self._record = record = self._learned.records.setdefault((key, drafter), fresh)
+            if self._used.pop(drafter, None) is None:  # another text may suit the drafter better
+                record.pause = min(record.pause, self.PAUSE)
+            self._used[drafter] = record
+            return not record.pause or self._is_due(record)
+
+    def stop_rule(self, n_drafted: int) -> StopRule:
+        """Return what decides about the draft that has ``n_drafted`` tokens."""
+        if n_drafted == 0 or self._record is not self._rule_of:
+            reach = self._rule.reach if n_drafted else 1.0
+            with self._learned.lock:
+                self._rule, self._rule_of = self._new_rule(self._record), self._record
+            self._rule.reach = reach
+        self._rule.n_drafted = n_drafted
+        return self._rule
+
+    def _new_rule(self, record: _Record) -> StopRule:
+        is_free, learned = self._is_free(record), self._learned
+        if not (is_free or record.pause or record.n_drafts >= self.WARM_UP_DRAFTS):
+            return replace(self._stop)
+        costs, (rates, mean) = self._costs(record), record.acceptance()
+        most = 2 * max(learned.seconds, default=1) - 1  # a time far beyond those seen says little
+        return replace(
+            self._stop,
+            most_tokens=max(self.FIRST_K, most) if is_free else 1 if record.pause else self.limit,
+            edges=_EDGES,
+            acceptance=rates,
+            costs=costs,
+            mean=mean,
+            rate=max(1.0, self._best(record)[1]) / costs[0],
+            is_probe=record.pause > 0,
+            weighs=is_free,
+        )
+
+    def _is_free(self, record: _Record) -> bool:
+        """Return whether it can be looked at all that could follow at next to no cost."""
+        n = self._learned.n_streams
+        return record.estimates and n * record.step_s < self.CHEAP * self._learned.times([n])[0]
+
+    def _is_due(self, record: _Record) -> bool:
+        """Return whether a drafter that is off should be tried again."""
+        # Reading many tokens at once costs about a fifth of a step for each, those of a pause too.
+        n_behind, costs = max(self._n_behind, record.waited), self._costs(record)
+        cost_s = record.step_s * (1 + n_behind / 5) + costs[1] - costs[0]
+        return record.waited >= record.pause and cost_s < self.TRIAL_SHARE * record.waited_s
+
+    def _costs(self, record: _Record) -> list[float]:
+        """Return a stream's seconds per round by the length of its draft; it pays all that this adds."""
+        n, width = self._learned.n_streams, self._drafter.width
+        times = self._learned.times([n + k * width for k in range(self.limit + 1)])
+        added_s = [max(0.0, each - times[0]) for each in times]  # less than nothing would be noise
+        return [times[0] / n + k * record.step_s + each for k, each in enumerate(added_s)]
+
+    def _best(self, record: _Record) -> tuple[int, float]:
+        """Return the length with the highest expected throughput, and its speedup over plain steps."""
+        costs, (_, mean) = self._costs(record), record.acceptance()
+        tokens = accumulate(mean**k for k in range(self.limit + 1))
+        # A draft that ends before the limit has looked at one step more.
+        looks_s = [record.step_s] * self.limit + [0.0]
+        gains = [n * costs[0] / sum(s) for n, *s in zip(tokens, costs, looks_s, strict=True)]
+        k = max(range(1, self.limit + 1), key=gains.__getitem__)
+        return k, gains[k]
+
+    def learn(
+        self, rounds: Sequence[Round], n_tokens: int, verify_s: float, n_rounds: int = 1
+    ) -> None:
+        """Learn from the rounds of all streams that shared a decode."""
+        learned, n = self._learned, len(rounds)
+        with learned.lock:
+            for each in rounds:
+                if each.draft.entropies and each.draft.drafter in self._used:
+                    self._used[each.draft.drafter].learn(each)
+            if math.isnan(verify_s):
+                return
+            seconds = verify_s + sum(each.overhead_s for each in rounds)
+            learned.learn(n_tokens, seconds, n_rounds)
+            learned.n_streams = n
+            has_draft = any(each.draft.tokens for each in rounds)
+            learned.since_plain = has_draft * (learned.since_plain + 1)
+            seconds += sum(each.draft.seconds for each in rounds)
+            tested = {each.draft.drafter for each in rounds if each.draft.entropies}
+            for name, record in self._used.items():
+                if name in tested:
+                    is_new = not record.pause and record.n_drafts < self.WARM_UP_DRAFTS
+                    least = 0.9 if is_new else self.MARGIN  # a few drafts may have had bad luck
+                    pays = self._is_free(record) or self._best(record)[1] >= least
+                    longer = min(2 * record.pause, self.LONGEST_PAUSE) or self.PAUSE
+                    record.pause = 0 if pays else longer
+                    record.waited = record.waited_s = 0.0
+                elif record.pause:
+                    record.waited += n_rounds
+                    record.waited_s += seconds * n_rounds / n
+
+    def explain(self) -> str:
+        """Return the length it chose, and the measurements behind that."""
+        learned, used = self._learned, [*self._used.values()]
+        with learned.lock:
+            if not (learned.seconds and used and used[-1].n_drafts):
+                return f"still measuring: {'' if learned.seconds else 'no plain step and '}no draft yet"
+            record, n, one_s = used[-1], learned.n_streams, learned.times([1])[0]
+            k, gain = self._best(record)
+            state, expected = "on", f": {gain:.2f} x expected, with about {k} tokens a draft"
+            if self._is_free(record):
+                state, expected = "on where a copy is likely", ""
+            elif all(each.pause for each in used):
+                state, expected = "off", f": at best {gain:.2f} x"
+            streams = "" if n == 1 else f" with {n} sequences in a decode"
+            share = record.n_accepted / max(1, record.n_tested)
+            v = (f"{m} tokens v = {s / one_s:.2f}" for m, s in sorted(learned.seconds.items()))
+            return (
+                f"drafting is {state}{streams}: a drafted token costs {record.step_s / one_s:.2f} of a "
+                f"target's step, about {share:.0%} are accepted ({record.n_accepted} of "
+                f"{record.n_tested} tested){expected}\na target decode of {', '.join(v)}"
+            )
+
+
+def draft_length(
+    config: SpeculativeConfig, drafter: Drafter | None = None, ctx: Context | None = None
+) -> DraftLength:
+    """Return the draft length that ``config`` sets; "auto" goes on with what was learned on ``ctx``."""
+    if isinstance(config.draft_k, int):
+        return FixedLength(config.draft_k, config.entropy_stop)
+    return AutoLength(config, drafter, ctx)

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Series, Spread, Work, interleave, seed_of, verify_costs
+from llamabranch.bench import Maker, Sample, Series, Spread, Work, interleave, seed_of
 
 from . import llama_tools
+from .clocks import verify_costs
 from .llama_tools import LlamaTools
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, series_json, table, title

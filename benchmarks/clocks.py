@@ -1,13 +1,14 @@
-"""The seconds of calls: inside some methods of one object, and of one call that is repeated."""
+"""The seconds of calls: inside methods of one object, of one that is repeated, of decodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from llamabranch.bench import Spread
+from llamabranch import Context
+from llamabranch.bench import Spread, verify_times
 
-__all__ = ["CallClock", "median_time"]
+__all__ = ["CallClock", "median_time", "verify_costs"]
 
 
 class CallClock:
@@ -49,3 +50,11 @@ def median_time(work: Callable[[], object], n: int, warm_up: int = 3) -> Spread:
         work()
         seconds.append(perf_counter() - start)
     return Spread.of(seconds)
+
+
+def verify_costs(
+    ctx: Context, sizes: Sequence[int], *, n_prefix: int, repeats: int
+) -> dict[int, float]:
+    """Return t(n) in seconds: the median of `verify_times` for each n. v(n) = t(n) / t(1)."""
+    times = verify_times(ctx, sizes, n_prefix=n_prefix, repeats=repeats)
+    return {n: Spread.of(seconds).median for n, seconds in times.items()}

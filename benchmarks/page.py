@@ -46,11 +46,12 @@ MEASURE = """() => {
   const painted = (holds) => new Promise((done) => {
     const begin = performance.now();
     const look = () => {
-      if (holds()) setTimeout(() => done(performance.now() - begin));
+      if (holds()) done(performance.now() - begin);
       else if (performance.now() - begin > 5000) done(NaN);
-      else requestAnimationFrame(look);
+      else frame();
     };
-    look();
+    const frame = () => requestAnimationFrame(() => setTimeout(look)); // behind what a frame draws
+    frame();
   });
   window.key = key;
   window.measure = {
@@ -86,7 +87,9 @@ MEASURE = """() => {
       key("#text", "g");
       return painted(() => newest() !== old && $("#shoots").lastChild.querySelector(".t"));
     },
-    stop: () => {
+    stop: async () => {
+      key("#text", "g");
+      await new Promise((done) => setTimeout(done, 80));
       key("#text", "Escape");
       return painted(() => document.documentElement.dataset.state === "ready");
     },
@@ -103,6 +106,7 @@ MEASURE = """() => {
     search: () => {
       key("#text", "S");
       $("dialog [name='options.max_tokens']").value = "8";
+      $("#live-body").replaceChildren(); // of the search before
       $("dialog .main").click();
       return painted(() => count(".outline li"));
     },
@@ -218,9 +222,11 @@ def open_page(target: str, scale: float = 1.0) -> Iterator[Any]:
 
 
 def ready(page: Any) -> None:
-    """Wait until nothing is generated."""
+    """Wait until nothing is generated, fetched or still to be drawn."""
     page.wait_for_function(
-        "() => document.documentElement.dataset.state === 'ready'", timeout=120_000
+        """() => { const {state, busy} = document.documentElement.dataset;
+        return state === "ready" && busy === undefined; }""",
+        timeout=120_000,
     )
 
 
@@ -239,7 +245,7 @@ def _times(page: Any, n: int, name: str, before: str = "", argument: bool = Fals
         ready(page)
         if before:
             page.evaluate(before)
-        page.wait_for_timeout(80)
+            ready(page)
         call = f"([i, argument]) => measure.{name}(i, argument)"
         found.append(page.evaluate(call, [i, argument]))
     return [float("nan") if value is None else float(value) for value in found]
@@ -259,7 +265,7 @@ def _small(settings: Settings) -> dict[str, list[float]]:
         found["alternative's first token"] = _times(page, n, "take", middle, argument=True)
         home = "() => key('#tree', 'Home')"
         found["continue's first token"] = _times(page, n, "proceed", home)
-        found["stop"] = _times(page, n, "stop", "() => { key('#tree', 'Home'); key('#text', 'g') }")
+        found["stop"] = _times(page, n, "stop", home)
         found["search's first event"] = _times(page, min(n, 5), "search", home)
         page.evaluate("() => key('#text', 'Enter')")
         found["type a key"] = _times(page, n, "type")

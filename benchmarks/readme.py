@@ -2,7 +2,7 @@
 
     python -m benchmarks.readme [--only edit json vote chat] [--q8-0 FILE] [--bf16 FILE]
 
-The edit and the JSON text are decoded by ``ctx.complete`` as it is and with ``NullDrafter()``, in turn,
+The edit and the JSON text are decoded by ``ctx.complete`` as it is and with ``drafter=None``, in turn,
 with the prompt in the cache; ratios are taken within a run. The questions of ``arithmetic.txt`` are
 answered greedily, by one sample, and by a vote of eight. Its time is that of forks in shared decodes
 against eight calls of ``complete``, which find the prompt in the cache too. Some minutes on two cores.
@@ -18,6 +18,7 @@ from time import perf_counter
 import llamabranch as lb
 from llamabranch.bench import Spread
 from llamabranch.cli.demo import PERSON, SCHEMA
+from llamabranch.speculative.auto import DrafterChoice
 
 from .prompts import TASKS
 from .report import Settings, emit, number, parser, percent, pm, table, title
@@ -82,7 +83,7 @@ def _drafted(
     schema: Mapping[str, object] | None,
 ) -> Mapping[str, object]:
     """Compare ``complete`` with plain decoding, at temperature 0."""
-    drafters = {"auto": None, "plain": lb.speculative.NullDrafter()}
+    drafters: dict[str, DrafterChoice] = {"auto": "auto", "plain": None}
     seconds: dict[str, list[float]] = {name: [] for name in drafters}
     decodes: dict[str, list[float]] = {name: [] for name in drafters}
     found: dict[str, lb.Result] = {}

@@ -23,9 +23,9 @@ from llamabranch.bench import (
     interleave,
     plain,
     speculative,
-    verify_costs,
 )
 
+from .clocks import verify_costs
 from .drafters import AdversarialDrafter
 from .padded import cached_useless
 from .prompts import PROMPTS
@@ -107,7 +107,7 @@ class Cells:
         makers = self._makers(temperature)
         found = interleave(makers, n_runs=self._settings.runs, n_items=len(self._prompts))
         base = found[PLAIN]
-        step_s = base.seconds / max(1, base.n_tokens)
+        step_s = base.step_s
         self._show_drafters(temperature, found, step_s)
         best = self._show_sweep(temperature, found, step_s, v)
         if temperature > 0:

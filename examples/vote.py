@@ -17,11 +17,11 @@ def first_word(text: str) -> str | None:
 def main() -> None:
     with lb.load(n_seq_max=17, n_ctx=4096) as ctx:
         with lb.Branch.start(ctx, PROMPT, temperature=0.9, seed=3) as branch:
-            for adaptive in (False, True):
-                found = search.vote(branch, first_word, 32, 12, adaptive=adaptive, stop=["."])
+            for confidence in (None, 1.0, 0.95):
+                found = search.vote(branch, first_word, 32, 12, confidence=confidence, stop=["."])
                 ranked = ", ".join(f"{answer} {n}" for answer, n in list(found.votes.items())[:6])
                 stats = found.stats
-                print(f"{'adaptive' if adaptive else 'all 32'}: {len(found.hypotheses)} texts")
+                print(f"confidence {confidence}: {len(found.hypotheses)} texts")
                 print(f"  votes: {ranked}")
                 print(f"  {stats.decodes} decodes, {stats.tokens_decoded} tokens")
         print(f"the text of the winner: {PROMPT}{found.text}")

@@ -14,7 +14,6 @@ __version__ = "0.3.0"
 # Names that earlier versions had here, by where they are now; who asks for one is told.
 _FORMER = {
     "context": "Capabilities Usage",
-    "bench": "Divergence first_divergence",
     "cli.jsonl": "read_requests",
     "engine": "EngineStats",
     "errors": "BranchStateError CacheFullError ClosedError ContextLengthWarning DecodeError "

@@ -7,6 +7,7 @@
     ├── UsageError (RuntimeError)         the call is not possible in this state
     │   ├── ClosedError                   the model or context is closed
     │   └── BranchStateError              the branch is pruned, has children, has no logits, ...
+    ├── ConstraintError                   no token may follow a text under its constraint
     ├── CapacityError                     cells or sequence ids are used up; see the hint
     │   ├── CacheFullError
     │   ├── QueueFullError                too many requests wait
@@ -84,6 +85,10 @@ class ClosedError(UsageError):
 
 class BranchStateError(UsageError):
     """The branch is pruned, has children, has no logits, or is in use by a generation."""
+
+
+class ConstraintError(LlamaBranchError):
+    """No token may follow a text under its constraint."""
 
 
 class CapacityError(LlamaBranchError):

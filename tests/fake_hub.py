@@ -140,13 +140,6 @@ class _Handler(BaseHTTPRequestHandler):
         if parts[2] != "models":  # `hf` asks for more
             self._error(404)
             return
-        if len(parts) == 3:  # /api/models?search=...
-            found = [
-                {"id": name, "modelId": name, "downloads": 7 - i, "tags": ["gguf"]}
-                for i, name in enumerate(self.hub.repositories)
-            ]
-            self._send(200, {"Content-Type": "application/json"}, json.dumps(found).encode())
-            return
         name = "/".join(parts[3:5])
         repository = self.hub.repositories.get(name)
         if self._refusal(repository):

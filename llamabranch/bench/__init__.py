@@ -4,12 +4,10 @@ timing.py     samples, interleaved runs, medians, spread, ratios and their confi
 machine.py    the machine that was measured on: processor, load, build
 workloads.py  what is timed: generations, the time inside llama.cpp; v(n) and c
 pair.py       which draft length and rule is the fastest for a target with its drafter
-divergence.py where two texts that should be equal first differ, and whether rounding explains it
 """
 
 from ..profile import profile_problem
-from .divergence import Divergence, first_divergence
-from .machine import Machine, free_memory_bytes, load_average, processor_flags, profile_in_use
+from .machine import Machine, free_memory_bytes, processor_flags, profile_in_use
 from .pair import Cell, PairBench, PairReport, Sweep
 from .timing import (
     Interval,
@@ -18,7 +16,6 @@ from .timing import (
     Series,
     Spread,
     Stopped,
-    Total,
     Work,
     interleave,
 )
@@ -28,14 +25,12 @@ from .workloads import (
     plain,
     seed_of,
     speculative,
-    verify_costs,
     verify_times,
 )
 
 __all__ = [
     "Cell",
     "DecodeClock",
-    "Divergence",
     "Interval",
     "Machine",
     "Maker",
@@ -46,19 +41,15 @@ __all__ = [
     "Spread",
     "Stopped",
     "Sweep",
-    "Total",
     "Work",
     "draft_cost",
-    "first_divergence",
     "free_memory_bytes",
     "interleave",
-    "load_average",
     "plain",
     "processor_flags",
     "profile_in_use",
     "profile_problem",
     "seed_of",
     "speculative",
-    "verify_costs",
     "verify_times",
 ]

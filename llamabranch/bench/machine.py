@@ -56,14 +56,18 @@ class Machine:
         )
 
     def describe(self, n_threads: int) -> str:
-        """Return one line of text, for a measurement with ``n_threads`` threads."""
-        load = "unknown" if self.load is None else f"{self.load:.2f}"
-        return (
-            f"processor {self.processor}, {_count(self.cores, 'core')}, {_count(n_threads, 'thread')}, "
-            f"load {load} before; llama-cpp-python {self.llama_cpp_python}"
-            f"{self.llama_cpp and f' (llama.cpp {self.llama_cpp})'}, compiled for "
-            f"{' '.join(self.features) or 'no special instructions'}"
+        """Describe it and what disturbed a measurement with ``n_threads`` threads, which ends now."""
+        before, after = (
+            "unknown" if x is None else f"{x:.2f}" for x in (self.load, load_average())
         )
+        text = (
+            f"Machine: processor {self.processor}, {_count(self.cores, 'core')}, "
+            f"{_count(n_threads, 'thread')}, load {before} before; llama-cpp-python "
+            f"{self.llama_cpp_python}{self.llama_cpp and f' (llama.cpp {self.llama_cpp})'}, compiled for "
+            f"{' '.join(self.features) or 'no special instructions'}; load {after} after."
+        )
+        complaint = self.complaint(n_threads)
+        return f"{text} The timings are noisy: {complaint}." if complaint else text
 
     def complaint(self, n_threads: int) -> str:
         """Return why figures with ``n_threads`` threads are unreliable, "" if no reason is known."""
@@ -80,8 +84,8 @@ class Machine:
         return ""
 
     def as_dict(self) -> dict[str, object]:
-        """Return it for JSON."""
-        return asdict(self) | {"features": list(self.features)}
+        """Return it for JSON, with the load average of now."""
+        return {**asdict(self), "features": list(self.features), "load_after": load_average()}
 
 
 def _count(n: int, noun: str) -> str:

@@ -119,7 +119,7 @@ class PairReport:
         stats = cell.stats
         return self._speedup(stats.alpha_hat, cell.length, draft_cost(stats, cell.base.step_s))
 
-    def curve(self) -> list[tuple[int, float]]:
+    def theory(self) -> list[tuple[int, float]]:
         """Return the speedup predicted from one a, one c and v for every measured length."""
         lengths = [cell.length for cell in self.fixed if isinstance(cell.length, int)]
         return [(k, self._speedup(self.a, k, self.c)) for k in lengths]

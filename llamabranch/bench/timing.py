@@ -111,43 +111,23 @@ class Interval:
 
 
 @dataclass
-class Total:
-    """The sums of one run of one method."""
-
-    n_tokens: int = 0
-    seconds: float = 0.0
-    samples: list[Sample] = field(default_factory=list)
-    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
-
-    def add(self, sample: Sample) -> None:
-        """Add a sample."""
-        self.n_tokens += sample.n_tokens
-        self.seconds += sample.seconds
-        self.samples.append(sample)
-        if sample.stats is not None:
-            self.stats.add(sample.stats)
-
-    @property
-    def texts(self) -> list[tuple[int, ...] | None]:
-        """The token ids of each item, None where they were not recorded."""
-        return [sample.tokens for sample in self.samples]
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second, nan before there are any."""
-        return self.n_tokens / self.seconds if self.seconds > 0 else math.nan
-
-
-@dataclass
 class Series:
-    """The runs of one method."""
+    """The runs of one method: of each run the samples of its items."""
 
-    runs: list[Total] = field(default_factory=list)
+    runs: list[list[Sample]] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Those of all runs."""
+        return [sample for run in self.runs for sample in run]
 
     @property
     def rates(self) -> list[float]:
         """Tokens a second of each run."""
-        return [run.rate for run in self.runs]
+        return [
+            _n_tokens(run) / seconds if (seconds := _seconds(run)) else math.nan
+            for run in self.runs
+        ]
 
     @property
     def rate(self) -> Spread:
@@ -161,26 +141,27 @@ class Series:
 
     def interval(self, base: Series) -> Interval:
         """Return the speedup over ``base`` from the ratios of single items, which were timed in turns."""
-        ours, theirs = ([s for run in each.runs for s in run.samples] for each in (self, base))
-        return Interval.of([a.rate / b.rate for a, b in zip(ours, theirs, strict=True)])
+        pairs = zip(self.samples, base.samples, strict=True)
+        return Interval.of([mine.rate / theirs.rate for mine, theirs in pairs])
 
     @property
     def stats(self) -> SpeculativeStats:
         """Counts and times of all runs."""
         total = SpeculativeStats()
-        for run in self.runs:
-            total.add(run.stats)
+        for sample in self.samples:
+            if sample.stats is not None:
+                total.add(sample.stats)
         return total
 
     @property
     def seconds(self) -> float:
         """Seconds of all runs."""
-        return sum(run.seconds for run in self.runs)
+        return _seconds(self.samples)
 
     @property
     def n_tokens(self) -> int:
         """Tokens of all runs."""
-        return sum(run.n_tokens for run in self.runs)
+        return _n_tokens(self.samples)
 
     @property
     def step_s(self) -> float:
@@ -189,9 +170,17 @@ class Series:
 
     def same_texts(self, other: Series) -> tuple[int, int]:
         """Return how many texts have exactly the tokens of ``other``, and how many were compared."""
-        ours, theirs = ([t for run in each.runs for t in run.texts] for each in (self, other))
-        pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if None not in (a, b)]
+        texts = ((a.tokens, b.tokens) for a, b in zip(self.samples, other.samples, strict=True))
+        pairs = [(a, b) for a, b in texts if a is not None and b is not None]
         return sum(a == b for a, b in pairs), len(pairs)
+
+
+def _n_tokens(samples: Sequence[Sample]) -> int:
+    return sum(sample.n_tokens for sample in samples)
+
+
+def _seconds(samples: Sequence[Sample]) -> float:
+    return sum(sample.seconds for sample in samples)
 
 
 def show_progress(text: str) -> None:
@@ -227,7 +216,6 @@ def interleave(
             if sum(each.seconds for each in series.values()) >= budget_s:
                 break
             works = {name: maker(first_run + run) for name, maker in makers.items()}
-            totals = {name: Total() for name in makers}
             for item in range(n_items):
                 progress(f"run {run + 1} of {n_runs}, {item + 1} of {n_items}")
                 order = list(works) if (run + item) % 2 == 0 else list(reversed(works))
@@ -235,10 +223,10 @@ def interleave(
                 for name in order:
                     time.sleep(PAUSE_S)
                     samples[name] = works[name](item)
-                for name, total in totals.items():
-                    total.add(samples[name])
+                for name, each in series.items():
                     if item == 0:
-                        series[name].runs.append(total)
+                        each.runs.append([])
+                    each.runs[-1].append(samples[name])
     except (Stopped, DecodeInterruptedError):
         pass
     progress("")

@@ -10,7 +10,7 @@ from ..context import Context
 from ..context.runner import DecodeHook
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats, Speculator
-from .timing import Maker, Sample, Spread, Stopped, Work
+from .timing import Maker, Sample, Stopped, Work
 
 Prompts = Sequence[Sequence[int]]  # token ids
 
@@ -118,14 +118,6 @@ class DecodeClock:
 
     def __exit__(self, *_: object) -> None:
         self._decoder.hook(self._before)
-
-
-def verify_costs(
-    ctx: Context, sizes: Sequence[int], *, n_prefix: int, repeats: int
-) -> dict[int, float]:
-    """Return t(n) in seconds: the median of :func:`verify_times` for each n. v(n) = t(n) / t(1)."""
-    times = verify_times(ctx, sizes, n_prefix=n_prefix, repeats=repeats)
-    return {n: Spread.of(seconds).median for n, seconds in times.items()}
 
 
 def verify_times(

@@ -30,9 +30,10 @@ from ..generation.drafter import Drafter
 from ..generation.generation import Drafting, Generation
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
-from ..model import Prompt, TokenIds, token_list
-from ..pictures import Token, tokens_picture
+from ..model import Prompt, TokenIds, stop_strings, token_list
+from ..pictures import Token
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
+from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
 from ..sampling.params import settings_of
@@ -192,14 +193,6 @@ class Branch:
             except BranchStateError:
                 return ""
 
-    def _repr_html_(self) -> str:
-        with self._lock:
-            if self.ctx.closed or self.state == "pruned":
-                return tokens_picture((), caption=repr(self))
-            n_prompt = self.n_prompt
-            prompt = self.ctx.model.detokenize(self.tokens[:n_prompt]) if n_prompt else ""
-            return tokens_picture(self.shown_tokens(n_prompt), prompt=prompt, caption=repr(self))
-
     def shown_tokens(self, start: int) -> list[Token]:
         """Return the tokens from a position on with their texts and probabilities, for a picture."""
         model, n_prompt, pending = self.ctx.model, self.n_prompt, b""
@@ -272,18 +265,13 @@ class Branch:
         return self.sequence.seed
 
     @property
-    def seed_given(self) -> bool:
-        """True if its seed, or the one it is derived from, was given by the user, not picked here."""
-        return self.sequence.seed_given
-
-    @property
     def is_stop(self) -> bool:
         """True if a generation ended here with an EOG token or a stop string."""
         return self.sequence.finish_reason == "stop"
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the last ``generate`` ended: "stop" or "length"; None before that."""
+        """Why the last ``generate`` ended: "stop", "length", "constraint"; None before that."""
         return self.sequence.finish_reason
 
     @property
@@ -500,6 +488,7 @@ class Branch:
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
         top_logprobs: int = 0,
+        constraint: ConstraintLike | None = None,
     ) -> Generation:
         """Generate token by token, until the end: an iterator of :class:`Produced`.
 
@@ -523,6 +512,12 @@ class Branch:
                 another drafter is given.
             config: how much to draft, and by which rule drafts are accepted.
             top_logprobs: how many alternatives to report with each token.
+            constraint: which texts are allowed: a function of the text since the last token that was
+                read, which returns False where no allowed text begins so; or an object with ``prefix``,
+                which returns that, and ``complete``, whether the text may end. The first token in the
+                order of the draw that it allows is taken, so one that refuses nothing changes no text.
+                Where it allows none, the text ends as "constraint". Drafts are accepted by the rule
+                "seeded".
 
         Raises:
             ConfigError, UnsupportedError, VocabularyMismatchError: nothing was started.
@@ -533,7 +528,14 @@ class Branch:
         output = OutputBuffer(max_tokens, stop)
         top_logprobs = whole("top_logprobs", top_logprobs, 0)
         drafting = self._drafting(drafter, checked_config(config))
-        return Generation(drafting, self.sequence, output, top_logprobs, owner=self)
+        state = None
+        if constraint is not None:
+            state = ConstraintState(ConstraintCalls(constraint), self.ctx.model, stop_strings(stop))
+            if drafting.drafter.width > 1:
+                raise ConfigError("a constraint needs drafts in one line: a drafter of width 1")
+        return Generation(
+            drafting, self.sequence, output, top_logprobs, constraint=state, owner=self
+        )
 
     def _drafting(self, drafter: Drafter | None, config: SpeculativeConfig) -> Drafting:
         """Return who drafts: for all branches that were forked from one the same, until another does."""
@@ -630,7 +632,10 @@ class Branch:
             sequence.check_usable()
             with suppress(CapacityError):  # else each decodes the last token when it is needed
                 sequence.settle()
-            return Branch(self.ctx, sequence.sampler.clone(), sequence.seed, parent=self)
+            sampler = sequence.sampler
+            if sampler.constraint is not None:  # it is that of a generation
+                sampler = sampler.constrained(None)
+            return Branch(self.ctx, sampler.clone(), sequence.seed, parent=self)
 
     def fork_many(self, n: int) -> list[Branch]:
         """Return ``n`` children, each reseeded: the i-th draws from a seed derived from ours and i.
@@ -662,13 +667,11 @@ class Branch:
 
     def reseed(self, seed: int | None = None) -> None:
         """Use another seed from here on; without ``seed`` a random one is picked."""
-        given = seed is not None
         seed = random_seed() if seed is None else whole("seed", seed)
         with self._lock:
             self.sequence.check_usable()
             self.sequence.drop_held()
             self.sequence.seed = seed
-            self.sequence.seed_given |= given
 
     def steer(self, bias: Mapping[int, float]) -> None:
         """Add ``bias`` to logits from here on; forks inherit it, an empty mapping removes it."""
@@ -683,7 +686,7 @@ class Branch:
             sampler = Sampler(self.ctx.model, sampling, sequence.sampler.grammar)
             sequence.use_sampler(sequence.replayed(sampler))
             if sampling.seed is not None:
-                sequence.seed, sequence.seed_given = sampling.seed, True
+                sequence.seed = sampling.seed
 
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` on, as if they had never been decoded.

@@ -55,7 +55,6 @@ class Snapshot:
     surprisals: npt.NDArray[np.float64]
     logits: npt.NDArray[np.float32]
     state: npt.NDArray[np.uint8]
-    seed_given: bool = False
     hidden: npt.NDArray[np.float32] = field(default_factory=_no_states)
     hidden_layers: tuple[int, ...] = ()
     appended: tuple[tuple[int, int], ...] = ()
@@ -101,7 +100,6 @@ class Snapshot:
             "sampling": sampling,
             "grammar": None if self.grammar is None else self.grammar.as_dict(),
             "seed": self.seed,
-            "seed_given": self.seed_given,
             "n_prompt": self.n_prompt,
             "finish_reason": self.finish_reason,
             "pending": self.pending.hex(),
@@ -249,7 +247,6 @@ def _parse(metadata: bytes) -> Snapshot:
         if len(pending) > 3 or finish_reason not in (None, "stop", "length"):
             raise ValueError("pending bytes or finish_reason are invalid")
         sampling = SamplingParams.from_dict(about.get("sampling", dict))
-        seed_given = about.maybe("seed_given", bool)
         layers = about.maybe("hidden_layers", list) or []
         if any(type(layer) is not int for layer in layers):
             raise ValueError("hidden_layers must be whole numbers")
@@ -279,8 +276,6 @@ def _parse(metadata: bytes) -> Snapshot:
             surprisals=np.empty(0, np.float64),
             logits=np.empty(0, np.float32),
             state=np.empty(0, np.uint8),
-            # Files of version 0.1 do not record it.
-            seed_given=sampling.seed is not None if seed_given is None else seed_given,
             hidden_layers=tuple(layers),
             appended=tuple((start, end) for start, end in appended),
         )
@@ -325,7 +320,6 @@ def capture(sequence: Text, sampling: SamplingParams) -> Snapshot:
         sequence.finish_reason,
         sequence.incomplete,
         *arrays,
-        seed_given=sequence.seed_given,
         hidden=hidden,
         hidden_layers=layers,
         appended=tuple(sequence.appended),
@@ -354,7 +348,7 @@ def fill(sequence: Text, snapshot: Snapshot, *, trusted: bool = False) -> None:
             states = PackedStates(snapshot.hidden_layers, snapshot.hidden)
             ctx.kv_cache.hidden.restore(sequence.seq_id, states)
     sequence.use_sampler(sampler)
-    sequence.seed, sequence.seed_given = snapshot.seed, snapshot.seed_given
+    sequence.seed = snapshot.seed
     sequence.restore(
         tokens,
         snapshot.n_prompt,

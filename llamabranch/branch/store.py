@@ -14,7 +14,6 @@ from ..errors import BranchStateError, ConfigError
 from ..generation.output import Produced
 from ..generation.text import Text
 from ..model import TokenIds, token_list
-from ..pictures import tree
 from .branch import Branch
 from .scorer import Wanted, continuation, score
 from .tree import DEFAULT_COLUMNS, BranchTree, tree_lines
@@ -218,16 +217,6 @@ class BranchStore:
         """
         with self._ctx.lock:
             return BranchTree(tree_lines(self._roots(), columns))
-
-    def _repr_html_(self) -> str:
-        with self._ctx.lock:
-            if self._ctx.closed:
-                return tree((), caption="the context is closed")
-            used = self._ctx.usage()
-            caption = (
-                f"{used.cells_used} of {used.cells_total} cells used, {used.cells_shared} shared"
-            )
-            return tree(tree_lines(self._roots(), DEFAULT_COLUMNS), caption=caption)
 
     def _roots(self) -> list[Branch]:
         return [b for b in self._branches() if b.parent is None or b.parent.state == "pruned"]

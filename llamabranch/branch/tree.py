@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from ..errors import BranchStateError, ConfigError
-from ..pictures import TreeLine, tree
+from ..pictures import TreeLine
 from .branch import Branch
 
 __all__ = ["COLUMNS", "DEFAULT_COLUMNS", "BranchTree", "tree_lines"]
@@ -93,9 +93,6 @@ class BranchTree:
                 text = f"{_BOLD}{text}{_PLAIN}"
                 before, figures = (f"{_DIM}{part}{_PLAIN}" for part in (before, figures))
             print(before + text + figures, file=file)
-
-    def _repr_html_(self) -> str:
-        return tree(self._roots)
 
     def to_dot(self) -> str:
         """Return it in the language of Graphviz: ``dot -Tsvg`` draws it."""

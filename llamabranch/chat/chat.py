@@ -32,15 +32,8 @@ from ..pictures import TreeLine
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed
 from ..sampling.params import settings_of
-from ..speculative import (
-    Drafter,
-    Generation,
-    NullDrafter,
-    SpeculativeConfig,
-    SpeculativeStats,
-    Speculator,
-    SuffixDrafter,
-)
+from ..speculative import Generation, SpeculativeConfig, SpeculativeStats, Speculator
+from ..speculative.auto import DrafterChoice, auto_drafter
 from .conversation import Exchange, Line, exchanges_of, messages_of, tree_of
 from .saved import SavedChat, read_chat, write_chat
 from .turns import TurnBranches
@@ -87,8 +80,8 @@ class Chat:
     Args:
         ctx: the context that answers. With 8 sequences or more, several turns are kept; all but the
             last are evicted where somebody else needs a sequence.
-        drafter: drafts the answers; None = copying from the conversation, where the memory can drop
-            tokens. ``NullDrafter()`` = plain decoding.
+        drafter: drafts the answers; "auto" = as `Engine`, where the memory can drop tokens; None = plain
+            decoding.
         config: how much to draft.
         system: the system message.
         sampling: settings. Without a seed one is picked.
@@ -112,7 +105,7 @@ class Chat:
     def __init__(
         self,
         ctx: Context,
-        drafter: Drafter | None = None,
+        drafter: DrafterChoice = "auto",
         config: SpeculativeConfig | None = None,
         *,
         system: str | None = None,
@@ -122,9 +115,8 @@ class Chat:
         **settings: Unpack[SamplingSettings],
     ) -> None:
         text_context("ctx", ctx)
-        if drafter is None:
-            drafts = ctx.kv_cache.can_draft
-            drafter = SuffixDrafter(shared_tokens=0) if drafts else NullDrafter()
+        if drafter == "auto":
+            drafter = auto_drafter(ctx) if ctx.kv_cache.can_draft else None
         self.speculator = Speculator(ctx, drafter, config)
         self.ctx = ctx
         self.sampling = settings_of(sampling)
@@ -417,7 +409,7 @@ class Chat:
         cls,
         ctx: Context,
         folder: str | os.PathLike[str],
-        drafter: Drafter | None = None,
+        drafter: DrafterChoice = "auto",
         config: SpeculativeConfig | None = None,
         *,
         trusted: bool = False,

@@ -51,7 +51,7 @@ MOVED = {
     "inspect": "models show",
     "pull": "models pull",
     "theory": "bench, or llamabranch.theory in Python",
-    "plan": "generate --ray; benchmarks/plan_job.py of the source",
+    "plan": "generate, for Ray llamabranch.scale in Python, benchmarks/plan_job.py of the source",
 }
 
 

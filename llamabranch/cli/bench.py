@@ -15,7 +15,6 @@ from llamabranch.bench import (
     Machine,
     PairBench,
     Sweep,
-    load_average,
     profile_in_use,
     profile_problem,
 )
@@ -133,7 +132,6 @@ def bench(
         report = BenchReport(
             report=measured,
             machine=machine,
-            load_after=load_average(),
             target=context,
             target_name=target_name,
             drafters=drafters,

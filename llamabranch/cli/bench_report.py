@@ -12,7 +12,7 @@ from llamabranch import Context, Model
 from llamabranch.bench import Cell, Machine, PairReport, profile_in_use
 
 from .console import Console
-from .formats import base_name, interval_text, machine_text, number, spread_text
+from .formats import base_name, interval_text, number, spread_text
 
 _NOTHING_DRAFTED = (
     "Inconclusive: nothing was drafted, so all settings are plain decoding and differ by noise. Give "
@@ -24,13 +24,12 @@ _NOTHING_DRAFTED = (
 class BenchReport:
     """The measurements of a pair, and the settings and machine they were made with.
 
-    ``machine`` is its state before the measurement, ``load_after`` the load average after it, ``options``
-    those of the command line for the setting to use.
+    ``machine`` is its state before the measurement, ``options`` are those of the command line for the
+    setting to use.
     """
 
     report: PairReport
     machine: Machine
-    load_after: float | None
     target: Context
     target_name: str
     drafters: Sequence[str]
@@ -92,7 +91,7 @@ class BenchReport:
             "to highest)"
         )
         console.line()
-        console.line(machine_text(self.machine, self.load_after, n_threads))
+        console.line(self.machine.describe(n_threads))
         if report.t:
             console.line()
             one = f"which takes {1e3 * report.t[1]:.3f} ms"
@@ -161,7 +160,7 @@ class BenchReport:
             "draft_models": [_described(model) for model in self.draft_models],
             **{name: getattr(self, name) for name in names},
             "n_threads": self.target.n_threads,
-            "machine": self.machine.as_dict() | {"load_after": self.load_after},
+            "machine": self.machine.as_dict(),
             "profile": profile_in_use(),
             "batch_invariant": self.target.capabilities.batch_invariant,
             "interrupted": report.stopped,
@@ -173,7 +172,7 @@ class BenchReport:
             "plain": {"tokens_per_s": report.plain.rate.as_dict()} if report.plain.runs else None,
             "lengths": [self._cell(cell) for cell in report.lengths],
             "rules": [self._cell(cell) for cell in report.rules],
-            "theory": [{"draft_length": k, "speedup": gain} for k, gain in report.curve()],
+            "theory": [{"draft_length": k, "speedup": gain} for k, gain in report.theory()],
             "confirmed": None if confirmed is None else self._cell(confirmed),
             "verdict": report.verdict,
             "best": None if best is None else self._cell(best),

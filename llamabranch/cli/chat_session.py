@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 
 import typer
-from rich.cells import cell_len
-from rich.table import Table
-from rich.text import Text
 
 import llamabranch as lb
-from llamabranch.chat import Answer, Exchange
+from llamabranch.chat import Answer
 
 from .console import Console
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
@@ -24,7 +20,6 @@ from .options import setting_value
 from .trees import drawn_tree
 
 _PROMPT = "> "
-Read = Callable[[str], str]  # from the text to begin with to what was typed
 
 
 class ChatSession:
@@ -44,8 +39,6 @@ class ChatSession:
         self.chat = chat
         self._console, self._interactive = console, interactive
         self._contexts = [chat.ctx, *chat.speculator.drafter.contexts]
-        self._read: Read | None = None
-        self._line = ""  # the last one of an answer, as it was printed
         self._has_quit = False
         self._n_printed = 0
         self.has_failed = False
@@ -54,16 +47,19 @@ class ChatSession:
 
     def run(self) -> None:
         """Read turns from the terminal until it ends."""
-        self._read = _reader(self._console)
+        with contextlib.suppress(ImportError):
+            import readline  # gives input() a history
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # as its own default is
         self._console.note("/help lists the commands; Ctrl-C ends an answer, Ctrl-D the program.")
         # A Ctrl-C outside of an answer only drops what was typed.
         previous = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             while not self._has_quit:
                 try:
-                    line = self._read("")
+                    line = _typed()
                     while line.endswith("\\"):
-                        line = line[:-1] + "\n" + self._read("")
+                        line = line[:-1] + "\n" + _typed()
                     self.take(line)
                 except EOFError:
                     self._console.line()
@@ -110,9 +106,9 @@ class ChatSession:
             try:
                 answer = begin()
                 if self._n_printed and not self._interactive:
-                    self._write("\n")
+                    self._console.write("\n")
                 for token in answer:
-                    self._write(token.text)
+                    self._console.write(token.text)
                     interrupts.check()
             except (KeyboardInterrupt, lb.DecodeInterruptedError):
                 if not interrupts.requested:
@@ -126,27 +122,10 @@ class ChatSession:
         if answer is None or (interrupted and not answer.tokens):
             self._console.note("interrupted: the message was taken back")
         else:
-            self._write("\n")
+            self._console.write("\n")
             self._note_end(answer, is_same=before == (self.chat.current, self.chat.n_cut))
         if interrupted and not self._interactive:
             raise typer.Exit(EXIT_INTERRUPTED)
-
-    def _write(self, text: str) -> None:
-        self._console.write(self._wrapped(text) if self._console.out.is_terminal else text)
-
-    def _wrapped(self, text: str) -> str:
-        """Return what to write for ``text``: a word that reaches the edge is moved to the next line."""
-        shown = ""
-        for piece in re.split(r"(?<=\s)", text):
-            line = self._line + piece
-            start = line.rfind(" ", 0, len(line.rstrip())) + 1  # of its last word
-            if start and cell_len(line.rstrip()) >= self._console.out.width:
-                n = cell_len(self._line[start:])
-                shown += "\b" * n + " " * n + "\n"
-                line = piece = line[start:]
-            shown += piece
-            self._line = "" if line.endswith("\n") else line
-        return shown
 
     def _note_end(self, answer: Answer, *, is_same: bool) -> None:
         """Note how an answer has ended, and what it did not see unless that ``is_same`` as before."""
@@ -176,11 +155,9 @@ class ChatSession:
     def edit(self, rest: str) -> None:
         """Replace message N and answer it, on a new branch."""
         number, _, text = rest.partition(" ")
-        n = _number(number, "/edit N [TEXT]", len(self.chat.exchanges))
-        if not text.strip() and 1 <= n <= len(self.chat.exchanges):
-            text = "" if self._read is None else self._read(self.chat.exchanges[n - 1].user)
-            if not text.strip():
-                raise lb.errors.UsageError("nothing to replace it with", hint="/edit N TEXT")
+        n = _number(number, "/edit N TEXT")
+        if not text.strip():
+            raise lb.errors.UsageError("nothing to replace it with", hint="/edit N TEXT")
         self._stream(lambda: self.chat.edit(n, text))
         self._where()
 
@@ -197,45 +174,6 @@ class ChatSession:
         """Go on on branch N."""
         self.chat.switch(_number(rest, "/switch N"))
         self._where()
-
-    def compare(self, rest: str) -> None:
-        """Print the last answers of two branches side by side, or two answers to one message."""
-        numbers = [_number(each, "/compare [A [B]]") for each in rest.split()]
-        if not numbers:
-            numbers = [self._other_answer()]
-        if len(numbers) == 1:
-            numbers.append(self.chat.current)
-        last = [self._last_of(number) for number in numbers[:2]]
-        if not self._console.out.is_terminal:
-            for number, exchange in zip(numbers, last, strict=False):
-                asked = f"{_PROMPT}{exchange.user}"
-                self._console.line(f"branch {number}\n{asked}\n{exchange.answer}\n")
-            return
-        table = Table.grid(padding=(0, 3, 0, 0), expand=True)
-        for _ in last:
-            table.add_column(ratio=1)
-        table.add_row(*(Text(f"branch {number}", "bold") for number in numbers))
-        table.add_row(*(Text(_PROMPT + exchange.user, "dim") for exchange in last))
-        table.add_row(*(Text(exchange.answer) for exchange in last))
-        self._console.render(table)
-
-    def _last_of(self, number: int) -> Exchange:
-        if not (found := self.chat.on(number)):
-            raise lb.errors.UsageError(
-                f"branch {number} has no answer yet", hint="send a message first"
-            )
-        return found[-1]
-
-    def _other_answer(self) -> int:
-        """Return the branch whose last answer is another one to the same message; make one if need be."""
-        chat, mine = self.chat, self._last_of(self.chat.current)
-        for number in reversed(chat.branches):
-            for other in chat.on(number)[-1:]:
-                if other is not mine and other.user == mine.user and other.parent is mine.parent:
-                    return number
-        number = chat.current
-        self.retry("")
-        return number
 
     def system(self, rest: str) -> None:
         """Print or set the system message; - removes it."""
@@ -278,21 +216,6 @@ class ChatSession:
             self._console.line(exchange.answer)
         self._where()
 
-    def stats(self, _: str) -> None:
-        """Print how many tokens were evaluated, cached and drafted."""
-        stats = self.chat.stats
-        drafts = stats.speculative
-        rows = [
-            ("answers", stats.num_answers),
-            ("tokens evaluated", stats.num_evaluated_tokens),
-            ("prompt tokens from the cache", stats.num_cached_tokens),
-            ("tokens drafted", drafts.num_draft_tokens),
-            ("drafted tokens accepted", drafts.num_accepted_tokens),
-            ("target decodes of answers", drafts.target_forward_passes),
-            ("turns left out", stats.num_cut_exchanges),
-        ]
-        self._console.table(("", "so far"), [(name, f"{count:,}") for name, count in rows])
-
     def help(self, _: str) -> None:
         """Print this list."""
         rows = [(usage, method.__doc__) for usage, method in USAGES.items()]
@@ -314,16 +237,14 @@ class ChatSession:
 USAGES: dict[str, Callable[[ChatSession, str], None]] = {
     "/retry": ChatSession.retry,
     "/undo": ChatSession.undo,
-    "/edit N [TEXT]": ChatSession.edit,
+    "/edit N TEXT": ChatSession.edit,
     "/fork": ChatSession.fork,
     "/branches": ChatSession.branches,
     "/switch N": ChatSession.switch,
-    "/compare [A [B]]": ChatSession.compare,
     "/system [TEXT]": ChatSession.system,
     "/set [NAME VALUE]": ChatSession.set,
     "/save FOLDER": ChatSession.save,
     "/load FOLDER": ChatSession.load,
-    "/stats": ChatSession.stats,
     "/help": ChatSession.help,
     "/quit": ChatSession.quit,
 }
@@ -335,36 +256,13 @@ _SETTINGS = {"temp": "temperature", "predict": "max_tokens", "n_predict": "max_t
 _INSTEAD = {
     "clear": "/undo takes a message back, /edit 1 TEXT begins anew on another branch",
     "read": 'llamabranch chat -p "$(cat FILE)" begins with the text of a file',
+    "compare": "/switch N shows another branch; `llamabranch open` shows texts side by side",
+    "stats": "`llamabranch chat --json -f FILE` tells what was evaluated and drafted",
 }
 
 
-def _reader(console: Console) -> Read:
-    """Return what reads a turn from the terminal: prompt_toolkit if it is installed, else ``input``."""
-    if sys.stdout.isatty():
-        try:
-            return _line_editor()
-        except ImportError:
-            console.note("For an editor with completion: pip install 'llamabranch[chat]'")
-        with contextlib.suppress(ImportError):
-            import readline  # gives input() a history
-
-            readline.parse_and_bind("set enable-bracketed-paste on")  # as its own default is
-
-    def read(default: str) -> str:
-        if default:
-            sys.stderr.write(f"in place of: {default}\n")
-        return input(_PROMPT if sys.stdout.isatty() else "")
-
-    return read
-
-
-def _line_editor() -> Read:
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import WordCompleter
-
-    commands = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
-    session: PromptSession[str] = PromptSession(completer=commands)
-    return lambda default: session.prompt(_PROMPT, default=default)
+def _typed() -> str:
+    return input(_PROMPT if sys.stdout.isatty() else "")
 
 
 def _short(text: str, longest: int = 60) -> str:
@@ -372,9 +270,7 @@ def _short(text: str, longest: int = 60) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def _number(text: str, usage: str, default: int | None = None) -> int:
-    if not text and default:
-        return default
+def _number(text: str, usage: str) -> int:
     if not text.isdecimal():
         raise lb.errors.UsageError(f"{text!r} is no number" if text else "which one?", hint=usage)
     return int(text)

@@ -50,7 +50,6 @@ HINTS = {
     "--explain --log-disable -lv --verbosity": "-v shows how drafts went, and llama.cpp's log",
     "-ns --sequences": "--samples N gives several texts for a prompt",
     "--keep --context-shift --prompt-cache --slot-save-path -ctxcp": "there is nothing like it here",
-    "--html --plot": "llamabranch.pictures and `llamabranch bench --json` have what it showed",
 }
 _HINTS = {name: hint for names, hint in HINTS.items() for name in names.split()}
 # Options of llama-server that say what is so anyway.

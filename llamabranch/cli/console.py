@@ -107,7 +107,7 @@ class Console:
         """Print what the colours mean; nothing without colours."""
         if self.colored:
             line = Text()
-            for source, (_, label) in SOURCES.items():
+            for source, label in SOURCES.items():
                 line.append("■ ", style=SOURCE_STYLES[source]).append(label + "   ")
             self.render(line)
 

@@ -142,8 +142,8 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
                 f"{machine.processor}, {machine.cores} cores, {target.n_threads} in use; {name}, "
                 f"{target.model.n_params / 1e6:,.0f}M parameters"
             )
-            run = _on_smollm2 if is_here else _on_the_pair
-            shown = run(contexts, console, interrupts)
+            show = _Demo(target, console, interrupts)
+            shown = show.on_smollm2() if is_here else show.on_the_pair(contexts[1])
         elapsed = time.perf_counter() - start
         found = {"machine": machine.as_dict(), "n_threads": target.n_threads}
         console.answer({"model": name, **shown, **found, "elapsed_s": elapsed})
@@ -152,112 +152,171 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
             console.line(f"  {command}\n    {what}")
 
 
-def _on_smollm2(
-    contexts: list[lb.Context], show: Console, interrupts: InterruptHandler
-) -> dict[str, object]:
-    ctx = contexts[0]
-    greedy, stop = lb.SamplingParams(temperature=0), ("\n\n", "\n```")
-    edit = lb.Request(EDIT + EDITED, max_tokens=MOST_TOKENS, sampling=greedy, stop=stop)
-    extract = lb.Request(
-        f"Text: {PERSON}\nThe same as JSON: ", max_tokens=MOST_TOKENS, sampling=greedy, stop=stop,
-        grammar=lb.Grammar.from_json_schema(SCHEMA),
-    )  # fmt: skip
-    prompt, question = (
-        ctx.model.chat_tokens([{"role": "user", "content": text}])
-        for text in (f"{NOTICE}\n\n{QUESTION}", CHOICE)
-    )
-    found: dict[str, object] = {"forks": _fork(ctx, prompt, QUESTION, show, interrupts)}
-    show.heading("2. A function edited, drafts copied from the prompt, no draft model")
-    show.line("`total` becomes `amount` in a function of 9 lines; the first three are given.")
-    show.legend()
-    found["edit"] = _compare(ctx, lb.SuffixDrafter(shared_tokens=0), edit, EDITED, show, interrupts)
-    show.heading("3. A text as JSON under a schema, drafts forced by it or copied")
-    show.line(PERSON + "\n", "dim")
-    found["json"] = _compare(ctx, lb.GrammarDrafter.copying(), extract, "", show, interrupts)
-    show.heading("4. Four answers, ranked by the model")
-    return {**found, "ranking": _rank(ctx, question, CHOICES, CHOICE, show)}
+class _Demo:
+    """The parts of the demo on a context: each is shown as it runs, and returned for JSON."""
 
+    def __init__(self, ctx: lb.Context, show: Console, interrupts: InterruptHandler) -> None:
+        self._ctx, self._show, self._interrupts = ctx, show, interrupts
+        # Settings with which no text ends.
+        banned = dict.fromkeys(ctx.model.eog_tokens, -math.inf)
+        self._endless = lb.SamplingParams(temperature=0.8, seed=SEED, logit_bias=banned)
 
-def _on_the_pair(
-    contexts: list[lb.Context], show: Console, interrupts: InterruptHandler
-) -> dict[str, object]:
-    ctx, draft = contexts
-    sampling = lb.SamplingParams(temperature=0.8, seed=SEED)
-    with lb.Branch.start(ctx, BEGINNING, sampling=_endless(ctx)) as branch:
-        for _ in branch.generate(N_PROMPT - branch.position):
-            pass
-        prompt = branch.tokens[:N_PROMPT]  # the model itself wrote it
-    tail = "... " + ctx.model.detokenize(prompt[-24:]).lstrip()
-    found: dict[str, object] = {"forks": _fork(ctx, prompt, tail, show, interrupts)}
-    show.heading(f"2. Speculative decoding, {N_DRAFTED} tokens drafted a round")
-    show.legend()
-    request = lb.Request(BEGINNING, max_tokens=N_TOKENS, sampling=sampling)
-    drafts = lb.ModelDrafter(draft)
-    found["speculative"] = _compare(ctx, drafts, request, BEGINNING, show, interrupts, N_DRAFTED)
-    show.heading("3. Three endings, ranked by the model")
-    opening = ctx.tokenize(OPENING, add_special=True)
-    return {**found, "ranking": _rank(ctx, opening, ENDINGS, f"{OPENING} ...", show)}
+    def on_smollm2(self) -> dict[str, object]:
+        """Fork, edit, extract and rank."""
+        greedy, stop, show = lb.SamplingParams(temperature=0), ("\n\n", "\n```"), self._show
+        edit = lb.Request(EDIT + EDITED, max_tokens=MOST_TOKENS, sampling=greedy, stop=stop)
+        extract = lb.Request(
+            f"Text: {PERSON}\nThe same as JSON: ", max_tokens=MOST_TOKENS, sampling=greedy,
+            stop=stop, grammar=lb.Grammar.from_json_schema(SCHEMA),
+        )  # fmt: skip
+        prompt, question = (
+            self._ctx.model.chat_tokens([{"role": "user", "content": text}])
+            for text in (f"{NOTICE}\n\n{QUESTION}", CHOICE)
+        )
+        found: dict[str, object] = {"forks": self._fork(prompt, QUESTION)}
+        show.heading("2. A function edited, drafts copied from the prompt, no draft model")
+        show.line("`total` becomes `amount` in a function of 9 lines; the first three are given.")
+        show.legend()
+        found["edit"] = self._compare(lb.SuffixDrafter(shared_tokens=0), edit, EDITED)
+        show.heading("3. A text as JSON under a schema, drafts forced by it or copied")
+        show.line(PERSON + "\n", "dim")
+        found["json"] = self._compare(lb.GrammarDrafter.copying(), extract, "")
+        show.heading("4. Four answers, ranked by the model")
+        return {**found, "ranking": self._rank(question, CHOICES, CHOICE)}
 
+    def on_the_pair(self, draft: lb.Context) -> dict[str, object]:
+        """Fork, draft with the draft model, and rank."""
+        ctx, show = self._ctx, self._show
+        with lb.Branch.start(ctx, BEGINNING, sampling=self._endless) as branch:
+            for _ in branch.generate(N_PROMPT - branch.position):
+                pass
+            prompt = branch.tokens[:N_PROMPT]  # the model itself wrote it
+        tail = "... " + ctx.model.detokenize(prompt[-24:]).lstrip()
+        found: dict[str, object] = {"forks": self._fork(prompt, tail)}
+        show.heading(f"2. Speculative decoding, {N_DRAFTED} tokens drafted a round")
+        show.legend()
+        sampling = lb.SamplingParams(temperature=0.8, seed=SEED)
+        request = lb.Request(BEGINNING, max_tokens=N_TOKENS, sampling=sampling)
+        found["speculative"] = self._compare(lb.ModelDrafter(draft), request, BEGINNING, N_DRAFTED)
+        show.heading("3. Three endings, ranked by the model")
+        opening = ctx.tokenize(OPENING, add_special=True)
+        return {**found, "ranking": self._rank(opening, ENDINGS, f"{OPENING} ...")}
 
-def _endless(ctx: lb.Context) -> lb.SamplingParams:
-    """Return settings with which no text ends."""
-    banned = dict.fromkeys(ctx.model.eog_tokens, -math.inf)
-    return lb.SamplingParams(temperature=0.8, seed=SEED, logit_bias=banned)
+    def _fork(self, prompt: Sequence[int], root: str) -> dict[str, object]:
+        """Fork a prompt, and run each continuation alone too; ``root`` stands for it in the tree."""
+        ctx, sampling, check = self._ctx, self._endless, self._interrupts.check
 
+        def alone(prompt: Sequence[int], seed: int, n: int) -> list[int]:
+            check()
+            with lb.Branch.start(ctx, prompt, sampling=sampling.replace(seed=seed)) as branch:
+                return [branch.step().token for _ in range(n)]
 
-def _fork(
-    ctx: lb.Context,
-    prompt: Sequence[int],
-    root: str,
-    console: Console,
-    interrupts: InterruptHandler,
-) -> dict[str, object]:
-    """Fork a prompt, and run each continuation alone too; ``root`` stands for it in the tree."""
-    sampling, store = _endless(ctx), lb.BranchStore(ctx)
+        alone(prompt[:64], SEED, 4)  # the first decodes of a context are slower
+        store, start = lb.BranchStore(ctx), time.perf_counter()
+        with lb.Branch.start(ctx, prompt, sampling=sampling) as trunk:
+            cells_before, fork_start = ctx.usage().cells_used, time.perf_counter()
+            children = trunk.fork_many(N_FORKS)
+            fork_s = time.perf_counter() - fork_start
+            cells_after = ctx.usage().cells_used
+            written: list[list[lb.Produced]] = [[] for _ in children]
+            for _ in range(N_STEPS):
+                check()
+                for text, produced in zip(written, store.step(children).values(), strict=True):
+                    text.append(produced)
+            together_s = time.perf_counter() - start
+            seeds = [child.seed for child in children]
+            for child in children:
+                child.prune()
+        start = time.perf_counter()
+        texts = [alone(prompt, seed, N_STEPS) for seed in seeds]
+        alone_s = time.perf_counter() - start
+        pairs = zip(texts, written, strict=True)
+        n_same = sum(text == [each.token for each in tokens] for text, tokens in pairs)
+        n_together, n_alone = len(prompt) + N_FORKS * N_STEPS, N_FORKS * (len(prompt) + N_STEPS)
+        tree = TreeLine([Token(root)], children=tree_of(written))
+        found: dict[str, Any] = {
+            "n_prompt": len(prompt),
+            "n_forks": N_FORKS,
+            "together": {"seconds": together_s, "tokens_evaluated": n_together},
+            "one_by_one": {"seconds": alone_s, "tokens_evaluated": n_alone},
+            "speedup": alone_s / together_s,
+            "fork_ms": 1e3 * fork_s,
+            "kv_cells_before_forks": cells_before,
+            "kv_cells_after_forks": cells_after,
+            "same_texts": n_same == N_FORKS,
+            "tree": _as_json(tree),
+        }
+        _print_forks(self._show, found, n_same, exact=ctx.capabilities.batch_invariant)
+        self._show.render(drawn_tree(tree, longest=200))
+        return found
 
-    def alone(prompt: Sequence[int], seed: int, n: int) -> list[int]:
-        interrupts.check()
-        with lb.Branch.start(ctx, prompt, sampling=sampling.replace(seed=seed)) as branch:
-            return [branch.step().token for _ in range(n)]
+    def _compare(
+        self, drafter: lb.Drafter, request: lb.Request, given: str, draft_k: int | str = "auto"
+    ) -> dict[str, object] | None:
+        """Show ``given`` and the drafted text as it comes, then time both; None if interrupted."""
+        ctx, show, config = self._ctx, self._show, lb.SpeculativeConfig(draft_k=draft_k)
+        drafting, plain = (
+            lb.Engine(ctx, each, config) for each in (drafter, lb.speculative.NullDrafter())
+        )
+        for warming_up in (drafting, plain):
+            warming_up.generate([request])
+        show.write(given, "dim")
+        for event in drafting.stream([request]):
+            if event.emitted is not None:
+                show.emit(event.emitted)
+        show.write("\n\n")
+        compared = compare(drafting, plain, [request], self._interrupts, budget_s=COMPARE_S)
+        if compared is None:
+            return None
+        both, same = (compared.drafted, compared.plain), compared.same_text
+        fast, stats, n_runs = compared.drafted, compared.drafted.stats, compared.interval.n
+        rows = [
+            ("tokens a second", *(f"{each.rate:,.1f}" for each in both)),
+            ("tokens", *(len(each.tokens[0]) for each in both)),
+            ("decodes", *(each.stats.target_forward_passes for each in both)),
+            ("accept rate", number(100 * stats.draft_acceptance_rate, 0, " %"), ""),
+            ("same text", same, ""),
+        ]
+        show.table(("", "drafted", "plain"), rows)
+        show.line()
+        if not same and not ctx.capabilities.batch_invariant:
+            show.line(INEXACT)
+        runs = (
+            "one run of each" if n_runs == 1 else f"the medians of {n_runs} runs of each, in turn"
+        )
+        faster = (
+            f"Drafting is {compared.speedup:.2f} times as fast as plain decoding here by {runs}"
+        )
+        why = {
+            "faster": f"{faster}.",
+            "slower": f"{faster}: it does not pay, and --draft-max auto (the default) stops it.",
+            "nothing drafted": "Nothing was drafted: by what was measured it would not have paid.",
+        }.get(compared.verdict, f"{faster}, which is not enough to be sure.")
+        show.line(why)
+        return {
+            "text": fast.results[0].text,
+            "same_text": same,
+            "tokens_per_s": fast.rate,
+            "plain_tokens_per_s": compared.plain.rate,
+            "speedup": compared.speedup,
+            "verdict": compared.verdict,
+            "why": why,
+            "stats": stats.as_dict(),
+        }
 
-    alone(prompt[:64], SEED, 4)  # the first decodes of a context are slower
-    start = time.perf_counter()
-    with lb.Branch.start(ctx, prompt, sampling=sampling) as trunk:
-        cells_before, fork_start = ctx.usage().cells_used, time.perf_counter()
-        children = trunk.fork_many(N_FORKS)
-        fork_s = time.perf_counter() - fork_start
-        cells_after = ctx.usage().cells_used
-        written: list[list[lb.Produced]] = [[] for _ in children]
-        for _ in range(N_STEPS):
-            interrupts.check()
-            for text, produced in zip(written, store.step(children).values(), strict=True):
-                text.append(produced)
-        together_s = time.perf_counter() - start
-        seeds = [child.seed for child in children]
-        for child in children:
-            child.prune()
-    start = time.perf_counter()
-    texts = [alone(prompt, seed, N_STEPS) for seed in seeds]
-    alone_s = time.perf_counter() - start
-    pairs = zip(texts, written, strict=True)
-    n_same = sum(text == [each.token for each in tokens] for text, tokens in pairs)
-    n_together, n_alone = len(prompt) + N_FORKS * N_STEPS, N_FORKS * (len(prompt) + N_STEPS)
-    tree = TreeLine([Token(root)], children=tree_of(written))
-    found: dict[str, Any] = {
-        "n_prompt": len(prompt),
-        "n_forks": N_FORKS,
-        "together": {"seconds": together_s, "tokens_evaluated": n_together},
-        "one_by_one": {"seconds": alone_s, "tokens_evaluated": n_alone},
-        "speedup": alone_s / together_s,
-        "fork_ms": 1e3 * fork_s,
-        "kv_cells_before_forks": cells_before,
-        "kv_cells_after_forks": cells_after,
-        "same_texts": n_same == N_FORKS,
-        "tree": _as_json(tree),
-    }
-    _print_forks(console, found, n_same, exact=ctx.capabilities.batch_invariant)
-    console.render(drawn_tree(tree, longest=200))
-    return found
+    def _rank(
+        self, prompt: Sequence[int], endings: Sequence[str], shown: str
+    ) -> list[dict[str, object]]:
+        """Print the endings of a prompt with their perplexities, the likeliest first, and return them."""
+        with lb.Branch.start(self._ctx, prompt) as root:
+            found = select(root, endings)
+        ranking = sorted(
+            (math.exp(-s), text) for s, text in zip(found.scores, endings, strict=True)
+        )
+        self._show.line(shown)
+        rows = [(f"{perplexity:8.1f}", text.strip()) for perplexity, text in ranking]
+        self._show.table(("perplexity", "text"), rows, left=("text",))
+        return [{"text": text, "perplexity": perplexity} for perplexity, text in ranking]
 
 
 def _print_forks(console: Console, found: dict[str, Any], n_same: int, *, exact: bool) -> None:
@@ -292,73 +351,3 @@ def _as_json(line: TreeLine) -> dict[str, object]:
         "probability": 1.0 if math.isnan(p) else p,
         "children": list(map(_as_json, line.children)),
     }
-
-
-def _compare(
-    ctx: lb.Context,
-    drafter: lb.Drafter,
-    request: lb.Request,
-    given: str,
-    console: Console,
-    interrupts: InterruptHandler,
-    draft_k: int | str = "auto",
-) -> dict[str, object] | None:
-    """Show ``given`` and the drafted text after it as it comes, then time both; None if interrupted."""
-    config = lb.SpeculativeConfig(draft_k=draft_k)
-    drafting, plain = (
-        lb.Engine(ctx, each, config) for each in (drafter, lb.speculative.NullDrafter())
-    )
-    for warming_up in (drafting, plain):
-        warming_up.generate([request])
-    console.write(given, "dim")
-    for event in drafting.stream([request]):
-        if event.emitted is not None:
-            console.emit(event.emitted)
-    console.write("\n\n")
-    compared = compare(drafting, plain, [request], interrupts, budget_s=COMPARE_S)
-    if compared is None:
-        return None
-    fast, slow, same = compared.drafted, compared.plain, compared.same_text
-    stats, n_runs = fast.stats, len(compared.ratios)
-    rows = [
-        ("tokens a second", *(f"{each.rate:,.1f}" for each in (fast, slow))),
-        ("tokens", *(len(each.tokens[0]) for each in (fast, slow))),
-        ("decodes", *(each.stats.target_forward_passes for each in (fast, slow))),
-        ("accept rate", number(100 * stats.draft_acceptance_rate, 0, " %"), ""),
-        ("same text", same, ""),
-    ]
-    console.table(("", "drafted", "plain"), rows)
-    console.line()
-    if not same and not ctx.capabilities.batch_invariant:
-        console.line(INEXACT)
-    runs = "one run of each" if n_runs == 1 else f"the medians of {n_runs} runs of each, in turn"
-    faster = f"Drafting is {compared.speedup:.2f} times as fast as plain decoding here by {runs}"
-    why = {
-        "faster": f"{faster}.",
-        "slower": f"{faster}: it does not pay, and --draft-max auto (the default) stops it.",
-        "nothing drafted": "Nothing was drafted: by what was measured it would not have paid.",
-    }.get(compared.verdict, f"{faster}, which is not enough to be sure.")
-    console.line(why)
-    return {
-        "text": fast.results[0].text,
-        "same_text": same,
-        "tokens_per_s": fast.rate,
-        "plain_tokens_per_s": slow.rate,
-        "speedup": compared.speedup,
-        "verdict": compared.verdict,
-        "why": why,
-        "stats": stats.as_dict(),
-    }
-
-
-def _rank(
-    ctx: lb.Context, prompt: Sequence[int], endings: Sequence[str], shown: str, console: Console
-) -> list[dict[str, object]]:
-    """Print the endings of a prompt with their perplexities, the likeliest first, and return them."""
-    with lb.Branch.start(ctx, prompt) as root:
-        found = select(root, endings)
-    ranking = sorted((math.exp(-s), text) for s, text in zip(found.scores, endings, strict=True))
-    console.line(shown)
-    rows = [(f"{perplexity:8.1f}", text.strip()) for perplexity, text in ranking]
-    console.table(("perplexity", "text"), rows, left=("text",))
-    return [{"text": text, "perplexity": perplexity} for perplexity, text in ranking]

@@ -28,7 +28,7 @@ from .bundles import with_bundles
 from .console import Console
 from .formats import decimal_size
 from .interrupts import EXIT_FAILURE
-from .options import ModelOptions, OutputOptions
+from .options import ModelOptions, OutputOptions, Threads
 
 if TYPE_CHECKING:
     from llamabranch.bench import Machine
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 PROMPT = "Once upon a time there was a king"
 N_TOKENS = 32
 SPEED_S = 1.0  # how long each speed is measured
-SIZES = (1, 2, 4, 8)  # tokens of the decodes that are timed for a model
-KV_TOKENS = 128  # of the text whose K/V is weighed
 PACKAGES = ("llama-cpp-python", "numpy", "rich", "typer", "huggingface_hub")
 VARIABLES = (
     "CMAKE_ARGS", "GGML_CUDA_ENABLE_UNIFIED_MEMORY", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
@@ -68,11 +66,11 @@ class Check(NamedTuple):
 
 
 @with_bundles
-def doctor(*, models: ModelOptions, output: OutputOptions) -> None:
+def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
     """Report versions, processor, build, memory and caches, test the installation, and advise.
 
-    With --model also what that model costs here: its context, memory and decode times. The tests and
-    measurements take some ten seconds. A bug report needs this output. Exit code 1: a test failed.
+    The tests and measurements take some ten seconds. A bug report needs this output. Exit code 1: a test
+    failed.
     """
     with output.console() as console, ExitStack() as stack:
         sections: dict[str, dict[str, object]] = {}
@@ -89,15 +87,13 @@ def doctor(*, models: ModelOptions, output: OutputOptions) -> None:
         checks: list[Check] = []
         speeds: dict[str, float] = {}
         advice: list[str] = []
-        if models.target is not None:
-            hub.resolve(models.target, download=None)
         try:
             from llamabranch.bench import Machine
 
             machine = Machine.now()
             tell("machine", _described(machine))
             sections["machine"] |= machine.as_dict()
-            runtime = ModelOptions(n_ctx=1024, threads=models.threads)
+            runtime = ModelOptions(n_ctx=1024, threads=threads)
             target = runtime.open(hub.BUNDLED_TARGET, console, stack)
             draft = runtime.open(hub.BUNDLED_DRAFT, console, stack)
         except Exception as error:  # a broken build can fail in any way; this command is for that
@@ -106,12 +102,6 @@ def doctor(*, models: ModelOptions, output: OutputOptions) -> None:
         else:
             tell("llama.cpp", _build(target, machine))
             tell("context", _context(target))
-            if (name := models.target) is not None:
-                try:
-                    with ExitStack() as closing:
-                        tell("model", _model(models.open(name, console, closing)))
-                except LlamaBranchError as error:
-                    checks.append(_failed(f"loading {name}", error))
             checks += _self_test(target, draft)
             speeds = _speeds(target)
             advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
@@ -213,32 +203,6 @@ def _context(context: lb.Context) -> dict[str, str]:
         "batch-invariant": can.batch_invariant_reason + cost,
         "profile": (profile_in_use() or "off") + unwritable,
     }
-
-
-def _model(context: lb.Context) -> dict[str, str]:
-    """Return what a model costs on this machine."""
-    from llamabranch.bench import verify_costs
-
-    model = context.model
-    rows = {
-        "file": f"{model.path.name}, {decimal_size(model.size_bytes)} ({model.file_type})",
-        "layers x width": f"{model.n_layer} x {model.n_embd}, {model.memory_type} memory",
-        "trained context": f"{model.n_ctx_train:,} tokens",
-        **{name: each for name, each in _context(context).items() if "profile" not in name},
-    }
-    if not model.can_generate:
-        return rows
-    with lb.Branch.start(context, [model.bos or 0] * KV_TOKENS) as branch:
-        per_token = branch.snapshot().state.nbytes / KV_TOKENS
-    rows["K/V of a context"] = ", ".join(
-        f"{decimal_size(per_token * n)} for {n:,} tokens"
-        for n in sorted({context.n_ctx, model.n_ctx_train})
-    )
-    if context.capabilities.can_truncate:  # else decodes cannot be repeated
-        times = verify_costs(context, SIZES, n_prefix=64, repeats=5).items()
-        decodes = (f"{n} token{'s' * (n > 1)} {1e3 * seconds:.2f} ms" for n, seconds in times)
-        rows["a decode"] = ", ".join(decodes)
-    return rows
 
 
 # -- the self-test --------------------------------------------------------------------------------------

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import llamabranch as lb
 from llamabranch import ConfigError, Context, Drafter, Model, hub
 
 from .console import Console
-
-# Packages declare a drafter's class, or a function, by a name.
-ENTRY_POINTS = "llamabranch.drafters"
 
 # One request at a time: a shared index would let a repeated run copy its own text.
 COPYING: dict[str, Callable[[], Drafter]] = {
@@ -52,7 +48,8 @@ def choose_drafters(
                 "layers that are in a file of their own",
             )
     listed = hub.draft_for(target)
-    if given is None and any(e.name == listed and e.path is not None for e in hub.catalogue()):
+    entry = None if listed is None else hub.find_entry(listed)
+    if given is None and entry is not None and entry.path is not None:
         given = listed
     if given not in (None, "auto"):
         return parse_draft(given)
@@ -69,8 +66,8 @@ def choose_drafters(
 def parse_draft(given: str) -> tuple[str, ...]:
     """Return the drafters of a chain in order, () for "none"; ConfigError for an invalid chain.
 
-    ``lookup``, ``suffix``, ``grammar``, ``mtp``, ``none`` and the names of installed drafters are never
-    file names; a file may have a + in its name.
+    ``lookup``, ``suffix``, ``grammar``, ``mtp`` and ``none`` are never file names; a file may have a + in
+    its name.
     """
     if given == "none":
         return ()
@@ -91,37 +88,13 @@ def parse_draft(given: str) -> tuple[str, ...]:
 
 
 def is_model(part: str) -> bool:
-    """Return whether a part of a chain is a model, or mtp: neither a copying drafter nor installed."""
-    return part not in COPYING and part != GRAMMAR and part not in _installed()
+    """Return whether a part of a chain is a model, or mtp."""
+    return part not in COPYING and part != GRAMMAR
 
 
 def has_model(parts: Sequence[str]) -> bool:
     """Return whether one of the drafters is a model."""
     return any(map(is_model, parts))
-
-
-def _installed() -> dict[str, EntryPoint]:
-    """Return the drafters that installed packages declare, by name."""
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-
-
-def _make_installed(name: str) -> Drafter:
-    """Return the drafter that an installed package declares under a name; ConfigError if it is none."""
-    point = _installed()[name]
-    told = f"the drafter {name!r} of {'a package' if point.dist is None else point.dist.name}"
-    try:
-        drafter = point.load()()
-    except lb.LlamaBranchError:
-        raise
-    except Exception as error:  # whatever the package does wrong
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"{told} failed: {reason}", hint=f"it is declared as {point.value}"
-        ) from error
-    if not isinstance(drafter, Drafter):
-        hint = f"{point.value} must be a class or function that returns one"
-        raise ConfigError(f"{told} is no Drafter but {type(drafter).__name__}", hint=hint)
-    return drafter
 
 
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context]) -> Drafter:
@@ -135,8 +108,6 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context]) -> 
     def make(part: str) -> Drafter:
         if part in COPYING:
             return COPYING[part]()
-        if not is_model(part):
-            return _make_installed(part)
         ctx = open_model(part)
         if ctx.target is None:
             return lb.ModelDrafter(ctx)
@@ -208,10 +179,9 @@ def candidates(target: str) -> list[Candidate]:
                 continue
             if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
                 found.append(Candidate(name, each, _size(each), way, name == listed))
-    if listed is not None and not any(each.listed for each in found):
-        (entry,) = (entry for entry in hub.catalogue() if entry.name == listed)
-        if entry.path is None:
-            found.append(Candidate(listed, None, entry.size_bytes, "unknown", True))
+    entry = None if listed is None else hub.find_entry(listed)
+    if entry is not None and entry.path is None and not any(each.listed for each in found):
+        found.append(Candidate(entry.name, None, entry.size_bytes, "unknown", True))
     return sorted(found, key=lambda each: (each.drafts_by == "text", not each.listed))
 
 

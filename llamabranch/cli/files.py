@@ -6,10 +6,13 @@ import errno
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from llamabranch import ConfigError
 
+from ..arguments import nearest
 from ..files import check_writable
 from .console import OutputError
 
@@ -48,6 +51,30 @@ def read_text(path: Path, errors: str = "strict") -> str:
         return path.read_text(encoding="utf-8-sig", errors=errors)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def load_function(place: str) -> Callable[[str], bool]:
+    """Return a function of a Python file, or an object of it, by "FILE.py:NAME"; the file is run.
+
+    Raises:
+        ConfigError: it has no such name, or cannot be run.
+    """
+    file, _, name = place.rpartition(":")
+    if not file or not name:
+        raise ConfigError(
+            f"no function is named by {place!r}", hint="write FILE.py:NAME, as in rules.py:no_e"
+        )
+    names: dict[str, Any] = {"__name__": Path(file).stem, "__file__": file}
+    try:
+        exec(compile(read_text(Path(file)), file, "exec"), names)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{file} cannot be run: {error!r}") from error
+    if name not in names:
+        known = [n for n, value in names.items() if callable(value) and not n.startswith("_")]
+        raise ConfigError(f"{file} has no {name!r}", hint=nearest(name, known, "it has"))
+    return cast("Callable[[str], bool]", names[name])
 
 
 def read_prompt_file(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Numbers, intervals and machines as text, the same in all tables."""
+"""Numbers and intervals as text, the same in all tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llamabranch.bench import Interval, Machine, Spread
+    from llamabranch.bench import Interval, Spread
 
 
 def base_name(name: str) -> str:
@@ -42,11 +42,3 @@ def spread_text(spread: Spread, digits: int) -> str:
     if math.isnan(spread.median):
         return "-"
     return f"{spread.median:.{digits}f} ({interval_text(spread, digits)})"
-
-
-def machine_text(machine: Machine, load_after: float | None, n_threads: int) -> str:
-    """Describe the machine that was measured on, and what disturbed the measurement if anything did."""
-    after = "unknown" if load_after is None else f"{load_after:.2f}"
-    text = f"Machine: {machine.describe(n_threads)}; load {after} after."
-    complaint = machine.complaint(n_threads)
-    return f"{text} The timings are noisy: {complaint}." if complaint else text

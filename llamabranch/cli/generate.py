@@ -12,13 +12,11 @@ import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, Engine, Request, SamplingParams
-from llamabranch.bench import Divergence, first_divergence
 from llamabranch.speculative import NullDrafter
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .comparison import Comparison, compare, run
-from .console import Console
+from .comparison import compare
 from .drafters import has_model
 from .files import digest
 from .generate_report import GenerateReport
@@ -35,7 +33,6 @@ from .options import (
     OutputOptions,
     TextOptions,
 )
-from .ray_jobs import RayOptions, finish_job
 from .results import ResultFile
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
@@ -78,7 +75,7 @@ class BatchOptions(DraftOptions):
 
 
 @dataclass(frozen=True)
-class JobOptions(RayOptions):
+class JobOptions:
     """What is generated for each prompt, and where the results go."""
 
     panel: ClassVar[str] = OUTPUT
@@ -95,11 +92,14 @@ class JobOptions(RayOptions):
         None, "Give each token with its log-probability and the N most probable ones.", min=0
     )
 
-    def completed(self, request: Request, text: TextOptions, grammar: Any) -> Request:
+    def completed(
+        self, request: Request, text: TextOptions, grammar: Any, constraint: Any
+    ) -> Request:
         """Return a request with the settings of the command line that it has none of."""
         top = request.top_logprobs
         return replace(
             request,
+            constraint=constraint,
             stop=request.stop or text.stop_strings,
             grammar=request.grammar or grammar,
             n=max(request.n, self.samples),
@@ -120,6 +120,7 @@ class JobOptions(RayOptions):
             "chat": chat.is_on,
         }
         more = {"system": chat.system, "chat_template": chat.template}
+        more["constraint"] = text.constraint
         # The digests of older files have none of these.
         options |= {name: value for name, value in more.items() if value is not None}
         is_fast = models.set("load").get("batch_invariant") is False
@@ -158,9 +159,6 @@ def generate(
             text = replace(text, seed=secrets.randbits(31))
         if job.resume and job.output_file is None:
             raise typer.BadParameter("needs --output", param_hint="--resume")
-        if job.ray is not None:
-            _generate_on_ray(console, prompts, chat, text, models, job)
-            return
         is_flat = call.command.name == "speculate"
         requests, params = _requests(prompts, text, models, job, is_flat=is_flat)
         settings, file = job.settings(text, params, chat, models), None
@@ -183,10 +181,7 @@ def generate(
         engine.seed = engine.seed if settings["seed"] is None else settings["seed"]
         if file is not None:
             file.open(context.model, engine.seed)
-        shown = GenerateReport(
-            engine, requests, console, file, chat=chat.is_on, is_flat=is_flat,
-            seed_given=seed is not None,
-        )  # fmt: skip
+        shown = GenerateReport(engine, requests, console, file, chat=chat.is_on, is_flat=is_flat)
         prepared = [_prepared(request, text, chat, context) for request in requests]
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
             if models.compare:
@@ -196,8 +191,6 @@ def generate(
                 shown.comparison = compare(
                     engine, plain, prepared, interrupts, progress=console.progress
                 )
-        if shown.comparison is not None and shown.expects_same_text:
-            shown.divergence = _divergence(context, shown.comparison, prepared, params)
         shown.finish(interrupted=interrupts.requested)
 
 
@@ -216,7 +209,8 @@ def _requests(
         params = params.replace(seed=text.seed)  # that of the text itself, not of a job
         if not (prompts.texts or prompts.prompts or prompts.files or prompts.input_file):
             prompts = replace(prompts, texts=[DEFAULT_PROMPT])
-    found = [job.completed(each, text, grammar) for each in prompts.requests(params)]
+    constraint = text.load_constraint()
+    found = [job.completed(each, text, grammar, constraint) for each in prompts.requests(params)]
     if not found:
         raise ConfigError("there is no prompt", hint="give one, or --input")
     if models.compare and job.output_file is not None:
@@ -224,49 +218,6 @@ def _requests(
     if is_flat and (len(found) > 1 or found[0].n > 1 or job.output_file is not None):
         raise ConfigError("speculate has one text", hint="`llamabranch generate` takes more")
     return found, params
-
-
-def _generate_on_ray(
-    console: Console,
-    prompts: ManyPrompts,
-    chat: ChatOptions,
-    text: TextOptions,
-    models: BatchOptions,
-    job: JobOptions,
-) -> None:
-    from llamabranch import scale
-
-    refused = {
-        "--top-logprobs": job.top_logprobs is not None,
-        "--ignore-eos": text.ignore_eos,
-        "--system-prompt": chat.system is not None,
-        "--compare": models.compare,
-        "--ctx-size 0": models.n_ctx == 0,
-    }
-    for name, is_given in refused.items():
-        if is_given:
-            raise ConfigError(f"a job on Ray has no {name}")
-    inputs, folder = job.paths(prompts.input_file, job.output_file, prompts.given)
-    options = job.ray_options(console, resume=job.resume, streams=models.parallel)
-    options["draft"] = None if models.draft == "none" else models.draft
-    load = models.load_options()
-    if chat.template is not None:
-        load["chat_template"] = chat.template
-    report = scale.generate(
-        inputs,
-        folder,
-        model=models.announce(console),
-        max_tokens=text.max_tokens,
-        seed=text.seed,
-        sampling=text.params(models),
-        stop=text.stop_strings,
-        grammar=text.parse_grammar(),
-        n=job.samples,
-        chat=chat.is_on,
-        load=load,
-        **options,
-    )
-    finish_job(console, report)
 
 
 def _prepared(
@@ -293,27 +244,7 @@ def _warm_up(
     """
     few = [replace(request, max_tokens=8, n=1) for request in requests]
     for each in (drafter, NullDrafter()):
-        run(Engine(context, each, replace(config, draft_k=2)), few)
-
-
-def _divergence(
-    context: lb.Context, compared: Comparison, requests: list[Request], params: SamplingParams
-) -> Divergence | None:
-    """Return the first difference of the first two texts that differ, or None."""
-    by_id = {str(request.id): request for request in requests}
-    for drafted, plain in zip(compared.drafted.results, compared.plain.results, strict=True):
-        if list(drafted.tokens) != list(plain.tokens):
-            request = by_id[drafted.id]
-            return first_divergence(
-                context,
-                context.model.prompt_tokens(request.prompt),
-                list(plain.tokens),
-                list(drafted.tokens),
-                request.sampling or params,
-                seed=plain.seed,
-                grammar=request.grammar,
-            )
-    return None
+        Engine(context, each, replace(config, draft_k=2)).generate(few)
 
 
 def _run(report: GenerateReport, requests: list[Request], interrupts: InterruptHandler) -> None:

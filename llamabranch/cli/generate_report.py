@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from time import monotonic
 
 import typer
 
 from llamabranch import Engine, Event, Request, Result
-from llamabranch.bench import Divergence, Machine, load_average
+from llamabranch.bench import Machine
 from llamabranch.speculative import NullDrafter
 
 from .comparison import Comparison
 from .console import Console, Progress
-from .formats import interval_text, machine_text, number
+from .formats import interval_text, number
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
 from .results import ResultFile
 
@@ -30,12 +29,10 @@ class GenerateReport:
         file: where results are appended instead, if anywhere.
         chat: prompts are questions: print them on lines of their own.
         is_flat: the JSON object is that of the only text, as ``speculate`` prints it.
-        seed_given: the texts have seeds that were given.
 
     Attributes:
         done: the texts (id, sample) that the file had before.
         comparison: with plain decoding, if requested.
-        divergence: the first difference of texts that should be the same.
     """
 
     def __init__(
@@ -47,18 +44,15 @@ class GenerateReport:
         *,
         chat: bool = False,
         is_flat: bool = False,
-        seed_given: bool = False,
     ) -> None:
         self.engine, self._console, self._file = engine, console, file
         self._requests = {str(request.id): request for request in requests}
         self.done = set() if file is None else file.done
         self.comparison: Comparison | None = None
-        self.divergence: Divergence | None = None
         self._chat, self._is_flat = chat, is_flat
         self._is_plain = isinstance(engine.drafter, NullDrafter)
-        given, is_greedy = str(engine.config.rule), engine.sampling.temperature == 0
-        auto = "seeded" if is_greedy or seed_given else "block"
-        self.rule = auto if given == "auto" else given  # the acceptance rule in effect
+        is_greedy = engine.sampling.temperature == 0
+        self.rule = str(engine.config.rule)
         # Whether it promises the text of plain decoding, not only its distribution.
         self.expects_same_text = self._is_plain or self.rule == "seeded" or is_greedy
         self._results: list[Result] = []
@@ -155,6 +149,9 @@ class GenerateReport:
                 self._print(result, request, label)
         if error is not None and not self._console.silent:
             self._console.error(f"{label}: {error.message}", error.hint)
+        if result.finish_reason == "constraint":
+            told = "the constraint allows no token there, and the text may be incomplete"
+            self._console.note(f"warning: {label}: {told}")
         if result.grammar is not None and result.finish_reason in ("length", "capacity"):
             is_short = result.finish_reason == "length"
             limit, more = ("-n", "it") if is_short else ("the context", "--ctx-size")
@@ -228,7 +225,7 @@ class GenerateReport:
         }
 
     def _compared_json(self) -> dict[str, object]:
-        found, can, where = self.comparison, self.engine.target.capabilities, self.divergence
+        found, can = self.comparison, self.engine.target.capabilities
         if found is None:
             return {}
         results = found.plain.results
@@ -242,13 +239,13 @@ class GenerateReport:
             "speedup": found.speedup,
             "speedup_interval": found.interval.as_dict(),
             "speedup_verdict": found.verdict,
-            "machine": self._machine.as_dict() | {"load_after": load_average()},
+            "machine": self._machine.as_dict(),
             "n_threads": self.engine.target.n_threads,
             "same_text": found.same_text,
             "same_text_expected": self.expects_same_text,
             "batch_invariant": can.batch_invariant,
             "batch_invariant_reason": can.batch_invariant_reason,
-            "divergence": where and asdict(where) | {"explained": where.explained},
+            "divergence": found.divergence if self.expects_same_text else None,
         }
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -301,7 +298,7 @@ class GenerateReport:
                 ("same text", "yes" if compared.same_text else "no", ""),
             ]
             console.table(("", "drafted", "plain"), rows)
-            machine = machine_text(self._machine, load_average(), self.engine.target.n_threads)
+            machine = self._machine.describe(self.engine.target.n_threads)
             paragraphs += [self._about_the_texts(compared), compared.explain(), machine]
         if "capacity" in self._finish_reasons and not self._console.silent:
             self._console.note("the context is full: raise --ctx-size to go on")
@@ -314,31 +311,23 @@ class GenerateReport:
             return f"same text: not expected (rule {self.rule} is lossless in distribution)"
         if compared.same_text:
             return ""
-        can, found, told = self.engine.target.capabilities, self.divergence, "The texts differ."
-        if found is not None:
-            piece = self.engine.target.model.piece
-            plain, drafted = (
-                "nothing" if token is None else repr(piece(token).decode(errors="replace"))
-                for token in found.tokens
-            )
-            told += (
-                f" First difference at token {found.position}: plain decoding generated {plain}, with "
-                f"drafts {drafted} (logits must change by {found.gap:.3g} for that; between decodes here "
-                f"they change by {found.difference:.3g})."
-            )
-        told += f" This context is {'' if can.batch_invariant else 'not '}batch-invariant "
-        told += f"({can.batch_invariant_reason})"
+        can, told = self.engine.target.capabilities, "The texts differ."
+        if found := compared.divergence:
+            plain, drafted = map(self._piece, found["tokens"])
+            told += f" First difference at token {found['position']}: plain decoding generated {plain}, "
+            told += f"with drafts {drafted}."
+        its, why = f"{told} This context is", can.batch_invariant_reason
         if can.batch_invariant:
-            return f"{told}: this is a bug in llamabranch."
-        if found is not None and not found.explained:
-            return (
-                f"{told}, but rounding of this size does not explain it: this is a bug in "
-                "llamabranch."
-            )
+            return f"{its} batch-invariant ({why}): this is a bug in llamabranch."
         return (
-            f"{told}: how logits are rounded depends on how many tokens are decoded at once, and drafts "
-            "are verified several at a time."
+            f"{its} not batch-invariant ({why}): how logits are rounded depends on how many tokens are "
+            "decoded at once, and drafts are verified several at a time."
         )
+
+    def _piece(self, token: int | None) -> str:
+        if token is None:
+            return "nothing"
+        return repr(self.engine.target.model.piece(token).decode(errors="replace"))
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

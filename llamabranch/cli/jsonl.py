@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 from llamabranch.model import chat_messages
 
-from .console import Console
 from .files import is_unicode, read_standard_input, read_text
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -24,9 +23,7 @@ _FIELDS = {
 }  # fmt: skip
 _EXCLUDED = (("prompt", "messages"), ("id", "custom_id"), *combinations(_GRAMMARS, 2))
 _MOST_TOKENS = 1 << 31  # token ids are C's int
-_MOST_SHOWN = 20  # invalid lines whose errors are printed
 _INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
-_Parsed = TypeVar("_Parsed")
 # Of the body of a line of OpenAI's: what we call the same, settings of sampling, what changes no text.
 _SAME = {"messages", "prompt", "n", "stop", "seed", "logprobs", "top_logprobs", "max_tokens"}
 _SAMPLING = {
@@ -37,46 +34,6 @@ _IGNORED = {
     "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
 }  # fmt: skip
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
-
-
-def parse_lines(
-    lines: Iterable[str], parse: Callable[[str, int, int], _Parsed], what: str
-) -> list[_Parsed]:
-    """Return what ``parse`` makes of each line that is not empty.
-
-    Args:
-        parse: gets the line, its number from 1, and its index from 0 among the lines that are not empty.
-        what: what a line is, for messages.
-
-    Raises:
-        ConfigError: of the only invalid line; of several the first are printed, and all are counted.
-    """
-    found, errors = list[_Parsed](), list[ConfigError]()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        hint = None
-        try:
-            if not is_unicode(line):
-                raise ConfigError("it is not UTF-8")
-            found.append(parse(line, number, len(found) + len(errors)))
-            continue
-        except RecursionError:
-            reason = "it is nested too deeply"
-        except (lb.LlamaBranchError, ValueError, TypeError) as error:
-            reason, hint = str(error), getattr(error, "hint", None)
-        errors.append(ConfigError(f"line {number}: invalid {what}: {reason}", hint=hint))
-    if len(errors) == 1:
-        raise errors[0]
-    console, n_more = Console(), len(errors) - _MOST_SHOWN
-    for each in errors[:_MOST_SHOWN]:
-        console.note(each.message + (f" ({each.hint})" if each.hint else ""))
-    if n_more > 0:
-        console.note(f"and {n_more} more")
-    if errors:
-        names = ", ".join(each.message.partition(":")[0][5:] for each in errors[:_MOST_SHOWN])
-        raise ConfigError(f"{len(errors)} lines are invalid: {names}{', ...' * (n_more > 0)}")
-    return found
 
 
 def job_requests(
@@ -126,14 +83,25 @@ def read_requests(
             hint="give an open file, or text.splitlines()",
         )
 
-    def parse(line: str, _number: int, index: int) -> Request:
-        data = parse_json(line) if json_lines else {"prompt": line.rstrip("\r\n")}
-        return _request(data, str(first + index), sampling)
+    found, hint = list[Request](), None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            if not is_unicode(line):
+                raise ConfigError("it is not UTF-8")
+            data = _parsed(line) if json_lines else {"prompt": line.rstrip("\r\n")}
+            found.append(_request(data, str(first + len(found)), sampling))
+            continue
+        except RecursionError:
+            reason = "it is nested too deeply"
+        except (lb.LlamaBranchError, ValueError, TypeError) as error:
+            reason, hint = str(error), getattr(error, "hint", None)
+        raise ConfigError(f"line {number}: invalid request: {reason}", hint=hint)
+    return found
 
-    return parse_lines(lines, parse, "request")
 
-
-def parse_json(line: str) -> object:
+def _parsed(line: str) -> object:
     """Return the value of a line; ConfigError for half of a surrogate pair, which is no text."""
     try:
         data: object = json.loads(line)
@@ -147,7 +115,7 @@ def parse_json(line: str) -> object:
     return data
 
 
-def text_id(value: object) -> str:
+def _text_id(value: object) -> str:
     """Return an id as text; ConfigError if it is neither text nor a whole number."""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ConfigError(f"an id must be text or a whole number, not {value!r:.40}")
@@ -173,7 +141,7 @@ def _request(data: object, name: str, sampling: SamplingParams | None) -> Reques
     same = ("max_tokens", "prompt_logprobs", "priority", "n", "parse_special")
     request = Request(
         _prompt(data),
-        id=text_id(data.get("id", data.get("custom_id", name))),
+        id=_text_id(data.get("id", data.get("custom_id", name))),
         top_logprobs=_top_logprobs(data),
         sampling=_settings(data, sampling),
         stop=data.get("stop", ()),

@@ -42,9 +42,6 @@ class ModelsOptions:
         "List what is in the caches (Hugging Face's, llama.cpp's) and in Python packages.",
         "--local",
     )
-    search: str | None = option(
-        None, "Search the Hugging Face hub for GGUF repositories.", metavar="WORDS"
-    )
 
 
 @with_bundles
@@ -62,18 +59,14 @@ def models(*, given: ModelsOptions, output: OutputOptions) -> None:
         most = list(ACTIONS).index(action)
         if len(names) > most or (action == "pull" and not names):
             raise ConfigError(f"models {action} takes {ACTIONS[action]}")
-        if action != "list" and (given.local or given.search):
-            raise ConfigError("--local and --search are for models list")
-        if given.local and given.search is not None:
-            raise ConfigError("--local and --search exclude each other")
+        if action != "list" and given.local:
+            raise ConfigError("--local is for models list")
         if action == "pull":
             path = hub.fetch(names[0])
             console.write(f"{path}\n")
             console.answer({"model": names[0], "path": str(path)})
         elif action == "show":
             _show(names or [hub.default_model()], console)
-        elif given.search is not None:
-            _search(given.search, console)
         elif given.local:
             _list_local(console)
         else:
@@ -123,14 +116,6 @@ def _list_local(console: Console) -> None:
     console.answer({"models": about})
 
 
-def _search(words: str, console: Console) -> None:
-    if hub.is_offline():
-        raise ConfigError("a search needs the network", hint="unset HF_HUB_OFFLINE")
-    found = hub.search_hub(words)
-    console.table(("repository", "downloads"), [(name, f"{n:,}") for name, n in found])
-    console.answer({"models": [{"repository": name, "downloads": n} for name, n in found]})
-
-
 # -- what a model is -----------------------------------------------------------------------------------
 
 
@@ -156,7 +141,7 @@ def _show(names: Sequence[str], console: Console) -> None:
                 for each in candidates(names[0])
             ]
         shown = [base_name(name) for name in names]
-        columns = [_lines(*each) for each in zip(models, facts, strict=True)]
+        columns = list(map(_shown, facts))
         rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
         console.table(("", *shown), rows, left=shown)
         console.line()
@@ -242,44 +227,13 @@ def _target_width(model: lb.Model) -> int:
     return model.n_embd
 
 
-def _lines(model: lb.Model, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _shown(facts: Mapping[str, Any]) -> dict[str, object]:
+    """Return what the table shows: all but the path and lists, numbers with separators."""
     can = facts["capabilities"] or {}
-    return {
-        "file": model.path.name,
-        "name": model.name or "-",
-        "architecture": model.architecture,
-        "parameters": f"{model.n_params:,}",
-        "size": f"{decimal_size(model.size_bytes)} ({model.file_type})",
-        "layers x width": f"{model.n_layer} x {model.n_embd}",
-        "trained context": f"{model.n_ctx_train:,} tokens",
-        "vocabulary": f"{model.n_vocab:,} tokens ({model.vocab_type})",
-        "BOS, EOS token": f"{_token(model, model.bos)}, {_token(model, model.eos)}",
-        "chat template": facts["chat_template"],
-        "memory": model.memory_type,
-        "can truncate": can.get("can_truncate"),
-        "can share a prefix": can.get("can_share"),
-        "batch-invariant": can.get("batch_invariant"),
-        "drafts with": _drafts_with(model),
-        "fingerprint": model.fingerprint[:16],
-    }
-
-
-def _drafts_with(model: lb.Model) -> str:
-    """Return what the file offers for drafting with hidden states."""
-    if model.target_layers:
-        layers = ", ".join(map(str, model.target_layers))
-        return f"layers {layers} of a target of width {_target_width(model)} (EAGLE-3)"
-    n, kind = model.n_mtp_layers, model.head_kind(model.path)
-    layers = f"{n} MTP layer{'s' if n > 1 else ''}"
-    if kind == "mtp":
-        return f"its {layers} (--draft mtp)"
-    reads = "over the K/V of" if model.shares_memory else "for"
-    only = f"{layers} {reads} a target of width {_target_width(model)}"
-    return only if kind == "mtp-only" else "-"
-
-
-def _token(model: lb.Model, token: int | None) -> str:
-    if token is None:
-        return "none"
-    text = model.piece(token).decode(errors="replace")  # empty for a control token
-    return f"{token} {text!r}" if text else str(token)
+    found = {**facts, **can, **(facts["eagle3"] or {})}
+    names = (
+        *_SAME, "chat_template", "head_kind", "mtp_layers", "target_layers", "target_hidden_size",
+        "can_truncate", "can_share", "batch_invariant",
+    )  # fmt: skip
+    values = {name.replace("_", " "): found.get(name) for name in names}
+    return {k: f"{v:,}" if type(v) is int else None if v == "" else v for k, v in values.items()}

@@ -122,8 +122,10 @@ def open(
 
 
 def _folder(variable: str, usual: str) -> Path:
-    given = os.environ.get(variable)
-    return (Path(given) if given else Path.home() / usual) / "llamabranch"
+    given = Path(os.environ.get(variable) or "")
+    if not given.is_absolute():  # such a value is ignored, by the XDG specification
+        given = Path.home() / usual
+    return given / "llamabranch"
 
 
 def _listening(port: int, make: Callable[[ServeSettings], Server], console: Console) -> Server:

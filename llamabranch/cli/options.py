@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,7 +24,7 @@ from llamabranch import ConfigError, SamplingParams, hub
 from ..arguments import nearest
 from .bundles import argument, option
 from .console import Console
-from .files import read_prompt_file, read_standard_input, read_text
+from .files import load_function, read_prompt_file, read_standard_input, read_text
 from .interrupts import reporting_errors
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 # The headings of --help.
 TEXT, SAMPLING, DRAFTING, OUTPUT, MODEL = "Text", "Sampling", "Drafting", "Output", "Model"
 
+_FUNCTION = re.compile(r".+\.py:\w+")  # FILE.py:NAME
 DEFAULTS = SamplingParams()
 DEFAULT_PROMPT = "Once upon a time"
 _NOT_SETTINGS = {"logprobs", "logits_processor"}
@@ -471,11 +473,12 @@ class TextOptions(SamplingOptions):
     stop: list[str] | None = option(
         None, "End at this text; may be repeated.", "--stop", rich_help_panel=TEXT
     )
-    grammar: str | None = option(
+    rules: list[str] | None = option(
         None,
-        "A GBNF grammar, a file of it, or a /regular expression/ that the whole text matches.",
-        *("--grammar", "--grammar-file"),
-        metavar="GBNF|FILE|/REGEX/",
+        "A GBNF grammar, a file of it, or a /regular expression/ that the whole text matches; or, beside "
+        "that, a Python function of the text so far, False where no allowed text begins so.",
+        *("--grammar", "--constraint", "--grammar-file"),
+        metavar="GBNF|FILE|/REGEX/|FILE.py:NAME",
         rich_help_panel=TEXT,
     )
     json_schema: str | None = option(
@@ -494,19 +497,37 @@ class TextOptions(SamplingOptions):
 
     def parse_grammar(self) -> lb.Grammar | None:
         """Return the grammar that these options describe, or None; it may be invalid (GrammarError)."""
-        if self.grammar is not None and self.json_schema is not None:
+        given = self._rule(is_function=False)
+        if given is not None and self.json_schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
         if self.json_schema is not None:
             inline = self.json_schema.lstrip().startswith("{")
             text = self.json_schema if inline else read_text(Path(self.json_schema))
             return lb.Grammar.from_json_schema(text)
-        given = self.grammar
         if given is None:
             return None
         if len(given) > 1 and given.startswith("/") and given.endswith("/"):
             return lb.Grammar.from_regex(given[1:-1])
         inline = "::=" in given and not os.path.isfile(given)
         return lb.Grammar(given if inline else read_text(Path(given)))
+
+    @property
+    def constraint(self) -> str | None:
+        """The place of the constraint, FILE.py:NAME, or None."""
+        return self._rule(is_function=True)
+
+    def load_constraint(self) -> Callable[[str], bool] | None:
+        """Return the constraint that these options name, or None; its file is run."""
+        place = self.constraint
+        return None if place is None else load_function(place)
+
+    def _rule(self, *, is_function: bool) -> str | None:
+        found = [
+            rule for rule in self.rules or () if bool(_FUNCTION.fullmatch(rule)) == is_function
+        ]
+        if len(found) > 1:
+            raise typer.BadParameter("one grammar and one constraint at most")
+        return found[0] if found else None
 
 
 @dataclass(frozen=True)

@@ -70,27 +70,22 @@ class ResultFile:
     def _read(self, requests: Iterable[Request]) -> None:
         """Read which texts are there, and check that they are those of ``requests``."""
         found: dict[str, str] = {}
-        problem: ConfigError | None = None  # raised once the whole file is known to hold results
         for record in self._records():
             name = str(record.get("custom_id", record["id"]))
-            job = record.get("job")
-            if not isinstance(job, dict):
-                problem = problem or ConfigError(
-                    f"{self.path} does not record its settings: the result {name!r} has no job",
-                    hint="version 0.1.0 wrote such files, which cannot be resumed safely: name another",
-                )
-                continue
+            job = record["job"]
             given = str(job.pop("request", _OLD + digest(record.get("prompt"))))
             job.pop("prompts", None)  # of version 0.2: a digest of all lines
+            if job.get("rule") == "auto":  # up to version 0.3; the rules of one job may differ
+                job["rule"] = "seeded"
             if job not in self._jobs:
                 self._jobs.append(job)
             if record.get("error"):
                 self._n_failed += 1
                 continue
             if found.setdefault(name, given) != given:
-                problem = problem or self._of_other_prompts(name)
+                raise self._of_other_prompts(name)
             self.done.update((name, sample) for sample in _samples(record))
-        if problem is None and self._jobs:
+        if self._jobs:
             seed, ours = self._jobs[0].get("seed"), self.job["seed"]
             # The file's, unless another was given.
             if isinstance(seed, int) and ours in (None, seed):
@@ -102,8 +97,6 @@ class ResultFile:
                 raise self._of_other_prompts(str(request.id))
         for name in found:
             raise self._of_other_prompts(name)
-        if problem is not None:
-            raise problem
 
     def _records(self) -> Iterator[dict[str, Any]]:
         """Yield the records; an incomplete last line is left out if it is the beginning of one."""
@@ -117,6 +110,8 @@ class ResultFile:
                     if not isinstance(record, dict) or not line.endswith(b"\n"):
                         raise ValueError("it does not begin with an id")
                     record["id"]
+                    if not isinstance(record.get("job"), dict):
+                        raise ValueError("it does not record its settings")
                 except (ValueError, KeyError, RecursionError) as error:
                     told = f"{self.path}, line {number}: invalid result: {error}"
                     raise ConfigError(told) from error

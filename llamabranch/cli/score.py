@@ -17,16 +17,13 @@ from ..loading import LoadOptions
 from ..search.selection import METHODS
 from .bundles import argument, option, with_bundles
 from .console import Console
-from .files import read_prompt_file, read_standard_input, read_text
+from .files import read_prompt_file
 from .formats import number
 from .job import with_room
-from .jsonl import parse_json, parse_lines, text_id
 from .options import TEXT, ModelOptions, OutputOptions
-from .ray_jobs import RayOptions, finish_job
 from .search import stats_text
 
 _SEQUENCES = 33
-_FIELDS = {"id", "text", "context", "continuations"}
 
 
 class _Item(NamedTuple):
@@ -38,7 +35,7 @@ class _Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScoreOptions(RayOptions):
+class ScoreOptions:
     """What is scored."""
 
     panel: ClassVar[str] = TEXT
@@ -57,14 +54,6 @@ class ScoreOptions(RayOptions):
         *("--file", "-f"),
         first=True,
     )
-    input_file: str | None = option(
-        None,
-        "A file of JSON objects, one a line, with text, or context and continuations; "
-        "- is standard input.",
-        *("--input", "-i"),
-        metavar="FILE|-",
-        first=True,
-    )
     best: str | None = option(
         None,
         "Print the best continuation first, by this measure of the log-probabilities of its tokens.",
@@ -72,16 +61,12 @@ class ScoreOptions(RayOptions):
         first=True,
     )
     top: int = option(0, "Show the N most probable tokens.", min=0, first=True)
-    output_folder: Path | None = option(
-        None, "With --ray: the folder of the results.", *("--output", "-o")
-    )
-    resume: bool = option(False, "With --ray: continue the job in --output.", "--resume")
 
     def items(self) -> list[_Item]:
         """Return what is to be scored.
 
         Raises:
-            ConfigError: nothing, a file that cannot be read, or lines that are no items.
+            ConfigError: nothing, or a file that cannot be read.
         """
         texts = (*(self.texts or ()), *map(read_prompt_file, self.files or ()))
         items = [_Item(str(i), None, (text,)) for i, text in enumerate(texts)]
@@ -89,18 +74,15 @@ class ScoreOptions(RayOptions):
             if not texts:
                 raise ConfigError("--context needs a text that continues it")
             items = [_Item("0", self.context, texts)]
-        if self.input_file is not None:
-            items += _lines(self.input_file)
         if not items:
-            raise ConfigError("there is no text", hint="give a text, --file or --input")
+            raise ConfigError("there is no text", hint="give a text, or --file")
         if self.best not in (None, *METHODS):
             hint = f"measures: {', '.join(METHODS)}"
             raise ConfigError(f"unknown measure {self.best!r}", hint=hint)
-        for item in items if self.best is not None else ():
-            if item.context is None:
-                raise ConfigError("--best needs a --context, which the texts continue")
-            if not all(item.texts):
-                raise ConfigError("a choice must not be empty")
+        if self.best is not None and self.context is None:
+            raise ConfigError("--best needs a --context, which the texts continue")
+        if self.best is not None and not all(texts):
+            raise ConfigError("a choice must not be empty")
         return items
 
 
@@ -113,15 +95,6 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
     the model prefers first.
     """
     with output.console() as console, ExitStack() as stack:
-        if given.ray is not None:
-            from llamabranch import scale
-
-            inputs, folder = given.paths(given.input_file, given.output_folder, given.texts)
-            options = given.ray_options(console, resume=given.resume, streams=8)
-            model, load = models.announce(console), models.load_options()
-            report = scale.score(inputs, folder, model=model, load=load, **options)
-            finish_job(console, report)
-            return
         items = given.items()
         name = models.announce(console)
         longest = max(
@@ -161,30 +134,6 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
                     f"perplexity {total['perplexity']:.3f}"
                 )
         console.answer(answer)
-
-
-def _lines(input_file: str) -> list[_Item]:
-    text = read_standard_input() if input_file == "-" else read_text(Path(input_file))
-
-    def parse(line: str, number: int, _: int) -> _Item:
-        return _item(parse_json(line), str(number))
-
-    return parse_lines(text.split("\n"), parse, "item")
-
-
-def _item(data: object, name: str) -> _Item:
-    if not isinstance(data, dict):
-        raise ConfigError("an item is an object with text, or with context and continuations")
-    for field in sorted(set(data) - _FIELDS):
-        raise ConfigError(f"unknown field {field!r}")
-    name = name if data.get("id") is None else text_id(data["id"])
-    text, context, continuations = (data.get(k) for k in ("text", "context", "continuations"))
-    if isinstance(text, str) and context is None and continuations is None:
-        return _Item(name, None, (text,))
-    is_list = isinstance(continuations, list) and all(isinstance(c, str) for c in continuations)
-    if text is None and isinstance(context, str) and isinstance(continuations, list) and is_list:
-        return _Item(name, context, tuple(continuations))
-    raise ConfigError("give text, or context and a list of continuations, as texts")
 
 
 def _score(ctx: Context, item: _Item, top: int) -> list[list[TokenScore]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from llamabranch import ConfigError, SamplingParams
 from llamabranch.search import SearchResult, SearchStats, outline
 
 from ..loading import LoadOptions
+from ..search.vote import last_match
 from .bundles import option, with_bundles
 from .console import Console
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
@@ -80,10 +80,7 @@ class MethodOptions:
                 f"--method {self.method} needs a reward",
                 hint="for example --reward 'python score.py', which reads a text and prints a number",
             )
-        try:
-            re.compile(self.answer)
-        except re.error as error:
-            raise ConfigError(f"--answer is no regular expression: {error}") from None
+        last_match(self.answer)
         if max_tokens is None and self.method in NEED_LIMIT:
             raise ConfigError(
                 f"--method {self.method} needs a limit", hint="--n-predict N, at least 1"
@@ -131,7 +128,9 @@ def search(
     pipe standard output is the text alone.
     """
     with output.console() as console, ExitStack() as stack:
-        grammar = text.parse_grammar()
+        grammar, constraint = text.parse_grammar(), text.load_constraint()
+        if constraint is not None and method.method != "smc":
+            raise ConfigError("of the searches only --method smc has a --constraint")
         method.check(text.max_tokens)
         params = method.params(text.params(models, text.seed))
         prompt = given.one()
@@ -157,7 +156,9 @@ def search(
                 return interrupts.requested
 
             try:
-                result = _run(method, branch, text, drafter if names[1] else None, on_step)
+                result = _run(
+                    method, branch, text, drafter if names[1] else None, constraint, on_step
+                )
             finally:
                 console.progress("")
         before = prompt + "\n" * chat.is_on if console.out.is_terminal else ""
@@ -180,6 +181,7 @@ def _run(
     branch: lb.Branch,
     text: TextOptions,
     drafter: lb.Drafter | None,
+    constraint: Callable[[str], bool] | None,
     on_step: Callable[[SearchStats], bool],
 ) -> SearchResult:
     n, most, name = method.n, text.max_tokens, method.method
@@ -189,15 +191,15 @@ def _run(
         return lb.search.beam_search(branch, n, limit, n=min(n, method.best), **shared)
     if name == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
-        return lb.search.smc(branch, n, limit, force_end=not text.ignore_eos, **shared)
+        return lb.search.smc(
+            branch, n, limit, constraint=constraint, force_end=not text.ignore_eos, **shared
+        )
     shared["drafter"] = drafter
     reward = None if method.reward is None else partial(_reward, method.reward)
     if name == "best-of":
         return lb.search.best_of_n(branch, n, most, reward=reward, **shared)
     if name == "vote":
-        return lb.search.vote(
-            branch, partial(_answer, re.compile(method.answer)), n, most, **shared
-        )
+        return lb.search.vote(branch, last_match(method.answer), n, most, **shared)
     if reward is None:
         raise ConfigError(f"--method {name} needs a reward")
     shared["step"] = method.boundary()
@@ -226,15 +228,6 @@ def _reward(command: str, text: str) -> float:
         f"the reward {command!r} printed no number (exit code {done.returncode})",
         hint=printed[-1] if printed else None,
     )
-
-
-def _answer(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the last match of ``pattern`` in a text, or its first group."""
-    matches = list(pattern.finditer(text))
-    if not matches:
-        return None
-    last = matches[-1]
-    return last[1] if pattern.groups and last[1] is not None else last[0]
 
 
 def _print(

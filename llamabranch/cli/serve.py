@@ -97,8 +97,7 @@ class ServerOptions:
             name, equals, value = text.partition("=")
             if name not in _LIMITS or not equals:
                 raise ConfigError(f"no limit {text!r}", hint=nearest(name, _LIMITS, "limits"))
-            is_size = name == "max_body"
-            found[name] = server.parse_bytes(value) if is_size else setting_value(value)
+            found[name] = setting_value(value)
         return ServeSettings(api_keys=self._keys(), **found)
 
     def _keys(self) -> tuple[str, ...]:

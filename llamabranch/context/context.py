@@ -21,7 +21,6 @@ from ..sampling.params import settings_of
 from .capabilities import Capabilities
 from .cell_table import Usage
 from .compaction import rewrite_in_order
-from .draft_runner import DraftRunner
 from .logits import LogitsRow
 from .memory import END, Memory
 from .opening import open_native
@@ -85,8 +84,8 @@ class Context:
         BranchStateError: a head that shares the memory of ``target``, which is not empty.
 
     Warns:
-        ExactnessWarning: once, if of texts with a seed, or at temperature 0, more tokens are decoded
-            together than ``capabilities.exact_rows``, and logits were measured to differ then.
+        ExactnessWarning: once, if for texts under the rule "seeded" more tokens are decoded together
+            than ``capabilities.exact_rows``, and logits were measured to differ then.
         ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
             is larger and not meant for several sequences (``n_seq_max`` is not given, or 1), else when
             a sequence does. Not where rope settings are given, nor with recurrent memory.
@@ -128,7 +127,6 @@ class Context:
         self.params = resolved
         self._memory.compact = lambda: self.compact()  # whatever that is then
         self._runner = Runner(handle, self._memory, opened.n_trained, opened.encoder)
-        self.drafts = DraftRunner(self._runner, sorted(model.eog_tokens))
         self.sequences = SequenceIds(self._memory, self._lock, self._check_raw, lambda: self.closed)
         # Kept by packages above while it is open; not for users.
         self.residents: dict[str, _Resident] = {}
@@ -185,7 +183,7 @@ class Context:
         warn(
             f"{n_rows} tokens are decoded together, which rounds logits otherwise than one by one: the "
             f"next token's distribution was measured to change by a total variation of {found:.2g}. So a "
-            "text with a seed, or at temperature 0, may differ from the one without drafts, or alone. If "
+            "text may differ from the one that its seed gives without drafts, or alone. If "
             "equal texts matter, take weights that are exact, such as Q8_0, or batch_invariant=True",
             ExactnessWarning,
         )
@@ -394,11 +392,12 @@ class Context:
     def sample(self, params: SamplingParams | None = None, row: int = -1) -> int:
         """Return the token drawn from a row of the last raw ``decode``; changes nothing.
 
-        The noise comes from ``params.seed`` (None counts as 0) and the position of the drawn token, so
-        calling it twice gives the same token, and a :class:`Branch` of these tokens draws it too.
+        The noise comes from ``params.seed`` and the position of the drawn token, so calling it twice
+        gives the same token, and a :class:`Branch` of these tokens draws it too.
         Penalties and DRY need a history and a grammar a state: those belong to a branch.
 
         Raises:
+            ConfigError: a temperature above 0 and no seed.
             UnsupportedError: settings that need the tokens so far.
         """
         with self._lock:
@@ -408,6 +407,11 @@ class Context:
                     "penalties, DRY and a logits processor look at the tokens so far: use a Branch"
                 )
             found, n_rows = self._row(row), len(self._last_rows)
+            if params.seed is None and params.temperature > 0:
+                raise ConfigError(
+                    "sampling above temperature 0 needs a seed: two calls give the same token",
+                    hint="SamplingParams(seed=1); a Branch picks one itself",
+                )
             seed, position = params.seed or 0, self._last_end - (n_rows - 1 - int(row) % n_rows)
             sampler = Sampler(self.model, params)
             return sampler.distribution(found.array, position, seed).draw(seed, position)
@@ -542,9 +546,9 @@ class Context:
                 text ``event.result``. ``event.id`` is the index of the prompt, as text.
             options: all by name:
 
-                - ``drafter``: None = what the model and the text offer, where it was measured to be
-                  faster: MTP layers, copies from the text so far, what a grammar forces.
-                  ``NullDrafter()`` = none.
+                - ``drafter``: "auto" = what the model and the text offer, where it was measured to be
+                  faster: MTP layers, copies from the text so far, what a grammar forces; None = plain
+                  decoding; or a `Drafter`.
                 - ``max_tokens``: the most tokens to generate (128); None = until the text or the cache
                   ends. ``stop``, ``stop_tokens``: strings and tokens that end the text.
                 - ``n``: texts of each prompt (1), in ``result.choices``; the result is the first.

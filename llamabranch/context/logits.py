@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from ..native import core
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 
-__all__ = ["LogitsRow", "TokenScore", "note_measures"]
+__all__ = ["LogitsRow", "TokenScore"]
 
 Logits = npt.NDArray[np.float32]
 
@@ -175,8 +174,15 @@ class LogitsRow:
             measured: compute log-sum-exp and entropy in the same call; for a caller that needs them.
 
         Raises:
-            GrammarError, ConfigError: no token can be drawn.
+            GrammarError, ConstraintError, ConfigError: no token can be drawn.
         """
+        token = self._draw_freely(sampler, seed, position, measured)
+        if sampler.constraint is None or sampler.constraint.allows(token):
+            return token
+        return sampler.draw_allowed(self.array, position, seed)
+
+    def _draw_freely(self, sampler: Sampler, seed: int, position: int, measured: bool) -> int:
+        """Return the token that is drawn if no constraint refuses it."""
         if sampler.is_argmax:
             if measured and self._logsumexp is _UNKNOWN:
                 self._measure()
@@ -255,9 +261,3 @@ class LogitsRow:
         log_total = math.log(total) if total > 0 else math.nan
         self._logsumexp = top + log_total
         self._entropy = max(0.0, log_total - mean / total)
-
-
-def note_measures(rows: Sequence[LogitsRow], measures: Sequence[tuple[int, float, float]]) -> None:
-    """Take the measures of the first rows: (best token, log-sum-exp, entropy in nats) of each."""
-    for row, measured in zip(rows, measures, strict=False):
-        row.note(*measured)

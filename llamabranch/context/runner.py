@@ -1,10 +1,9 @@
 """Decoding: the one place where tokens go in and logits come out, and the one transaction for it.
 
-Whatever is decoded (a token, a batch, a tree, a draft in the compiled loop, a head beside its target) is
-submitted, recorded and, where it fails, undone by ``Runner.transact``. A `Batch` packs tokens of any
-number of sequences into as few decodes as possible. Everything here expects valid arguments and a caller
-that holds the context's lock; :class:`~llamabranch.context.Context` checks the arguments of users,
-branches pass only checked ones.
+Whatever is decoded (a token, a batch, a tree, a head beside its target) is submitted, recorded and,
+where it fails, undone by ``Runner.transact``. A `Batch` packs tokens of any number of sequences into as
+few decodes as possible. Everything here expects valid arguments and a caller that holds the context's
+lock: :class:`~llamabranch.context.Context` checks the arguments of users, branches give checked ones.
 """
 
 from __future__ import annotations
@@ -141,9 +140,7 @@ class Runner:
                 if code:
                     break
                 clock = memory.cells.clock
-                if record() is False:
-                    self._live = [row for row in expiring if row.users > 0]
-                    return []
+                record()
                 if memory.hidden is not None:
                     memory.hidden.record(clock, n)
                 self.n_decodes += 1

@@ -22,7 +22,8 @@ from ..arguments import whole
 from ..errors import ClosedError, ConfigError
 from ..model import Prompt
 from ..sampling import SamplingParams
-from ..speculative import Drafter, SpeculativeConfig
+from ..speculative import SpeculativeConfig
+from ..speculative.auto import DrafterChoice
 from .completion import (
     ChatOptions,
     Completion,
@@ -30,7 +31,6 @@ from .completion import (
     Messages,
     Prompts,
     TextOptions,
-    own_drafter,
     plan_chat,
     plan_texts,
 )
@@ -46,15 +46,12 @@ class AsyncEngine:
     """An :class:`Engine` on a thread of its own: ``async for event in engine.generate(request)``.
 
     Any number of tasks, of one event loop or several, may call ``generate`` at a time; their requests
-    share decodes. While there are none, it times decodes of the sizes that the profile lacks, one at a
-    time; a request that comes stops it. As by ``Context.complete``, prefixes are kept from now on
-    unless the context was opened with ``prefix_cache=False``.
+    share decodes. As by ``Context.complete``, prefixes are kept from now on unless the context was opened
+    with ``prefix_cache=False``.
 
     Args:
-        drafter: None = as ``Context.complete`` does: copies from the text so far, MTP layers, what a
-            grammar forces, where it was measured to be faster, and, unless ``config`` is given, by the
-            seeded rule. ``NullDrafter()`` = none.
-        target, config, sampling, max_tokens, seed, wait_s, max_waiting, parallel: as for ``Engine``.
+        target, drafter, config, sampling, max_tokens: as for ``Engine``.
+        seed, wait_s, max_waiting, parallel: as for ``Engine``.
         buffer: how many events of a request may be unread before it is paused.
 
     Raises:
@@ -64,7 +61,7 @@ class AsyncEngine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None = None,
+        drafter: DrafterChoice = "auto",
         config: SpeculativeConfig | None = None,
         *,
         sampling: SamplingParams | None = None,
@@ -78,10 +75,6 @@ class AsyncEngine:
         context = opened(target, drafter, parallel)
         try:
             context.keep_prefixes()
-            if drafter is None:
-                config = config or SpeculativeConfig(rule="seeded")
-                with context.lock:
-                    drafter = own_drafter(context, None)
             self._engine = Engine(
                 context,
                 drafter,
@@ -415,7 +408,7 @@ class AsyncEngine:
 
 
 def _no_drafter(plan: Completion) -> Completion:
-    if plan.drafter is not None:
+    if plan.drafter != "auto":
         raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
     return plan
 

@@ -7,7 +7,6 @@ with its drafter and what that has learned, and K/V stays in the context's prefi
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Generic, cast
 
@@ -16,20 +15,14 @@ from typing_extensions import TypeVar, Unpack
 from ..arguments import placed, plain_int
 from ..context import Context
 from ..context.context import text_context
-from ..errors import CacheFullError, ConfigError, LlamaBranchError
+from ..errors import CacheFullError, ConfigError
 from ..model import Message, chat_messages, is_chat
 from ..model.tools import Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
+from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.params import check_names, settings_of
-from ..speculative import (
-    ChainDrafter,
-    Drafter,
-    GrammarDrafter,
-    MTPDrafter,
-    SpeculativeConfig,
-    SuffixDrafter,
-)
+from ..speculative.auto import DrafterChoice, auto_drafter
 from .engine import Engine
 from .request import Event, Request, Result
 
@@ -41,7 +34,6 @@ __all__ = [
     "Messages",
     "Prompts",
     "TextOptions",
-    "own_drafter",
     "plan_chat",
     "plan_texts",
     "run",
@@ -65,13 +57,14 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
     n: int
     sampling: SamplingParams | None
     grammar: Grammar | str | None
+    constraint: ConstraintLike | None
     json_schema: type[T] | str | Mapping[str, object] | None
     regex: str | None
     choices: Sequence[str] | None
     top_logprobs: int | None
     prompt_logprobs: int | None
     parse_special: bool
-    drafter: Drafter | None  # not of an `AsyncEngine`, which has its own
+    drafter: DrafterChoice  # not of an `AsyncEngine`, which has its own
 
 
 _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotations__.keys()
@@ -103,7 +96,7 @@ class Completion:
     prompts: Sequence[_Prompt]
     is_list: bool
     tools: Tools | None = None
-    drafter: Drafter | None = None
+    drafter: DrafterChoice = "auto"
     scores: bool = False
     found: list[list[Result]] = field(init=False)
 
@@ -185,6 +178,7 @@ def plan_texts(
         stop=options.get("stop", ()),
         stop_tokens=options.get("stop_tokens", ()),
         grammar=_grammar(options),
+        constraint=options.get("constraint"),
         n=options.get("n", 1),
         top_logprobs=top_logprobs,
         prompt_logprobs=options.get("prompt_logprobs"),
@@ -204,7 +198,9 @@ def plan_texts(
             if len(tokens) > ctx.n_ctx_seq:
                 raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
             requests.append(replace(request, prompt=tokens))
-    return Completion(requests, prompts, is_list, drafter=options.get("drafter"), scores=scores)
+    return Completion(
+        requests, prompts, is_list, drafter=options.get("drafter", "auto"), scores=scores
+    )
 
 
 def plan_chat(
@@ -301,36 +297,18 @@ def _events(engine: Engine, plan: Completion) -> Events:
     plan.check()
 
 
-def _engine(ctx: Context, drafter: Drafter | None, structured: bool) -> Engine:
+def _engine(ctx: Context, drafter: DrafterChoice, structured: bool) -> Engine:
     """Return the engine that stays with a context: of a given drafter, or of a kind of texts."""
-    name = "drafter" if drafter is not None else "structured" if structured else "text"
+    name = "plain" if drafter is None else "drafter"
+    if drafter == "auto":
+        name = "structured" if structured else "text"
     with ctx.lock:
         ctx.decoder.check_open()
         engine = ctx.residents.get(name)
-        if not isinstance(engine, Engine) or (drafter and drafter is not engine.drafter):
+        if not isinstance(engine, Engine) or (name == "drafter" and drafter is not engine.drafter):
             ctx.keep_prefixes()
-            # Under the seeded rule the seed in a result gives the same text again.
-            config = SpeculativeConfig(rule="seeded")
-            engine = Engine(ctx, drafter or own_drafter(ctx, structured), config, wait_s=0.5)
+            if drafter == "auto":
+                drafter = auto_drafter(ctx, structured=structured)
+            engine = Engine(ctx, drafter, wait_s=0.5)
             ctx.residents[name] = engine
         return engine
-
-
-def own_drafter(ctx: Context, structured: bool | None) -> Drafter:
-    """Return a drafter of copied text, and of the model's MTP layers and what a grammar forces.
-
-    ``structured``: whether a grammar constrains the texts; None = some of them.
-    """
-    head = None
-    if ctx.model.n_mtp_layers:
-        with suppress(LlamaBranchError):  # such as memory that is in use
-            head = ctx.residents.get("head") or Context(ctx.model, target=ctx)
-            ctx.residents["head"] = head
-
-    def copying(min_match: int) -> Drafter:
-        values = SuffixDrafter(min_match=min_match, shared_tokens=0)
-        return ChainDrafter([values, MTPDrafter(head)]) if isinstance(head, Context) else values
-
-    if structured is False:
-        return copying(2)
-    return GrammarDrafter(copying(1), copying(2) if structured is None else None)

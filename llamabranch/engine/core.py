@@ -10,11 +10,16 @@ from time import perf_counter, sleep
 
 from ..branch import Produced
 from ..context import Context
-from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
+from ..errors import (
+    CacheFullError,
+    CapacityError,
+    ConstraintError,
+    DecodeInterruptedError,
+    LlamaBranchError,
+)
 from ..generation.config import SpeculativeConfig
 from ..generation.generation import Drafting
 from ..generation.loop import Step
-from ..generation.rules import choose_rule
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
@@ -35,7 +40,6 @@ class EngineSettings:
     config: SpeculativeConfig
     sampling: SamplingParams
     max_tokens: int | None
-    seed_given: bool
     wait_s: float
     parallel: int | None = None
 
@@ -355,13 +359,9 @@ class EngineCore:
     def _begin(self, job: Job) -> list[Produced]:
         """Begin a text whose prompt is read; return what it emits: one token or none."""
         settings, branch = self._settings, job.held
-        params = job.request.sampling or settings.sampling
-        rule = choose_rule(
-            settings.config.rule,
-            seed_given=settings.seed_given or params.seed is not None,
-            temperature=params.temperature,
-        )
-        drafts = self.drafting.drafts_for(branch.sequence) and job.output.finish_reason is None
+        job.constrain()
+        rule = settings.config.rule if job.constraint is None else "seeded"
+        drafts = self.drafting.loop.drafter is not None and job.output.finish_reason is None
         like, (source, n_shared) = None, job.shared
         if (
             source is not None
@@ -391,6 +391,8 @@ class EngineCore:
 
     def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
         """Report the result of a text, and free what it holds."""
+        if isinstance(error, ConstraintError):
+            reason, error = "constraint", None
         self._events += job.break_off()
         result = job.result(reason, error)
         self._events.append(Event(job.name, job.sample, result=result))

@@ -28,7 +28,8 @@ from ..hub import resolve
 from ..model import Message, Model, is_chat
 from ..sampling import SamplingParams
 from ..sampling.params import settings_of
-from ..speculative import Drafter, GrammarDrafter, NullDrafter, SpeculativeConfig
+from ..speculative import Drafter, NullDrafter, SpeculativeConfig
+from ..speculative.auto import DrafterChoice, auto_drafter
 from .core import EngineCore, EngineSettings, Seeds
 from .request import EngineStats, Event, Request, Result
 
@@ -59,9 +60,10 @@ class Engine:
             name or path as for `load`: then the engine has a context of its own, closed with it, with
             2,048 tokens for each of ``parallel`` texts (8); each has its part of the cache where the
             memory can be divided and no model drafts.
-        drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
-            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts. To draft
-            for every text, a draft model's context needs as many sequences as the target.
+        drafter: proposes the drafts. "auto" = what the model and the text offer, where it was measured to
+            be faster: MTP layers, copies from the text so far, what a grammar forces; None = plain
+            decoding. To draft for every text, a draft model's context needs as many sequences as the
+            target.
         config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
         sampling: the settings of requests that give none.
         max_tokens: the limit of requests that give none.
@@ -91,7 +93,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None = None,
+        drafter: DrafterChoice = "auto",
         config: SpeculativeConfig | None = None,
         *,
         sampling: SamplingParams | None = None,
@@ -103,9 +105,9 @@ class Engine:
     ) -> None:
         self.owns_target = not isinstance(target, Context)
         self.target = target = opened(target, drafter, parallel)
-        self._drafting = Drafting(
-            target, drafter, config, for_grammars=GrammarDrafter.copying, batched=True
-        )
+        if drafter == "auto":
+            drafter = auto_drafter(target)
+        self._drafting = Drafting(target, drafter, config, batched=True)
         self.drafter = self._drafting.drafter
         if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
@@ -117,7 +119,6 @@ class Engine:
             config=self.config,
             sampling=self.sampling,
             max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
-            seed_given=seed is not None,
             wait_s=bounded("wait_s", wait_s, 0.0, math.inf),
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
@@ -330,7 +331,7 @@ class Engine:
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
 
 
-def opened(target: object, drafter: Drafter | None, parallel: int | None) -> Context:
+def opened(target: object, drafter: DrafterChoice, parallel: int | None) -> Context:
     """Return the context that generates, one of the engine's own unless it is given."""
     if not isinstance(target, (Model, str, os.PathLike)):
         return text_context("target", target)

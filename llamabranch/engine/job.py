@@ -16,6 +16,7 @@ from ..generation.output import OutputBuffer
 from ..generation.text import Text
 from ..model import Model
 from ..sampling import Grammar, SamplingParams
+from ..sampling.constraint import ConstraintCalls, ConstraintState
 from ..sampling.noise import derive_seed, seed_from_text
 from ..speculative import SpeculativeStats
 from .openai import named_piece
@@ -140,6 +141,7 @@ class Job:
         key: its place in the queue; of the running jobs the one with the largest is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
         num_preemptions: how often it was preempted.
+        constraint: asks that of the request, None without one.
         scores: the ratings of the prompt's tokens so far, if they are asked for.
     """
 
@@ -163,6 +165,8 @@ class Job:
             max_tokens, request.stop, request.stop_tokens, request.min_tokens
         )
         self.stats = SpeculativeStats()
+        given = request.constraint
+        self.constraint = None if given is None else ConstraintCalls(given)
         self.state = JobState.WAITING
         self.branch: Branch | None = None
         self.running: RunningText | None = None
@@ -204,6 +208,12 @@ class Job:
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
+
+    def constrain(self) -> None:
+        """Draw under its constraint, if it has one, from now on."""
+        if self.constraint is not None:
+            model, ends = self.submission.model, self.request.stop_tokens
+            self.text.constrain(ConstraintState(self.constraint, model, self.request.stop, ends))
 
     def begin(self, running: RunningText) -> None:
         """Let it run: its prompt is read. After a preemption it goes on after its last token."""
@@ -325,6 +335,7 @@ class Job:
     def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
         """Return its result, with ``reason`` as the finish reason."""
         self.stats.num_emitted_tokens = len(self.output.tokens)
+        self.stats.count_constraint(self.constraint)
         grammar = self.request.grammar
         unrated = max(1, min(self.request.logprobs_from, len(self.prompt)))
         scores = [None] * unrated + self.scores[unrated:]

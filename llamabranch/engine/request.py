@@ -19,8 +19,8 @@ from ..context.logits import TokenScore
 from ..errors import ConfigError, LlamaBranchError, ParseError
 from ..model import Message, chat_messages, is_chat, token_list
 from ..model.tools import ToolCall, Tools
-from ..pictures import tokens_picture
 from ..sampling import SamplingParams
+from ..sampling.constraint import ConstraintCalls, ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.params import settings_of
 from ..speculative import RoundTrace, SpeculativeStats
@@ -54,9 +54,10 @@ class Request:
         on_round: called after each round with a draft, in the engine's thread: what was drafted, accepted
             and rejected.
         min_tokens: the text has at least this many tokens: until then EOG tokens and ``stop_tokens`` are
-            not drawn, and stop strings not looked for. Not with a grammar, which decides itself where a
-            text may end, nor with ``continues``.
+            not drawn, and stop strings not looked for. Not with a grammar or a constraint, which decide
+            themselves where a text may end, nor with ``continues``.
         grammar: the grammar that the text must follow.
+        constraint: which texts are allowed, as for ``Branch.generate``; beside a grammar, too.
         n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
             from the first's.
         priority: a request with a smaller number is admitted earlier, and preempted later.
@@ -93,6 +94,7 @@ class Request:
     stop_tokens: Sequence[int] = ()
     min_tokens: int = 0
     on_round: Callable[[RoundTrace], None] | None = field(default=None, compare=False, repr=False)
+    constraint: ConstraintLike | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
@@ -115,6 +117,8 @@ class Request:
             instance("id", self.id, str)
         if self.on_round is not None:
             function("on_round", self.on_round)
+        if self.constraint is not None:
+            ConstraintCalls(self.constraint)
         if not isinstance(self.parse_special, (bool, np.bool_)):
             raise ConfigError(f"parse_special must be True or False, not {self.parse_special!r}")
         object.__setattr__(self, "priority", whole("priority", self.priority))
@@ -132,9 +136,10 @@ class Request:
                 f"continues={self.continues} needs a prompt of more token ids than that",
                 hint="give the prompt and what was generated as one list of token ids",
             )
-        if self.min_tokens and (self.grammar is not None or self.continues):
+        is_free = self.grammar is None and self.constraint is None
+        if self.min_tokens and (self.continues or not is_free):
             raise ConfigError(
-                "min_tokens cannot be combined with a grammar or with continues",
+                "min_tokens cannot be combined with a grammar, a constraint or continues",
                 hint="let the grammar itself ask for a longer text (minLength, minItems)",
             )
 
@@ -143,10 +148,10 @@ class Request:
 class Result(Generic[T]):
     """One generated text of a request, and how it ended.
 
-    ``finish_reason`` is "stop", "length", "capacity" (the cache cannot hold it), "cancelled" or "error".
-    In the last three cases ``text`` and ``tokens`` hold what was generated until then, and ``error``
-    holds the exception, if there was one. ``text`` ends before a stop string; ``tokens`` include those
-    that completed it, but no EOG token.
+    ``finish_reason`` is "stop", "length", "constraint" (it allows no token), "capacity" (the cache cannot
+    hold it), "cancelled" or "error". In the last three cases ``text`` and ``tokens`` hold what was
+    generated until then, and ``error`` holds the exception, if there was one. ``text`` ends before a stop
+    string; ``tokens`` include those that completed it, but no EOG token.
 
     Attributes:
         emitted: the tokens with all that is known of each.
@@ -230,13 +235,6 @@ class Result(Generic[T]):
             f"<Result {self.id!r} sample {self.sample}: {reprlib.repr(self.text)}, "
             f"{len(self.tokens)} tokens, {ended}>"
         )
-
-    def _repr_html_(self) -> str:
-        what = "messages" if is_chat(self.prompt) else "tokens"
-        prompt = self.prompt if isinstance(self.prompt, str) else f"({len(self.prompt)} {what}) "
-        count = f"{len(self.tokens)} tokens, {self.finish_reason}"
-        caption = f"request {self.id}, sample {self.sample}: {count}"
-        return tokens_picture(self.emitted, prompt=prompt, caption=caption)
 
     def to_openai(self) -> dict[str, object]:
         """Return the body of an OpenAI answer: a chat completion for messages, else a completion.

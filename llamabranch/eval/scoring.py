@@ -49,7 +49,7 @@ def score(
     on_done: Callable[[int, list[Score]], None] | None = None,
     names: Sequence[str] = (),
 ) -> list[list[Score]]:
-    """Rate continuations after their contexts.
+    """Score continuations after their contexts.
 
     A text is tokenized with its context, and its tokens are those after the context's, as in
     lm-evaluation-harness; spaces at the end of a context belong to the continuation.

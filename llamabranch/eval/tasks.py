@@ -81,26 +81,6 @@ class Task:
             raise ConfigError(f"{path} has two items with one id")
         return cls(path.stem, path, items)
 
-    def harness_config(self) -> dict[str, object]:
-        """Return the same task as lm-evaluation-harness takes it: ``simple_evaluate(tasks=[...])``."""
-        if self.is_choice:
-            kind, metrics = "multiple_choice", ("acc", "acc_norm")
-            answers = {"doc_to_choice": "choices", "doc_to_target": "answer"}
-        else:
-            kind, metrics = "loglikelihood", ("perplexity", "acc")
-            answers = {"doc_to_target": "target"}
-        return {
-            "task": self.name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(self.path)}},
-            "test_split": "test",
-            "output_type": kind,
-            "doc_to_text": "context",
-            "target_delimiter": "",
-            **answers,
-            "metric_list": [{"metric": metric} for metric in metrics],
-        }
-
 
 @dataclass(frozen=True)
 class Sample:

@@ -9,6 +9,7 @@ rules.py        the rules for that: pure functions over distributions and random
 drafter.py      the interfaces of drafters, of their draft states and of draft lengths
 draft_cache.py  the draft states that are kept between generations, and their forks and rewinds
 length.py       how many tokens to draft: a fixed number, or as many as raise the throughput
+stop_rule.py    when a draft ends, by its entropies and by what rounds cost
 generation.py   one generation, round by round, as an iterator
 config.py       the settings of speculative decoding
 stats.py        counts and times, under vLLM's names

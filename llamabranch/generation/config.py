@@ -22,12 +22,11 @@ class SpeculativeConfig:
         max_draft_tokens: the most tokens that "auto" may draft in a round, 1 to 256.
         entropy_stop: end a draft before a token whose distribution has more than this entropy, nats;
             None = never. The decision does not depend on the drawn token, so it is lossless.
-        rule: how drafted tokens are accepted: "seeded", "token", "block" or "auto". "auto" is "seeded"
-            where a seed was given, the temperature is 0 or the drafter proposes trees, else "block",
-            never "token". All are lossless: they keep the target's distribution. Under "seeded", and at
-            temperature 0 under all of them, the text is moreover the one of plain decoding. A function
-            with the arguments of `token_rule` is a rule of your own; `rule_error` verifies by
-            enumeration whether it is lossless.
+        rule: how drafted tokens are accepted: "seeded", "token" or "block". All are lossless: they keep
+            the target's distribution. Under "seeded", and at temperature 0 under all of them, the text is
+            moreover the one of plain decoding with its seed. "block" accepts most of what a model drafts
+            above temperature 0. A function with the arguments of `token_rule` is a rule of your own;
+            `rule_error` verifies by enumeration whether it is lossless.
 
     Raises:
         ConfigError: a value out of range.
@@ -36,7 +35,7 @@ class SpeculativeConfig:
     draft_k: int | str = "auto"
     max_draft_tokens: int = 16
     entropy_stop: float | None = None
-    rule: Rule = "auto"
+    rule: Rule = "seeded"
 
     def __post_init__(self) -> None:
         limit = whole("max_draft_tokens", self.max_draft_tokens, 1, 256)
@@ -45,8 +44,8 @@ class SpeculativeConfig:
             object.__setattr__(self, "draft_k", whole("draft_k", self.draft_k, 0, 256))
         elif self.draft_k != "auto":
             raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {self.draft_k!r}")
-        if self.rule not in ("auto", *RULES) and not callable(self.rule):
-            raise ConfigError(f"unknown rule {self.rule!r}: use 'auto' or one of {RULES}")
+        if self.rule not in RULES and not callable(self.rule):
+            raise ConfigError(f"unknown rule {self.rule!r}: use one of {', '.join(RULES)}")
         if self.entropy_stop is not None:
             stop = real("entropy_stop", self.entropy_stop)
             if not stop >= 0:

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 from ..arguments import instance
 from ..context import Context
 from ..model import Model
-from ..native.draft_loop import StopRule
 from ..sampling import Distribution
+from .stop_rule import StopRule
 from .text import Text
 
 __all__ = [
@@ -166,10 +166,9 @@ class DraftLength(ABC):
 
     @abstractmethod
     def stop_rule(self, n_drafted: int) -> StopRule | None:
-        """Return what ``goes_on`` decides by, as numbers, for a draft that has ``n_drafted`` tokens.
+        """Return what ``goes_on`` decides by, for a draft that has ``n_drafted`` tokens.
 
-        The compiled loop asks these instead, and where it ends a draft, that is the end. None where
-        ``limit`` alone decides.
+        None where ``limit`` alone decides.
         """
 
     def learn(  # noqa: B027  (a fixed length learns nothing)

@@ -9,16 +9,15 @@ from time import perf_counter
 
 from ..context import Context
 from ..context.context import text_context
-from ..errors import CapacityError, ClosedError, LlamaBranchError
+from ..errors import CapacityError, ClosedError, ConstraintError, LlamaBranchError
 from ..native import forkable_lock
-from ..pictures import tokens_picture
+from ..sampling.constraint import ConstraintState
 from .config import SpeculativeConfig, checked_config
 from .draft_cache import DraftCache
 from .drafter import NO_STATE, Drafter, DraftLength, NullDrafter, checked_drafter
 from .length import FixedLength, draft_length
 from .loop import Loop, RunningText
 from .output import OutputBuffer, Produced
-from .rules import Rule, choose_rule
 from .stats import SpeculativeStats
 from .text import Text
 
@@ -32,7 +31,6 @@ class Drafting:
         ctx: the context that generates.
         drafter: proposes the drafts; None = none are drafted.
         config: how much to draft.
-        for_grammars: makes the drafter of texts that have a grammar, where no other was asked for.
         batched: whether texts share decodes, as in an engine. Then memory that cannot drop a tail is not
             drafted for.
 
@@ -47,7 +45,6 @@ class Drafting:
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
         *,
-        for_grammars: Callable[[], Drafter] | None = None,
         batched: bool = False,
     ) -> None:
         self.ctx = text_context("target", ctx)
@@ -58,7 +55,6 @@ class Drafting:
         self._states = DraftCache(self.drafter)
         self._lock = forkable_lock()
         memory = ctx.kv_cache
-        self._for_grammars = for_grammars if drafter is None and memory.can_draft else None
         if not isinstance(self.drafter, NullDrafter) and (memory.can_draft or not batched):
             self.use(self.drafter)
 
@@ -67,32 +63,15 @@ class Drafting:
         self._states = DraftCache(drafter)
         self.loop = Loop(self.ctx, draft_length(self.config, drafter, self.ctx), drafter)
 
-    def drafts_for(self, text: Text) -> bool:
-        """Return whether a text is drafted for; the first one with a grammar may make its drafter."""
-        if self._for_grammars is None:
-            return self.loop.drafter is not None
-        with self._lock:
-            if text.grammar is not None and self.loop.drafter is None:
-                self.use(self._for_grammars())
-        return text.grammar is not None
-
     @property
     def length(self) -> DraftLength:
         """The draft-length controller, which learns from all generations."""
         return self.loop.length
 
-    def rule(self, text: Text) -> Rule:
-        """Return the acceptance rule for a text, "auto" resolved."""
-        return choose_rule(
-            self.config.rule,
-            seed_given=text.seed_given or self.drafter.width > 1,
-            temperature=text.sampler.params.temperature,
-        )
-
     def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
         """Return a text to be run by itself; end that with ``close``."""
-        rule = self.rule(text)
-        state = self._states.take(text, rule) if self.drafts_for(text) else NO_STATE
+        rule = self.config.rule if text.sampler.constraint is None else "seeded"
+        state = NO_STATE if self.loop.drafter is None else self._states.take(text, rule)
         length = self.length.stream()
         return RunningText(text, state, length, rule, stats, n_alternatives, alone=True)
 
@@ -154,6 +133,7 @@ class Generation:
         output: OutputBuffer,
         n_alternatives: int = 0,
         *,
+        constraint: ConstraintState | None = None,
         owner: object = None,
         release: Callable[[], None] | None = None,
     ) -> None:
@@ -164,6 +144,7 @@ class Generation:
             text: has read its prompt.
             output: what limits it.
             n_alternatives: how many of the most probable tokens are reported with each token.
+            constraint: of the text since the last token that was read.
             owner: what holds the text's sequence, and is kept alive meanwhile.
             release: called at the end to free a text that nobody else goes on with.
         """
@@ -172,7 +153,9 @@ class Generation:
         self.stats = SpeculativeStats()
         self._output = output
         # The loop holds no reference to this object, so a generation that is dropped ends at once.
-        self._events = _run(drafting, text, output, n_alternatives, self.stats, owner, release)
+        self._events = _run(
+            drafting, text, output, n_alternatives, constraint, self.stats, owner, release
+        )
 
     @property
     def text(self) -> str:
@@ -189,7 +172,9 @@ class Generation:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop" (EOG token or stop string), "length", "capacity", or None while it runs."""
+        """ "stop" (EOG token or stop string), "length", "capacity", "constraint" (it allows no token), or
+        None while it runs.
+        """
         return self._output.finish_reason
 
     @property
@@ -211,12 +196,6 @@ class Generation:
     def __repr__(self) -> str:
         ended = self.finish_reason or "running"
         return f"<Generation {reprlib.repr(self.text)}, {len(self.tokens)} tokens, {ended}>"
-
-    def _repr_html_(self) -> str:
-        caption = f"{len(self.tokens)} tokens, seed {self.seed}, {self.finish_reason or 'running'}"
-        if self.stats.num_drafts:
-            caption += f", {self.stats.mean_acceptance_length:.2f} tokens a drafted round"
-        return tokens_picture(self._output.emitted, caption=caption)
 
     def __iter__(self) -> Iterator[Produced]:
         return self._events
@@ -240,6 +219,7 @@ def _run(
     text: Text,
     output: OutputBuffer,
     n_alternatives: int,
+    constraint: ConstraintState | None,
     stats: SpeculativeStats,
     owner: object,
     release: Callable[[], None] | None,
@@ -249,12 +229,16 @@ def _run(
         is_consumed = True
         text.finish_reason = output.finish_reason
         try:
+            if constraint is not None:
+                text.constrain(constraint)
             running = drafting.open(text, stats, n_alternatives)
             run = drafting.loop.round
             base, is_changed = text.position, False  # where the output begins
             queue: list[Produced] = []
             try:
                 while output.finish_reason is None:
+                    if is_changed and constraint is not None:
+                        text.constrain(constraint)
                     if is_changed and not running.follows():
                         drafting.close(running, keep=False)
                         running = drafting.open(text, stats, n_alternatives)
@@ -285,16 +269,24 @@ def _run(
                 finally:
                     drafting.close(running, keep=release is None and not is_changed)
         except LlamaBranchError as error:
-            held = output.break_off("capacity" if isinstance(error, CapacityError) else None)
+            is_dead_end = isinstance(error, ConstraintError)
+            reason = "capacity" if isinstance(error, CapacityError) else None
+            held = output.break_off("constraint" if is_dead_end else reason)
+            text.finish_reason = output.finish_reason if is_dead_end else text.finish_reason
             if held is not None and is_consumed:  # a generator that is being closed may not yield
                 output.elapsed_s += perf_counter() - start
                 try:
                     yield held
                 finally:
                     start = perf_counter()
-            raise
+            if not is_dead_end:
+                raise
         finally:
             output.break_off()
+            if constraint is not None:
+                stats.count_constraint(constraint.calls)
+                with suppress(ClosedError):
+                    text.constrain(None)
             stats.num_emitted_tokens = len(output.tokens)
             drafting.add_stats(stats)
             if release is not None and not text.ctx.closed:

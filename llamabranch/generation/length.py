@@ -14,9 +14,9 @@ import numpy as np
 
 from ..context import Context
 from ..native import forkable_lock
-from ..native.draft_loop import StopRule
 from .config import SpeculativeConfig
 from .drafter import Drafter, DraftLength, NullDrafter, Round
+from .stop_rule import StopRule
 
 __all__ = ["AutoLength", "FixedLength", "draft_length"]
 

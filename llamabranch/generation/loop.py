@@ -78,6 +78,8 @@ class RunningText:
         seen: the tokens that it was given with its last call.
         on_round: called after each round with a draft; None = nobody looks.
         done: the round of the last step, as a length learns from it.
+        other_seeds: of texts that have been equal so far: for each of them the next token is drawn too.
+        others: those tokens.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class RunningText:
         self.seen: list[int] = []
         self.draft = NO_DRAFT
         self.on_round: Callable[[RoundTrace], None] | None = None
+        self.other_seeds: list[int] = []
+        self.others: list[Produced] = []
         self._trace: RoundTrace | None = None
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before it is called again
@@ -123,6 +127,8 @@ class RunningText:
 
     def _drawn(self, row: LogitsRow) -> Produced:
         one = self._described(self.text.produce_from(row), row)
+        if self.other_seeds:
+            self.others = [self.text.drawn_as(seed, row) for seed in self.other_seeds]
         if not one.is_stop:
             self.text.append(one.token, -one.logprob, None)
         return one

@@ -36,7 +36,6 @@ __all__ = [
     "TreeAcceptance",
     "apply_rule",
     "block_rule",
-    "choose_rule",
     "draft_seed",
     "match_draws",
     "rule_name",
@@ -273,22 +272,6 @@ def tree_rule(tree: DraftTree, target: Target, rng: RandomSource) -> TreeAccepta
 def rule_name(rule: Rule) -> str:
     """Return the name of a rule; "function" for one that is given as a function."""
     return rule if isinstance(rule, str) else _NAME_OF_FUNCTIONS
-
-
-def choose_rule(rule: Rule, *, seed_given: bool, temperature: float) -> Rule:
-    """Return the rule to use for ``rule``: one of :data:`RULES`, a function, or "auto".
-
-    "auto" is "seeded" if a seed was given, so that the text depends on nothing else, and at temperature
-    0, where all rules give the same text and it is the cheapest; otherwise "block", which accepts most.
-
-    Raises:
-        ConfigError: an unknown rule.
-    """
-    if rule == "auto":
-        return "seeded" if seed_given or temperature == 0 else "block"
-    if isinstance(rule, str) and rule not in RULES:
-        raise ConfigError(f"unknown rule {rule!r}: use 'auto', {', '.join(map(repr, RULES))}")
-    return rule
 
 
 def draft_seed(seed: int, position: int) -> int:

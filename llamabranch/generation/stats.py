@@ -6,11 +6,13 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
+from ..sampling.constraint import ConstraintStats
+
 __all__ = ["SpeculativeStats"]
 
 
 @dataclass
-class SpeculativeStats:
+class SpeculativeStats(ConstraintStats):
     """Counts and times of one generation, or the sum over many.
 
     ``num_drafts`` counts the rounds with a draft, ``num_draft_tokens`` the drafted tokens,

@@ -22,6 +22,7 @@ from ..context.runner import Batch, decode_run
 from ..errors import BranchStateError, CapacityError, ConfigError
 from ..model.text import decode_utf8
 from ..sampling import Grammar, Sampler, SamplingParams
+from ..sampling.constraint import ConstraintState
 from .output import Produced
 
 __all__ = ["Text"]
@@ -43,7 +44,6 @@ class Text:
         n_prompt: how many of them were prefilled, not generated.
         appended: (start, end) of each run of later tokens that was read, not generated; ascending.
         surprisals: -log p of those after the prompt, nats; NaN where it was not computed.
-        seed_given: whether the seed, or the one it is derived from, was chosen by the user.
         fork_position: how many tokens it shared with the parent when it was forked.
         finish_reason: why the last generation ended, as its output says; None before that.
         is_pruned: True once the sequence id was returned.
@@ -76,8 +76,6 @@ class Text:
         self.row: LogitsRow | None = None
         self.n_held = 0
         self.version = 0
-        given = sampler.params.seed is not None
-        self.seed_given: bool = given if parent is None else parent.seed_given
         self._seed = seed
         self._cache = ctx.kv_cache
         self._decoder = ctx.decoder
@@ -183,6 +181,14 @@ class Text:
         self._produced = None
         self.version += 1
 
+    def constrain(self, state: ConstraintState | None) -> None:
+        """Draw under a constraint of the text since the last token that was read; None = freely again."""
+        with self.lock:
+            if state is not None:
+                for token in self.tokens[self.answer_start :]:
+                    state = state.accept(token)
+            self.use_sampler(self.sampler.constrained(state))
+
     def check_usable(self) -> None:
         """Raise BranchStateError if it is pruned, ClosedError if the context is closed."""
         if self.is_pruned:
@@ -272,6 +278,11 @@ class Text:
         produced, self._incomplete_after = self._describe(token, row)
         self._produced = produced
         return produced
+
+    def drawn_as(self, seed: int, row: LogitsRow) -> Produced:
+        """Return what another seed draws next; nothing changes."""
+        token = row.draw(self.sampler, seed, len(self.tokens), measured=False)
+        return self.describe(token, row)
 
     def describe(self, token: int, row: LogitsRow) -> Produced:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""

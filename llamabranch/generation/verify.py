@@ -6,12 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from ..context.logits import LogitsRow, note_measures
-from ..errors import ConfigError, GrammarError
-from ..native import acceptance
+from ..context.logits import LogitsRow
+from ..errors import ConfigError, ConstraintError, GrammarError
 from ..sampling import Distribution, Sampler
 from .drafter import Draft
 from .output import Produced
@@ -90,7 +86,7 @@ def verify(text: Text, draft: Draft, rule: Rule, rows: Sequence[LogitsRow]) -> V
         rows: the logits after the text, and after each drafted token.
 
     Raises:
-        GrammarError, ConfigError: the target can draw nothing right after the text.
+        GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
     """
     targets = _Targets(text, draft, rows)
     is_eog = text.ctx.model.is_eog
@@ -167,7 +163,7 @@ class _Targets:
             return nothing(self._tokens[i])
         try:
             return found(i)
-        except (ConfigError, GrammarError) as error:
+        except (ConfigError, ConstraintError, GrammarError) as error:
             raise _DeadEnd(i) from error
 
     def _distribution(self, i: int) -> Distribution:
@@ -185,49 +181,6 @@ class _Targets:
         if found is None:
             found = self._positions[i] = self._position(self._parents[i]) + 1
         return found
-
-    def in_core(self, rule: str) -> tuple[int, int] | None:
-        """Apply a rule to a chain in one call of the compiled core.
-
-        Returns:
-            how many tokens are accepted, and the token that follows them; None: Python has to decide.
-        """
-        sampler, rows, sources = self._samplers[-1], self._rows, self.draft.sources
-        compiled = sampler.row_sampler
-        if compiled is None or not acceptance.available:
-            return None
-        first, size = rows[0].address, rows[0].array.nbytes
-        if any(row.address != first + i * size for i, row in enumerate(rows)):
-            return None  # they are no longer, or were never, one array
-        if sources and len(sources) != len(self._tokens):
-            return None
-        arrays = [(source.ids, source.logweights) for source in sources]
-        if not all(map(_suits_core, arrays)):
-            return None
-        found = acceptance.accept_rows(
-            compiled,
-            first,
-            self._tokens,
-            arrays,
-            rule,
-            seed=self.seed,
-            position=self.position,
-            measured=sampler.params.logprobs,
-        )
-        if found is None:
-            return None
-        note_measures(rows, found.measures)
-        return found.n_accepted, found.token
-
-
-def _suits_core(source: tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]) -> bool:
-    ids, weights = source
-    return (
-        ids.dtype == np.int32
-        and weights.dtype == np.float64
-        and ids.flags.c_contiguous
-        and weights.flags.c_contiguous
-    )
 
 
 # The next two return which tokens are accepted, and what follows them: None where the target can draw
@@ -248,14 +201,7 @@ def _tree(targets: _Targets, _: Rule) -> tuple[list[int], int | None]:
 
 def _chain(targets: _Targets, rule: Rule) -> tuple[list[int], int | None]:
     drafted, sources = targets.draft.tokens, targets.draft.sources
-    is_eog, n = targets.is_eog, len(drafted)
-    # Nothing follows an EOG token, which the block rule would look beyond. The compiled core has the
-    # rules that have names.
-    looks_beyond = rule == "block" and any(map(is_eog, drafted[:-1]))
-    if isinstance(rule, str) and not looks_beyond:
-        found = targets.in_core(rule)
-        if found is not None:
-            return list(range(found[0])), found[1]
+    n = len(drafted)
     if not sources and rule != "seeded":
         sources = [Distribution.point(token) for token in drafted]
     seed, position = targets.seed, targets.position

@@ -9,10 +9,10 @@ from .catalogue import (
     catalogue,
     default_model,
     draft_for,
+    find_entry,
     made_from,
 )
-from .download import search_hub
-from .resolve import fetch, is_offline, resolve
+from .resolve import fetch, resolve
 from .spec import HubSpec
 
 __all__ = [
@@ -26,11 +26,10 @@ __all__ = [
     "default_model",
     "draft_for",
     "fetch",
+    "find_entry",
     "hub_cache",
-    "is_offline",
     "local_models",
     "made_from",
     "parts",
     "resolve",
-    "search_hub",
 ]

@@ -74,7 +74,7 @@ def find(spec: HubSpec) -> LocalModel | None:
     """Return the model that ``spec`` names, if all its files are on this machine.
 
     The first that has it: the Hugging Face cache (the main branch's commit before others), an installed
-    Python package, llama.cpp's own cache. With a revision only snapshots of that revision count.
+    Python package, the cache that ``LLAMA_CACHE`` names. With a revision only its snapshots count.
     """
     return next(_models(spec), None)
 
@@ -111,9 +111,6 @@ def _models(spec: HubSpec | None) -> Iterator[LocalModel]:
                 yield from _in_folder(folder, repository, f"package {package}", spec)
     if llama is not None and llama != shared:
         yield from _in_snapshots(llama, "llama.cpp", spec)
-    for flat in (llama, Path.home() / ".cache" / "llama.cpp"):
-        if flat is not None and spec is not None and spec.revision is None:
-            yield from _in_flat_cache(flat, spec)
 
 
 def _in_snapshots(root: Path, cache: str, spec: HubSpec | None) -> Iterator[LocalModel]:
@@ -145,29 +142,22 @@ def _snapshots(folder: Path, revision: str | None) -> list[Path]:
 
 
 def _in_folder(
-    folder: Path, repository: str, cache: str, spec: HubSpec | None, prefix: str = ""
+    folder: Path, repository: str, cache: str, spec: HubSpec | None
 ) -> Iterator[LocalModel]:
-    """Yield models of a repository's files below a folder, whose names begin with ``prefix``."""
+    """Yield models of a repository's files below a folder."""
     if spec is not None and spec.repository != repository:
         return
     try:  # dangling links are left out
-        every = folder.glob(f"{prefix}*.gguf") if prefix else folder.rglob("*.gguf")
-        found = [path for path in every if path.is_file()]
+        found = [path for path in folder.rglob("*.gguf") if path.is_file()]
     except OSError:
         return
-    paths = sorted(path.relative_to(folder).as_posix().removeprefix(prefix) for path in found)
+    paths = sorted(path.relative_to(folder).as_posix() for path in found)
     asked = [(spec.tag, spec.file)] if spec else [(None, each[0]) for each in model_sets(paths)]
     for tag, file in asked:
         with contextlib.suppress(ConfigError):  # it is not there, or a shard is missing
             files = choose(paths, tag, file=file)
-            its = tuple(folder / (prefix + each) for each in files)
+            its = tuple(folder / each for each in files)
             yield LocalModel(f"{repository}/{files[0]}", its, cache)
-
-
-def _in_flat_cache(folder: Path, spec: HubSpec) -> Iterator[LocalModel]:
-    """Yield models of llama.cpp's cache before it shared Hugging Face's: user_repo_file.gguf."""
-    prefix = spec.repository.replace("/", "_") + "_"
-    return _in_folder(folder, spec.repository, "llama.cpp", spec, prefix)
 
 
 def _folders(parent: Path) -> list[Path]:

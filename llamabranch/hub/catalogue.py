@@ -17,6 +17,7 @@ __all__ = [
     "CatalogueEntry",
     "catalogue",
     "draft_for",
+    "find_entry",
 ]
 
 BUNDLED_TARGET = "tale-target"
@@ -73,11 +74,6 @@ class CatalogueEntry:
         number, unit = self.size.split()
         return round(float(number) * {"MB": 1e6, "GB": 1e9}[unit])
 
-    @property
-    def download_command(self) -> str | None:
-        """Return the command that downloads the file, or None for a bundled one."""
-        return None if self.bundled else f"hf download {self.repository} {self.file}"
-
 
 def draft_for(name: str) -> str | None:
     """Return the draft model listed for a target in ``models.txt``, else its head, or None.
@@ -114,6 +110,11 @@ def catalogue() -> tuple[CatalogueEntry, ...]:
     )
 
 
+def find_entry(name: str) -> CatalogueEntry | None:
+    """Return the entry of a name, or None."""
+    return next((entry for entry in catalogue() if entry.name == name), None)
+
+
 def made_from(name: str) -> str | None:
     """Return the name of the model that another quantization is made from on this machine, or None.
 
@@ -132,5 +133,5 @@ def default_model() -> str:
 
     SmolLM2 where it is on this machine, which answers and instructs, else the bundled target.
     """
-    is_here = any(entry.name == DEFAULT_MODEL and entry.path for entry in catalogue())
-    return DEFAULT_MODEL if is_here else BUNDLED_TARGET
+    entry = find_entry(DEFAULT_MODEL)
+    return BUNDLED_TARGET if entry is None or entry.path is None else DEFAULT_MODEL

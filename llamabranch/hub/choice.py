@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from ..errors import ConfigError
 from .spec import is_safe_path
 
-__all__ = ["DEFAULT_TAGS", "choose", "is_model", "model_sets", "tag_of"]
+__all__ = ["DEFAULT_TAGS", "choose", "is_model", "model_sets"]
 
 DEFAULT_TAGS = ("Q4_K_M", "Q8_0")  # where no tag is given: the first that exists, then any model
 
@@ -27,13 +27,6 @@ _QUANTIZATION = re.compile(
 def is_model(path: str) -> bool:
     """Return whether a file of a repository is a model, or a shard of one."""
     return path.endswith(".gguf") and is_safe_path(path) and not _SIDECAR.search(_base(path))
-
-
-def tag_of(path: str) -> str | None:
-    """Return the quantization in the name of a file, in capitals, or None."""
-    last = re.split(r"[-.]", _stem_and_shard(path)[0].rpartition("/")[2])[-1]
-    found = re.search(rf"(?:^|_)({_QUANTIZATION.pattern})$", last, re.ASCII | re.IGNORECASE)
-    return found[1].upper() if found else None
 
 
 def choose(
@@ -54,9 +47,7 @@ def choose(
     safe = sorted({path for path in paths if is_safe_path(path)})
     if file is not None:
         if file not in safe:
-            firsts = [files[0] for files in model_sets(safe)]
-            hint = f"models: {', '.join(firsts[:12])}" if firsts else _offer(safe)
-            raise ConfigError(f"{where} has no file {file}", hint=hint)
+            raise ConfigError(f"{where} has no file {file}", hint=_offer(safe))
         stem, shard = _stem_and_shard(file)
         found = (file,) if shard is None else _sets(safe)[stem, shard[1]]
         return _complete(found, where)
@@ -132,15 +123,9 @@ def _base(path: str) -> str:
 
 
 def _offer(paths: list[str]) -> str:
-    models = model_sets(paths)
-    if not models:
-        others = [path for path in paths if path.endswith(".gguf")]
-        return (
-            f"name one of its files: {', '.join(others[:8])}"
-            if others
-            else "is it a GGUF repository?"
-        )
-    tags = [tag_of(files[0]) for files in models]
-    if len(models) <= 40 and None not in tags:
-        return "tags: " + ", ".join(dict.fromkeys(filter(None, tags)))
-    return "models: " + ", ".join(files[0] for files in models[:12])
+    """Return a hint: the models among files, else what else is GGUF."""
+    if models := model_sets(paths):
+        return "models: " + ", ".join(files[0] for files in models[:12])
+    if others := [path for path in paths if path.endswith(".gguf")]:
+        return f"name one of its files: {', '.join(others[:8])}"
+    return "is it a GGUF repository?"

@@ -13,10 +13,8 @@ import hashlib
 import os
 import re
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ..errors import ConfigError, DownloadError, LlamaBranchError, UnsupportedError
@@ -25,9 +23,7 @@ from .caches import hub_cache
 from .choice import choose
 from .spec import HubSpec, is_safe_path
 
-__all__ = ["DownloadPlan", "download", "plan_download", "search_hub"]
-
-Progress = Callable[[int, int], None]  # bytes that are here, bytes in all
+__all__ = ["DownloadPlan", "download", "plan_download"]
 
 _SPARE_BYTES = 64 << 20  # left free on the disk
 _LARGEST_OVER_HTTP = 50 * 10**9
@@ -108,38 +104,26 @@ def plan_download(spec: HubSpec) -> DownloadPlan:
     return replace(plan, missing=missing, partial_bytes=n_partial)
 
 
-def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
+def download(plan: DownloadPlan) -> Path:
     """Download what is missing and return the path of the model; of one in shards the first.
 
     What was downloaded before an interruption is used again. Two processes that want the same file share
-    one download: the second waits for the first.
-
-    Args:
-        plan: from `plan_download`.
-        progress: called with the bytes that are here and the bytes of all missing files. Without it
-            huggingface_hub shows its bar if standard error is a terminal.
+    one download: the second waits for the first. huggingface_hub shows its bar on a terminal.
 
     Raises:
         DownloadError: the hub cannot be reached or refuses, the bytes are not those that it announced, or
             the cache cannot be written or the disk is full. No file has its name then.
     """
     _check_space(plan)
-    total, before = sum(plan.missing.values()), 0
-    if progress is None and not (sys.stderr is not None and sys.stderr.isatty()):
-        progress = _ignore
-    for file, size in plan.missing.items():
-        bar = None if progress is None else _bar(partial(_report, progress, before, total))
+    for file in plan.missing:
         try:
             with _requests(f"{plan.spec.repository}/{file}"):
-                _download_file(plan, file, bar)
+                _download_file(plan, file)
         except OSError as error:
             raise DownloadError(
                 f"cannot write to {error.filename or plan.cache}: {error.strerror or error}",
                 hint="free some space, or set HF_HUB_CACHE to a folder that can be written",
             ) from error
-        before += size
-        if progress is not None:
-            progress(before, total)
     reference = plan.folder / "refs" / (plan.spec.revision or "main")
     if reference.name != plan.commit:
         with contextlib.suppress(OSError):  # a convenience of later look-ups
@@ -149,33 +133,10 @@ def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
     return plan.path_of(plan.first)
 
 
-def _ignore(done: int, total: int) -> None:
-    pass
-
-
-def _report(progress: Progress, before: int, total: int, done: int) -> None:
-    progress(before + done, total)
-
-
-def search_hub(words: str, limit: int = 20) -> list[tuple[str, int]]:
-    """Return GGUF repositories whose name has these words, and their downloads, most used first.
-
-    Raises:
-        UnsupportedError, DownloadError: as for `plan_download`.
-    """
-    with _requests("the search"):
-        import huggingface_hub
-
-        found = huggingface_hub.HfApi(endpoint=_endpoint()).list_models(
-            search=words, filter="gguf", sort="downloads", limit=limit
-        )
-        return [(str(each.id), int(each.downloads or 0)) for each in found]
-
-
 # -- one file -----------------------------------------------------------------------------------------
 
 
-def _download_file(plan: DownloadPlan, file: str, bar: type | None) -> None:
+def _download_file(plan: DownloadPlan, file: str) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     repository, endpoint = plan.spec.repository, _endpoint()
@@ -185,18 +146,16 @@ def _download_file(plan: DownloadPlan, file: str, bar: type | None) -> None:
     if not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise DownloadError(f"the hub gives no checksum of {file}", hint="use another mirror")
     if size is not None and size <= _LARGEST_OVER_HTTP:
-        _stream_blob(plan, url, sha256, size, bar)
-    path = Path(
-        hf_hub_download(  # where the blob is there it makes the link in the snapshot
-            repository, file, revision=plan.commit, cache_dir=plan.cache, endpoint=endpoint,
-            tqdm_class=bar,
-        )
-    )  # fmt: skip
-    if not path.is_symlink():  # without links the snapshot has a copy
+        _stream_blob(plan, url, sha256, size)
+    # Where the blob is there it makes the link in the snapshot.
+    path = hf_hub_download(
+        repository, file, revision=plan.commit, cache_dir=plan.cache, endpoint=endpoint
+    )
+    if not os.path.islink(path):  # without links the snapshot has a copy
         (plan.folder / "blobs" / sha256).unlink(missing_ok=True)
 
 
-def _stream_blob(plan: DownloadPlan, url: str, sha256: str, size: int, bar: type | None) -> None:
+def _stream_blob(plan: DownloadPlan, url: str, sha256: str, size: int) -> None:
     """Put the file at ``blobs/SHA``: download what is not here yet, check it, rename it.
 
     The hub redirects to where the file is, each time with a fresh signature: a later attempt may come
@@ -219,10 +178,8 @@ def _stream_blob(plan: DownloadPlan, url: str, sha256: str, size: int, bar: type
         is_resumed = part.is_file() and 0 < part.stat().st_size <= size
         for mode in ("ab", "wb") if is_resumed else ("wb",):  # what was here may be damaged
             with open(part, mode) as opened:
-                http_get(
-                    url, opened, resume_size=opened.tell(), headers=build_hf_headers(),
-                    expected_size=size, tqdm_class=bar,
-                )  # fmt: skip
+                given, headers = opened.tell(), build_hf_headers()
+                http_get(url, opened, resume_size=given, headers=headers, expected_size=size)
             if _sha256(part) == sha256:
                 os.replace(part, blob)
                 return
@@ -240,29 +197,6 @@ def _sha256(path: Path) -> str:
         while piece := opened.read(1 << 20):
             hasher.update(piece)
     return hasher.hexdigest()
-
-
-def _bar(report: Callable[[int], None]) -> type:
-    """Return a progress bar as huggingface_hub wants it that shows nothing and reports the bytes here."""
-    from huggingface_hub.utils import tqdm
-
-    class Bar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: object, initial: int = 0, **options: object) -> None:
-            super().__init__(*args, **{**options, "disable": True})
-            self.n = initial
-            report(self.n)
-
-        def update(self, n: int = 1) -> None:
-            self.n += n
-            report(self.n)
-
-        def update_transfer(self, n: int) -> None:
-            """Do nothing: Xet also counts what comes over the network, before it is unpacked."""
-
-        def set_transfer_postfix_str(self, *_: object, **__: object) -> None:
-            pass
-
-    return Bar
 
 
 # -- the disk and the hub ------------------------------------------------------------------------------

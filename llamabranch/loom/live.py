@@ -97,7 +97,7 @@ class Live:
         self._unwritten: dict[Node, tuple[int, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
         self._timer: asyncio.TimerHandle | None = None
-        self._written = self._synced = 0.0
+        self._sent = self._written = self._synced = 0.0
 
     @property
     def service(self) -> Service:
@@ -177,10 +177,11 @@ class Live:
         """Keep with a node what is known of it besides its tokens, as it is sent."""
         self.journal.add(Kept(id=node.id, name=name, data=Raw(_encode(data))))
 
-    def confirm(self) -> None:
+    async def confirm(self) -> None:
         """Write and sync all records. Raises HttpError if the disk refuses: they are kept."""
         before = self.journal.error
-        self.journal.write(sync=True)
+        if self.journal.write():
+            await asyncio.to_thread(self.journal.sync)
         if self.journal.error is not None:
             self.emit("set", {"file": self.file})
             told = f"{self.journal.error}; the page keeps what is not saved, and tries again"
@@ -218,24 +219,27 @@ class Live:
         for waiting in (self._unsent, self._unwritten):
             old = waiting.get(node, (a, b))
             waiting[node] = min(old[0], a), max(old[1], b)
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_EVENT_S, self._tick)
+        if self._timer is None:  # the first tokens after a pause are sent at once
+            wait = max(0.0, self._sent + _EVENT_S - perf_counter())
+            self._timer = asyncio.get_running_loop().call_later(wait, self._tick)
 
     def _tick(self) -> None:
         """Send tokens, write them every fourth time, and sync once a second."""
         self._timer = None
         self.send_tokens()
-        now = perf_counter()
+        loop, now = asyncio.get_running_loop(), perf_counter()
+        self._sent = now
         if now - self._written >= _WRITE_S - _EVENT_S:
             self._write_tokens()
-            is_late = now - self._synced >= _SYNC_S
             had = self.journal.error
-            self.journal.write(sync=is_late)
-            self._synced = now if is_late else self._synced
+            self.journal.write()
+            if now - self._synced >= _SYNC_S:
+                self._synced = now
+                loop.run_in_executor(None, self.journal.sync)
             if had != self.journal.error:
                 self.emit("set", {"file": self.file})
         if self._unwritten or self.journal.error:
-            self._timer = asyncio.get_running_loop().call_later(_EVENT_S, self._tick)
+            self._timer = loop.call_later(_EVENT_S, self._tick)
 
     def send_tokens(self) -> None:
         """Send the tokens that no event has told yet."""
@@ -277,11 +281,12 @@ class Live:
         for node in job.nodes:
             node.job = None
             if node.made.seed is not None and node.ended is None:
-                self.add(Ended(id=node.id, reason="error"))
+                self.add(Ended(id=node.id, reason="stopped" if job.is_stopped else "error"))
         self.add()
-        self.journal.write(sync=True)
+        self.journal.write()
         self.tell(*job.nodes)
         self.emit("job", job.as_dict())
+        await asyncio.to_thread(self.journal.sync)
 
     def _fail(self, job: Job, error: BaseException) -> None:
         found = http_error(error)
@@ -373,6 +378,8 @@ class Live:
 
     async def generate(self, job: Job, work: Sequence[tuple[Node, Request]]) -> None:
         """Run requests to their ends, each for a node of its own."""
+        if job.is_stopped:
+            return
         nodes = {f"loom-{job.id}-{node.id}": node for node, _ in work}
         job.names = [*nodes]
 
@@ -448,6 +455,8 @@ class Live:
             at = position - owner.made.at
             if owner.lp[at] is None:
                 self.take(owner, [scored], owner.src[at], at)
+                # From the first on: a tab takes no tokens behind those it lacks.
+                self.note(owner, 0, at)
 
     async def scored_path(self, tokens: Sequence[int], start: int) -> list[tuple[TokenScore, int]]:
         """Return scores of tokens from ``start`` on, each with its position."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import NamedTuple
 
 from ..serve.errors import HttpError
@@ -18,6 +19,8 @@ from .searching import SearchOptions, Watch, search
 __all__ = ["Operations"]
 
 _MOST_ANSWERS = 1000
+_FEW = 64  # tokens whose reading is not told of
+_LOOK_S, _FRAME_S = 0.02, 0.016
 Told = dict[str, object]
 
 
@@ -71,7 +74,7 @@ class Operations:
             raise HttpError(400, f"at must be 1 to {node.end}, not {at}", param="at")
         body = await operation.run(loom, do, node, at)
         if needs_file:
-            loom.live.confirm()
+            await loom.live.confirm()
         return body
 
 
@@ -92,8 +95,8 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Told:
     name, (kind, src) = document.name(), ("typed", "t") if do.node else ("prompt", "p")
     made = Made(id=name, parent=do.node, at=at, kind=kind, seam=seam)
     (new,) = loom.make([made, *loom.live.plain(name, ids, src)], do.cid)
-    loom.start_scoring(new)
-    return {"node": document.told(new), "same": False}
+    job = loom.start_scoring(new)
+    return {"node": document.told(new), "same": False, "job": job.id}
 
 
 def _same_tokens(document: Document, ids: list[int], text: str) -> tuple[int, str]:
@@ -164,9 +167,15 @@ def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Told:
     live = loom.live
 
     async def work(job: Job) -> None:
+        if do.op == "fork":  # the page paints its token before decoding takes all cores
+            await asyncio.sleep(_FRAME_S)
         requests = [(node, await loom.request(node, max(0, max_tokens))) for node in nodes]
-        left = nodes[0].end - await loom.service.n_cached(nodes[0].tokens())
-        if left > 64:
+        left = 0
+        if nodes[0].end > _FEW:
+            with suppress(asyncio.TimeoutError):  # the engine is busy: it is not waited for
+                count = loom.service.n_cached(nodes[0].tokens())
+                left = nodes[0].end - await asyncio.wait_for(count, _LOOK_S)
+        if left > _FEW:
             job.told = f"{left} tokens to read again"
             live.emit("job", job.as_dict())
         await live.generate(job, requests)
@@ -258,8 +267,7 @@ async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Told:
         records.append(Made(id=name, parent=job.node, at=job.at, kind="search", by="A"))
         records += live.plain(name, ids, "s")
     nodes = loom.make(records, do.cid)
-    loom.start_scoring(*nodes)
-    return {"nodes": [document.told(each) for each in nodes]}
+    return loom.started(loom.start_scoring(*nodes), nodes)
 
 
 async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Told:
@@ -329,9 +337,9 @@ def _check_idle(loom: Loom) -> None:
 
 async def _compact(loom: Loom, do: Do, node: Node, at: int) -> Told:
     """Write the file again without what was undone, and read it."""
+    await loom.live.confirm()
     _check_idle(loom)
     journal = loom.live.journal
-    loom.live.confirm()
     try:
         journal.rewrite(loom.document.records())
     except OSError as error:
@@ -351,7 +359,7 @@ async def _reread(loom: Loom, do: Do, node: Node, at: int) -> Told:
     loom.reopen(path)
     loom.ready()
     loom.make(await asyncio.to_thread(loom.copied, items))
-    loom.live.confirm()
+    await loom.live.confirm()
     loom.live.emit("reset", {})
     return {"file": path.name}
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Annotated, Literal
 
@@ -12,7 +11,6 @@ from msgspec import Meta, Struct
 
 from ..branch import Branch
 from ..context import Context
-from ..errors import ConfigError
 from ..sampling import SamplingParams
 from ..search import (
     Potential,
@@ -27,6 +25,7 @@ from ..search import (
     tree_search,
     vote,
 )
+from ..search.vote import last_match
 from .document import Seed, short
 from .live import Job, Live
 
@@ -152,7 +151,7 @@ def search(
                 weigh = [_Wanted(asked.want, asked.avoid)]
                 return smc(branch, n, most, potentials=weigh, stop=stop, on_step=watch)
             case "vote":
-                return vote(branch, _answer(asked.answer), n, most, stop=stop, on_step=watch)
+                return vote(branch, last_match(asked.answer), n, most, stop=stop, on_step=watch)
             case "steps":
                 return step_search(
                     branch, reward, n, beam_width=n, max_steps=asked.iterations, step=asked.step,
@@ -178,17 +177,3 @@ class _Wanted(Potential):
         return 2.0 * sum(each in text for each in self._want)
 
     complete = prefix
-
-
-def _answer(pattern: str) -> Callable[[str], str | None]:
-    """Return what finds the last match of a pattern; of it the first group, if it has one."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"answer is no regular expression: {error}") from None
-
-    def answer(text: str) -> str | None:
-        found = [*compiled.finditer(text)]
-        return found[-1][1 if found[-1].lastindex else 0] if found else None
-
-    return answer

@@ -4,7 +4,7 @@ No other package imports ``llama_cpp``. Callers check every argument first, with
 that this package reports, because llama.cpp calls ``abort()`` on most invalid arguments.
 """
 
-from . import core, draft_loop, heads, staging
+from . import core, heads, staging
 from .attention import attention_seconds
 from .context import ContextHandle, HeadOf, NativeContextParams
 from .handle import forkable_lock
@@ -39,7 +39,6 @@ __all__ = [
     "available_cores",
     "call_in_thread",
     "core",
-    "draft_loop",
     "engine_versions",
     "forkable_lock",
     "heads",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ from .context import ContextHandle
 from .staging import LAYER_INPUTS, NEXTN_OUTPUT, check_available, functions
 
 __all__ = [
-    "DraftHead",
     "Encoder",
     "ExtractedRows",
     "Rows",
@@ -126,28 +124,6 @@ def _view(address: int | None, n: int, width: int) -> Rows:
         raise UnsupportedError("llama.cpp gave no hidden states")
     raw = (ctypes.c_float * (n * width)).from_address(address)
     return np.ctypeslib.as_array(raw).reshape(n, width)
-
-
-class DraftHead(NamedTuple):
-    """What the compiled core needs to draft with a head.
-
-    Attributes:
-        get_states, encode: the addresses of llama.cpp's functions.
-        n_state: numbers in a state.
-    """
-
-    get_states: int
-    encode: int
-    n_state: int
-
-    @classmethod
-    def of(cls, handle: ContextHandle) -> DraftHead:
-        """Describe the head that a context computes."""
-        addresses = [
-            ctypes.cast(function, ctypes.c_void_p).value or 0
-            for function in (functions["get_nextn"], C._lib.llama_encode)
-        ]
-        return cls(addresses[0], addresses[1], handle.n_embd_out)
 
 
 def use_mtp_layer(handle: ContextHandle, number: int) -> None:

@@ -7,6 +7,7 @@ module knows nothing of models or llama.cpp.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..arguments import choice, instance, whole
 from ..errors import ConfigError
 from .noise import DRAW, Floats, Ids, log_uniforms
 
-__all__ = ["Distribution", "log_base", "number_array"]
+__all__ = ["Distribution", "falling", "log_base", "number_array"]
 
 
 _LEAST_WEIGHT = np.array(1e-300)  # an array without axes: NumPy takes it in faster than a scalar
@@ -167,11 +168,21 @@ class Distribution:
         """
         if len(self.ids) == 1:
             return int(self.ids[0])
+        return int(self.ids[self._race(seed, position, purpose).argmax()])
+
+    def order(self, seed: int, position: int) -> Iterator[int]:
+        """Yield the places of all tokens in ``ids`` in the order of a draw without replacement.
+
+        The first is that of the token that ``draw`` returns; the others follow by the same noise.
+        """
+        return falling(self._race(seed, position, DRAW))
+
+    def _race(self, seed: int, position: int, purpose: int) -> Floats:
         weights = np.exp(self._logweights)
         np.maximum(weights, _LEAST_WEIGHT, out=weights)  # one that is 0 for a float is never drawn
         race = log_uniforms(seed, position, self.ids, purpose)
         race /= weights
-        return int(self.ids[race.argmax()])
+        return race
 
     def top(self, k: int) -> list[tuple[int, float]]:
         """Return the ``k`` most probable tokens with their log-probabilities, best first."""
@@ -217,6 +228,22 @@ class Distribution:
         both = (p > 0.0) & (q > 0.0)
         chances = 1.0 / (above[both] / p[both] + below[both] / q[both])
         return min(1.0, float(chances.sum()))
+
+
+def falling(values: Floats) -> Iterator[int]:
+    """Yield the places of ``values`` (K,) from the largest to the smallest, of equals the first first.
+
+    Nothing is sorted for the first one, and little for the next.
+    """
+    best = int(values.argmax())
+    yield best
+    n = min(64, len(values) - 1)
+    least = np.partition(values, len(values) - n)[len(values) - n] if n else math.inf
+    top = np.flatnonzero(values >= least)
+    top = top[np.argsort(-values[top], kind="stable")]
+    yield from (int(i) for i in top if i != best)
+    if len(top) < len(values):
+        yield from np.argsort(-values, kind="stable")[max(1, len(top)) :].tolist()
 
 
 def number_array(name: str, values: object, kind: type[T], *, copy: bool = False) -> npt.NDArray[T]:

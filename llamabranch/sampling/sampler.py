@@ -9,7 +9,7 @@ noise decides whether XTC applies, and then it is applied with probability 1 or 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import SupportsIndex
 
 import numpy as np
@@ -19,7 +19,8 @@ from ..arguments import instance, shown
 from ..errors import ConfigError, GrammarError
 from ..model import Model, TokenIds, token_list
 from ..native import CandidateBuffer, SamplerHandle, core, softmax_agrees
-from .distribution import Distribution, candidates
+from .constraint import ConstraintState
+from .distribution import Distribution, candidates, falling
 from .grammar import Grammar
 from .grammar.grammar import GrammarState
 from .noise import MIXTURE, uniform
@@ -40,7 +41,12 @@ class Sampler:
     """Turns a row of logits into the distribution of the next token; keeps the state of the samplers.
 
     State: penalties and DRY keep the last tokens, a logits processor all of them, a grammar keeps its
-    position; without these the sampler has no state, and ``clone`` returns the sampler itself.
+    position, a constraint the text; without these the sampler has no state, and ``clone`` returns the
+    sampler itself.
+
+    Attributes:
+        constraint: the text under the constraint of a generation, None without one. It changes what is
+            drawn, and no distribution.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class Sampler:
         self._xtc = self._build_xtc()
         self._temperature_step = self._build_temperature()
         self._grammar_state = None if grammar is None else grammar.start(model)
+        self.constraint: ConstraintState | None = None
         self._buffer = CandidateBuffer(model.n_vocab)
         self._bias = self._build_bias()
         # If top-k is the first step, only the k largest logits need to go to llama.cpp.
@@ -207,7 +214,8 @@ class Sampler:
     @property
     def is_stateless(self) -> bool:
         """True if accepted tokens do not change later distributions."""
-        return (self._history, self._grammar_state, self._tokens) == (None, None, None)
+        states = (self._history, self._grammar_state, self._tokens, self.constraint)
+        return states == (None, None, None, None)
 
     @property
     def is_argmax(self) -> bool:
@@ -297,6 +305,41 @@ class Sampler:
                 raise ConfigError("no token is left to draw: every logit is masked or NaN")
             return Distribution.point(int(ids[left == best].min()))
         return Distribution.from_logits(left, ids)
+
+    def draw_allowed(self, logits: LogitsArray, position: int, seed: int) -> int:
+        """Return the first token that the constraint allows, in the order of a draw without replacement.
+
+        Where it refuses all tokens that the settings leave, those that they have left out follow, the
+        most probable first.
+
+        Raises:
+            ConstraintError: it allows none.
+        """
+        state = self.constraint
+        if state is None:
+            raise ConfigError("there is no constraint")
+        for token in self._in_order(logits, position, seed):
+            if state.allows(token):
+                return token
+        raise state.dead_end()
+
+    def _in_order(self, logits: LogitsArray, position: int, seed: int) -> Iterator[int]:
+        found = self.distribution(logits, position, seed)
+        for i in found.order(seed, position):
+            yield int(found.ids[i])
+        ids, scores = self.processed(logits)
+        if len(found) < len(ids):
+            left = ~np.isin(ids, found.ids)
+            ids, scores = ids[left], scores[left]
+            for i in falling(scores):
+                yield int(ids[i])
+
+    def constrained(self, state: ConstraintState | None) -> Sampler:
+        """Return a copy with another constraint, at the state after the same tokens, or without one."""
+        found = object.__new__(Sampler)
+        found.__dict__.update(self.__dict__)
+        found.constraint = state
+        return found.clone()
 
     def processed(
         self, scores: npt.NDArray[np.floating], *, masked: bool = True
@@ -433,6 +476,9 @@ class Sampler:
             self._grammar_state.accept(token)
         self._remember((token,))
 
+        if self.constraint is not None:
+            self.constraint = self.constraint.accept(token)
+
     def _remember(self, tokens: Sequence[int]) -> None:
         if self._tokens is not None:
             self._tokens += tokens
@@ -488,6 +534,7 @@ class Sampler:
         if self.is_stateless:
             return self
         sampler = Sampler(self.model, self.params, self.grammar)
+        sampler.constraint = None if self.constraint is None else self.constraint.start()
         sampler.accept_prompt(prompt)
         for token in generated:
             sampler.accept(token)

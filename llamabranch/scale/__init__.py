@@ -12,14 +12,13 @@ Importing this imports neither Ray nor pyarrow; both come with ``pip install 'll
 """
 
 from .cluster import make_ledger
-from .job import JobOptions, JobReport, Progress, generate, score
+from .job import JobOptions, JobReport, generate, score
 from .stages import Generate, Score, WorkerOptions
 
 __all__ = [
     "Generate",
     "JobOptions",
     "JobReport",
-    "Progress",
     "Score",
     "WorkerOptions",
     "generate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -82,12 +83,13 @@ def data_context(**values: object) -> Iterator[None]:
     from ray.data import DataContext
 
     context = DataContext.get_current().copy()
-    quiet = {"enable_progress_bars": False, "print_on_execution_start": False}
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    quiet = {"enable_progress_bars": is_terminal, "print_on_execution_start": False}
     for name, value in {**quiet, **values}.items():
         setattr(context, name, value)
     log = logging.getLogger("ray.data")
     level = log.level
-    log.setLevel(logging.ERROR)  # our progress and errors tell what its lines tell
+    log.setLevel(logging.ERROR)  # its bars and our errors tell what its lines tell
     try:
         with DataContext.current(context):
             yield

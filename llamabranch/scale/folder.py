@@ -8,13 +8,12 @@ another, by which Ray finds what to delete. Here a file of results is complete a
 from __future__ import annotations
 
 import json
-import math
 import os
 import posixpath
 from collections.abc import Sequence
 from contextlib import suppress
 from glob import glob
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigError
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow.fs
     import ray.data
 
-__all__ = ["File", "Folder", "input_files", "make_sink", "write_json_lines"]
+__all__ = ["File", "Folder", "input_files", "make_sink"]
 
 _ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
@@ -145,14 +144,14 @@ def _files(filesystem: pyarrow.fs.FileSystem, path: str) -> list[File]:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def make_sink(folder: Folder, kind: str) -> ray.data.Datasink:
-    """Return the data sink of a folder, a file for each block; ``kind`` is "parquet" or "jsonl"."""
+def make_sink(folder: Folder) -> ray.data.Datasink:
+    """Return the data sink of a folder: a Parquet file for each block."""
     import pyarrow.parquet as pq
     from ray.data.datasource import BlockBasedFileDatasink, FilenameProvider
 
     class Names(FilenameProvider):  # type: ignore[misc, unused-ignore]
         def get_filename_for_task(self, write_uuid: str, task_index: int) -> str:
-            return f"{write_uuid}-{task_index:012}.{kind}"
+            return f"{write_uuid}-{task_index:012}.parquet"
 
     class Sink(BlockBasedFileDatasink):  # type: ignore[misc, unused-ignore]
         def write_block(self, block: object, block_index: int, ctx: object) -> None:
@@ -161,26 +160,12 @@ def make_sink(folder: Folder, kind: str) -> ray.data.Datasink:
             path = posixpath.join(self.path, name)
             table = block.to_arrow()  # type: ignore[attr-defined]
             with self.open_output_stream(path + ".part") as file:
-                (write_json_lines if kind == "jsonl" else pq.write_table)(table, file)
+                pq.write_table(table, file)
             self.filesystem.move(path + ".part", path)
 
     return Sink(
         folder.path,
         filesystem=folder.filesystem,
         filename_provider=Names(),
-        file_format=kind,
+        file_format="parquet",
     )
-
-
-def write_json_lines(table: pyarrow.Table, file: BinaryIO) -> None:
-    """Write one object a line; numbers that JSON does not have become null."""
-    for row in table.to_pylist():
-        file.write(json.dumps(_plain(row), ensure_ascii=False).encode("utf-8") + b"\n")
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

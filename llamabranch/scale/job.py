@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
-from time import monotonic
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from typing_extensions import Unpack
@@ -30,7 +26,6 @@ from ..native import engine_versions
 from ..sampling import Grammar, SamplingParams
 from .cluster import cluster, data_context, import_ray, make_ledger, translated
 from .folder import Folder, input_files, make_sink
-from .ledger import LedgerHandle
 from .rows import GenerateRows, RowOptions, ScoreRows
 from .stages import Generate, Score, WorkerOptions
 from .staging import Input, count_rows
@@ -38,11 +33,9 @@ from .staging import Input, count_rows
 if TYPE_CHECKING:
     import pyarrow.fs
 
-__all__ = ["JobOptions", "JobReport", "Progress", "generate", "score"]
+__all__ = ["JobOptions", "JobReport", "generate", "score"]
 
 _MOST = 1e15
-_POLL_S = 1.0
-_LONGEST_LINE = 64 << 20  # bytes of a row in JSON
 _WORKERS_A_HELPER = 8  # workers for each process that reads, and each that writes
 _ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
 
@@ -58,48 +51,10 @@ class JobOptions(TypedDict, total=False):
     address: str | None
     resume: bool
     block_rows: int
-    format: str
     id_column: str
     keep: Sequence[str]
-    price: float | None
     stall_s: float
     filesystem: pyarrow.fs.FileSystem | None
-    on_progress: Callable[[Progress], None] | None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a job has done so far.
-
-    Rows of blocks that were run again count again, so ``rows`` may be ahead of what is written.
-
-    Args:
-        rows: rows with a result, those of earlier runs included; n_rows: in all.
-        errors: rows without a text, of this run.
-        generated_tokens, prompt_tokens: of this run.
-        evaluated_tokens: prompt tokens that were not in a cache.
-        deaths: worker processes that have died.
-        workers: how many have a model.
-        seconds: since the workers were asked for.
-        cost: so far, if a price is given.
-    """
-
-    rows: int
-    n_rows: int
-    errors: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    evaluated_tokens: int = 0
-    deaths: int = 0
-    workers: int = 0
-    seconds: float = 0.0
-    cost: float | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens, or scored ones, per second of this run."""
-        tokens = self.generated_tokens or self.prompt_tokens
-        return tokens / self.seconds if self.seconds else math.nan
 
 
 @dataclass(frozen=True)
@@ -111,9 +66,9 @@ class JobReport:
         n_rows: rows of the output.
         n_errors: of these, rows without a text; their column ``error`` tells why.
         n_resumed: rows that an earlier run had written.
+        n_deaths: worker processes that have died in this run.
         batch_invariant: whether all workers' contexts were batch-invariant: then the same job gives
             the same bytes again.
-        last: what this run has done.
         seed: from which the rows' seeds are derived.
     """
 
@@ -121,8 +76,8 @@ class JobReport:
     n_rows: int
     n_errors: int
     n_resumed: int
+    n_deaths: int
     batch_invariant: bool
-    last: Progress
     seed: int
 
     def as_dict(self) -> dict[str, object]:
@@ -162,10 +117,8 @@ def generate(
               that is connected, else a local one.
             - ``resume``: continue a job that was interrupted.
             - ``block_rows`` (512): rows that are written, or after a failure repeated, together.
-            - ``format``: "parquet" or "jsonl"; ``id_column`` ("id"); ``keep``: columns of the input
-              that the output has too; ``filesystem``: a ``pyarrow.fs.FileSystem``.
-            - ``price``: of one worker for one hour, for the cost; ``on_progress``: called about once a
-              second with a `Progress`.
+            - ``id_column`` ("id"); ``keep``: columns of the input that the output has too;
+              ``filesystem``: a ``pyarrow.fs.FileSystem``.
             - ``stall_s``: a worker without progress for so long ends itself (600).
 
     Raises:
@@ -223,12 +176,7 @@ class _Job:
         self._gpus = bounded("gpus", options.get("gpus", 0.0), 0.0, _MOST)
         self._streams = whole("streams", options.get("streams", 8), 1, 255)
         self._block_rows = whole("block_rows", options.get("block_rows", 512), 1)
-        price = options.get("price")
-        self._price = None if price is None else bounded("price", price, 0.0, _MOST)
         self._stall_s = bounded("stall_s", options.get("stall_s", 600.0), 0.0, _MOST)
-        self._format = options.get("format", "parquet")
-        if self._format not in ("parquet", "jsonl"):
-            raise ConfigError(f"format must be 'parquet' or 'jsonl', not {self._format!r}")
         self._model, self._load, self._options = model, LoadOptions(**(load or {})), options
         self._arguments = {field.name: getattr(rows, field.name) for field in fields(rows)}
         id_column, keep = options.get("id_column", "id"), tuple(options.get("keep", ()))
@@ -239,12 +187,11 @@ class _Job:
         self._folder = self._output / "_job"
         files = json.dumps([[file.path, file.size] for file in self._input.files])
         self._settings: dict[str, object] = {
-            "format": 3,
+            "format": 4,
             "kind": "generate" if isinstance(rows, GenerateRows) else "score",
             "input": hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:16],
             "id_column": id_column,
             "keep": list(keep),
-            "output_format": self._format,
             "load": _plain({k: v for k, v in self._load.items() if not k.startswith("n_threads")}),
             **cast("dict[str, object]", _plain(self._arguments)),
         }
@@ -286,7 +233,7 @@ class _Job:
                 n_rows = self._input.stage(self._folder / "prompts", self._block_rows)
                 self._folder.write_json("job.json", {**settings, "rows": n_rows})
             n_before = count_rows(self._folder / "checkpoint")
-            book, last = make_ledger(), Progress(n_before, n_rows)
+            book = make_ledger()
             worker = WorkerOptions(
                 streams=self._streams,
                 draft=self._options.get("draft"),
@@ -295,9 +242,7 @@ class _Job:
                 stall_s=self._stall_s,
             )
             if n_before < n_rows:
-                with self._reporting(book, n_rows, n_before) as progress:
-                    self._map(stage, {**self._arguments, "seed": seed, "worker": worker})
-                last = progress()
+                self._map(stage, {**self._arguments, "seed": seed, "worker": worker})
             n_written = count_rows(self._folder / "checkpoint")
             if n_written != n_rows:
                 raise JobError(
@@ -305,7 +250,8 @@ class _Job:
                     hint="resume the job; please report this",
                 )
             n_errors, invariant = self._summary()
-        report = JobReport(self._output.path, n_rows, n_errors, n_before, invariant, last, seed)
+            n_deaths = cast(int, ray.get(book.n_deaths.remote()))
+        report = JobReport(self._output.path, n_rows, n_errors, n_before, n_deaths, invariant, seed)
         self._output.write_json("_SUCCESS", report.as_dict())
         return report
 
@@ -353,53 +299,22 @@ class _Job:
                 ),
             )
             # Should Ray drop the checkpoints, the rows that are counted at the end would be missing.
-            sink = make_sink(self._output, self._format)
+            sink = make_sink(self._output)
             rows.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=n_helpers)
 
     def _summary(self) -> tuple[int, bool]:
         """Return how many rows of the output are errors, and whether all of it is batch-invariant."""
         import pyarrow as pa
         import pyarrow.dataset as ds
-        import pyarrow.json as pj
 
-        lines = ds.JsonFileFormat(read_options=pj.ReadOptions(block_size=_LONGEST_LINE))
         rows = ds.dataset(
-            self._output.paths(f".{self._format}"),
+            self._output.paths(".parquet"),
             schema=pa.schema([("error", pa.string()), ("batch_invariant", pa.bool_())]),
-            format=lines if self._format == "jsonl" else ds.ParquetFileFormat(),
+            format="parquet",
             filesystem=self._output.filesystem,
         )
         n_errors = rows.count_rows(filter=ds.field("error").is_valid())
         return n_errors, not rows.count_rows(filter=~ds.field("batch_invariant"))
-
-    @contextmanager
-    def _reporting(
-        self, book: LedgerHandle, n_rows: int, n_before: int
-    ) -> Iterator[Callable[[], Progress]]:
-        """Yield what tells the progress; call ``on_progress`` with it about once a second."""
-        ray, report, begin = import_ray(), self._options.get("on_progress"), monotonic()
-        ended = threading.Event()
-
-        def progress() -> Progress:
-            totals = cast("dict[str, int]", ray.get(book.totals.remote(), timeout=10))
-            totals["rows"] = min(n_rows, n_before + totals["rows"])
-            seconds, cost = monotonic() - begin, None
-            if self._price is not None:
-                cost = self._price * max(totals["workers"], 1) * seconds / 3600
-            return Progress(**totals, n_rows=n_rows, seconds=seconds, cost=cost)
-
-        def poll() -> None:
-            while report is not None and not ended.wait(_POLL_S):
-                with suppress(Exception):  # the ledger may be starting again
-                    report(progress())
-
-        thread = threading.Thread(target=poll, name="job progress", daemon=True)
-        thread.start()
-        try:
-            yield progress
-        finally:
-            ended.set()
-            thread.join()
 
 
 def _model_facts(model: str) -> dict[str, object]:

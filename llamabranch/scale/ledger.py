@@ -10,7 +10,7 @@ none does if the whole node is gone, which is not a row's fault.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,9 +59,7 @@ class Ledger:
         self._deaths: Counter[Row] = Counter()
         self._reasons: dict[Row, str] = {}
         self._n_loading_deaths = 0
-        self._totals = Counter(
-            rows=0, errors=0, prompt_tokens=0, evaluated_tokens=0, generated_tokens=0, deaths=0
-        )
+        self._n_deaths = 0
 
     def register(self, actor: str, process: str, node: str) -> int:
         """Note that a process of an actor has started.
@@ -76,7 +74,7 @@ class Ledger:
         return self._n_loading_deaths
 
     def _bury(self, worker: _Worker) -> None:
-        self._totals["deaths"] += 1
+        self._n_deaths += 1
         if worker.node and worker.node not in self._living_nodes():
             return
         self._n_loading_deaths += worker.is_loading
@@ -101,8 +99,8 @@ class Ledger:
         if worker.process == process:
             worker.rows.update(dict.fromkeys(rows))
 
-    def end(self, actor: str, process: str, rows: Iterable[Row], counts: Mapping[str, int]) -> None:
-        """Note that rows have results; ``counts`` are added to the totals."""
+    def end(self, actor: str, process: str, rows: Iterable[Row]) -> None:
+        """Note that rows have results."""
         worker = self._workers.get(actor)
         for row in rows:
             if worker is not None and worker.process == process:
@@ -110,14 +108,12 @@ class Ledger:
             if self._deaths[row] < MOST_DEATHS:  # an error stays one if its block runs again
                 del self._deaths[row]
                 self._reasons.pop(row, None)
-        self._totals.update(counts)
 
     def last_words(self, actor: str, reason: str) -> None:
         """Note why a process is about to end itself."""
         if actor in self._workers:
             self._workers[actor].reason = reason
 
-    def totals(self) -> dict[str, int]:
-        """Return what the workers have done so far, rows that were run again included."""
-        loaded = [worker for worker in self._workers.values() if not worker.is_loading]
-        return {**self._totals, "workers": len(loaded)}
+    def n_deaths(self) -> int:
+        """Return how many processes have died."""
+        return self._n_deaths

@@ -107,7 +107,6 @@ class _Stage:
         self._engine = AsyncEngine(
             self._context, drafter, sampling=sampling, max_tokens=None, seed=seed
         )
-        self._n_evaluated = 0  # prompt tokens that the ledger knows of
         self._alone, self._others = asyncio.Lock(), asyncio.Event()
         self._n_shared = 0
         self._others.set()
@@ -139,7 +138,7 @@ class _Stage:
                 why = reason or "it was killed, or llama.cpp aborted it"
                 text = f"its worker process died {n} times while it ran, at last alone: {why}"
                 records[i] = error_record(self._kind, text)
-                await self._end([ids[i]], [records[i]], [])
+                await self._ask("end", self._actor, self._process, [ids[i]])
             elif n:
                 async with self._alone:
                     await self._others.wait()
@@ -167,31 +166,28 @@ class _Stage:
         names = [ids[i] for i in rows]
         await self._ask("begin", self._actor, self._process, names)
         running = [asyncio.ensure_future(self._row(row, str(ids[i]))) for i, row in rows.items()]
-        pending: set[asyncio.Future[tuple[Record, list[Result]]]] = set(running)
+        pending: set[asyncio.Future[Record]] = set(running)
         n_passes = -1
         while pending:
             _, pending = await asyncio.wait(pending, timeout=self._worker.stall_s)
             before, n_passes = n_passes, self._engine.stats.target_forward_passes
             if pending and n_passes == before:  # such as a decode that never returns
                 self._end_process(f"no progress for {self._worker.stall_s:g} s")
-        found = [each.result() for each in running]
-        records = [record for record, _ in found]
-        await self._end(names, records, [result for _, its in found for result in its])
-        return dict(zip(rows, records, strict=True))
+        await self._ask("end", self._actor, self._process, names)
+        return {i: each.result() for i, each in zip(rows, running, strict=True)}
 
-    async def _row(self, row: Record, name: str) -> tuple[Record, list[Result]]:
-        """Return the output columns of a row, and its results."""
+    async def _row(self, row: Record, name: str) -> Record:
+        """Return the output columns of a row."""
         try:
             request = self._kind.request(self._context, row, name)
-            results = await self._results(request)
+            return self._kind.record(await self._results(request))
         except LlamaBranchError as error:
             if isinstance(error, DecodeError):
                 self._end_process(f"the engine failed: {error}")
-            return error_record(self._kind, describe(error)), []
+            return error_record(self._kind, describe(error))
         except Exception as error:  # whatever it is, the requests cannot go on here
             self._end_process(f"the engine failed: {error}")
             raise
-        return self._kind.record(results), results
 
     async def _results(self, request: Request) -> list[Result]:
         """Return the results of a request's texts once all have ended."""
@@ -228,19 +224,6 @@ class _Stage:
         if self._worker.ledger is None:
             return None
         return await getattr(self._worker.ledger, method).remote(*args)
-
-    async def _end(
-        self, ids: Sequence[Row], records: Sequence[Record], results: Sequence[Result]
-    ) -> None:
-        before, self._n_evaluated = self._n_evaluated, self._engine.stats.prompt_tokens
-        counts = {
-            "rows": len(records),
-            "errors": sum(record["error"] is not None for record in records),
-            "prompt_tokens": sum(r.num_prompt_tokens for r in results if r.sample == 0),
-            "evaluated_tokens": self._n_evaluated - before,
-            "generated_tokens": sum(len(result.tokens) for result in results),
-        }
-        await self._ask("end", self._actor, self._process, ids, counts)
 
     def _end_process(self, reason: str) -> None:
         """End this process at once, without cleaning up what may be broken."""

@@ -26,7 +26,7 @@ from .node import SearchNode
 from .result import Hypothesis
 from .sequences import SearchSequences
 
-__all__ = ["Boundary", "Continuation", "Continuations", "slot_seed"]
+__all__ = ["Boundary", "Continuation", "Continuations", "numbered", "slot_seed"]
 
 _RULE = "seeded"
 
@@ -87,6 +87,7 @@ class Continuation:
         output: all its tokens since the first node, and whether it has ended.
         branch: the branch that generates it, None while it has none.
         running: its rounds, while it has a branch.
+        equals: other texts that are equal so far, and share its branch.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Continuation:
         self.output = OutputBuffer(max_tokens, stop)
         self.branch: Branch | None = None
         self.running: RunningText | None = None
+        self.equals: list[Continuation] = []
         self.tokens: list[int] = []  # of the segment, with an EOG token
         self.logprobs: list[float] = []
         self.segment_text = ""
@@ -133,6 +135,13 @@ class Continuation:
         n = sum(len(node.tokens) for node in self.node.path)
         return self.node.logprob / n if n else 0.0
 
+    def add(self, one: Produced) -> None:
+        """Append a token to the text and to the segment."""
+        self.output.add(one)
+        self.tokens.append(one.token)
+        self.logprobs.append(one.logprob)
+        self.segment_text += one.text
+
     def hypothesis(self, score: float) -> Hypothesis:
         """Return its text so far."""
         self.node.score = score
@@ -140,6 +149,17 @@ class Continuation:
         return Hypothesis(
             list(self.output.tokens), self.output.text, self.node.logprob, score, reason, self.node
         )
+
+
+def numbered(
+    node: SearchNode,
+    numbers: Sequence[int],
+    max_tokens: int | None,
+    stop: Sequence[str],
+    seed: int,
+) -> list[Continuation]:
+    """Return continuations of ``node``, one for each number, which decides its draws."""
+    return [Continuation(node, slot_seed(seed, i), max_tokens, stop) for i in numbers]
 
 
 class Continuations:
@@ -159,6 +179,7 @@ class Continuations:
             length = draft_length(SpeculativeConfig(rule=_RULE), drafter, sequences.ctx)
         self._loop = Loop(sequences.ctx, length, drafter)
         self._root_state: DraftState | None = None
+        self._shares = False  # texts that are equal so far are decoded once
         self._is_full = False  # until a text ends, no other is admitted
         self._active: list[Continuation] = []
         self._waiting: deque[Continuation] = deque()
@@ -203,6 +224,7 @@ class Continuations:
         Raises:
             CapacityError, DecodeError: as in every search, close the `SearchSequences` then.
         """
+        self._shares = boundary is None and self._loop.drafter is None
         boundary = boundary or Boundary()
         after = after or self._sequences.end_step
         self._is_full = False
@@ -253,20 +275,49 @@ class Continuations:
 
     def _add(self, line: Continuation, produced: Sequence[Produced], boundary: Boundary) -> None:
         """Add the tokens of a round to a text, up to the end of its segment."""
+        if line.equals:
+            self._part(line, produced[0], boundary)
         for one in produced:
             if boundary.is_before(line, one):
                 self._close_segment(line)
                 return
-            line.output.add(one)
-            line.tokens.append(one.token)
-            line.logprobs.append(one.logprob)
-            line.segment_text += one.text
+            for each in (line, *line.equals):
+                each.add(one)
             if line.is_finished:
                 self._end(line)
                 return
             if boundary.is_after(line):
                 self._close_segment(line)
                 return
+
+    def _part(self, line: Continuation, one: Produced, boundary: Boundary) -> None:
+        """Let those of equal texts go on by themselves that have drawn another token than ``one``."""
+        running, end = line.running, self._sequences.branch.position + len(line.output.tokens)
+        if running is None or line.branch is None:
+            return
+        groups: dict[int, list[Continuation]] = {one.token: []}
+        drawn = {}
+        for each, its in zip(line.equals, running.others, strict=True):
+            groups.setdefault(its.token, []).append(each)
+            drawn[its.token] = its
+        line.equals = groups.pop(one.token)
+        running.other_seeds = [each.seed for each in line.equals]
+        for token, (leader, *rest) in groups.items():
+            leader.equals = rest
+            for each in (leader, *rest):
+                each.add(drawn[token])
+            branch = None
+            if not leader.is_finished:
+                branch = self._sequences.part(line.branch, end)
+                if branch is None:
+                    self._waiting.appendleft(leader)
+                    continue
+            leader.branch = branch
+            self._active.append(leader)
+            if branch is None:
+                self._end(leader)
+            else:
+                self._open(leader, branch, boundary)
 
     def _close_segment(self, line: Continuation) -> None:
         """Make the branch hold exactly the segment: drop drafted tokens, or decode the last one."""
@@ -284,19 +335,21 @@ class Continuations:
         """End the segment of a text: make its node, keep its branch if it goes on."""
         sequences = self._sequences
         self._release(line, keep=not line.is_finished)
-        node = sequences.child(line.node, line.tokens, line.logprobs)
-        if line.is_finished:
-            node.status = "finished"
+        for each in (line, *line.equals):
+            each.node = sequences.child(each.node, each.tokens, each.logprobs)
+            if each.is_finished:
+                each.node.status = "finished"
         branch, line.branch = line.branch, None
-        line.node = node
+        line.equals = []
         self._active.remove(line)
         self._is_full = False
         if branch is not None:
-            sequences.hold(node, branch)
+            sequences.hold(line.node, branch)
 
     def _end_early(self, line: Continuation, reason: str) -> None:
         """End a text where it is."""
-        line.output.break_off(reason)
+        for each in (line, *line.equals):
+            each.output.break_off(reason)
         self._end(line)
 
     def _release(self, line: Continuation, *, keep: bool) -> None:
@@ -314,10 +367,11 @@ class Continuations:
             self._end_early(self._active[0], "cancelled")
         while self._waiting:
             line = self._waiting.popleft()
-            line.output.break_off("cancelled")
             if line.tokens:  # it was preempted
                 self._active.append(line)
-                self._end(line)
+                self._end_early(line, "cancelled")
+            else:
+                line.output.break_off("cancelled")
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -328,9 +382,16 @@ class Continuations:
             return
         opened: list[tuple[Continuation, Branch, list[int]]] = []
         starts = Counter(line.node for line in self._waiting)
-        while self._waiting and len(self._active) + len(opened) < sequences.capacity:
+        first: dict[SearchNode, Continuation] = {}  # of those that have no tokens yet
+        n_lines = sum(1 + len(line.equals) for line in self._active)
+        while self._waiting and n_lines < sequences.capacity:
             line = self._waiting[0]
             starts[line.node] -= 1
+            n_lines += 1 + len(line.equals)
+            if self._shares and line.node in first and not line.output.tokens:
+                first[line.node].equals += [self._waiting.popleft(), *line.equals]
+                line.equals = []
+                continue
             others = [node for node, n in starts.items() if n]
             taken = None
             if keep or starts[line.node]:
@@ -341,6 +402,8 @@ class Continuations:
                 break
             self._waiting.popleft()
             branch, lacking = taken
+            if not line.output.tokens:
+                first[line.node] = line
             opened.append((line, branch, lacking + line.tokens[:-1]))
         missing = {branch: tokens for _, branch, tokens in opened if tokens}
         try:
@@ -359,12 +422,13 @@ class Continuations:
             self._open(line, branch, boundary)
 
     def _open(self, line: Continuation, branch: Branch, boundary: Boundary) -> None:
-        branch.sequence.seed, branch.sequence.seed_given = line.seed, True
+        branch.sequence.seed = line.seed
         root = self._draft_root()
         line.running = self._loop.open(
             branch.sequence, _RULE, self.stats, drafts=root is not None, like=root
         )
-        if line.tokens:  # it was preempted: it goes on after its last token
+        line.running.other_seeds = [each.seed for each in line.equals]
+        if line.tokens:  # it goes on after its last token
             branch.sequence.append(line.tokens[-1], -line.logprobs[-1], None)
         else:
             self._add(line, [line.running.draw()], boundary)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from ..arguments import instance
-from ..pictures import Token, TreeLine, tree
+from ..pictures import Token, TreeLine
 from .node import SearchNode
 
-__all__ = ["TreeLine", "outline", "tree_picture"]
+__all__ = ["TreeLine", "outline"]
 
 
 def outline(root: SearchNode, *, prompt: str | None = None, most_pruned: int = 3) -> TreeLine:
@@ -94,8 +94,3 @@ def _line(
     if last.n_visits and last.parent is not None:
         figures.append(f"{last.n_visits} visit{'s' if last.n_visits > 1 else ''}")
     return TreeLine(tokens, ", ".join(figures), children, status, n_hidden)
-
-
-def tree_picture(root: SearchNode, *, prompt: str | None = None, caption: str = "") -> str:
-    """Return the tree as HTML, with tokens coloured by probability."""
-    return tree([outline(root, prompt=prompt)], caption=caption)

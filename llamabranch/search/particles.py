@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,8 +17,10 @@ from ..errors import ConfigError, DecodeInterruptedError, GrammarError
 from ..generation.text import Text
 from ..model import Model, stop_strings
 from ..sampling import Distribution, SamplingParams
+from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.noise import RULE, uniform
-from .checks import MOST_TEXTS, check_start, first_seed, token_limit
+from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
+from .constraints import weighted_draw
 from .node import SearchNode
 from .resampling import SCHEMES, ancestors, effective_size, log_mean
 from .result import SearchResult
@@ -68,6 +70,9 @@ class Draws(Protocol):
     def token(self, source: Distribution | Following, step: int, slot: int) -> int:
         """Return the token drawn from ``source`` for a slot."""
 
+    def order(self, source: Distribution, step: int, slot: int) -> Iterator[int]:
+        """Yield the places of all tokens of ``source``, as drawn for a slot without replacement."""
+
     def uniform(self, step: int, index: int) -> float:
         """Return the ``index``-th uniform number of the resampling in ``step``."""
 
@@ -84,6 +89,10 @@ class SeededDraws:
         """Return the token drawn from ``source`` for a slot."""
         return source.draw(self._seed, self._position + step * self._n + slot)
 
+    def order(self, source: Distribution, step: int, slot: int) -> Iterator[int]:
+        """Yield the places of all tokens of ``source``, as drawn for a slot without replacement."""
+        return source.order(self._seed, self._position + step * self._n + slot)
+
     def uniform(self, step: int, index: int) -> float:
         """Return a uniform number for the resampling."""
         return uniform(self._seed, self._position + step, RULE, index)
@@ -94,17 +103,18 @@ class Following:
 
     Attributes:
         is_possible: False if the grammar lets nothing follow.
-        log_mass: the log of the mass that the grammar has kept.
+        log_mass: the log of the mass that is left: by the grammar, and by a power other than 1.
+        power: to which the probabilities are raised.
     """
 
-    def __init__(self, sequence: Text) -> None:
+    def __init__(self, sequence: Text, power: float = 1.0) -> None:
         sampler, row = sequence.sampler, sequence.logits_row().array.copy()
         self._row = LogitsRow(row)
         self._sampler = sampler
         self._position, self._seed = sequence.position, sequence.seed
         self._target: Distribution | None = None
-        self.is_possible, self.log_mass = True, 0.0
-        if sampler.is_stateless:
+        self.is_possible, self.log_mass, self.power = True, 0.0, power
+        if sampler.is_stateless and power == 1.0:
             return
         # The sequence changes its sampler when it goes on.
         try:
@@ -117,6 +127,11 @@ class Following:
             _, kept = sampler.processed(row)
             _, every = sampler.processed(row, masked=False)
             self.log_mass = min(0.0, _log_sum(kept / scale) - _log_sum(every / scale))
+        if power != 1.0:
+            raised = power * self._target.logprobs
+            log_sum = _log_sum(raised)
+            self.log_mass = power * self.log_mass + log_sum
+            self._target = Distribution(self._target.ids, raised - log_sum)
 
     @property
     def target(self) -> Distribution:
@@ -137,6 +152,10 @@ class Following:
         found = np.array([p for p in ends if p > -math.inf])
         return self.log_mass + _log_sum(found) if len(found) else -math.inf
 
+    def log_base(self, token: int) -> float:
+        """Return the log-probability of ``token`` under the settings, before grammar and power."""
+        return (self.target.logprob(token) + self.log_mass) / self.power
+
     def logprob(self, token: int) -> float:
         """Return the model's own log-probability of ``token``, nats."""
         return self._row.logprob(token)
@@ -151,6 +170,8 @@ class _Particle(NamedTuple):
     log_prefix: float
     twist: float = 0.0
     reason: str | None = None
+    state: ConstraintState | None = None
+    log_base: float = 0.0  # log p of its text under the settings; counted where there is a power
 
 
 def smc(
@@ -161,6 +182,10 @@ def smc(
     potentials: Sequence[Potential] = (),
     critic: Callable[[str], float] | None = None,
     proposal: Proposal | None = None,
+    constraint: ConstraintLike | None = None,
+    max_rejects: int = 64,
+    power: float = 1.0,
+    ramp: int = 0,
     threshold: float = 0.5,
     resampling: str = "systematic",
     force_end: bool = True,
@@ -191,6 +216,15 @@ def smc(
         critic: the log-weight, nats, of an unfinished text that guides the resampling only. It is undone
             in the next step, so it changes no expectation.
         proposal: chooses what tokens are drawn from; None = the target's own next-token distribution.
+        constraint: which texts belong to the target, as for ``Branch.generate``: texts of probability
+            above 0 are those that it and the grammar allow. Tokens that it refuses are drawn again, and
+            the weights stay exact, whatever it costs: see `weighted_draw`.
+        max_rejects: the most tokens that are tried for one draw; more only lower the variance.
+        power: the target is proportional to the probability of a text to this power, so above 1 probable
+            texts count more (power sampling, 2510.14901). This is not temperature 1 / ``power``, which
+            favours probable tokens whatever becomes of them.
+        ramp: over so many tokens the power rises from 1. The target is the same; the first tokens are
+            drawn more freely.
         threshold: resample if the effective number of particles is below this share of N; 0 = never,
             1 = as soon as weights differ.
         resampling: "systematic", "stratified", "multinomial" or "residual".
@@ -221,15 +255,23 @@ def smc(
         if given is not None:
             function(name, given)
     flag("force_end", force_end)
+    power = bounded("power", power, 0.01, 100)
+    ramp = whole("ramp", ramp, 0, MOST_STEPS)
+    max_rejects = whole("max_rejects", max_rejects, 1, MOST_STEPS)
+    asked = None if constraint is None else ConstraintCalls(constraint)
     _check_support(branch.sampling)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
+    options = Filter(
+        potentials, critic, proposal, threshold, resampling, force_end, stop, asked, max_rejects,
+        power, ramp,
+    )  # fmt: skip
     with SearchSequences(branch, on_step) as sequences:
         return run_particles(
             sequences,
             n,
             max_tokens,
             SeededDraws(seed, branch.position, n),
-            Filter(potentials, critic, proposal, threshold, resampling, force_end, stop),
+            options,
         )
 
 
@@ -277,6 +319,16 @@ class Filter:
     resampling: str = "systematic"
     force_end: bool = True
     stop: Sequence[str] = ()
+    constraint: ConstraintCalls | None = None
+    max_rejects: int = 64
+    power: float = 1.0
+    ramp: int = 0
+
+    def power_at(self, step: int, max_tokens: int) -> float:
+        """Return the power of the token drawn in ``step``; at the last end it is the whole one."""
+        if step >= min(self.ramp, max_tokens):
+            return self.power
+        return 1.0 + (self.power - 1.0) * step / self.ramp
 
 
 def run_particles(
@@ -289,13 +341,21 @@ def run_particles(
     if first is None:
         raise ConfigError("the root has no sequence")
     with sequences.ctx.lock:
-        following = {sequences.root: Following(first)}
-    start = weigh.prefix("")
-    group = [_Particle(sequences.root, "", start, start)] * n
+        following = {sequences.root: Following(first, options.power_at(0, max_tokens))}
+    start, state = weigh.prefix(""), None
+    if options.constraint is not None:
+        state = ConstraintState(options.constraint, sequences.ctx.model, stop)
+    group = [_Particle(sequences.root, "", start, start, state=state)] * n
     sizes: list[float] = []
     if sequences.observer is not None:
         sequences.observer.effective_sizes = sizes
+    following_power = options.power
+
+    def read(_: SearchNode, sequence: Text) -> Following:
+        return Following(sequence, following_power)
+
     for step in range(max_tokens + 1):
+        power, following_power = (options.power_at(step + i, max_tokens) for i in (0, 1))
         moved = []
         for slot, particle in enumerate(group):
             if particle.reason is None:
@@ -308,11 +368,16 @@ def run_particles(
                     source: Distribution | Following = after
                     if proposal is not None:
                         source = _proposed(proposal, particle.text, after.target)
-                    token = draws.token(source, step, slot)
                     is_cut = step + 1 == max_tokens and not options.force_end
-                    particle = _moved(
-                        sequences, weigh, particle, after, source, token, is_cut, stop
-                    )
+                    token, drawn = _drawn(particle, source, step, slot, draws, options, is_cut)
+                    if token is None:
+                        particle = particle._replace(log_weight=-math.inf, twist=0.0, reason="stop")
+                    else:
+                        particle = _moved(
+                            sequences, weigh, drawn, after, source, token, is_cut, stop
+                        )
+                        risen = options.power if particle.reason else following_power
+                        particle = _raised(particle, after, token, risen - power)
             moved.append(particle)
         group, size = _resample(moved, step, draws, options.threshold, options.resampling)
         sizes.append(size)
@@ -321,11 +386,12 @@ def run_particles(
             break
         nodes = list(dict.fromkeys(p.node for p in running))  # equal texts share one
         try:
-            rows = sequences.advance(nodes, lambda _, sequence: Following(sequence))
+            rows = sequences.advance(nodes, read)
         except DecodeInterruptedError as error:
             sequences.was_cancelled(error)
             break
         following = dict(zip(nodes, rows, strict=True))
+    sequences.stats.count_constraint(options.constraint)
     return _result(sequences, group, sizes, stop)
 
 
@@ -359,6 +425,8 @@ class _Weigh:
         weight = particle.log_weight - particle.twist
         weight += self.complete(particle.text) - particle.log_prefix
         weight += after.log_end(self.model.eog_tokens)
+        if weight > -math.inf and particle.state is not None and not particle.state.may_end():
+            weight = -math.inf
         return particle._replace(log_weight=weight, twist=0.0, reason="length")
 
     @staticmethod
@@ -389,6 +457,35 @@ def _proposed(proposal: Proposal, text: str, target: Distribution) -> Distributi
     return source
 
 
+def _drawn(
+    particle: _Particle,
+    source: Distribution | Following,
+    step: int,
+    slot: int,
+    draws: Draws,
+    options: Filter,
+    is_cut: bool,
+) -> tuple[int | None, _Particle]:
+    """Return the next token, None if the constraint allows none, and the particle before it, weighted.
+
+    ``is_cut``: see ``_moved``.
+    """
+    state = particle.state
+    if state is None:
+        return draws.token(source, step, slot), particle
+    target = source if isinstance(source, Distribution) else source.target
+    order = draws.order(target, step, slot)
+
+    def allows(token: int) -> bool:
+        return state.after(token, is_last=is_cut) is not None
+
+    token, log_weight = weighted_draw(target, order, allows, options.max_rejects)
+    if token is None:
+        return None, particle
+    after = state.after(token, is_last=is_cut)
+    return token, particle._replace(log_weight=particle.log_weight + log_weight, state=after)
+
+
 def _moved(
     sequences: SearchSequences,
     weigh: _Weigh,
@@ -406,10 +503,7 @@ def _moved(
     weight = particle.log_weight - particle.twist + after.log_mass
     if isinstance(source, Distribution) and source is not after.target:
         weight += after.target.logprob(token) - source.logprob(token)
-    key = (token,)
-    node = next((child for child in particle.node.children if child.tokens == key), None)
-    if node is None:
-        node = sequences.child(particle.node, key, [after.logprob(token)])
+    node = sequences.follow(particle.node, token, after.logprob(token))
     text = particle.text + node.text
     reason = None
     if weigh.model.is_eog(token) or completes_stop(node, stop):
@@ -425,7 +519,19 @@ def _moved(
         log_prefix = weigh.complete(ended_text)
     weight += log_prefix - particle.log_prefix
     twist = weigh.twist(text) if reason is None and weight > -math.inf else 0.0
-    return _Particle(node, text, weight + twist, log_prefix, twist, reason)
+    return particle._replace(
+        node=node, text=text, log_weight=weight + twist, log_prefix=log_prefix, twist=twist,
+        reason=reason,
+    )  # fmt: skip
+
+
+def _raised(particle: _Particle, after: Following, token: int, rise: float) -> _Particle:
+    """Return ``particle`` after ``token``, with a power that is larger by ``rise`` from now on."""
+    if after.power == 1.0 and not rise:
+        return particle
+    log_base = particle.log_base + after.log_base(token)
+    weight = particle.log_weight + rise * log_base
+    return particle._replace(log_weight=weight, log_base=log_base)
 
 
 def _resample(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from ..errors import UsageError
+from ..sampling.constraint import ConstraintStats
 from .node import SearchNode
-from .outline import tree_picture
 
 __all__ = ["Hypothesis", "SearchResult", "SearchStats"]
 
@@ -24,7 +24,8 @@ class Hypothesis:
             the EOG token that ended the text included.
         score: what the hypotheses are ordered by.
         finish_reason: "stop" (EOG token or stop string), "length", "capacity" (no room in the cache),
-            "rejected" (dropped while others were better) or "cancelled".
+            "rejected" (dropped while others were better), "decided" (a vote was, before it ended) or
+            "cancelled".
         node: where it ends in the tree.
     """
 
@@ -47,8 +48,8 @@ class Hypothesis:
 
 
 @dataclass
-class SearchStats:
-    """The cost of a search.
+class SearchStats(ConstraintStats):
+    """The cost of a search; that of a constraint is of ``smc`` and ``rejection``.
 
     Attributes:
         decodes: calls of llama_decode.
@@ -85,6 +86,7 @@ class SearchResult:
         log_evidence: of ``smc``: the logarithm of the estimated normalising constant; None elsewhere.
         effective_sizes: of ``smc``: 1 / sum(w^2) over the particles' shares w of all weight, after each
             step and before resampling: N if all weigh the same, 1 if one has it all, 0 if none has any.
+        valid_mass: of ``rejection``: bounds of the probability that a text is valid; None elsewhere.
         votes: of ``vote``: the number of texts for each answer, as it was returned, most first; empty
             elsewhere.
         answer_forms: of ``vote``: for each answer the texts in which it was given, and how often.
@@ -95,6 +97,7 @@ class SearchResult:
     tree: SearchNode = field(repr=False)
     log_evidence: float | None = None
     effective_sizes: tuple[float, ...] = ()
+    valid_mass: tuple[float, float] | None = None
     votes: Mapping[str | float, int] = field(default_factory=dict)
     answer_forms: Mapping[str | float, Mapping[str, int]] = field(default_factory=dict)
 
@@ -127,15 +130,6 @@ class SearchResult:
         best = f", best {self.best.score:.3f}: {reprlib.repr(self.text)}" if n else ""
         return f"<SearchResult {n} {'hypothesis' if n == 1 else 'hypotheses'}{best}>"
 
-    def _repr_html_(self) -> str:
-        stats, n = self.stats, len(self.hypotheses)
-        cost = (
-            f"{stats.tokens_decoded:,} tokens in {stats.decodes:,} decodes, {stats.elapsed_s:.2f} s"
-        )
-        return tree_picture(
-            self.tree, caption=f"{n} {'hypothesis' if n == 1 else 'hypotheses'}; {cost}"
-        )
-
     def as_dict(self, *, tree: bool = False) -> dict[str, object]:
         """Return JSON types; with ``tree`` also the whole tree."""
         record: dict[str, object] = {
@@ -145,6 +139,8 @@ class SearchResult:
         if self.log_evidence is not None:
             record["log_evidence"] = self.log_evidence
             record["effective_sizes"] = list(self.effective_sizes)
+        if self.valid_mass is not None:
+            record["valid_mass"] = list(self.valid_mass)
         if self.votes:
             record["votes"] = {str(name): n for name, n in self.votes.items()}
             record["answer_forms"] = {str(name): dict(f) for name, f in self.answer_forms.items()}

@@ -121,6 +121,12 @@ class SearchSequences:
         kept = tuple(pieces) if len(pieces) > 1 else ()
         return SearchNode(parent, tuple(tokens), logprob, text, pending, kept)
 
+    def follow(self, parent: SearchNode, token: int, logprob: float) -> SearchNode:
+        """Return the node that continues ``parent`` by ``token``, a new one if there is none."""
+        key = (token,)
+        node = next((child for child in parent.children if child.tokens == key), None)
+        return self.child(parent, key, [logprob]) if node is None else node
+
     def end_step(self) -> bool:
         """Count a step and report it; return whether the search should end."""
         self.stats.steps += 1
@@ -213,6 +219,22 @@ class SearchSequences:
         lacking = [token for tokens in reversed(missing) for token in tokens]
         self.stats.tokens_redecoded += len(lacking)
         return branch, lacking
+
+    def part(self, branch: Branch, position: int) -> Branch | None:
+        """Return a fork of a branch that was taken, of its tokens up to a position; None = no room.
+
+        Nothing is decoded: the next token is known.
+        """
+        if not self.make_room(1, ()):
+            return None
+        with self.ctx.lock:
+            other = Branch(self.ctx, branch.sequence.sampler.clone(), branch.seed, branch)
+            self._lent.append(other)
+            other.rewind(position)
+            other.detach()
+        self.stats.tokens_shared += position
+        self.stats.peak_sequences = max(self.stats.peak_sequences, self.n_held)
+        return other
 
     def make_room(
         self, n: int, protected: Collection[SearchNode], wanted: Collection[SearchNode] = ()

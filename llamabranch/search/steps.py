@@ -14,7 +14,7 @@ from ..model import stop_strings
 from ..sampling.noise import RULE, uniform
 from ..speculative import Drafter
 from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
-from .continuations import Boundary, Continuation, Continuations, slot_seed
+from .continuations import Boundary, Continuation, Continuations, numbered, slot_seed
 from .resampling import ancestors
 from .result import SearchResult
 from .sequences import OnStep, SearchSequences
@@ -98,10 +98,7 @@ def step_search(
         return found
 
     with SearchSequences(branch, on_step) as sequences, Continuations(sequences, drafter) as texts:
-        group = [
-            Continuation(sequences.root, slot_seed(seed, slot), max_tokens, stop)
-            for slot in range(n)
-        ]
+        group = numbered(sequences.root, range(n), max_tokens, stop, seed)
         done: Scored = []
         for iteration in range(max_steps):
             running = [line for line in group if not line.is_finished]

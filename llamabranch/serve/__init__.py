@@ -23,14 +23,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError
-from .settings import ServeSettings, parse_bytes
+from .settings import ServeSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..engine import AsyncEngine
 
-__all__ = ["ServeSettings", "parse_bytes", "serve"]
+__all__ = ["ServeSettings", "serve"]
 
 
 def serve(

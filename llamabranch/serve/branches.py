@@ -214,7 +214,7 @@ class _Writer(Writer):
             parent.position, update.end["finish_reason"],
         )  # fmt: skip
         self._add(child)
-        return {**_told(self.service, child), **self.part(update, update.choice.index)}
+        return {**_described(self.service, child), **self.part(update, update.choice.index)}
 
     def part(self, update: Update, index: int) -> dict[str, object]:
         """Return what has come of a child's text."""
@@ -226,7 +226,7 @@ class _Writer(Writer):
 
 
 async def score(call: Exchange, service: Service) -> None:
-    """Rate continuations of a node; no node is added."""
+    """Score continuations of a node; no node is added."""
     fields = await call.json(ScoreFields)
     tokens, parse = _node(call, service).tokens, fields.parse_special
     top, n = fields.top_logprobs, len(tokens)
@@ -270,7 +270,7 @@ async def listing(call: Exchange, service: Service) -> None:
     """List all nodes, or those of one tree."""
     root = call.query.get("root")
     nodes = service.branches.all() if root is None else service.branches[root].subtree()
-    await call.reply({"object": "list", "data": [_told(service, node) for node in nodes]})
+    await call.reply({"object": "list", "data": [_described(service, node) for node in nodes]})
 
 
 async def delete(call: Exchange, service: Service) -> None:
@@ -298,10 +298,10 @@ async def _look(service: Service, node: Node, top: int) -> Choice:
 
 async def _shown(service: Service, node: Node) -> dict[str, object]:
     """Return what is told of a node, and how many of its tokens have their K/V in the cache."""
-    return {**_told(service, node), "resident": await service.n_cached(node.tokens)}
+    return {**_described(service, node), "resident": await service.n_cached(node.tokens)}
 
 
-def _told(service: Service, node: Node) -> dict[str, object]:
+def _described(service: Service, node: Node) -> dict[str, object]:
     return {
         "id": node.id,
         "object": "branch",

@@ -12,7 +12,7 @@ from ..engine.openai import completion_choice
 from ..sampling import SamplingParams
 from .errors import HttpError
 from .exchange import Exchange
-from .fields import Prompt, TextFields, Top, engine_requests, infill, limit_of, prompt_tokens
+from .fields import Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
 from .generation import Choice, Update, Writer, answer, timings
 from .service import Service
 
@@ -27,73 +27,49 @@ class CompletionFields(TextFields, kw_only=True):
     prompt: Prompt | None = None
     best_of: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
     logprobs: Top | None = None
     n_probs: Top | None = None
     prompt_logprobs: Top | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
-    branch_id: str | None = None
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
 
-    async def tokens(
-        self, service: Service, prompt: Prompt | None, *, add_special: bool = True
-    ) -> list[list[int]]:
-        """Return the token ids of prompts."""
-        if prompt is None:
+    async def tokens(self, service: Service, *, add_special: bool = True) -> list[list[int]]:
+        """Return the token ids of the prompts."""
+        if self.prompt is None:
             raise HttpError(400, "prompt is missing", param="prompt")
+        add = add_special and self.add_special_tokens is not False
         parse = self.parse_special is not False
-        return await prompt_tokens(service, prompt, add_special=add_special, parse_special=parse)
+        return await prompt_tokens(service, self.prompt, add_special=add, parse_special=parse)
 
 
 async def completions(call: Exchange, service: Service) -> None:
     """Answer a request of OpenAI's."""
     fields = await call.json(CompletionFields)
     n = fields.n or 1
-    best_of = n if fields.best_of is None else fields.best_of
     logprobs = fields.n_probs if fields.logprobs is None else fields.logprobs
     scored = fields.prompt_logprobs
-    if best_of < n:
-        raise HttpError(400, "best_of must be at least n", param="best_of")
-    if fields.stream and (best_of > n or (fields.echo and logprobs is not None)):
-        told = "best_of above n, and echo with logprobs, cannot be streamed"
-        raise HttpError(400, told, param="stream")
-    prompts, n_added = await _prompts(service, fields)
+    if fields.best_of not in (None, n):
+        raise HttpError(400, "best_of is not supported, only n", param="best_of")
+    if fields.stream and fields.echo and logprobs is not None:
+        raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
+    prompts, n_added = await fields.tokens(service), [0]
+    if fields.echo:
+        bare = await fields.tokens(service, add_special=False)
+        n_added = [len(all_) - len(own) for all_, own in zip(prompts, bare, strict=True)]
     max_tokens = limit_of(fields.max_tokens, fields.n_predict, _DEFAULT_TOKENS)
     if max_tokens == 0 and not fields.echo:
         raise HttpError(400, "max_tokens may be 0 only with echo", param="max_tokens")
     if fields.echo and logprobs is not None:
         scored = max(logprobs, scored or 0)
-    top = 0 if logprobs is None and best_of > n else logprobs  # ranked by their log-probabilities
     requests = await engine_requests(
-        service, fields, prompts, n=best_of, max_tokens=max_tokens, top_logprobs=top,
+        service, fields, prompts, n=n, max_tokens=max_tokens, top_logprobs=logprobs,
         prompt_logprobs=scored,
     )  # fmt: skip
-    writer = _Writer(service, fields, logprobs, n, best_of, n_added)
+    writer = _Writer(service, fields, logprobs, n, n_added)
     await answer(call, service, requests, writer, stream=bool(fields.stream))
-
-
-async def _prompts(
-    service: Service, fields: CompletionFields
-) -> tuple[list[list[int]], Sequence[int]]:
-    """Return the prompts, and how many first tokens of each are not the client's."""
-    branch = None if fields.branch_id is None else service.branches[fields.branch_id]
-    given = "" if fields.prompt is None and branch is not None else fields.prompt
-    add_special = fields.add_special_tokens is not False and branch is None
-    prompts = bare = await fields.tokens(service, given, add_special=add_special)
-    if fields.echo:
-        bare = await fields.tokens(service, given, add_special=False)
-    n_added = [len(prompt) - len(own) for prompt, own in zip(prompts, bare, strict=True)]
-    if branch is not None:
-        prompts = [[*branch.tokens, *prompt] for prompt in prompts]
-        n_added = [branch.position] * len(prompts)
-    if fields.suffix:
-        parse, suffix = fields.parse_special is not False, fields.suffix
-        prompts = [await infill(service, each, suffix, parse_special=parse) for each in prompts]
-        n_added = list(map(len, prompts))
-    return prompts, n_added
 
 
 class _Offsets:
@@ -120,7 +96,7 @@ class _Writer(Writer):
     """Writes texts as OpenAI's choices.
 
     Args:
-        service, fields, logprobs, n, best_of: of the request.
+        service, fields, logprobs, n: of the request.
         n_added: how many first tokens of each prompt are not the client's: an echo leaves out the names
             of control tokens among them.
     """
@@ -131,23 +107,13 @@ class _Writer(Writer):
         fields: CompletionFields,
         logprobs: int | None,
         n: int,
-        best_of: int,
         n_added: Sequence[int],
     ) -> None:
         super().__init__(service, fields, "cmpl", "text_completion")
         self._own = fields
         self._logprobs = logprobs
-        self._n, self._best_of, self._n_added = n, best_of, n_added
+        self._n, self._n_added = n, n_added
         self._offsets: dict[int, _Offsets] = {}  # of each text
-
-    def kept(self, choices: Sequence[Choice]) -> Sequence[Choice]:
-        """Return the best ``n`` of the ``best_of`` texts of each prompt, best first."""
-        size = self._best_of
-        if size == self._n:
-            return choices
-        groups = [choices[i : i + size] for i in range(0, len(choices), size)]
-        ranked = [sorted(group, key=lambda each: -each.mean_logprob) for group in groups]
-        return [each for group in ranked for each in group[: self._n]]
 
     def part(self, update: Update, index: int) -> dict[str, object]:
         """Return what has come of a text, or all of it, with the prompt where that is asked for."""
@@ -181,7 +147,7 @@ class _Writer(Writer):
 
     def _echoed(self, choice: Choice) -> list[bytes]:
         """Return the bytes of a prompt's tokens in the text."""
-        n, ids = self._n_added[choice.index // self._best_of], choice.prompt
+        n, ids = self._n_added[choice.index // self._n], choice.prompt
         own = [self.words.entry(token)[0] for token in ids[n:]]
         return [*map(self.service.model.piece, ids[:n]), *own]
 
@@ -192,7 +158,7 @@ class _Writer(Writer):
 async def completion(call: Exchange, service: Service) -> None:
     """Answer a request of llama-server's: an object, or a list of them for several prompts."""
     fields = await call.json(CompletionFields)
-    prompts = await fields.tokens(service, fields.prompt)
+    prompts = await fields.tokens(service)
     limit = limit_of(fields.n_predict, fields.max_tokens, service.settings.max_tokens)
     requests = await engine_requests(
         service, fields, prompts, n=fields.n, max_tokens=limit, top_logprobs=fields.n_probs or None

@@ -28,11 +28,10 @@ from .settings import ServeSettings
 
 __all__ = [
     "Limit", "Prompt", "SamplingFields", "StructuredOutputs", "TextFields", "Top", "engine_requests",
-    "infill", "limit_of", "prompt_tokens",
+    "limit_of", "prompt_tokens",
 ]  # fmt: skip
 
 _ID = re.compile(r"-?[0-9]{1,10}")
-_FIM = ("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id")
 
 Limit = Annotated[int, Meta(ge=-2)]  # of tokens; -1 and -2, which are llama-server's, are none
 Top = Annotated[int, Meta(ge=0, le=20)]  # how many of the most probable tokens are told
@@ -66,6 +65,7 @@ class RefusedFields(Struct, kw_only=True, omit_defaults=True):
     guided_grammar: object = None
     include_stop_str_in_output: object = None
     truncate_prompt_tokens: object = None
+    suffix: object = None
 
     def check(self) -> None:
         """Raise HttpError if one is asked for."""
@@ -345,17 +345,3 @@ async def prompt_tokens(
             tokens += await service.tokenize(text, add_special=add, parse_special=parse_special)
         found.append(tokens)
     return found
-
-
-async def infill(
-    service: Service, prompt: list[int], suffix: str, *, parse_special: bool = True
-) -> list[int]:
-    """Return a prompt for the text between ``prompt`` and ``suffix``, for a model that knows this."""
-    known = service.model.metadata
-    ids = [known.get(f"tokenizer.ggml.{name}") for name in _FIM]
-    if None in ids:
-        told = "suffix needs a model that was made to fill in text between two others"
-        raise HttpError(400, told, param="suffix")
-    before, after, middle = (int(each or 0) for each in ids)
-    rest = await service.tokenize(suffix, add_special=False, parse_special=parse_special)
-    return [before, *prompt, after, *rest, middle]

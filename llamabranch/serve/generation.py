@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -76,12 +75,6 @@ class Choice:
         result = self.result
         return Update(self, True, result.text, list(result.emitted), result)
 
-    @property
-    def mean_logprob(self) -> float:
-        """The mean log-probability of its tokens."""
-        tokens = self.result.emitted
-        return math.fsum(token.logprob for token in tokens) / max(1, len(tokens))
-
 
 class Writer(ABC):
     """Writes texts in the form that an endpoint has; this one the ends of OpenAI's.
@@ -101,13 +94,9 @@ class Writer(ABC):
     def part(self, update: Update, index: int) -> dict[str, object]:
         """Return what has come of a text, or all of it, as one of the ``choices``."""
 
-    def kept(self, choices: Sequence[Choice]) -> Sequence[Choice]:
-        """Return the texts that are told, in their order."""
-        return choices
-
     def body(self, choices: Sequence[Choice]) -> object:
         """Return an answer in one piece."""
-        parts = [self.part(each.whole, index) for index, each in enumerate(self.kept(choices))]
+        parts = [self.part(each.whole, index) for index, each in enumerate(choices)]
         return {**self.head, "choices": parts, **usage(choices)}
 
     def parts(self, update: Update) -> list[dict[str, object]]:

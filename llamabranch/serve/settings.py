@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
@@ -10,9 +9,7 @@ from ..arguments import whole
 from ..errors import ConfigError
 from ..sampling import SamplingParams
 
-__all__ = ["ServeSettings", "is_loopback", "parse_bytes"]
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+__all__ = ["ServeSettings", "is_loopback"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class ServeSettings:
         parallel: texts at a time; more wait.
         max_queue: requests that may wait; one more is refused with 429.
         max_body: bytes of a request's body at most.
-        max_choices: texts of one request at most: prompts times ``best_of``.
+        max_choices: texts of one request at most: prompts times ``n``.
         request_timeout_s, send_timeout_s: a request that takes longer, and one whose client takes no
             data for as long, is cancelled.
         shutdown_timeout_s: how long running requests may go on once the server is to end.
@@ -95,15 +92,3 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def parse_bytes(text: str) -> int:
-    """Return the number of bytes that ``8M`` or ``500k`` means.
-
-    Raises:
-        ConfigError: it means none.
-    """
-    found = re.fullmatch(r"(\d+)([kmg]?)", text.strip().lower())
-    if found is None:
-        raise ConfigError(f"{text!r} is no number of bytes", hint="for example 500k or 8M")
-    return int(found[1]) * _UNITS[found[2]]

@@ -3,6 +3,7 @@
 drafters/       where drafts come from: models, heads, copying, grammars, chains of drafters
 speculator.py   prompts and branches, continued with a drafter
 session.py      the same, one token per call
+auto.py         the drafter that is used where none is named
 
 The loop, the rules and the draft length are in :mod:`llamabranch.generation`.
 """

@@ -12,11 +12,9 @@ from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter, DraftLength
 from ..generation.generation import Drafting, Generation
 from ..generation.output import OutputBuffer
-from ..generation.rules import rule_name
 from ..model import Prompt
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
-from .drafters.grammar import GrammarDrafter
 
 __all__ = ["Speculator", "start_or_continue"]
 
@@ -28,8 +26,7 @@ class Speculator:
 
     Args:
         target: the context that generates.
-        drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
-            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts.
+        drafter: proposes the drafts; None = plain decoding.
         config: how much to draft.
 
     Raises:
@@ -48,9 +45,7 @@ class Speculator:
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
     ) -> None:
-        self.drafting = drafting = Drafting(
-            target, drafter, config, for_grammars=GrammarDrafter.copying
-        )
+        self.drafting = drafting = Drafting(target, drafter, config)
         self.target, self.drafter, self.config = target, drafting.drafter, drafting.config
         self.stats = drafting.stats
 
@@ -58,10 +53,6 @@ class Speculator:
     def length(self) -> DraftLength:
         """The draft-length controller, which learns from all generations."""
         return self.drafting.length
-
-    def rule_for(self, branch: Branch) -> str:
-        """Return the name of the acceptance rule used for ``branch``, "auto" resolved."""
-        return rule_name(self.drafting.rule(branch.sequence))
 
     def generate(
         self,

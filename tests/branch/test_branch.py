@@ -20,7 +20,6 @@ from conftest import audit
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
-from llamabranch.branch import BranchStore
 from llamabranch.context.params import ContextOptions
 from llamabranch.errors import (
     BranchStateError,
@@ -43,15 +42,6 @@ def generate(branch: Branch, n: int = 20) -> list[int]:
 # -- drawing -------------------------------------------------------------------------------------
 
 
-def test_produce_changes_nothing(ctx: Context) -> None:
-    branch = Branch.start(ctx, STORY, sampling=WARM)
-    before = (branch.logits, ctx.usage(), branch.tokens, branch.state)
-    first = branch.produce()
-    assert all(branch.produce() == first for _ in range(5))
-    assert np.array_equal(branch.logits, before[0])
-    assert (ctx.usage(), branch.tokens, branch.state) == before[1:]
-
-
 def test_produce_is_what_the_distribution_draws(ctx: Context) -> None:
     branch = Branch.start(ctx, STORY, sampling=WARM)
     for _ in range(10):
@@ -71,25 +61,6 @@ def test_produced_knows_its_logprob_and_entropy(ctx: Context) -> None:
     assert branch.entropy() == produced.entropy
     assert branch.surprisal(produced.token) == -produced.logprob
     assert branch.entropy("bits") == pytest.approx(produced.entropy / math.log(2))
-
-
-def test_fork_draws_like_its_parent_until_reseeded(ctx: Context) -> None:
-    root = Branch.start(ctx, STORY, sampling=WARM)
-    same, other = root.fork(), root.fork()
-    other.reseed(12)
-    text = generate(root)
-    assert generate(same) == text
-    assert generate(other) != text
-    again = Branch.start(ctx, STORY, sampling=WARM.replace(seed=12))
-    assert generate(again) == other.generated
-
-
-def test_reseeding_back_restores_the_draw(ctx: Context) -> None:
-    branch = Branch.start(ctx, STORY, sampling=WARM)
-    first = branch.produce()
-    branch.reseed(99)
-    branch.reseed(11)
-    assert branch.produce() == first
 
 
 def _reseeded(branch: Branch) -> Branch:
@@ -145,23 +116,6 @@ def test_sampling_has_the_seed_in_effect(ctx: Context, other_ctx: Context) -> No
     free = Branch.start(ctx, STORY, temperature=1.0)
     free.reseed(5)
     assert free.sampling.seed is None  # the settings have no seed
-
-
-def test_same_seed_gives_the_same_text_whatever_else_shares_cache_and_batch(
-    ctx: Context, other_ctx: Context
-) -> None:
-    alone = Branch.start(other_ctx, STORY, sampling=WARM)
-    text = generate(alone, 30)
-    ctx.decode([9] * 200, 0, seq_id=0)
-    others = [Branch.start(ctx, [5 + i] * (20 + i), seed=i) for i in range(4)]
-    branch = Branch.start(ctx, STORY, sampling=WARM)
-    others.append(branch.fork())
-    store = BranchStore(ctx)
-    for i in range(30):
-        store.step([*others[: i % 6], branch])
-        if i % 7 == 3:
-            others[i % 4].rewind(15)
-    assert branch.generated == text
 
 
 def test_children_of_fork_many_differ_and_are_the_same_next_time(
@@ -264,43 +218,6 @@ def test_generation_ends_at_an_end_token_that_is_not_yielded(ctx: Context) -> No
     branch.steer({})
     assert len(generate(branch, 3)) == 3
     assert not branch.is_stop
-
-
-def test_stop_string_ends_the_text_before_it(ctx: Context) -> None:
-    free = Branch.start(ctx, STORY, temperature=0.0)
-    text = "".join(t.text for t in free.generate(40))
-    stop = text[len(text) // 2 :][:5]
-    branch = Branch.start(ctx, STORY, temperature=0.0)
-    shown = "".join(t.text for t in branch.generate(40, stop=[stop, "never generated"]))
-    assert shown == text[: text.index(stop)]
-    assert branch.is_stop
-    assert free.tokens[: branch.position] == branch.tokens
-
-
-def test_stop_string_that_does_not_come_holds_nothing_back(ctx: Context) -> None:
-    free = Branch.start(ctx, STORY, temperature=0.0)
-    text = "".join(t.text for t in free.generate(20))
-    branch = Branch.start(ctx, STORY, temperature=0.0)
-    shown = "".join(t.text for t in branch.generate(20, stop=[text[-1] + "never"]))
-    assert shown == text
-    assert branch.finish_reason == "length"
-
-
-def test_stop_string_that_an_end_token_cuts_short_holds_nothing_back(ctx: Context) -> None:
-    assert ctx.model.eos is not None
-    branch = Branch.start(ctx, STORY, temperature=0.0)
-    texts = []
-    for token in branch.generate(20, stop=["zz " + STORY, *_beginnings(ctx)]):
-        texts.append(token.text)
-        if len(branch.generated) == 5:
-            branch.steer({ctx.model.eos: 1e6})
-    assert branch.finish_reason == "stop"
-    assert STORY + "".join(texts) == branch.text
-
-
-def _beginnings(ctx: Context) -> list[str]:
-    """Strings of which every text holds the beginning, and none holds all."""
-    return [chr(c) + "\x00never" for c in range(32, 127)]
 
 
 def test_generate_zero_tokens_changes_nothing(ctx: Context) -> None:
@@ -417,15 +334,6 @@ def test_a_forgotten_generation_with_penalties_ends_in_silence(
         assert ctx.usage().cells_used == 0
 
 
-@pytest.mark.parametrize("kind", ["number", "list"])
-def test_generate_checks_its_arguments_at_once(kind: str, ctx: Context) -> None:
-    branch = Branch.start(ctx, STORY)
-    with pytest.raises(ConfigError):
-        branch.generate(-1)
-    with pytest.raises(ConfigError):
-        branch.generate(5, stop=5 if kind == "number" else [""])  # type: ignore[arg-type]
-
-
 def test_start_names_the_settings(ctx: Context) -> None:
     """For editors and type checkers, which refuse the wrong name below."""
     names = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -453,16 +361,6 @@ def test_repr_is_short_and_shows_last_words_and_perplexity(ctx: Context) -> None
         branch.sequence.append_unscored([5], None)
         assert "perplexity" not in repr(branch)
     assert "pruned" in repr(branch)
-
-
-def test_pruning_a_parent_hints_at_both_ways(ctx: Context) -> None:
-    with Branch.start(ctx, STORY) as root:
-        child = root.fork()
-        with pytest.raises(BranchStateError) as caught:
-            root.prune()
-        assert child.state == "ready"
-        assert "detach()" in str(caught.value.hint)
-        assert "prune_subtree()" in str(caught.value.hint)
 
 
 def test_log_probs_are_the_models_own(ctx: Context) -> None:
@@ -631,20 +529,6 @@ def test_resampling_keeps_history_and_seed(ctx: Context) -> None:
     assert branch.produce().token not in branch.tokens
 
 
-def test_penalties_forget_what_was_rewound(ctx: Context) -> None:
-    params = SamplingParams(
-        temperature=1.0, presence_penalty=1e4, penalty_last_n=-1, top_k=0, seed=1
-    )
-    branch = Branch.start(ctx, STORY, sampling=params)
-    before = branch.distribution()
-    tokens = generate(branch, 10)
-    branch.rewind(branch.position - 10)
-    after = branch.distribution()
-    assert np.array_equal(before.ids, after.ids)
-    assert np.array_equal(before.logprobs, after.logprobs)
-    assert generate(branch, 10) == tokens
-
-
 def test_grammar_binds_text_forks_and_rewinds(ctx: Context) -> None:
     branch = Branch.start(
         ctx, "Answer:", temperature=1.0, seed=1, grammar='root ::= ("yes" | "no") [!?]+ "."'
@@ -685,17 +569,6 @@ def test_bad_grammar_takes_no_sequence(ctx: Context) -> None:
 # -- trees ---------------------------------------------------------------------------------------
 
 
-def test_fork_copies_no_cells(ctx: Context) -> None:
-    root = Branch.start(ctx, STORY)
-    used = ctx.usage().cells_used
-    children = root.fork_many(5)
-    assert ctx.usage().cells_used == ctx.usage().cells_shared == used
-    assert root.children == children
-    assert all(child.parent is root for child in children)
-    assert all(child.fork_position == root.position for child in children)
-    assert root.fork_position == 0
-
-
 def test_eight_forks_fit_a_default_context(target: lb.Model, tmp_path: Path) -> None:
     toys.write_toy(tmp_path / "mamba.gguf", "mamba")
     with lb.Model(tmp_path / "mamba.gguf") as mamba:
@@ -726,14 +599,6 @@ def test_fork_many_forks_all_or_none(ctx: Context) -> None:
         root.fork_many(-1)
 
 
-def test_empty_branch_can_be_forked(ctx: Context) -> None:
-    root = Branch.create(ctx, WARM)
-    child = root.fork()
-    child.prefill(ctx.tokenize(STORY))
-    assert (root.state, root.position) == ("empty", 0)
-    assert generate(child) == generate(Branch.start(ctx, STORY, sampling=WARM))
-
-
 def test_promoted_branch_takes_its_parents_place(ctx: Context) -> None:
     root = Branch.start(ctx, STORY, sampling=WARM)
     middle, aunt = root.fork_many(2)
@@ -760,20 +625,6 @@ def test_promoted_branch_takes_its_parents_place(ctx: Context) -> None:
     assert len(ctx.usage().sequences) == 2
 
 
-def test_branch_with_children_is_not_pruned(ctx: Context) -> None:
-    root = Branch.start(ctx, STORY)
-    child = root.fork()
-    before = root.logits
-    with pytest.raises(BranchStateError, match="1 children") as caught:
-        root.prune()
-    assert "prune_subtree" in str(caught.value.hint)
-    assert np.array_equal(root.logits, before)
-    child.prune()
-    root.prune()
-    root.prune()
-    assert ctx.usage().cells_used == 0
-
-
 def test_with_block_prunes_the_tree(ctx: Context) -> None:
     with Branch.start(ctx, STORY) as root:
         child = root.fork().fork()
@@ -787,104 +638,7 @@ def test_with_block_prunes_when_an_exception_passes(ctx: Context) -> None:
     assert ctx.usage().cells_used == 0
 
 
-def test_forgotten_children_count_no_more(ctx: Context) -> None:
-    root = Branch.start(ctx, STORY)
-    root.fork()
-    gc.collect()
-    assert root.children == []
-    root.prune()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda b: b.prefill([1]),
-        lambda b: b.produce(),
-        lambda b: b.commit(1),
-        lambda b: b.step(),
-        lambda b: next(b.generate(1)),
-        lambda b: b.extend([1]),
-        lambda b: b.fork(),
-        lambda b: b.fork_many(2),
-        lambda b: b.reseed(1),
-        lambda b: b.steer({1: 1.0}),
-        lambda b: b.rewind(0),
-        lambda b: b.promote(),
-        lambda b: b.logits,
-        lambda b: b.distribution(),
-        lambda b: b.entropy(),
-        lambda b: b.surprisal(1),
-    ],
-)
-def test_pruned_branch_raises(call: Callable[[Branch], object], ctx: Context) -> None:
-    root = Branch.start(ctx, STORY)
-    branch = root.fork()
-    branch.produce()
-    branch.prune()
-    usage = ctx.usage()
-    with pytest.raises(BranchStateError, match="pruned"):
-        call(branch)
-    assert ctx.usage() == usage
-    assert branch.state == "pruned"
-    assert branch.text == STORY  # what it was can still be read
-
-
 # -- misuse --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("token", [-1, 4096, 1 << 40, True, 1.0, "a", None])
-def test_bad_tokens_are_refused_and_the_branch_is_as_before(token: object, ctx: Context) -> None:
-    branch = Branch.start(ctx, STORY, temperature=0.0)
-    before = (branch.logits, branch.tokens, ctx.usage())
-    bad: list[Callable[[], object]] = [
-        lambda: branch.commit(token),  # type: ignore[arg-type]
-        lambda: branch.extend([5, token]),  # type: ignore[list-item]
-        lambda: branch.prefill([5, token]),  # type: ignore[list-item]
-        lambda: branch.surprisal(token),  # type: ignore[arg-type]
-    ]
-    for call in bad:
-        with pytest.raises(TokenizeError):
-            call()
-    assert np.array_equal(branch.logits, before[0])
-    assert (branch.tokens, ctx.usage()) == before[1:]
-
-
-@pytest.mark.parametrize("position", [-1, 1000, True, 1.0, None])
-def test_bad_positions_are_refused(position: object, ctx: Context) -> None:
-    branch = Branch.start(ctx, STORY)
-    with pytest.raises(ConfigError, match="position"):
-        branch.rewind(position)  # type: ignore[arg-type]
-
-
-def test_empty_branch_has_no_logits(ctx: Context) -> None:
-    branch = Branch.create(ctx)
-    for call in (branch.produce, branch.entropy, branch.distribution, branch.step):
-        with pytest.raises(BranchStateError, match="empty") as caught:
-            call()
-        assert "prefill" in str(caught.value.hint)
-    branch.prefill([5, 6])
-    branch.rewind(0)
-    assert branch.state == "empty"
-
-
-def test_empty_token_lists_are_refused(ctx: Context) -> None:
-    branch = Branch.start(ctx, STORY)
-    with pytest.raises(ConfigError, match="no tokens"):
-        branch.extend([])
-    with pytest.raises(ConfigError, match="no tokens"):
-        branch.prefill([])
-    with pytest.raises(ConfigError, match="logits"):
-        branch.extend([1], logits="none")
-
-
-def test_prompt_comes_before_what_is_generated(ctx: Context) -> None:
-    branch = Branch.start(ctx, STORY)
-    branch.prefill([7, 8])
-    assert branch.n_prompt == branch.position
-    branch.step()
-    with pytest.raises(BranchStateError, match="before") as caught:
-        branch.prefill([7])
-    assert "extend" in str(caught.value.hint)
 
 
 def test_unknown_setting_takes_no_sequence(ctx: Context) -> None:
@@ -895,12 +649,6 @@ def test_unknown_setting_takes_no_sequence(ctx: Context) -> None:
     with pytest.raises(TokenizeError):
         Branch.start(ctx, [5, -5])
     assert len([Branch.start(ctx, [5]) for _ in range(8)]) == 8
-
-
-@pytest.mark.parametrize("seed", [1.5, "a", True])
-def test_seeds_are_integers(seed: object, ctx: Context) -> None:
-    with pytest.raises(ConfigError, match="seed"):
-        Branch.start(ctx, STORY).reseed(seed)  # type: ignore[arg-type]
 
 
 def test_prompt_longer_than_the_context_is_told_with_both_lengths(ctx: Context) -> None:

@@ -25,10 +25,8 @@ import llamabranch as lb
 from llamabranch.branch import Snapshot
 from llamabranch.branch.snapshot_file import HEADER
 from llamabranch.errors import (
-    CacheFullError,
     ConfigError,
     LlamaBranchError,
-    SequencesExhaustedError,
     SnapshotError,
 )
 from llamabranch.native import ContextHandle, StateLayout
@@ -147,52 +145,6 @@ def test_a_split_character_is_completed(toy: lb.Model) -> None:
         assert restored.step().text == "🐕"
 
 
-def test_a_snapshot_in_memory_serves_many_times(ctx: lb.Context) -> None:
-    branch = _started(ctx, seed=4)
-    tokens = branch.tokens
-    snapshot = branch.snapshot()
-    expected = [t.token for t in _line(branch)]
-    branch.prune()
-    for _ in range(3):
-        restored = lb.Branch.restore(ctx, snapshot)
-        assert restored.tokens == tokens
-        child = restored.fork()
-        assert [t.token for t in _line(child)] == expected
-        assert [t.token for t in _line(restored)] == expected
-        restored.rewind(len(tokens))
-        assert [t.token for t in _line(restored)] == expected
-        ctx.audit()
-        restored.prune_subtree()
-
-
-def test_a_fork_is_saved_with_its_prefix(ctx: lb.Context, other_ctx: lb.Context) -> None:
-    root = _started(ctx, seed=4)
-    children = root.fork_many(3)
-    for _ in range(6):
-        for child in children:
-            child.step()
-    snapshot = children[1].snapshot()
-    expected = [t.token for t in _line(children[1])]
-    restored = lb.Branch.restore(other_ctx, snapshot)
-    assert [t.token for t in _line(restored)] == expected
-    assert other_ctx.usage().cells_used == restored.position
-
-
-def test_an_empty_branch_can_be_saved(ctx: lb.Context, tmp_path: Path) -> None:
-    lb.Branch.create(ctx, lb.SamplingParams(seed=6)).save(tmp_path / "x.branch")
-    loaded = lb.Branch.load(ctx, tmp_path / "x.branch")
-    assert (loaded.state, loaded.seed) == ("empty", 6)
-    loaded.prefill(ctx.tokenize(PROMPT))
-    assert _line(loaded) == _line(lb.Branch.start(ctx, PROMPT, seed=6))
-
-
-def test_a_rewound_branch_can_be_saved(ctx: lb.Context, other_ctx: lb.Context) -> None:
-    branch = _started(ctx, **SETTINGS["penalties"])
-    branch.rewind(branch.position - 7)
-    restored = lb.Branch.restore(other_ctx, branch.snapshot())
-    assert _line(restored) == _line(branch)
-
-
 # -- memory types ----------------------------------------------------------------------------------
 
 MEMORIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -261,26 +213,6 @@ def test_a_cache_full_of_holes_takes_a_snapshot(small_ctx: lb.Context) -> None:
 
 
 # -- room ------------------------------------------------------------------------------------------
-
-
-def test_no_room_is_an_error_and_nothing_changes(small_ctx: lb.Context, tmp_path: Path) -> None:
-    long = lb.Branch.start(small_ctx, [2] * 140, seed=1)
-    long.save(tmp_path / "x.branch")
-    before = small_ctx.usage()
-    takes: list[Callable[[], lb.Branch]] = [
-        lambda: lb.Branch.load(small_ctx, tmp_path / "x.branch"),
-        lambda: lb.Branch.restore(small_ctx, long.snapshot()),
-    ]
-    for take in takes:
-        with pytest.raises(CacheFullError) as caught:
-            take()
-        assert "n_ctx" in (caught.value.hint or "")
-        assert small_ctx.usage() == before
-        assert small_ctx.sequences.holders() == [long]
-    held = long.fork_many(3)
-    with pytest.raises(SequencesExhaustedError):
-        lb.Branch.load(small_ctx, tmp_path / "x.branch")
-    assert len(held) == 3
 
 
 @pytest.mark.parametrize("fills", [True, False])

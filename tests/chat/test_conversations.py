@@ -112,7 +112,7 @@ def ten_turns(chat: Chat) -> list[lb.chat.Answer]:
 
 
 def test_ten_turns_with_a_retry_and_an_edit_evaluate_distinct_tokens_only(ctx: Context) -> None:
-    with Chat(ctx, lb.speculative.NullDrafter(), seed=3, max_tokens=12, system="Be kind.") as chat:
+    with Chat(ctx, None, seed=3, max_tokens=12, system="Be kind.") as chat:
         with counting(ctx) as counts:
             answers = ten_turns(chat)
         texts = [answer.prompt + answer.tokens for answer in answers]
@@ -133,18 +133,16 @@ def test_answers_are_those_of_branches_made_by_hand(ctx: Context, other_ctx: Con
 def test_answers_are_drafted_where_that_pays_and_stay_the_same(ctx: Context) -> None:
     texts = []
     drafts = lb.SpeculativeConfig(draft_k=4)
-    for drafter in (lb.speculative.NullDrafter(), lb.SuffixDrafter(min_probability=0.0), None):
+    for drafter in (None, lb.SuffixDrafter(min_probability=0.0), "auto"):
         with Chat(ctx, drafter, drafts, temperature=0, max_tokens=40, seed=1) as chat:
             texts.append([chat.send("The fox, the fox, the fox.").finish().text for _ in range(2)])
             drafted = chat.stats.speculative.num_draft_tokens
-        assert (drafted > 0) == (
-            drafter is None or not isinstance(drafter, lb.speculative.NullDrafter)
-        )
+        assert (drafted > 0) == (drafter is not None)
     assert texts[0] == texts[1] == texts[2]
 
 
 def test_undo_fork_and_switch_need_no_decode_and_retry_none_for_its_prompt(ctx: Context) -> None:
-    with Chat(ctx, lb.speculative.NullDrafter(), seed=1, max_tokens=8) as chat:
+    with Chat(ctx, None, seed=1, max_tokens=8) as chat:
         first = chat.send("One day").finish()
         with counting(ctx) as counts:
             again = chat.retry()
@@ -162,7 +160,7 @@ def test_undo_fork_and_switch_need_no_decode_and_retry_none_for_its_prompt(ctx: 
 
 
 def test_what_was_taken_back_is_not_evaluated_again(ctx: Context) -> None:
-    with Chat(ctx, lb.speculative.NullDrafter(), seed=1, max_tokens=8) as chat:
+    with Chat(ctx, None, seed=1, max_tokens=8) as chat:
         chat.send("One day").finish()
         with counting(ctx) as counts:
             chat.undo()
@@ -220,7 +218,7 @@ def test_a_broken_off_answer_stays_and_an_empty_one_is_taken_back(ctx: Context) 
 
 
 def test_a_message_whose_answer_nobody_reads_stays_without_one(ctx: Context) -> None:
-    with Chat(ctx, lb.speculative.NullDrafter(), seed=1, max_tokens=4) as chat:
+    with Chat(ctx, None, seed=1, max_tokens=4) as chat:
         unread = chat.send("I live in Oslo.")
         last = chat.send("Where do I live?").finish()
         assert [message["role"] for message in chat.messages] == ["user", "user", "assistant"]
@@ -240,14 +238,14 @@ def test_a_message_whose_answer_nobody_reads_stays_without_one(ctx: Context) -> 
 def test_text_of_an_answer_that_nobody_iterates_over_is_all_of_it(ctx: Context) -> None:
     texts = []
     for read in (lambda answer: answer.text, lambda answer: "".join(t.text for t in answer)):
-        with Chat(ctx, lb.speculative.NullDrafter(), seed=1, max_tokens=8) as chat:
+        with Chat(ctx, None, seed=1, max_tokens=8) as chat:
             answer = chat.send("One day")
             assert repr(answer).startswith("<Answer '', 0 tokens")
             texts.append(read(answer))
             assert answer.finish_reason is not None
             assert chat.messages[-1]["content"] == answer.text == texts[-1]
     assert texts[0] == texts[1] != ""
-    with Chat(ctx, lb.speculative.NullDrafter(), seed=1, max_tokens=8) as chat:
+    with Chat(ctx, None, seed=1, max_tokens=8) as chat:
         answer = chat.send("One day")
         assert next(answer).text == answer.text
         assert len(answer.tokens) == 1
@@ -344,7 +342,7 @@ def test_what_is_taken_back_or_edited_sees_what_was_seen_there(model: lb.Model) 
     bias = dict.fromkeys(model.eog_tokens, -1e30)
     with (
         Context(model, n_ctx=256, n_seq_max=8, n_threads=1) as context,
-        Chat(context, lb.speculative.NullDrafter(), seed=2, max_tokens=24, logit_bias=bias) as chat,
+        Chat(context, None, seed=2, max_tokens=24, logit_bias=bias) as chat,
     ):
         answers = [chat.send(f"What did they do on day {day}?").finish() for day in range(7)]
         cuts = [answer.exchange.n_cut for answer in answers]
@@ -397,7 +395,7 @@ def test_branch_of_an_answer_is_never_that_of_another_turn(memory: str, tmp_path
     with (
         lb.Model(path, chat_template=toys.CHAT_TEMPLATE) as toy,
         Context(toy, n_ctx=1024, n_seq_max=1, n_threads=1) as context,
-        Chat(context, lb.speculative.NullDrafter(), **settings) as chat,  # type: ignore[arg-type]
+        Chat(context, None, **settings) as chat,  # type: ignore[arg-type]
     ):
         answers = []
         for text in ("One day", "And then?", "And then?"):
@@ -739,7 +737,7 @@ def test_saved_chat_of_another_kind_is_refused(
 
 
 def test_smollm2_evaluates_distinct_tokens_and_answers_as_by_hand(smollm2: Context) -> None:
-    with Chat(smollm2, lb.speculative.NullDrafter(), seed=1, max_tokens=8) as chat:
+    with Chat(smollm2, None, seed=1, max_tokens=8) as chat:
         with counting(smollm2) as counts:
             answers = [chat.send(text).finish() for text in ("Name a colour.", "Another one.")]
             answers += [chat.retry().finish(), chat.edit(1, "Name a fruit.").finish()]

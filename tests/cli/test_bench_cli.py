@@ -25,7 +25,6 @@ from llamabranch.bench import (
     Sample,
     Series,
     Sweep,
-    Total,
     profile_problem,
 )
 from llamabranch.cli.bench_report import BenchReport
@@ -217,10 +216,10 @@ def test_what_was_measured_before_a_stop_is_kept(ctx: lb.Context, draft_ctx: lb.
     assert report.stopped
     assert set(report.t) == {1, 2, 3}
     assert report.rules == []
-    n_items = [len(run.texts) for run in report.plain.runs]
+    n_items = [len(run) for run in report.plain.runs]
     assert 1 <= sum(n_items) < 100
     for cell in report.lengths:
-        assert [len(run.texts) for run in cell.series.runs] == n_items
+        assert [len(run) for run in cell.series.runs] == n_items
     assert ctx.usage().cells_used == 0
     left = 3
     assert bench.run() == PairReport(stopped=True)
@@ -233,12 +232,8 @@ def _cell(length: int | str, rule: str, *speedups: float, n_drafted: int = 50) -
     """A setting measured with one text a run, so many times as fast as plain decoding."""
 
     def series(rates: list[float], drafted: int) -> Series:
-        runs = []
-        for rate in rates:
-            runs.append(Total())
-            stats = lb.SpeculativeStats(num_drafts=drafted, num_draft_tokens=drafted)
-            runs[-1].add(Sample(100, 100 / rate, stats=stats))
-        return Series(runs)
+        stats = lb.SpeculativeStats(num_drafts=drafted, num_draft_tokens=drafted)
+        return Series([[Sample(100, 100 / rate, stats=stats)] for rate in rates])
 
     base = [10.0] * len(speedups)
     return Cell(length, rule, series([10 * x for x in speedups], n_drafted), series(base, 0))
@@ -314,7 +309,6 @@ def _advice(ctx: lb.Context, report: PairReport, load: float | None = 0.0) -> Be
     return BenchReport(
         report=report,
         machine=Machine("a processor", 2, load, "1.0", "2.0", ("AVX",)),
-        load_after=1.0,
         target=ctx,
         target_name="tale-target",
         drafters=("tale-draft",),

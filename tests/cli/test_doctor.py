@@ -7,11 +7,9 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import commands
 import pytest
-from toys import write_toy
 from typer.testing import Result
 
 import llamabranch as lb
@@ -68,35 +66,6 @@ def test_doctor_as_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer["context"]["threads"].startswith("1 ")
     assert all(rate > 0 for rate in answer["speeds"].values())
     assert isinstance(answer["advice"], list)
-
-
-def test_doctor_says_what_a_model_costs_here(tmp_path: Path) -> None:
-    path = write_toy(tmp_path / "toy.gguf", vocab="bytes", n_layer=2)
-    model = json.loads(run("-m", str(path), "--json").stdout)["model"]
-    assert model["file"].startswith("toy.gguf, ")
-    assert model["layers x width"].startswith("2 x ")
-    assert model["threads"].startswith("1 ")
-    assert model["K/V type"] in ("bf16", "f16")
-    assert [part.split(" token")[0] for part in model["a decode"].split(", ")] == [
-        "1",
-        "2",
-        "4",
-        "8",
-    ]
-    with lb.load(path, n_ctx=1024, n_threads=1) as ctx, lb.Branch.start(ctx, [1] * 1000) as branch:
-        expected = branch.snapshot().state.nbytes * ctx.model.n_ctx_train / 1000
-    (size, unit) = model["K/V of a context"].split(", ")[-1].split()[:2]
-    scale = {"kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
-    assert float(size) * scale == pytest.approx(expected, rel=0.02)
-
-
-def test_model_that_cannot_be_loaded_is_a_failed_check(tmp_path: Path) -> None:
-    path = tmp_path / "damaged.gguf"
-    path.write_bytes(b"GGUF" + bytes(64))
-    result = run("-m", str(path))
-    assert result.exit_code == 1
-    assert f"FAIL  loading {path}: ModelLoadError: " in result.stdout
-    assert result.stdout.count("\nok  ") == 4
 
 
 def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known() -> None:

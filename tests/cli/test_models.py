@@ -108,9 +108,7 @@ def test_on_a_terminal_a_download_starts_after_its_size_was_shown(hub: FakeHub) 
     assert "tale-draft-q8_0.gguf" in text.partition("\n")[2]  # the bar
 
 
-def test_models_lists_the_caches_and_searches_the_hub(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_lists_the_caches(hub: FakeHub) -> None:
     assert "no GGUF model" in run("models", "--local").stdout
     run("models", "pull", DRAFT)
     (model,) = json.loads(run("models", "--local", "--json").stdout)["models"]
@@ -119,12 +117,6 @@ def test_models_lists_the_caches_and_searches_the_hub(
     assert model["files"] == [str(names.resolve(DRAFT))]
     assert model["size_bytes"] == names.resolve("tale-draft").stat().st_size
     assert model["name"] in run("models", "--local").stdout
-    found = json.loads(run("models", "--search", "tale", "--json").stdout)["models"]
-    assert found[0] == {"repository": TARGET, "downloads": 7}
-    assert DRAFT in run("models", "--search", "tale").stdout
-    assert run("models", "--search", "tale", "--local").exit_code == 2
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run("models", "--search", "tale").exit_code == 2
 
 
 def test_models_names_the_draft_of_each_target() -> None:
@@ -158,7 +150,14 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
 def test_show_describes_a_model() -> None:
     result = run("models", "show", "tale-target")
     assert result.exit_code == 0, result.stderr
-    for label in ("architecture", "parameters", "size", "vocabulary", "memory", "can truncate"):
+    for label in (
+        "architecture",
+        "n params",
+        "size bytes",
+        "n vocab",
+        "memory type",
+        "can truncate",
+    ):
         assert label in result.stdout
     assert "llama" in result.stdout
     assert "Q8_0" in result.stdout

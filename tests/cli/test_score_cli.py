@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -52,21 +51,16 @@ def test_continuations_share_their_context(ctx: lb.Context) -> None:
     assert unlikely < likely
 
 
-def test_lines_of_a_file_are_scored(tmp_path: Path) -> None:
-    lines = [
-        {"id": "a", "text": "The wolf"},
-        {"context": "The king", "continuations": [" said", " wept"]},
-    ]
-    path = tmp_path / "items.jsonl"
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
-    found = answer("--input", str(path))
-    assert found == answer("--input", "-", stdin=path.read_text(encoding="utf-8"))
-    items = found["items"]
-    assert [item["id"] for item in items] == ["a", "2"]
-    assert [len(item["scores"]) for item in items] == [1, 2]
-    table = run("--input", str(path)).stdout
-    assert "[a]" in table
-    assert "perplexity" in table
+def test_texts_of_files_are_scored_with_a_total(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("The wolf said\n", encoding="utf-8")
+    found = answer("The king wept", "--file", str(path))
+    assert [item["id"] for item in found["items"]] == ["0", "1"]
+    records = [record for item in found["items"] for record in item["scores"]]
+    assert [record["text"] for record in records] == ["The king wept", "The wolf said"]
+    assert found["total"]["logprob"] == pytest.approx(sum(each["logprob"] for each in records))
+    table = run("The king wept", "--file", str(path)).stdout
+    assert "[1]" in table and "perplexity" in table
 
 
 def test_table_has_a_row_for_each_token(ctx: lb.Context) -> None:
@@ -77,28 +71,7 @@ def test_table_has_a_row_for_each_token(ctx: lb.Context) -> None:
     assert len(lines) == 1 + len(ctx.tokenize("Once upon a time")) - 1 + 3
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["[]", "{", '{"text": 5}', '{"context": "a"}', '{"context": "a", "continuations": [5]}',
-     '{"text": "a", "x": 1}', '{"text": "a", "context": "b"}', '{"text": "\\ud83d"}',
-     '{"text": "a", "id": true}', '{"text": "a", "id": [1]}'],
-)  # fmt: skip
-def test_bad_line_is_named(line: str) -> None:
-    result = run("--input", "-", stdin='{"text": "a b"}\n' + line)
-    assert result.exit_code == 2
-    assert "line 2: invalid item" in result.stderr
-    assert result.stdout == ""
-
-
-def test_all_bad_lines_are_named_before_a_model_loads(tmp_path: Path) -> None:
-    path = tmp_path / "items.jsonl"
-    path.write_text('\ufeff{"text": "a"}\n[]\n{\n', encoding="utf-8")
-    result = run("--input", str(path), "--target", "no-such-model")
-    assert result.exit_code == 2
-    assert "2 lines are invalid: 2, 3" in result.stderr
-
-
-def test_best_prints_the_choice_that_the_model_prefers_first(tmp_path: Path) -> None:
+def test_best_prints_the_choice_that_the_model_prefers_first() -> None:
     given = ("--context", "The king's daughter was very", " telephone", " beautiful")
     result = run(*given, "--best", "mean")
     assert result.exit_code == 0, result.stderr
@@ -108,6 +81,4 @@ def test_best_prints_the_choice_that_the_model_prefers_first(tmp_path: Path) -> 
     (found,) = items
     assert (found["choice"], found["index"], found["method"]) == (" beautiful", 1, "sum")
     assert found["scores"][1] == pytest.approx(sum(found["logprobs"][1]))
-    path = tmp_path / "items.jsonl"
-    path.write_text(json.dumps({"context": "The king", "continuations": [" said", " zebra"]}))
-    assert "[" not in run("--input", str(path), "--best", "bytes").stdout
+    assert "[" not in run(*given, "--best", "bytes").stdout

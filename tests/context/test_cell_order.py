@@ -181,16 +181,6 @@ def test_cells_of_a_rejected_tree_are_reserved_or_freed(ctx: Context) -> None:
     assert order_of(ctx).n_cells == 0
 
 
-def test_cleared_cache_has_nothing_reserved(ctx: Context) -> None:
-    ctx.decode([5] * 20, 0, 0)
-    ctx.decode([6] * 20, 0, 1)
-    ctx.kv_cache_remove(0, 10)
-    assert order_of(ctx).n_cells == 10
-    ctx.kv_cache_clear()
-    assert order_of(ctx).n_cells == 0
-    assert ctx.usage().cells_used == 0
-
-
 def test_context_that_is_not_batch_invariant_reserves_nothing(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1, kv_type="f16") as ctx:
         assert ctx.kv_cache.order is None
@@ -311,16 +301,6 @@ def test_full_cache_with_raw_sequences_loses_the_order_and_continues(small: Cont
     branch.prune()
     small.kv_cache_clear()
     assert order_of(small).in_order
-
-
-def test_order_is_kept_without_raw_sequences(small: Context, replay: Replay) -> None:
-    """The same moves as above, by branches only."""
-    rng = np.random.default_rng(7)
-    low, branch = (Branch.start(small, random_tokens(rng, 80)) for _ in range(2))
-    low.rewind(20)
-    branch.extend(random_tokens(rng, 150))
-    assert order_of(small).in_order
-    check(small, [low, branch], replay)
 
 
 def test_interrupted_compaction_is_finished_first(

@@ -63,25 +63,3 @@ def test_table_counts_like_real_cells(moves: list[tuple[str, int, int, int, int]
         assert usage.cells_shared == sum(uses.count(cell) > 1 for cell in set(uses))
         assert usage.cells_free == 1000 - usage.cells_used
         assert usage.sequences == {s: len(held) for s, held in enumerate(real) if held}
-
-
-def test_fork_costs_no_cells_and_growth_is_each_ones_own() -> None:
-    table = CellTable(100, 3)
-    table.append(0, 10)
-    table.copy(0, 1, 0, END)
-    assert table.usage().cells_used == table.usage().cells_shared == 10
-    table.append(0, 2)
-    table.append(1, 3)
-    usage = table.usage()
-    assert (usage.cells_used, usage.cells_shared, usage.cells_free) == (15, 10, 85)
-    assert usage.sequences == {0: 12, 1: 13}
-
-
-def test_shared_prefix_stays_while_anyone_uses_it() -> None:
-    table = CellTable(100, 3)
-    table.append(0, 10)
-    table.copy(0, 1, 0, END)
-    table.remove(0, 0, END)
-    assert table.usage().cells_used == 10
-    table.remove(1, 4, END)
-    assert table.usage().cells_used == 4

@@ -28,7 +28,6 @@ from llamabranch.errors import (
     DecodeError,
     LlamaBranchError,
     SequencesExhaustedError,
-    TokenizeError,
     UnsupportedError,
 )
 
@@ -74,25 +73,6 @@ def test_rows_survive_the_decodes_of_branches(ctx: Context) -> None:
     assert all(np.array_equal(ctx.logits(i), row) for i, row in enumerate(before))
 
 
-@pytest.mark.parametrize("n_batch", [8, 9, 64, 512])
-def test_long_prompts_are_decoded_in_chunks(
-    n_batch: int, target: lb.Model, other_ctx: Context
-) -> None:
-    tokens = np.random.default_rng(0).integers(0, 4096, 150).tolist()
-    with Context(target, n_ctx=512, n_batch=n_batch, n_threads=1) as ctx:
-        ctx.decode(tokens, 0, logits="all")
-        other_ctx.decode(tokens, 0, logits="all")
-        assert all(np.array_equal(ctx.logits(i), other_ctx.logits(i)) for i in range(150))
-        ctx.audit()
-
-
-def test_sequences_do_not_see_each_other(ctx: Context, other_ctx: Context) -> None:
-    ctx.decode(B, 0, seq_id=3)
-    ctx.decode(A, 0, seq_id=1)
-    other_ctx.decode(A, 0)
-    assert np.array_equal(ctx.logits(), other_ctx.logits())
-
-
 def test_sample_draws_and_changes_nothing(ctx: Context) -> None:
     ctx.decode(A, 0)
     params = lb.SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=3)
@@ -124,8 +104,10 @@ def test_sample_draws_what_a_branch_draws_whatever_the_batches(
     assert len(set(expected)) > 5
 
 
-def test_sample_refuses_what_needs_a_history(ctx: Context) -> None:
+def test_sample_refuses_draws_that_need_a_history_or_a_seed(ctx: Context) -> None:
     ctx.decode(A, 0)
+    with pytest.raises(ConfigError, match="needs a seed"):
+        ctx.sample(lb.SamplingParams(temperature=0.8))
     with pytest.raises(UnsupportedError, match="Branch"):
         ctx.sample(lb.SamplingParams(repeat_penalty=1.1))
 
@@ -152,55 +134,7 @@ def test_entropy_of_masked_logits_is_that_of_the_rest(ctx: Context) -> None:
     assert ctx.model_surprisal(9, logits=row) == np.inf
 
 
-@pytest.mark.parametrize("base", ["nat", "", "BITS"])
-def test_unknown_base_is_refused(base: str, ctx: Context) -> None:
-    ctx.decode(A, 0)
-    with pytest.raises(ConfigError, match="base"):
-        ctx.model_entropy(base)
-    with pytest.raises(ConfigError, match="base"):
-        ctx.model_surprisal(3, base)
-
-
-def test_logits_of_another_shape_are_refused(ctx: Context) -> None:
-    with pytest.raises(ConfigError, match="shape"):
-        ctx.model_entropy(logits=np.zeros(7, dtype=np.float32))
-
-
 # -- K/V primitives --------------------------------------------------------------------------------
-
-
-def test_copied_sequence_goes_on_like_its_source(ctx: Context, other_ctx: Context) -> None:
-    ctx.decode(A, 0, seq_id=0)
-    ctx.kv_seq_copy(0, 1)
-    assert ctx.usage().cells_used == len(A)
-    assert ctx.usage().cells_shared == len(A)
-    ctx.decode(B, len(A), seq_id=1)
-    other_ctx.decode(A + B, 0)
-    assert np.array_equal(ctx.logits(), other_ctx.logits())
-    ctx.decode(B, len(A), seq_id=0)
-    assert np.array_equal(ctx.logits(), other_ctx.logits())
-
-
-def test_copy_replaces_what_the_target_held(ctx: Context) -> None:
-    ctx.decode(A, 0, seq_id=0)
-    ctx.decode(B, 0, seq_id=1)
-    ctx.kv_seq_copy(0, 1)
-    assert ctx.kv_cache_size(1) == len(A)
-    assert ctx.usage().cells_used == len(A)
-    ctx.kv_seq_copy(1, 1)
-    assert ctx.kv_cache_size(1) == len(A)
-    ctx.kv_seq_copy(5, 1)  # of an empty one
-    assert ctx.kv_cache_size(1) == 0
-    assert ctx.kv_cache_size(0) == len(A)
-
-
-def test_removed_tail_can_be_written_again(ctx: Context, other_ctx: Context) -> None:
-    ctx.decode(A, 0)
-    ctx.kv_cache_remove(0, 3)
-    assert ctx.kv_cache_size(0) == 3
-    ctx.decode(A[3:], 3)
-    other_ctx.decode(A, 0)
-    assert np.array_equal(ctx.logits(), other_ctx.logits())
 
 
 def test_removing_from_the_middle_leaves_a_gap_that_nothing_sees(
@@ -218,141 +152,7 @@ def test_removing_from_the_middle_leaves_a_gap_that_nothing_sees(
     assert np.array_equal(ctx.logits(), other_ctx.logits())
 
 
-def test_removing_nothing_does_nothing(ctx: Context) -> None:
-    ctx.decode(A, 0)
-    ctx.kv_cache_remove(0, 8)
-    ctx.kv_cache_remove(0, 3, 3)
-    ctx.kv_cache_remove(0, 100, 200)
-    ctx.kv_cache_remove(5)
-    assert ctx.kv_cache_size(0) == len(A)
-
-
-def test_keep_drops_every_other_raw_sequence_but_no_branch(ctx: Context) -> None:
-    ctx.decode(A, 0, seq_id=0)
-    ctx.decode(B, 0, seq_id=1)
-    branch = Branch.start(ctx, A, temperature=0.0)
-    before = branch.logits
-    ctx.kv_seq_keep(1)
-    assert ctx.usage().sequences == {1: len(B), branch.seq_id: len(A)}
-    assert np.array_equal(branch.logits, before)
-
-
-def test_clear_empties_everything(ctx: Context) -> None:
-    ctx.decode(A, 0, seq_id=0)
-    ctx.kv_seq_copy(0, 2)
-    ctx.kv_cache_clear()
-    assert ctx.usage().cells_used == 0
-    assert ctx.usage().sequences == {}
-    ctx.decode(A, 0, seq_id=2)
-
-
-def test_clear_refuses_while_a_branch_lives(ctx: Context) -> None:
-    branch = Branch.start(ctx, A)
-    with pytest.raises(BranchStateError, match="branches") as caught:
-        ctx.kv_cache_clear()
-    assert caught.value.hint
-    branch.prune()
-    ctx.kv_cache_clear()
-
-
-def test_leased_sequence_refuses_raw_calls(ctx: Context) -> None:
-    branch = Branch.start(ctx, A, temperature=0.0)
-    before, seq = branch.logits, branch.seq_id
-    calls: list[Callable[[], object]] = [
-        lambda: ctx.decode([1], len(A), seq_id=seq),
-        lambda: ctx.kv_seq_copy(seq, 0),
-        lambda: ctx.kv_seq_copy(0, seq),
-        lambda: ctx.kv_cache_remove(seq),
-        lambda: ctx.kv_seq_keep(seq),
-    ]
-    for call in calls:
-        with pytest.raises(BranchStateError, match="held by"):
-            call()
-    assert ctx.kv_cache_size(seq) == len(A)
-    assert np.array_equal(branch.logits, before)
-
-
-def test_branch_never_takes_a_sequence_in_raw_use(ctx: Context) -> None:
-    ctx.decode(A, 0, seq_id=7)
-    assert Branch.start(ctx, B).seq_id == 6
-
-
 # -- misuse --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seq_id", [-1, 8, 1 << 40, True, 1.0, "0", None])
-def test_sequence_ids_are_checked(seq_id: Any, ctx: Context) -> None:
-    for call in (
-        lambda: ctx.decode([1], 0, seq_id=seq_id),
-        lambda: ctx.kv_seq_copy(0, seq_id),
-        lambda: ctx.kv_seq_copy(seq_id, 0),
-        lambda: ctx.kv_cache_remove(seq_id),
-        lambda: ctx.kv_seq_keep(seq_id),
-        lambda: ctx.kv_cache_size(seq_id),
-    ):
-        with pytest.raises(ConfigError, match="sequence id"):
-            call()
-
-
-@pytest.mark.parametrize("position", [-1, 7, 9, 100])
-def test_tokens_go_only_to_the_end(position: int, ctx: Context) -> None:
-    ctx.decode(A, 0)
-    before = ctx.logits()
-    with pytest.raises(ConfigError, match="ends at position 8") as caught:
-        ctx.decode([1], position)
-    assert "8" in str(caught.value.hint)
-    assert np.array_equal(ctx.logits(), before)
-
-
-@pytest.mark.parametrize("bounds", [(-1, -1), (0, -2), (5, 3)])
-def test_ranges_are_checked(bounds: tuple[int, int], ctx: Context) -> None:
-    ctx.decode(A, 0)
-    with pytest.raises(ConfigError, match="range"):
-        ctx.kv_cache_remove(0, *bounds)
-    assert ctx.kv_cache_size(0) == len(A)
-
-
-def test_decode_refuses_bad_arguments(ctx: Context) -> None:
-    with pytest.raises(ConfigError, match="no tokens"):
-        ctx.decode([], 0)
-    with pytest.raises(ConfigError, match="logits"):
-        ctx.decode([1], 0, logits="some")
-    for token in (-1, 4096, 1 << 40, "a", None, 1.5):
-        with pytest.raises(TokenizeError):
-            ctx.decode([1, token], 0)  # type: ignore[list-item]
-    assert ctx.usage().cells_used == 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"n_ctx": 0},
-        {"n_ctx": -1},
-        {"n_ctx": 1.5},
-        {"n_seq_max": 0},
-        {"n_seq_max": 257},
-        {"n_seq_max": 32, "n_batch": 16},
-        {"n_batch": 0},
-        {"n_ubatch": 0},
-        {"n_threads": 0},
-        {"n_threads_batch": -1},
-        {"n_outputs_max": 2},
-        {"n_outputs_max": 4096},
-        {"kv_type": "f8"},
-        {"kv_type": "q8_0", "flash_attention": False},
-        {"flash_attention": "yes"},
-        {"batch_invariant": "yes"},
-        {"rope_scaling": "magic"},
-        {"rope_freq_base": -1.0},
-        {"rope_freq_scale": float("nan")},
-        {"yarn_ext_factor": -2.0},
-        {"yarn_orig_ctx": -1},
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused(options: dict[str, Any], target: lb.Model) -> None:
-    with pytest.raises(ConfigError):
-        Context(target, **{"n_ctx": 256, **options})
 
 
 def test_default_threads_do_not_exceed_the_cores_of_this_process(target: lb.Model) -> None:
@@ -425,17 +225,6 @@ def test_full_cache_is_a_typed_error_and_nothing_moves(target: lb.Model) -> None
         ctx.audit()
 
 
-def test_cache_can_be_filled_to_the_last_cell(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
-        ctx.decode([5] * 255, 0)
-        ctx.decode([6], 255)
-        assert ctx.usage().cells_free == 0
-        with pytest.raises(CacheFullError):
-            ctx.decode([7], 256)
-        ctx.kv_seq_copy(0, 1)  # sharing needs no cell
-        assert ctx.usage().cells_used == 256
-
-
 def test_exhausted_sequences_name_their_holders(ctx: Context) -> None:
     ctx.decode(A, 0, seq_id=0)
     branches = [Branch.start(ctx, B, temperature=0.0) for _ in range(7)]
@@ -450,25 +239,6 @@ def test_exhausted_sequences_name_their_holders(ctx: Context) -> None:
     assert all(np.array_equal(b.logits, row) for b, row in zip(branches, before, strict=True))
     branches[3].prune()
     assert np.array_equal(branches[0].fork().logits, before[0])
-
-
-def test_forgotten_branch_gives_its_sequence_back(ctx: Context) -> None:
-    for _ in range(3 * ctx.n_seq_max):
-        Branch.start(ctx, A)
-        gc.collect()
-    assert ctx.usage().cells_used == 0
-    ctx.audit()
-
-
-def test_forgotten_tree_gives_its_sequences_back(ctx: Context) -> None:
-    root = Branch.start(ctx, A, seed=1)
-    children = root.fork_many(3)
-    grandchild = children[0].fork()
-    list(grandchild.generate(3))
-    del root, children, grandchild
-    gc.collect()
-    assert ctx.usage().cells_used == 0
-    assert len([Branch.start(ctx, A) for _ in range(8)]) == 8
 
 
 def test_forgotten_branches_come_back_while_another_thread_collects_garbage(ctx: Context) -> None:
@@ -513,38 +283,6 @@ def test_child_outlives_a_forgotten_parent(ctx: Context, other_ctx: Context) -> 
 # -- life ----------------------------------------------------------------------------------------
 
 
-def test_closed_context_raises_everywhere(target: lb.Model) -> None:
-    ctx = Context(target, n_ctx=256, n_threads=1)
-    ctx.decode(A, 0)
-    branch = Branch.start(ctx, A)
-    ctx.close()
-    ctx.close()
-    assert ctx.closed
-    assert repr(ctx) == "<Context closed>"
-    for call in (
-        lambda: ctx.decode([1], len(A)),
-        lambda: ctx.logits(),
-        lambda: ctx.kv_seq_copy(0, 1),
-        lambda: ctx.kv_cache_remove(0),
-        lambda: ctx.kv_cache_clear(),
-        lambda: ctx.kv_seq_keep(0),
-        lambda: ctx.kv_cache_size(0),
-        lambda: ctx.usage(),
-        lambda: ctx.audit(),
-        lambda: ctx.sample(),
-        lambda: Branch.create(ctx),
-        lambda: branch.produce(),
-        lambda: branch.logits,
-        lambda: branch.fork(),
-        lambda: branch.commit(1),
-        lambda: branch.rewind(0),
-        lambda: branch.extend([1]),
-    ):
-        with pytest.raises(ClosedError):
-            call()
-    branch.prune()
-
-
 def test_what_is_closed_is_named(target: lb.Model) -> None:
     model = lb.Model(target.path)
     calls: list[Callable[[Context, Branch], object]] = [
@@ -574,27 +312,6 @@ def test_forgotten_context_is_freed_while_its_model_lives(target: lb.Model) -> N
     del ctx
     gc.collect()
     assert len(target.handle._children) <= handles
-
-
-def test_threads_may_share_a_context(ctx: Context) -> None:
-    """Each thread generates the text it would generate alone; the lock serialises the decodes."""
-    alone = [_told(ctx, seed) for seed in range(4)]
-    together: dict[int, list[int]] = {}
-
-    def tell(seed: int) -> None:
-        together[seed] = _told(ctx, seed)
-
-    threads = [threading.Thread(target=tell, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [together[seed] for seed in range(4)] == alone
-
-
-def _told(ctx: Context, seed: int) -> list[int]:
-    with Branch.start(ctx, A, temperature=1.0, seed=seed) as branch:
-        return [t.token for t in branch.generate(30)]
 
 
 # -- errors --------------------------------------------------------------------------------------

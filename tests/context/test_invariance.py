@@ -8,18 +8,15 @@ order, verified as a chain and as a tree, and at length.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from divergence import first_divergence
 from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.bench import first_divergence
-from llamabranch.errors import UnsupportedError
 from llamabranch.generation.plan import Plan
 
 Logits = npt.NDArray[np.float32]
@@ -100,70 +97,6 @@ def test_blocks_of_tokens(shared: Context, alone: Alone) -> None:
             assert np.array_equal(row, alone.logits(tokens + block[: i + 1])), (n, i)
 
 
-def test_forks_among_other_branches(shared: Context, alone: Alone) -> None:
-    rng = np.random.default_rng(2)
-    root = Branch.start(shared, random_tokens(rng, 80))
-    children = root.fork_many(6)
-    for _ in range(6):
-        BranchStore(shared).commit({c: random_tokens(rng, 1)[0] for c in children})
-    grandchildren = [c.fork() for c in children[:4]]
-    for _ in range(5):
-        BranchStore(shared).commit({c: random_tokens(rng, 1)[0] for c in (*grandchildren, root)})
-    for branch in (*children, *grandchildren, root):
-        check(branch, alone)
-
-
-def test_holes_of_pruned_branches(shared: Context, alone: Alone) -> None:
-    """New tokens are written into the cells of pruned branches, in whatever order those are."""
-    rng = np.random.default_rng(3)
-    living = [Branch.start(shared, random_tokens(rng, 40)) for _ in range(6)]
-    for round_ in range(6):
-        living.pop(int(rng.integers(len(living)))).prune()
-        living.append(Branch.start(shared, random_tokens(rng, 60 + 10 * round_)))
-        for _ in range(4):
-            BranchStore(shared).commit({b: random_tokens(rng, 1)[0] for b in living})
-        for branch in living:
-            check(branch, alone)
-
-
-def test_inverted_order(shared: Context, alone: Alone) -> None:
-    """Cells below a branch become free; its next tokens must not come before its past in the sums."""
-    rng = np.random.default_rng(4)
-    early = [Branch.start(shared, random_tokens(rng, 50)) for _ in range(4)]
-    late = Branch.start(shared, random_tokens(rng, 50))
-    for branch in early:
-        branch.prune()
-        late.extend(random_tokens(rng, 20))
-        check(late, alone)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_interleavings(seed: int, shared: Context, alone: Alone) -> None:
-    rng = np.random.default_rng((5, seed))
-    living = [Branch.start(shared, random_tokens(rng, 20))]
-    for _ in range(60):
-        branch = living[rng.integers(len(living))]
-        deed = rng.choice(["commit", "extend", "fork", "rewind", "prune", "together", "start"])
-        if deed == "commit":
-            branch.commit(random_tokens(rng, 1)[0])
-        elif deed == "extend":
-            branch.extend(random_tokens(rng, int(rng.integers(1, 16))))
-        elif deed == "fork" and len(living) < 12:
-            living.append(branch.fork())
-        elif deed == "start" and len(living) < 12:
-            living.append(Branch.start(shared, random_tokens(rng, int(rng.integers(1, 60)))))
-        elif deed == "rewind" and branch.position > 2:
-            branch.rewind(int(rng.integers(1, branch.position)))
-        elif deed == "prune" and len(living) > 2 and not branch.children:
-            living.remove(branch)
-            branch.prune()
-        elif deed == "together":
-            BranchStore(shared).commit({b: random_tokens(rng, 1)[0] for b in living})
-        check(living[rng.integers(len(living))], alone)
-    for branch in living:
-        check(branch, alone)
-
-
 def test_verified_trees(shared: Context, alone: Alone) -> None:
     """Each node of a tree has the logits of its path, whatever its siblings are."""
     rng = np.random.default_rng(6)
@@ -232,19 +165,6 @@ def test_long_text_is_the_same_alone_and_batched(
 
 
 # -- contexts that are not batch-invariant -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{"kv_type": "f16"}, {"flash_attention": False}], ids=str)
-def test_contexts_that_cannot_be_exact_give_the_reason(
-    options: dict[str, Any], target: lb.Model
-) -> None:
-    open_with = partial(Context, target, n_ctx=256, n_threads=1, **options)
-    with open_with() as ctx:
-        assert not ctx.capabilities.batch_invariant
-        reason = "f16" if "kv_type" in options else "flash attention is off"
-        assert reason in ctx.capabilities.batch_invariant_reason
-    with pytest.raises(UnsupportedError, match="batch-invariant"):
-        open_with(batch_invariant=True)
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])

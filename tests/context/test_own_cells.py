@@ -166,19 +166,6 @@ def test_trees_are_refused(own: Context, draft_ctx: Context) -> None:
     assert own.n_seq_free == 3
 
 
-def test_speculation_generates_plain_text(
-    own: Context, other_ctx: Context, draft: lb.Model
-) -> None:
-    with Context(draft, n_seq_max=3, n_ctx=768, n_threads=1, kv_unified=False) as draft_ctx:
-        speculator = lb.Speculator(
-            own, lb.ModelDrafter(draft_ctx), lb.SpeculativeConfig(draft_k=3, rule="seeded")
-        )
-        branch = Branch.start(own, "Once upon a time", sampling=WARM)
-        found = [t.token for t in speculator.generate(branch, max_tokens=40)]
-    with Branch.start(other_ctx, "Once upon a time", sampling=WARM) as plain:
-        assert found == [t.token for t in plain.generate(40)]
-
-
 def test_scores_are_those_of_a_unified_cache(own: Context, ctx: Context) -> None:
     found = []
     for context in (own, ctx):
@@ -219,25 +206,6 @@ def alone(ctx: Context, request: Request, seed: int) -> list[int]:
     params = (request.sampling or SamplingParams()).replace(seed=seed)
     with Branch.start(ctx, request.prompt, sampling=params) as branch:
         return [t.token for t in branch.generate(request.max_tokens)]
-
-
-@pytest.mark.parametrize("drafts", [False, True])
-def test_texts_are_those_of_the_requests_alone(
-    drafts: bool, own: Context, other_ctx: Context, draft: lb.Model
-) -> None:
-    with Context(draft, n_seq_max=4, n_ctx=1024, n_threads=1, kv_unified=False) as draft_ctx:
-        drafter = lb.ModelDrafter(draft_ctx) if drafts else None
-        engine = Engine(own, drafter, lb.SpeculativeConfig(draft_k=3), seed=1)
-        requests = [
-            Request(PROMPTS[i % 4] + " and" * (i // 4), max_tokens=5 + 7 * (i % 5), sampling=WARM)
-            for i in range(10)
-        ]
-        results = engine.generate([*requests, Request(PROMPTS[0], n=3, max_tokens=20)])
-        for request, result in zip(requests, results, strict=False):
-            assert result.tokens == alone(other_ctx, request, result.seed)
-        assert engine.stats.shared_prompt_tokens == 0 or not drafts
-    assert own.usage().cells_used == 0
-    assert own.n_seq_free == 4
 
 
 def test_text_that_fills_its_sequence_ends_alone(own: Context, other_ctx: Context) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import toys
 from crash_harness import ABC, World, case, must_raise, refuses
 
 from llamabranch import Branch, Context, Grammar, Model, SamplingParams
 from llamabranch.errors import (
     BranchStateError,
-    CacheFullError,
     GrammarError,
     LlamaBranchError,
     ModelLoadError,
-    SequencesExhaustedError,
     SnapshotError,
     TokenizeError,
     UnsupportedError,
@@ -51,28 +48,6 @@ def _renamed(w: World, old: bytes, new: bytes) -> Path:
 
 
 @case("load")
-def truncated_anywhere(w: World) -> None:
-    data = w.path.read_bytes()
-    for end in [*range(0, 4000, 97), *range(4000, len(data), 4001)]:
-        must_raise(ModelLoadError, Model, w.file(data[:end]))
-
-
-@case("load")
-def flipped_header(w: World) -> None:
-    data = toys.write_llama(w.folder / "small.gguf", n_embd=32, n_head=1, n_ff=32).read_bytes()
-    rng = np.random.default_rng(7)
-    for at in rng.integers(0, 2500, 250):
-        flipped = bytearray(data)
-        flipped[at] ^= 1 << int(rng.integers(8))
-        with (
-            suppress(LlamaBranchError),
-            Model(w.file(bytes(flipped))) as model,
-            Context(model, n_ctx=256, n_seq_max=2, n_threads=1) as ctx,
-        ):
-            ctx.decode([2], 0)
-
-
-@case("load")
 def nan_weights_with_check_tensors(w: World) -> None:
     data = bytearray(toys.write_llama(w.folder / "f32.gguf", weights="f32").read_bytes())
     data[-4:] = b"\xff\xff\xff\x7f"
@@ -91,25 +66,10 @@ def nan_weights_unchecked(w: World) -> None:
 
 
 @case("load")
-def embedding_model(w: World) -> None:
-    path = toys.write_bert(w.folder / "bert.gguf")
-    with Model(path) as model:
-        must_raise(UnsupportedError, lambda: Context(model, n_ctx=256))
-
-
-@case("load")
 def vocabulary_only(w: World) -> None:
     with Model(w.path, vocab_only=True) as model:
         assert model.detokenize(model.tokenize("abc")) == "abc"
         must_raise(UnsupportedError, lambda: Context(model, n_ctx=256))
-
-
-@case("load")
-def vocabulary_only_file(w: World) -> None:
-    path = toys.write_llama(w.folder / "vocab.gguf", vocab="bytes", drop=("*",))
-    must_raise(ModelLoadError, lambda: Model(path))
-    with Model(path, vocab_only=True) as model:
-        assert model.detokenize(model.tokenize("abc")) == "abc"
 
 
 @case("load")
@@ -198,61 +158,6 @@ def odd_chats(w: World) -> None:
 
 
 # -- snapshots -------------------------------------------------------------------------------------
-
-
-@case("snapshot")
-def truncated_snapshot(w: World) -> None:
-    path = w.folder / "root.branch"
-    w.root.save(path)
-    data = path.read_bytes()
-    for end in [*range(0, min(len(data), 1500), 37), *range(1500, len(data), 997), len(data) - 1]:
-        must_raise(SnapshotError, Branch.load, w.ctx, w.file(data[:end]))
-
-
-@case("snapshot")
-def flipped_snapshot(w: World) -> None:
-    path = w.folder / "root.branch"
-    w.root.save(path)
-    data = path.read_bytes()
-    rng = np.random.default_rng(3)
-    for at in [*range(64), *(int(i) for i in rng.integers(0, len(data), 150))]:
-        flipped = bytearray(data)
-        flipped[at] ^= 1 << int(rng.integers(8))
-        must_raise(SnapshotError, Branch.load, w.ctx, w.file(bytes(flipped)))
-
-
-@case("snapshot")
-def snapshot_of_another_model(w: World) -> None:
-    path = w.folder / "root.branch"
-    w.root.save(path)
-    other = toys.write_llama(w.folder / "other.gguf", vocab="bytes", seed=9)
-    with Model(other) as model, Context(model, n_ctx=256, n_threads=1) as ctx:
-        must_raise(SnapshotError, lambda: Branch.load(ctx, path))
-        Branch.start(ctx, "abc").step()
-
-
-@case("snapshot")
-def snapshot_into_other_settings(w: World) -> None:
-    path = w.folder / "root.branch"
-    w.root.save(path)
-    for options in ({"kv_type": "f16"}, {"kv_type": "f32", "flash_attention": False}):
-        with w.context(**options) as ctx, suppress(SnapshotError):
-            Branch.load(ctx, path).step()
-    with w.context(n_ctx=1024, n_seq_max=8) as ctx:
-        branch = Branch.load(ctx, path)
-        np.testing.assert_array_equal(branch.logits, w.logits)
-
-
-@case("snapshot")
-def snapshot_that_does_not_fit(w: World) -> None:
-    path = w.folder / "long.branch"
-    with w.context(n_ctx=1024) as ctx:
-        Branch.start(ctx, [60] * 600).save(path)
-    must_raise((CacheFullError, SnapshotError), lambda: Branch.load(w.ctx, path))
-    held = w.root.fork_many(3)
-    must_raise(SequencesExhaustedError, lambda: Branch.load(w.ctx, path))
-    for branch in held:
-        branch.prune()
 
 
 refuses(

@@ -29,6 +29,9 @@ ABC = 'root ::= "abc"'  # a grammar with one sentence
 Errors = type[BaseException] | tuple[type[BaseException], ...]
 Action = Callable[["World"], object]
 GROUPS: dict[str, dict[str, Action]] = {}
+QUICK: dict[
+    str, list[str]
+] = {}  # of each group those that are run in the process of the tests, too
 
 
 class World:
@@ -83,11 +86,15 @@ class World:
             branch.prune_subtree()
 
 
-def case(group: str, name: str | None = None) -> Callable[[Action], Action]:
+def case(
+    group: str, name: str | None = None, *, is_quick: bool = False
+) -> Callable[[Action], Action]:
     """Register a function as a case of a group."""
 
     def register(action: Action) -> Action:
         GROUPS.setdefault(group, {})[name or action.__name__] = action
+        if is_quick:
+            QUICK.setdefault(group, []).append(name or action.__name__)
         return action
 
     return register
@@ -100,7 +107,7 @@ def refuses(group: str, error: Errors, **calls: Action) -> None:
         def action(world: World, call: Action = call) -> None:
             must_raise(error, lambda: call(world))
 
-        case(group, name)(action)
+        case(group, name, is_quick=True)(action)
 
 
 def must_raise(error: Errors, call: Callable[..., object], *arguments: object) -> None:

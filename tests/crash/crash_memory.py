@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import toys
@@ -33,7 +34,10 @@ from llamabranch.errors import (
 
 # -- decoding and memory ---------------------------------------------------------------------------
 
-BAD_SEQUENCES = {"minus_one": -1, "n_seq_max": 4, "255": 255, "256": 256, "huge": 1 << 40}
+BAD_SEQUENCES: dict[str, Any] = {
+    "minus_one": -1, "n_seq_max": 4, "255": 255, "256": 256, "huge": 1 << 40, "true": True,
+    "fraction": 1.0, "text": "0", "none": None,
+}  # fmt: skip
 
 refuses(
     "decode",
@@ -59,6 +63,9 @@ refuses(
     unknown_logits=lambda w: w.ctx.decode([5], 0, logits="some"),
     logits_of_wrong_shape=lambda w: w.ctx.model_entropy(logits=np.zeros(3, np.float32)),
     unknown_base=lambda w: w.ctx.model_entropy("hats", logits=np.zeros(258, np.float32)),
+    base_of_a_surprisal=lambda w: w.ctx.model_surprisal(
+        3, "BITS", logits=np.zeros(258, np.float32)
+    ),
     copy_text=lambda w: w.ctx.kv_seq_copy("0", 1),  # type: ignore[arg-type]
     copy_true=lambda w: w.ctx.kv_seq_copy(True, 0),
     remove_backwards=lambda w: w.ctx.kv_cache_remove(0, 5, 2),
@@ -80,14 +87,10 @@ refuses(
     decode_into_a_branch=lambda w: w.ctx.decode([5], 10, w.root.seq_id),
     remove_a_branch=lambda w: w.ctx.kv_cache_remove(w.root.seq_id),
     copy_onto_a_branch=lambda w: w.ctx.kv_seq_copy(0, w.root.seq_id),
+    copy_from_a_branch=lambda w: w.ctx.kv_seq_copy(w.root.seq_id, 0),
+    keep_a_branch=lambda w: w.ctx.kv_seq_keep(w.root.seq_id),
     clear_under_a_branch=lambda w: w.ctx.kv_cache_clear(),
 )
-
-
-@case("decode")
-def more_tokens_than_a_batch(w: World) -> None:
-    w.ctx.decode([60] * 100, 0)
-    assert w.ctx.kv_cache_size(0) == 100
 
 
 @case("decode")
@@ -98,29 +101,6 @@ def more_rows_than_outputs(w: World) -> None:
     for position in range(100):
         w.ctx.decode([60 + position], position)
         np.testing.assert_array_equal(w.ctx.logits(), rows[position])
-
-
-@case("decode")
-def repeated_and_decreasing_positions(w: World) -> None:
-    w.ctx.decode([60, 61, 62], 0)
-    for position in (0, 1, 2, 4):
-        must_raise(ConfigError, w.ctx.decode, [63], position)
-    w.ctx.decode([63], 3)
-
-
-@case("decode")
-def cache_full(w: World) -> None:
-    w.ctx.decode([60] * 240, 0)
-    before = w.ctx.logits()
-    must_raise(CacheFullError, lambda: w.ctx.decode([61] * 7, 240))
-    must_raise(CacheFullError, lambda: w.ctx.decode([61] * 60, 0, 1))  # fails in its last chunk
-    must_raise(CacheFullError, lambda: w.ctx.decode([61] * 5000, 240))
-    assert w.ctx.kv_cache_size(0) == 240
-    assert w.ctx.kv_cache_size(1) == 0
-    np.testing.assert_array_equal(w.ctx.logits(), before)
-    w.ctx.kv_cache_remove(0, 200)
-    w.ctx.decode([61] * 46, 200)
-    w.ctx.audit()
 
 
 @case("decode")
@@ -143,35 +123,15 @@ def rows_before_the_first_decode(w: World) -> None:
         must_raise(ConfigError, lambda: fresh.model_surprisal(5))
 
 
-@case("decode")
-def copy_onto_what_is_there(w: World) -> None:
-    w.ctx.decode([60, 61, 62, 63], 0, 0)
-    w.ctx.decode([80, 81], 0, 1)
-    w.ctx.kv_seq_copy(0, 1)
-    w.ctx.decode([64], 4, 1)
-    copied = w.ctx.logits()
-    w.ctx.decode([64], 4, 0)
-    np.testing.assert_array_equal(copied, w.ctx.logits())
-    w.ctx.kv_seq_copy(0, 0)
-    assert w.ctx.kv_cache_size(0) == 5
-
-
-@case("decode")
-def remove_beyond_the_end(w: World) -> None:
-    w.ctx.decode([60, 61], 0)
-    w.ctx.kv_cache_remove(0, 2)
-    w.ctx.kv_cache_remove(0, 100, 200)
-    w.ctx.kv_cache_remove(0, 1 << 40)
-    w.ctx.kv_cache_remove(1)
-    assert w.ctx.kv_cache_size(0) == 2
-    w.ctx.kv_cache_remove(0, 0, 1 << 40)
-    assert w.ctx.kv_cache_size(0) == 0
-
-
 # -- opening contexts ------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, object]] = {
     "no_cells": {"n_ctx": 0},
+    "half_a_cell": {"n_ctx": 1.5},
+    "batch_of_no_threads": {"n_threads_batch": -1},
+    "more_outputs_than_batch": {"n_outputs_max": 4096},
+    "rope_negative": {"rope_freq_base": -1.0},
+    "yarn_negative": {"yarn_ext_factor": -2.0},
     "negative_cells": {"n_ctx": -5},
     "cells_two_to_31": {"n_ctx": 1 << 31},
     "cells_beyond_memory": {"n_ctx": (1 << 31) - 256},

@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import toys
 from crash_harness import World, case, must_raise, refuses
 from drafts import FIXED
 
-from llamabranch import Branch, Context, Model, SamplingParams
+from llamabranch import (
+    Branch,
+    ChainDrafter,
+    Context,
+    Engine,
+    InferenceSession,
+    Model,
+    Request,
+    SamplingParams,
+    SuffixDrafter,
+)
 from llamabranch.errors import (
     CacheFullError,
     ClosedError,
@@ -19,9 +30,13 @@ from llamabranch.errors import (
     LlamaBranchError,
     SequencesExhaustedError,
     TokenizeError,
-    VocabularyMismatchError,
 )
-from llamabranch.speculative import ModelDrafter, SpeculativeConfig, Speculator
+from llamabranch.speculative import (
+    ModelDrafter,
+    PromptLookupDrafter,
+    SpeculativeConfig,
+    Speculator,
+)
 
 # -- speculative decoding --------------------------------------------------------------------------
 
@@ -30,6 +45,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     "draft_k_huge": {"draft_k": 1 << 40},
     "draft_k_fraction": {"draft_k": 2.5},
     "draft_k_text": {"draft_k": "many"},
+    "draft_k_true": {"draft_k": True},
+    "draft_k_above_256": {"draft_k": 257},
     "max_draft_zero": {"max_draft_tokens": 0},
     "max_draft_huge": {"max_draft_tokens": 1 << 40},
     "entropy_stop_nan": {"entropy_stop": math.nan},
@@ -48,6 +65,9 @@ def _drafter(w: World, vocab: str = "bytes", **options: object) -> Iterator[Mode
         yield ModelDrafter(ctx)
 
 
+REQUESTS: list[tuple[str, Any]] = [
+    ("n", 0), ("n", True), ("max_tokens", -1), ("max_tokens", 1.5), ("id", 3), ("stop", 5), ("stop", [5]),
+]  # fmt: skip
 SPOKEN = SamplingParams(temperature=1.0, seed=3)
 
 
@@ -62,6 +82,28 @@ refuses(
     **{name: lambda w, c=config: SpeculativeConfig(**c) for name, config in CONFIGS.items()},
     max_tokens_negative=lambda w: Speculator(w.ctx).generate("ab", max_tokens=-1),
     stop_not_text=lambda w: Speculator(w.ctx).generate("ab", stop=(5,)),  # type: ignore[arg-type]
+    stop_empty=lambda w: Speculator(w.ctx).generate("ab", stop=""),
+    settings_of_a_branch=lambda w: Speculator(w.ctx).generate(w.root, sampling=SPOKEN),
+    session_of_negative_tokens=lambda w: InferenceSession(w.ctx, "ab", max_tokens=-1),
+    session_with_an_empty_stop=lambda w: InferenceSession(w.ctx, "ab", stop=""),
+    session_with_settings_of_a_branch=lambda w: InferenceSession(w.ctx, w.root, sampling=SPOKEN),
+    **{f"width_{x}": lambda w, x=x: ModelDrafter(w.ctx, width=x) for x in (0, 17, True, 1.5)},
+    lookup_of_nothing=lambda w: PromptLookupDrafter(0),
+    lookup_backwards=lambda w: PromptLookupDrafter(2, 3),
+    lookup_too_far=lambda w: PromptLookupDrafter(65),
+    suffix_of_nothing=lambda w: SuffixDrafter(8, 0),
+    suffix_probability=lambda w: SuffixDrafter(min_probability=1.5),
+    suffix_factor=lambda w: SuffixDrafter(factor=math.inf),
+    suffix_without_occurrences=lambda w: SuffixDrafter(max_occurrences=0),
+    suffix_shared=lambda w: SuffixDrafter(16, shared_tokens=64),
+    chain_of_nothing=lambda w: ChainDrafter([]),
+    tree_in_an_engine=lambda w: Engine(w.ctx, ModelDrafter(w.ctx, width=2), FIXED),
+    **{
+        f"wait_{x}": lambda w, x=x: Engine(w.ctx, wait_s=x) for x in (-1, math.nan, True, "2", None)
+    },
+    **{f"request_{x}": lambda w, x=x: Request("text", **dict([x])) for x in REQUESTS},
+    **{f"prompt_{x!r}": lambda w, x=x: Request(x) for x in (None, 7, b"bytes")},
+    request_number=lambda w: Engine(w.ctx).generate([5]),  # type: ignore[list-item]
 )
 refuses(
     "speculative",
@@ -82,13 +124,6 @@ refuses(
 
 
 @case("speculative")
-def drafter_of_another_vocabulary(w: World) -> None:
-    with _drafter(w, vocab="small") as drafter:
-        by_token = ModelDrafter(drafter.ctx, translate=False)
-        must_raise(VocabularyMismatchError, lambda: Speculator(w.ctx, by_token, FIXED))
-
-
-@case("speculative")
 def drafts_longer_than_a_batch(w: World) -> None:
     expected = _plain(w, 60)
     for k in (0, 1, 31, 32, 33, 256):
@@ -99,20 +134,6 @@ def drafts_longer_than_a_batch(w: World) -> None:
             )
             assert generation.finish().tokens == expected
             generation.close()
-
-
-@case("speculative")
-def draft_memory_smaller_than_the_text(w: World) -> None:
-    with w.context(n_ctx=1024) as ctx, _drafter(w) as drafter:
-        generation = Speculator(ctx, drafter, FIXED).generate("ab", max_tokens=600)
-        assert len(generation.finish().tokens) > 0
-        ctx.audit()
-
-
-@case("speculative")
-def target_memory_full(w: World) -> None:
-    with _drafter(w, n_ctx=1024) as drafter, suppress(CacheFullError):
-        Speculator(w.ctx, drafter, FIXED).generate("ab", max_tokens=None).finish()
 
 
 @case("speculative")
@@ -135,17 +156,6 @@ def no_sequence_left(w: World) -> None:
 
 
 @case("speculative")
-def drafter_closed_while_it_drafts(w: World) -> None:
-    with _drafter(w) as drafter:
-        generation = Speculator(w.ctx, drafter, FIXED).generate("ab", max_tokens=50)
-        next(generation)
-        drafter.ctx.close()
-        with suppress(ClosedError):
-            generation.finish()
-        generation.close()
-
-
-@case("speculative")
 def target_closed_while_it_speaks(w: World) -> None:
     with w.context() as ctx, _drafter(w) as drafter:
         generation = Speculator(ctx, drafter, FIXED).generate("ab", max_tokens=200)
@@ -160,23 +170,3 @@ def target_drafts_for_itself(w: World) -> None:
     with suppress(LlamaBranchError):
         generation = Speculator(w.ctx, ModelDrafter(w.ctx), FIXED).generate("ab", max_tokens=20)
         generation.finish().close()
-
-
-@case("speculative")
-def abandoned_generations(w: World) -> None:
-    with _drafter(w) as drafter:
-        for _ in range(20):
-            generation = Speculator(w.ctx, drafter, FIXED).generate("ab", max_tokens=50)
-            next(generation)
-            del generation
-
-
-@case("speculative")
-def grammar_that_ends_inside_a_draft(w: World) -> None:
-    with _drafter(w) as drafter:
-        for text in ("abc", "a", "\U0001f642" * 3):
-            generation = Speculator(w.ctx, drafter, FIXED).generate(
-                "ab", max_tokens=50, grammar=f'root ::= "{text}"'
-            )
-            assert generation.finish().text == text
-            generation.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import cases
 import pytest
+from crash_harness import GROUPS, QUICK, World
 
 TIMEOUT_S = 300
 
@@ -50,6 +51,16 @@ def check(found: dict[str, str]) -> None:
     failed = [f"{name}: {outcome}" for name, outcome in found.items() if outcome != "ok"]
     if failed:
         pytest.fail("\n".join(failed), pytrace=False)
+
+
+@pytest.mark.parametrize("group", QUICK)
+def test_every_refused_call_is_a_typed_error_and_changes_nothing(
+    group: str, tmp_path: Path
+) -> None:
+    world = World(tmp_path)
+    for name in QUICK[group]:
+        GROUPS[group][name](world)
+        world.check()
 
 
 @pytest.mark.parametrize("group", cases.GROUPS)

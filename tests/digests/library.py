@@ -72,6 +72,13 @@ MODELS: dict[str, Path | Callable[[Path], Path]] = {
 }
 
 
+def _config(config: Mapping[str, object]) -> lb.SpeculativeConfig:
+    """Return the settings of a case; "auto", up to version 0.3, was "seeded" where a seed is given."""
+    if config.get("rule") == "auto":
+        config = {**config, "rule": "seeded"}
+    return lb.SpeculativeConfig(**{"draft_k": 4, **config})  # type: ignore[arg-type]
+
+
 @dataclass
 class Said:
     """A text, and what was reported of each of its tokens."""
@@ -246,7 +253,7 @@ class World:
     def speculator(
         self, target: lb.Context, drafter: lb.Drafter | None, **config: object
     ) -> lb.Speculator:
-        return lb.Speculator(target, drafter, lb.SpeculativeConfig(**{"draft_k": 4, **config}))  # type: ignore[arg-type]
+        return lb.Speculator(target, drafter, _config(config))
 
     def generate(
         self,
@@ -291,7 +298,7 @@ class World:
             prompt,
             sampling=None if settings is None else self.params(settings),
             grammar=self.grammar(grammar),
-            config=lb.SpeculativeConfig(**{"draft_k": 4, **config}),  # type: ignore[arg-type]
+            config=_config(config),
             max_tokens=n,
             stop=stop,
         ) as session:
@@ -330,7 +337,7 @@ class World:
         return lb.Engine(
             target,
             drafter,
-            lb.SpeculativeConfig(**{"draft_k": 4, **config}),  # type: ignore[arg-type]
+            _config(config),
             sampling=lb.SamplingParams(**unseeded),
             max_tokens=n,
             seed=self.seed(5),

@@ -309,10 +309,7 @@ def test_defaults_are_those_of_complete(target: lb.Model) -> None:
     params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.3, "seed": 3}
     given: list[dict[str, Any]] = [params, {**params, "choices": ["go home, go home, go home"]}]
     with Context(target, n_ctx=1024, n_threads=1, batch_invariant=True) as ctx:
-        plain = [
-            ctx.complete(prompt, drafter=lb.speculative.NullDrafter(), **each).tokens
-            for each in given
-        ]
+        plain = [ctx.complete(prompt, drafter=None, **each).tokens for each in given]
     for more in ({}, {"prefix_cache": False}):
         with Context(target, n_ctx=1024, n_threads=1, batch_invariant=True, **more) as ctx:  # type: ignore[arg-type]
             config = lb.SpeculativeConfig(draft_k=4, rule="seeded")  # "auto" goes by times
@@ -331,4 +328,4 @@ def test_defaults_are_those_of_complete(target: lb.Model) -> None:
             own = AsyncEngine(ctx)
             assert own.engine.config.rule == "seeded" and own.engine.config.draft_k == "auto"
             own.shut_down()
-            asyncio.run(AsyncEngine(ctx, lb.speculative.NullDrafter()).close())
+            asyncio.run(AsyncEngine(ctx, None).close())

@@ -91,7 +91,7 @@ def test_any_drafter_gives_that_text_on_a_toy(toy: lb.Model) -> None:
         expected = plain(ctx, "abcabcabc", 40)
         drafters = (
             None,
-            lb.speculative.NullDrafter(),
+            None,
             lb.speculative.PromptLookupDrafter(),
             lb.ModelDrafter(twin),
         )
@@ -351,8 +351,8 @@ def test_async_twins(chatting: Context) -> None:
             with pytest.raises(ConfigError):
                 await engine.complete(PROMPTS[0], n=0)
             with pytest.raises(ConfigError, match="drafter"):
-                await engine.complete(PROMPTS[0], drafter=lb.speculative.NullDrafter())
-            for bad in ({"n": 0}, {"drafter": lb.speculative.NullDrafter()}, {"temprature": 1.0}):
+                await engine.complete(PROMPTS[0], drafter=None)
+            for bad in ({"n": 0}, {"drafter": None}, {"temprature": 1.0}):
                 call: Any = engine.complete  # with a stream at the call, as `Context.complete`
                 with pytest.raises(ConfigError):
                     call(PROMPTS[0], stream=True, **bad)

@@ -96,13 +96,13 @@ def test_text_is_that_of_a_loop_by_hand(name: str, ctx: Context, draft_ctx: Cont
 def test_grammar_holds_beside_it(ctx: Context) -> None:
     settings = SETTINGS["seeded"]
     expected = by_hand(ctx, 80, GRAMMAR, **settings)
-    for drafter in (None, lb.speculative.NullDrafter()):
+    for drafter in ("auto", None):
         result = ctx.complete(
             PROMPT, grammar=GRAMMAR, max_tokens=80, drafter=drafter, **settings,
             logits_processor=prefers,
         )  # fmt: skip
         assert result.tokens == expected
-    engine = lb.Engine(ctx, None, FIXED)
+    engine = lb.Engine(ctx, config=FIXED)
     params = SamplingParams(**settings, logits_processor=prefers)
     (found,) = engine.generate([Request(PROMPT, grammar=GRAMMAR, sampling=params, max_tokens=80)])
     assert found.tokens == expected

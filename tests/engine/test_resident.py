@@ -7,7 +7,7 @@ import math
 import pickle
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -25,17 +25,14 @@ from llamabranch import (
     SamplingParams,
     SpeculativeConfig,
 )
-from llamabranch.context.logits import LogitsRow
 from llamabranch.engine.job import Submission
 from llamabranch.engine.scheduler import Scheduler
 from llamabranch.errors import (
     ClosedError,
     ConfigError,
-    DecodeInterruptedError,
     QueueFullError,
     TokenizeError,
 )
-from llamabranch.generation.loop import RunningText
 
 WARM = SamplingParams(temperature=0.8, seed=42)
 GREEDY = SamplingParams(temperature=0.0)
@@ -354,67 +351,6 @@ def test_streams_and_added_requests_share_the_sequences(ctx: Context, other_ctx:
             events += engine.step()
     found = results_of(events + run(engine))
     assert found["0"].tokens == alone(other_ctx, request, found["0"])
-    assert_clean(ctx)
-
-
-@pytest.mark.parametrize("which", ["none", "model"])
-def test_interrupted_step_loses_nothing(
-    which: str, ctx: Context, draft_ctx: Context, other_ctx: Context
-) -> None:
-    drafter = lb.ModelDrafter(draft_ctx) if which == "model" else None
-    engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=3))
-    requests = [Request(p, max_tokens=16, sampling=WARM) for p in PROMPTS]
-    for request in requests:
-        engine.add_request(request)
-    events: list[Event] = []
-    n_interrupted = n_steps = 0
-    while engine.has_unfinished():
-        n_steps += 1
-        if n_steps % 3 == 2:
-            (draft_ctx if which == "model" and n_steps % 2 else ctx).interrupt()
-        try:
-            events += engine.step()
-        except DecodeInterruptedError:
-            n_interrupted += 1
-    assert n_interrupted > 2
-    found = results_of(events)
-    for i, request in enumerate(requests):
-        assert found[str(i)].tokens == alone(other_ctx, request, found[str(i)])
-    assert_clean(ctx)
-
-
-def test_ctrl_c_in_a_step_loses_nothing(
-    ctx: Context, other_ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever it hits between the decode and the events: texts go on after what was reported."""
-    engine = Engine(ctx)
-    requests = [Request(p, max_tokens=16, sampling=WARM) for p in PROMPTS]
-    for request in requests:
-        engine.add_request(request)
-    events: list[Event] = []
-    take, n_calls = RunningText.take, 0
-
-    def interrupted(running: RunningText, rows: Sequence[LogitsRow], verify_s: float) -> None:
-        nonlocal n_calls
-        n_calls += 1
-        take(running, rows, verify_s)
-        if n_calls % 7 == 0:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(RunningText, "take", interrupted)
-    n_interrupted = 0
-    while engine.has_unfinished():
-        try:
-            events += engine.step()
-        except KeyboardInterrupt:
-            n_interrupted += 1
-    assert n_interrupted > 3
-    monkeypatch.undo()
-    found = results_of(events)
-    for i, request in enumerate(requests):
-        assert found[str(i)].tokens == alone(other_ctx, request, found[str(i)])
-        emitted = [e.emitted.token for e in events if e.id == str(i) and e.emitted is not None]
-        assert emitted == found[str(i)].tokens
     assert_clean(ctx)
 
 

@@ -152,12 +152,33 @@ def test_settings_without_a_counterpart_and_impossible_lengths_are_refused(
         LlamaBranchLM(lm.ctx, n_ctx=64)
 
 
+def harness_config(task: Task) -> dict[str, object]:
+    """Return the same task as lm-evaluation-harness takes it: ``simple_evaluate(tasks=[...])``."""
+    if task.is_choice:
+        kind, metrics = "multiple_choice", ("acc", "acc_norm")
+        answers = {"doc_to_choice": "choices", "doc_to_target": "answer"}
+    else:
+        kind, metrics = "loglikelihood", ("perplexity", "acc")
+        answers = {"doc_to_target": "target"}
+    return {
+        "task": task.name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(task.path)}},
+        "test_split": "test",
+        "output_type": kind,
+        "doc_to_text": "context",
+        "target_delimiter": "",
+        **answers,
+        "metric_list": [{"metric": metric} for metric in metrics],
+    }
+
+
 @pytest.mark.parametrize("name", ["true_ending", "last_word"])
 def test_a_shipped_task_gives_the_harness_what_it_gives_us(name: str, target: lb.Model) -> None:
     task = find_task(name)
     with lb.Context(target, n_ctx=2048, n_seq_max=16, n_threads=1, batch_invariant=True) as ctx:
         ours = run_task(ctx, task, limit=6)
-        theirs = evaluate(LlamaBranchLM(ctx), [task.harness_config()], limit=6)[name]
+        theirs = evaluate(LlamaBranchLM(ctx), [harness_config(task)], limit=6)[name]
     for metric, (value, stderr) in ours.metrics.items():
         assert theirs[f"{metric},none"] == pytest.approx(value, abs=1e-9)
         if metric == "acc":
@@ -174,7 +195,7 @@ def test_a_task_of_a_folder_runs_by_name(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     task = Task.read(path)
     results = evaluate(
-        "llamabranch", [task.harness_config()], model_args="n_ctx=512,n_seq_max=8,n_threads=1"
+        "llamabranch", [harness_config(task)], model_args="n_ctx=512,n_seq_max=8,n_threads=1"
     )
     with lb.load(n_ctx=512, n_seq_max=8, n_threads=1) as ctx:
         assert results["sons"]["acc,none"] == run_task(ctx, task).metrics["acc"][0] > 0.6

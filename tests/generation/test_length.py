@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import SpeculativeConfig
@@ -675,23 +674,6 @@ def test_bare_drafter_of_an_engine_is_measured_too(ctx: lb.Context) -> None:
     said = engine.explain()
     assert "unknown" not in said
     assert float(said.split("% are accepted")[0].split()[-1]) < 50
-
-
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_auto_rule_is_what_the_documentation_says(
-    ctx: lb.Context, draft_ctx: lb.Context, width: int, seed: int | None, temperature: float
-) -> None:
-    """The docstring of 0.1 promised "else token", which no code path picks."""
-    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx, width=width), FIXED)
-    with lb.Branch.start(ctx, "A", temperature=temperature, seed=seed) as branch:
-        found = speculator.rule_for(branch)
-    expected = "seeded" if width > 1 or seed is not None or temperature == 0 else "block"
-    assert found == expected
-    said = " ".join((SpeculativeConfig.__doc__ or "").split())
-    assert '"auto" is "seeded" where a seed was given, the temperature is 0 or the drafter' in said
-    assert 'else "block", never "token"' in said
 
 
 def test_the_next_generation_begins_with_what_was_learned(target: lb.Model) -> None:

@@ -36,7 +36,6 @@ from llamabranch.generation.rules import (
     TreeAcceptance,
     apply_rule,
     block_rule,
-    choose_rule,
     draft_seed,
     seeded_rule,
     token_rule,
@@ -54,7 +53,6 @@ Rule = Callable[
     [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], RandomSource], Acceptance
 ]
 Drafting = Callable[["ModelPair", RandomSource], tuple[list[int], Sources]]
-ROOT: Context = ()
 
 
 def dirichlet(rng: np.random.Generator, alpha: float) -> Distribution:
@@ -520,14 +518,3 @@ def test_impossible_draft_is_refused(rule: str) -> None:
 def test_unknown_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown rule 'fast'"):
         apply_rule("fast", [], [], lambda i: Distribution.point(0), seed=0, position=0)
-    with pytest.raises(ConfigError, match="unknown rule 'fast'"):
-        choose_rule("fast", seed_given=True, temperature=0.8)
-
-
-def test_auto_chooses_as_designed() -> None:
-    assert choose_rule("auto", seed_given=True, temperature=0.8) == "seeded"
-    assert choose_rule("auto", seed_given=True, temperature=0.0) == "seeded"
-    assert choose_rule("auto", seed_given=False, temperature=0.8) == "block"
-    assert choose_rule("auto", seed_given=False, temperature=0.0) == "seeded"
-    for rule in RULES:
-        assert choose_rule(rule, seed_given=True, temperature=0.8) == rule

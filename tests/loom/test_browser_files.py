@@ -20,9 +20,9 @@ HOSTILE = [
     "\x1b[31mred\x1b[0m",
     "\x00nul",
     "]]> --> <!-- ${window.hacked = 1} {{7*7}}",
-    "a" + "\u0301" * 10_000,
     "العربية हिन्दी 👩‍👩‍👧 \u2028 line",
 ]
+PILE = "a" + "\u0301" * 10_000  # more than the model reads: it can only be imported
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,15 @@ def exported(page: Page, folder: Path) -> Path:
     return file
 
 
+def imported(page: Page, text: str) -> int:
+    """Import a file; return how many nodes it has."""
+    answer = page.evaluate(
+        "text => fetch('/loom/import', {method: 'POST', body: text}).then(answer => answer.json())",
+        text,
+    )
+    return int(answer["count"])
+
+
 def opened(chromium: Browser, file: Path) -> tuple[Page, list[str], list[str]]:
     """Open a file from disk; what it requests and what goes wrong is recorded."""
     page = chromium.new_context().new_page()
@@ -54,6 +63,7 @@ def opened(chromium: Browser, file: Path) -> tuple[Page, list[str], list[str]]:
     )
     page.goto(file.as_uri())
     state(page, "read-only")
+    idle(page)
     return page, requests, wrong
 
 
@@ -68,11 +78,7 @@ def test_exported_file_works_from_disk_without_a_request(
         text = "".join(page.locator("#text [data-token]").all_text_contents())
         n_rows = page.locator("[role=treeitem]:not([hidden])").count()
         file = exported(page, tmp_path)
-        again = page.evaluate(
-            "text => fetch('/loom/import', {method: 'POST', body: text}).then(answer => answer.json())",
-            file.read_text("utf-8"),
-        )
-        assert again["count"] >= 4
+        assert imported(page, file.read_text("utf-8")) >= 4
     page, requests, wrong = opened(chromium, file)
     assert "".join(page.locator("#text [data-token]").all_text_contents()) == text
     assert page.locator("[role=treeitem]:not([hidden])").count() == n_rows
@@ -92,20 +98,34 @@ def test_exported_file_works_from_disk_without_a_request(
     page.context.close()
 
 
+def test_imported_text_is_scored_when_it_is_first_seen(chromium: Browser, served: Server) -> None:
+    with visiting(chromium, served) as page:
+        idle(page)
+        branch = {"text": " and wanted a horse", "children": []}
+        n = imported(page, json.dumps({"text": "A queen was bored", "children": [branch, branch]}))
+        assert n == 3
+        page.locator("[role=treeitem]", has_text="wanted a horse").first.click()
+        idle(page)
+        tokens = page.locator("#text [data-token]")
+        assert tokens.count() > 8
+        assert page.locator("#text [data-lp]").count() == tokens.count() - 1
+
+
 def test_hostile_text_runs_nothing_and_reorders_nothing(
     chromium: Browser, served: Server, tmp_path: Path
 ) -> None:
     with visiting(chromium, served) as page:
-        state(page, "ready")
-        for text in HOSTILE:
-            page.evaluate(
-                """text => fetch("/loom/do", {method: "POST", body: JSON.stringify(
-                {cid: crypto.randomUUID(), op: "type", node: null, text})})""",
-                text,
+        idle(page)
+        for i, text in enumerate(HOSTILE):
+            body = json.dumps({"op": "type", "cid": f"hostile {i}", "text": text})
+            is_done = page.evaluate(
+                "body => fetch('/loom/do', {method: 'POST', body}).then(answer => answer.ok)", body
             )
-        page.locator("[role=treeitem]").nth(len(HOSTILE) - 1).wait_for()
-        file = exported(page, tmp_path)
+            assert is_done, text
+        imported(page, json.dumps({"text": PILE, "children": []}))
+        page.locator("[role=treeitem]", has_text="marks]").wait_for()
         check_hostile(page)
+        file = exported(page, tmp_path)
     page, _, wrong = opened(chromium, file)
     check_hostile(page)
     assert wrong == []
@@ -113,11 +133,16 @@ def test_hostile_text_runs_nothing_and_reorders_nothing(
 
 
 def check_hostile(page: Page) -> None:
-    shown = []
-    for row in range(page.locator("[role=treeitem]:not([hidden])").count()):
-        page.locator("[role=treeitem]:not([hidden])").nth(row).click()
-        page.evaluate("() => new Promise(done => setTimeout(done, 150))")
-        shown.append("".join(page.locator("#text [data-token]").all_text_contents()))
+    tree, rows, shown = page.locator("#tree"), [""], []
+    tree.press("Home")
+    idle(page)
+    while rows[-1] != (row := tree.get_attribute("aria-activedescendant") or ""):
+        rows.append(row)
+        page.locator("#text").press("Home")  # the view is at its end
+        idle(page)
+        shown.append(page.locator("#text").text_content() or "")
+        tree.press("ArrowDown")
+        idle(page)
     everything = page.locator("body").text_content() or ""
     assert not page.evaluate("'hacked' in window")
     assert page.locator("img, #text script").count() == 0
@@ -127,7 +152,8 @@ def check_hostile(page: Page) -> None:
     assert any("\\u202e" in text for text in shown)
     assert any("\\u001b[31m" in text for text in shown)
     assert any("<img src=x" in text for text in shown)
-    assert all(len(text) < 4000 for text in shown)  # the pile of marks is not drawn
+    assert all(text.count("\u0301") <= 8 and len(text) < 4000 for text in shown)
+    assert any("a" + "\u0301" * 8 in text for text in shown)  # of the pile, what is drawn of it
 
 
 def large(n_nodes: int = 10_000, n_tokens: int = 10) -> str:
@@ -146,17 +172,13 @@ def large(n_nodes: int = 10_000, n_tokens: int = 10) -> str:
 def test_ten_thousand_nodes_in_few_elements(chromium: Browser, tmp_path: Path) -> None:
     with server(tmp_path) as served, visiting(chromium, served) as page:
         state(page, "ready")
-        answer = page.evaluate(
-            "text => fetch('/loom/import', {method: 'POST', body: text}).then(answer => answer.json())",
-            large(),
-        )
-        assert answer["count"] == 10_000
+        assert imported(page, large()) == 10_000
         page.reload()
-        state(page, "ready")
+        idle(page)
         page.locator("[role=treeitem]").nth(10).wait_for()
         for key in ["End", "Home", *["ArrowDown"] * 30]:
             page.locator("#tree").press(key)
             idle(page)
             count = page.evaluate("document.querySelectorAll('#tree *, #text *, #after *').length")
             assert count <= 500
-        assert page.evaluate("fetch('/loom/doc').then(a => a.blob()).then(b => b.size)") < 1_500_000
+        assert page.evaluate("fetch('/loom/doc').then(a => a.blob()).then(b => b.size)") < 1_000_000

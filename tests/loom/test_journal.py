@@ -18,6 +18,7 @@ import pytest
 from paging import TARGET, Paged, httpx
 
 from llamabranch import ConfigError
+from llamabranch.cli.open import PageOptions
 from llamabranch.loom.document import Document, Head, Made, Tokens
 from llamabranch.loom.journal import Journal
 
@@ -310,6 +311,14 @@ def test_numbers_are_read_as_they_were_told(tmp_path: Path) -> None:
         told = [page.tokens(node["id"], top=1) for node in nodes]
     with Paged(tmp_path) as page:
         assert [page.tokens(node["id"], top=1) for node in nodes] == told
+        assert page.done("replay", node=nodes[2]["id"])["ended"]["result"]["same"]
+
+
+def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", "relative")
+    file = tmp_path / ".local" / "share" / "llamabranch" / "a.loom.jsonl"
+    assert PageOptions().path("a.gguf") == file
 
 
 def test_records_that_fit_nothing_change_nothing() -> None:

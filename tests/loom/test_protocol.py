@@ -30,6 +30,8 @@ def columns(told: Any) -> list[tuple[object, ...]]:
 
 
 def test_typed_text_has_the_numbers_of_the_branch_api(page: Paged, root: Any) -> None:
+    # The first token has none, but a tab that has no tokens yet takes none behind it.
+    assert page.of("tokens", node=root["id"])[0]["at"] == 0
     node = page.type(" king who lived", root["id"])
     made = page.client.get("/loom/doc", params={"branch": root["id"]}).json()["branch"]
     asked = {"continuations": [page.tokens(node["id"])["ids"]], "top_logprobs": 10}
@@ -244,6 +246,15 @@ def test_stopping_keeps_what_is_there(page: Paged, root: Any) -> None:
     told = page.tokens(node)
     assert told["node"]["reason"] == "stopped" and 0 < len(told["ids"]) < 800
     assert page.done("replay", node=node)["ended"]["result"]["same"]
+
+
+def test_stopping_at_once_stops(page: Paged, root: Any) -> None:
+    token = page.tokens(root["id"])["ids"][-1]
+    answer = page.do("fork", node=root["id"], at=root["n"], token=token, max_tokens=800)
+    page.do("stop", job=answer["job"])
+    assert page.finish(answer["job"])["state"] == "stopped"
+    told = page.tokens(answer["nodes"][0]["id"])
+    assert told["node"]["reason"] == "stopped" and len(told["ids"]) < 800
 
 
 OPTIONS: dict[str, dict[str, object]] = {

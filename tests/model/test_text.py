@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
-from drafts import FIXED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import llamabranch as lb
 from llamabranch.errors import ConfigError
 from llamabranch.model import StopStrings
 
@@ -83,45 +79,3 @@ def test_emitted_text_does_not_depend_on_how_the_stream_is_split(
 def test_bad_stop_strings_are_refused(bad: object) -> None:
     with pytest.raises(ConfigError):
         StopStrings(bad)  # type: ignore[arg-type]
-
-
-def test_text_is_without_the_stop_string_and_tokens_include_it(
-    ctx: lb.Context, draft_ctx: lb.Context
-) -> None:
-    prompt, params = "Once upon a time", lb.SamplingParams(temperature=0.8, seed=4)
-    branch = lb.Branch.start(ctx, prompt, sampling=params)
-    free = "".join(token.text for token in branch.generate(40))
-    stop = free[len(free) // 2 :][:6]  # over several tokens
-    found: dict[str, tuple[str, list[int], str | None]] = {}
-
-    def note(name: str, text: str, tokens: Sequence[int], reason: str | None) -> None:
-        found[name] = text, list(tokens), reason
-
-    branch = lb.Branch.start(ctx, prompt, sampling=params)
-    produced = list(branch.generate(40, [stop]))
-    text = "".join(token.text for token in produced)
-    note("branch", text, [token.token for token in produced], branch.finish_reason)
-    assert branch.generated == found["branch"][1]
-    assert branch.text.startswith(prompt + text + stop)
-    for name, drafter in (("plain", None), ("drafted", lb.ModelDrafter(draft_ctx))):
-        root = lb.Branch.start(ctx, prompt, sampling=params)
-        made = (
-            lb.Speculator(ctx, drafter, FIXED).generate(root, max_tokens=40, stop=[stop]).finish()
-        )
-        note(f"{name} speculator", made.text, made.tokens, made.finish_reason)
-        assert root.generated == made.tokens
-        assert root.text.startswith(prompt + made.text + stop)
-        with lb.InferenceSession(
-            ctx, prompt, sampling=params, max_tokens=40, stop=[stop]
-        ) as session:
-            while session.next_token(drafter) is not None:
-                pass
-            note(f"{name} session", session.text, session.tokens, session.finish_reason)
-        request = lb.Request(prompt, max_tokens=40, sampling=params, stop=[stop])
-        (result,) = lb.Engine(ctx, drafter, FIXED).generate([request])
-        note(f"{name} engine", result.text, result.tokens, result.finish_reason)
-        root.prune()
-    assert set(map(repr, found.values())) == {repr(found["branch"])}, found
-    assert text == free[: free.index(stop)]
-    assert found["branch"][2] == "stop"
-    assert ctx.detokenize(found["branch"][1]).startswith(text + stop)

@@ -22,7 +22,7 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch.errors import LlamaBranchError, ModelLoadError, UnsupportedError
+from llamabranch.errors import LlamaBranchError, UnsupportedError
 
 TRIAL_SECONDS = 20  # an endless loop is a failure, too
 MEMORY_BYTES = 4 << 30
@@ -172,21 +172,6 @@ def test_vocabulary_without_weights_is_refused(tmp_path: Path) -> None:
 def test_embedding_model_is_refused_where_it_would_generate(tmp_path: Path) -> None:
     path = toys.write_bert(tmp_path / "bert.gguf")
     assert "predicts no tokens" in outcomes(path, [["cut", path.stat().st_size]])[0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("duplicate_tokens", "the token 'a' twice"),
-        ("zero_blocks", "block_count is 0"),
-        ("too_many_blocks", "block_count is 100000"),
-    ],
-)
-def test_file_that_llama_cpp_would_abort_on_is_refused_before(
-    kind: str, reason: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ModelLoadError, match=reason):
-        lb.Model(toys.write_broken(tmp_path / "broken.gguf", kind))
 
 
 def test_model_without_an_eog_token_generates_up_to_its_limit(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def _shared_library_of(compiler: str, name: str) -> str | None:
 def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
     """All settings over hard rows of many lengths, under AddressSanitizer and UBSan.
 
-    The driver loads copies of ``core.py`` and ``acceptance.py`` beside a library with the sanitizers, so
+    The driver loads a copy of ``core.py`` beside a library with the sanitizers, so
     nothing of llama.cpp runs in that process.
     """
     compiler = shutil.which("gcc")
@@ -174,7 +174,7 @@ def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
-    for name in ("core.py", "acceptance.py"):
+    for name in ("core.py",):
         shutil.copy(NATIVE / name, copies / name)
     environment = {
         **os.environ,

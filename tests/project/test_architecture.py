@@ -57,7 +57,7 @@ def round_() -> list[str]:
 
 def step() -> list[str]:
     with lb.load(n_seq_max=4, n_ctx=1024, n_threads=1) as ctx:
-        engine = lb.Engine(ctx, seed=1)
+        engine = lb.Engine(ctx, None, seed=1)
         for _ in range(4):
             engine.add_request(lb.Request("Once upon a time", max_tokens=30, sampling=WARM))
         for _ in range(5):

@@ -17,6 +17,7 @@ from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch.arguments import finite, function, plain_int, real, whole
+from llamabranch.cli.jsonl import read_requests
 from llamabranch.errors import ConfigError, GrammarError, TokenizeError
 from llamabranch.sampling.noise import derive_seed
 
@@ -229,6 +230,7 @@ def test_numpy_integers_are_token_ids(kind: Any, toy: lb.Model) -> None:
     [
         np.array([5.0, 7.0]), np.array([True, False]), np.array([[5, 7]]), np.array(5),
         [5, np.float64(7)], [5, True], [5, np.True_], [5, "7"], [5, None], "57", b"57", bytearray(b"5"),
+        pytest.param(memoryview(b"5"), id="memoryview"),
         5, None, np.array([5, 1 << 40]), np.array([5, -1]), np.array(["5"]),
     ],
     ids=repr,
@@ -236,9 +238,17 @@ def test_numpy_integers_are_token_ids(kind: Any, toy: lb.Model) -> None:
 def test_what_is_no_token_is_refused(tokens: Any, ctx: lb.Context) -> None:
     branch = lb.Branch.start(ctx, STORY, temperature=0.0)
     before = branch.tokens, ctx.usage()
-    for call in (branch.extend, branch.prefill, ctx.detokenize, lambda t: ctx.decode(t, 0)):
-        with pytest.raises(TokenizeError):
+    calls: list[Callable[[Any], object]] = [
+        branch.extend, branch.prefill, ctx.detokenize, ctx.model.detokenize,
+        lambda t: ctx.decode(t, 0), lambda t: lb.BranchStore(ctx).prefill({branch: t}),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(TokenizeError) as caught:
             call(tokens)
+        assert not isinstance(tokens, str | bytes | bytearray | memoryview) or caught.value.hint
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        with pytest.raises(TokenizeError):
+            ctx.model.check_tokens(tokens)
     assert (branch.tokens, ctx.usage()) == before
 
 
@@ -373,6 +383,67 @@ def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
     )
     assert drafted.finish().tokens == plain.tokens
     assert drafted.stats.num_drafts > 0
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+# Text is a prompt; bytes are iterable, too, and are none.
+TAKES_PROMPT: dict[str, Callable[[lb.Context, Any], object]] = {
+    "start": lambda ctx, prompt: lb.Branch.start(ctx, prompt),
+    "speculator": lambda ctx, prompt: lb.Speculator(ctx).generate(prompt),
+    "session": lambda ctx, prompt: lb.InferenceSession(ctx, prompt),
+    "request": lambda ctx, prompt: lb.Request(prompt),
+    "generate": lambda ctx, prompt: lb.Engine(ctx).generate([prompt]),
+}
+
+
+@pytest.mark.parametrize("call", TAKES_PROMPT.values(), ids=TAKES_PROMPT)
+def test_what_is_no_prompt_is_refused(
+    call: Callable[[lb.Context, Any], object], ctx: lb.Context
+) -> None:
+    for value in (b"abc", bytearray(b"abc"), memoryview(b"abc"), 5, None):
+        with pytest.raises(ConfigError) as caught:
+            call(ctx, value)
+        assert value in (5, None) or caught.value.hint
+    assert ctx.usage().cells_used == 0
+    assert ctx.n_seq_free == ctx.n_seq_max
+
+
+@pytest.mark.parametrize("requests", [b"abc", bytearray(b"abc"), {"a": "b"}, 5, None], ids=repr)
+def test_what_is_no_request_is_refused(requests: Any, ctx: lb.Context) -> None:
+    engine = lb.Engine(ctx, max_tokens=2)
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(ConfigError) as caught:
+            call(requests)
+        assert caught.value.hint
+    assert engine.stats.target_forward_passes == 0
+
+
+@pytest.mark.parametrize("skip", ["ab", ("0", 0), [0], 5, [("0", "0")], {"0": 0}], ids=repr)
+def test_what_to_skip_is_pairs(skip: Any, ctx: lb.Context) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lb.Engine(ctx).generate(["a"], skip=skip)
+    assert caught.value.hint
+
+
+def test_requests_are_read_from_lines(ctx: lb.Context) -> None:
+    for text in ("one\ntwo\n", b"one\ntwo\n"):
+        with pytest.raises(ConfigError) as caught:
+            read_requests(text, json_lines=False)  # type: ignore[arg-type]
+        assert caught.value.hint
+    read = read_requests(iter(["one\n", "two\n"]), json_lines=False)
+    assert [request.prompt for request in read] == ["one", "two"]
+
+
+def test_ids_come_in_any_kind_of_sequence(ctx: lb.Context) -> None:
+    """What was taken before is taken still."""
+    for prompt in ((5, 6, 7), range(5, 8), [5, 6, 7]):
+        with lb.Branch.start(ctx, prompt) as branch:
+            assert branch.tokens == [5, 6, 7]
+        (result,) = lb.Engine(ctx, max_tokens=1).generate([lb.Request(prompt)])
+        assert (result.num_prompt_tokens, result.finish_reason) == (3, "length")
+    (result,) = lb.Engine(ctx, max_tokens=1).generate(prompt for prompt in ["text"])
+    assert len(result.tokens) == 1
 
 
 # -- other kinds -----------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from llamabranch import hub
 from llamabranch.cli import app
 from llamabranch.files import atomic_write, check_writable, read_small
 from llamabranch.profile import profile_path, profile_problem, read_entry, write_entries
@@ -137,23 +136,3 @@ def test_generate_writes_to_standard_output(is_pipe: bool, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert said.startswith('{"id": "0"')
     assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize("kind", ["null", "fifo"])
-@pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["new", "resume"])
-def test_results_that_are_replaced_need_a_regular_file(
-    kind: str, resume: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    path: Path = request.getfixturevalue(kind)
-    before = path.stat().st_mode
-    text = tmp_path / "text"
-    text.write_text("Once upon a time there was a king. " * 20, "utf-8")
-    command = ["eval", "--perplexity", str(text), "--chunks", "1", "--n-ctx", "32", "-o", str(path)]
-    model = ["-m", str(hub.resolve("tale-draft"))]
-    done = subprocess.run(
-        [sys.executable, "-m", "llamabranch.cli", *command, *model, *resume],
-        timeout=60, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stdout
-    assert "not a regular file" in done.stderr
-    assert path.stat().st_mode == before

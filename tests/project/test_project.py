@@ -28,19 +28,10 @@ def _modules() -> list[str]:
     return ["llamabranch", *(name for name in found if not name.endswith("__main__"))]
 
 
-def _sort_key(name: str) -> tuple[int, str]:
-    """Order constants, then classes, then functions, each by name, as ruff's RUF022 does."""
-    if name.isupper():
-        return 0, name
-    return (1 if name[0].isupper() else 2), name
-
-
 @pytest.mark.parametrize("name", _modules())
-def test_public_names_are_sorted_and_exist(name: str) -> None:
+def test_public_names_exist(name: str) -> None:
     module = importlib.import_module(name)
-    names = list(getattr(module, "__all__", []))
-    assert names == sorted(set(names), key=_sort_key)
-    assert not [public for public in names if not hasattr(module, public)]
+    assert not [public for public in getattr(module, "__all__", []) if not hasattr(module, public)]
 
 
 def test_top_of_the_package_has_what_most_programs_need() -> None:
@@ -55,7 +46,6 @@ def test_top_of_the_package_has_what_most_programs_need() -> None:
         ("CacheFullError", "errors.CacheFullError"),
         ("Emitted", "Produced"),
         ("NullDrafter", "speculative.NullDrafter"),
-        ("first_divergence", "bench.first_divergence"),
         ("read_requests", "cli.jsonl.read_requests"),
         ("resolve", "hub.resolve"),
     ],
@@ -143,7 +133,6 @@ def test_reference_has_every_public_name_once() -> None:
     )
     expected += [f"errors.{name}" for name, _ in errors if name not in top]
     expected += ["context.Capabilities", "context.Usage", "engine.EngineStats", "sampling.Sampler"]
-    expected += ["bench.Divergence", "bench.first_divergence"]  # the rest measures
     expected += ["model.TextDecoder", "model.ToolCall", "model.VocabularyReport"]
     assert sorted(directives) == sorted(expected)
 

@@ -81,8 +81,6 @@ def read_output(folder: Path | str) -> list[Row]:
     rows: list[Row] = []
     for path in Path(folder).glob("*.parquet"):
         rows += pq.read_table(path).to_pylist()
-    for path in Path(folder).glob("*.jsonl"):
-        rows += [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return sorted(rows, key=lambda row: str(row["id"]).zfill(12))
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 pytest.importorskip("ray", reason="the extra `scale` (Ray) is not installed")
 
@@ -20,7 +19,6 @@ from clusters import alone, assert_equal, prompts, read_output, write_rows
 
 import llamabranch as lb
 from llamabranch import scale
-from llamabranch.cli import app
 from llamabranch.scale import job as job_module
 from llamabranch.scale.ledger import MOST_DEATHS
 
@@ -61,8 +59,7 @@ def test_output_is_that_of_one_process(generate: Any, ctx: lb.Context, workers: 
     assert_equal(output, alone(ctx, rows, SEED))
     assert (report.n_rows, report.n_errors, report.n_resumed) == (40, 0, 0)
     assert report.batch_invariant is True
-    assert report.last.generated_tokens == sum(len(row["tokens"]) for row in output)
-    assert report.last.deaths == 0
+    assert report.n_deaths == 0
 
 
 def test_rows_of_very_different_lengths(generate: Any, ctx: lb.Context) -> None:
@@ -70,7 +67,7 @@ def test_rows_of_very_different_lengths(generate: Any, ctx: lb.Context) -> None:
     for i, row in enumerate(rows):
         row["max_tokens"] = 200 if i % 8 == 0 else 1
     rows[0]["note"] = "x" * 3_000_000
-    _, output = generate(rows, workers=2, format="jsonl", keep=["prompt", "note"])
+    _, output = generate(rows, workers=2, keep=["prompt", "note"])
     assert_equal(output, alone(ctx, rows, SEED))
     assert {row["id"]: row["prompt"] for row in output} == {
         row["id"]: row["prompt"] for row in rows
@@ -86,7 +83,7 @@ def test_killed_worker_loses_nothing(
     report, output = generate(rows, workers=2)
     assert (tmp_path / "killed").exists()
     assert_equal(output, alone(ctx, rows, SEED))
-    assert report.last.deaths == 1
+    assert report.n_deaths == 1
 
 
 def test_row_that_ends_its_process_becomes_an_error_and_the_others_do_not(
@@ -103,7 +100,7 @@ def test_row_that_ends_its_process_becomes_an_error_and_the_others_do_not(
     report, output = generate(rows + bad, workers=1)
     good = [row for row in output if row["error"] is None]
     assert_equal(good, alone(ctx, [row for row in rows if row["id"] != 13], SEED))
-    assert report.last.deaths == MOST_DEATHS
+    assert report.n_deaths == MOST_DEATHS
     errors = {row["id"]: row for row in output if row["error"] is not None}
     assert sorted(errors) == [13, 100, 101, 103, 104]
     assert report.n_errors == 5
@@ -260,29 +257,30 @@ def test_documented_jobs_run(
         exec(compile(block, "docs/scale.md", "exec"), {})
 
 
-def test_commands_run_jobs(ray_cluster: Any, ctx: lb.Context, tmp_path: Path) -> None:
-    def run(*arguments: str, ray: str = "local,block_rows=8,price=3.6") -> Result:
-        return CliRunner().invoke(app, [*arguments, "--ray", ray, "-m", TARGET, "-c", "1024"])
-
+def test_a_job_that_is_done_is_resumed_at_once(
+    ray_cluster: Any, ctx: lb.Context, tmp_path: Path
+) -> None:
     rows = prompts(20)
     inputs, out = write_rows(tmp_path / "in.jsonl", rows), str(tmp_path / "out")
-    job = ("generate", "--input", inputs, "--output", out, "--seed", str(SEED))
-    result = run(*job, "--parallel", "4", "--json")
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert (report["n_rows"], report["n_errors"]) == (20, 0)
-    assert report["last"]["cost"] == pytest.approx(report["last"]["seconds"] / 1000)
+
+    def run(**more: Any) -> scale.JobReport:
+        return scale.generate(
+            inputs,
+            out,
+            model=TARGET,
+            seed=SEED,
+            load={"n_ctx": 1024},
+            block_rows=8,
+            **more,
+        )
+
+    report = run()
+    assert (report.n_rows, report.n_errors) == (20, 0)
     assert_equal(read_output(out), alone(ctx, rows, SEED))
-    result = run(*job, "--resume")
-    assert result.exit_code == 0, result.stderr
-    assert "20 rows were there already" in result.stdout
-    assert run(*job).exit_code == 2
-    for wrong in (["-p", "x"], ["--top-logprobs", "1"], ["--ignore-eos"]):
-        assert run(*job, *wrong).exit_code == 2
-    for wrong_option in ("workers=a:b", "wrokers=2"):
-        assert run(*job, ray=f"local,{wrong_option}").exit_code == 2
-    assert run("generate", "--input", inputs).exit_code == 2
-    assert run("score", "--output", out).exit_code == 2
+    assert run(resume=True).n_resumed == 20
+    for wrong in ({}, {"resume": True, "wrokers": 2}, {"resume": True, "workers": (2, 1)}):
+        with pytest.raises(lb.ConfigError):
+            run(**wrong)
 
 
 def test_model_that_is_no_model_ends_the_job(generate: Any, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llamabranch import ConfigError
-from llamabranch.scale.folder import Folder, input_files, write_json_lines
+from llamabranch.scale.folder import Folder, input_files
 from llamabranch.scale.rows import GenerateRows, ScoreRows, output_table, read_rows
 from llamabranch.scale.staging import Input
 
@@ -118,15 +116,3 @@ def test_batches_of_any_kind_are_read() -> None:
     assert read_rows(columns) == rows
     with pytest.raises(ConfigError, match="a batch is a table"):
         read_rows(5)
-
-
-def test_json_lines_hold_what_json_can() -> None:
-    table = pa.table(
-        {"a": [1.5, float("nan")], "b": [[float("-inf"), 0.1 + 0.2], None], "c": ["ä", "\n"]}
-    )
-    file = io.BytesIO()
-    write_json_lines(table, file)
-    assert [json.loads(line) for line in file.getvalue().splitlines()] == [
-        {"a": 1.5, "b": [None, 0.1 + 0.2], "c": "ä"},
-        {"a": None, "b": None, "c": "\n"},
-    ]

@@ -1,9 +1,9 @@
-"""best_of_n and vote: the texts of their seeds, whatever the room, the drafter and the waves."""
+"""best_of_n: the texts of their seeds, whatever the room, the drafter and the waves."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from failing import check_every_failure
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SuffixDrafter, search
-from llamabranch.errors import ConfigError, DecodeInterruptedError, LlamaBranchWarning
+from llamabranch.errors import ConfigError, DecodeInterruptedError
 from llamabranch.sampling.noise import derive_seed
 from llamabranch.speculative import PromptLookupDrafter
 
@@ -21,12 +21,12 @@ STORY = "The wolf ran and the wolf ran and the wolf"
 WARM = lb.SamplingParams(temperature=0.8, seed=5)
 
 
-def alone(root: Branch, index: int, n: int) -> list[int]:
+def alone(root: Branch, index: int, n: int, stop: Sequence[str] = ()) -> list[int]:
     """Return the tokens that text number ``index`` gets when nothing else is generated."""
     with root.fork() as branch:
         if index:
             branch.reseed(derive_seed(root.seed, index))
-        return [t.token for t in branch.generate(n) if not t.is_stop]
+        return branch.generate(n, stop).finish().tokens
 
 
 def test_texts_are_those_of_their_seeds_alone(ctx: Context) -> None:
@@ -195,96 +195,6 @@ def test_what_a_reward_raises_comes_through_and_nothing_is_left(ctx: Context) ->
             assert ctx.n_seq_free == 7
 
 
-# -- votes -------------------------------------------------------------------------------------------
-
-
-def first_word(text: str) -> str | None:
-    words = text.split()
-    return words[0] if words and words[0].isalpha() else None
-
-
-def test_the_most_frequent_answer_wins(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-        found = search.vote(root, first_word, 12, 6)
-        texts = [h.text for h in search.best_of_n(root, 12, 6).hypotheses]
-        votes = Counter(word for word in map(first_word, texts) if word is not None)
-        assert dict(found.votes) == dict(votes)
-        assert list(found.votes.values()) == sorted(votes.values(), reverse=True)
-        winner = next(iter(found.votes))
-        assert first_word(found.text) == winner
-        assert found.best.score == votes[winner] / 12
-        assert [h.score for h in found.hypotheses] == sorted(
-            (h.score for h in found.hypotheses), reverse=True
-        )
-
-
-def test_equal_numbers_are_one_answer(ctx: Context) -> None:
-    given: list[Any] = ["1", "1.00", "1,000", "1e3", "one", "1.00", None, " 1", 1000.0, "1,00"]
-    with Branch.start(ctx, STORY, sampling=WARM) as root:
-        answers = iter(given)
-        found = search.vote(root, lambda _: next(answers), len(given), 2)
-    assert found.votes == {"1.00": 4, "1e3": 3, "one": 1, "1,00": 1}
-    assert found.answer == "1.00"
-    assert found.answer_forms["1.00"] == {"1": 1, "1.00": 2, " 1": 1}
-    assert found.answer_forms["1e3"] == {"1,000": 1, "1e3": 1, "1000.0": 1}
-    assert found.best.score == 4 / len(given)
-    assert found.as_dict()["answer_forms"] == found.answer_forms
-
-
-def test_adaptive_votes_stop_at_agreement(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-        agreed = search.vote(root, lambda text: "same", 16, 4, adaptive=True)
-        assert len(agreed.hypotheses) == 2
-        split = search.vote(root, lambda text: text, 16, 12, adaptive=True)
-        assert len(split.hypotheses) == 16
-        whole = search.vote(root, lambda text: text, 16, 12)
-        assert sorted(h.tokens for h in split.hypotheses) == sorted(
-            h.tokens for h in whole.hypotheses
-        )
-
-
-def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0) as root:
-        winners = set()
-        for seed in range(12):
-            asked = ["b", "a"]
-            found = search.vote(root, lambda _: asked.pop(), 2, 1, seed=seed)  # noqa: B023
-            winners.add(next(iter(found.votes)))
-        assert winners == {"a", "b"}
-
-
-def test_texts_without_an_answer_do_not_vote(ctx: Context) -> None:
-    with (
-        Branch.start(ctx, "The", temperature=1.0, seed=2) as root,
-        pytest.warns(LlamaBranchWarning, match="no text has an answer"),
-    ):
-        found = search.vote(root, lambda text: None, 3, 3)
-    assert not found.votes and found.answer is None
-    assert [h.score for h in found.hypotheses] == [0.0] * 3
-
-
-def test_answers_are_what_the_parser_returned(ctx: Context) -> None:
-    for given in ([4, 4, 5], [True, True, False], [2.5, 2.5, 1.0]):
-        with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-            answers: Iterator[Any] = iter(given)
-            found = search.vote(root, lambda _: next(answers), 3, 3)  # noqa: B023
-        assert found.answer is given[0] and type(found.answer) is type(given[0])
-        assert found.votes == {given[0]: 2, given[2]: 1}
-        assert found.as_dict()["votes"] == {str(given[0]): 2, str(given[2]): 1}
-
-
-def test_parser_that_raises_loses_no_text(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-        steps = iter([1, 0, 2, 0, 1])
-        with pytest.warns(LlamaBranchWarning, match="2 of 5 texts, .*ZeroDivisionError") as told:
-            found = search.vote(root, lambda _: 10 // next(steps), 5, 4)
-        assert len(told) == 1
-        assert [h.score for h in found.hypotheses] == [0.4, 0.4, 0.2, 0.0, 0.0]
-        whole = search.vote(root, lambda _: 1, 5, 4)
-    assert found.answer == 10 and found.votes == {10: 2, 5: 1}
-    assert sorted(h.text for h in found.hypotheses) == sorted(h.text for h in whole.hypotheses)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -303,9 +213,53 @@ def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> Non
     with Branch.start(ctx, STORY) as root:
         with pytest.raises(ConfigError):
             search.best_of_n(root, **wrong)
-        for other in ({"agreement": 0.0}, {"agreement": 1.1}, {"n": 0}):
-            with pytest.raises(ConfigError):
-                search.vote(root, first_word, **other)
-        with pytest.raises(ConfigError):
-            search.vote(root, "word")  # type: ignore[arg-type]
         assert ctx.n_seq_free == 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 0.8])
+def test_texts_that_begin_alike_are_decoded_once(ctx: Context, temperature: float) -> None:
+    with Branch.start(ctx, STORY, temperature=temperature, seed=5) as root:
+        for seed in (5, 6, 7):
+            root.reseed(seed)
+            found = search.best_of_n(root, 6, 20, stop=["."])
+            expected = [alone(root, i, 20, stop=["."]) for i in range(6)]
+            assert sorted(h.tokens for h in found.hypotheses) == sorted(expected)
+            # Each beginning is decoded once; the last token of a text only where EOG follows it.
+            decoded = set()
+            for h in found.hypotheses:
+                n = len(h.tokens) + (ctx.model.is_eog(h.node.tokens[-1]))
+                decoded |= {tuple(h.tokens[:k]) for k in range(1, n)}
+            assert found.stats.tokens_decoded == len(decoded)
+            assert sum(len(h.tokens) for h in found.hypotheses) >= len(decoded)
+        assert ctx.n_seq_free == 7
+    ctx.audit()
+
+
+def test_texts_that_part_keep_their_probabilities_and_states(ctx: Context) -> None:
+    """Penalties and a grammar have a state, which each text has for itself after they part."""
+    settings = lb.SamplingParams(temperature=0.3, repeat_penalty=1.1, seed=2)
+    grammar = 'root ::= " " [a-z ]+ "."'
+    with Branch.start(ctx, STORY, sampling=settings, grammar=grammar) as root:
+        found = search.best_of_n(root, 5, 16)
+        for h in found.hypotheses:
+            with root.fork() as branch:
+                for token in h.tokens:
+                    branch.commit(token)
+                if h.finish_reason == "length":
+                    assert h.logprob == pytest.approx(branch.log_likelihood(), abs=1e-5)
+        assert sorted(h.tokens for h in found.hypotheses) == sorted(
+            alone(root, i, 16) for i in range(5)
+        )
+        assert found.stats.tokens_decoded < sum(len(h.tokens) for h in found.hypotheses)
+
+
+@pytest.mark.smollm2
+def test_eight_samples_of_a_real_model_share_tokens() -> None:
+    shared = apart = 0
+    with lb.load("smollm2-135m:Q8_0", n_ctx=1024, n_seq_max=9) as ctx:
+        for prompt in ("The capital of France is", "Once upon a time", "def add(a, b):", "2 + 2 ="):
+            with Branch.start(ctx, prompt, temperature=0.5, seed=1) as root:
+                found = search.best_of_n(root, 8, 32)
+                shared += found.stats.tokens_decoded
+                apart += sum(len(h.tokens) - 1 for h in found.hypotheses)
+    assert shared <= 0.9 * apart

@@ -44,6 +44,7 @@ NAME: Values = ("", "best", 1, True, None, [], ["mean"], np.array(["beam", "mean
 SHARED: dict[str, Values] = {
     "on_step": FUNCTION, "stop": STOP, "seed": SEED, "drafter": DRAFTER, "max_tokens": TOKENS,
 }  # fmt: skip
+CONSTRAINT: Values = (*FUNCTION, lb.search.Potential, "no e")
 BRANCH: Values = (None, 1, "Once", [1, 2], Branch, object())
 BIG: Values = (10**400, math.inf)
 
@@ -63,6 +64,8 @@ VOTE: dict[str, Values] = {
     "n": COUNT,
     "adaptive": FLAG,
     "agreement": (*NUMBER, *BIG, 0, -1, 1.5),
+    "confidence": (*(v for v in NUMBER if v is not None), *BIG, 0, 0.5, 1.5),
+    "width": tuple(v for v in COUNT if v is not None),
 }
 BEST: dict[str, Values] = {
     "n": COUNT, "score": (1, None, "best", [], np.array(["mean"]), b"sum"), "reward": FUNCTION,
@@ -77,7 +80,11 @@ SMC: dict[str, Values] = {
     "particles": COUNT, "max_tokens": LIMIT,
     "potentials": (-1, None, "ab", [1], [None], search.Potential(), [search.Potential], score, {"a": 1}),
     "critic": FUNCTION, "proposal": FUNCTION, "threshold": (*NUMBER, -0.1, 1.1, *BIG),
-    "resampling": NAME, "force_end": FLAG,
+    "resampling": NAME, "force_end": FLAG, "constraint": CONSTRAINT, "max_rejects": NOT_POSITIVE,
+    "power": (*NUMBER, *BIG, 0, -1, 101), "ramp": (-1, 2.5, True, None, 2**63),
+}  # fmt: skip
+REJECTION: dict[str, Values] = {
+    "constraint": (*CONSTRAINT, None), "n": COUNT, "max_tokens": LIMIT, "max_draws": COUNT,
 }  # fmt: skip
 EXPAND: Values = (0, -1, 2.5, True, None, "ab", [], 10**9, 2**63)
 MCTS: dict[str, Values] = {
@@ -96,6 +103,7 @@ SEARCHES: dict[str, tuple[Call, dict[str, Any], dict[str, Values]]] = {
     "vote": (search.vote, {"answer": str}, VOTE),
     "step_search": (search.step_search, {"reward": score}, STEPS),
     "smc": (search.smc, {}, SMC),
+    "rejection": (search.rejection, {"constraint": score}, REJECTION),
     "select": (search.select, {"choices": [" there"]}, SELECT),
     "tree_search": (
         search.tree_search, {"reward": score},
@@ -194,8 +202,6 @@ def test_trees_are_asked_and_drawn_with_what_they_know(shared_branch: Branch) ->
     for wrong in (None, 1, "a", []):
         with pytest.raises(ConfigError):
             search.outline(wrong)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError):
-            search.tree_picture(wrong)  # type: ignore[arg-type]
 
 
 WRONG_NUMBERS = (None, "1", math.nan, [1], True, 1j, np.array([1.0, 2.0]))

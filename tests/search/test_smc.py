@@ -16,6 +16,7 @@ from failing import check_every_failure
 import llamabranch as lb
 from llamabranch import Branch, Context, Distribution, search
 from llamabranch.errors import ConfigError, UsageError
+from llamabranch.sampling.constraint import ConstraintCalls
 from llamabranch.search import particles as module
 from llamabranch.search.particles import Following
 from llamabranch.search.resampling import SCHEMES, ancestors
@@ -79,6 +80,13 @@ class Script:
     def token(self, source: Distribution | Following, step: int, slot: int) -> int:
         proposal = source if isinstance(source, Distribution) else source.target
         return int(proposal.ids[self.pick(proposal.probs.tolist())])
+
+    def order(self, source: Distribution, step: int, slot: int) -> Iterator[int]:
+        probs = source.probs.tolist()
+        left = list(range(len(probs)))
+        while left:
+            total = sum(probs[i] for i in left)
+            yield left.pop(self.pick([probs[i] / total for i in left]))
 
     def uniform(self, step: int, index: int) -> float:
         raise AssertionError("the test replaces resampling's uniform numbers")
@@ -242,12 +250,166 @@ def test_a_grammar_is_weighted_by_the_mass_it_keeps(
         agree(texts, expected)
 
 
+class OneB:
+    """Texts with exactly one b."""
+
+    def prefix(self, text: str) -> bool:
+        return text.count("b") <= 1
+
+    def complete(self, text: str) -> bool:
+        return text.count("b") == 1
+
+
+def flat(text: str, target: Distribution) -> Distribution:
+    return Distribution.from_probs(np.full(len(target), 1.0), target.ids)
+
+
+def cold(text: str, target: Distribution) -> Distribution:
+    return Distribution.from_probs(target.probs**2, target.ids)
+
+
+@pytest.mark.parametrize(("n", "max_tokens", "threshold"), [(1, 2, 0.0), (2, 1, 1.0)])
+@pytest.mark.parametrize("max_rejects", [1, 2, 3, 64])
+@pytest.mark.parametrize("proposal", [None, cold], ids=["model", "cold"])
+def test_weights_under_a_constraint_are_exact(
+    little: Context,
+    monkeypatch: pytest.MonkeyPatch,
+    n: int,
+    max_tokens: int,
+    threshold: float,
+    max_rejects: int,
+    proposal: Any,
+) -> None:
+    with Branch.start(little, "ab", sampling=PLAIN) as root:
+        expected = exact(root, max_tokens, lambda text: float(OneB().complete(text)))
+        mean, _, texts = moments(
+            root, monkeypatch, n, max_tokens, constraint=ConstraintCalls(OneB()),
+            max_rejects=max_rejects, threshold=threshold, proposal=proposal,
+        )  # fmt: skip
+        assert mean == pytest.approx(sum(expected.values()), abs=1e-12)
+        agree(texts, expected)
+        assert all(OneB().complete(text) for text in texts)
+
+
+def test_a_constraint_beside_a_grammar_a_potential_and_cut_texts(
+    little: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Branch.start(little, "ab", sampling=PLAIN) as root:
+        wanted = exact(root, 2, lambda text: OneB().complete(text) * likes_b(text))
+        mean, _, texts = moments(
+            root, monkeypatch, 1, 2, constraint=ConstraintCalls(OneB()), potentials=[LikesB()]
+        )
+        assert mean == pytest.approx(sum(wanted.values()), abs=1e-12)
+        agree(texts, wanted)
+        # The mass of texts of two tokens, or fewer with EOG, that have one b.
+        p = np.exp(log_softmax(root.logits))
+        cut = 0.0
+        for first, has_b in ((0, 0), (2, 0), (3, 1)):
+            with root.fork() as branch:
+                branch.commit(first)
+                q = np.exp(log_softmax(branch.logits))
+            cut += float(p[first] * (q[0] + q[1] + q[2] if has_b else q[3]))
+        mean, _, texts = moments(
+            root, monkeypatch, 1, 2, constraint=ConstraintCalls(OneB()), force_end=False
+        )
+        assert mean == pytest.approx(cut, abs=1e-12) and all(map(OneB().complete, texts))
+    rule = 'root ::= "ab" | "b" "b"? | "a"'
+    with Branch.start(little, "ab", sampling=PLAIN, grammar=rule) as bound:
+        free, _, _ = moments(bound, monkeypatch, 1, 2)
+        mean, _, texts = moments(bound, monkeypatch, 1, 2, constraint=ConstraintCalls(OneB()))
+        assert set(texts) == {"ab", "b"}
+        _, _, every = moments(bound, monkeypatch, 1, 2)
+        agree(texts, {text: every[text] for text in ("ab", "b")})
+        assert mean < free
+
+
+@pytest.mark.parametrize(("n", "max_tokens", "threshold"), [(1, 2, 0.0), (2, 1, 1.0), (2, 2, 1.0)])
+@pytest.mark.parametrize(("power", "ramp"), [(2.0, 0), (0.5, 0), (3.0, 1), (3.0, 2), (2.0, 9)])
+def test_a_power_of_whole_texts_is_exact(
+    little: Context,
+    monkeypatch: pytest.MonkeyPatch,
+    n: int,
+    max_tokens: int,
+    threshold: float,
+    power: float,
+    ramp: int,
+) -> None:
+    with Branch.start(little, "ab", sampling=PLAIN) as root:
+        # By tokens, since a text can be written in several ways: BOS has no text.
+        expected: dict[str, float] = {}
+
+        def visit(branch: Branch, text: str, p: float, depth: int) -> None:
+            probs = np.exp(log_softmax(branch.logits))
+            expected[text] = expected.get(text, 0.0) + (p * float(probs[1])) ** power
+            for token, piece in ((0, ""), (2, "a"), (3, "b"))[: 3 * (depth < max_tokens)]:
+                with branch.fork() as child:
+                    child.commit(token)
+                    visit(child, text + piece, p * float(probs[token]), depth + 1)
+
+        visit(root, "", 1.0, 0)
+        mean, _, texts = moments(
+            root, monkeypatch, n, max_tokens, threshold=threshold, power=power, ramp=ramp
+        )
+        assert mean == pytest.approx(sum(expected.values()), abs=1e-12)
+        agree(texts, expected)
+
+
+def test_a_power_beside_a_grammar_and_a_constraint(
+    little: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = 'root ::= "ab" | "b" "b"? | "a"'
+    with Branch.start(little, "ab", sampling=PLAIN, grammar=rule) as bound:
+        _, _, every = moments(bound, monkeypatch, 1, 2)  # each text has one way to be written
+        for ramp in (0, 1):
+            mean, _, texts = moments(
+                bound, monkeypatch, 1, 2, constraint=ConstraintCalls(OneB()), power=2.0, ramp=ramp
+            )
+            wanted = {text: every[text] ** 2 for text in ("ab", "b")}
+            assert mean == pytest.approx(sum(wanted.values()), abs=1e-12)
+            agree(texts, wanted)
+
+
+def test_a_power_of_one_changes_no_particle(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
+        free = search.smc(root, 4, 10)
+        same = search.smc(root, 4, 10, power=1.0, ramp=3)
+        assert same.hypotheses == free.hypotheses and same.log_evidence == free.log_evidence
+        sharp = search.smc(root, 8, 10, power=4.0, force_end=False)
+        assert max(h.logprob for h in sharp.hypotheses) > max(h.logprob for h in free.hypotheses)
+
+
+def test_a_constraint_that_refuses_nothing_changes_no_particle(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
+        free = search.smc(root, 4, 10)
+        same = search.smc(root, 4, 10, constraint=lambda text: True)
+        assert [h.tokens for h in same.hypotheses] == [h.tokens for h in free.hypotheses]
+        assert same.log_evidence == pytest.approx(free.log_evidence, abs=1e-12)
+        one = search.smc(root, 1, 10, constraint=lambda text: "e" not in text)
+        with root.fork() as branch:
+            text = branch.generate(10, constraint=lambda text: "e" not in text).finish()
+        assert one.hypotheses[0].tokens == text.tokens
+
+
+def test_particles_keep_the_constraint_and_their_calls_are_few(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
+        free = search.smc(root, 8, 12, stop=["."], force_end=False)
+        found = search.smc(
+            root, 8, 12, stop=["."], force_end=False, constraint=lambda text: "e" not in text
+        )
+        assert found.hypotheses and all("e" not in h.text for h in found.hypotheses)
+        assert found.log_evidence is not None and found.log_evidence < 0.0
+        assert any("e" in h.text for h in free.hypotheses)
+        none = search.smc(root, 4, 6, constraint=lambda text: len(text) < 4 and text != "")
+        assert not none.hypotheses and none.log_evidence == -math.inf
+        assert ctx.n_seq_free == 7
+        with pytest.raises(ConfigError, match="ZeroDivisionError"):
+            search.smc(root, 4, 6, constraint=lambda text: 1 // (len(text) // 5 - 1) > 0)
+        assert ctx.n_seq_free == 7
+
+
 def test_a_proposal_and_a_critic_change_no_expectation(
     little: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flat(text: str, target: Distribution) -> Distribution:
-        return Distribution.from_probs(np.full(len(target), 1.0), target.ids)
-
     def critic(text: str) -> float:
         return 2.0 if text.startswith("a") else -1.0
 

@@ -168,17 +168,6 @@ def test_stream_ends_with_the_children(api: Api) -> None:
         assert api.get(f"/{child['id']}")["parent"] == root["id"]
 
 
-def test_branch_is_a_prompt_of_completions(api: Api) -> None:
-    root = api.root()
-    body = {"max_tokens": 6, "seed": 5, "temperature": 0.8}
-    plain = api.client.post("/v1/completions", json={"prompt": PROMPT, **body}).json()
-    by_id = api.client.post("/v1/completions", json={"branch_id": root["id"], **body}).json()
-    assert by_id["choices"] == plain["choices"]
-    more = {"branch_id": root["id"], "prompt": " and", "echo": True}
-    longer = api.client.post("/v1/completions", json={**more, **body}).json()
-    assert longer["choices"][0]["text"].startswith(PROMPT + " and")
-
-
 def test_nodes_are_listed_and_deleted(api: Api) -> None:
     root = api.root(messages=[{"role": "user", "content": "Hello"}], prompt=None)
     child = api.child(root, max_tokens=2)

@@ -45,7 +45,7 @@ def requests(n: int) -> list[tuple[str, dict[str, Any]]]:
             messages = [{"role": "user", "content": prompt}]
             found.append(("/v1/chat/completions", {**body, "messages": messages}))
         elif kind == 1 and not body["stream"]:
-            more = chance.choice([{"logprobs": 3}, {"echo": True, "logprobs": 1}, {"best_of": 4}])
+            more = chance.choice([{"logprobs": 3}, {"echo": True, "logprobs": 1}, {"n": 2}])
             found.append(("/v1/completions", {**body, "prompt": prompt, **more}))
         else:
             found.append(("/v1/completions", {**body, "prompt": prompt, "return_token_ids": True}))

@@ -76,22 +76,6 @@ def test_renumbered_model_is_the_same_model(draft: lb.Model, renumbered: lb.Mode
             assert [t.token for t in texts[0]] != [t.token for t in texts[1]]
 
 
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.parametrize("draft_k", [1, 4, "auto"])
-def test_text_is_that_of_plain_decoding(
-    draft_k: int | str, params: SamplingParams, ctx: Context, renumbered_ctx: Context
-) -> None:
-    speculator = Speculator(ctx, ModelDrafter(renumbered_ctx), SpeculativeConfig(draft_k=draft_k))
-    for prompt in PROMPTS:
-        expected = plain(ctx, prompt, params, 80)
-        generation = speculator.generate(prompt, max_tokens=80, sampling=params)
-        assert [(t.token, t.text, t.logprob, t.entropy) for t in generation] == [
-            (t.token, t.text, t.logprob, t.entropy) for t in expected
-        ]
-    assert ctx.usage().cells_used == renumbered_ctx.usage().cells_used == 0
-    assert draft_k == "auto" or speculator.stats.num_accepted_tokens > 0
-
-
 def test_acceptance_is_near_that_of_drafting_by_tokens(
     ctx: Context, draft_ctx: Context, renumbered_ctx: Context
 ) -> None:

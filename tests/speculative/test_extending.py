@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from time import sleep
 from typing import Any, Literal
 
 import pytest
-from typer.testing import CliRunner
 
 import llamabranch as lb
 from llamabranch import ConfigError, SpeculativeConfig
-from llamabranch.cli import app
 from llamabranch.errors import TokenizeError
 from llamabranch.generation.drafter import Draft, DraftLength, NullState, propose
 from llamabranch.generation.length import FixedLength
@@ -59,21 +55,6 @@ def test_function_drafts_and_the_text_stays_the_same(ctx: lb.Context) -> None:
     stats = generation.stats
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 20
     assert stats.num_drafts < 10
-
-
-@pytest.mark.parametrize("rule", ["seeded", "token", "block"])
-def test_useless_drafts_change_no_text(rule: str, ctx: lb.Context) -> None:
-    drafter = lb.FunctionDrafter(lambda tokens, k: [7] * (k + 5), "sevens")
-    sampling = lb.SamplingParams(temperature=0.0)
-    config = SpeculativeConfig(draft_k=3, rule=rule)
-    texts = [
-        lb.Speculator(ctx, each, config)
-        .generate(PROMPT, max_tokens=16, sampling=sampling)
-        .finish()
-        .tokens
-        for each in (None, drafter)
-    ]
-    assert texts[0] == texts[1]
 
 
 def test_function_drafter_works_with_auto_in_chains_and_in_the_engine(ctx: lb.Context) -> None:
@@ -189,10 +170,6 @@ def test_rule_as_a_function_is_used(ctx: lb.Context) -> None:
     generation = generate(ctx, lb.SuffixDrafter(), SpeculativeConfig(draft_k=4, rule=mine))
     assert generation.tokens == built_in.tokens
     assert len(calls) == generation.stats.num_drafts > 0
-    with lb.Branch.start(ctx, PROMPT) as branch:
-        assert (
-            lb.Speculator(ctx, drafter, SpeculativeConfig(rule=mine)).rule_for(branch) == "function"
-        )
     engine = lb.Engine(ctx, lb.SuffixDrafter(), SpeculativeConfig(draft_k=4, rule=mine))
     (result,) = engine.generate([lb.Request(PROMPT, max_tokens=32, sampling=SEEDED)])
     assert result.finish_reason in ("length", "stop")
@@ -205,58 +182,3 @@ def test_rule_that_returns_no_acceptance_is_refused(answer: object, ctx: lb.Cont
     with pytest.raises(ConfigError, match="Acceptance"):
         generate(ctx, drafter, config)
     assert ctx.usage().cells_used == 0
-
-
-# -- a drafter of an installed package -------------------------------------------------------------
-
-MODULE = """
-import llamabranch as lb
-def make():
-    return lb.FunctionDrafter(lambda tokens, k: tokens[-1:] * k, "repeat")
-def wrong():
-    return 5
-def failing():
-    raise RuntimeError("no licence")
-"""
-ENTRY_POINTS = """[llamabranch.drafters]
-repeat = lb_plugin:make
-wrong = lb_plugin:wrong
-failing = lb_plugin:failing
-missing = lb_plugin:missing
-"""
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lb_plugin.py").write_text(MODULE)
-    info = tmp_path / "lb_plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lb-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "lb_plugin", raising=False)
-
-
-@pytest.mark.usefixtures("plugin")
-def test_installed_drafter_is_named_by_draft() -> None:
-    arguments = ["speculate", PROMPT, "--seed", "1", "-n", "8", "-t", "1", "--draft-length", "2"]
-    plain = CliRunner().invoke(app, [*arguments, "--draft", "none"])
-    for draft in ("repeat", "suffix+repeat"):
-        result = CliRunner().invoke(app, [*arguments, "--draft", draft])
-        assert result.exit_code == 0, result.stderr
-        assert result.stdout.split("\n\n")[0] in plain.stdout
-        assert "repeat" in CliRunner().invoke(app, [*arguments, "--draft", draft, "-v"]).stderr
-
-
-@pytest.mark.usefixtures("plugin")
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [("wrong", "no Drafter"), ("failing", "no licence"), ("missing", "missing")],
-)
-def test_installed_drafter_that_does_not_work_is_an_error_with_its_package(
-    draft: str, message: str
-) -> None:
-    result = CliRunner().invoke(app, ["speculate", PROMPT, "-n", "2", "--draft", draft])
-    assert result.exit_code == 2
-    assert "lb-plugin" in result.stderr and message in result.stderr
-    assert "Traceback" not in result.stderr

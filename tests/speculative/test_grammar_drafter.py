@@ -29,6 +29,7 @@ from llamabranch import (
 from llamabranch.errors import GrammarError
 from llamabranch.generation.length import FixedLength
 from llamabranch.speculative import NullDrafter, PromptLookupDrafter
+from llamabranch.speculative.auto import DrafterChoice
 
 SCHEMA = {
     "type": "object",
@@ -70,7 +71,7 @@ def drafters(draft_ctx: Context) -> dict[str, lb.Drafter]:
     }
 
 
-def plain(ctx: Context, grammar: Grammar, params: SamplingParams) -> list[int]:
+def plain(ctx: Context, grammar: Grammar | None, params: SamplingParams) -> list[int]:
     with Branch.start(ctx, PROMPT, sampling=params, grammar=grammar) as branch:
         return [token.token for token in branch.generate(60) if not token.is_stop]
 
@@ -162,24 +163,17 @@ def test_copied_value_follows_what_is_forced(ctx: Context) -> None:
     assert len(draft.forced) == len(draft.tokens)
 
 
-@pytest.mark.parametrize("asked", [None, "plain"])
-def test_grammar_drafts_where_no_drafter_was_asked_for(asked: str | None, ctx: Context) -> None:
-    drafter = None if asked is None else NullDrafter()
-    speculator = Speculator(ctx, drafter, LONG)
+@pytest.mark.parametrize("drafter", ["auto", None])
+def test_grammar_drafts_where_no_drafter_was_asked_for(
+    drafter: DrafterChoice, ctx: Context
+) -> None:
     params = SETTINGS["greedy"]
-    free = speculator.generate(PROMPT, sampling=params, max_tokens=12).finish()
-    assert free.stats.num_draft_tokens == 0
-    found = speculator.generate(PROMPT, sampling=params, grammar=JSON, max_tokens=60).finish()
-    assert found.tokens == plain(ctx, JSON, params)
-    assert (found.stats.num_forced_tokens > 0) == (asked is None)
-    assert speculator.stats.num_emitted_tokens == len(free.tokens) + len(found.tokens)
-
     engine = Engine(ctx, drafter, LONG, sampling=params, max_tokens=60)
-    free_again, json = engine.generate([PROMPT, Request(PROMPT, grammar=JSON)])
-    assert free_again.tokens[:12] == free.tokens
-    assert free_again.stats.num_draft_tokens == 0
-    assert json.tokens == found.tokens
-    assert (json.stats.num_forced_tokens > 0) == (asked is None)
+    free, json = engine.generate([PROMPT, Request(PROMPT, grammar=JSON)])
+    assert free.tokens == plain(ctx, None, params)
+    assert free.stats.num_forced_tokens == 0
+    assert json.tokens == plain(ctx, JSON, params)
+    assert (json.stats.num_forced_tokens > 0) == (drafter == "auto")
 
 
 def test_engine_gives_each_request_its_own_grammar(ctx: Context) -> None:
@@ -188,7 +182,7 @@ def test_engine_gives_each_request_its_own_grammar(ctx: Context) -> None:
     expected = [plain(ctx, grammar, params) for grammar in grammars]
     requests = [Request(PROMPT, grammar=g, sampling=params, max_tokens=60) for g in grammars]
     for config in (LONG, SpeculativeConfig()):
-        results = Engine(ctx, None, config).generate(requests)
+        results = Engine(ctx, config=config).generate(requests)
         assert [result.tokens for result in results] == expected
         for result, grammar in zip(results, grammars, strict=True):
             done = result.finish_reason == "stop"

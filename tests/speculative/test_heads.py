@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import toys
+from test_drafted_text import CALLERS, Case, plain
 from typer.testing import CliRunner
 
 import llamabranch as lb
@@ -25,7 +26,7 @@ from llamabranch.context.token_states import kept_states
 from llamabranch.errors import DecodeInterruptedError
 from llamabranch.generation.drafter import DraftRequest
 from llamabranch.generation.length import FixedLength
-from llamabranch.native import draft_loop, heads, staging
+from llamabranch.native import heads, staging
 from llamabranch.speculative.drafters.head import HeadState
 
 DATA = Path(lb.__file__).parent / "data"
@@ -115,28 +116,21 @@ def eagle(folder: Path, target: lb.Model) -> Iterator[Pair]:
     found.ctx.close()
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_text_is_that_of_plain_decoding(pair: Pair, settings: str) -> None:
-    sampling = SETTINGS[settings]
+@pytest.mark.parametrize("caller", ["prompt", "session", "engine"])
+def test_text_is_that_of_plain_decoding(pair: Pair, caller: str) -> None:
+    cases = [Case(prompt, s, 24) for prompt in PROMPTS for s in SETTINGS.values()]
+    cases.append(Case(PROMPTS[0], SETTINGS["seeded"], 20, grammar='root ::= "The " [a-z ]+ "."'))
+    if caller == "engine":  # the toys are not batch-invariant, and some need sequences to draft
+        cases = cases[1:9:3]
+    wanted = [plain(pair.ctx, case) for case in cases]
     for length in (3, "auto"):
-        generation = pair.speculator(draft_k=length).generate(
-            PROMPTS[0], max_tokens=24, sampling=sampling
-        )
-        assert generation.finish().tokens == pair.plain(PROMPTS[0], sampling)
-        if length == 3:
-            assert generation.stats.num_drafts > 0
+        config = lb.SpeculativeConfig(draft_k=length)
+        found, stats = CALLERS[caller](pair.ctx, pair.drafter, config, cases)
+        assert [said.tokens for said in found] == [said.tokens for said in wanted]
+        assert [said.how for said in found] == [said.how for said in wanted]
+        assert length == "auto" or caller == "engine" or stats.num_drafts > 0
+    assert pair.drafter.ctx.usage().cells_used == 0
     pair.audit()
-
-
-def test_grammar_holds_and_text_is_plain(eagle: Pair) -> None:
-    grammar = 'root ::= "The " [a-z ]+ "."'
-    sampling = lb.SamplingParams(temperature=0.8, seed=5)
-    with lb.Branch.start(eagle.ctx, PROMPTS[0], sampling=sampling, grammar=grammar) as branch:
-        plain = [t.token for t in branch.generate(20)]
-    generation = eagle.speculator().generate(
-        PROMPTS[0], max_tokens=20, sampling=sampling, grammar=grammar
-    )
-    assert generation.finish().tokens == plain
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -155,19 +149,6 @@ def test_entropy_stop_ends_drafts(eagle: Pair) -> None:
     )
     assert generation.finish().tokens == eagle.plain(PROMPTS[0], SETTINGS["greedy"])
     assert generation.stats.stop_reasons["entropy"] > 0
-
-
-def test_streams_of_an_engine_get_their_text_alone(pair: Pair) -> None:
-    """Drafts of all streams share decodes; every stream's text is the one it has alone."""
-    sampling = SETTINGS["seeded"]
-    engine = lb.Engine(
-        pair.ctx, pair.drafter, lb.SpeculativeConfig(draft_k=3), sampling=sampling, max_tokens=16
-    )
-    results = {r.id: r.tokens for r in engine.generate(list(PROMPTS))}
-    alone = lb.Engine(pair.ctx, None, sampling=sampling, max_tokens=16)
-    assert results == {r.id: r.tokens for r in alone.generate(list(PROMPTS))}
-    assert pair.drafter.ctx.usage().cells_used == 0
-    pair.audit()
 
 
 def test_drafts_of_several_texts_share_decodes(pair: Pair) -> None:
@@ -336,55 +317,25 @@ def test_snapshots_with_forged_hidden_states_are_refused(eagle: Pair, tmp_path: 
     eagle.audit()
 
 
-@pytest.mark.skipif(not draft_loop.available, reason="the compiled core is not here")
-@pytest.mark.parametrize("rule", ["seeded", "block"])
-def test_compiled_loop_drafts_what_python_drafts(
-    pair: Pair, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampling = lb.SamplingParams(temperature=0.8, seed=2)
-
-    def drafts() -> list[tuple[list[int], list[int]]]:
-        found = []
-        for prompt in PROMPTS:
-            tokens = pair.ctx.tokenize(prompt)
-            with lb.Branch.create(pair.ctx, sampling) as branch:
-                branch.prefill(tokens[:-1])
-                state = pair.drafter.start(branch.sequence, rule)
-                draft = state.propose(tokens, FixedLength(5), 5)
-                found.append((draft.tokens, [len(source.ids) for source in draft.sources]))
-                state.close()
-        return found
-
-    compiled = drafts()
-    monkeypatch.setattr(draft_loop, "available", False)
-    assert drafts() == compiled
-
-
-@pytest.mark.skipif(not draft_loop.available, reason="the compiled core is not here")
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "own cells"])
-def test_compiled_loop_drafts_for_several_texts_what_python_drafts(
-    unified: bool, target: lb.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_texts_are_drafted_for_together_as_alone(unified: bool, target: lb.Model) -> None:
     """Also where llama.cpp takes the texts in another order than they are given."""
-    sizes: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 4, "n_threads": 1}
-
-    def drafts() -> list[list[int]]:
-        with lb.Context(target, **sizes) as ctx:
-            head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=unified)
-            drafter = lb.EagleDrafter(head)
-            requests, branches = [], []
-            for prompt in PROMPTS:
-                tokens = ctx.tokenize(prompt)
-                branch = lb.Branch.create(ctx, SETTINGS["greedy"])
-                branches.append(branch)
-                branch.prefill(tokens[:-1])
-                state = drafter.start(branch.sequence, "seeded")
-                requests.append(DraftRequest(state, tokens, FixedLength(5), 5))
-            return [draft.tokens for draft in drafter.propose_many(requests)]
-
-    compiled = drafts()
-    monkeypatch.setattr(draft_loop, "available", False)
-    assert drafts() == compiled
+    with lb.Context(target, n_ctx=512, n_seq_max=4, n_threads=1) as ctx:
+        head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=unified)
+        drafter = lb.EagleDrafter(head)
+        requests, branches = [], []
+        for prompt in PROMPTS:
+            tokens = ctx.tokenize(prompt)
+            branch = lb.Branch.create(ctx, SETTINGS["greedy"])
+            branches.append(branch)
+            branch.prefill(tokens[:-1])
+            state = drafter.start(branch.sequence, "seeded")
+            requests.append(DraftRequest(state, tokens, FixedLength(5), 5))
+        together = [draft.tokens for draft in drafter.propose_many(requests)]
+        for request in requests:
+            request.state.observe(len(request.tokens) - 1)
+        alone = [drafter.propose_many([request])[0].tokens for request in requests]
+    assert together == alone
 
 
 def test_acceptance_of_the_bundled_head(eagle: Pair) -> None:

@@ -3,8 +3,8 @@
 import { $, fill, h, label, redraw, short, tell, visible } from "./dom.js";
 import { choose } from "./lenses.js";
 import { act, fetchPath, listeners } from "./net.js";
-import { pathOf, pieces, store } from "./store.js";
-import { shownPath, textView, view } from "./text.js";
+import { pathOf, pieces, select, store, view } from "./store.js";
+import { shownPath, textView } from "./text.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
@@ -92,7 +92,7 @@ export async function compare(mode, at, fields) {
   if (!answer) return;
   view.compare = true;
   choose(store.doc.models.B?.same_vocabulary === false ? "probability" : "divergence");
-  if (answer.nodes?.length) document.dispatchEvent(new CustomEvent("show-node", { detail: answer.nodes[0].id }));
+  if (answer.nodes?.length) select(answer.nodes[0].id);
   redraw(["compare", "text", "tree"]);
 }
 

@@ -58,6 +58,16 @@ export function visible(text) {
     .replace(MARKS, (_, drawn, more) => `${drawn}[+${[...more].length} marks]`);
 }
 
+/** Texts of tokens that follow each other as they are drawn: a pile of marks may be built by many of them.
+ * @param {string[]} texts */
+export function visibleTexts(texts) {
+  let marks = 0;
+  return texts.map((text) => {
+    marks = /^\p{M}*$/u.test(text) ? marks + text.length : 0;
+    return marks > 8 ? "" : visible(text);
+  });
+}
+
 /** As `visible`, on one line: spaces at the ends and line ends can be seen. @param {string} text */
 export const label = (text) =>
   visible(text).replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +| +$/g, (s) => "·".repeat(s.length));
@@ -74,6 +84,31 @@ export function short(x) {
 export const plural = (count, one, many = one + "s") =>
   `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 
+let underway = 0;
+
+/** Count what is under way: requests, waits, frames. While there is any, the root element has `data-busy`.
+ * @param {1 | -1} by */
+export function busy(by) {
+  underway += by;
+  document.documentElement.toggleAttribute("data-busy", underway > 0);
+}
+
+/** Something that is done a while after it was asked for the last time. @param {number} ms
+ * @returns {(what: (() => void) | null, ms?: number) => void} null: it is not done any more */
+export function later(ms) {
+  let timer = 0;
+  return (what, wait = ms) => {
+    if (timer) busy(-1);
+    clearTimeout(timer);
+    timer = what && window.setTimeout(() => {
+      timer = 0;
+      busy(-1);
+      what();
+    }, wait);
+    if (timer) busy(1);
+  };
+}
+
 // What is drawn is drawn in one frame: parts ask, and each is drawn once. While a model writes, at most twenty
 // frames a second are drawn of what it writes; what a key or a click asks for is drawn in the next frame.
 const GAP = 50;
@@ -81,28 +116,33 @@ const GAP = 50;
 const painters = new Map();
 /** @type {Set<string>} */
 const dirty = new Set();
-let asked = 0;
-let last = 0;
-let timer = 0;
+let asked = 0, timer = 0;
+let last = 0; // when a frame was drawn of what may wait
+let waited = false;
 
 export const paints = (/** @type {string} */ part, /** @type {() => void} */ paint) => void painters.set(part, paint);
 
 function frame() {
   asked = timer = 0;
-  last = performance.now();
+  if (waited) last = performance.now();
+  waited = false;
   const parts = [...painters.keys()].filter((part) => dirty.has(part));
   dirty.clear();
+  busy(-1);
   for (const part of parts) painters.get(part)?.();
 }
 
 /** Draw parts in the next frame, or, if it may wait, within 50 ms. @param {string[]} parts @param {boolean} [waits] */
 export function redraw(parts, waits = false) {
   for (const part of parts) dirty.add(part);
+  waited ||= waits;
   if (asked) return;
+  if (!timer) busy(1);
   const wait = waits ? GAP - (performance.now() - last) : 0;
   if (wait > 0) timer ||= window.setTimeout(() => (asked = requestAnimationFrame(frame)), wait);
   else {
     clearTimeout(timer);
+    timer = 0;
     asked = requestAnimationFrame(frame);
   }
 }

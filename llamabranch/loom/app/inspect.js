@@ -3,9 +3,9 @@
 import { $, attribute, fill, h, plural, redraw, short, visible } from "./dom.js";
 import { SOURCES, binClass } from "./lenses.js";
 import { act } from "./net.js";
-import { FLAGS, ownerOf, pieceBytes, store } from "./store.js";
+import { FLAGS, ownerOf, pieceBytes, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
-import { named, moveTo, shownPath, topsAt, view } from "./text.js";
+import { named, moveTo, shownPath, topsAt } from "./text.js";
 
 /** The token that is inspected: pinned, under the mouse, at the cursor, or the last. */
 export const inspected = () => {
@@ -15,8 +15,6 @@ export const inspected = () => {
 };
 
 const percent = (/** @type {number | null} */ lp) => (lp == null || Number.isNaN(lp) ? "–" : `${short(100 * Math.exp(lp))} %`);
-
-/** @type {(node: string, end: number | null) => void} */ let showBranch = () => {};
 
 /** Take the alternative of a number key: 1 is the most probable. @param {number} place */
 export function takeAt(place) {
@@ -33,11 +31,11 @@ export async function take(i, token) {
   const segment = segmentOf(ownerOf(c, i), i + 1);
   const others = segment?.from === i ? (segment.parent?.children ?? []) : following(node, i);
   const there = others.find(({ first, from }) => first.tokens.n > from - first.at && first.tokens.ids[from - first.at] === token);
-  if (there) showBranch(there.node.id, null);
+  if (there) select(there.node.id);
   else {
     const answer = await act("fork", { node, at: i, token, max_tokens: 24 });
     if (!answer) return;
-    showBranch(answer.nodes[0].id, null);
+    select(answer.nodes[0].id);
   }
   Object.assign(view, { pinned: -1, cursor: i });
   redraw(["text", "inspect"]);
@@ -133,8 +131,7 @@ function drawInspector() {
   attribute($("token-pane"), "data-position", i);
 }
 
-export function startInspector(/** @type {(node: string, end: number | null) => void} */ choose) {
-  showBranch = choose;
+export function startInspector() {
   $("token-pane").addEventListener("mouseleave", () => {
     view.hover = -1;
     redraw(["inspect"]);

@@ -2,8 +2,8 @@
 // The instrument: rounds of speculation with their totals, searches as outlines that can be adopted.
 import { $, attribute, fill, h, plural, redraw, set, short, tell, visible } from "./dom.js";
 import { act, listeners } from "./net.js";
-import { pieces, store, texts } from "./store.js";
-import { named } from "./text.js";
+import { pieces, select, store, texts } from "./store.js";
+import { moveTo, named } from "./text.js";
 
 /** @typedef {Record<string, any>} Loose */
 /** @typedef {{job: string, kind: string, nodes: any[], children: number[][], stats: Loose, sizes: number[], votes: Loose}} Search */
@@ -123,7 +123,7 @@ async function adopt(/** @type {string} */ job, /** @type {number} */ leaf) {
   const answer = await act("adopt", { job, leaf });
   const last = answer?.nodes?.at(-1);
   if (!last) return;
-  document.dispatchEvent(new CustomEvent("show-node", { detail: last.id }));
+  select(last.id);
   tell("Adopted: it is a branch of the document now.");
 }
 
@@ -197,7 +197,7 @@ export function startLive() {
     at = Math.max(0, Math.min(n - 1, (at < 0 ? n - 1 : at) + by));
     if (at === n - 1) at = -1;
     const round = rounds().slice(-LISTED).at(at);
-    if (round) document.dispatchEvent(new CustomEvent("show-token", { detail: round.at }));
+    if (round) moveTo(round.at);
     redraw(["live"]);
   });
   return drawLive;

@@ -1,11 +1,11 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
-import { $, attribute, check, fill, h, paints, plural, radios, redraw, short, tell, visible } from "./dom.js";
-import { LENSES, choose, drawLegend, turn } from "./lenses.js";
-import { act, backend, connect, listeners, net } from "./net.js";
-import { FLAGS, Tokens, stateOf, store, texts } from "./store.js";
-import { endOf, segmentOf, startTree, treeMoves } from "./tree.js";
-import { moveTo, place, shownPath, startText, textMoves, tokenSpan, view, visit } from "./text.js";
+import { $, attribute, check, fill, h, later, paints, plural, radios, redraw, tell, visible, visibleTexts } from "./dom.js";
+import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
+import { act, backend, connect, net } from "./net.js";
+import { FLAGS, Tokens, select, stateOf, store, texts, view } from "./store.js";
+import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
+import { moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
 import { inspected, startInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
 import { compare, startCompare } from "./compare.js";
@@ -15,18 +15,25 @@ const exported = () => "exported" in document.documentElement.dataset;
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.dataset.theme ?? (prefersDark.matches ? "dark" : "light")) === "dark";
 
-let storing = 0;
-/** Tell the server which node is shown: a reload and an export begin there. */
-const keepPlace = () => store.current && net.connected && !exported() && act("set", { node: store.current, current: true });
+const staying = later(250);
+/** @type {Set<string | null>} nodes whose texts were looked at */ const seen = new Set();
 
-/** Show a node, up to a position. @param {string} node @param {number | null} [end] */
-function select(node, end = null) {
-  if (store.current === node && store.end === end) return;
-  clearTimeout(storing);
-  storing = window.setTimeout(keepPlace, 500);
-  Object.assign(store, { current: node, end });
-  Object.assign(view, { cursor: -1, hover: -1, pinned: -1 });
-  redraw(["tree", "text", "inspect", "live", "compare", "minimap", "legend"]);
+/** Tell the server which node is shown: a reload and an export begin there. */
+function keepPlace() {
+  const { current, doc } = store;
+  if (!current || current === doc.current || !net.connected || exported()) return;
+  doc.current = current;
+  void act("set", { node: current, current: true });
+}
+
+/** What is done once the reader stays at a node: text without numbers, as an imported one, is scored when first seen. */
+function stay() {
+  keepPlace();
+  const { lp, n, missing } = shownPath();
+  if (missing >= 0) return net.connected ? staying(stay) : undefined;
+  if (stateOf(net) !== "ready" || seen.has(store.current) || n > store.doc.models.A.n_ctx) return;
+  seen.add(store.current);
+  if (lp.subarray(1, n).some(Number.isNaN)) void act("score", { node: store.current });
 }
 
 /** Continue from the cursor or the end of the path. @param {Record<string, any>} [fields] */
@@ -50,11 +57,12 @@ function type(at, edit) {
   const box = h("textarea", { rows: 3, spellcheck: false, value: edit ? c.text.slice(at).join("") : "",
     "aria-label": edit ? "Edit what follows" : "Type from here" });
   const preview = h("p", { class: "preview", "aria-hidden": "true" });
-  let waiting = 0, asked = 0;
+  const waiting = later(200);
+  let asked = 0;
   const close = () => {
     view.typingAt = -1;
     form.remove();
-    clearTimeout(waiting);
+    waiting(null);
     redraw(["text", "inspect"]);
     $("text").focus();
   };
@@ -73,7 +81,7 @@ function type(at, edit) {
     if (!answer.tokens) return fill(preview);
     const columns = new Tokens();
     columns.write(0, answer.tokens);
-    const words = texts(columns.pieces);
+    const words = visibleTexts(texts(columns.pieces));
     fill(preview, words.map((word, i) => tokenSpan(columns, i, word)).slice(-100));
     attribute(preview, "data-seam", answer.seam ? "A seam: read as one text, these would be other tokens." : null);
   };
@@ -81,10 +89,7 @@ function type(at, edit) {
     h("button", { type: "button", class: "main", onclick: () => keep(true) }, "Continue ", h("kbd", {}, "Ctrl Enter")),
     h("button", { type: "button", onclick: () => keep(false) }, "Keep ", h("kbd", {}, "Esc")),
     h("button", { type: "button", onclick: close }, "Discard")));
-  box.oninput = () => {
-    clearTimeout(waiting);
-    waiting = window.setTimeout(score, 200);
-  };
+  box.oninput = () => waiting(score);
   box.onkeydown = (/** @type {KeyboardEvent} */ event) => {
     if (event.key === "Escape") void keep(false);
     else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) void keep(true);
@@ -208,7 +213,7 @@ const run = {
     if (from > first.at) return tell("Other branches fork from this one: delete them, or where it begins.");
     const restore = Boolean(first.flags & FLAGS.deleted);
     if (!(await act("delete", { node: first.id, restore })) || restore || store.showDeleted) return;
-    if (parent) select(parent.node.id, endOf(parent));
+    if (parent) goTo(parent);
     tell("Deleted; u brings it back.");
   },
   compact: async () => (await act("compact")) && tell("The file was written anew; the old one is beside it, as .bak."),
@@ -253,6 +258,7 @@ function drawState() {
   const root = document.documentElement;
   const { doc } = store;
   const state = stateOf(net);
+  if (state === "ready" && root.dataset.state !== state) staying(stay);
   root.dataset.state = state;
   const { theme, widths } = doc.settings ?? {};
   if (theme) root.dataset.theme = theme;
@@ -290,7 +296,8 @@ function drawState() {
   $("start").disabled = !canWrite;
   $("loading").textContent = state === "model-loading" ? (doc.loading?.told ?? "The model is being loaded …") : "";
   if (empty && was) $("begin").focus();
-  if (empty) drawCards();
+  $("card-draft").textContent = A?.draft === "none" ? "Start with --draft auto." : "A small model guesses, the large one accepts or rejects.";
+  $("card-models").textContent = B ? `${visible(A?.name)} and ${visible(B.name)} on one text.` : "Start with --compare MODEL2.";
 }
 
 const CARDS = {
@@ -304,12 +311,6 @@ function fillBox(card) {
   $("begin").focus();
   if (card === "draft") choose("source"), fold(true);
   if (card === "models" && store.doc.models.B) choose("divergence");
-}
-
-function drawCards() {
-  const { A, B } = store.doc.models;
-  $("card-draft").textContent = A?.draft === "none" ? "Start with --draft auto." : "A small model guesses, the large one accepts or rejects.";
-  $("card-models").textContent = B ? `${visible(A?.name)} and ${visible(B.name)} on one text.` : "Start with --compare MODEL2.";
 }
 
 function widen(/** @type {string} */ side, /** @type {number} */ width) {
@@ -361,32 +362,22 @@ export function start() {
     if (action) run[action]();
     if (card) fillBox(card);
   });
-  document.addEventListener("show-node", (/** @type {any} */ event) => select(event.detail));
-  document.addEventListener("show-token", (/** @type {any} */ event) => moveTo(event.detail));
   $("text").addEventListener("dblclick", () => run.type());
   $("start").onclick = () => begin($("begin").value);
   $("begin").onkeydown = (/** @type {KeyboardEvent} */ event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) void begin($("begin").value);
   };
-  const tree = startTree(select);
+  const tree = startTree(moveTo);
   paints("state", drawState);
+  paints("place", () => staying(stay));
   paints("tree", tree.tree);
-  paints("text", startText(select));
+  paints("text", startText());
   paints("compare", startCompare());
-  paints("legend", () => drawLegend(shownPath(), visit));
-  paints("inspect", startInspector(select));
+  paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin)));
+  paints("inspect", startInspector());
   paints("live", startLive());
   paints("minimap", tree.minimap);
   startKeys(run, takeAt);
-  listeners.push((name, data) => {
-    if (name === "doc") redraw(["legend"]);
-    if (name === "tokens") redraw(["legend", "minimap"], true);
-    if (name === "end" && data.read != null && data.reason !== "running") {
-      tell(`${plural(data.read, "prompt token")} read${data.rate ? `, ${short(data.rate)} tokens/s` : ""}.`);
-    }
-    if (name === "job" && data.result?.message) tell(data.result.message);
-    if (name === "job" && data.error) tell(data.error.message);
-  });
   prefersDark.onchange = () => redraw(["state", "minimap"]);
   redraw(["state"]);
 }

@@ -1,6 +1,6 @@
 // @ts-check
 // The server: session, requests, one event stream. Requests go to the page's own origin only.
-import { redraw, tell } from "./dom.js";
+import { busy, plural, redraw, short, tell } from "./dom.js";
 import { hideNodes, putCompare, putDoc, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
@@ -13,14 +13,20 @@ export const backend = {
   /** @param {string} path @param {RequestInit} [init] @returns {Promise<any>} */
   async ask(path, init) {
     const link = links;
-    const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...init });
-    const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
-    if (answer.ok) return body;
-    if (answer.status === 401 && link === links) {
-      net.session = false;
-      redraw(["state"]);
+    busy(1);
+    try {
+      const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...init });
+      if (!net.connected && events?.readyState === EventSource.OPEN) found(); // only a request was lost
+      const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
+      if (answer.ok) return body;
+      if (answer.status === 401 && link === links) {
+        net.session = false;
+        redraw(["state"]);
+      }
+      throw Object.assign(new Error(body.error?.message ?? `The server answered ${answer.status}.`), { status: answer.status });
+    } finally {
+      busy(-1);
     }
-    throw Object.assign(new Error(body.error?.message ?? `The server answered ${answer.status}.`), { status: answer.status });
   },
 };
 
@@ -32,7 +38,6 @@ export function get(/** @type {string} */ path, /** @type {Record<string, any>} 
 
 let count = 0;
 const tab = Math.random().toString(36).slice(2, 10);
-const pause = (/** @type {number} */ ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 /** Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
  * server refuses is told in the footer, and the answer is null.
@@ -43,7 +48,9 @@ export async function act(op, fields = {}) {
     try {
       const answer = await backend.ask("/loom/do", { method: "POST", body });
       for (const node of answer.nodes ?? (answer.node ? [answer.node] : [])) if (node.id) putNode(node);
-      redraw(["tree", "text"]);
+      const { job, nodes = [] } = answer; // a job runs from now on, until an event tells that it has ended
+      if (job && !store.jobs.has(job)) store.jobs.set(job, { id: job, op, state: "running", nodes: nodes.map(({ id }) => id) });
+      redraw(["state", "tree", "text"]);
       return answer;
     } catch (error) {
       const { message, status } = /** @type {any} */ (error);
@@ -52,7 +59,7 @@ export async function act(op, fields = {}) {
         return null;
       }
       if (!status) lost(); // without a session it waits for a fresh link
-      await pause(wait);
+      await new Promise((resolve) => setTimeout(resolve, wait));
     }
   }
 }
@@ -62,82 +69,92 @@ function lost() {
   redraw(["state"]);
 }
 
+/** The connection is there again: what is shown is drawn, and what it lacks fetched. */
+function found() {
+  net.connected = true;
+  redraw(["state", "tree", "text", "inspect"]);
+}
+
 export async function fetchDoc() {
   const doc = await get("/loom/doc");
   putDoc(doc);
   net.connected = true;
-  for (const listener of listeners) listener("doc", doc);
-  redraw(["state", "tree", "text", "inspect", "live", "minimap"]);
+  redraw(["state", "tree", "text", "inspect", "live", "minimap", "legend"]);
   return doc;
 }
 
 /** @type {Set<string>} */
 const fetching = new Set();
 
-/** Fetch tokens of a path, with the ten most probable at each place if it is asked for.
- * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top] */
-export async function fetchPath(node, from, n, top) {
-  const key = `${node}:${from}:${top}`;
+/** Fetch something unless it is on its way. @param {string} key @param {() => Promise<void>} fetched */
+async function once(key, fetched) {
   if (fetching.has(key)) return;
   fetching.add(key);
-  try {
-    const { at, owner, rounds, compare, ...columns } = await get("/loom/tokens", { node, path: 1, from, n, top });
-    const count = columns.ids.length;
-    owner.forEach(([id, start], /** @type {number} */ i) => {
-      const begin = Math.max(start - at, 0);
-      const end = Math.min((owner[i + 1]?.[1] ?? Infinity) - at, count);
-      if (end <= begin) return;
-      const names = ["ids", "text", "lp", "h", "rk", "src", "top"];
-      putTokens({ node: id, at: at + begin,
-        ...Object.fromEntries(names.map((name) => [name, columns[name]?.slice(begin, end)])) });
-    });
-    rounds?.forEach(putRound);
-    compare?.forEach(putCompare);
-    redraw(top ? ["inspect"] : ["tree", "text", "inspect", "live", "compare", "legend"]);
-  } catch (error) {
-    if (!(/** @type {any} */ (error).status)) lost();
-  } finally {
-    setTimeout(() => fetching.delete(key), 300);
-  }
-}
-
-/** Fetch what could follow a text. @param {string} key of the store @param {string} node @param {number} at */
-export async function fetchNext(key, node, at) {
-  if (fetching.has(key)) return;
-  fetching.add(key);
-  const found = await get("/loom/next", { node, at }).catch(() => null);
-  if (found) store.tops.set(key, found.top);
-  if (found) redraw(["inspect"]);
+  await fetched().catch((error) => {
+    if (error.status) return;
+    lost();
+    setTimeout(() => redraw(["tree", "text", "inspect"]), 1000); // asks for it again
+  });
   fetching.delete(key);
 }
+
+/** Fetch tokens of a path, with the ten most probable at each place if it is asked for.
+ * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top] */
+export const fetchPath = (node, from, n, top) => once(`${node}:${from}:${top}`, async () => {
+  const { at, owner, rounds, compare, ...columns } = await get("/loom/tokens", { node, path: 1, from, n, top });
+  const count = columns.ids.length;
+  owner.forEach(([id, start], /** @type {number} */ i) => {
+    const begin = Math.max(start - at, 0);
+    const end = Math.min((owner[i + 1]?.[1] ?? Infinity) - at, count);
+    if (end <= begin) return;
+    const names = ["ids", "text", "lp", "h", "rk", "src", "top"];
+    putTokens({ node: id, at: at + begin,
+      ...Object.fromEntries(names.map((name) => [name, columns[name]?.slice(begin, end)])) });
+  });
+  rounds?.forEach(putRound);
+  compare?.forEach(putCompare);
+  redraw(top ? ["inspect"] : ["tree", "text", "inspect", "live", "compare", "legend"]);
+});
+
+/** Fetch what could follow a text. @param {string} key of the store @param {string} node @param {number} at */
+export const fetchNext = (key, node, at) => once(key, async () => {
+  store.tops.set(key, (await get("/loom/next", { node, at })).top);
+  redraw(["inspect"]);
+});
 
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
 const EVENTS = {
   node: ({ node }) => (putNode(node), ["tree", "text", "inspect"]),
   hide: ({ nodes }) => (hideNodes(nodes), ["tree", "text", "inspect", "minimap"]),
-  tokens: (data) => (putTokens(data), ["tree", "text", "inspect"]),
+  tokens: (data) => (putTokens(data), ["tree", "text", "inspect", "legend", "minimap"]),
   round: (data) => (putRound(data), ["live"]),
   compare: (data) => (putCompare(data), ["text", "inspect", "compare", "tree", "legend"]),
   search: () => ["live"],
   end: (data) => {
     const node = store.nodes.get(data.node);
     if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached });
+    tell(`${plural(data.read, "prompt token")} read${data.rate ? `, ${short(data.rate)} tokens/s` : ""}.`);
     return ["tree", "inspect", "minimap"];
   },
-  job: (data) => (store.jobs.set(data.id, data), ["state", "live"]),
+  job: (data) => {
+    store.jobs.set(data.id, data);
+    const told = data.error?.message ?? data.result?.message;
+    if (told) tell(told);
+    return ["state", "live"];
+  },
   model: (data) => (Object.assign(store.doc, data), ["state"]),
-  set: ({ rev: _, current: __, ...data }) => (Object.assign(store.doc, data), ["state"]),
+  set: (data) => (Object.assign(store.doc, data), ["state"]),
   error: ({ message }) => (tell(message), []),
   reset: () => (void fetchDoc(), []),
 };
 
+/** @type {EventSource | null} */ let events = null;
+
 /** Listen from a revision on; the browser reconnects with the id of the last event. @param {string} since */
 function listen(since) {
   const source = new EventSource(`/loom/events?since=${since}`);
-  source.onopen = () => {
-    net.connected = true;
-    redraw(["state"]);
-  };
+  events = source;
+  source.onopen = found;
   source.onerror = () => {
     lost();
     if (source.readyState === EventSource.CLOSED) setTimeout(() => resume(), 1000);

@@ -1,5 +1,6 @@
 // @ts-check
 // The document as the page knows it: nodes, columns of numbers, the path that is shown. No elements, no requests.
+import { redraw, visibleTexts } from "./dom.js";
 
 /** @typedef {string | number[] | {c: string}} Piece text of a token: a string, bytes, or the name of a control token
  * @typedef {[number, number | null, Piece][]} Top
@@ -87,6 +88,17 @@ export const store = {
   showDeleted: false,
   /** @type {Map<string, Top>} by "node:position" */ tops: new Map(),
 };
+
+/** What the reader looks at: the cursor and the token under the mouse as positions, -1 is none. */
+export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, compare: false, limit: 320 };
+
+/** Show a node, up to a position. @param {string} node @param {number | null} [end] */
+export function select(node, end = null) {
+  if (store.current === node && store.end === end) return;
+  Object.assign(store, { current: node, end });
+  Object.assign(view, { cursor: -1, hover: -1, pinned: -1 });
+  redraw(["place", "tree", "text", "inspect", "live", "compare", "minimap", "legend"]);
+}
 
 /** @param {Loose} from a node as the server sends it */
 export function putNode(from) {
@@ -180,7 +192,7 @@ export function holder(node) {
   return parent;
 }
 
-/** @typedef {Tokens & {text: string[], owners: {id: string, from: number, to: number}[], missing: number,
+/** @typedef {Tokens & {text: string[], shown: string[], owners: {id: string, from: number, to: number}[], missing: number,
  *   control: Uint8Array}} Path */
 
 /** Nodes whose own tokens make up a path, from the root on. @param {string | null} id @param {number | null} end */
@@ -217,6 +229,7 @@ export function pathOf(id, end) {
     path.append(tokens, from - at, to - at);
   }
   path.text = texts(path.pieces);
+  path.shown = visibleTexts(path.text);
   path.control = Uint8Array.from(path.pieces, (piece) => (typeof piece === "object" && "c" in piece ? 1 : 0));
   return path;
 }

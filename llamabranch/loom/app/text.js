@@ -1,11 +1,11 @@
 // @ts-check
 // The text of a path, token by token: blocks with measured heights, of which the visible tokens are elements; the
 // cursor; continuations that could follow.
-import { $, attribute, fill, h, label, plural, redraw, set, short, visible } from "./dom.js";
-import { SOURCES, binClass, binOf, cueOf, lens } from "./lenses.js";
+import { $, attribute, fill, h, label, later, plural, redraw, set, short, visible, visibleTexts } from "./dom.js";
+import { SOURCES, binClass, cueOf, lens } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { FLAGS, ownerOf, pathOf, pieceText, pieces, store, texts } from "./store.js";
-import { endOf, following } from "./tree.js";
+import { FLAGS, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
+import { following, goTo } from "./tree.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
@@ -14,9 +14,7 @@ const TOKEN_HEIGHT = 4.5; // px that a token adds, about
 const AROUND = 40; // tokens that are elements above and below the visible ones
 const MARGIN = 600; // px of blocks that are text above and below the visible ones
 const SHOOTS = 6, SHOOT_TOKENS = 24;
-
-/** What the reader looks at: the cursor and the token under the mouse as positions, -1 is none. */
-export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, compare: false, limit: 320 };
+const SURPRISE = Math.log(0.05);
 
 /** @type {Path} */ let path = pathOf(null, null);
 let pathKey = "";
@@ -41,7 +39,7 @@ export function place() {
 /** What a screen reader says of a token. @param {Path} c @param {number} i */
 function spoken(c, i) {
   const p = Math.exp(c.lp[i]);
-  const parts = [`'${visible(c.text[i])}'`];
+  const parts = [`'${c.shown[i]}'`];
   if (!Number.isNaN(p)) parts.push(`${short(100 * p)} percent`);
   if (c.rk[i]) parts.push(`rank ${c.rk[i]}`);
   if (c.src[i]) parts.push(/** @type {any} */ (SOURCES)[c.src[i]]);
@@ -53,7 +51,7 @@ function spoken(c, i) {
 function tokenElement(c, i, old, extra = "", prefix = "t") {
   const element = old ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1, "data-token": i,
     id: `${prefix}${i}` });
-  const text = visible(c.text[i]);
+  const text = c.shown[i];
   if (element.textContent !== text) element.textContent = text;
   const name = `${binClass(c, i)}${extra}${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${
     /^\n+$/.test(text) ? " line" : ""}`;
@@ -66,7 +64,7 @@ function tokenElement(c, i, old, extra = "", prefix = "t") {
 const told = (c, i) => ({ "data-lp": Number.isNaN(c.lp[i]) ? null : Number(c.lp[i].toPrecision(8)), "data-cue": cueOf(c, i) });
 
 /** A token that is not in the list. @param {import("./store.js").Tokens} c @param {number} i @param {string} text */
-export const tokenSpan = (c, i, text) => h("span", { class: binClass(c, i), ...told(c, i) }, visible(text));
+export const tokenSpan = (c, i, text) => h("span", { class: binClass(c, i), ...told(c, i) }, text);
 
 /** Rejected and never judged drafts by the position before which they stand. @param {Path} c */
 function ghostsOf(c) {
@@ -77,7 +75,7 @@ function ghostsOf(c) {
       const left = draft.slice(accepted);
       const position = at + accepted;
       if (!left.length || position < from || position >= to) continue;
-      const words = texts(left.map((/** @type {any} */ each) => each[1])).map(visible);
+      const words = visibleTexts(texts(left.map((/** @type {any} */ each) => each[1])));
       ghosts.set(position, h("span", { class: "ghost", "aria-hidden": "true" },
         rejected ? h("del", {}, words[0]) : null, h("s", {}, words.slice(rejected).join(""))));
     }
@@ -126,7 +124,7 @@ export function textView(box, source, prefix) {
    * @param {Path} c @param {any} block @param {number} y */
   function tokenAt(node, c, block, y) {
     const starts = [0];
-    for (let i = block.from; i < block.to; i++) starts.push(starts[i - block.from] + visible(c.text[i]).length);
+    for (let i = block.from; i < block.to; i++) starts.push(starts[i - block.from] + c.shown[i].length);
     let low = 0, high = block.to - block.from;
     const range = document.createRange();
     while (low < high) {
@@ -140,7 +138,7 @@ export function textView(box, source, prefix) {
   }
 
   const run = (/** @type {Path} */ c, /** @type {number} */ from, /** @type {number} */ to) =>
-    document.createTextNode(c.text.slice(from, to).map(visible).join(""));
+    document.createTextNode(c.shown.slice(from, to).join(""));
 
   /** Choose which tokens of a block are elements, by what is visible. @param {Path} c @param {any} block */
   function choose(c, block) {
@@ -224,29 +222,23 @@ export const textMoves = {
   right: () => moveTo(view.cursor < 0 ? shownPath().n - 1 : view.cursor + 1),
   first: () => moveTo(0),
   last: () => moveTo(shownPath().n - 1),
-  surprise: () => surprise(1),
-  surpriseBack: () => surprise(-1),
+  surprise: () => seek((c, i) => c.lp[i] < SURPRISE),
+  surpriseBack: () => seek((c, i) => c.lp[i] < SURPRISE, -1),
 };
 
-/** The next token of less than 5 percent. @param {number} by */
-function surprise(by) {
-  const { lp, n } = shownPath();
-  for (let i = (view.cursor < 0 && by < 0 ? n : view.cursor) + by; i >= 0 && i < n; i += by) {
-    if (lp[i] < Math.log(0.05)) return moveTo(i);
-  }
-}
-
-/** Go to the next token of a bin. @param {number} bin */
-export function visit(bin) {
+/** Go to the next token of a kind, or the one before; behind the last comes the first.
+ * @param {(c: Path, i: number) => boolean} is @param {1 | -1} [by] */
+export function seek(is, by = 1) {
   const c = shownPath();
+  const begin = by < 0 ? Math.max(view.cursor, 0) + c.n : view.cursor;
   for (let step = 1; step <= c.n; step++) {
-    const i = (view.cursor + step) % c.n;
-    if (binOf(c, i) === bin) return moveTo(i);
+    const i = (begin + by * step) % c.n;
+    if (is(c, i)) return moveTo(i);
   }
 }
 
-/** What could follow, if the path ends at a fork. @param {(id: string, end: number | null) => void} select */
-function drawShoots(select) {
+/** What could follow, if the path ends at a fork. */
+function drawShoots() {
   const box = $("shoots");
   const all = view.typingAt < 0 && !view.compare ? following(store.current, store.end) : [];
   const shown = all.slice(-SHOOTS);
@@ -255,18 +247,19 @@ function drawShoots(select) {
   shown.forEach((segment, i) => {
     if (!box.children[i]) {
       box.append(h("button", { type: "button", class: "shoot",
-        onclick: () => select(box.children[i].segment.node.id, endOf(box.children[i].segment)) }));
+        onclick: () => goTo(box.children[i].segment) }));
     }
     const button = box.children[i];
     const { tokens, at, text, n, id } = segment.first;
     const begin = segment.from - at;
-    const count = Math.min(SHOOT_TOKENS, tokens.n - begin, segment.to - segment.from);
+    const wanted = Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from);
+    const count = Math.max(0, Math.min(wanted, tokens.n - begin));
     const key = `${segment.key} ${tokens.version} ${lens.name} ${count} ${segment.to}`;
     button.segment = segment;
     if (button.key === key) return;
     button.key = key;
-    if (count < Math.min(SHOOT_TOKENS, n - begin) && segment.first.reason !== "running") void fetchPath(id, at, n);
-    const words = texts(tokens.pieces.slice(begin, begin + Math.max(0, count)));
+    if (count < wanted && segment.first.reason !== "running") void fetchPath(id, at, n);
+    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + count)));
     const tail = segment.to - segment.from > SHOOT_TOKENS ? "…" : "";
     fill(button, words.length
       ? words.map((word, j) => tokenSpan(tokens, begin + j, j ? word : word.trimStart()))
@@ -275,19 +268,16 @@ function drawShoots(select) {
   attribute(box, "data-more", all.length > shown.length ? `${plural(all.length - shown.length, "more", "more")} in the tree` : null);
 }
 
-export function startText(/** @type {(id: string, end: number | null) => void} */ select) {
+export function startText() {
   main = textView($("text"), shownPath, "t");
   $("after").append(h("div", { id: "shoots" }));
   const box = $("text");
-  let resting = 0;
+  const resting = later(80);
   const over = (/** @type {any} */ event) => Number(event.target.closest?.("[data-token]")?.dataset.token ?? -1);
-  const rest = (/** @type {number} */ i) => {
-    clearTimeout(resting);
-    resting = window.setTimeout(() => {
-      if (i >= 0 || !$("token-pane").matches(":hover")) view.hover = i;
-      redraw(["inspect"]);
-    }, i < 0 ? 400 : 80);
-  };
+  const rest = (/** @type {number} */ i) => resting(() => {
+    if (i >= 0 || !$("token-pane").matches(":hover")) view.hover = i;
+    redraw(["inspect"]);
+  }, i < 0 ? 400 : 80);
   set(box, {
     onmouseover: (/** @type {any} */ event) => rest(over(event)), onmouseleave: () => rest(-1),
     onclick: (/** @type {any} */ event) => over(event) >= 0 && moveTo(over(event)),
@@ -301,7 +291,7 @@ export function startText(/** @type {(id: string, end: number | null) => void} *
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
-    drawShoots(select);
+    drawShoots();
     main.draw();
   };
 }

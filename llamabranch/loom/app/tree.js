@@ -1,9 +1,9 @@
 // @ts-check
 // The tree: stretches without forks as rows of a pool, find, the minimap.
-import { $, attribute, fill, h, label, plural, redraw, set, visible } from "./dom.js";
+import { $, attribute, h, label, later, plural, redraw, set, visible } from "./dom.js";
 import { LENSES, binOf, lens } from "./lenses.js";
 import { fetchPath, get } from "./net.js";
-import { FLAGS, holder, store, texts } from "./store.js";
+import { FLAGS, holder, select, store, texts } from "./store.js";
 
 /** @typedef {import("./store.js").Node} Node */
 /** @typedef {object} Segment a stretch without forks, over one node or several
@@ -20,7 +20,6 @@ const POOL = 80;
 /** @type {Map<string, Segment[]>} */ let byNode = new Map();
 let built = "";
 /** @type {string | null} key of the segment that is shown as if it were the root */ let hoisted = null;
-/** @type {((node: string, end: number) => void)} */ let chooseNode = () => {};
 
 const isHidden = (/** @type {Node} */ node) => !store.showDeleted && (node.flags & FLAGS.deleted) !== 0;
 
@@ -118,10 +117,8 @@ export function following(id, end) {
   return segment && (end == null || end >= segment.to) ? segment.children : [];
 }
 
-const goTo = (/** @type {Segment} */ segment) => chooseNode(segment.node.id, endOf(segment));
-
-/** The end of a segment in the words of the store: null where the node ends. @param {Segment} segment */
-export const endOf = ({ node, to }) => (to < node.at + node.n ? to : /** @type {any} */ (null));
+/** Show a path up to the end of a segment: null where its node ends. @param {Segment} segment */
+export const goTo = ({ node, to }) => select(node.id, to < node.at + node.n ? to : null);
 
 function setOpen(/** @type {Segment} */ segment, /** @type {boolean} */ open) {
   if (open) closed.delete(segment.key);
@@ -252,7 +249,7 @@ function drawRow(row, segment, place, chosen) {
 }
 
 /** @type {any} */ let shownRow = null;
-let resting = 0;
+const resting = later(150);
 
 /** Fetch the tokens of rows that stay in view. */
 function fetchRows() {
@@ -293,8 +290,7 @@ function drawTree() {
     }
   }
   attribute(box, "aria-activedescendant", place >= begin && place < begin + count ? `row-${place}` : null);
-  clearTimeout(resting);
-  resting = window.setTimeout(fetchRows, 150);
+  resting(fetchRows);
   $("hoisted").hidden = !hoisted;
 }
 
@@ -326,6 +322,7 @@ function drawMinimap() {
 /** @type {any[]} */ let hits = [];
 let hit = -1;
 let searching = 0;
+let showToken = (/** @type {number} */ _position) => {};
 
 /** Find text in all nodes; a number of results, the first is shown. @param {string} q */
 async function find(q) {
@@ -343,25 +340,22 @@ function nextHit(/** @type {number} */ by) {
   const { node, at, text } = hits[hit];
   const segment = segmentOf(node, at + 1);
   if (segment) goTo(segment);
-  document.dispatchEvent(new CustomEvent("show-token", { detail: at }));
+  showToken(at);
   $("found").textContent = `${hit + 1} / ${hits.length}`;
   attribute($("found"), "title", visible(text));
 }
 
-/** @param {(node: string, end: number) => void} choose what a click or a key does */
-export function startTree(choose) {
-  chooseNode = choose;
+/** @param {(position: number) => void} moveTo puts the cursor on a token */
+export function startTree(moveTo) {
+  showToken = moveTo;
   $("tree").addEventListener("scroll", () => redraw(["tree"]), { passive: true });
   new ResizeObserver(() => redraw(["tree", "minimap"])).observe($("tree-pane"));
   $("minimap").onclick = (/** @type {MouseEvent} */ event) => {
     const place = Math.floor((event.offsetY / $("minimap").clientHeight) * rows.length);
     if (rows[place]) goTo(rows[place]);
   };
-  let typing = 0;
-  $("find").oninput = () => {
-    clearTimeout(typing);
-    typing = window.setTimeout(() => find($("find").value), 60);
-  };
+  const typing = later(60);
+  $("find").oninput = () => typing(() => find($("find").value));
   $("find").onkeydown = (/** @type {KeyboardEvent} */ event) => {
     if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1);
     if (event.key === "Escape") $("tree").focus();

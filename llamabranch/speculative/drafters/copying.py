@@ -19,9 +19,9 @@ from time import perf_counter
 from ...arguments import bounded, real, whole
 from ...errors import ConfigError
 from ...generation.drafter import Draft, Drafter, DraftLength, DraftState
+from ...generation.stop_rule import StopRule
 from ...generation.text import Text
 from ...model import Model
-from ...native.draft_loop import StopRule
 from .ngram_index import Guess, Match, Segment, SharedIndex, TokenIndex, doubling
 
 __all__ = ["PromptLookupDrafter", "SuffixDrafter"]

@@ -10,9 +10,9 @@ from ...arguments import instance
 from ...context import Context
 from ...errors import ConfigError, GrammarError
 from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState
+from ...generation.stop_rule import StopRule
 from ...generation.text import Text
 from ...model import Model
-from ...native.draft_loop import StopRule
 from ...sampling import Distribution
 from ...sampling.grammar.grammar import GrammarState
 from .copying import SuffixDrafter

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...context import Context
-from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
 from ...context.runner import Batch
 from ...context.token_states import kept_states
@@ -23,7 +22,6 @@ from ...errors import BranchStateError, ConfigError, UnsupportedError
 from ...generation.drafter import Draft, DraftRequest, DraftState
 from ...generation.text import Text
 from ...model import Model
-from ...native.draft_loop import DraftStream
 from ...sampling import Sampler
 from .run import Drafting, DraftRun, RunDrafter, RunState
 from .tree import check_rule
@@ -269,25 +267,11 @@ class HeadRun(DraftRun):
         n = max(self.state.n_pairs(layer), self._first)
         return list(self.text[n + self.state.ahead :]), self._features[n - self._first :]
 
-    def place(self, stream: DraftStream) -> DraftInput:
-        """Let the compiled loop continue the sequence of the first layer."""
-        state, row, hidden = self.state, None, None
-        if not self.unread and self.hidden is not None:
-            row, hidden = self.row().address, self.hidden.ctypes.data
-        stream.start(state.seq_ids[0], row, hidden, state.ahead + state.n_skipped)
-        return DraftInput(stream, self.unread, (), self.states())
-
-    def note_decoded(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
-        """Note that the text was read."""
-        if tokens and self.reads_text:
-            self.state.tokens, self.reads_text = list(self.text), False
-        if row is not None:
-            self._row = row
-
     def note_read(self, row: LogitsRow, hidden: States) -> None:
         """Note that what was unread was decoded: the logits and the state after it."""
-        self.note_decoded(self.unread, row)
-        self.hidden, self.unread = hidden, ()
+        if self.reads_text:
+            self.state.tokens, self.reads_text = list(self.text), False
+        self._row, self.hidden, self.unread = row, hidden, ()
 
 
 class HeadDrafting(Drafting[HeadRun]):
@@ -330,17 +314,6 @@ class HeadDrafting(Drafting[HeadRun]):
         found = self.read(runs, [run.unread for run in runs], states)
         for run, (row, hidden) in zip(runs, found, strict=True):
             run.note_read(row, hidden)
-
-    def loop(self, runs: Sequence[HeadRun]) -> bool:
-        """Draft in the compiled core; return False if it cannot draft for these streams."""
-        if not super().loop(runs):
-            return False
-        live = [run for run in runs if not run.is_done and run.output >= 0]
-        if live:
-            kept = self.ctx.decoder.output_states(1 + max(run.output for run in live))
-            for run in live:
-                run.hidden = kept[run.output]
-        return True
 
     def read(
         self,

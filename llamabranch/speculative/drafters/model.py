@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from ...branch import Branch, BranchStore
 from ...context import Context
 from ...context.context import text_context
-from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
 from ...errors import SequencesExhaustedError, VocabularyMismatchError
 from ...generation.drafter import Draft, DraftRequest, DraftState
 from ...generation.text import Text
 from ...model import Model
-from ...native.draft_loop import DraftStream
 from ...sampling import Distribution, Sampler, SamplingParams
 from ...sampling.noise import derive_seed
 from .cross_vocabulary import TranslatingState
@@ -166,19 +164,6 @@ class ModelRun(DraftRun):
         """Return the branch's logits."""
         return self.branch.sequence.logits_row()
 
-    def place(self, stream: DraftStream) -> DraftInput:
-        """Let the compiled loop continue the branch."""
-        sequence = self.branch.sequence
-        sequence.check_usable()
-        sequence.settle()
-        stream.start(sequence.seq_id, None if self.unread else sequence.logits_row().address)
-        return DraftInput(stream, self.unread, sequence.expiring_rows())
-
-    def note_decoded(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
-        """Append the tokens to the branch."""
-        if tokens:
-            self.branch.sequence.append_unscored(tokens, row)
-
 
 class ModelDrafting(Drafting[ModelRun]):
     """The drafts of one or several branches of the draft model."""
@@ -204,7 +189,7 @@ class ModelDrafting(Drafting[ModelRun]):
 
     def _begun(self, state: ModelState, i: int) -> ModelRun:
         request, branch = self.requests[i], state.branch
-        if self.width == 1 and not self.may_loop:
+        if self.width == 1 and not self.ctx.kv_cache.can_draft:
             branch.sequence.decode_unscored(request.tokens[branch.sequence.position :])
             branch = state.fork_ahead()
         return ModelRun(state, branch, request, self.drafts[i])

@@ -1,8 +1,6 @@
 """A drafting run: how draft models and heads read the text that is new, and draw tokens after it.
 
-Any number of streams of one context draft together, with one decode for each position of all of them. The
-compiled loop draws and decodes as far as it can, and where it ends a draft, the draft has ended. Where it
-cannot go on, or one of its decodes fails, a step is made here, which raises what there is to raise.
+Any number of texts are drafted for together, with one decode for each position of all of them.
 
 What differs is in :mod:`.model` and :mod:`.head`: what a stream reads, and where its logits are.
 """
@@ -16,17 +14,14 @@ from time import perf_counter
 from typing import Generic, TypeVar
 
 from ...context import Context
-from ...context.draft_runner import DraftInput
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, GrammarError
 from ...generation.drafter import Draft, Drafter, DraftLength, DraftRequest
 from ...generation.rules import draft_seed
 from ...generation.text import Text
 from ...model import Model
-from ...native import draft_loop
-from ...native.draft_loop import DraftStream
-from ...sampling import Distribution, Sampler, SamplingParams
-from ...sampling.noise import DRAFT, DRAW
+from ...sampling import Sampler, SamplingParams
+from ...sampling.noise import DRAFT
 from .tree import TreeMemory, grow_tree, tree_settings, tree_width
 
 __all__ = ["DraftRun", "Drafting", "RunDrafter", "RunState"]
@@ -102,19 +97,10 @@ class RunState(ABC):
         self.seed = target.seed
         self.ranks_by_noise = (drafter.sampling or target.sampling).temperature > 0.0
         self._drafter = drafter
-        self._stream: DraftStream | None = None
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Decode the tokens that are new in one decode, then draw token by token."""
         return self._drafter.draft_together([DraftRequest(self, tokens, length, limit)])[0]
-
-    def stream(self, limit: int) -> DraftStream:
-        """Return its part of the compiled loop, whose memory is kept between drafts."""
-        stream = self._stream
-        if stream is None or stream.limit < limit:
-            n_vocab, keeps_sources = self._drafter.ctx.n_vocab, self.rule != "seeded"
-            stream = self._stream = DraftStream(limit, n_vocab, keeps_sources=keeps_sources)
-        return stream
 
     @abstractmethod
     def observe(self, n_tokens: int) -> None:
@@ -136,7 +122,6 @@ class DraftRun(ABC):
         text: the tokens that the draft follows.
         unread: tokens that are decoded before the next draw: of the text, or the last one drawn.
         is_done: the draft has ended.
-        output: the number of its row in the last decode of the compiled loop, -1 if that had none.
         reads_text: what is unread belongs to the text; so it is for every run of a drafting.
     """
 
@@ -149,7 +134,6 @@ class DraftRun(ABC):
         self.limit = request.limit
         self.unread: Sequence[int] = ()
         self.is_done = False
-        self.output = -1
         self._state = state
         self._is_seeded = state.rule == "seeded"
         self._noise = state.seed if self._is_seeded else draft_seed(state.seed, len(self.text))
@@ -165,17 +149,6 @@ class DraftRun(ABC):
     def row(self) -> LogitsRow:
         """Return the logits after the last decoded token, valid until the next decode."""
 
-    @abstractmethod
-    def place(self, stream: DraftStream) -> DraftInput:
-        """Let the compiled loop go on where this run is; return what goes in."""
-
-    @abstractmethod
-    def note_decoded(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
-        """Note that the loop has decoded ``tokens``, the first of those unread and drawn.
-
-        ``row`` follows them; None where a later decode has overwritten it.
-        """
-
     def accept(self, token: int) -> None:  # noqa: B027  (nothing to do where the decode does it)
         """Let the sampler accept a drawn token, unless it does when the token is decoded."""
 
@@ -187,7 +160,7 @@ class DraftRun(ABC):
         return len(self.text) + len(self.draft.tokens)
 
     def draw(self) -> None:
-        """Draw the next token in Python."""
+        """Draw the next token."""
         draft, length, row = self.draft, self.length, self.row()
         entropy = row.entropy() if length.reads_entropy else math.nan
         draft.entropies.append(entropy)
@@ -217,39 +190,6 @@ class DraftRun(ABC):
         self.draft.stopped = reason
         self.is_done = True
 
-    def loop_input(self) -> DraftInput | None:
-        """Return this run's part of the compiled loop; None where the loop cannot draw for it."""
-        compiled = self.sampler.row_sampler if draft_loop.available else None
-        if compiled is None:
-            return None
-        n = len(self.draft.tokens)
-        stream = self._state.stream(self.limit)
-        stream.begin(
-            compiled,
-            seed=self._noise,
-            purpose=DRAW if self._is_seeded else DRAFT,
-            position=self.position,
-            limit=self.limit - n,
-            rule=self.length.stop_rule(n) if self.length.reads_entropy else None,
-        )
-        return self.place(stream)
-
-    def take(self, stream: DraftStream, row: LogitsRow | None, *, is_read: bool) -> None:
-        """Add what the compiled loop has drawn; ``is_read``: it has decoded what was unread."""
-        draft, drawn, self.output = self.draft, stream.tokens, stream.output
-        following = [*self.unread, *drawn]
-        n_decoded = stream.n_decoded + (len(self.unread) if is_read else 0)
-        self.note_decoded(following[:n_decoded], row)
-        self.unread = following[n_decoded:]
-        draft.tokens += drawn
-        draft.sources += [Distribution.from_logweights(*found) for found in stream.sources]
-        draft.entropies += (
-            stream.entropies if self.length.reads_entropy else [math.nan] * len(drawn)
-        )
-        if stream.reason:
-            self._end(stream.reason)
-        self.is_done |= len(draft.tokens) >= self.limit
-
     def grow(self, memory: TreeMemory[N], root: N, width: int) -> None:
         """Draft a tree after ``root``, the text."""
         grow_tree(
@@ -277,7 +217,6 @@ class Drafting(ABC, Generic[R]):
         self.width = drafter.width
         self.requests = requests
         self.drafts = [Draft(drafter=drafter.name) for _ in requests]
-        self.may_loop = self.ctx.kv_cache.can_draft
 
     # -- what differs ------------------------------------------------------------------------------
 
@@ -325,36 +264,14 @@ class Drafting(ABC, Generic[R]):
         return self.drafts
 
     def draft(self, runs: list[R]) -> None:
-        """Finish the drafts: in the compiled loop as far as it can, else step by step."""
-        may_loop = self.may_loop
+        """Finish the drafts, token by token."""
         while runs:
-            if may_loop and len({not run.unread for run in runs}) == 1:
-                may_loop = self.loop(runs)
-                runs = [run for run in runs if not run.is_done]
-            if runs and all(run.unread for run in runs):
+            if all(run.unread for run in runs):
                 self.decode(runs)
             for run in runs:
                 if not run.unread:
                     run.draw()
             runs = [run for run in runs if not run.is_done]
-
-    def loop(self, runs: Sequence[R]) -> bool:
-        """Draft in the compiled core; return False if it cannot draft for these streams."""
-        inputs: list[DraftInput] = []
-        for run in runs:
-            each = run.loop_input()
-            if each is None:
-                return False
-            inputs.append(each)
-        decoder = self.ctx.decoder
-        n_decodes, most = decoder.n_decodes, max(run.limit for run in runs)
-        found = self.ctx.drafts.run(inputs, most, encodes=runs[0].reads_text)
-        if found is None:
-            return False
-        is_read = decoder.n_decodes > n_decodes
-        for run, each, row in zip(runs, inputs, found, strict=True):
-            run.take(each.stream, row, is_read=is_read)
-        return True
 
     def _share_costs(self, seconds: float, n_decodes: int) -> None:
         """Divide the time by the steps of each draft; the first draft gets all decodes."""

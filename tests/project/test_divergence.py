@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from divergence import Divergence, Logits, _Decision, first_divergence
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
-from llamabranch.bench import Divergence, first_divergence
-from llamabranch.bench.divergence import Logits, _Decision
 from llamabranch.errors import GrammarError
 from llamabranch.sampling import Sampler
 

@@ -1,0 +1,237 @@
+"""Constraints in Python: which texts are allowed, told by functions of the text.
+
+A constraint answers two questions: may a text be continued to a valid one, and is it valid as it is? A
+token is allowed if the text with it may be continued, or, where it ends the text, if the text is valid.
+What is asked is always a text of whole characters: bytes of an unfinished one wait for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from ..errors import ConfigError, ConstraintError
+from ..model import Model
+
+__all__ = ["Constraint", "ConstraintCalls", "ConstraintLike", "ConstraintState", "ConstraintStats"]
+
+
+class Constraint(Protocol):
+    """Which texts are allowed. Both methods get the generated text, and must be pure."""
+
+    def prefix(self, text: str) -> bool:
+        """Return False only if no text that begins so is valid."""
+
+    def complete(self, text: str) -> bool:
+        """Return whether the text is valid as it is."""
+
+
+ConstraintLike: TypeAlias = Constraint | Callable[[str], bool]  # a function answers both questions
+
+_HINT = "a constraint is a function of the text so far, or an object with prefix(text) and complete(text)"
+
+
+def _any(text: str) -> bool:
+    return True
+
+
+class ConstraintCalls:
+    """A constraint that is asked, and counts of that.
+
+    Args:
+        constraint: a function of the text, for both questions; or an object with ``prefix`` and
+            ``complete``.
+        whole_texts: a function is asked about whole texts alone, and an object need not have ``prefix``.
+
+    Attributes:
+        calls: how often it was called.
+        rejections: how many tokens it has refused.
+        seconds: in its calls.
+
+    Raises:
+        ConfigError: neither of them.
+    """
+
+    def __init__(self, constraint: ConstraintLike, *, whole_texts: bool = False) -> None:
+        self.calls = self.rejections = 0
+        self.seconds = 0.0
+        methods = [getattr(constraint, name, None) for name in ("prefix", "complete")]
+        if not any(methods) and callable(constraint):
+            methods = [constraint, constraint]
+            if whole_texts:
+                methods[0] = None
+        if whole_texts and methods[0] is None:
+            methods[0] = _any
+        elif methods[0] is None and callable(methods[1]):
+            raise ConfigError(
+                "a constraint without prefix(text) refuses nothing before the end of a text",
+                hint="search.rejection draws whole texts until they are valid",
+            )
+        if isinstance(constraint, type) or not all(map(callable, methods)):
+            raise ConfigError(f"constraint cannot be {constraint!r:.60}", hint=_HINT)
+        self._prefix, self._complete = methods
+
+    def allows(self, text: str, *, is_end: bool) -> bool:
+        """Ask whether ``text`` is valid, ``is_end``, or may become so.
+
+        Raises:
+            ConfigError: it raises something, or returns neither True nor False.
+        """
+        asked = self._complete if is_end else self._prefix
+        if asked is _any:
+            return True
+        self.calls += 1
+        start = perf_counter()
+        try:
+            found = asked(text) if asked is not None else None
+        except Exception as error:
+            raise ConfigError(
+                f"the constraint has raised {error!r} for the text {text[-60:]!r}",
+                hint="it gets every beginning of a text, also within a word, and the empty one: "
+                "search.check_constraint tries them",
+            ) from error
+        finally:
+            self.seconds += perf_counter() - start
+        if not isinstance(found, (bool, np.bool_)):
+            raise ConfigError(
+                f"the constraint must return True or False, not {found!r:.40}",
+                hint="return bool(...)",
+            )
+        return bool(found)
+
+
+@dataclass
+class ConstraintStats:
+    """What a constraint has cost: calls, the seconds in them, and the tokens that it has refused."""
+
+    constraint_calls: int = 0
+    constraint_rejections: int = 0
+    constraint_s: float = 0.0
+
+    def count_constraint(self, calls: ConstraintCalls | None) -> None:
+        """Take the counts of a constraint, if there is one."""
+        if calls is not None:
+            self.constraint_calls, self.constraint_rejections = calls.calls, calls.rejections
+            self.constraint_s = calls.seconds
+
+
+class ConstraintState:
+    """A text under a constraint. It does not change: each token leads to another state.
+
+    Args:
+        calls: asks the constraint.
+        model: knows the text of tokens.
+        stop: strings that end a text, and are no part of it.
+        stop_tokens: tokens that end it, and are.
+
+    Attributes:
+        text: generated so far, whole characters.
+    """
+
+    _CHECK_AFTER = 64  # refused tokens at one place
+
+    def __init__(
+        self,
+        calls: ConstraintCalls,
+        model: Model,
+        stop: Sequence[str] = (),
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        self.calls = calls
+        self.text = ""
+        self._model = model
+        self._stop = stop
+        self._stop_tokens = stop_tokens
+        self._pending = b""  # of an unfinished character
+        self._was_allowed = False
+        self._n_refused = 0
+        self._after: dict[int, ConstraintState | None] = {}
+
+    def start(self) -> ConstraintState:
+        """Return the state before the first token."""
+        return ConstraintState(self.calls, self._model, self._stop, self._stop_tokens)
+
+    def accept(self, token: int) -> ConstraintState:
+        """Return the state after ``token``, without asking."""
+        found = self._after.get(token)
+        if found is None:
+            found = self.start()
+            if not self._model.is_eog(token):
+                piece, found._pending = self._model.text_after(token, self._pending)
+                found.text = self.text + piece
+        return found
+
+    def after(self, token: int, *, is_last: bool = False) -> ConstraintState | None:
+        """Return the state after ``token``; None if the constraint refuses it. It is asked once.
+
+        ``is_last``: the text ends there in any case.
+        """
+        if token in self._after:
+            return self._after[token]
+        found = self.accept(token)
+        is_allowed = self._allows(token, found, is_last)
+        self._after[token] = found if is_allowed else None
+        if not is_allowed:
+            self._n_refused += 1
+            self.calls.rejections += 1
+        return self._after[token]
+
+    def allows(self, token: int) -> bool:
+        """Return whether the constraint lets ``token`` follow.
+
+        Raises:
+            ConstraintError: after many refused tokens it refuses the text itself.
+            ConfigError: it has allowed that before.
+        """
+        if self._n_refused == self._CHECK_AFTER and token not in self._after:
+            self._check()
+        return self.after(token) is not None
+
+    def may_end(self) -> bool:
+        """Return whether the text may end here."""
+        return not self._pending and self.calls.allows(self.text, is_end=True)
+
+    def dead_end(self) -> ConstraintError:
+        """Return the error of a text that no token may follow."""
+        return ConstraintError(
+            f"the constraint allows no token after {self.text[-60:]!r}",
+            hint="prefix(text) must be False for a text that cannot be continued to a valid one",
+        )
+
+    def _allows(self, token: int, after: ConstraintState, is_last: bool) -> bool:
+        if self._model.is_eog(token):
+            return self.may_end()
+        end = self._stop_end(after.text)
+        if end is not None:
+            return self.calls.allows(after.text[:end], is_end=True)
+        if is_last or token in self._stop_tokens:
+            return after.may_end()
+        if len(after.text) == len(self.text):
+            after._was_allowed = self._was_allowed
+            return True  # bytes of an unfinished character, or a token without text
+        after._was_allowed = self.calls.allows(after.text, is_end=False)
+        return after._was_allowed
+
+    def _stop_end(self, text: str) -> int | None:
+        """Return where a text ends by a stop string that its last token completes; None = it does not."""
+        ends = []
+        for stop in self._stop:
+            at = text.find(stop, max(0, len(self.text) - len(stop) + 1))
+            if at >= 0:
+                ends.append((at + len(stop), at))
+        return min(ends)[1] if ends else None
+
+    def _check(self) -> None:
+        self._n_refused += 1  # once
+        if self.calls.allows(self.text, is_end=False):
+            return
+        if self._was_allowed:
+            raise ConfigError(
+                f"the constraint refuses the text {self.text[-60:]!r}, which it has allowed before",
+                hint="its answer must depend on the text alone; search.check_constraint asks twice",
+            )
+        raise self.dead_end()

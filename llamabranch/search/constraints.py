@@ -1,0 +1,150 @@
+"""Constraints on texts: lifts of functions of words and lines, a check, and exact weights for a draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ..arguments import function, instance, items
+from ..errors import ConfigError
+from ..sampling import Distribution
+from ..sampling.constraint import Constraint, ConstraintCalls, ConstraintLike
+
+__all__ = ["Constraint", "check_constraint", "lines", "weighted_draw", "words"]
+
+
+class _Units:
+    """Texts whose units, words or lines, are all allowed."""
+
+    def __init__(
+        self,
+        split: Callable[[str], Sequence[str]],
+        allowed: Callable[[str], bool],
+        partial: Callable[[str], bool] | None,
+    ) -> None:
+        self._split = split
+        function("the first argument", allowed)
+        self._allowed = allowed
+        self._partial = partial or getattr(allowed, "partial", None)
+        if self._partial is not None:
+            function("partial", self._partial)
+
+    def prefix(self, text: str) -> bool:
+        """Return whether all units that have ended are allowed, and the last one may become so."""
+        *ended, last = self._split(text)
+        if not all(map(self._allowed, ended)):
+            return False
+        return not last or self._partial is None or self._partial(last)
+
+    def complete(self, text: str) -> bool:
+        """Return whether all units are allowed."""
+        *ended, last = self._split(text)
+        return all(map(self._allowed, ended)) and (not last or self._allowed(last))
+
+
+def words(
+    allowed: Callable[[str], bool], partial: Callable[[str], bool] | None = None
+) -> Constraint:
+    """Return the constraint that ``allowed`` is true of each word; words are split at white space.
+
+    Args:
+        allowed: asked about each word that has ended.
+        partial: whether the beginning of a word may become an allowed one, default: always. The sooner
+            it says no, the fewer texts end in a corner.
+    """
+    return _Units(_split_words, allowed, partial)
+
+
+def lines(
+    allowed: Callable[[str], bool], partial: Callable[[str], bool] | None = None
+) -> Constraint:
+    """Return the constraint that ``allowed`` is true of each line, as `words` does of words.
+
+    An empty line is asked about, but not an empty end of the text.
+    """
+    return _Units(lambda text: text.split("\n"), allowed, partial)
+
+
+def _split_words(text: str) -> list[str]:
+    """Return the words of a text; the last one is "" if none has begun."""
+    return [*text.split(), *([""] if not text or text[-1].isspace() else [])]
+
+
+def check_constraint(constraint: ConstraintLike, texts: Sequence[str]) -> None:
+    """Try a constraint with texts that are valid: it must allow every beginning of them, and each whole.
+
+    A text is cut into tokens anywhere, also within a word, so a constraint that asks a spelling checker
+    about the last word refuses everything. Each question is asked twice.
+
+    Raises:
+        ConfigError: it refuses a beginning of a valid text, or the text; its answers differ; it raises
+            something; it returns neither True nor False.
+    """
+    asked = ConstraintCalls(constraint)
+    for text in items("texts", texts):
+        instance("a valid text", text, str)
+        for end in range(len(text) + 1):
+            _ask_twice(asked, text[:end], is_end=False)
+        _ask_twice(asked, text, is_end=True)
+
+
+def _ask_twice(asked: ConstraintCalls, text: str, *, is_end: bool) -> None:
+    first, second = (asked.allows(text, is_end=is_end) for _ in range(2))
+    what = "complete" if is_end else "prefix"
+    if first != second:
+        raise ConfigError(
+            f"the constraint answers {first}, then {second}, to {what}({text[-60:]!r})",
+            hint="it must be pure: its answer may depend on the text alone",
+        )
+    if not first:
+        raise ConfigError(
+            f"the constraint refuses {text[-60:]!r}, which "
+            + ("is a valid text" if is_end else "begins a valid text"),
+            hint="prefix(text) may be False only where no valid text begins so",
+        )
+
+
+def weighted_draw(
+    source: Distribution,
+    order: Iterator[int],
+    allows: Callable[[int], bool],
+    max_rejects: int = 64,
+) -> tuple[int | None, float]:
+    """Draw an allowed token by adaptive weighted rejection (Lipkin et al. 2025, 2504.05410).
+
+    Tokens are tried in the order of a draw without replacement; the first allowed one is taken, and the
+    next one is looked at for the weight. For every function f of a token the expectation of
+    exp(log-weight) f(token) is the sum of p f over the allowed tokens, so the weight estimates their
+    mass. Unlike the paper's geometric form no token is tried twice.
+
+    Args:
+        source: p.
+        order: the places of its tokens in that order.
+        allows: whether a token is allowed.
+        max_rejects: no more tokens are tried; if none was allowed, the draw is worth nothing.
+
+    Returns:
+        the token and the log of its weight; (None, -inf) without one.
+    """
+    probs, n = source.probs, len(source)
+    weight, left = 0.0, 1.0
+    for k, i in enumerate(order):
+        token, p = int(source.ids[i]), float(probs[i])
+        is_last = k + 1 in (n, max_rejects)
+        if allows(token):
+            if not is_last and not allows(int(source.ids[next(order)])):
+                weight += math.log(p / left) if p > 0.0 else -math.inf
+            return token, weight
+        if is_last:
+            break
+        probs[i] = 0.0
+        before = left
+        left -= p
+        if left < 0.01:  # a difference would have few digits
+            left = float(np.sum(probs))
+        if left <= 0.0:
+            break
+        weight += math.log(left / before)
+    return None, -math.inf

@@ -1,0 +1,378 @@
+"""constraint=: texts that keep a rule in Python, drawn as if refused tokens had no probability."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch, Context, Grammar, SuffixDrafter, search
+from llamabranch.errors import ConfigError
+from llamabranch.sampling.noise import gumbel_noise
+
+STORY = "The wolf ran and the wolf ran and the wolf"
+WHOLE: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "seed": 1},
+    {"temperature": 0.9, "seed": 5},
+    {"temperature": 1.3, "seed": 6, **WHOLE},
+    {"temperature": 0.9, "seed": 7, "repeat_penalty": 1.2},
+]
+
+
+def no_e(text: str) -> bool:
+    return "e" not in text.lower()
+
+
+def anything(text: str) -> bool:
+    return True
+
+
+class Short:
+    """Between one and three words."""
+
+    def prefix(self, text: str) -> bool:
+        return len(text.split()) <= 3
+
+    def complete(self, text: str) -> bool:
+        return 1 <= len(text.split()) <= 3
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("drafter", [None, SuffixDrafter()], ids=["plain", "drafted"])
+def test_one_that_refuses_nothing_changes_no_text(
+    ctx: Context, settings: dict[str, Any], drafter: SuffixDrafter | None
+) -> None:
+    with Branch.start(ctx, STORY, **settings) as root:
+        with root.fork() as branch:
+            free = branch.generate(30, drafter=drafter).finish()
+        with root.fork() as branch:
+            found = branch.generate(30, drafter=drafter, constraint=anything).finish()
+            assert branch.finish_reason == free.finish_reason
+            assert branch.sequence.sampler.constraint is None
+    assert [t._replace(source="") for t in found.emitted] == [
+        t._replace(source="") for t in free.emitted
+    ]
+    assert found.stats.constraint_rejections == 0
+    assert len(found.tokens) <= found.stats.constraint_calls <= 2 * len(found.tokens) + 2
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_drafts_change_no_constrained_text(ctx: Context, settings: dict[str, Any]) -> None:
+    with Branch.start(ctx, STORY, **settings) as root:
+        texts = []
+        for drafter in (None, SuffixDrafter(), lb.speculative.PromptLookupDrafter()):
+            with root.fork() as branch:
+                found = branch.generate(40, drafter=drafter, constraint=no_e).finish()
+                assert branch.tokens[root.position :] == found.tokens
+            texts.append(found.tokens)
+            assert no_e(found.text) and len(found.tokens) > 20
+        assert texts[0] == texts[1] == texts[2]
+
+
+def test_each_token_is_the_first_allowed_one_in_the_order_of_the_draw(ctx: Context) -> None:
+    settings = lb.SamplingParams(temperature=1.0, seed=3, **WHOLE)
+    n_vocab = ctx.model.n_vocab
+    with Branch.start(ctx, STORY, sampling=settings) as root, root.fork() as branch:
+        text, n_refused = "", 0
+        generation = root.generate(25, constraint=no_e)
+        for token in generation:
+            keys = branch.log_probs() + gumbel_noise(3, branch.position, n_vocab)
+            for best in np.argsort(-keys).tolist():
+                if ctx.model.is_eog(best) or no_e(text + ctx.model.piece(best).decode()):
+                    break
+                n_refused += 1
+            assert token.token == best
+            text += token.text
+            if not token.is_stop:
+                branch.commit(best)
+    assert generation.text == text
+    assert generation.stats.constraint_rejections == n_refused > 0
+    assert generation.stats.constraint_calls <= n_refused + 2 * len(generation.tokens)
+
+
+def test_after_the_tokens_that_settings_leave_the_most_probable_follow(ctx: Context) -> None:
+    """top_k = 1 leaves one token; at temperature 0 it is the same order."""
+    found = []
+    for temperature, top_k in ((0.0, 40), (0.7, 1)):
+        with Branch.start(ctx, STORY, seed=1, temperature=temperature, top_k=top_k) as root:
+            generation = root.generate(12, constraint=no_e).finish()
+            found.append(generation.tokens)
+            with Branch.start(ctx, STORY) as again:
+                text = ""
+                for token in generation.tokens:
+                    order = np.argsort(-again.log_probs(), kind="stable").tolist()
+                    pieces = (ctx.model.piece(each).decode("utf-8", "replace") for each in order)
+                    allowed = (no_e(text + piece) for piece in pieces)
+                    assert order[next(i for i, ok in enumerate(allowed) if ok)] == token
+                    text += ctx.model.piece(token).decode()
+                    again.commit(token)
+    assert found[0] == found[1]
+
+
+def test_a_text_ends_where_it_is_complete(ctx: Context) -> None:
+    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
+        for stop in ((), "."):
+            for seed in range(6):
+                with root.fork() as branch:
+                    branch.reseed(seed)
+                    found = branch.generate(60, stop, constraint=Short()).finish()
+                assert Short().prefix(found.text)
+                assert found.finish_reason != "stop" or Short().complete(found.text)
+
+        # Only a text of two sentences may end.
+        def two(text: str) -> bool:
+            return text.count(".") <= 2
+
+        class Two:
+            prefix = staticmethod(two)
+
+            def complete(self, text: str) -> bool:
+                return text.count(".") == 2
+
+        found = root.generate(200, constraint=Two()).finish()
+        assert found.text.count(".") <= 2
+        assert found.finish_reason == "length" or found.text.count(".") == 2
+
+
+def test_what_comes_before_a_stop_string_must_be_complete(ctx: Context) -> None:
+    asked: list[str] = []
+
+    class Even:
+        def prefix(self, text: str) -> bool:
+            return True
+
+        def complete(self, text: str) -> bool:
+            asked.append(text)
+            return text.count(" ") % 2 == 0
+
+    with Branch.start(ctx, "Once upon a time", temperature=0.8, seed=4) as root:
+        ended = 0
+        for seed in range(6):
+            with root.fork() as branch:
+                branch.reseed(seed)
+                found = branch.generate(60, [",", "."], constraint=Even()).finish()
+                if found.finish_reason == "stop":
+                    assert found.text.count(" ") % 2 == 0 and not set(",.") & set(found.text)
+                    ended += 1
+        assert ended >= 3
+        assert not any(set(",.") & set(text) for text in asked)
+
+
+def test_a_grammar_masks_first(ctx: Context) -> None:
+    grammar = Grammar.from_regex(" [a-z]{1,6} [a-z]{1,6}\\.")
+    with Branch.start(ctx, "The", grammar=grammar, temperature=1.0, seed=2) as root:
+        for seed in range(8):
+            with root.fork() as branch:
+                branch.reseed(seed)
+                found = branch.generate(30, constraint=no_e, drafter=SuffixDrafter()).finish()
+            assert re.fullmatch(" [a-df-z]{1,6} [a-df-z]{1,6}\\.", found.text)
+
+
+@pytest.fixture(scope="module")
+def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
+    path = tmp_path_factory.mktemp("bytes") / "bytes.gguf"
+    with lb.Model(toys.write_llama(path, vocab="bytes")) as model:
+        yield model
+
+
+def test_a_constraint_gets_whole_characters(bytes_model: lb.Model) -> None:
+    def is_wide(text: str) -> bool:
+        """Letters of two to four bytes alone."""
+        return all(ord(c) > 127 and c != "\ufffd" for c in text)
+
+    with (
+        Context(bytes_model, n_ctx=256, n_seq_max=2, n_threads=1) as ctx,
+        Branch.start(ctx, [3, 4], temperature=1.0, seed=3, top_k=0, min_p=0.0) as root,
+    ):
+        found = root.generate(60, constraint=is_wide).finish()
+        whole = "".join(token.text for token in found.emitted)
+        assert is_wide(whole) and len(whole) >= 10
+        assert {len(c.encode()) for c in whole} & {2, 3, 4}
+        # Characters of several tokens are asked about once, with their last token.
+        assert found.stats.constraint_calls < found.stats.constraint_rejections + 60
+
+
+def test_between_two_tokens_a_branch_may_be_used(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, temperature=0.9, seed=5) as root:
+        with root.fork() as branch:
+            whole = branch.generate(20, constraint=no_e).finish().tokens
+        with root.fork() as branch:
+            first = branch.generate(8, constraint=no_e).finish().tokens
+            assert first + branch.generate(12, constraint=no_e).finish().tokens == whole
+        with root.fork() as branch:
+            generation = branch.generate(20, constraint=no_e)
+            given = [next(generation).token for _ in range(6)]
+            with branch.fork() as child:
+                assert child.sequence.sampler.constraint is None
+                free = child.generate(14).finish().text
+                assert not no_e(free)
+            branch.rewind(branch.position - 3)
+            given = given[:3] + [token.token for token in generation]
+            assert given == whole[:3] + whole[3:20][: len(given) - 3]
+            assert branch.sequence.sampler.constraint is None
+
+
+# -- the engine ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_complete_and_generate_agree(ctx: Context, settings: dict[str, Any]) -> None:
+    results = ctx.complete([STORY, "The"], max_tokens=20, n=2, constraint=no_e, **settings)
+    free = ctx.complete([STORY, "The"], max_tokens=20, n=2, **settings)
+    same = ctx.complete([STORY, "The"], max_tokens=20, n=2, constraint=anything, **settings)
+    for prompt, result, plain, same_one in zip([STORY, "The"], results, free, same, strict=True):
+        assert [c.tokens for c in same_one.choices] == [c.tokens for c in plain.choices]
+        for choice in result.choices:
+            assert no_e(choice.text) and choice.finish_reason in ("length", "stop")
+            assert choice.stats.constraint_calls >= len(choice.tokens) - 1
+        with Branch.start(ctx, prompt, **settings) as branch:
+            assert branch.generate(20, constraint=no_e).finish().tokens == result.tokens
+    assert not all(no_e(result.text) for result in free)
+
+
+def test_preempted_texts_go_on_under_their_constraint(target: lb.Model) -> None:
+    endless = lb.SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
+    request = lb.Request(STORY, n=5, max_tokens=70, sampling=endless, constraint=no_e)
+    found = []
+    for n_ctx in (2048, 256):
+        with Context(target, n_ctx=n_ctx, n_seq_max=6, n_threads=1, batch_invariant=True) as ctx:
+            results = lb.Engine(ctx).generate([request])
+            found.append([(result.tokens, no_e(result.text)) for result in results])
+            n_preempted = sum(result.num_preemptions for result in results)
+            assert (n_preempted > 0) == (n_ctx == 256)
+    assert found[0] == found[1]
+    assert all(keeps and len(tokens) == 70 for tokens, keeps in found[0])
+
+
+def test_a_dead_end_keeps_the_text_so_far(ctx: Context) -> None:
+    def three(text: str) -> bool:
+        """Nothing is ever complete, and nothing follows the third character."""
+        return len(text) <= 3
+
+    class Never:
+        def prefix(self, text: str) -> bool:
+            return three(text)
+
+        def complete(self, text: str) -> bool:
+            return False
+
+    for given, most in ((Never(), 3), (lambda text: text == "", 0), (lambda text: False, 0)):
+        with Branch.start(ctx, "The", temperature=0.8, seed=1) as root:
+            n_free = ctx.n_seq_free
+            found = root.generate(10, constraint=given).finish()
+            # A function that allows "" lets the text end there.
+            assert found.finish_reason == ("stop" if most == 0 and given("") else "constraint")  # type: ignore[operator]
+            assert len(found.text) <= most and root.tokens[1:] is not None
+            assert root.finish_reason == found.finish_reason
+            assert ctx.n_seq_free == n_free
+        result = ctx.complete("The", max_tokens=10, seed=1, constraint=given)
+        assert result.finish_reason == found.finish_reason and len(result.text) <= most
+        assert result.error is None
+    ctx.audit()
+
+
+def test_one_that_refuses_everything_is_asked_few_times(ctx: Context) -> None:
+    with Branch.start(ctx, "The", temperature=0.8, seed=1) as root:
+        found = root.generate(10, constraint=lambda text: False).finish()
+    assert found.finish_reason == "constraint" and not found.tokens
+    assert found.stats.constraint_calls <= 70
+
+
+def raises(text: str) -> bool:
+    return 1 // (8 - min(len(text), 8)) >= 0
+
+
+def forgets(text: str) -> Any:
+    return None if len(text) > 8 else True
+
+
+class Moody:
+    """Refuses a text that it has allowed."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def prefix(self, text: str) -> bool:
+        is_new = text not in self.seen
+        self.seen.add(text)
+        return is_new and len(self.seen) < 10
+
+    def complete(self, text: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: raises, "has raised ZeroDivisionError"),
+        (lambda: forgets, "must return True or False, not None"),
+        (Moody, "which it has allowed before"),
+    ],
+)
+def test_a_faulty_constraint_is_a_typed_error(
+    ctx: Context, make: Callable[[], Any], told: str
+) -> None:
+    with Branch.start(ctx, "The", temperature=0.8, seed=1) as root:
+        n_free, start = ctx.n_seq_free, root.position
+        for drafter in (None, SuffixDrafter()):
+            generation = root.generate(40, constraint=make(), drafter=drafter)
+            with pytest.raises(ConfigError, match=told) as raised:
+                generation.finish()
+            assert raised.value.hint
+            assert root.tokens[start:] == generation.tokens
+            assert root.sequence.sampler.constraint is None
+            root.rewind(start)
+        assert ctx.n_seq_free == n_free
+    ctx.audit()
+    result = ctx.complete("The", max_tokens=40, seed=1, constraint=make())
+    assert isinstance(result.error, ConfigError) and result.tokens
+
+
+class Whole:
+    def complete(self, text: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [5, "no e", [no_e], Short, Whole(), object()],
+    ids=["number", "text", "list", "class", "no prefix", "object"],
+)
+def test_what_is_no_constraint_is_refused_before_anything_happens(ctx: Context, wrong: Any) -> None:
+    with Branch.start(ctx, "The") as root:
+        n_decodes = ctx.decoder.n_decodes
+        with pytest.raises(ConfigError) as raised:
+            root.generate(4, constraint=wrong)
+        assert raised.value.hint
+        with pytest.raises(ConfigError):
+            ctx.complete("The", max_tokens=4, constraint=wrong)
+        with pytest.raises(ConfigError):
+            search.smc(root, 2, 4, constraint=wrong)
+        assert ctx.decoder.n_decodes == n_decodes
+
+
+def test_min_tokens_and_trees_are_refused(ctx: Context, draft_ctx: Context) -> None:
+    with pytest.raises(ConfigError, match="min_tokens"):
+        lb.Request("a", min_tokens=3, constraint=no_e)
+    with Branch.start(ctx, "The") as root, pytest.raises(ConfigError, match="width 1"):
+        root.generate(4, constraint=no_e, drafter=lb.ModelDrafter(draft_ctx, width=2))
+
+
+@pytest.mark.smollm2
+def test_a_real_model_without_the_letter_e(tmp_path: Path) -> None:
+    with lb.load("smollm2-135m:Q8_0", n_ctx=1024) as ctx:
+        for temperature in (0.0, 0.8):
+            found = ctx.complete(
+                "A short story about a dog:", max_tokens=60, temperature=temperature, seed=2,
+                constraint=no_e, drafter=SuffixDrafter(),
+            )  # fmt: skip
+            assert no_e(found.text) and len(found.text.split()) >= 20
+            stats = found.stats
+            assert stats.constraint_calls <= stats.constraint_rejections + 2 * 60

@@ -1,0 +1,218 @@
+"""rejection: independent samples of the valid texts, exactly; bounds of their probability."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import toys
+from failing import check_every_failure
+
+import llamabranch as lb
+from llamabranch import Branch, Context, search
+from llamabranch.errors import ConfigError
+
+PLAIN = lb.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=3)
+STORY = "Once upon a time there was"
+
+
+@pytest.fixture(scope="module")
+def little(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Context]:
+    """A random model with 4 tokens: 0 BOS, 1 EOG, "a", "b"."""
+    path = tmp_path_factory.mktemp("four") / "four.gguf"
+    vocab = toys.Vocabulary((toys.BOS, toys.EOS, "a", "b"))
+    with (
+        lb.Model(toys.write_llama(path, vocab=vocab)) as model,
+        Context(model, n_ctx=256, n_seq_max=8, n_threads=1, batch_invariant=True) as context,
+    ):
+        yield context
+        context.audit()
+
+
+def exact(
+    root: Branch, max_tokens: int, is_valid: Any, settings: Any
+) -> dict[tuple[int, ...], float]:
+    """Return the probability of every valid text, by its tokens with EOG."""
+    found: dict[tuple[int, ...], float] = {}
+
+    def visit(branch: Branch, tokens: tuple[int, ...], p: float) -> None:
+        probs = branch.distribution().dense(4)
+        if is_valid(root.ctx.model.detokenize(tokens)):
+            ended = (*tokens, 1)
+            found[ended] = p * float(probs[1])
+        for token in (0, 2, 3)[: 3 * (len(tokens) < max_tokens)]:
+            if probs[token] > 0.0:
+                with branch.fork() as child:
+                    child.commit(token)
+                    visit(child, (*tokens, token), p * float(probs[token]))
+
+    with root.fork() as branch:
+        branch.resample(settings)
+        visit(branch, (), 1.0)
+    return {tokens: p for tokens, p in found.items() if p > 0.0}
+
+
+class OneB:
+    def prefix(self, text: str) -> bool:
+        return text.count("b") <= 1
+
+    def complete(self, text: str) -> bool:
+        return text.count("b") == 1
+
+
+def ends_with_b(text: str) -> bool:
+    return text.endswith("b") and len(text) == 3
+
+
+CASES = [
+    (OneB(), PLAIN),
+    (ends_with_b, PLAIN),
+    (ends_with_b, PLAIN.replace(top_k=3, repeat_penalty=1.3)),
+]
+
+
+@pytest.mark.parametrize(("rule", "settings"), CASES)
+def test_samples_have_the_distribution_of_valid_texts(
+    little: Context, rule: Any, settings: lb.SamplingParams
+) -> None:
+    """Chi-squared over 1,500 samples: by chance it fails in 1 of 1,000 versions of the noise."""
+    with Branch.start(little, "ab", sampling=settings) as root:
+        is_valid = rule.complete if isinstance(rule, OneB) else rule
+        expected = exact(root, 3, is_valid, settings)
+        share = math.fsum(expected.values())
+        counts: Counter[tuple[int, ...]] = Counter()
+        for seed in range(30):
+            found = search.rejection(root, rule, 50, 3, seed=seed, max_draws=100_000)
+            assert len(found.hypotheses) == 50
+            for h in found.hypotheses:
+                key = tuple(h.node.path_tokens)
+                counts[key] += 1
+                assert math.exp(h.score) == pytest.approx(expected[key], rel=1e-9)
+            assert found.valid_mass is not None
+            low, high = found.valid_mass
+            assert low <= share + 1e-12 and share <= high + 1e-12
+    assert set(counts) <= set(expected)
+    # Rare texts are counted together.
+    cells: list[tuple[float, int]] = []
+    rest_p, rest_n = 0.0, 0
+    for key, p in expected.items():
+        wanted = 1500 * p / share
+        if wanted >= 8:
+            cells.append((wanted, counts[key]))
+        else:
+            rest_p, rest_n = rest_p + wanted, rest_n + counts[key]
+    if rest_p > 0:
+        cells.append((rest_p, rest_n))
+    chi = sum((n - wanted) ** 2 / wanted for wanted, n in cells)
+    k = len(cells) - 1
+    assert chi < k + 3.72 * math.sqrt(2 * k) + 8, (chi, k)
+
+
+def test_the_bounds_close_in_on_the_probability(little: Context) -> None:
+    with Branch.start(little, "ab", sampling=PLAIN) as root:
+        expected = math.fsum(exact(root, 2, OneB().complete, PLAIN).values())
+        widths = []
+        for n in (1, 20, 400):
+            found = search.rejection(root, OneB(), n, 2, max_draws=100_000)
+            assert found.valid_mass is not None
+            low, high = found.valid_mass
+            assert low <= expected + 1e-12 and expected <= high + 1e-12
+            widths.append(high - low)
+        assert widths[0] > widths[1] > widths[2] and widths[2] < 1e-3
+
+
+def test_what_cannot_be_valid_ends_without_a_text(little: Context) -> None:
+    with Branch.start(little, "ab", sampling=PLAIN) as root:
+        found = search.rejection(root, lambda text: False, 3, 2, max_draws=100_000)
+        assert not found.hypotheses and found.valid_mass == (0.0, 0.0)
+        never = search.rejection(root, lambda text: False, 3, 2, max_draws=4)
+        assert never.valid_mass is not None and 0.0 < never.valid_mass[1] < 1.0
+        cold = search.rejection(root, lambda t: False, 2, 3, max_draws=9, seed=1)
+        assert not cold.hypotheses
+        root.resample(PLAIN.replace(temperature=0.0))
+        assert search.rejection(root, lambda text: False, 2, 3).valid_mass == (0.0, 0.0)
+
+
+def test_it_draws_fewer_texts_than_throwing_away(ctx: Context) -> None:
+    def wanted(text: str) -> bool:
+        return "and" in text and "e" not in text[:3]
+
+    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
+        found = search.rejection(root, wanted, 4, 12, stop=["."], max_draws=4000)
+        again = search.rejection(root, wanted, 4, 12, stop=["."], max_draws=4000)
+        assert [h.tokens for h in again.hypotheses] == [h.tokens for h in found.hypotheses]
+        assert found.hypotheses and all(wanted(h.text) for h in found.hypotheses)
+        assert {h.finish_reason for h in found.hypotheses} == {"stop"}
+        for h in found.hypotheses:
+            with root.fork() as branch:
+                p = 0.0
+                for token in h.tokens:
+                    p += float(branch.log_probs()[token])
+                    branch.commit(token)
+            assert h.logprob == pytest.approx(p, abs=1e-3) and h.score == pytest.approx(p, abs=1e-3)
+        assert found.stats.constraint_calls >= len(found.hypotheses)
+        assert "valid_mass" in found.as_dict()
+    ctx.audit()
+
+
+def test_few_sequences_give_the_same(target: lb.Model, ctx: Context) -> None:
+    def run(context: Context) -> list[list[int]]:
+        with Branch.start(context, STORY, sampling=PLAIN) as root:
+            found = search.rejection(root, lambda text: "a" in text, 5, 8, stop=[".", ","])
+            assert context.n_seq_free == context.n_seq_max - 1
+            return [h.tokens for h in found.hypotheses]
+
+    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as small:
+        assert run(small) == run(ctx)
+        small.audit()
+
+
+def test_a_failed_decode_leaves_nothing_behind(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
+
+        def texts() -> list[list[int]]:
+            found = search.rejection(root, OneB(), 3, 4, stop=["."], max_draws=6)
+            return [h.tokens for h in found.hypotheses]
+
+        assert check_every_failure(root, texts, monkeypatch) >= 3
+
+
+def test_ended_early_it_returns_what_there_is(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
+        found = search.rejection(
+            root, lambda text: False, 2, 20, on_step=lambda stats: stats.steps == 5
+        )
+        assert found.stats.steps == 5 and not found.hypotheses
+        with pytest.raises(ConfigError, match="ZeroDivisionError"):
+            search.rejection(root, lambda text: 1 // 0 == 1, 2, 6, stop=[" "])
+        assert ctx.n_seq_free == 7
+
+
+def test_a_grammar_is_refused(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, grammar='root ::= "a"') as root:
+        with pytest.raises(ConfigError, match="grammar") as raised:
+            search.rejection(root, OneB())
+        assert "smc" in (raised.value.hint or "")
+
+
+def test_probabilities_are_forgotten_and_read_again(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
+
+        def run() -> list[list[int]]:
+            found = search.rejection(
+                root, lambda t: t.count("a") > 2, 6, 10, stop=["."], max_draws=90
+            )
+            return [h.tokens for h in found.hypotheses]
+
+        expected = run()
+        module = importlib.import_module("llamabranch.search.rejection")
+        monkeypatch.setattr(module, "_BYTES", 0)  # 16 texts are remembered
+        assert run() == expected

@@ -237,7 +237,7 @@ def test_resuming_refuses_a_file_of_other_prompts(tmp_path: Path) -> None:
         (["--temperature", "0.5"], "the sampling settings"),
         (["-n", "9"], "the sampling settings"),
         (["--stop", "the"], "the sampling settings"),
-        (["-S", "rule=block"], "rule was auto, not block"),
+        (["-S", "rule=block"], "rule was seeded, not block"),
         (["--kv-type", "f16"], "--kv-type was auto, not f16"),
         (["-S", "batch_invariant=false"], "--kv-type was auto, not fast"),
         (["--target", "tale-draft", "--draft", "none"], "the model (--target) differs"),

@@ -83,7 +83,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("eval", "--perplexity", "TEXT", "-c", "1024"), "tokens"),
     (("eval", "--perplexity", "TEXT", "--save-logits", "MODEL"), "already exists"),
     (("eval", "--perplexity", "TEXT", "--stride", "8", "--chunks", "2"), "--stride goes with"),
-    (("eval", "--perplexity", "TEXT", "--resume"), "--output is for tasks"),
+    (("eval", "--perplexity", "TEXT", "--resume"), "--resume needs --output"),
     (("eval", "--against", "TEXT"), "no file of log-probabilities"),
     (("eval", "--against", "tale-draft"), "needs --perplexity"),
     (("eval", "--perplexity", "TEXT", "--against", "tale-target", "-m", "tale-target"), "another model"),

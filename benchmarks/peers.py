@@ -127,7 +127,7 @@ def _ours(
     prompts = [target.tokenize(text) for text in texts]
     sampling = lb.SamplingParams(temperature=temperature)
 
-    def cell(drafter: Callable[[], lb.Drafter], k: int | str, rule: str = "auto") -> Maker:
+    def cell(drafter: Callable[[], lb.Drafter], k: int | str, rule: str = "seeded") -> Maker:
         config = lb.SpeculativeConfig(draft_k=k, rule=rule)
         return speculative(target, prompts, n, sampling, drafter, config)
 

@@ -134,7 +134,7 @@ class Cells:
         def cell(
             drafter: Callable[[], lb.Drafter | None],
             k: int | str,
-            rule: str = "auto",
+            rule: str = "seeded",
             cold: bool = False,
         ) -> Maker:
             config = lb.SpeculativeConfig(draft_k=k, rule=rule)

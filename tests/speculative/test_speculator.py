@@ -490,8 +490,8 @@ def test_explanation_names_drafter_length_and_outcome(ctx: Context, draft_ctx: C
     speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k="auto"))
     speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM).finish()
     words = speculator.explain()
-    for part in (speculator.drafter.name, "drafts:", "accepted", "costs", "v ="):
-        assert part in words
+    for part in (speculator.drafter.name, r"\d drafts?: ", "accepted", "costs", "v ="):
+        assert re.search(part, words)
 
 
 @pytest.mark.parametrize("drafts", [True, False])

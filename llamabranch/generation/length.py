@@ -114,8 +114,9 @@ class _Learned:
             if n in self.seconds:  # the machine may be slower or faster now, and a context grows
                 pace = 0.8 + 0.2 * min(2.0, max(0.5, seconds / expected))
                 self.seconds = {size: pace * each for size, each in self.seconds.items()}
-            most = 2.0 if len(self.seconds) > 1 else 4.0  # a single one that is slow says little
-            seconds = min(seconds, most * expected)
+            seconds = min(
+                seconds, expected * (2.0 if len(self.seconds) > 1 else 4.0)
+            )  # an outlier?
         old = self.seconds.get(n, seconds)
         self.seconds[n] = old + (1.0 - 0.9**n_rounds) * (seconds - old)
 
@@ -155,6 +156,7 @@ class AutoLength(DraftLength):
         self._stop = StopRule(math.inf if most is None else most, self.WARM_UP_K)
         self._drafter = drafter or NullDrafter()
         self._learned = _Learned() if ctx is None else _of_contexts.setdefault(ctx, _Learned())
+        self._splits = ctx is not None and ctx.kv_cache.forks_copy
         self._used: dict[str, _Record] = {}  # drafters that it was asked about, the latest last
         self._record = _Record(estimates=False)  # of the drafter in use
         self._rule, self._rule_of = self._stop, self._record  # of the draft in progress
@@ -223,10 +225,12 @@ class AutoLength(DraftLength):
 
     def _costs(self, record: _Record) -> list[float]:
         """Return a stream's seconds per round by the length of its draft; it pays all that this adds."""
-        n, width = self._learned.n_streams, self._drafter.width
-        times = self._learned.times([n + k * width for k in range(self.limit + 1)])
-        added_s = [max(0.0, each - times[0]) for each in times]  # less than nothing would be noise
-        return [times[0] / n + k * record.step_s + each for k, each in enumerate(added_s)]
+        n, width, sizes = self._learned.n_streams, self._drafter.width, range(1, self.limit + 1)
+        # With non-unified K/V llama.cpp decodes what one text has more than the others by itself.
+        shared = n if n == 1 or not self._splits else 0
+        plain_s, *times = self._learned.times([n, *(shared + k * width for k in sizes)])
+        added_s = (max(0.0, each - plain_s * bool(shared)) for each in times)  # below 0 is noise
+        return [plain_s / n + k * record.step_s + each for k, each in enumerate((0.0, *added_s))]
 
     def _best(self, record: _Record) -> tuple[int, float]:
         """Return the length with the highest expected throughput, and its speedup over plain steps."""
@@ -250,9 +254,10 @@ class AutoLength(DraftLength):
             if math.isnan(verify_s):
                 return
             seconds = verify_s + sum(each.overhead_s for each in rounds)
-            learned.learn(n_tokens, seconds, n_rounds)
-            learned.n_streams = n
             has_draft = any(each.draft.tokens for each in rounds)
+            if n == 1 or not (has_draft and self._splits):
+                learned.learn(n_tokens, seconds, n_rounds)
+            learned.n_streams = n
             learned.since_plain = has_draft * (learned.since_plain + 1)
             seconds += sum(each.draft.seconds for each in rounds)
             tested = {each.draft.drafter for each in rounds if each.draft.entropies}

@@ -373,6 +373,23 @@ def test_wider_drafts_are_charged_for_their_nodes(draft_ctx: lb.Context) -> None
     assert int(told[0]) > int(told[1])
 
 
+@pytest.mark.parametrize("unified", [True, False])
+def test_drafts_in_a_batch_are_charged_a_decode_of_their_own_without_a_unified_cache(
+    unified: bool, target: lb.Model
+) -> None:
+    """Seven texts with a drafted token take a decode of seven and one of one there, not one of eight."""
+    with lb.Context(target, n_ctx=512, n_seq_max=8, n_threads=1, kv_unified=unified) as ctx:
+        length = AutoLength(SpeculativeConfig(), lb.ModelDrafter(ctx), ctx)
+        length.consider("m")
+        for i in range(20):
+            length.learn([PLAIN], 1, 1.0)
+            length.learn([PLAIN] * 8, 8, 2.4)
+            length.learn([Round(drafted("m", 1, seconds=0.02), i % 2), *[PLAIN] * 6], 8, 4.3)
+            length.learn([PLAIN] * 7, 7, 3.4)
+        assert ("8 tokens v = 2.4" in length.explain()) != unified
+        assert is_on(length) == unified
+
+
 def test_more_streams_draft_less() -> None:
     """What one stream's draft adds to the decode is the same, and a plain token becomes cheaper."""
     lengths = [

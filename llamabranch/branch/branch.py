@@ -70,7 +70,7 @@ class Branch:
         inherited = None if parent is None else parent.sequence
         used = () if inherited is None else (inherited.seq_id,)
         self.sequence: Text = Text(
-            ctx, ctx.sequences.lease(self, beginning, used=used), sampler, seed, inherited
+            ctx, ctx.sequences.allocate(self, beginning, used=used), sampler, seed, inherited
         )
         self._lock = ctx.lock
         self._parent = parent
@@ -761,7 +761,7 @@ class Branch:
                 self._parent = self.sequence.parent = None
                 self.sequence.fork_position = 0
 
-    def hand_over(self) -> Branch:
+    def transfer_text(self) -> Branch:
         """Return a root that goes on with this branch's sequence, as it is; this one is pruned.
 
         For a cache of branches where no sequence is free for a fork, not for users.

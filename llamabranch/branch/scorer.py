@@ -273,7 +273,7 @@ class _Reading:
         ctx, prefix = self._ctx, _Prefix(tokens=self._paths[node.low].tokens[: node.end])
         with ctx.lock:
             self._make_room(node.end - node.start)
-            prefix.seq_id = ctx.sequences.lease(prefix, used=self._used)
+            prefix.seq_id = ctx.sequences.allocate(prefix, used=self._used)
             self._used.add(prefix.seq_id)
             self._n_held += 1
         try:
@@ -285,7 +285,7 @@ class _Reading:
         finally:
             self._n_held -= 1
             self._used.discard(prefix.seq_id)
-            ctx.sequences.give_back(prefix.seq_id)
+            ctx.sequences.free(prefix.seq_id)
 
     def _read_group(self, group: Sequence[_Node]) -> None:
         """Read nodes and all below them; the first text after a base is read in its sequence."""
@@ -301,18 +301,18 @@ class _Reading:
                         seqs[i], in_place[seq_id] = seq_id, node.base.position
                         ctx.kv_cache.prepare(seq_id, len(self._paths[i].tokens))
                         continue
-                    seqs[i] = ctx.sequences.lease(self, used=self._used)
+                    seqs[i] = ctx.sequences.allocate(self, used=self._used)
                     if as_tree or i == node.low:
                         self._share(node.base, seqs[i])
-                n_leased = len(seqs) - len(in_place) + self._n_held
-                self.n_sequences = max(self.n_sequences, n_leased)
+                n_allocated = len(seqs) - len(in_place) + self._n_held
+                self.n_sequences = max(self.n_sequences, n_allocated)
                 self._decode_all(group, seqs, as_tree=as_tree)
             finally:
                 for seq_id in seqs.values():
                     if seq_id in in_place:
                         ctx.kv_cache.cut(seq_id, in_place[seq_id])
                     else:
-                        ctx.sequences.give_back(seq_id)
+                        ctx.sequences.free(seq_id)
         self._report()
 
     def _decode_all(self, group: Sequence[_Node], seqs: dict[int, int], *, as_tree: bool) -> None:

@@ -108,7 +108,7 @@ class TurnBranches:
             return self.with_room(branch.fork, branch)
         except SequencesExhaustedError:
             with self._ctx.lock:
-                return branch.hand_over()
+                return branch.transfer_text()
 
     def with_room(self, act: Callable[[], T], used: Branch | None = None) -> T:
         """Return what ``act`` returns; branches other than ``used`` are pruned until there is room."""

@@ -23,7 +23,7 @@ _PROMPTS = {"--prompts", "--prompt", "-p"}
 HINTS = {
     "-b --batch-size -ub --ubatch-size": "-S n_batch=N, -S n_ubatch=N",
     "--mlock --no-mmap --mmap -lm": "-S use_mlock=true, -S use_mmap=false",
-    "--exact --fast": "-S batch_invariant=false gives up exact batches, as --kv-type f16 does",
+    "--exact --fast": "-S batch_invariant=false turns exact batches off, as --kv-type f16 does",
     "-kvu --kv-unified --no-kv-unified -no-kvu": "-S kv_unified=true or false",
     "-cram --cache-ram --prefix-cache": "-S cache_ram=BYTES, -S prefix_cache=true",
     "--rule --entropy-stop --spec-draft-p-min --draft-p-min": "-S rule=NAME, -S entropy_stop=NATS",

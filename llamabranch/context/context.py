@@ -48,7 +48,7 @@ Logits = npt.NDArray[np.float32]
 T = TypeVar("T", default=object)
 
 
-class _Resident(Protocol):
+class _Attached(Protocol):
     """What lives as long as a context."""
 
     def close(self) -> object: ...
@@ -129,7 +129,7 @@ class Context:
         self._runner = Runner(handle, self._memory, opened.n_trained, opened.encoder)
         self.sequences = SequenceIds(self._memory, self._lock, self._check_raw, lambda: self.closed)
         # Kept by packages above while it is open; not for users.
-        self.residents: dict[str, _Resident] = {}
+        self.attached: dict[str, _Attached] = {}
         self.prefix_cache = None
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
@@ -151,10 +151,10 @@ class Context:
 
     def close(self) -> None:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
-        residents = list(self.residents.values())
-        self.residents.clear()
-        for resident in residents:
-            resident.close()
+        attached = list(self.attached.values())
+        self.attached.clear()
+        for each in attached:
+            each.close()
         self._runner.handle.close_children()  # heads: not under this lock, they have their own
         with self._lock:
             self._runner.close()

@@ -107,7 +107,7 @@ def _measured(
         most: rows that llama.cpp computes at once; it cuts larger batches, so only these are tried.
         setting: what else the result depends on: K/V type and threads.
         ask: whether to measure all sizes however long it takes. Otherwise fewer are for more than a
-            billion parameters, and None is returned for more than four, for which it takes over 2 s.
+            billion parameters, and None is returned for more than four, for which it takes more than 2 s.
     """
     n_params = model.handle.number("n_params")
     is_part = n_params > _ALL and not ask

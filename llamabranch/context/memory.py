@@ -45,7 +45,7 @@ class Memory:
         cells: which sequence holds which of them.
         hidden: the hidden states of its tokens, while a head reads them.
         prefix_seq_ids: the sequences of the prefix cache.
-        evict: of the prefix cache: gives up so many cells at least, returns how many.
+        evict: of the prefix cache: frees at least that many cells, returns how many.
         compact: writes all sequences again, in order and without holes; False if that is impossible.
         order: keeps cells in order; None if nothing does.
         can_draft: whether rejected tokens can be dropped, so that drafts are verified in place.
@@ -85,9 +85,8 @@ class Memory:
         """Return the order in which llama.cpp can decode these sequences; None: as they are."""
         return None
 
-    def prepare(self, seq_id: int, n: int) -> bool:
-        """Prepare for ``n`` tokens at once after a sequence; False if they must be decoded in parts."""
-        return True
+    def prepare(self, seq_id: int, n: int) -> None:
+        """Prepare for ``n`` tokens at once after a sequence."""
 
     def record(self, seqs: Sequence[int]) -> None:
         """Record a decoded batch; its cells were written in the order of the batch."""
@@ -397,12 +396,8 @@ class Windowed(Memory):
         self.cells.append(seq_id, n, write_indices)
         self.prepare(seq_id, 0)
 
-    def prepare(self, seq_id: int, n: int) -> bool:
-        """Give the shadow the cells that leave the window before ``n`` tokens are decoded.
-
-        Returns:
-            False if some that leave it are not decoded yet, so that it is needed again before.
-        """
+    def prepare(self, seq_id: int, n: int) -> None:
+        """Give the shadow the cells that leave the window before ``n`` tokens are decoded."""
         end = self.next_position(seq_id)
         # The window moves with each token, or (chunked attention) by its size at once.
         outside = (end + n) // self._window * self._window
@@ -415,7 +410,6 @@ class Windowed(Memory):
                 self._handle.remove(_shadow(seq_id), held, -1)
                 self._shadowed[seq_id] = held
                 raise
-        return outside <= end
 
     def can_cut(self, seq_id: int, n: int) -> bool:
         """Return whether the cells of the window before token ``n`` are there.

@@ -77,7 +77,7 @@ class PrefixCache:
         self.n_evicted = 0
         self.n_restored = 0
         memory.evict = self.evict
-        sequences.evict, sequences.hand_over = self.evict_text, self.hand_over
+        sequences.evict, sequences.transfer_text = self.evict_text, self.transfer_text
 
     def __len__(self) -> int:
         """Return the number of cached prefixes."""
@@ -109,7 +109,7 @@ class PrefixCache:
         self.n_hit_tokens += n
         return n
 
-    def hand_over(self, tokens: Sequence[int], is_full: bool) -> int | None:
+    def transfer_text(self, tokens: Sequence[int], is_full: bool) -> int | None:
         """Drop a cached prefix that begins like ``tokens``, but not its sequence, cut to what they share.
 
         So nothing is copied with non-unified KV. The text is dropped if ``tokens``
@@ -244,7 +244,7 @@ class PrefixCache:
     def _allocate(self, text: _Text) -> int | None:
         """Return an empty sequence for a text, None if there is none."""
         if not self._memory.spare_seq_ids:
-            return self._sequences.lease_if_free(text)
+            return self._sequences.allocate_if_free(text)
         return heapq.heappop(self._spare_seq_ids) if self._spare_seq_ids else None
 
     def evict(self, n_cells: int) -> int:
@@ -308,4 +308,4 @@ class PrefixCache:
         if self._memory.spare_seq_ids:
             heapq.heappush(self._spare_seq_ids, text.seq_id)
         else:
-            self._sequences.give_back(text.seq_id)
+            self._sequences.free(text.seq_id)

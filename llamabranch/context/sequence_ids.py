@@ -1,4 +1,4 @@
-"""Which sequences of a context are leased, and to which objects."""
+"""Which sequences of a context are allocated, and to which objects."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class Evictable(Protocol):
         """Return their ids. Does not wait for a lock."""
 
     def evict(self, used: Collection[int]) -> bool:
-        """End the lease of one of them, but of none of ``used``; False if there is no other.
+        """Free one of them, but none of ``used``; False if there is no other.
 
         The caller holds the context's lock, in any thread.
         """
 
 
 class SequenceIds:
-    """Sequence ids leased to holders, which are referenced weakly: a lease ends with its holder.
+    """Sequence ids allocated to holders, referenced weakly: a sequence is freed with its holder.
 
     Garbage collection can run at any time, also in the middle of a decode, so the finalizer only records
     the sequence; ``collect`` empties the recorded ones when that is safe.
 
     Args:
-        memory: its sequences are leased, and emptied when a lease ends.
+        memory: its sequences are allocated, and emptied when they are freed.
         lock: the context's; every call takes it.
-        check: raises where nothing may be leased, and calls ``collect``.
+        check: raises where nothing may be allocated, and calls ``collect``.
         is_closed: whether the context is.
 
     Attributes:
-        evict: frees a sequence that the prefix cache has leased; returns whether it did.
-        hand_over: evicts such a sequence if it holds first tokens of those given, see ``PrefixCache``.
+        evict: frees a sequence that the prefix cache holds; returns whether it did.
+        transfer_text: evicts one that holds first tokens of those given, see ``PrefixCache``.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class SequenceIds:
     ) -> None:
         self.n_seq_max = memory.cells.n_seq_max
         self.evict: Callable[[], bool] = lambda: False
-        self.hand_over: Callable[[Sequence[int], bool], int | None] = lambda _tokens, _is_full: None
+        self.transfer_text: Callable[[Sequence[int], bool], int | None] = lambda _tokens, _is_full: (
+            None
+        )
         self._memory = memory
         self._lock = lock
         self._check = check
@@ -72,16 +74,16 @@ class SequenceIds:
 
     @property
     def n_cached(self) -> int:
-        """How many of the leased sequences are the prefix cache's, which gives them up if asked."""
+        """How many of the allocated sequences are the prefix cache's, which frees them if asked."""
         return sum(1 for seq_id in tuple(self._memory.prefix_seq_ids) if seq_id < self.n_seq_max)
 
     @property
     def n_held(self) -> int:
-        """How many are leased to others than the prefix cache."""
+        """How many are allocated to others than the prefix cache."""
         return len(self._holders) - self.n_cached
 
     def count_free(self, *, used: Collection[int] = ()) -> int:
-        """Return how many could be leased now, ``used`` as for `lease`.
+        """Return how many could be allocated now, ``used`` as for `allocate`.
 
         It does not wait for another thread's step, but counts amid it.
         """
@@ -113,12 +115,12 @@ class SequenceIds:
         return seq_id not in self._holders and self._memory.first_position(seq_id) < 0
 
     def holder(self, seq_id: int) -> object:
-        """Return the holder of ``seq_id``; None if it is not leased or its holder was collected."""
+        """Return the holder of ``seq_id``; None if it is not allocated or its holder was collected."""
         ref = self._holders.get(seq_id)
         return None if ref is None else ref()
 
     def holders(self) -> list[object]:
-        """Return the holders of leased sequences, ordered by sequence id."""
+        """Return the holders of allocated sequences, ordered by sequence id."""
         with self._lock:
             self.collect()
             found = map(self.holder, range(self.n_seq_max))
@@ -133,12 +135,12 @@ class SequenceIds:
         found = (ref() for ref in self._evictables)
         return [each for each in found if each is not None]
 
-    def lease(
+    def allocate(
         self, holder: object, beginning: Sequence[int] = (), *, used: Collection[int] = ()
     ) -> int:
-        """Lease a sequence to ``holder`` until ``give_back`` or its garbage collection.
+        """Allocate a sequence to ``holder`` until ``free`` or its garbage collection.
 
-        It is empty, or holds the first tokens of ``beginning``, if the prefix cache gives that up.
+        It is empty, or holds the first tokens of ``beginning``, if the prefix cache transfers that.
         ``used``: sequences that the caller works with, so that none of them is evicted.
 
         Raises:
@@ -147,7 +149,7 @@ class SequenceIds:
         """
         with self._lock:
             self._check()
-            begun = self.hand_over(beginning, self._is_full()) if beginning else None
+            begun = self.transfer_text(beginning, self._is_full()) if beginning else None
             if begun is not None:
                 self.transfer(begun, holder)
                 return begun
@@ -158,7 +160,7 @@ class SequenceIds:
             if self._is_full():
                 _collect_garbage()  # an unreferenced branch may be in a reference cycle
                 self.collect(noted=False)
-            seq_id = self.lease_if_free(holder)
+            seq_id = self.allocate_if_free(holder)
             if seq_id is None:
                 raise self._exhausted()
             return seq_id
@@ -175,8 +177,8 @@ class SequenceIds:
             hint="prune a branch, or create the context with a larger n_seq_max",
         )
 
-    def lease_if_free(self, holder: object) -> int | None:
-        """Lease the highest sequence that is neither leased nor in use; None if there is none.
+    def allocate_if_free(self, holder: object) -> int | None:
+        """Allocate the highest sequence that is neither allocated nor in use; None if there is none.
 
         Hold the lock, as for ``transfer`` and ``collect``.
         """
@@ -187,12 +189,12 @@ class SequenceIds:
         return None
 
     def transfer(self, seq_id: int, holder: object) -> None:
-        """Make ``holder`` the one whose lease this is."""
+        """Make ``holder`` the one to which this is allocated."""
         weakref.finalize(holder, self._collected.append, seq_id).atexit = False
         self._holders[seq_id] = weakref.ref(holder)
 
-    def give_back(self, seq_id: int) -> None:
-        """End the lease of a sequence, if there is one, and empty it."""
+    def free(self, seq_id: int) -> None:
+        """Free a sequence, if it is allocated, and empty it."""
         with self._lock:
             if seq_id in self._holders:
                 if not self._is_closed():
@@ -200,7 +202,7 @@ class SequenceIds:
                 del self._holders[seq_id]
 
     def collect(self, *, noted: bool = True) -> None:
-        """End the leases whose holders were garbage collected.
+        """Free the sequences whose holders were garbage collected.
 
         With ``noted`` false also those whose finalizer has not run yet in another thread.
         """
@@ -208,7 +210,7 @@ class SequenceIds:
         if noted and not n:
             return
         for seq_id in [seq_id for seq_id, ref in self._holders.items() if ref() is None]:
-            self.give_back(seq_id)
+            self.free(seq_id)
         for _ in range(n):
             self._collected.popleft()
 

@@ -38,12 +38,12 @@ def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> Sta
         if any(row is None for row in found):
             holder = _Reading()
             try:
-                other = ctx.sequences.lease(holder, used=(seq_id,))
+                other = ctx.sequences.allocate(holder, used=(seq_id,))
                 try:
                     decode_run(ctx.decoder, tokens, other, "none")
                     hidden.set_all(seq_id, hidden.all_of(other))
                 finally:
-                    ctx.sequences.give_back(other)
+                    ctx.sequences.free(other)
                 found = hidden.of(seq_id, start, len(tokens))
             except CapacityError:
                 missing = [i for i, row in enumerate(found) if row is None]
@@ -87,9 +87,9 @@ def layer_states(ctx: Context, seq_id: int, tokens: list[int], layer: int, start
 def _final_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> States:
     """Return the states after the output norm, for which llama.cpp has to decode with embeddings on."""
     holder = _Reading()
-    other = ctx.sequences.lease(holder, used=(seq_id,))
+    other = ctx.sequences.allocate(holder, used=(seq_id,))
     try:
         first = ctx.kv_cache.fork(seq_id, other, start)
         return ctx.decoder.final_states(tokens[first:], other)[start - first :]
     finally:
-        ctx.sequences.give_back(other)
+        ctx.sequences.free(other)

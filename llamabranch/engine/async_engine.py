@@ -366,10 +366,10 @@ class AsyncEngine:
         elif ends is not None:
             engine.close()
             return False
-        self._hand_over(events, failure)
+        self._deliver(events, failure)
         return failure is None or not engine.target.closed
 
-    def _hand_over(self, events: list[Event], failure: BaseException | None) -> None:
+    def _deliver(self, events: list[Event], failure: BaseException | None) -> None:
         batches: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, list[Event]]]] = {}
         by_name: dict[str, list[Event]] = {}
         for event in events:

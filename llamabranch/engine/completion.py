@@ -304,11 +304,11 @@ def _engine(ctx: Context, drafter: DrafterChoice, structured: bool) -> Engine:
         name = "structured" if structured else "text"
     with ctx.lock:
         ctx.decoder.check_open()
-        engine = ctx.residents.get(name)
+        engine = ctx.attached.get(name)
         if not isinstance(engine, Engine) or (name == "drafter" and drafter is not engine.drafter):
             ctx.keep_prefixes()
             if drafter == "auto":
                 drafter = auto_drafter(ctx, structured=structured)
             engine = Engine(ctx, drafter, wait_s=0.5)
-            ctx.residents[name] = engine
+            ctx.attached[name] = engine
         return engine

@@ -155,7 +155,7 @@ class Vocabulary:
         Args:
             scored: ids of tokens, with what is known of them; None for a prompt's first.
             offsets: where each begins in the text.
-            n_top: how many of the most probable tokens are told; None = all that are known.
+            n_top: how many of the most probable tokens are reported; None = all that are known.
             as_ids: write tokens as ``token_id:N``.
             more: tell entropies and sources too.
         """

@@ -81,7 +81,7 @@ class DraftCache:
         if not is_kept:  # another thread removed or replaced it meanwhile
             kept.state.close()
 
-    def give_back(self, text: Text, state: DraftState, rule: Rule, *, keep: bool) -> None:
+    def release(self, text: Text, state: DraftState, rule: Rule, *, keep: bool) -> None:
         """Keep ``state`` for the next generation of ``text``, or close it."""
         if state is NO_STATE:
             return

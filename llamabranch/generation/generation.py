@@ -51,17 +51,12 @@ class Drafting:
         self.drafter = checked_drafter(drafter, ctx.model)
         self.config = checked_config(config)
         self.stats = SpeculativeStats()
-        self.loop = Loop(ctx, FixedLength(0))  # without a drafter nothing is drafted
         self._states = DraftCache(self.drafter)
         self._lock = forkable_lock()
-        memory = ctx.kv_cache
-        if not isinstance(self.drafter, NullDrafter) and (memory.can_draft or not batched):
-            self.use(self.drafter)
-
-    def use(self, drafter: Drafter) -> None:
-        """Draft with another drafter from the next step on."""
-        self._states = DraftCache(drafter)
-        self.loop = Loop(self.ctx, draft_length(self.config, drafter, self.ctx), drafter)
+        if isinstance(self.drafter, NullDrafter) or (batched and not ctx.kv_cache.can_draft):
+            self.loop = Loop(ctx, FixedLength(0))  # without a drafter nothing is drafted
+        else:
+            self.loop = Loop(ctx, draft_length(self.config, self.drafter, ctx), self.drafter)
 
     @property
     def length(self) -> DraftLength:
@@ -78,7 +73,7 @@ class Drafting:
     def close(self, running: RunningText, *, keep: bool) -> None:
         """Report its last steps; keep the draft state for the text's next generation, or free it."""
         running.report()
-        self._states.give_back(running.text, running.state, running.rule, keep=keep)
+        self._states.release(running.text, running.state, running.rule, keep=keep)
 
     def add_stats(self, stats: SpeculativeStats) -> None:
         """Add the counts and times of a generation that has ended."""

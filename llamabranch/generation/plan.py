@@ -23,7 +23,7 @@ class _Trial:
         self.seqs: list[int] = []
         try:
             for _ in range(n):
-                self.seqs.append(ctx.sequences.lease(self, used=(source,)))
+                self.seqs.append(ctx.sequences.allocate(self, used=(source,)))
                 ctx.kv_cache.fork(source, self.seqs[-1])
         except BaseException:
             self.end()
@@ -31,7 +31,7 @@ class _Trial:
 
     def end(self) -> None:
         while self.seqs:
-            self._ctx.sequences.give_back(self.seqs.pop())
+            self._ctx.sequences.free(self.seqs.pop())
 
 
 def _leaves_below(parents: Sequence[int]) -> list[list[int]]:

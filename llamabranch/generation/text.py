@@ -215,7 +215,7 @@ class Text:
         self.is_pruned = True
         self.set_row(None)
         if not self._owned_by_prefix_cache:
-            self.ctx.sequences.give_back(self.seq_id)
+            self.ctx.sequences.free(self.seq_id)
 
     # -- logits ------------------------------------------------------------------------------------
 

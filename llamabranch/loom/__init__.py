@@ -3,7 +3,7 @@
 document.py    nodes, and the records that make and change them; undo
 journal.py     the file: records only ever appended, one process that writes
 live.py        events for the tabs; jobs: generating, scoring, replaying as they happen
-searching.py   searches and what is told of them
+searching.py   searches and what is reported of them
 pair.py        two models on one text: KL divergence, lockstep, spans of unequal tokenizers
 comparing.py   the same for the page, as it is found
 report.py      the report of `llamabranch compare`

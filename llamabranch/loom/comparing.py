@@ -1,4 +1,4 @@
-"""Comparing two models while one looks: what is found is told as it comes, and kept at its end."""
+"""Comparing two models while one looks: what is found is reported as it comes, and kept at its end."""
 
 from __future__ import annotations
 

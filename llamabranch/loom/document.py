@@ -405,7 +405,7 @@ class _Alternative(Struct, array_like=True):
 
 
 def decoded(raw: Raw) -> list[tuple[int, Number]]:
-    """Return the most probable tokens of a place; what else is told of them is left out."""
+    """Return the most probable tokens of a place; what else is reported of them is left out."""
     return [(one.token, one.lp) for one in msgspec.json.decode(raw, type=list[_Alternative])]
 
 

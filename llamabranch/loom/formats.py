@@ -53,7 +53,7 @@ class Segment:
 
     @property
     def last(self) -> Node | None:
-        """The node if it ends here: its marks are told once."""
+        """The node if it ends here: its marks are reported once."""
         return self.node if self.node and self.b == len(self.node.ids) else None
 
 

@@ -93,7 +93,7 @@ class Live:
         self._lost = 0  # the newest event that is not in the ring any more
         self._news: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unsent: dict[Node, tuple[int, int]] = {}  # own tokens that no event has told
+        self._unsent: dict[Node, tuple[int, int]] = {}  # own tokens that no event has reported
         self._unwritten: dict[Node, tuple[int, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
         self._timer: asyncio.TimerHandle | None = None
@@ -242,7 +242,7 @@ class Live:
             self._timer = loop.call_later(_EVENT_S, self._tick)
 
     def send_tokens(self) -> None:
-        """Send the tokens that no event has told yet."""
+        """Send the tokens that no event has reported yet."""
         waiting, self._unsent = self._unsent, {}
         for node, (a, b) in waiting.items():
             columns = self.document.columns([(node, a, b)], top=True)
@@ -258,7 +258,7 @@ class Live:
         nodes: Sequence[Node] = (),
         kind: str | None = None,
     ) -> Job:
-        """Begin a job: its tabs are told of it, and of its nodes once it has ended."""
+        """Begin a job: it and, once it has ended, its nodes are reported to its tabs."""
         job = Job(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes], kind)
         self.jobs[job.id] = job
         self._loop = asyncio.get_running_loop()

@@ -138,7 +138,7 @@ class Loom:
         self.live.emit("set", {"file": self.live.file})
 
     def models(self) -> dict[str, object]:
-        """Return what is told of the models, and what they do."""
+        """Return what is reported of the models, and what they do."""
         service, partner = self._service_of(), self.partner_of()
         if service is None:
             models = {"A": None, "B": None}

@@ -19,7 +19,7 @@ from .searching import SearchOptions, Watch, search
 __all__ = ["Operations"]
 
 _MOST_ANSWERS = 1000
-_FEW = 64  # tokens whose reading is not told of
+_FEW = 64  # tokens whose reading is not reported
 _LOOK_S, _FRAME_S = 0.02, 0.016
 Told = dict[str, object]
 

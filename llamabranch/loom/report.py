@@ -30,7 +30,7 @@ __all__ = ["Comparison", "Token", "compare_models"]
 
 _N_WORST = 10
 _N_FORKS, _FORK_TOKENS, _FORK_PROMPT = 8, 64, 128
-_AROUND = 8  # tokens told on either side of one
+_AROUND = 8  # tokens reported on either side of one
 
 
 class Token(NamedTuple):

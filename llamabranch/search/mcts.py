@@ -30,7 +30,7 @@ class _State:
         self.prior = prior
         self.moves: list[_State] | None = None  # None: not expanded yet
         self.total = 0.0
-        self.n_told = 0
+        self.n_values = 0
         self.waiting: list[Continuation] = []  # asked about, oldest first
         self.best: tuple[float, Continuation] | None = None
 
@@ -145,7 +145,7 @@ class TreeSearch:
         return [(state.node, text.output.text) for state, text in found]
 
     def tell(self, node: SearchNode, value: float) -> None:
-        """Report what a text of ``ask`` is worth; those of one node are told in the order asked.
+        """Report what a text of ``ask`` is worth; those of one node in the order asked.
 
         Raises:
             UsageError: the node was not asked about. ConfigError: the value is not finite.
@@ -161,11 +161,11 @@ class TreeSearch:
             known = self._states.get(above)
             if known is not None:
                 known.total += value
-                known.n_told += 1
-                above.score = known.total / known.n_told
+                known.n_values += 1
+                above.score = known.total / known.n_values
 
     def result(self, n: int = 1) -> SearchResult:
-        """Return the ``n`` texts that were told the highest values; ``score`` is the value."""
+        """Return the ``n`` texts with the highest values; ``score`` is the value."""
         told = [state.best for state in self._states.values() if state.best is not None]
         told.sort(key=lambda pair: -pair[0])
         best = told[: whole("n", n, 1, MOST_TEXTS)]
@@ -194,11 +194,11 @@ class TreeSearch:
                 state.moves = self._grow(state)
             if not state.moves:
                 break
-            mean = state.total / state.n_told if state.n_told else 0.0
+            mean = state.total / state.n_values if state.n_values else 0.0
             visits = math.sqrt(max(1, state.node.n_visits))
 
             def worth(move: _State, mean: float = mean, visits: float = visits) -> float:
-                value = move.total / move.n_told if move.n_told else mean
+                value = move.total / move.n_values if move.n_values else mean
                 return value + self._exploration * move.prior * visits / (1 + move.node.n_visits)
 
             state = max(state.moves, key=worth)  # of equals, the first

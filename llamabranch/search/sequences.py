@@ -86,7 +86,7 @@ class SearchSequences:
         self._on_step = on_step
         self._store = BranchStore(self.ctx)
         self._held: dict[SearchNode, Branch] = {}  # least recently used first
-        self._lent: list[Branch] = []  # branches on the way from one node to the next
+        self._in_transit: list[Branch] = []  # branches on the way from one node to the next
         self._start = perf_counter()
 
     def __enter__(self) -> SearchSequences:
@@ -99,11 +99,11 @@ class SearchSequences:
         """Return every sequence. Idempotent."""
         self.stats.elapsed_s = perf_counter() - self._start
         self.ctx.sequences.end_use(self)
-        for branch in [*self._lent, *self._held.values()]:
+        for branch in [*self._in_transit, *self._held.values()]:
             if not self.ctx.closed:
                 branch.prune()
         self._held.clear()
-        self._lent.clear()
+        self._in_transit.clear()
 
     def child(
         self, parent: SearchNode, tokens: Sequence[int], logprobs: Sequence[float]
@@ -168,18 +168,18 @@ class SearchSequences:
     def hold(self, node: SearchNode, branch: Branch) -> None:
         """Keep ``branch``, which was taken with ``take``, as that of ``node``."""
         self._held[node] = branch
-        self._lent.remove(branch)
+        self._in_transit.remove(branch)
 
     def discard(self, branch: Branch) -> None:
         """Return the sequence of a branch that was taken with ``take``."""
         if not branch.ctx.closed:
             branch.prune()
-        self._lent.remove(branch)
+        self._in_transit.remove(branch)
 
     @property
     def n_held(self) -> int:
         """The number of sequences in use."""
-        return len(self._held) + len(self._lent)
+        return len(self._held) + len(self._in_transit)
 
     def take(
         self,
@@ -199,7 +199,7 @@ class SearchSequences:
         """
         if reuse and node in self._held:
             branch = self._held.pop(node)
-            self._lent.append(branch)
+            self._in_transit.append(branch)
             return branch, []
         if not self.make_room(1, {node, *protected}, wanted):
             return None
@@ -210,7 +210,7 @@ class SearchSequences:
             at = at.parent
         source = self.branch if at.parent is None else self._held[at]
         branch = source.fork()
-        self._lent.append(branch)
+        self._in_transit.append(branch)
         branch.detach()
         if at.parent is not None:  # it was used now
             self._held[at] = self._held.pop(at)
@@ -229,7 +229,7 @@ class SearchSequences:
             return None
         with self.ctx.lock:
             other = Branch(self.ctx, branch.sequence.sampler.clone(), branch.seed, branch)
-            self._lent.append(other)
+            self._in_transit.append(other)
             other.rewind(position)
             other.detach()
         self.stats.tokens_shared += position

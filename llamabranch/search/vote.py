@@ -201,9 +201,11 @@ class _Ballot:
     def decides(self, lines: Sequence[Continuation]) -> bool:
         """Count the texts that have ended meanwhile; return whether the vote is decided."""
         confidence = self._confidence
-        if confidence is None:
-            return False
+        if confidence is None or self.is_decided:
+            return self.is_decided
         for line in lines:
+            if line in self.given:
+                continue
             if line.is_finished:
                 self.count([line])
                 n_left = self._n - len(self.given)

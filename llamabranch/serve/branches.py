@@ -29,7 +29,7 @@ from .service import Service
 
 __all__ = ["continue_", "create", "delete", "fork", "get", "listing", "score"]
 
-_N_NEXT = 5  # tokens that are told to follow a node
+_N_NEXT = 5  # tokens reported to follow a node
 _Text = Annotated[str, Meta(min_length=1)]
 _Tokens = Annotated[list[int], Meta(min_length=1)]
 
@@ -297,7 +297,7 @@ async def _look(service: Service, node: Node, top: int) -> Choice:
 
 
 async def _shown(service: Service, node: Node) -> dict[str, object]:
-    """Return what is told of a node, and how many of its tokens have their K/V in the cache."""
+    """Return what is reported of a node, and how many of its tokens have their K/V in the cache."""
     return {**_described(service, node), "resident": await service.n_cached(node.tokens)}
 
 

@@ -62,7 +62,7 @@ class HttpError(Exception):
 def http_error(
     error: BaseException, fields: object = None, *, param: str | None = None
 ) -> HttpError:
-    """Return what a client is told about an exception; only what the library raises is described.
+    """Return what is reported to a client about an exception; only what the library raises is described.
 
     Args:
         error: the exception.

@@ -34,7 +34,7 @@ __all__ = [
 _ID = re.compile(r"-?[0-9]{1,10}")
 
 Limit = Annotated[int, Meta(ge=-2)]  # of tokens; -1 and -2, which are llama-server's, are none
-Top = Annotated[int, Meta(ge=0, le=20)]  # how many of the most probable tokens are told
+Top = Annotated[int, Meta(ge=0, le=20)]  # how many of the most probable tokens are reported
 
 
 class PromptString(Struct, forbid_unknown_fields=True):
@@ -48,7 +48,7 @@ Prompt = str | PromptString | Annotated[list[int | str | PromptString | _Parts],
 
 
 class RefusedFields(Struct, kw_only=True, omit_defaults=True):
-    """What would change a text, or what is told of it, and is not offered."""
+    """What would change a text, or what is reported of it, and is not offered."""
 
     functions: object = None
     function_call: object = None

@@ -27,8 +27,8 @@ def auto_drafter(ctx: Context, *, structured: bool | None = None) -> Drafter:
     head = None
     if ctx.model.n_mtp_layers:
         with ctx.lock, suppress(LlamaBranchError):  # such as memory that is in use
-            head = ctx.residents.get("head") or Context(ctx.model, target=ctx)
-            ctx.residents["head"] = head
+            head = ctx.attached.get("head") or Context(ctx.model, target=ctx)
+            ctx.attached["head"] = head
 
     def copying(min_match: int) -> Drafter:
         values = SuffixDrafter(min_match=min_match, shared_tokens=0)

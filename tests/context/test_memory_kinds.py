@@ -132,10 +132,10 @@ def test_drafts_fit_where_they_can_be_verified(kind: Kind, ctx: Context) -> None
     assert ctx.fits(0, 4) == 4
     assert ctx.fits(0, 4, tree) == (4 if kind.gives_parts else 1)
     holders = [type("Holder", (), {})() for _ in range(n_free)]
-    leases = [ctx.sequences.lease(holder) for holder in holders]
+    leases = [ctx.sequences.allocate(holder) for holder in holders]
     try:
         assert ctx.fits(0, 4) == (4 if kind.gives_parts else 0)
         assert ctx.fits(0, 4, tree) == (1 if kind.gives_parts else 0)
     finally:
         for seq_id in leases:
-            ctx.sequences.give_back(seq_id)
+            ctx.sequences.free(seq_id)

@@ -600,12 +600,9 @@ def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:
     assert gone() is None  # the engine that stays with it does not keep it
 
 
+@pytest.mark.smollm2
 def test_text_is_that_of_a_branch_on_smollm2() -> None:
-    try:
-        path = lb.hub.resolve("smollm2-135m", download=False)
-    except ConfigError:
-        pytest.skip("SmolLM2 is not on this machine")
-    with lb.load(path, n_ctx=512, n_threads=1) as ctx:
+    with lb.load("smollm2-135m", n_ctx=512, n_threads=1) as ctx:
         if not ctx.capabilities.batch_invariant:
             pytest.skip("drafts may change texts by rounding here")
         copy = [{"role": "user", "content": "Repeat: the cat sat on the mat, and the cat slept."}]
@@ -623,5 +620,5 @@ def test_mtp_layers_draft_by_themselves(tmp_path: Path) -> None:
         expected = plain(ctx, "abcabc", 24)
         ctx.kv_cache_clear()
         assert same(ctx.complete("abcabc", max_tokens=24, **WARM), expected)
-        assert isinstance(ctx.residents["head"], Context)
+        assert isinstance(ctx.attached["head"], Context)
         ctx.audit()

@@ -188,7 +188,7 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
     ):
         found = kept_states(ctx, branch.sequence.seq_id, tokens, 0)
         states = ours.decoder.encode(found[:n])
-        seq_id = ours.sequences.lease(branch)
+        seq_id = ours.sequences.allocate(branch)
         for step in range(3):
             part = tokens[1 : n + 1] if step == 0 else tokens[n + step : n + step + 1]
             rows = ours.decoder.decode(
@@ -197,7 +197,7 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
             wanted = given[step][0, -len(part) :].numpy()
             assert np.abs(np.stack([row.array for row in rows]) - wanted).max() < 1e-2
             states = ours.decoder.output_states(len(part))
-        ours.sequences.give_back(seq_id)
+        ours.sequences.free(seq_id)
 
 
 def test_weights_and_tokenizer_come_back_from_a_file(work: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import toys
-from drafts import FIXED
+from drafts import FIXED, GREEDY, PROMPTS, WARM, take_turns
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Grammar, SamplingParams, SpeculativeConfig, Speculator
@@ -24,13 +24,6 @@ from llamabranch.generation.drafter import DraftLength
 from llamabranch.speculative import Draft, NullDrafter, PromptLookupDrafter
 
 DATA = Path(lb.__file__).parent / "data"
-PROMPTS = [
-    "Once upon a time there was a king who had three daughters, and the youngest",
-    "“Who is there?” cried the old woman,",
-    "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog",
-]
-GREEDY = SamplingParams(temperature=0.0)
-WARM = SamplingParams(temperature=0.8, seed=42)
 LOOKING_BACK = [
     {"repeat_penalty": 1.3, "penalty_last_n": 20},
     {"frequency_penalty": 0.7, "presence_penalty": 0.5, "penalty_last_n": -1},
@@ -530,17 +523,7 @@ def test_generations_take_turns(drafter: str, world: World) -> None:
     """The states of one drafter interleave; each branch goes on as if it were alone."""
     speculator = Speculator(world.ctx, DRAFTERS[drafter](world), FIXED)
     with Branch.start(world.ctx, PROMPTS[2], sampling=WARM) as root:
-        children = root.fork_many(3)
-        expected = []
-        for child in children:
-            with child.fork() as copy:
-                expected.append([t.token for t in copy.generate(24)])
-        running = [speculator.generate(child, max_tokens=24) for child in children]
-        for _ in range(24):
-            for generation in running:
-                next(generation, None)
-        assert [generation.finish().tokens for generation in running] == expected
-        assert [child.generated for child in children] == expected
+        children = take_turns(speculator, root, 24)
         for child in children:
             speculator.forget(child)
             child.prune()

@@ -945,7 +945,7 @@ def test_layers_without_memory_of_their_own_leave_the_targets_alone(
         before = ctx.usage()
         for call in (
             lambda: head.decode([2], 0),
-            lambda: head.sequences.lease(branch),
+            lambda: head.sequences.allocate(branch),
             lambda: head.kv_seq_copy(0, 1),
             lambda: head.kv_cache_remove(0),
             lambda: head.kv_seq_keep(0),

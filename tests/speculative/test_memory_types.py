@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import toys
 from divergence import first_divergence
-from drafts import FIXED
+from drafts import FIXED, take_turns
 from rounding import rounding
 from test_drafted_text import CALLERS, Case, Said, plain
 
@@ -250,18 +250,7 @@ def test_branches_take_turns(world: World) -> None:
     """Generations of four branches interleave over one draft; each generates what it generates alone."""
     speculator = Speculator(world.ctx, world.drafter("same kind"), SpeculativeConfig(draft_k=3))
     root = Branch.start(world.ctx, PROMPT, sampling=WARM)
-    children = root.fork_many(3)
-    expected = []
-    for child in children:
-        with child.fork() as copy:
-            expected.append([t.token for t in copy.generate(25)])
-    generations = [speculator.generate(child, max_tokens=25) for child in children]
-    for _ in range(25):
-        for generation in generations:
-            next(generation)
-    for generation in generations:
-        generation.finish()
-    assert [child.generated for child in children] == expected
+    children = take_turns(speculator, root, 25)
     world.ctx.audit()
     for child in children:
         speculator.forget(child)

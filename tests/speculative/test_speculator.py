@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafts import FIXED
+from drafts import FIXED, GREEDY, PROMPTS, WARM
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, Speculator
@@ -23,14 +23,6 @@ from llamabranch.generation.drafter import DraftLength, Round
 from llamabranch.generation.length import FixedLength
 from llamabranch.generation.text import Text
 from llamabranch.speculative import Draft
-
-PROMPTS = [
-    "Once upon a time there was a king who had three daughters, and the youngest",
-    "“Who is there?” cried the old woman,",
-    "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog",
-]
-GREEDY = SamplingParams(temperature=0.0)
-WARM = SamplingParams(temperature=0.8, seed=42)
 
 Said = tuple[int, str, float, float, tuple[tuple[int, float], ...]]
 

@@ -43,7 +43,7 @@ class TranslatingState:
         decodes = self._branch.ctx.decoder.n_decodes
         try:
             text = b"".join(map(self._target.piece, tokens)).decode("utf-8")
-            self._catch_up(draft, text)
+            self._resync(draft, text)
             generated = self._generate(draft, length, limit)
             draft.tokens = self._translate(tokens, generated)[:limit]
         except CapacityError:
@@ -54,7 +54,7 @@ class TranslatingState:
         draft.seconds = perf_counter() - start
         return draft
 
-    def _catch_up(self, draft: Draft, text: str) -> None:
+    def _resync(self, draft: Draft, text: str) -> None:
         branch = self._branch
         encoded = branch.ctx.tokenize(text)
         if not encoded:

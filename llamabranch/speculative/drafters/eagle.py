@@ -104,12 +104,12 @@ class _Leaves:
 
     def fork(self, node: _Leaf) -> _Leaf:
         fork = _Leaf(-1, node.sampler, node.position, None, node.hidden)
-        fork.seq_id = self.ctx.sequences.lease(fork)
+        fork.seq_id = self.ctx.sequences.allocate(fork)
         self.ctx.kv_cache.fork(node.seq_id, fork.seq_id)
         return fork
 
     def free(self, node: _Leaf) -> None:
-        self.ctx.sequences.give_back(node.seq_id)
+        self.ctx.sequences.free(node.seq_id)
 
     def decode(self, nodes: Sequence[_Leaf], tokens: Sequence[int]) -> None:
         states = np.stack([node.hidden for node in nodes if node.hidden is not None])

@@ -105,7 +105,7 @@ class HeadState(RunState):
         self.seq_ids: list[int] = []
         try:
             for _ in range(0 if self._ctx.model.shares_memory else drafter.n_layers):
-                self.seq_ids.append(self._ctx.sequences.lease(self))
+                self.seq_ids.append(self._ctx.sequences.allocate(self))
         except BaseException:
             self.close()
             raise
@@ -215,7 +215,7 @@ class HeadState(RunState):
         """Free its sequences."""
         if not self._ctx.closed:
             for seq_id in self.seq_ids:
-                self._ctx.sequences.give_back(seq_id)
+                self._ctx.sequences.free(seq_id)
 
 
 class HeadRun(DraftRun):

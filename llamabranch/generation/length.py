@@ -95,6 +95,7 @@ class _Learned:
         self.seconds: dict[int, float] = {}  # t(n), by the target's tokens
         self.n_streams = 1  # in the last round
         self.since_plain = 0  # rounds since the last plain one
+        self.gained, self.spent_s = 0.0, 1.0  # a stream's tokens and seconds, the older the less
 
     def times(self, sizes: Sequence[int]) -> list[float]:
         """Return t(n) of these numbers of tokens, between and beyond those that were decoded."""
@@ -195,9 +196,13 @@ class AutoLength(DraftLength):
 
     def _new_rule(self, record: _Record) -> StopRule:
         is_free, learned = self._is_free(record), self._learned
-        if not (is_free or record.pause or record.n_drafts >= self.WARM_UP_DRAFTS):
+        is_new = record.n_drafts < self.WARM_UP_DRAFTS
+        if is_new and not (is_free or record.pause):
             return replace(self._stop)
         costs, (rates, mean) = self._costs(record), record.acceptance()
+        rate = max(1.0, self._best(record)[1]) / costs[0]
+        if is_free and not is_new:  # not every round has something to copy: what counts was reached
+            rate = max(1.0 / costs[0], learned.gained / learned.spent_s)
         most = 2 * max(learned.seconds, default=1) - 1  # a time far beyond those seen says little
         return replace(
             self._stop,
@@ -206,7 +211,7 @@ class AutoLength(DraftLength):
             acceptance=rates,
             costs=costs,
             mean=mean,
-            rate=max(1.0, self._best(record)[1]) / costs[0],
+            rate=rate,
             is_probe=record.pause > 0,
             weighs=is_free,
         )
@@ -260,6 +265,9 @@ class AutoLength(DraftLength):
             learned.n_streams = n
             learned.since_plain = has_draft * (learned.since_plain + 1)
             seconds += sum(each.draft.seconds for each in rounds)
+            n_gained, keep = 1 + sum(each.n_accepted for each in rounds) / n, 0.97**n_rounds
+            learned.gained = keep * learned.gained + n_rounds * n_gained
+            learned.spent_s = keep * learned.spent_s + n_rounds * seconds
             tested = {each.draft.drafter for each in rounds if each.draft.entropies}
             for name, record in self._used.items():
                 if name in tested:

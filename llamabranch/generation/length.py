@@ -16,12 +16,11 @@ from ..context import Context
 from ..native import forkable_lock
 from .config import SpeculativeConfig
 from .drafter import Drafter, DraftLength, NullDrafter, Round
-from .stop_rule import StopRule
+from .stop_rule import StopRule, bucket
 
 __all__ = ["AutoLength", "FixedLength", "draft_length"]
 
-# Acceptance is learned in buckets of entropy, nats; the last one is for those not known.
-_EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+# Acceptance is learned in buckets of entropy, nats: their middles, and one for those not known.
 _MIDDLES = (0.02, 0.07, 0.15, 0.3, 0.6, 1.2, 2.4, 4.8, 0.7)
 
 
@@ -63,7 +62,7 @@ class _Record:
     def acceptance(self) -> tuple[list[float], float]:
         """Return the acceptance in each bucket, and of all tokens that were considered lately."""
         rates = [a / t for a, t in zip(self._accepted, self._tested, strict=True)]
-        return rates, sum(rates[bucket] for bucket in self._drawn) / len(self._drawn)
+        return rates, sum(rates[each] for each in self._drawn) / len(self._drawn)
 
     def learn(self, done: Round) -> None:
         """Learn from a draft."""
@@ -72,7 +71,7 @@ class _Record:
         self.n_drafts += 1
         self.n_tested, self.n_accepted = self.n_tested + n_tested, self.n_accepted + n_accepted
         for i, entropy in enumerate(draft.entropies):
-            at = -1 if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
+            at = bucket(entropy)
             keep, weight, outcome = self._keep, 1.0, float(i < n_accepted)
             if i >= n_tested:  # a little towards the beginning, else it would never be tried again
                 keep, weight, outcome = 0.98, 0.02, self._prior[at]
@@ -115,9 +114,8 @@ class _Learned:
             if n in self.seconds:  # the machine may be slower or faster now, and a context grows
                 pace = 0.8 + 0.2 * min(2.0, max(0.5, seconds / expected))
                 self.seconds = {size: pace * each for size, each in self.seconds.items()}
-            seconds = min(
-                seconds, expected * (2.0 if len(self.seconds) > 1 else 4.0)
-            )  # an outlier?
+            most = 2.0 if len(self.seconds) > 1 else 4.0  # a single one that is slow says little
+            seconds = min(seconds, most * expected)
         old = self.seconds.get(n, seconds)
         self.seconds[n] = old + (1.0 - 0.9**n_rounds) * (seconds - old)
 
@@ -207,7 +205,6 @@ class AutoLength(DraftLength):
         return replace(
             self._stop,
             most_tokens=max(self.FIRST_K, most) if is_free else 1 if record.pause else self.limit,
-            edges=_EDGES,
             acceptance=rates,
             costs=costs,
             mean=mean,

@@ -7,9 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["StopRule"]
+__all__ = ["StopRule", "bucket"]
 
 _LEAST_GAIN = 0.2  # tokens that a draft must be expected to gain: acceptance is not known exactly
+_EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # of buckets of entropy, nats
+
+
+def bucket(entropy: float) -> int:
+    """Return the bucket of an entropy, one of eight; -1, the last of nine, if it is NaN: not known."""
+    return -1 if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
 
 
 @dataclass(slots=True)
@@ -19,9 +25,7 @@ class StopRule:
     Attributes:
         most_entropy: no token is drawn above it, nats; inf = no limit.
         most_tokens: of the draft, whatever the entropy.
-        edges: of the buckets of entropy, ascending.
-        acceptance: the probability that a token of each bucket is accepted, one more than edges, and that
-            of a token whose entropy is not known.
+        acceptance: the probability that a token of each bucket is accepted.
         costs: seconds of a round by the length of its draft; empty = only the limits count.
         mean: the acceptance of tokens whose entropy is not known yet.
         rate: tokens a second that a longer draft must exceed.
@@ -32,8 +36,7 @@ class StopRule:
     """
 
     most_entropy: float
-    most_tokens: int = (1 << 31) - 1
-    edges: Sequence[float] = ()
+    most_tokens: float = math.inf
     acceptance: Sequence[float] = ()
     costs: Sequence[float] = ()
     mean: float = 0.0
@@ -53,8 +56,7 @@ class StopRule:
         if n_drafted >= self.most_tokens:
             return "goodput"
         if self.costs:
-            bucket = -1 if math.isnan(entropy) else bisect.bisect(self.edges, entropy)
-            acceptance = self.acceptance[bucket]
+            acceptance = self.acceptance[bucket(entropy)]
             if not (self.is_probe and n_drafted == 0) and not self._pays(n_drafted, acceptance):
                 return "goodput"
             self.reach *= acceptance
@@ -70,9 +72,7 @@ class StopRule:
         for i, entropy in enumerate(entropies, 1):
             if k + i >= len(costs) or k + i > self.most_tokens or entropy > self.most_entropy:
                 break
-            reach *= self.acceptance[
-                -1 if math.isnan(entropy) else bisect.bisect(self.edges, entropy)
-            ]
+            reach *= self.acceptance[bucket(entropy)]
             gained += reach
             gain = gained - self.rate * (costs[k + i] - costs[k])
             if gain > best:

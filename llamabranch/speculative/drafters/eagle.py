@@ -14,9 +14,8 @@ from ...arguments import instance
 from ...context import Context
 from ...context.logits import LogitsRow
 from ...errors import ConfigError
-from ...generation.drafter import Draft, DraftRequest
 from ...sampling import Distribution, Sampler, SamplingParams
-from .head import HeadDrafter, HeadDrafting, HeadRun, States
+from .head import HeadDrafter, HeadState, States
 
 __all__ = ["EagleDrafter"]
 
@@ -52,19 +51,15 @@ class EagleDrafter(HeadDrafter):
         """The head's name."""
         return self.ctx.model.name
 
-    def draft_together(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the drafts for these requests."""
-        return (HeadDrafting if self.width == 1 else _TreeDrafting)(self, requests).run()
-
-
-class _TreeDrafting(HeadDrafting):
-    """Drafts trees, each in decodes of its own: the rows of others would not outlive those."""
-
-    def draft(self, runs: list[HeadRun]) -> None:
-        for run in runs:
-            self.decode([run])
-            root = _Leaf(run.state.seq_ids[0], run.sampler, run.position, run.row(), run.hidden)
-            run.grow(_Leaves(self.ctx, run.state.seed), root, self.width)
+    def draw(self, states: Sequence[HeadState]) -> None:
+        """Finish the drafts; trees one by one: the rows of others would not outlive their decodes."""
+        if self.width == 1:
+            return super().draw(states)
+        for state in states:
+            self.decode([state])
+            root = _Leaf(state.seq_ids[0], state.sampler, state.position, state.row(), state.hidden)
+            state.grow(_Leaves(self.ctx, state.seed), root, self.width)
+        return None
 
 
 @dataclass(eq=False)

@@ -10,19 +10,80 @@ from ...context import Context
 from ...context.context import text_context
 from ...context.logits import LogitsRow
 from ...errors import SequencesExhaustedError, VocabularyMismatchError
-from ...generation.drafter import Draft, DraftRequest, DraftState
+from ...generation.drafter import DraftState
 from ...generation.text import Text
 from ...model import Model
 from ...sampling import Distribution, Sampler, SamplingParams
 from ...sampling.noise import derive_seed
 from .cross_vocabulary import TranslatingState
-from .run import Drafting, DraftRun, RunDrafter, RunState
+from .run import RunDrafter, RunState
 from .tree import check_rule
 
 __all__ = ["ModelDrafter"]
 
 
-class ModelDrafter(RunDrafter):
+class ModelState(RunState):
+    """A branch of the draft model that follows the target's text and drafts ahead of it.
+
+    Attributes:
+        branch: holds the text.
+        tip: what the draft is drawn on: ``branch``, or a fork of it if its memory cannot be truncated.
+    """
+
+    _drafter: ModelDrafter
+
+    def __init__(self, drafter: ModelDrafter, branch: Branch, target: Text, rule: str) -> None:
+        super().__init__(drafter, target, rule, drafter.sampling)
+        self.branch = self.tip = branch
+        self.model = drafter.ctx.model
+        self.n_prompt = target.answer_start  # where a grammar begins
+
+    @property
+    def sampler(self) -> Sampler:
+        """The branch's."""
+        return self.tip.sequence.sampler
+
+    def row(self) -> LogitsRow:
+        """Return the branch's logits."""
+        return self.tip.sequence.logits_row()
+
+    def fork_ahead(self) -> None:
+        """Read the text, and draft on a fork, which ``observe`` prunes."""
+        self.branch.sequence.decode_unscored(self.text[self.branch.position :])
+        if not self.branch.ctx.n_seq_free:  # to fork would search for garbage, in each round
+            raise SequencesExhaustedError("no sequence is left to draft on")
+        self.tip = self.branch.fork()
+
+    def observe(self, n_tokens: int) -> None:
+        """Forget all tokens but the first ``n_tokens``."""
+        if self.tip is not self.branch:
+            self.tip.prune()
+            self.tip = self.branch
+        sequence = self.branch.sequence
+        if n_tokens < len(sequence.tokens):
+            with sequence.ctx.lock:
+                sequence.check_usable()
+                sequence.rewind(n_tokens)
+
+    def fork(self, target: Text) -> ModelState:
+        """Return a copy of this state that drafts for ``target``."""
+        branch = self.branch.fork()
+        branch.detach()  # states may be closed in any order
+        params = self._drafter.settings(target)
+        if params == branch.sampling.replace(seed=params.seed):
+            branch.reseed(target.seed)
+        else:
+            branch.resample(params)
+        return ModelState(self._drafter, branch, target, self.rule)
+
+    def close(self) -> None:
+        """Free its sequences; a prefix cache of the draft model keeps what they have read."""
+        if not self.branch.ctx.closed:
+            self.branch.sequence.keep_cached()
+            self.branch.prune_subtree()
+
+
+class ModelDrafter(RunDrafter[ModelState]):
     """Drafts with a small model.
 
     A model of the same vocabulary drafts token by token. A model of another vocabulary drafts through
@@ -41,6 +102,8 @@ class ModelDrafter(RunDrafter):
         ConfigError: not a context, or an invalid width.
         UnsupportedError: the context of a head.
     """
+
+    state_type = ModelState
 
     def __init__(
         self,
@@ -84,10 +147,6 @@ class ModelDrafter(RunDrafter):
         branch = Branch.create(self.ctx, self.settings(target), target.grammar)
         return ModelState(self, branch, target, rule)
 
-    def draft_together(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the drafts for these requests."""
-        return ModelDrafting(self, requests).run()
-
     def settings(self, target: Text) -> SamplingParams:
         """Return the settings with which drafts for ``target`` are drawn."""
         params = super().settings(target)
@@ -96,120 +155,39 @@ class ModelDrafter(RunDrafter):
         # Models of a family pad their vocabularies differently: never draw a token the target lacks.
         return params.replace(logit_bias=bias | dict.fromkeys(range(theirs, ours), -math.inf))
 
-
-class ModelState(RunState):
-    """A branch of the draft model that follows the target's text and drafts ahead of it."""
-
-    _drafter: ModelDrafter
-
-    def __init__(self, drafter: ModelDrafter, branch: Branch, target: Text, rule: str) -> None:
-        super().__init__(drafter, target, rule)
-        self.branch = branch
-        self.model = drafter.ctx.model
-        self.n_prompt = target.answer_start  # where a grammar begins
-        self._ahead: Branch | None = None  # the fork it drafts on if its memory cannot be truncated
-
-    def fork_ahead(self) -> Branch:
-        """Return a fork to draft on, for memory that cannot be truncated; ``observe`` prunes it."""
-        if not self.branch.ctx.n_seq_free:  # to fork would search for garbage, in each round
-            raise SequencesExhaustedError("no sequence is left to draft on")
-        self._ahead = self.branch.fork()
-        return self._ahead
-
-    def observe(self, n_tokens: int) -> None:
-        """Forget all tokens but the first ``n_tokens``."""
-        if self._ahead is not None:
-            self._ahead.prune()
-            self._ahead = None
-        sequence = self.branch.sequence
-        if n_tokens < len(sequence.tokens):
-            with sequence.ctx.lock:
-                sequence.check_usable()
-                sequence.rewind(n_tokens)
-
-    def fork(self, target: Text) -> ModelState:
-        """Return a copy of this state that drafts for ``target``."""
-        branch = self.branch.fork()
-        branch.detach()  # states may be closed in any order
-        params = self._drafter.settings(target)
-        if params == branch.sampling.replace(seed=params.seed):
-            branch.reseed(target.seed)
-        else:
-            branch.resample(params)
-        return ModelState(self._drafter, branch, target, self.rule)
-
-    def close(self) -> None:
-        """Free its sequences; a prefix cache of the draft model keeps what they have read."""
-        if not self.branch.ctx.closed:
-            self.branch.sequence.keep_cached()
-            self.branch.prune_subtree()
-
-
-class ModelRun(DraftRun):
-    """One stream's draft on a branch of the draft model."""
-
-    def __init__(
-        self, state: ModelState, branch: Branch, request: DraftRequest, draft: Draft
-    ) -> None:
-        super().__init__(state, request, draft)
-        self.branch = branch
-        self.unread = request.tokens[branch.sequence.position :]
-
-    @property
-    def sampler(self) -> Sampler:
-        """The branch's."""
-        return self.branch.sequence.sampler
-
-    def row(self) -> LogitsRow:
-        """Return the branch's logits."""
-        return self.branch.sequence.logits_row()
-
-
-class ModelDrafting(Drafting[ModelRun]):
-    """The drafts of one or several branches of the draft model."""
-
-    def begin(self, live: Sequence[int]) -> list[ModelRun]:
+    def begin(self, states: Sequence[ModelState]) -> None:
         """Read what is left of the prompts."""
-        states: dict[int, ModelState] = {}
         prompts: dict[Branch, Sequence[int]] = {}
-        for i in live:
-            state, tokens = self.requests[i].state, self.requests[i].tokens
-            if not isinstance(state, ModelState):
-                raise TypeError("a model drafter drafts for its own states")
-            branch = state.branch
-            if not branch.sequence.position:
-                branch.sequence.take_cached(tokens[:-1], state.n_prompt)
-            self.drafts[i].n_read = len(tokens) - branch.sequence.position
-            if branch.sequence.position < state.n_prompt:
-                prompts[branch] = tokens[branch.sequence.position : state.n_prompt]
-            states[i] = state
+        for state in states:
+            text, sequence = state.text, state.branch.sequence
+            if not sequence.position:
+                sequence.take_cached(text[:-1], state.n_prompt)
+            state.draft.n_read = len(text) - sequence.position
+            if sequence.position < state.n_prompt:
+                prompts[state.branch] = text[sequence.position : state.n_prompt]
         if prompts:
             BranchStore(self.ctx).append(prompts)  # a fork's may follow what was generated
-        return [self._begun(state, i) for i, state in states.items()]
+        for state in states:
+            if self.width == 1 and not self.ctx.kv_cache.can_draft:
+                state.fork_ahead()
+            state.unread = state.text[state.tip.position :]
 
-    def _begun(self, state: ModelState, i: int) -> ModelRun:
-        request, branch = self.requests[i], state.branch
-        if self.width == 1 and not self.ctx.kv_cache.can_draft:
-            branch.sequence.decode_unscored(request.tokens[branch.sequence.position :])
-            branch = state.fork_ahead()
-        return ModelRun(state, branch, request, self.drafts[i])
-
-    def decode(self, runs: Sequence[ModelRun]) -> None:
+    def decode(self, states: Sequence[ModelState]) -> None:
         """Decode what is unread of each branch, together."""
-        if len(runs) == 1:
-            runs[0].branch.sequence.decode_unscored(runs[0].unread)
+        if len(states) == 1:
+            states[0].tip.sequence.decode_unscored(states[0].unread)
         else:
-            BranchStore(self.ctx).append_unscored({run.branch: run.unread for run in runs})
-        for run in runs:
-            run.unread = ()
+            BranchStore(self.ctx).append_unscored({state.tip: state.unread for state in states})
+        for state in states:
+            state.unread = ()
 
-    def draft(self, runs: list[ModelRun]) -> None:
+    def draw(self, states: Sequence[ModelState]) -> None:
         """Finish the drafts, token by token or as trees of forks."""
         if self.width == 1:
-            return super().draft(runs)
-        for run in runs:
-            self.decode([run])
-            run.grow(_Forks(self.ctx), run.branch, self.width)
+            return super().draw(states)
+        for state in states:
+            self.decode([state])
+            state.grow(_Forks(self.ctx), state.branch, self.width)
         return None
 
 

@@ -27,7 +27,8 @@ from ..errors import (
 )
 from ..generation.config import SpeculativeConfig, checked_config
 from ..generation.drafter import Drafter
-from ..generation.generation import Drafting, Generation
+from ..generation.drafting import Drafting
+from ..generation.generation import Generation
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list

@@ -23,7 +23,7 @@ from ..errors import (
     LlamaBranchError,
     QueueFullError,
 )
-from ..generation.generation import Drafting
+from ..generation.drafting import Drafting
 from ..hub import resolve
 from ..model import Message, Model, is_chat
 from ..sampling import SamplingParams

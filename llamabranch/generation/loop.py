@@ -22,7 +22,6 @@ from typing import NamedTuple, Protocol
 
 from ..context import Context
 from ..context.logits import LogitsRow
-from ..context.radix_tree import n_common
 from ..context.runner import Batch
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from ..model import token_list
@@ -105,8 +104,6 @@ class RunningText:
         self.done = _PLAIN
         self._alone = alone
         self._n_alternatives = n_alternatives
-        # The seed, the settings and the end of the prompt that the draft state was made for.
-        self._basis = text.seed, text.sampler.params, text.answer_start
         self.seen: list[int] = []
         self.draft = NO_DRAFT
         self.on_round: Callable[[RoundTrace], None] | None = None
@@ -140,14 +137,6 @@ class RunningText:
         decoded = perf_counter()
         self.emitted = [self._drawn(row)]
         self._plain_s.append((decoded - start, perf_counter() - decoded))
-
-    def follows(self) -> bool:
-        """Let the draft state follow a text that was changed; False if it was made for another one."""
-        text = self.text
-        if self._basis != (text.seed, text.sampler.params, text.answer_start):
-            return False
-        self.state.observe(n_common(self.seen, text.tokens))
-        return True
 
     def skips_draft(self) -> bool:
         """Return whether the length has asked for a plain step now; count it."""

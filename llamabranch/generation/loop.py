@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..context import Context
 from ..context.logits import LogitsRow
@@ -46,14 +46,6 @@ __all__ = ["Loop", "Reader", "RunningText", "Step"]
 
 _MOST_PLAIN = 64  # plain steps that are reported together
 _PLAIN = Round(NO_DRAFT)
-
-
-class _Unreported(NamedTuple):
-    """A round that is accepted and not yet reported; times in seconds."""
-
-    n_accepted: int
-    verify_s: float
-    overhead_s: float
 
 
 class RunningText:
@@ -113,7 +105,7 @@ class RunningText:
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before it is called again
         self._plain_s: list[tuple[float, float]] = []  # of those taken: of the decode, of the rest
-        self._unreported: _Unreported | None = None
+        self._verify_s: float | None = None  # of a round that is accepted and not yet reported
 
     # -- plain steps -------------------------------------------------------------------------------
 
@@ -225,7 +217,11 @@ class RunningText:
         if draft is NO_DRAFT:
             self._plain_s.append((verify_s, overhead_s))
         else:
-            self._unreported = _Unreported(n_accepted, verify_s, overhead_s)
+            followed = None
+            if draft.following is not None and n_accepted == len(draft.tokens):
+                followed = self.emitted[-1].token == draft.following
+            self.done = Round(draft, n_accepted, overhead_s, followed)
+            self._verify_s = verify_s
 
     def _verified(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
         """Return what a draft brings, and how much of it was accepted."""
@@ -262,17 +258,31 @@ class RunningText:
 
     def conclude(self) -> None:
         """Report the round to the draft state and the length. Call it without the context's lock."""
-        outcome, self._unreported = self._unreported, None
-        if outcome is None:
+        verify_s, self._verify_s = self._verify_s, None
+        if verify_s is None:
             if len(self._plain_s) >= _MOST_PLAIN:
                 self.report()
             return
         start = perf_counter()
         self.state.observe(self.text.n_decoded)
         rollback_s = perf_counter() - start
-        self.stats.sample_time_s += outcome.overhead_s
-        self.stats.rollback_time_s += rollback_s
-        self._count(outcome, outcome.overhead_s + rollback_s)
+        stats, draft, n_accepted, overhead_s, _ = self.stats, *self.done
+        self.done = self.done._replace(overhead_s=overhead_s + rollback_s)
+        stats.sample_time_s += overhead_s
+        stats.rollback_time_s += rollback_s
+        found, self._trace = self._trace, None
+        if self.on_round is not None and found is not None:
+            self.on_round(replace(found, following=self.emitted[-1], verify_s=verify_s))
+        stats.count_decode(1 + len(draft.tokens), verify_s)
+        if draft.tokens:
+            stats.record_draft(len(draft.tokens), draft.n_steps, n_accepted)
+            stats.verify_time_s += verify_s
+        else:
+            stats.num_plain_steps += 1
+            stats.plain_time_s += verify_s
+        stats.count_stop(draft.stopped)
+        if self._alone:
+            self.length.learn([self.done], 1 + len(draft.tokens), verify_s)
 
     def report(self) -> None:
         """Report the plain steps in which the drafter was not called."""
@@ -291,28 +301,6 @@ class RunningText:
             self.report()
         finally:  # also if the length fails, which may be a user's
             self.state.close()
-
-    def _count(self, outcome: _Unreported, overhead_s: float) -> None:
-        n_accepted, verify_s, _ = outcome
-        stats, draft = self.stats, self.draft
-        found, self._trace = self._trace, None
-        if self.on_round is not None and found is not None:
-            self.on_round(replace(found, following=self.emitted[-1], verify_s=verify_s))
-        stats.count_decode(1 + len(draft.tokens), verify_s)
-        n_steps = draft.n_steps
-        if draft.tokens:
-            stats.record_draft(len(draft.tokens), n_steps, n_accepted)
-            stats.verify_time_s += verify_s
-        else:
-            stats.num_plain_steps += 1
-            stats.plain_time_s += verify_s
-        stats.count_stop(draft.stopped)
-        followed = None
-        if draft.following is not None and n_accepted == len(draft.tokens):
-            followed = self.emitted[-1].token == draft.following
-        self.done = Round(draft, n_accepted, overhead_s, followed)
-        if self._alone:
-            self.length.learn([self.done], 1 + len(draft.tokens), verify_s)
 
 
 class Reader(Protocol):

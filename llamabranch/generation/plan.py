@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..context import Context
 from ..context.logits import LogitsRow
 from ..context.runner import decode_run
 from ..errors import UnsupportedError
@@ -13,25 +12,6 @@ from ..sampling import Sampler
 from .text import Text
 
 __all__ = ["Plan"]
-
-
-class _Trial:
-    """Sequences held for one decode that cannot be undone in place."""
-
-    def __init__(self, ctx: Context, source: int, n: int) -> None:
-        self._ctx = ctx
-        self.seqs: list[int] = []
-        try:
-            for _ in range(n):
-                self.seqs.append(ctx.sequences.allocate(self, used=(source,)))
-                ctx.kv_cache.fork(source, self.seqs[-1])
-        except BaseException:
-            self.end()
-            raise
-
-    def end(self) -> None:
-        while self.seqs:
-            self._ctx.sequences.free(self.seqs.pop())
 
 
 def _leaves_below(parents: Sequence[int]) -> list[list[int]]:
@@ -75,7 +55,7 @@ class Plan:
         self._parents: Sequence[int] | None = parents
         if parents is not None and first:
             self._parents = [-1, *(parent + 1 for parent in parents)]
-        self._trial: _Trial | None = None
+        self._held: list[int] = []  # sequences of a decode that cannot be undone in place
         self._below: list[list[int]] = []
 
     def decode(self) -> Sequence[LogitsRow]:
@@ -88,23 +68,27 @@ class Plan:
         text = self._text
         ctx = text.ctx
         text.check_usable()
-        if self._parents is not None:
-            self.rows = self._decode_tree(self._parents)
-        elif ctx.kv_cache.can_draft or len(self.tokens) == 1:
-            expiring = text.expiring_rows()
-            self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all", expiring)
-        else:  # this memory cannot drop a tail: they are decoded on a fork
-            trial = self._begin_trial(1)
-            try:
-                self.rows = decode_run(ctx.decoder, self.tokens, trial.seqs[0], "all")
-            except BaseException:
-                self.end()
-                raise
+        try:
+            if self._parents is not None:
+                self.rows = self._decode_tree(self._parents)
+            elif ctx.kv_cache.can_draft or len(self.tokens) == 1:
+                expiring = text.expiring_rows()
+                self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all", expiring)
+            else:  # this memory cannot drop a tail: they are decoded on a fork
+                (fork,) = self._hold(1)
+                self.rows = decode_run(ctx.decoder, self.tokens, fork, "all")
+        except BaseException:
+            self.end()
+            raise
         return self.rows
 
-    def _begin_trial(self, n: int) -> _Trial:
-        self._trial = _Trial(self._text.ctx, self._text.seq_id, n)
-        return self._trial
+    def _hold(self, n: int) -> list[int]:
+        """Return forks of the text's sequence, which are held until ``end``."""
+        ctx, source = self._text.ctx, self._text.seq_id
+        for _ in range(n):
+            self._held.append(ctx.sequences.allocate(self, used=(source,)))
+            ctx.kv_cache.fork(source, self._held[-1])
+        return self._held
 
     def _decode_tree(self, parents: Sequence[int]) -> list[LogitsRow]:
         """Compute each token once, tagged with the sequences of all leaves below it.
@@ -116,28 +100,23 @@ class Plan:
         if lacking:
             raise UnsupportedError(f"a token tree needs {lacking}", hint="draft with width 1")
         self._below = _leaves_below(parents)
-        trial = self._begin_trial(1 + max(max(leaves) for leaves in self._below))
-        try:
-            positions = {-1: self._text.n_cached - 1}
-            for i, parent in enumerate(parents):
-                positions[i] = positions[parent] + 1
-            members = [[trial.seqs[leaf] for leaf in leaves] for leaves in self._below]
-            return ctx.decoder.decode(
-                self.tokens,
-                [group[0] for group in members],
-                [True] * len(members),
-                positions=[positions[i] for i in range(len(members))],
-                members=members,
-            )
-        except BaseException:
-            self.end()
-            raise
+        seqs = self._hold(1 + max(max(leaves) for leaves in self._below))
+        positions = {-1: self._text.n_cached - 1}
+        for i, parent in enumerate(parents):
+            positions[i] = positions[parent] + 1
+        members = [[seqs[leaf] for leaf in leaves] for leaves in self._below]
+        return ctx.decoder.decode(
+            self.tokens,
+            [group[0] for group in members],
+            [True] * len(members),
+            positions=[positions[i] for i in range(len(members))],
+            members=members,
+        )
 
     def end(self) -> None:
         """Release the sequences that are held for it; safe to call at any time."""
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            trial.end()
+        while self._held:
+            self._text.ctx.sequences.free(self._held.pop())
 
     def keep(self, path: Sequence[int], sampler: Sampler | None = None) -> list[str]:
         """Append the drafted tokens numbered ``path`` to the text, drop the others from memory.
@@ -164,8 +143,8 @@ class Plan:
                 completed.append(text.append_accepted(token, surprisal))
                 row = after
             text.use_sampler(sampler)
-            if self._trial is not None:
-                row = self._keep_trial(self._trial, kept, tokens, rows)
+            if self._held:
+                row = self._keep_held(kept, tokens, rows)
             elif cache.next_position(text.seq_id) > len(text.tokens):
                 text.truncate(len(text.tokens))
             text.set_row(row)
@@ -174,27 +153,22 @@ class Plan:
             raise
         return completed
 
-    def _keep_trial(
-        self,
-        trial: _Trial,
-        kept: Sequence[int],
-        tokens: Sequence[int],
-        rows: Sequence[LogitsRow],
+    def _keep_held(
+        self, kept: Sequence[int], tokens: Sequence[int], rows: Sequence[LogitsRow]
     ) -> LogitsRow:
         """Move the kept tokens from the held sequences into the text's own K/V."""
-        self._trial = None
-        text, cache = self._text, self._text.ctx.kv_cache
+        text, cache, held = self._text, self._text.ctx.kv_cache, self._held
         try:
             if self._parents is not None:  # a leaf below the last node holds all of its path
-                leaf = trial.seqs[self._below[kept[-1]][0]]
-                cache.adopt(trial.seqs, leaf, text.seq_id, kept, len(self._parents))
-            elif cache.next_position(trial.seqs[0]) == len(text.tokens):
-                cache.fork(trial.seqs[0], text.seq_id)
+                leaf = held[self._below[kept[-1]][0]]
+                cache.adopt(held, leaf, text.seq_id, kept, len(self._parents))
+            elif cache.next_position(held[0]) == len(text.tokens):
+                cache.fork(held[0], text.seq_id)
             else:
                 for row in rows:  # the caller reads them after this decode
                     row.detach()
-                trial.end()
+                self.end()
                 return decode_run(text.ctx.decoder, tokens, text.seq_id, "last")[-1]
         finally:
-            trial.end()
+            self.end()
         return rows[-1]

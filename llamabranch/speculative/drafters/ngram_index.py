@@ -171,11 +171,6 @@ class TokenIndex:
         """The tokens: not a copy; valid until the next change."""
         return self._tokens
 
-    @property
-    def n_layers(self) -> int:
-        """How many dictionaries a search may look into."""
-        return len(self._frozen) + 1
-
     def extend(self, tokens: Iterable[int]) -> None:
         """Append ``tokens``."""
         start = len(self._tokens)
@@ -306,23 +301,6 @@ class SharedIndex:
         self._postings: dict[Gram, list[tuple[Segment, int]]] = {}
         self._n_tokens = 0
         self._lock = forkable_lock()
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens it indexes."""
-        return self._n_tokens
-
-    @property
-    def n_stored(self) -> int:
-        """How many tokens its segments hold in memory, context and forgotten tokens included."""
-        with self._lock:
-            return sum(len(segment.tokens) for segment in self._segments)
-
-    @property
-    def n_entries(self) -> int:
-        """How many places it holds, over all n-grams; counted at each call."""
-        with self._lock:
-            return sum(map(len, self._postings.values()))
 
     def write(self, segment: Segment | None, tokens: Sequence[int], start: int) -> Segment | None:
         """Add ``tokens[start:]``, which follow ``tokens[:start]``.

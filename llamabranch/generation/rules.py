@@ -37,7 +37,6 @@ __all__ = [
     "apply_rule",
     "block_rule",
     "draft_seed",
-    "match_draws",
     "rule_name",
     "seeded_rule",
     "token_rule",
@@ -48,7 +47,6 @@ Floats = npt.NDArray[np.float64]
 Target = Callable[[int], Distribution]
 
 RULES = ("seeded", "token", "block")
-_NAME_OF_FUNCTIONS = "function"
 
 
 class RandomSource(Protocol):
@@ -145,10 +143,6 @@ class DraftTree:
             node = self.parents[node]
         return found[::-1]
 
-    def depth(self, node: int) -> int:
-        """Return how many tokens lie between the text so far and ``node``: 0 for a root's child."""
-        return len(self.path(node)) - 1
-
 
 AcceptanceRule = Callable[[Sequence[int], Sequence[Distribution], Target, RandomSource], Acceptance]
 Rule = str | AcceptanceRule  # one of RULES, or a function with the arguments of `token_rule`
@@ -226,18 +220,13 @@ def block_rule(
     return Acceptance(n, rng.draw(Distribution.from_probs(excess, p.ids) if excess.any() else p, n))
 
 
-def seeded_rule(drafted: Sequence[int], target: Target, *, seed: int, position: int) -> Acceptance:
+def seeded_rule(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptance:
     """Accept while the target's own draw is the drafted token (Daliri et al. 2024, 2408.07978).
 
-    ``target(i)`` is the target's distribution after i drafted tokens; ``position`` that of the first
-    one. The emitted tokens are those that plain decoding draws with the same seed, whatever was
-    drafted: the draft only decides how many of them one decode yields.
+    ``draw(i)`` is the target's own draw after i drafted tokens. The emitted tokens are those that plain
+    decoding draws with the same seed, whatever was drafted: the draft only decides how many of them one
+    decode yields.
     """
-    return match_draws(drafted, lambda i: target(i).draw(seed, position + i))
-
-
-def match_draws(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptance:
-    """Apply the seeded rule, where ``draw(i)`` is the target's own draw after i drafted tokens."""
     for i, token in enumerate(drafted):
         choice = draw(i)
         if choice != token:
@@ -271,7 +260,7 @@ def tree_rule(tree: DraftTree, target: Target, rng: RandomSource) -> TreeAccepta
 
 def rule_name(rule: Rule) -> str:
     """Return the name of a rule; "function" for one that is given as a function."""
-    return rule if isinstance(rule, str) else _NAME_OF_FUNCTIONS
+    return rule if isinstance(rule, str) else "function"
 
 
 def draft_seed(seed: int, position: int) -> int:
@@ -301,25 +290,19 @@ def apply_rule(
         ConfigError: an unknown rule, a token whose source gives it probability zero, or a function that
             returns no `Acceptance` of this draft.
     """
-    if not isinstance(rule, str):
-        return _checked(rule(drafted, sources, target, Noise(seed, position)), len(drafted))
     if rule == "seeded":
-        return seeded_rule(drafted, target, seed=seed, position=position)
-    if rule == "token":
-        return token_rule(drafted, sources, target, Noise(seed, position))
-    if rule == "block":
-        return block_rule(drafted, sources, target, Noise(seed, position))
-    raise ConfigError(f"unknown rule {rule!r}: use {', '.join(map(repr, RULES))}")
-
-
-def _checked(found: object, n_drafted: int) -> Acceptance:
-    """Return what a rule that is given as a function returned, if it is an acceptance."""
+        return seeded_rule(drafted, lambda i: target(i).draw(seed, position + i))
+    known = {"token": token_rule, "block": block_rule}
+    chosen = known.get(rule) if isinstance(rule, str) else rule
+    if chosen is None:
+        raise ConfigError(f"unknown rule {rule!r}: use {', '.join(map(repr, RULES))}")
+    found: object = chosen(drafted, sources, target, Noise(seed, position))
     if isinstance(found, tuple) and len(found) == 2:
         n_accepted, token = (plain_int(value) for value in found)
-        if n_accepted is not None and token is not None and 0 <= n_accepted <= n_drafted:
+        if n_accepted is not None and token is not None and 0 <= n_accepted <= len(drafted):
             return Acceptance(n_accepted, token)
     raise ConfigError(
-        f"an acceptance rule must return Acceptance(n_accepted, token) with at most {n_drafted} "
+        f"an acceptance rule must return Acceptance(n_accepted, token) with at most {len(drafted)} "
         f"accepted tokens, not {shown(found)}"
     )
 

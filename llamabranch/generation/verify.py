@@ -11,7 +11,7 @@ from ..errors import ConfigError, ConstraintError, GrammarError
 from ..sampling import Distribution, Sampler
 from .drafter import Draft
 from .output import Produced
-from .rules import DraftTree, Noise, Rule, apply_rule, match_draws, tree_rule
+from .rules import DraftTree, Noise, Rule, apply_rule, seeded_rule, tree_rule
 from .text import Text
 
 __all__ = ["RoundTrace", "Verdict", "trace", "verify"]
@@ -208,7 +208,7 @@ def _chain(targets: _Targets, rule: Rule) -> tuple[list[int], int | None]:
     while True:
         try:
             if rule == "seeded":
-                accepted = match_draws(drafted[:n], lambda i: targets.draw(i - 1))
+                accepted = seeded_rule(drafted[:n], lambda i: targets.draw(i - 1))
             else:
                 accepted = apply_rule(
                     rule,

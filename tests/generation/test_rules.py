@@ -364,15 +364,15 @@ def test_seeded_rule_generates_what_plain_decoding_generates() -> None:
             want[:3],
             [],
         ):
-            acceptance = apply_rule(
-                "seeded", drafted, [], models.after(drafted), seed=seed, position=11
-            )
+            target = models.after(drafted)
+            acceptance = apply_rule("seeded", drafted, [], target, seed=seed, position=11)
             text = [*drafted[: acceptance.n_accepted], acceptance.token]
             assert text == want[: len(text)]
             assert (
                 acceptance.n_accepted == len(drafted) or acceptance.token != drafted[len(text) - 1]
             )
-            assert acceptance == seeded_rule(drafted, models.after(drafted), seed=seed, position=11)
+            draws = [target(i).draw(seed, 11 + i) for i in range(acceptance.n_accepted + 1)]
+            assert acceptance == seeded_rule(drafted, draws.__getitem__)
 
 
 def test_seeded_tree_generates_what_plain_decoding_generates() -> None:

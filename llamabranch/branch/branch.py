@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, SupportsIndex, cast
 
@@ -32,11 +32,10 @@ from ..generation.generation import Generation
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
-from ..pictures import Token
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.distribution import log_base
-from ..sampling.noise import derive_seed
+from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from . import scorer
 from .snapshot import Snapshot, capture, fill
@@ -56,6 +55,8 @@ class Branch:
     ``with`` block; when an unreferenced branch is garbage collected, its sequence is returned.
 
     Attributes:
+        ctx: the context that holds it.
+        parent: the branch this one was forked from, None for a root.
         sequence: tokens, sampler and logits in step with the K/V cache; for drafters, not for users.
     """
 
@@ -73,8 +74,9 @@ class Branch:
         self.sequence: Text = Text(
             ctx, ctx.sequences.allocate(self, beginning, used=used), sampler, seed, inherited
         )
+        self.ctx = ctx
+        self.parent = parent
         self._lock = ctx.lock
-        self._parent = parent
         self._children: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._serial = next(_serial)
         self._draftings: list[Drafting] = [] if parent is None else parent._draftings
@@ -173,8 +175,10 @@ class Branch:
         about = f"Branch seq {self.seq_id}, {self.position} tokens, {self.state}"
         if self.sequence.is_pruned or self.ctx.closed:
             return f"<{about}>"
-        score = self._score_text()
-        return f"<{about}: {self._last_words()!r}{', ' + score if score else ''}>"
+        score = ""
+        with suppress(BranchStateError):  # no generated tokens, or some without a surprisal
+            score = f", perplexity {self.perplexity():.2f}"
+        return f"<{about}: {self._last_words()!r}{score}>"
 
     def _last_words(self, n: int = 24) -> str:
         """Return the last ``n`` characters of its text at most, from the beginning of a word on."""
@@ -185,29 +189,6 @@ class Branch:
         tail = text[-n:]
         space = tail.find(" ", 0, n // 2)
         return "..." + (tail[space + 1 :] if space >= 0 else tail)
-
-    def _score_text(self) -> str:
-        """Return the perplexity of the generated tokens as text; "" if they have none."""
-        with self._lock:
-            try:
-                return f"perplexity {self.perplexity():.2f}"
-            except BranchStateError:
-                return ""
-
-    def shown_tokens(self, start: int) -> list[Token]:
-        """Return the tokens from a position on with their texts and probabilities, for a picture."""
-        model, n_prompt, pending = self.ctx.model, self.n_prompt, b""
-        surprisals, found = self.sequence.surprisals, []
-        for position in range(whole("start", start, 0), self.position):
-            text, pending = model.text_after(self.sequence.tokens[position], pending)
-            at = position - n_prompt
-            found.append(Token(text, -surprisals[at] if at >= 0 else math.nan))
-        return found
-
-    @property
-    def ctx(self) -> Context:
-        """The context that holds it."""
-        return self.sequence.ctx
 
     @property
     def seq_id(self) -> int:
@@ -276,11 +257,6 @@ class Branch:
         return self.sequence.finish_reason
 
     @property
-    def parent(self) -> Branch | None:
-        """The branch this one was forked from, None for a root."""
-        return self._parent
-
-    @property
     def children(self) -> list[Branch]:
         """The forks of this branch that are not pruned, oldest first."""
         living = (child for child in self._children if not child.sequence.is_pruned)
@@ -289,7 +265,7 @@ class Branch:
     @property
     def fork_position(self) -> int:
         """Number of tokens shared with the parent when it was forked; 0 for a root."""
-        return 0 if self._parent is None else self.sequence.fork_position
+        return self.sequence.fork_position
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -528,7 +504,7 @@ class Branch:
         """
         output = OutputBuffer(max_tokens, stop)
         top_logprobs = whole("top_logprobs", top_logprobs, 0)
-        drafting = self._drafting(drafter, checked_config(config))
+        drafting = Drafting.of(self._draftings, self.ctx, drafter, checked_config(config))
         state = None
         if constraint is not None:
             state = ConstraintState(ConstraintCalls(constraint), self.ctx.model, stop_strings(stop))
@@ -537,21 +513,6 @@ class Branch:
         return Generation(
             drafting, self.sequence, output, top_logprobs, constraint=state, owner=self
         )
-
-    def _drafting(self, drafter: Drafter | None, config: SpeculativeConfig) -> Drafting:
-        """Return who drafts: for all branches that were forked from one the same, until another does."""
-        if drafter is None:
-            return Drafting(self.ctx, None, config)
-        last = self._draftings
-        # By identity, since a drafter need not be hashable.
-        for found in last:
-            if found.drafter is drafter and found.config == config:
-                return found
-        made = Drafting(self.ctx, drafter, config)
-        while last:
-            last.pop().forget_all()  # its states may hold the sequences that the next ones need
-        last.append(made)
-        return made
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""
@@ -721,8 +682,8 @@ class Branch:
                     hint="detach() keeps a child as a root of its own, prune_subtree() frees them all",
                 )
             self.sequence.release()
-            if self._parent is not None:
-                self._parent._children.discard(self)
+            if self.parent is not None:
+                self.parent._children.discard(self)
 
     def prune_subtree(self) -> None:
         """Free the sequences of this branch and all its descendants."""
@@ -739,27 +700,27 @@ class Branch:
         """
         with self._lock:
             self.sequence.check_usable()
-            parent = self._parent
+            parent = self.parent
             if parent is None:
                 raise BranchStateError("a root has no parent to replace")
             for sibling in parent.children:
                 if sibling is not self:
                     sibling.prune_subtree()
             parent._children.discard(self)
-            self._parent = parent._parent
+            self.parent = parent.parent
             self.sequence.parent = parent.sequence.parent
             self.sequence.fork_position = parent.sequence.fork_position
-            if self._parent is not None:
-                self._parent._children.add(self)
+            if self.parent is not None:
+                self.parent._children.add(self)
             parent.prune()
 
     def detach(self) -> None:
         """Become a root: the parent stays, without a link to this branch."""
         with self._lock:
             self.sequence.check_usable()
-            if self._parent is not None:
-                self._parent._children.discard(self)
-                self._parent = self.sequence.parent = None
+            if self.parent is not None:
+                self.parent._children.discard(self)
+                self.parent = self.sequence.parent = None
                 self.sequence.fork_position = 0
 
     def transfer_text(self) -> Branch:
@@ -813,8 +774,16 @@ class Branch:
             SnapshotError: it is of another model, K/V type or rope setting, or inconsistent.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
+        text_context("ctx", ctx)
         instance("snapshot", snapshot, Snapshot)
-        return cls._restored(ctx, lambda: snapshot, trusted)
+        with ctx.lock:
+            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
+            try:
+                fill(branch.sequence, snapshot, trusted=trusted)
+            except BaseException:
+                branch.sequence.release()
+                raise
+            return branch
 
     @classmethod
     def load(cls, ctx: Context, path: str | os.PathLike[str], *, trusted: bool = False) -> Branch:
@@ -833,21 +802,6 @@ class Branch:
             UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
-        return cls._restored(ctx, lambda: Snapshot.read(path, ctx), trusted)
-
-    @classmethod
-    def _restored(cls, ctx: Context, get: Callable[[], Snapshot], trusted: bool) -> Branch:
         text_context("ctx", ctx)
         with ctx.lock:
-            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
-            try:
-                fill(branch.sequence, get(), trusted=trusted)
-            except BaseException:
-                branch.sequence.release()
-                raise
-            return branch
-
-
-def random_seed() -> int:
-    """Return a seed from the operating system's entropy."""
-    return int.from_bytes(os.urandom(8), "little") >> 1
+            return cls.restore(ctx, Snapshot.read(path, ctx), trusted=trusted)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import cast
 
 from ..arguments import bounded, function, instance, whole
-from ..branch.branch import random_seed
 from ..context import Context
 from ..context.context import text_context
 from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
@@ -27,6 +26,7 @@ from ..generation.drafting import Drafting
 from ..hub import resolve
 from ..model import Message, Model, is_chat
 from ..sampling import SamplingParams
+from ..sampling.noise import random_seed
 from ..sampling.params import settings_of
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.auto import DrafterChoice, auto_drafter

@@ -65,6 +65,27 @@ class Drafting:
         else:
             self.loop = Loop(ctx, draft_length(self.config, self.drafter, ctx), self.drafter)
 
+    @classmethod
+    def of(
+        cls,
+        last: list[Drafting],
+        ctx: Context,
+        drafter: Drafter | None,
+        config: SpeculativeConfig,
+    ) -> Drafting:
+        """Return who drafts for branches that were forked from one: the ``last`` one, or a new one."""
+        if drafter is None:
+            return cls(ctx, None, config)
+        # By identity, since a drafter need not be hashable.
+        for found in last:
+            if found.drafter is drafter and found.config == config:
+                return found
+        made = cls(ctx, drafter, config)
+        while last:
+            last.pop().forget_all()  # its states may hold the sequences that the next ones need
+        last.append(made)
+        return made
+
     @property
     def length(self) -> DraftLength:
         """The draft-length controller, which learns from all generations."""

@@ -242,7 +242,7 @@ class RunningText:
             one = Produced(token, piece, False, logprob, entropy, source)
             emitted.append(self._described(one, row))
             row = rows[i + 1]
-        last = text.describe(verdict.token, row)._replace(source=verdict.source)
+        last = text.describe(verdict.token, row)[0]._replace(source=verdict.source)
         last = self._described(last, row)
         if not last.is_stop:
             text.append(last.token, -last.logprob, None)

@@ -275,21 +275,19 @@ class Text:
         """Return the next token; ``row`` are the logits after the last one."""
         sampler = self.sampler
         token = row.draw(sampler, self._seed, len(self.tokens), measured=sampler.params.logprobs)
-        produced, self._incomplete_after = self._describe(token, row)
-        self._produced = produced
-        return produced
+        self._produced, self._incomplete_after = self.describe(token, row)
+        return self._produced
 
     def drawn_as(self, seed: int, row: LogitsRow) -> Produced:
         """Return what another seed draws next; nothing changes."""
         token = row.draw(self.sampler, seed, len(self.tokens), measured=False)
-        return self.describe(token, row)
+        return self.describe(token, row)[0]
 
-    def describe(self, token: int, row: LogitsRow) -> Produced:
-        """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""
-        return self._describe(token, row)[0]
+    def describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
+        """Return ``token`` as the next one, with its log-probability and entropy from ``row``.
 
-    def _describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
-        """Return it, and the bytes of a character that is still incomplete after it."""
+        And the bytes of a character that is still incomplete after it.
+        """
         model = self.ctx.model
         if self.sampler.params.logprobs:
             logprob, entropy = row.logprob(token), row.entropy()
@@ -573,16 +571,17 @@ class Text:
         self,
         tokens: list[int],
         n_prompt: int,
+        appended: Sequence[tuple[int, int]],
         surprisals: list[float],
         incomplete: bytes,
-        row: LogitsRow | None,
-        appended: Sequence[tuple[int, int]] = (),
+        sampler: Sampler,
+        seed: int,
     ) -> None:
-        """Set the state from a snapshot, whose K/V is already in the cache."""
-        self.appended = list(appended)
-        self.tokens, self.n_prompt, self.surprisals = tokens, n_prompt, surprisals
-        self._incomplete = incomplete
-        self.set_row(row)
+        """Set the state from a snapshot, whose K/V is already in the cache; but for the last row."""
+        self.tokens, self.n_prompt, self.appended = tokens, n_prompt, list(appended)
+        self.surprisals, self._incomplete = surprisals, incomplete
+        self.seed = seed
+        self.use_sampler(sampler)
 
     def forget(self, position: int) -> None:
         """Reset all but the cache to the state after the first ``position`` tokens, or change nothing."""
@@ -635,17 +634,13 @@ class Text:
     def incomplete(self) -> bytes:
         """The bytes of an incomplete UTF-8 character after the last token."""
         if self._incomplete is None:
-            self._incomplete = self._incomplete_bytes()
+            model, tail = self.ctx.model, b""
+            if model.has_text:
+                # An incomplete UTF-8 character has at most three bytes. Tokens without text may come
+                # between them, so bytes are counted, not tokens.
+                for token in reversed(self.tokens[self.answer_start :]):
+                    tail = model.piece(token) + tail
+                    if len(tail) >= 3:
+                        break
+            self._incomplete = decode_utf8(tail)[1]
         return self._incomplete
-
-    def _incomplete_bytes(self) -> bytes:
-        model = self.ctx.model
-        tail = b""
-        if model.has_text:
-            # An incomplete UTF-8 character has at most three bytes. Tokens without text may come
-            # between them, so bytes are counted, not tokens.
-            for token in reversed(self.tokens[self.answer_start :]):
-                tail = model.piece(token) + tail
-                if len(tail) >= 3:
-                    break
-        return decode_utf8(tail)[1]

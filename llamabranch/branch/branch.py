@@ -508,8 +508,6 @@ class Branch:
         state = None
         if constraint is not None:
             state = ConstraintState(ConstraintCalls(constraint), self.ctx.model, stop_strings(stop))
-            if drafting.drafter.width > 1:
-                raise ConfigError("a constraint needs drafts in one line: a drafter of width 1")
         return Generation(
             drafting, self.sequence, output, top_logprobs, constraint=state, owner=self
         )

@@ -46,9 +46,6 @@ class Draft:
         tokens: the drafted ids.
         sources: ``sources[i]`` is the distribution that ``tokens[i]`` was really drawn from; empty =
             each token was certain, with probability 1.
-        parents: None = a chain. Else the tokens form a tree, and ``parents[i]`` is the index of the
-            token before ``tokens[i]``, -1 = the end of the text. Every prefix of the list must be a
-            tree too, so that it can be cut to what fits.
         entropies: of the draft's own distributions in nats, one for each step for which the length was
             asked, whether a token was drawn or not; NaN where the length does not read them. Empty =
             the state has not asked the length how far to draft; it is then asked afterwards, without
@@ -66,7 +63,6 @@ class Draft:
 
     tokens: list[int] = field(default_factory=list)
     sources: list[Distribution] = field(default_factory=list)
-    parents: list[int] | None = None
     entropies: list[float] = field(default_factory=list)
     n_read: int = 0
     seconds: float = 0.0
@@ -76,28 +72,11 @@ class Draft:
     forced: list[bool] = field(default_factory=list)
     following: int | None = None
 
-    @property
-    def n_steps(self) -> int:
-        """The number of consecutive draft steps: the tokens of a chain, the levels of a tree."""
-        return max(self.depths(), default=0)
-
     def cut(self, n: int) -> None:
-        """Keep the first ``n`` tokens; a tree with one leaf left is a chain."""
+        """Keep the first ``n`` tokens."""
         if n < len(self.tokens):
             self.following = None
         del self.tokens[n:], self.sources[n:], self.forced[n:]
-        if self.parents is not None:
-            chain = list(range(-1, len(self.tokens) - 1))
-            self.parents = None if self.parents[:n] == chain else self.parents[:n]
-
-    def depths(self) -> list[int]:
-        """Return for each token the number of tokens from the text to it, itself included."""
-        if self.parents is None:
-            return list(range(1, len(self.tokens) + 1))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
 
 
 NO_DRAFT = Draft(stopped="off")  # where the drafter was not called
@@ -240,21 +219,19 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
         draft = replace(draft, seconds=perf_counter() - start)
     if not draft.tokens or draft.entropies or not length.reads_entropy:
         return draft
-    parents = None if draft.parents is None else list(draft.parents)
     draft = replace(  # the state may keep the draft it returned
-        draft, tokens=list(draft.tokens), sources=list(draft.sources), parents=parents,
-        entropies=[], forced=list(draft.forced),
+        draft, tokens=list(draft.tokens), sources=list(draft.sources), entropies=[],
+        forced=list(draft.forced),
     )  # fmt: skip
     if not length.consider(draft.drafter):
         draft.cut(0)
         draft.stopped = "off"
         return draft
-    depths = draft.depths()
-    for step in range(draft.n_steps):
+    for n in range(len(draft.tokens)):
         draft.entropies.append(math.nan)
-        if not length.goes_on(step, math.nan):
+        if not length.goes_on(n, math.nan):
             draft.stopped = length.reason
-            draft.cut(next(i for i, depth in enumerate(depths) if depth > step))
+            draft.cut(n)
             break
     return draft
 
@@ -269,16 +246,7 @@ class DraftRequest(NamedTuple):
 
 
 class Drafter(ABC):
-    """Makes draft states. Subclass it to write a drafter of your own.
-
-    Attributes:
-        width: candidates per node; above 1 it proposes trees, which need the seeded rule.
-    """
-
-    @property
-    def width(self) -> int:
-        """Candidates per node; above 1 it proposes trees."""
-        return 1
+    """Makes draft states. Subclass it to write a drafter of your own."""
 
     @property
     @abstractmethod

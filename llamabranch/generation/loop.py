@@ -159,7 +159,7 @@ class RunningText:
             self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
             draft.tokens = token_list(draft.tokens)
             self.text.ctx.model.check_tokens(draft.tokens)
-            fits = self.text.ctx.fits(self.text.seq_id, len(draft.tokens), draft.parents)
+            fits = self.text.ctx.fits(self.text.seq_id, len(draft.tokens))
             draft.cut(fits)
             self._cut_refused(draft)
             self.stats.draft_forward_passes += draft.n_decodes
@@ -172,7 +172,7 @@ class RunningText:
         """
         sampler = self.text.sampler
         drawn = bool(draft.sources) and self.rule != "seeded"
-        if sampler.grammar is not None and draft.parents is None and not drawn:
+        if sampler.grammar is not None and not drawn:
             draft.cut(sampler.count_allowed(draft.tokens))
 
     def drop_draft(self) -> None:
@@ -185,7 +185,7 @@ class RunningText:
 
     def plan(self) -> Plan:
         """Return what is to be decoded in this round. The context's lock is held until ``take``."""
-        self._plan = Plan(self.text, self.draft.tokens, self.draft.parents)
+        self._plan = Plan(self.text, self.draft.tokens)
         return self._plan
 
     def abandon(self) -> None:
@@ -229,10 +229,8 @@ class RunningText:
         verdict = verify(text, draft, self.rule, rows)
         if self.on_round is not None:
             self._trace = trace(draft, verdict, rows, len(text.tokens))
-        path = verdict.path
-        completed = plan.keep(path, verdict.sampler)
         emitted, row = [], rows[0]
-        for i, piece in zip(path, completed, strict=True):
+        for i, piece in enumerate(plan.keep(verdict.n_kept, verdict.sampler)):
             token, logprob, entropy = draft.tokens[i], math.nan, math.nan
             if text.sampler.params.logprobs:
                 logprob, entropy = row.logprob(token), row.entropy()
@@ -247,7 +245,7 @@ class RunningText:
         if not last.is_stop:
             text.append(last.token, -last.logprob, None)
         emitted.append(last)
-        return emitted, len(verdict.accepted)
+        return emitted, verdict.n_accepted
 
     def _described(self, one: Produced, row: LogitsRow) -> Produced:
         """Return it with its alternatives and its rank, if they are asked for."""
@@ -275,7 +273,7 @@ class RunningText:
             self.on_round(replace(found, following=self.emitted[-1], verify_s=verify_s))
         stats.count_decode(1 + len(draft.tokens), verify_s)
         if draft.tokens:
-            stats.record_draft(len(draft.tokens), draft.n_steps, n_accepted)
+            stats.record_draft(len(draft.tokens), n_accepted)
             stats.verify_time_s += verify_s
         else:
             stats.num_plain_steps += 1
@@ -528,7 +526,7 @@ class Loop:
                 member.error = error
 
     def _decode_alone(self, step: Step, running: RunningText) -> None:
-        """Decode the plan of one text, a tree perhaps, and let it take its rows."""
+        """Decode the plan of one text, and let it take its rows."""
         start = perf_counter()
         if running.draft.tokens:
             rows = running.plan().decode()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,18 +28,15 @@ __all__ = [
     "RULES",
     "Acceptance",
     "AcceptanceRule",
-    "DraftTree",
     "Noise",
     "RandomSource",
     "Rule",
-    "TreeAcceptance",
     "apply_rule",
     "block_rule",
     "draft_seed",
     "rule_name",
     "seeded_rule",
     "token_rule",
-    "tree_rule",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -84,64 +80,6 @@ class Acceptance(NamedTuple):
 
     n_accepted: int
     token: int
-
-
-class TreeAcceptance(NamedTuple):
-    """The nodes of ``path`` are accepted, from the root downward; ``token`` follows them."""
-
-    path: list[int]
-    token: int
-
-
-@dataclass(frozen=True)
-class DraftTree:
-    """Alternative drafts that share prefixes.
-
-    Node i proposes ``tokens[i]`` after node ``parents[i]``; -1 is the root, the text so far. Parents
-    come before their children, and a node's children have different tokens.
-
-    Raises:
-        ConfigError: tokens and parents that do not form such a tree.
-    """
-
-    tokens: Sequence[int]
-    parents: Sequence[int]
-
-    def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.parents):
-            raise ConfigError(
-                f"a tree needs a parent for each token: {len(self.tokens)} tokens, "
-                f"{len(self.parents)} parents"
-            )
-        for node, parent in enumerate(self.parents):
-            if not -1 <= parent < node:
-                raise ConfigError(
-                    f"node {node} of a tree has parent {parent}, which is not before it"
-                )
-        if len(set(zip(self.parents, self.tokens, strict=True))) != len(self.tokens):
-            raise ConfigError("a node of a tree has two children with the same token")
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @cached_property
-    def _children(self) -> dict[int, list[int]]:
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents):
-            children.setdefault(parent, []).append(node)
-        return children
-
-    def children(self, node: int) -> list[int]:
-        """Return the children of ``node`` (-1 = root) in order; a copy."""
-        return list(self._children.get(node, ()))
-
-    def path(self, node: int) -> list[int]:
-        """Return the nodes from the root's child down to ``node``, both included."""
-        found = []
-        while node >= 0:
-            found.append(node)
-            node = self.parents[node]
-        return found[::-1]
 
 
 AcceptanceRule = Callable[[Sequence[int], Sequence[Distribution], Target, RandomSource], Acceptance]
@@ -232,27 +170,6 @@ def seeded_rule(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptanc
         if choice != token:
             return Acceptance(i, choice)
     return Acceptance(len(drafted), draw(len(drafted)))
-
-
-def tree_rule(tree: DraftTree, target: Target, rng: RandomSource) -> TreeAcceptance:
-    """Follow the target's own draws down a tree (Miao et al. 2023, 2305.09781, naive sampling).
-
-    At each node, from the root, y is drawn from the target; if a child has the token y, the walk
-    continues there, else y is emitted and the walk ends. It is lossless for any tree if the target's
-    draws do not depend on the tree or, as under the seeded rule, are those that plain decoding makes.
-
-    ``target(node)`` is the target's distribution after ``node``, -1 = after the text so far; it is
-    called only for -1 and accepted nodes.
-    """
-    path: list[int] = []
-    node = -1
-    while True:
-        choice = rng.draw(target(node), len(path))
-        child = next((c for c in tree.children(node) if tree.tokens[c] == choice), None)
-        if child is None:
-            return TreeAcceptance(path, choice)
-        path.append(child)
-        node = child
 
 
 # -- what a round calls ----------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from llamabranch import Branch, BranchStore, Context, SamplingParams, Speculativ
 from llamabranch.context.cell_order import CellOrder
 from llamabranch.context.memory import Memory
 from llamabranch.errors import CacheFullError
-from llamabranch.generation.plan import Plan
 
 Logits = npt.NDArray[np.float32]
 Replay = Callable[[Sequence[int]], Logits]
@@ -161,23 +160,6 @@ def test_shared_cells_are_not_reserved(ctx: Context) -> None:
     child.prune()  # 30 that were shared, 5 of its own, and one that root has decoded again
     assert order_of(ctx).n_cells == 36
     root.prune()
-    assert order_of(ctx).n_cells == 0
-
-
-def test_cells_of_a_rejected_tree_are_reserved_or_freed(ctx: Context) -> None:
-    rng = np.random.default_rng(3)
-    branch, other = (Branch.start(ctx, random_tokens(rng, 20)) for _ in range(2))
-    tokens, parents = random_tokens(rng, 7), [-1, 0, 0, 1, 1, 2, 2]
-    plan = Plan(branch.sequence, tokens, parents)
-    plan.decode()
-    plan.keep([0, 2])
-    assert branch.position == 22
-    assert ctx.usage().cells_used == 42
-    assert order_of(ctx).n_cells in (0, 5)
-    other.extend(random_tokens(rng, 3))
-    ctx.audit()
-    other.prune()
-    branch.prune()
     assert order_of(ctx).n_cells == 0
 
 

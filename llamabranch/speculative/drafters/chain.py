@@ -41,11 +41,6 @@ class ChainDrafter(Drafter):
         return "+".join(drafter.name for drafter in self.drafters)
 
     @property
-    def width(self) -> int:
-        """The largest width of its drafters; above 1 drafts may be trees, which need the seeded rule."""
-        return max(drafter.width for drafter in self.drafters)
-
-    @property
     def estimates(self) -> frozenset[str]:
         """Those of its drafters."""
         return frozenset().union(*(each.estimates for each in self.drafters))

@@ -24,7 +24,6 @@ from ...generation.text import Text
 from ...model import Model
 from ...sampling import Sampler
 from .run import RunDrafter, RunState
-from .tree import check_rule
 
 __all__ = ["MOST_ROWS", "HeadDrafter", "HeadState", "States"]
 
@@ -47,7 +46,7 @@ class HeadState(RunState):
     _drafter: HeadDrafter
 
     def __init__(self, drafter: HeadDrafter, target: Text, rule: str) -> None:
-        super().__init__(drafter, target, rule, drafter.sampling)
+        super().__init__(drafter, target, rule)
         self._target = weakref.ref(target)  # a state must not keep it from being freed
         self.model = target.ctx.model
         self.ahead = drafter.ahead
@@ -249,10 +248,8 @@ class HeadDrafter(RunDrafter[HeadState]):
         """Return a new state; it holds a sequence of the head's context.
 
         Raises:
-            ConfigError: ``target`` belongs to another context than the head's target; trees under another
-                rule than "seeded".
+            ConfigError: ``target`` belongs to another context than the head's target.
         """
-        check_rule(self.width, rule)
         if target.ctx is not self.ctx.target:
             raise ConfigError(
                 f"{self.name} drafts for another context: it reads that one's hidden states",

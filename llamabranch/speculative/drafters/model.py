@@ -1,4 +1,4 @@
-"""Drafting with a model: token by token or as a tree."""
+"""Drafting with a model, token by token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from ...errors import SequencesExhaustedError, VocabularyMismatchError
 from ...generation.drafter import DraftState
 from ...generation.text import Text
 from ...model import Model
-from ...sampling import Distribution, Sampler, SamplingParams
+from ...sampling import Sampler, SamplingParams
 from ...sampling.noise import derive_seed
 from .cross_vocabulary import TranslatingState
 from .run import RunDrafter, RunState
-from .tree import check_rule
 
 __all__ = ["ModelDrafter"]
 
@@ -33,7 +32,7 @@ class ModelState(RunState):
     _drafter: ModelDrafter
 
     def __init__(self, drafter: ModelDrafter, branch: Branch, target: Text, rule: str) -> None:
-        super().__init__(drafter, target, rule, drafter.sampling)
+        super().__init__(drafter, target, rule)
         self.branch = self.tip = branch
         self.model = drafter.ctx.model
         self.n_prompt = target.answer_start  # where a grammar begins
@@ -91,15 +90,14 @@ class ModelDrafter(RunDrafter[ModelState]):
     ``Model.compatibility`` returns which of them applies.
 
     Args:
-        ctx: a context of the draft model; each state holds one of its sequences, more for a tree. With
-            its own prefix cache it does not read the beginning of a text again either.
+        ctx: a context of the draft model; each state holds one of its sequences. With its own prefix
+            cache it does not read the beginning of a text again either.
         sampling: the settings of its draws; None = the request's. With equal settings and seed the
             draft draws with the target's noise, which is why the two agree so often.
-        width: candidates per node, 1 to 16; above 1 it proposes trees, which need the seeded rule.
         translate: whether to draft through the text if the vocabularies differ.
 
     Raises:
-        ConfigError: not a context, or an invalid width.
+        ConfigError: not a context.
         UnsupportedError: the context of a head.
     """
 
@@ -110,10 +108,9 @@ class ModelDrafter(RunDrafter[ModelState]):
         ctx: Context,
         sampling: SamplingParams | None = None,
         *,
-        width: int = 1,
         translate: bool = True,
     ) -> None:
-        super().__init__(text_context("ctx", ctx), sampling, width)
+        super().__init__(text_context("ctx", ctx), sampling)
         self.translate = translate
 
     @property
@@ -131,11 +128,7 @@ class ModelDrafter(RunDrafter[ModelState]):
             )
 
     def start(self, target: Text, rule: str) -> DraftState:
-        """Return a new state; it holds a sequence of the draft context.
-
-        Raises:
-            ConfigError: trees under another rule than "seeded".
-        """
+        """Return a new state; it holds a sequence of the draft context."""
         if target.ctx.model.compatibility(self.ctx.model).path == "text":
             # Its noise must not be the target's: the tokens differ, so nothing is gained, and the token
             # rule requires independent draws.
@@ -143,7 +136,6 @@ class ModelDrafter(RunDrafter[ModelState]):
             seed = derive_seed(target.seed, 0)
             params = params.replace(seed=seed, logit_bias={}, logits_processor=None)
             return TranslatingState(Branch.create(self.ctx, params), target.ctx.model)
-        check_rule(self.width, rule)
         branch = Branch.create(self.ctx, self.settings(target), target.grammar)
         return ModelState(self, branch, target, rule)
 
@@ -168,7 +160,7 @@ class ModelDrafter(RunDrafter[ModelState]):
         if prompts:
             BranchStore(self.ctx).append(prompts)  # a fork's may follow what was generated
         for state in states:
-            if self.width == 1 and not self.ctx.kv_cache.can_draft:
+            if not self.ctx.kv_cache.can_draft:
                 state.fork_ahead()
             state.unread = state.text[state.tip.position :]
 
@@ -180,40 +172,3 @@ class ModelDrafter(RunDrafter[ModelState]):
             BranchStore(self.ctx).append_unscored({state.tip: state.unread for state in states})
         for state in states:
             state.unread = ()
-
-    def draw(self, states: Sequence[ModelState]) -> None:
-        """Finish the drafts, token by token or as trees of forks."""
-        if self.width == 1:
-            return super().draw(states)
-        for state in states:
-            self.decode([state])
-            state.grow(_Forks(self.ctx), state.branch, self.width)
-        return None
-
-
-class _Forks:
-    """The branches of a tree while it grows."""
-
-    def __init__(self, ctx: Context) -> None:
-        self.ctx = ctx
-        self._store = BranchStore(ctx)
-
-    def entropy(self, node: Branch) -> float:
-        return node.entropy()
-
-    def distribution(self, node: Branch) -> Distribution:
-        return node.distribution()
-
-    def position(self, node: Branch) -> int:
-        return node.position
-
-    def fork(self, node: Branch) -> Branch:
-        fork = node.fork()
-        fork.detach()
-        return fork
-
-    def free(self, node: Branch) -> None:
-        node.prune_subtree()  # a Ctrl-C may have come before a fork of it was detached
-
-    def decode(self, nodes: Sequence[Branch], tokens: Sequence[int]) -> None:
-        self._store.commit(dict(zip(nodes, tokens, strict=True)))

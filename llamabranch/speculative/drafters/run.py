@@ -22,11 +22,9 @@ from ...generation.text import Text
 from ...model import Model
 from ...sampling import Sampler, SamplingParams
 from ...sampling.noise import DRAFT
-from .tree import TreeMemory, grow_tree, tree_settings, tree_width
 
 __all__ = ["RunDrafter", "RunState"]
 
-N = TypeVar("N")
 S = TypeVar("S", bound="RunState")
 
 
@@ -37,12 +35,10 @@ class RunState(DraftState, ABC):
         drafter: whose state it is.
         target: the text that is drafted for.
         rule: the acceptance rule.
-        sampling: the settings of the draft's draws, None = the target's.
 
     Attributes:
         model: whose EOG tokens end a draft.
         seed: of the draws under the seeded rule; the noise of other rules is derived from it.
-        ranks_by_noise: whether a tree's candidates are ranked with the noise of the target's draws.
         draft: the one that is drawn.
         text: the tokens that it follows.
         unread: tokens that are decoded before the next draw: of the text, or the last one drawn.
@@ -56,12 +52,9 @@ class RunState(DraftState, ABC):
     length: DraftLength
     limit: int
 
-    def __init__(
-        self, drafter: Drafter, target: Text, rule: str, sampling: SamplingParams | None
-    ) -> None:
+    def __init__(self, drafter: Drafter, target: Text, rule: str) -> None:
         self.rule = rule
         self.seed = target.seed
-        self.ranks_by_noise = (sampling or target.sampling).temperature > 0.0
         self.unread: Sequence[int] = ()
         self.is_done = False
         self.reads_text = True
@@ -131,19 +124,6 @@ class RunState(DraftState, ABC):
         self.draft.stopped = reason
         self.is_done = True
 
-    def grow(self, memory: TreeMemory[N], root: N, width: int) -> None:
-        """Draft a tree after ``root``, the text."""
-        grow_tree(
-            self.draft,
-            memory,
-            root,
-            width=width,
-            length=self.length,
-            limit=self.limit,
-            seed=self.seed if self.ranks_by_noise else None,
-            is_eog=self.model.is_eog,
-        )
-
 
 class RunDrafter(Drafter, Generic[S]):
     """A drafter with a context, whose sequences follow the target's texts.
@@ -156,15 +136,9 @@ class RunDrafter(Drafter, Generic[S]):
 
     state_type: type[S]
 
-    def __init__(self, ctx: Context, sampling: SamplingParams | None, width: int = 1) -> None:
-        self._width = tree_width(width)
+    def __init__(self, ctx: Context, sampling: SamplingParams | None) -> None:
         self.ctx = ctx
         self.sampling = sampling
-
-    @property
-    def width(self) -> int:
-        """Candidates per node; above 1 it proposes trees."""
-        return self._width
 
     @property
     def contexts(self) -> list[Context]:
@@ -174,21 +148,20 @@ class RunDrafter(Drafter, Generic[S]):
     def settings(self, target: Text) -> SamplingParams:
         """Return the settings with which drafts for ``target`` are drawn: without a logits processor."""
         params = self.sampling or target.sampling
-        params = params.replace(seed=target.seed, logprobs=False, logits_processor=None)
-        return tree_settings(params) if self.width > 1 else params
+        return params.replace(seed=target.seed, logprobs=False, logits_processor=None)
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft for all requests together: one decode for each drafted position.
 
-        Requests are drafted for one by one if the drafts are trees or go through the text, or on forks
-        because the memory of a draft model cannot be truncated.
+        Requests are drafted for one by one if the drafts go through the text, or on forks because the
+        memory of a draft model cannot be truncated.
         """
         states = [r.state for r in requests if isinstance(r.state, self.state_type)]
         if not states or len(states) < len(requests):  # they go through the text
             return super().propose_many(requests)
         for state, request in zip(states, requests, strict=True):
             state.open(request)
-        if self.width == 1 and (self.ctx.target is not None or self.ctx.kv_cache.can_draft):
+        if self.ctx.target is not None or self.ctx.kv_cache.can_draft:
             return self._draft(states)
         return [draft for state in states for draft in self._draft([state])]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from os import PathLike
 from typing import TypeVar
 
@@ -23,7 +23,6 @@ from ..generation.text import Text
 from ..native import engine_versions
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
-from .kv_compatibility import KVCompatibility
 from .snapshot_file import Arrays, Sizes, read_file, write_file
 
 __all__ = ["Snapshot", "capture", "fill"]
@@ -33,6 +32,72 @@ T = TypeVar("T")
 
 def _no_states() -> npt.NDArray[np.float32]:
     return np.empty((0, 0), dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class KVCompatibility:
+    """What the K/V of a sequence depends on besides its tokens."""
+
+    fingerprint: str
+    architecture: str
+    n_layer: int
+    n_embd: int
+    n_vocab: int
+    kv_type: str
+    flash_attention: bool | None
+    rope: str
+    model: str = ""  # its file's name, for messages
+
+    @classmethod
+    def of(cls, ctx: Context) -> KVCompatibility:
+        """Return the context's own.
+
+        Raises:
+            SnapshotError: the model's file is gone.
+        """
+        layout = ctx.kv_cache.state_layout
+        model = ctx.model
+        try:
+            fingerprint = model.fingerprint
+        except OSError as error:
+            raise SnapshotError(f"the model's file cannot be read any more: {error}") from error
+        return cls(
+            fingerprint=fingerprint,
+            architecture=model.architecture,
+            n_layer=model.n_layer,
+            n_embd=model.n_embd,
+            n_vocab=model.n_vocab,
+            kv_type=ctx.kv_type,
+            flash_attention=None if layout is None else layout.flash_attention,
+            rope=_rope(ctx),
+            model=model.path.name,
+        )
+
+    def check(self, ctx: Context) -> None:
+        """Raise SnapshotError unless ``ctx`` computes the same K/V."""
+        ours = asdict(KVCompatibility.of(ctx))
+        for name, theirs in asdict(self).items():
+            if name != "model" and theirs != ours[name]:
+                setting = name if name in ("kv_type", "flash_attention", "rope") else None
+                if name == "fingerprint":
+                    name, theirs = "model", self.model or "its name was not saved"
+                raise SnapshotError(
+                    f"the snapshot is of another {name}: {theirs!s:.80}, this context has {ours[name]}",
+                    setting=setting,
+                    hint="create the context with the model and settings it was saved with",
+                )
+
+
+def _rope(ctx: Context) -> str:
+    """Return the RoPE settings: stored keys are already rotated by them."""
+    options = ctx.params.native()  # in llama.cpp's numbers
+    names = [f.name for f in fields(options) if f.name.startswith(("rope_", "yarn_"))]
+    parts = [f"{name}={getattr(options, name):g}" for name in names]
+    scaling = f"{ctx.model.architecture}.rope.scaling."
+    trained = ctx.model.metadata.get(f"{scaling}original_context_length", "")
+    if trained.isdigit() and ctx.model.metadata.get(f"{scaling}type") != "yarn":
+        parts.append(f"long={ctx.n_ctx_seq > int(trained)}")  # LongRoPE has factors for each side
+    return " ".join(parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,7 @@ import numpy as np
 from ..context import Context
 from ..native import forkable_lock
 from .config import SpeculativeConfig
-from .drafter import Drafter, DraftLength, NullDrafter, Round
-from .stop_rule import StopRule, bucket
+from .drafter import Drafter, DraftLength, NullDrafter, Round, StopRule, bucket
 
 __all__ = ["AutoLength", "FixedLength", "draft_length"]
 

@@ -17,8 +17,7 @@ from time import perf_counter
 
 from ...arguments import bounded, real, whole
 from ...errors import ConfigError
-from ...generation.drafter import Draft, Drafter, DraftLength, DraftState
-from ...generation.stop_rule import StopRule
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, StopRule
 from ...generation.text import Text
 from ...model import Model
 from .ngram_index import Guess, Match, Segment, SharedIndex, TokenIndex, doubling

@@ -9,8 +9,7 @@ from time import perf_counter
 from ...arguments import instance
 from ...context import Context
 from ...errors import GrammarError
-from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState
-from ...generation.stop_rule import StopRule
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState, StopRule
 from ...generation.text import Text
 from ...model import Model
 from ...sampling import Distribution

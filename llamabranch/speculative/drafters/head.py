@@ -1,4 +1,4 @@
-"""What EAGLE-3 heads and MTP layers share: they read the target's hidden states.
+"""Drafting with heads, which read the target's hidden states: EAGLE-3, and what MTP layers share with it.
 
 A head reads pairs of a token and a state. For the tokens of the text the states are the target's, after
 the head's encoder if it has one; for drafted tokens they are the head's own, from the step before. So the
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ...arguments import instance
 from ...context import Context
 from ...context.logits import LogitsRow
 from ...context.runner import Batch
@@ -22,10 +23,10 @@ from ...errors import BranchStateError, ConfigError, UnsupportedError
 from ...generation.drafter import DraftState
 from ...generation.text import Text
 from ...model import Model
-from ...sampling import Sampler
+from ...sampling import Sampler, SamplingParams
 from .run import RunDrafter, RunState
 
-__all__ = ["MOST_ROWS", "HeadDrafter", "HeadState", "States"]
+__all__ = ["MOST_ROWS", "EagleDrafter", "HeadDrafter", "HeadState", "States"]
 
 States = npt.NDArray[np.float32]
 
@@ -304,3 +305,34 @@ class HeadDrafter(RunDrafter[HeadState]):
         rows = batch.decode(decoder, states=inputs)
         hidden = decoder.output_states(len(inputs))
         return [(its[-1], hidden[at]) for its, at in zip(rows, lasts, strict=True)]
+
+
+class EagleDrafter(HeadDrafter):
+    """Drafts with an EAGLE-3 head, which reads the hidden states of three layers of the target.
+
+    Li et al. 2025, 2503.01840. At position P the pair is (token P + 1, state P).
+
+    Args:
+        ctx: a context of the head: ``Context(Model("head.gguf"), target=ctx)``. Each state holds one
+            of its sequences.
+        sampling: the settings of its draws; None = the request's.
+
+    Raises:
+        ConfigError: not a context of a head.
+    """
+
+    ahead = 1
+
+    def __init__(self, ctx: Context, sampling: SamplingParams | None = None) -> None:
+        instance("ctx", ctx, Context, 'EagleDrafter(Context(Model("head.gguf"), target=ctx))')
+        if ctx.target is None or not ctx.model.target_layers:
+            raise ConfigError(
+                f"{ctx.model.name} is not open as an EAGLE-3 head",
+                hint='EagleDrafter(Context(Model("head.gguf"), target=ctx))',
+            )
+        super().__init__(ctx, sampling)
+
+    @property
+    def name(self) -> str:
+        """The head's name."""
+        return self.ctx.model.name

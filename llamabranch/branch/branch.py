@@ -18,13 +18,7 @@ from ..arguments import choice, instance, whole
 from ..context import Context, TokenScore
 from ..context.context import text_context
 from ..context.token_states import layer_states
-from ..errors import (
-    BranchStateError,
-    CacheFullError,
-    CapacityError,
-    ConfigError,
-    SequencesExhaustedError,
-)
+from ..errors import BranchStateError, CacheFullError, CapacityError, SequencesExhaustedError
 from ..generation.config import SpeculativeConfig, checked_config
 from ..generation.drafter import Drafter
 from ..generation.drafting import Drafting
@@ -71,9 +65,8 @@ class Branch:
         """Lease a sequence. For ``create`` and ``fork``, not for users."""
         inherited = None if parent is None else parent.sequence
         used = () if inherited is None else (inherited.seq_id,)
-        self.sequence: Text = Text(
-            ctx, ctx.sequences.allocate(self, beginning, used=used), sampler, seed, inherited
-        )
+        seq_id = ctx.sequences.allocate(self, beginning, used=used)
+        self.sequence: Text = Text(ctx, seq_id, sampler, seed, inherited)
         self.ctx = ctx
         self.parent = parent
         self._lock = ctx.lock
@@ -94,14 +87,10 @@ class Branch:
         *,
         beginning: Sequence[int] = (),
     ) -> Branch:
-        """Return an empty branch; ``prefill`` it next.
+        """Return an empty branch, with the arguments of ``start``; ``prefill`` it next.
 
         Args:
-            ctx: the context that holds it.
-            sampling: settings.
-            grammar: constrains the generated text.
-            beginning: tokens that it is going to begin with, if known: the prefix cache may have a
-                sequence that holds them.
+            beginning: tokens that it will begin with, if known: the prefix cache may hold them.
 
         Raises:
             SequencesExhaustedError, GrammarError, ConfigError: nothing is created.
@@ -127,10 +116,7 @@ class Branch:
         parse_special: bool = True,
         **settings: Unpack[SamplingSettings],
     ) -> Branch:
-        """Return a branch prefilled with ``prompt`` (text, token ids or messages).
-
-        On a context with a prefix cache, what is there of the prompt is shared instead of decoded, and
-        the prompt is kept for others.
+        """Return a branch prefilled with ``prompt``; a prefix cache shares what it has of it.
 
         Args:
             ctx: the context that holds it.
@@ -207,11 +193,7 @@ class Branch:
 
     @property
     def text(self) -> str:
-        """The text of all tokens but control tokens.
-
-        After a generation that ended at a stop string it includes that string, as ``tokens`` does; the
-        text that the generation yielded does not.
-        """
+        """The text of ``tokens``, without control tokens."""
         pieces = map(self.ctx.model.piece, self.sequence.shown)
         return b"".join(pieces).decode("utf-8", "replace")
 
@@ -285,8 +267,7 @@ class Branch:
     def log_probs(self) -> npt.NDArray[np.float64]:
         """Return the model's own log-probabilities of the next token in nats, float64 (V,), a copy.
 
-        Before any sampling setting and the grammar. `distribution` is what the next token is drawn from:
-        at temperature 0 a single token.
+        Before any sampling setting and the grammar, which `distribution` has.
         """
         with self._lock:
             return self.sequence.logits_row().log_probs()
@@ -306,47 +287,36 @@ class Branch:
         """Return exp(mean surprisal) of the committed tokens, under the model's own distribution.
 
         Args:
-            since: "prompt" = all generated tokens, inherited ones included, so that branches can be
-                compared wherever they were forked; "fork" = those after the fork point. Tokens of
-                the prompt and of ``append`` have no surprisal here: they were read, not predicted. Nor
-                has the first token of a branch without a prompt, since no logits precede it.
+            since: "prompt" = all generated tokens, inherited ones included; "fork" = those after the
+                fork point. Tokens of the prompt and of ``append`` were read, not predicted, and do not
+                count; nor does the first token of a branch without a prompt.
 
         Raises:
             BranchStateError: there are no such tokens, or some were appended without a surprisal.
             ConfigError: an unknown ``since``.
         """
-        with self._lock:
-            counted = self._scored(since)
-            if not counted:
-                raise BranchStateError(
-                    f"no token was generated since the {since}: there is no perplexity",
-                    hint="generate or extend first; log_likelihood() is 0 there",
-                )
-            try:
-                return math.exp(math.fsum(counted) / len(counted))
-            except OverflowError:
-                return math.inf
+        counted = self._scored(since)
+        if not counted:
+            raise BranchStateError(
+                f"no token was generated since the {since}: there is no perplexity",
+                hint="generate or extend first; log_likelihood() is 0 there",
+            )
+        try:
+            return math.exp(math.fsum(counted) / len(counted))
+        except OverflowError:
+            return math.inf
 
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
         """Return the sum of log p of the committed tokens, under the model's own distribution.
 
-        0 where there are none. Every token lowers it: use it to compare texts of equal length, and
-        ``perplexity`` for others.
-
-        Args:
-            since: "prompt" or "fork", as for ``perplexity``.
-            base: "nats" or "bits".
-
-        Raises:
-            BranchStateError: some tokens were appended without a surprisal.
-            ConfigError: an unknown ``since`` or ``base``.
+        0 where there are none. Every token lowers it: it compares texts of equal length, ``perplexity``
+        others. ``since`` and errors are as there; ``base``: "nats" or "bits".
         """
-        with self._lock:
-            divisor = log_base(base)
-            try:
-                return math.fsum(-surprisal for surprisal in self._scored(since)) / divisor
-            except OverflowError:
-                return -math.inf
+        divisor = log_base(base)
+        try:
+            return math.fsum(-surprisal for surprisal in self._scored(since)) / divisor
+        except OverflowError:
+            return -math.inf
 
     def score(self, text: str | TokenIds, top: int = 0) -> list[TokenScore]:
         """Rate a given text as the continuation of this branch, which does not change.
@@ -354,8 +324,7 @@ class Branch:
         Under the model's own distribution, before any sampling setting; a grammar does not matter.
 
         Args:
-            text: token ids, or text, tokenized by itself and without a BOS token: begin it with a space
-                where the text needs one. Control tokens written in it stay text.
+            text: token ids, or text, tokenized by itself, without a BOS token or control tokens.
             top: how many of the most probable tokens to give for each token.
 
         Returns:
@@ -372,19 +341,8 @@ class Branch:
     def _scored(self, since: str) -> list[float]:
         """Return the surprisals of the tokens since the prompt or the fork, nats."""
         choice("since", since, ("fork", "prompt"))
-        start = self.fork_position if since == "fork" else 0
-        sequence, n_prompt = self.sequence, self.n_prompt
-        counted = [
-            sequence.surprisals[position - n_prompt]
-            for position in sequence.generated_positions(max(start, 1))
-        ]
-        if any(map(math.isnan, counted)):
-            # Tokens of ``append_unscored`` have NaN, which would make any comparison false.
-            raise BranchStateError(
-                f"{sum(map(math.isnan, counted))} of {len(counted)} tokens have no surprisal",
-                hint="they were appended without their logits; extend a new branch with them",
-            )
-        return counted
+        with self._lock:
+            return self.sequence.scored(self.fork_position if since == "fork" else 0)
 
     # -- moving ------------------------------------------------------------------------------------
 
@@ -395,21 +353,19 @@ class Branch:
             TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            sequence, tokens = self.sequence, token_list(tokens)
-            sequence.check_prefill(tokens)
-            sequence.append_prompt(tokens, sequence.decode_run(tokens))
+            tokens = token_list(tokens)
+            self.sequence.check_prefill(tokens)
+            self.sequence.read(tokens)
 
     def append(self, text: str | TokenIds, *, parse_special: bool = True) -> None:
         """Append text that the model reads but did not generate, such as the next message of a user.
 
-        It may come at any time, also after an EOG token. The tokens are decoded in chunks. They count for
-        penalties; they are not ``generated``, have no surprisal and do not have to follow the grammar,
-        which begins again for what is generated after them.
+        Its tokens count for penalties; they are not ``generated``, have no surprisal and need not follow
+        the grammar, which begins again for what is generated after them.
 
         Args:
             text: token ids, or text, tokenized by itself and without a BOS token. For a chat turn it must
-                hold what the chat template writes between two answers, from the end of the turn on: the
-                EOG token that ended the answer is not part of the branch.
+                hold all that the template writes between two answers, the EOG token included.
             parse_special: control tokens written in a text, such as ``<|im_end|>``, become their ids;
                 False for text from others that must not end a turn.
 
@@ -417,20 +373,16 @@ class Branch:
             ConfigError, TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            sequence = self.sequence
-            sequence.check_usable()
+            self.sequence.check_usable()
             if isinstance(text, str):
                 model = self.ctx.model
                 text = model.tokenize(text, add_special=False, parse_special=parse_special)
             tokens = token_list(text)
-            sequence.check_read(tokens)
-            sequence.append_prompt(tokens, sequence.decode_run(tokens))
+            self.sequence.check_read(tokens)
+            self.sequence.read(tokens)
 
     def produce(self) -> Produced:
-        """Return the next token of this branch; changes nothing.
-
-        The result is the same until the state changes: the draw is a pure function of the logits, the
-        settings, the seed and the position.
+        """Return the next token, a pure function of logits, settings, seed and position; change nothing.
 
         Raises:
             BranchStateError: pruned or empty. GrammarError: the grammar allows no token.
@@ -467,34 +419,27 @@ class Branch:
         top_logprobs: int = 0,
         constraint: ConstraintLike | None = None,
     ) -> Generation:
-        """Generate token by token, until the end: an iterator of :class:`Produced`.
-
-        Nothing is decoded until it is iterated: ``for token in branch.generate(20)``; ``generate_text``
-        returns a text.
+        """Generate while it is iterated, until the end: an iterator of :class:`Produced`.
 
         It ends at an EOG token (not kept, and yielded only to carry text that was held back for a stop
-        string), after ``max_tokens``, or when the text contains a stop string: text from there on is
-        not yielded, but the tokens that completed it are yielded and kept, so ``tokens`` and ``text``
-        of the branch include the stop string. ``finish_reason`` is "stop" or "length". Without
-        ``max_tokens`` it continues until the model stops or the cache is full.
+        string), after ``max_tokens``, or when the text contains a stop string, which the branch keeps and
+        the yielded text leaves out. ``finish_reason`` is "stop", "length" or "constraint".
 
         Between two tokens the branch is as after the last one that was yielded: it may be read, forked,
         rewound or extended; the generation goes on from what it finds.
 
         Args:
-            max_tokens: the most tokens to generate; None = until the end.
+            max_tokens: the most tokens to generate; None = until the model stops or the cache is full.
             stop: strings that end the text.
-            drafter: proposes tokens, which are verified in one decode; None = plain decoding. What is
-                learned about drafts, and the drafter's state, serve this branch and its forks until
-                another drafter is given.
+            drafter: proposes tokens; None = plain decoding. Its state, and what is learned about it,
+                serve this branch and its forks until another drafter is given.
             config: how much to draft, and by which rule drafts are accepted.
             top_logprobs: how many alternatives to report with each token.
             constraint: which texts are allowed: a function of the text since the last token that was
                 read, which returns False where no allowed text begins so; or an object with ``prefix``,
                 which returns that, and ``complete``, whether the text may end. The first token in the
                 order of the draw that it allows is taken, so one that refuses nothing changes no text.
-                Where it allows none, the text ends as "constraint". Drafts are accepted by the rule
-                "seeded".
+                Where it allows none, the text ends. Drafts are accepted by the rule "seeded".
 
         Raises:
             ConfigError, UnsupportedError, VocabularyMismatchError: nothing was started.
@@ -502,15 +447,12 @@ class Branch:
             CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
                 and any other error, text that was held back comes with ``is_stop`` and the token id -1.
         """
-        output = OutputBuffer(max_tokens, stop)
-        top_logprobs = whole("top_logprobs", top_logprobs, 0)
+        output, n = OutputBuffer(max_tokens, stop), whole("top_logprobs", top_logprobs, 0)
         drafting = Drafting.of(self._draftings, self.ctx, drafter, checked_config(config))
         state = None
         if constraint is not None:
             state = ConstraintState(ConstraintCalls(constraint), self.ctx.model, stop_strings(stop))
-        return Generation(
-            drafting, self.sequence, output, top_logprobs, constraint=state, owner=self
-        )
+        return Generation(drafting, self.sequence, output, n, constraint=state, owner=self)
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""
@@ -521,8 +463,8 @@ class Branch:
         """Return the hidden states of the tokens from a position on, float32 (n, n_embd), a copy.
 
         From the first call for an inner layer on, the context keeps that layer's states of every token
-        that it decodes, 4 x n_embd bytes each, so forks and steps need nothing more. Tokens decoded
-        before are decoded once more, in a sequence of their own; after the last layer at each call.
+        that it decodes, 4 x n_embd bytes each. Tokens decoded before are decoded once more, in a sequence
+        of their own; after the last layer at each call.
 
         Args:
             layer: how many layers the states have passed, counted as in Hugging Face's transformers: 0 =
@@ -539,19 +481,12 @@ class Branch:
         with self._lock:
             self.sequence.check_usable()
             self.sequence.settle()
-            if not self.position:
-                raise BranchStateError(
-                    "the branch is empty: it has no hidden states", hint="prefill it first"
-                )
+            self.sequence.check_not_empty("hidden states")
             start = whole("start", start, 0, self.position - 1)
             return layer_states(self.ctx, self.seq_id, self.tokens, layer, start)
 
     def generate_text(self, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> str:
-        """Generate as ``generate`` does, and return the text.
-
-        Raises:
-            CacheFullError: as ``generate``; ``text`` of the branch holds what was generated.
-        """
+        """Generate as ``generate`` does, with its errors, and return the text."""
         return self.generate(max_tokens, stop).finish().text
 
     def extend(self, tokens: TokenIds, logits: str = "last") -> list[npt.NDArray[np.float32]]:
@@ -559,8 +494,7 @@ class Branch:
 
         Args:
             tokens: ids, at least one; a grammar must allow them.
-            logits: "last" or "all": which rows to return. All rows of 1,000 tokens take a gigabyte with
-                a vocabulary of 262,144.
+            logits: "last" or "all": which rows to return; all are 4 V bytes a token.
 
         Returns:
             the logits after the last token, or after each one, float32 (V,), copies.
@@ -570,19 +504,15 @@ class Branch:
         """
         with self._lock:
             choice("logits", logits, ("all", "last"))
-            sequence, tokens = self.sequence, token_list(tokens)
-            if not tokens:
-                raise ConfigError("nothing to extend with: no tokens")
-            self.ctx.model.check_tokens(tokens)
-            return sequence.extend(tokens, keeps_all=logits == "all")
+            return self.sequence.extend(token_list(tokens), keeps_all=logits == "all")
 
     # -- branching ---------------------------------------------------------------------------------
 
     def fork(self) -> Branch:
         """Return a child that continues from the same state.
 
-        It shares the prefix's cells and has its own copy of the sampler's and the grammar's state, the
-        tokens and the surprisals; it draws like its parent until reseeded. No K/V is copied.
+        It shares the K/V of the prefix; all other state is its own. It draws like its parent until
+        reseeded.
 
         Raises:
             SequencesExhaustedError: no sequence is free. BranchStateError: pruned.
@@ -600,8 +530,7 @@ class Branch:
     def fork_many(self, n: int) -> list[Branch]:
         """Return ``n`` children, each reseeded: the i-th draws from a seed derived from ours and i.
 
-        So a second call at the same place returns the same children again, with or without a seed of
-        its own: ``reseed()`` the branch between the calls for others.
+        So a second call at the same place returns the same children again: ``reseed()`` in between.
 
         Raises:
             SequencesExhaustedError: not enough sequences; none is forked.
@@ -616,11 +545,8 @@ class Branch:
             for child in children:
                 child.prune()
             if isinstance(error, SequencesExhaustedError):
-                free = len(children)
-                raise SequencesExhaustedError(
-                    f"{n} forks need {n} free sequences, {free} {'is' if free == 1 else 'are'} free",
-                    hint=f"n_seq_max={self.ctx.n_seq_max + n - free} when the context is created "
-                    "(at most 256), fewer forks, or prune other branches",
+                raise SequencesExhaustedError.of_forks(
+                    n, len(children), self.ctx.n_seq_max
                 ) from None
             raise
         return children
@@ -651,8 +577,7 @@ class Branch:
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` on, as if they had never been decoded.
 
-        The K/V is truncated; where this memory cannot truncate, the kept tokens are decoded again,
-        from the parent's state if the parent still is at or before ``position``.
+        Where this memory cannot be cut, the kept tokens are decoded again, or those after the parent's.
 
         Raises:
             ConfigError: not between 0 and the branch's position.
@@ -751,10 +676,7 @@ class Branch:
             return capture(self.sequence, self.sampling)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write this branch to a file, completely or not at all; see ``load``.
-
-        Saves K/V, tokens, settings, grammar, seed, surprisals and logits; not its children. A symbolic
-        link is followed, and a file that is replaced keeps its mode.
+        """Write a ``snapshot`` to a file, as `Snapshot.write` does; see ``load``.
 
         Raises:
             BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
@@ -790,8 +712,6 @@ class Branch:
         The file may come from an untrusted source: everything in it is checked before use.
 
         Args:
-            ctx: where it continues.
-            path: the file.
             trusted: accept K/V that cannot be checked, because this llama.cpp writes it in an unknown
                 layout. Only for files of which you know that nobody forged them.
 

@@ -135,6 +135,21 @@ class Text:
             yield from range(at, read_from)
             at = max(at, read_to)
 
+    def scored(self, start: int) -> list[float]:
+        """Return the surprisals of generated tokens from ``start`` on, nats, but of the very first token.
+
+        Raises:
+            BranchStateError: some have none, which would make any comparison false.
+        """
+        positions = self.generated_positions(max(start, 1))
+        found = [self.surprisals[position - self.n_prompt] for position in positions]
+        if any(map(math.isnan, found)):
+            raise BranchStateError(
+                f"{sum(map(math.isnan, found))} of {len(found)} tokens have no surprisal",
+                hint="they were appended without their logits; extend a new branch with them",
+            )
+        return found
+
     def replayed(self, sampler: Sampler) -> Sampler:
         """Return a copy of ``sampler``, with its settings, that has accepted the tokens."""
         n = self.answer_start
@@ -195,6 +210,13 @@ class Text:
             raise BranchStateError("the branch is pruned")
         self._decoder.check_open()
 
+    def check_not_empty(self, what: str) -> None:
+        """Raise BranchStateError if it has no tokens, and so none of what is asked for."""
+        if not self.tokens:
+            raise BranchStateError(
+                f"the branch is empty: it has no {what}", hint="prefill it first"
+            )
+
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Raise BranchStateError if another generation of it has begun and not ended."""
@@ -230,8 +252,7 @@ class Text:
         row = self.row
         if row is not None and row.is_valid:
             return row
-        if not self.tokens:
-            raise BranchStateError("the branch is empty: it has no logits", hint="prefill it first")
+        self.check_not_empty("logits")
         return self.decode_last()
 
     def decode_last(self, *, draws_next: bool = False) -> LogitsRow:
@@ -336,6 +357,10 @@ class Text:
         """
         expiring = self.expiring_rows()
         return decode_run(self._decoder, tokens, self.seq_id, "last", expiring)[-1]
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Decode tokens and append them to what was read; check them before."""
+        self.append_prompt(tokens, self.decode_run(tokens))
 
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
@@ -449,7 +474,7 @@ class Text:
         return text
 
     def extend(self, tokens: list[int], *, keeps_all: bool) -> list[npt.NDArray[np.float32]]:
-        """Decode tokens of the vocabulary and append them with their surprisals.
+        """Decode tokens and append them with their surprisals.
 
         Each batch of rows is read before the next one overwrites it, so that many tokens take no more
         memory than few.
@@ -457,6 +482,9 @@ class Text:
         Returns:
             copies of the logits (V,) after each token, or only after the last one.
         """
+        if not tokens:
+            raise ConfigError("nothing to extend with: no tokens")
+        self.ctx.model.check_tokens(tokens)
         self.check_usable()
         self.drop_held()
         n = len(self.tokens)

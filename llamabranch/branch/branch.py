@@ -68,7 +68,7 @@ class Branch:
         seq_id = ctx.sequences.allocate(self, beginning, used=used)
         self.sequence: Text = Text(ctx, seq_id, sampler, seed, inherited)
         self.ctx = ctx
-        self.parent = parent
+        self.parent: Branch | None = parent
         self._lock = ctx.lock
         self._children: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._serial = next(_serial)

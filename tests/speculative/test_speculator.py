@@ -343,12 +343,11 @@ def test_reseeded_branch_keeps_its_acceptance(ctx: Context, other_ctx: Context) 
         speculator.forget(branch)
 
 
-@pytest.mark.parametrize("width", [1, 2])
 def test_settings_changed_between_generations_reach_the_draft(
-    ctx: Context, other_ctx: Context, width: int
+    ctx: Context, other_ctx: Context
 ) -> None:
     """A line that is kept goes on with what its branch draws by now; so does that of a fork."""
-    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx, width=width), FIXED)
+    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx), FIXED)
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         for params in (
             WARM,

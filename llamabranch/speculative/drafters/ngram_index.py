@@ -170,9 +170,9 @@ class TokenIndex:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append ``tokens``."""
-        added = array("i", tokens)
+        added = list(tokens)
         self._tokens += added
-        self._bytes += added.tobytes()
+        self._bytes += array("i", added).tobytes()
 
     def rewind(self, n_tokens: int) -> None:
         """Keep the first ``n_tokens``."""
@@ -180,7 +180,9 @@ class TokenIndex:
 
     def fork(self) -> TokenIndex:
         """Return an independent copy."""
-        return TokenIndex(self._lengths, self._tokens)
+        clone = TokenIndex(self._lengths)
+        clone._tokens, clone._bytes = self._tokens.copy(), self._bytes.copy()
+        return clone
 
     def longest(self, most: int) -> Match | None:
         """Return the longest suffix of the tokens that occurred before, None if none did.

@@ -115,11 +115,14 @@ class RunningText:
             return self._drawn(self.text.logits_row())
 
     def _drawn(self, row: LogitsRow) -> Produced:
-        one = self._described(self.text.produce_from(row), row)
+        text = self.text
+        one = self._described(text.produce_from(row), row)
         if self.other_seeds:
-            self.others = [self.text.drawn_as(seed, row) for seed in self.other_seeds]
+            n, sampler = len(text.tokens), text.sampler
+            drawn = (row.draw(sampler, seed, n, measured=False) for seed in self.other_seeds)
+            self.others = [text.describe(token, row)[0] for token in drawn]
         if not one.is_stop:
-            self.text.append(one.token, -one.logprob, None)
+            text.append(one.token, -one.logprob, None)
         return one
 
     def advance(self) -> None:

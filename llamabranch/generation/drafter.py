@@ -193,11 +193,13 @@ class DraftLength(ABC):
         limit: the most tokens a draft may have.
         reads_entropy: whether it decides or learns by entropies; else they may be NaN.
         reason: why ``goes_on`` last returned False: "length", "entropy" or "goodput".
+        n_before: how many tokens another drafter has made of the draft; those of this one follow them.
     """
 
     limit: int
     reads_entropy: bool
     reason = "length"
+    n_before = 0
 
     def stream(self) -> DraftLength:
         """Return one for another stream, which shares what is learned."""
@@ -222,10 +224,11 @@ class DraftLength(ABC):
 
         ``entropy`` in nats is that of the distribution it would be drawn from; NaN = not known.
         """
-        rule = self.stop_rule(n_drafted) if n_drafted < self.limit else None
-        reason = "" if rule is None else rule.reason(n_drafted, entropy)
+        n = self.n_before + n_drafted
+        rule = self.stop_rule(n) if n < self.limit else None
+        reason = "" if rule is None else rule.reason(n, entropy)
         self.reason = reason or "length"
-        return n_drafted < self.limit and not reason
+        return n < self.limit and not reason
 
     @abstractmethod
     def stop_rule(self, n_drafted: int) -> StopRule | None:

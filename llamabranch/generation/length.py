@@ -17,7 +17,7 @@ from ..native import forkable_lock
 from .config import SpeculativeConfig
 from .drafter import Drafter, DraftLength, NullDrafter, Round, StopRule, bucket
 
-__all__ = ["AutoLength", "FixedLength", "draft_length"]
+__all__ = ["AutoLength", "FixedLength"]
 
 # Acceptance is learned in buckets of entropy, nats: their middles, and one for those not known.
 _MIDDLES = (0.02, 0.07, 0.15, 0.3, 0.6, 1.2, 2.4, 4.8, 0.7)
@@ -298,12 +298,3 @@ class AutoLength(DraftLength):
                 f"target's step, about {share:.0%} are accepted ({record.n_accepted} of "
                 f"{record.n_tested} tested){expected}\na target decode of {', '.join(v)}"
             )
-
-
-def draft_length(
-    config: SpeculativeConfig, drafter: Drafter | None = None, ctx: Context | None = None
-) -> DraftLength:
-    """Return the draft length that ``config`` sets; "auto" goes on with what was learned on ``ctx``."""
-    if isinstance(config.draft_k, int):
-        return FixedLength(config.draft_k, config.entropy_stop)
-    return AutoLength(config, drafter, ctx)

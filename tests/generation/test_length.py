@@ -21,7 +21,8 @@ import llamabranch as lb
 from llamabranch import SpeculativeConfig
 from llamabranch.errors import ConfigError
 from llamabranch.generation.drafter import NO_DRAFT, DraftLength, Round, propose
-from llamabranch.generation.length import AutoLength, FixedLength, draft_length
+from llamabranch.generation.drafting import draft_length
+from llamabranch.generation.length import AutoLength, FixedLength
 from llamabranch.speculative import Draft
 
 PLAIN = Round(NO_DRAFT)

@@ -9,7 +9,7 @@ from time import perf_counter
 from ...arguments import instance
 from ...context import Context
 from ...errors import GrammarError
-from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState, StopRule
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState
 from ...generation.text import Text
 from ...model import Model
 from ...sampling import Distribution
@@ -142,9 +142,11 @@ class _ForcedState:
         limit: int,
     ) -> bool:
         """Add what ``values`` proposes and the grammar allows; return whether the draft may go on."""
-        n = len(draft.tokens)
-        rest = _Rest(length, n)
-        found = self._values.propose([*tokens, *draft.tokens], rest, limit - n)
+        n = length.n_before = len(draft.tokens)
+        try:
+            found = self._values.propose([*tokens, *draft.tokens], length, limit - n)
+        finally:
+            length.n_before = 0
         draft.stopped = found.stopped
         draft.n_decodes += found.n_decodes
         draft.n_read += found.n_read
@@ -189,27 +191,3 @@ def _accept(grammar: GrammarState, token: int) -> None:
     if not grammar.allows(token):
         raise GrammarError(f"the grammar does not allow token {token} here")
     grammar.accept(token)
-
-
-class _Rest(DraftLength):
-    """A draft length for the rest of a draft that has ``n`` tokens already."""
-
-    def __init__(self, length: DraftLength, n: int) -> None:
-        self._length = length
-        self._n = n
-        self.limit = length.limit - n
-        self.reads_entropy = length.reads_entropy
-
-    def consider(self, drafter: str) -> bool:
-        return self._length.consider(drafter)
-
-    def goes_on(self, n_drafted: int, entropy: float) -> bool:
-        goes_on = self._length.goes_on(self._n + n_drafted, entropy)
-        self.reason = self._length.reason
-        return goes_on
-
-    def stop_rule(self, n_drafted: int) -> StopRule | None:
-        return self._length.stop_rule(self._n + n_drafted)
-
-    def explain(self) -> str:
-        return self._length.explain()

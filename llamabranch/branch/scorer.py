@@ -228,20 +228,16 @@ class _Reading:
         roots: list[_Node] = []
         for texts in by_base.values():
             base, low = texts[0].base, len(self._paths)
-            if isinstance(base, Text):
-                self._show_first(base, texts)
+            if isinstance(base, Text):  # the logits that are there already
+                base.check_usable()
+                base.settle()
+                row = base.logits_row()
+                for text in texts:
+                    self._show(text, base.position, row)
             self._add_paths(base.position, [text for text in texts if not text.is_done])
             roots += self._nodes(base, low, len(self._paths), base.position)
         self._report()
         self._walk(roots)
-
-    def _show_first(self, base: Text, texts: Sequence[_Text]) -> None:
-        """Show the logits that are there already."""
-        base.check_usable()
-        base.settle()
-        row = base.logits_row()
-        for text in texts:
-            self._show(text, base.position, row)
 
     def _add_paths(self, start: int, texts: Sequence[_Text]) -> None:
         """Add the paths of texts that continue the same, which has ``start`` tokens."""

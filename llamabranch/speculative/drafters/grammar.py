@@ -92,7 +92,9 @@ class _ForcedState:
         start = perf_counter()
         try:
             for token in tokens[self._n_seen :]:
-                _accept(self._grammar, token)
+                if not self._grammar.allows(token):
+                    raise GrammarError(f"the grammar does not allow token {token} here")
+                self._grammar.accept(token)
                 self._n_seen += 1
             grammar = self._grammar.clone()
             if grammar.forced():
@@ -185,9 +187,3 @@ class _ForcedState:
 
     def close(self) -> None:
         self._values.close()
-
-
-def _accept(grammar: GrammarState, token: int) -> None:
-    if not grammar.allows(token):
-        raise GrammarError(f"the grammar does not allow token {token} here")
-    grammar.accept(token)

@@ -9,7 +9,7 @@ from time import perf_counter
 from ...arguments import instance
 from ...context import Context
 from ...errors import GrammarError
-from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullDrafter
 from ...generation.text import Text
 from ...model import Model
 from ...sampling import Distribution
@@ -37,7 +37,8 @@ class GrammarDrafter(Drafter):
         for name, each in (("values", values), ("plain", plain)):
             if each is not None:
                 instance(name, each, Drafter)  # type: ignore[type-abstract]
-        self.values, self.plain = values, plain or values
+        self.values: Drafter = values or NullDrafter()
+        self.plain = plain or self.values
 
     @classmethod
     def copying(cls) -> GrammarDrafter:
@@ -47,30 +48,29 @@ class GrammarDrafter(Drafter):
     @property
     def name(self) -> str:
         """ "grammar", or "grammar+" and the name of ``values``."""
-        return "grammar" if self.values is None else f"grammar+{self.values.name}"
+        none = isinstance(self.values, NullDrafter)
+        return "grammar" if none else f"grammar+{self.values.name}"
 
     @property
     def estimates(self) -> frozenset[str]:
         """Those of ``values``."""
-        return frozenset() if self.values is None else self.values.estimates
+        return self.values.estimates
 
     @property
     def contexts(self) -> list[Context]:
         """Those of ``values``."""
-        return [] if self.values is None else self.values.contexts
+        return self.values.contexts
 
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if ``values`` or ``plain`` cannot draft for ``target``."""
-        for each in (self.values, self.plain):
-            if each is not None:
-                each.check(target)
+        self.values.check(target)
+        self.plain.check(target)
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state, with one of ``values``."""
-        drafter = self.plain if target.grammar is None else self.values
-        values = NullState() if drafter is None else drafter.start(target, rule)
         if target.grammar is None:
-            return values
+            return self.plain.start(target, rule)
+        values = self.values.start(target, rule)
         try:
             state = target.grammar.start(target.ctx.model, forcing=True)
         except BaseException:

@@ -109,12 +109,24 @@ def doubling(shortest: int, longest: int) -> tuple[int, ...]:
     return (*lengths, longest)
 
 
-def _furthest(places: list[Place], tokens: Sequence[int], n: int, limit: int) -> Match:
-    """Return the longest match among ``places``, which all follow the last ``n`` of ``tokens``."""
-    best, kept = n, places
-    limit = min(limit, len(tokens))
-    if n < limit:
-        kept = []
+def _longest(
+    lengths: Sequence[int], tokens: Sequence[int], find: Callable[[bytes], list[Place]]
+) -> Match | None:
+    """Return the longest suffix of ``tokens`` for which ``find`` has places, None if there is none.
+
+    That of the longest n-gram that occurred and, where there are gaps between ``lengths``, those places
+    that agree furthest back, up to the longest length.
+    """
+    best, kept = 0, list[Place]()
+    for n in lengths:
+        found = find(array("i", tokens[-n:]).tobytes()) if n <= len(tokens) else []
+        if not found:  # so nothing longer occurred either
+            break
+        best, kept = n, found
+    limit = min(lengths[-1], len(tokens)) if lengths else 0
+    if best < limit:  # these agree further back than that, perhaps
+        places, kept = kept, []
+        n = best
         for place in places:
             sequence, position = place
             m, most = n, min(limit, position)
@@ -124,24 +136,7 @@ def _furthest(places: list[Place], tokens: Sequence[int], n: int, limit: int) ->
                 best, kept = m, [place]
             elif m == best:
                 kept.append(place)
-    return Match(best, kept)
-
-
-def _longest(
-    lengths: Sequence[int], tokens: Sequence[int], find: Callable[[bytes], list[Place]]
-) -> Match | None:
-    """Return the longest suffix of ``tokens`` for which ``find`` has places, None if there is none.
-
-    That of the longest n-gram that occurred and, where there are gaps between ``lengths``, those places
-    that agree furthest back, up to the longest length.
-    """
-    longest, places = 0, list[Place]()
-    for n in lengths:
-        found = find(array("i", tokens[-n:]).tobytes()) if n <= len(tokens) else []
-        if not found:  # so nothing longer occurred either
-            break
-        longest, places = n, found
-    return _furthest(places, tokens, longest, lengths[-1]) if places else None
+    return Match(best, kept) if kept else None
 
 
 class TokenIndex:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, SupportsIndex
 
@@ -654,16 +654,8 @@ class Branch:
             SnapshotError: it is of another model, K/V type or rope setting, or inconsistent.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
-        text_context("ctx", ctx)
         instance("snapshot", snapshot, Snapshot)
-        with ctx.lock:
-            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
-            try:
-                fill(branch.sequence, snapshot, trusted=trusted)
-            except BaseException:
-                branch.sequence.release()
-                raise
-            return branch
+        return cls._restored(ctx, lambda: snapshot, trusted)
 
     @classmethod
     def load(cls, ctx: Context, path: str | os.PathLike[str], *, trusted: bool = False) -> Branch:
@@ -679,6 +671,16 @@ class Branch:
             SnapshotError: no such file, damaged, or it failed a check.
             UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
         """
+        return cls._restored(ctx, lambda: Snapshot.read(path, ctx), trusted)
+
+    @classmethod
+    def _restored(cls, ctx: Context, get: Callable[[], Snapshot], trusted: bool) -> Branch:
         text_context("ctx", ctx)
         with ctx.lock:
-            return cls.restore(ctx, Snapshot.read(path, ctx), trusted=trusted)
+            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
+            try:
+                fill(branch.sequence, get(), trusted=trusted)
+            except BaseException:
+                branch.sequence.release()
+                raise
+            return branch

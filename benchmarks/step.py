@@ -37,7 +37,7 @@ from llamabranch.bench import (
 )
 from llamabranch.context.logits import LogitsRow
 from llamabranch.context.token_states import kept_states
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import FixedLength
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
 

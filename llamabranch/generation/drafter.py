@@ -30,6 +30,7 @@ __all__ = [
     "DraftRequest",
     "DraftState",
     "Drafter",
+    "FixedLength",
     "NullDrafter",
     "NullState",
     "Round",
@@ -253,6 +254,25 @@ class DraftLength(ABC):
     @abstractmethod
     def explain(self) -> str:
         """Return a description of what it does, with the numbers behind it."""
+
+
+class FixedLength(DraftLength):
+    """Always ``k`` tokens, or fewer where the entropy is above ``entropy_stop`` (nats)."""
+
+    def __init__(self, k: int, entropy_stop: float | None = None) -> None:
+        self.limit = k
+        self.reads_entropy = entropy_stop is not None
+        self._rule = None if entropy_stop is None else StopRule(entropy_stop)
+
+    def stop_rule(self, n_drafted: int) -> StopRule | None:
+        """Return the entropy limit, None without one."""
+        return self._rule
+
+    def explain(self) -> str:
+        """Return the fixed number and the entropy limit."""
+        stop = "" if self._rule is None else f", fewer above {self._rule.most_entropy:g} nats"
+        each = f"always {self.limit} tokens a draft{stop}" if self.limit else "no drafts"
+        return f"{each}: the length is fixed"
 
 
 class DraftState(Protocol):

@@ -13,8 +13,16 @@ from ..errors import CapacityError
 from ..native import forkable_lock
 from ..sampling import SamplingParams
 from .config import SpeculativeConfig, checked_config
-from .drafter import NO_STATE, Drafter, DraftLength, DraftState, NullDrafter, checked_drafter
-from .length import AutoLength, FixedLength
+from .drafter import (
+    NO_STATE,
+    Drafter,
+    DraftLength,
+    DraftState,
+    FixedLength,
+    NullDrafter,
+    checked_drafter,
+)
+from .length import AutoLength
 from .loop import Loop, RunningText
 from .rules import Rule, rule_name
 from .stats import SpeculativeStats

@@ -24,8 +24,7 @@ import llamabranch as lb
 from llamabranch.cli import app
 from llamabranch.context.token_states import kept_states
 from llamabranch.errors import DecodeInterruptedError
-from llamabranch.generation.drafter import DraftRequest
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import DraftRequest, FixedLength
 from llamabranch.native import heads, staging
 from llamabranch.speculative.drafters.head import HeadState
 

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -423,8 +423,8 @@ class Branch:
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""
-        states = self.hidden_states(layer, max(0, self.position - 1))
-        return states[0]
+        (state,) = self.hidden_states(layer, max(0, self.position - 1))
+        return cast(npt.NDArray[np.float32], state)
 
     def hidden_states(self, layer: int = -1, start: int = 0) -> npt.NDArray[np.float32]:
         """Return the hidden states of the tokens from a position on, float32 (n, n_embd), a copy.

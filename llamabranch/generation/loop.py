@@ -43,7 +43,7 @@ from .stats import SpeculativeStats
 from .text import Text
 from .verify import RoundTrace, trace, verify
 
-__all__ = ["Loop", "Reader", "RunningText", "Step"]
+__all__ = ["CommonNoise", "Loop", "Reader", "RunningText", "Step"]
 
 _MOST_PLAIN = 64  # plain steps that are reported together
 _PLAIN = Round(NO_DRAFT)
@@ -55,6 +55,20 @@ class _Unreported(NamedTuple):
     n_accepted: int
     verify_s: float
     overhead_s: float
+
+
+class CommonNoise(NamedTuple):
+    """Where all texts of a search draw with one seed: before a token of which the model is certain.
+
+    Each text has the model's own distribution, since where that is depends on the text before it alone.
+
+    Attributes:
+        entropy: the most entropy of the model's distribution there, nats.
+        seed: of the draws.
+    """
+
+    entropy: float
+    seed: int
 
 
 class RunningText:
@@ -80,6 +94,7 @@ class RunningText:
         done: the round of the last step, as a length learns from it.
         other_seeds: of texts that have been equal so far: for each of them the next token is drawn too.
         others: those tokens.
+        common: where it draws with the seed of all texts of a search; None = nowhere.
     """
 
     def __init__(
@@ -112,6 +127,7 @@ class RunningText:
         self.on_round: Callable[[RoundTrace], None] | None = None
         self.other_seeds: list[int] = []
         self.others: list[Produced] = []
+        self.common: CommonNoise | None = None
         self._trace: RoundTrace | None = None
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before it is called again
@@ -126,11 +142,16 @@ class RunningText:
             return self._drawn(self.text.logits_row())
 
     def _drawn(self, row: LogitsRow) -> Produced:
-        one = self._described(self.text.produce_from(row), row)
-        if self.other_seeds:
-            self.others = [self.text.drawn_as(seed, row) for seed in self.other_seeds]
+        text, common = self.text, self.common
+        if common is not None and row.entropy() <= common.entropy:
+            one = self._described(text.drawn_as(common.seed, row), row)
+            self.others = [one] * len(self.other_seeds)
+        else:
+            one = self._described(text.produce_from(row), row)
+            if self.other_seeds:
+                self.others = [text.drawn_as(seed, row) for seed in self.other_seeds]
         if not one.is_stop:
-            self.text.append(one.token, -one.logprob, None)
+            text.append(one.token, -one.logprob, None)
         return one
 
     def advance(self) -> None:

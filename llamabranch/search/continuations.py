@@ -18,7 +18,7 @@ from ..branch import Branch, Produced
 from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
 from ..generation.drafter import DraftLength, DraftState, propose
 from ..generation.length import FixedLength, draft_length
-from ..generation.loop import Loop, RunningText
+from ..generation.loop import CommonNoise, Loop, RunningText
 from ..generation.output import OutputBuffer
 from ..sampling.noise import derive_seed
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
@@ -168,10 +168,17 @@ class Continuations:
     Args:
         sequences: the sequences.
         drafter: proposes tokens; it changes no text. None = plain decoding.
+        common: where all texts draw with one seed; only without a drafter.
     """
 
-    def __init__(self, sequences: SearchSequences, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        sequences: SearchSequences,
+        drafter: Drafter | None = None,
+        common: CommonNoise | None = None,
+    ) -> None:
         self._sequences = sequences
+        self._common = common
         if not sequences.ctx.kv_cache.can_draft:
             drafter = None
         length: DraftLength = FixedLength(0)
@@ -428,6 +435,7 @@ class Continuations:
             branch.sequence, _RULE, self.stats, drafts=root is not None, like=root
         )
         line.running.other_seeds = [each.seed for each in line.equals]
+        line.running.common = self._common
         if line.tokens:  # it goes on after its last token
             branch.sequence.append(line.tokens[-1], -line.logprobs[-1], None)
         else:

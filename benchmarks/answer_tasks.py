@@ -33,8 +33,7 @@ class Order:
 
     def complete(self, text: str) -> bool:
         """Return whether the total is there and right."""
-        found = self._TOTAL.search(text)
-        return found is not None and found[1] == str(_total(text[: found.start()]))
+        return _read_order(text) is not None and self.prefix(text) and '"total"' in text
 
 
 def _total(text: str) -> int:
@@ -187,12 +186,23 @@ def _problem(rng: random.Random, most: int) -> Item:
 # -- units, times, dates -------------------------------------------------------------------------------
 
 _UNITS = (("weeks", "days", 7), ("hours", "minutes", 60), ("dozens", "eggs", 12))
-_UNIT_SHOTS = (
-    ("Which day is 2 days after Tuesday?", "Wednesday, Thursday = Thursday"),
-    ("How many days are 2 weeks and 3 days?", "14 + 3 = 17"),
-    ("It is 4 o'clock. Which hour is it 3 hours later?", "4 + 3 = 7"),
-    ("Which day is 3 days after Friday?", "Saturday, Sunday, Monday = Monday"),
-)
+_DATE_SHOTS = {
+    "day": (
+        ("Which day is 2 days after Tuesday?", "Wednesday, Thursday = Thursday"),
+        ("Which day is 1 day after Sunday?", "Monday = Monday"),
+        ("Which day is 3 days after Friday?", "Saturday, Sunday, Monday = Monday"),
+    ),
+    "unit": (
+        ("How many days are 2 weeks and 3 days?", "14 + 3 = 17"),
+        ("How many minutes are 1 hour and 5 minutes?", "60 + 5 = 65"),
+        ("How many eggs are 3 dozens and 2 eggs?", "36 + 2 = 38"),
+    ),
+    "hour": (
+        ("It is 4 o'clock. Which hour is it 3 hours later?", "4 + 3 = 7"),
+        ("It is 11 o'clock. Which hour is it 2 hours later?", "11 + 2 = 1"),
+        ("It is 8 o'clock. Which hour is it 1 hour later?", "8 + 1 = 9"),
+    ),
+}
 
 
 def _dated(rng: random.Random, most: int) -> Item:
@@ -200,18 +210,22 @@ def _dated(rng: random.Random, most: int) -> Item:
     offset = rng.randint(1, most)
     if kind == "day":
         day = rng.randrange(7)
-        question = f"Which day is {offset} days after {DAYS[day]}?"
+        question = f"Which day is {_many(offset, 'day')} after {DAYS[day]}?"
         right = DAYS[(day + offset) % 7]
     elif kind == "unit":
         large, small, size = rng.choice(_UNITS)
-        rest = rng.randint(1, 9)
-        question = f"How many {small} are {offset + 1} {large} and {rest} {small}?"
-        right = str((offset + 1) * size + rest)
+        rest = rng.randint(2, 9)
+        question = f"How many {small} are {_many(offset, large[:-1])} and {rest} {small}?"
+        right = str(offset * size + rest)
     else:
         hour = rng.randint(1, 12)
-        question = f"It is {hour} o'clock. Which hour is it {offset} hours later?"
+        question = f"It is {hour} o'clock. Which hour is it {_many(offset, 'hour')} later?"
         right = str((hour + offset - 1) % 12 + 1)
-    return Item(_asked(_UNIT_SHOTS, question), right, _after_equals, max_tokens=24)
+    return Item(_asked(_DATE_SHOTS[kind], question), right, _after_equals, max_tokens=24)
+
+
+def _many(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n > 1)}"
 
 
 def _after_equals(text: str) -> str | None:
@@ -222,26 +236,34 @@ def _after_equals(text: str) -> str | None:
 # -- rules of letters ----------------------------------------------------------------------------------
 
 _NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
-_LETTERS = (
-    "Three words that begin with t: table tree tiger\n"
-    "Four words without the letter o: cat ship tree black\n"
-    "Three words that begin with d, a, y: dog apple yellow\n"
-    "Two words that begin with f: fish forest\n"
-)
+_WORDS = {
+    "begin": ("t: table tree tiger top", "d: dog door day dark", "f: fish forest fire flag"),
+    "without": ("o: cat ship tree black", "u: dog apple mice green", "r: moon house pen small"),
+    "spell": ("d, a, y, s: dog apple yellow sun", "t, o, p, m: tree open pen moon",
+              "f, i, n, e: fish ice nut egg"),
+}  # fmt: skip
+_RULES = {"begin": "begin with", "without": "do not have the letter", "spell": "begin with"}
 
 
 def _letters(rng: random.Random, n: int) -> Item:
-    kind = rng.choice(("begin", "without", "acrostic"))
+    kind = rng.choice(tuple(_WORDS))
     if kind == "begin":
-        letter = rng.choice("abcdghlmprsw")
-        rule, words = f"that begin with {letter}", Words(n, initials=letter)
+        letters = rng.choice("abcdghlmprsw")
+        words = Words(n, initials=letters)
     elif kind == "without":
-        letter = rng.choice("aeist")
-        rule, words = f"without the letter {letter}", Words(n, without=letter)
+        letters = rng.choice("aeist")
+        words = Words(n, without=letters)
     else:
-        initials = "".join(rng.choice("abcdefghlmoprstw") for _ in range(n))
-        rule, words = f"that begin with {', '.join(initials)}", Words(n, initials=initials)
-    prompt = f"{_LETTERS}{_NUMERALS[n].capitalize()} words {rule}:"
+        letters = ", ".join(rng.choice("abcdefghlmoprstw") for _ in range(n))
+        words = Words(n, initials=letters.replace(", ", ""))
+    noun = "word" if n == 1 else "words"
+    rule = f"{_NUMERALS[n].capitalize()} {noun} that {_RULES[kind]}"
+    shots = ""
+    for shot in _WORDS[kind]:
+        asked, given = shot.split(": ")
+        asked = asked if kind != "spell" else ", ".join(asked.split(", ")[:n])
+        shots += f"{rule} {asked}: {' '.join(given.split()[:n])}\n"
+    prompt = f"{shots}{rule} {letters}:"
     return Item(prompt, "", _first_line, words, max_tokens=8 * n)
 
 
@@ -288,10 +310,12 @@ def _read_order(text: str) -> str | None:
         return None
 
 
-def _order(rng: random.Random, n: int) -> Item:
-    examples = ([("cups", 2, 3)], [("pens", 4, 2), ("hats", 1, 9)], [("bags", 3, 5)])
+def _order(rng: random.Random, most: int) -> Item:
+    known = [("cups", 2, 3), ("hats", 1, 4), ("bags", 3, 2), ("toys", 2, 5)]
+    n = 2 if most > 9 else 1
+    examples = [known[i : i + n] for i in range(0, len(known), n)]
     shots = "".join(f"Order: {_order_text(x)}\nJSON:\n{_order_json(x)}\n\n" for x in examples)
-    lines = [(x, rng.randint(1, 6), rng.randint(2, 9)) for x in rng.sample(THINGS, n)]
+    lines = [(x, rng.randint(1, min(most, 6)), rng.randint(1, most)) for x in rng.sample(THINGS, n)]
     right = _order_json(lines)
     prompt = f"{shots}Order: {_order_text(lines)}\nJSON:\n"
     return Item(prompt, right, _read_order, Order(), 28 + 24 * n, _ORDER_SCHEMA)
@@ -312,49 +336,37 @@ _FAMILIES = (
     "Meyer",
     "Byrne",
 )
+_BONDS = ("boss", "teacher", "doctor")
 _JOBS = ("nurse", "baker", "pilot", "teacher", "lawyer", "cook", "farmer", "painter", "clerk")
-_RECORD_SHOTS = (
-    (
-        "Paul Weber, a tailor of 51, was born in Bonn and lives in Kiel. His boss is Ida Kranz.",
-        "Where does Paul Weber live?",
-        "Kiel",
-    ),
-    (
-        "Rosa Lopez, a judge of 44, was born in Vigo and lives in Leon. Her boss is Juan Ortiz.",
-        "Who is the boss of Rosa Lopez?",
-        "Juan Ortiz",
-    ),
-    (
-        "Emil Stein, a driver of 29, was born in Bern and lives in Chur. His boss is Otto Frei.",
-        "How old is Emil Stein?",
-        "29",
-    ),
-)
 
 
 def _record(rng: random.Random, n: int) -> Item:
-    people = [
-        (f"{first} {last}", job, str(age), born, lives, f"{boss} {its}")
-        for first, boss, last, its, job, age, born, lives in zip(
-            rng.sample(NAMES, n), rng.sample(NAMES, n), rng.sample(_FAMILIES, n),
-            rng.sample(_FAMILIES, n), rng.sample(_JOBS, n), rng.sample(range(20, 70), n),
-            rng.sample(_CITIES, n), rng.sample(_CITIES, n), strict=True,
-        )
-    ]  # fmt: skip
-    text = " ".join(
-        f"{name}, a {job} of {age}, was born in {born} and lives in {lives}. "
-        f"The boss of {name} is {boss}."
-        for name, job, age, born, lives, boss in people
-    )
-    name, job, age, born, lives, boss = rng.choice(people)
-    question, right = rng.choice((
-        (f"Where does {name} live?", lives), (f"Where was {name} born?", born),
-        (f"How old is {name}?", age), (f"What is {name} by profession?", job),
-        (f"Who is the boss of {name}?", boss),
-    ))  # fmt: skip
-    shots = "".join(f"Text: {a}\nQuestion: {b}\nAnswer: {c}\n\n" for a, b, c in _RECORD_SHOTS)
+    examples = [_one_record(random.Random(f"example {i}"), n) for i in range(3)]
+    shots = "".join(f"Text: {a}\nQuestion: {b}\nAnswer: {c}\n\n" for a, b, c in examples)
+    text, question, right = _one_record(rng, n)
     prompt = f"{shots}Text: {text}\nQuestion: {question}\nAnswer:"
     return Item(prompt, right, _first_line, Copied(text), max_tokens=10)
+
+
+def _one_record(rng: random.Random, n: int) -> tuple[str, str, str]:
+    """Return a text about a person, a question, and the answer; ``n``: more facts of the same kind."""
+    first, *others = rng.sample(NAMES, 4)
+    last, *families = rng.sample(_FAMILIES, 4)
+    people = [f"{a} {b}" for a, b in zip(others, families, strict=True)]
+    name, job, age = f"{first} {last}", rng.choice(_JOBS), str(rng.randint(20, 69))
+    cities = rng.sample(_CITIES, 4)
+    facts = [f"was born in {cities[0]}", f"studied in {cities[1]}", f"worked in {cities[2]}"][:n]
+    lived = ", ".join(facts)
+    bonds = [
+        f"The {who} of {name} is {person}." for who, person in zip(_BONDS, people, strict=True)
+    ]
+    text = f"{name}, a {job} of {age}, {lived} and lives in {cities[3]}. {' '.join(bonds[:n])}"
+    question, right = rng.choice((
+        (f"Where does {name} live?", cities[3]), (f"Where was {name} born?", cities[0]),
+        (f"How old is {name}?", age), (f"What is {name} by profession?", job),
+        (f"Who is the {_BONDS[0]} of {name}?", people[0]),
+    ))  # fmt: skip
+    return text, question, right
 
 
 TASKS: Mapping[str, Callable[[random.Random, int], Item]] = {
@@ -362,8 +374,8 @@ TASKS: Mapping[str, Callable[[random.Random, int], Item]] = {
     "records": _record,
 }  # fmt: skip
 LEVELS: Mapping[str, Sequence[int]] = {  # the easiest first
-    "problems": (5, 9, 15, 25, 50), "dates": (2, 4, 7, 12), "letters": (2, 3, 4, 5),
-    "orders": (1, 2, 3), "records": (1, 2, 3, 4),
+    "problems": (5, 9, 15, 25, 50), "dates": (1, 2, 4, 7), "letters": (1, 2, 3, 4),
+    "orders": (2, 3, 5, 9, 10), "records": (1, 2, 3),
 }  # fmt: skip
 
 

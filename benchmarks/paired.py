@@ -28,7 +28,7 @@ def mcnemar(gained: int, lost: int) -> float:
     """
     n = gained + lost
     tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
-    return min(1.0, 2.0 * tail / 2**n)
+    return min(1.0, 2 * tail / (1 << n))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

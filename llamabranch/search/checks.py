@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from ..arguments import bounded, function, instance, whole
 from ..branch import Branch
 from ..errors import ConfigError
@@ -45,7 +43,7 @@ def common_noise(entropy: float, seed: int, drafter: Drafter | None) -> CommonNo
     Raises:
         ConfigError: no entropy of at least 0, or one with a drafter.
     """
-    if not bounded("entropy", entropy, 0, math.inf):
+    if not bounded("entropy", entropy, 0, 1e9):
         return None
     if drafter is not None:
         raise ConfigError("give either entropy or a drafter: equal texts are not drafted for")

@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import zip_longest
-from typing import Any
 
-from llamabranch import Engine, Request, Result, SpeculativeStats
+import numpy as np
+import numpy.typing as npt
+
+from llamabranch import (
+    Branch,
+    ConfigError,
+    Context,
+    Engine,
+    Grammar,
+    Request,
+    Result,
+    SpeculativeStats,
+)
 from llamabranch.bench import Interval, Maker, Sample, Series, Stopped, Work, interleave
+from llamabranch.errors import GrammarError
+from llamabranch.sampling import Sampler
 
 from .formats import interval_text
 from .interrupts import InterruptHandler
 
+Logits = npt.NDArray[np.float32]
+
+_RUNS = (1, 2, 3, 5, 9, 17, 33)  # tokens in a decode: their number decides how logits are rounded
+_SLACK = 2.0  # the decodes of the two texts may have rounded by more than those tried here
+_MOVES = [2.0**i for i in range(-20, 6)]  # that are tried, in logits
+# The truncations that may drop a token, and the value that switches each off.
+_TRUNCATIONS: dict[str, float] = {
+    "top_n_sigma": -1.0, "top_k": 0, "typical_p": 1.0, "top_p": 1.0, "min_p": 0.0,
+    "xtc_probability": 0.0,
+}  # fmt: skip
 MOST_PAIRS = 9  # the fewest with which one outlier on either side does not widen the 95 % interval
 
 
@@ -44,11 +68,44 @@ class Runs:
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """The first token in which a drafted text and the plain one differ, and what decided between them.
+
+    Attributes:
+        position: the index of that token, from 0 = the first generated one.
+        tokens: what the plain and the drafted text have there; None where that text had ended.
+        gap: how far logits must move relative to each other for one token to be drawn instead of the
+            other; infinite if no such move was found.
+        difference: how far they do move here when the text is decoded in runs of other lengths; 0 in a
+            batch-invariant context.
+        decided_by: "logits" (at temperature 0), "scores" (log-probability plus noise), the setting that
+            drops one of the tokens, such as "top_p", or "nothing": no move that was tried decides it.
+    """
+
+    position: int
+    tokens: tuple[int | None, int | None]
+    gap: float
+    difference: float
+    decided_by: str
+
+    @property
+    def explained(self) -> bool:
+        """Whether rounding explains it: the gap is at most twice the measured difference."""
+        return self.gap <= _SLACK * self.difference
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON types."""
+        return {**asdict(self), "explained": self.explained}
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Drafted against plain decoding of the same requests with the same seed."""
+    """Drafted against plain decoding, which ``engine`` does, of the same requests with the same seed."""
 
     drafted: Runs
     plain: Runs
+    engine: Engine
+    requests: Sequence[Request]
 
     @property
     def speedup(self) -> float:
@@ -72,16 +129,14 @@ class Comparison:
         """Whether both gave the same tokens."""
         return self.drafted.tokens == self.plain.tokens
 
-    @property
-    def divergence(self) -> dict[str, Any] | None:
-        """Where the first two texts that differ part: ``position`` and ``tokens``, plain and drafted.
-
-        A token is None where that text had ended.
-        """
-        for pair in zip(self.plain.tokens, self.drafted.tokens, strict=True):
-            for position, tokens in enumerate(zip_longest(*pair)):
+    @cached_property
+    def divergence(self) -> Divergence | None:
+        """Where the first two texts that differ part; decodes what they have in common some times."""
+        requests = {str(request.id): request for request in self.requests}
+        for result, drafted in zip(self.plain.results, self.drafted.tokens, strict=True):
+            for position, tokens in enumerate(zip_longest(result.tokens, drafted)):
                 if tokens[0] != tokens[1]:
-                    return {"position": position, "tokens": tokens}
+                    return _divergence(self.engine, requests[result.id], result, position, tokens)
         return None
 
     def explain(self) -> str:
@@ -140,5 +195,86 @@ def compare(
     if interrupts.requested or not found["plain"].runs:
         return None
     return Comparison(
-        Runs(found["drafted"], results[drafting]), Runs(found["plain"], results[plain])
+        Runs(found["drafted"], results[drafting]),
+        Runs(found["plain"], results[plain]),
+        plain,
+        requests,
     )
+
+
+# -- why two texts differ ------------------------------------------------------------------------------
+
+
+def _divergence(
+    engine: Engine,
+    request: Request,
+    plain: Result,
+    position: int,
+    tokens: tuple[int | None, int | None],
+) -> Divergence:
+    """Return what decided a token: the sampler draws again from logits that are moved."""
+    ctx, params, seed = engine.target, request.sampling or engine.sampling, plain.seed
+    prompt, prefix = ctx.model.prompt_tokens(request.prompt), plain.tokens[:position]
+    at = len(prompt) + position
+
+    def sampler(**settings: object) -> Sampler:
+        grammar = Grammar(request.grammar) if isinstance(request.grammar, str) else request.grammar
+        return Sampler(ctx.model, params.replace(**settings), grammar).replay(prompt, prefix)
+
+    def drawn(logits: Logits, using: Sampler) -> tuple[int | None, Sequence[int]]:
+        """Return the token that is drawn, and all that could be."""
+        try:
+            found = using.distribution(logits, at, seed)
+        except (GrammarError, ConfigError):
+            return None, ()
+        return found.draw(seed, at), found.ids.tolist()
+
+    def turn(token: int | None) -> tuple[float, str]:
+        """Return how far logits must move for ``token`` (None: one that ends the text), and why."""
+        wanted = ctx.model.eog_tokens if token is None else [token]
+        raised = max(wanted, key=lambda each: float(row[each]), default=None)
+        if raised is None or drawn(row, usual)[0] in wanted:
+            return 0.0, ""
+        direction = np.full_like(row, -1.0)
+        direction[raised] = 1.0
+
+        def wins(far: float) -> bool:
+            return drawn(row + np.float32(far) * direction, usual)[0] in wanted
+
+        high = next((far for far in _MOVES if wins(far)), None)
+        if high is None:
+            return math.inf, "nothing"
+        low = high / 2
+        for _ in range(12):
+            middle = (low + high) / 2
+            low, high = (low, middle) if wins(middle) else (middle, high)
+        return 2 * high, decider(raised)
+
+    def decider(token: int) -> str:
+        if params.temperature == 0:
+            return "logits"
+        for name, off in _TRUNCATIONS.items():
+            is_used = getattr(params, name) != off and token not in drawn(row, usual)[1]
+            if is_used and token in drawn(row, sampler(**{name: off}))[1]:
+                return name
+        return "scores"
+
+    usual, rows = sampler(), _rows(ctx, [*prompt, *prefix], len(prompt))
+    row = rows[0]  # decoded token by token, as plain decoding does
+    difference = max(float(np.ptp(row - other)) for other in rows)
+    gap, decided_by = max(map(turn, tokens))
+    return Divergence(position, tokens, gap, difference, decided_by)
+
+
+def _rows(ctx: Context, text: Sequence[int], start: int) -> list[Logits]:
+    """Return the logits after a text, float32 (V,), decoded from ``start`` on in runs of each length."""
+    start = max(1, start if start < len(text) else len(text) - _RUNS[-1])
+    rows = []
+    with Branch.start(ctx, text[:start]) as branch:
+        row = branch.logits
+        for n in _RUNS:
+            branch.rewind(start)
+            for i in range(start, len(text), n):
+                row = branch.extend(text[i : i + n], logits="all")[-1]
+            rows.append(row)
+    return rows

@@ -228,7 +228,7 @@ class GenerateReport:
         found, can = self.comparison, self.engine.target.capabilities
         if found is None:
             return {}
-        results = found.plain.results
+        results, where = found.plain.results, found.divergence if self.expects_same_text else None
         plain: dict[str, object] = {"tokens_per_s": found.plain.rate}
         if self._is_flat:
             plain |= {"text": results[0].text, "tokens": results[0].tokens}
@@ -245,7 +245,7 @@ class GenerateReport:
             "same_text_expected": self.expects_same_text,
             "batch_invariant": can.batch_invariant,
             "batch_invariant_reason": can.batch_invariant_reason,
-            "divergence": found.divergence if self.expects_same_text else None,
+            "divergence": where and where.as_dict(),
         }
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -313,9 +313,12 @@ class GenerateReport:
             return ""
         can, told = self.engine.target.capabilities, "The texts differ."
         if found := compared.divergence:
-            plain, drafted = map(self._piece, found["tokens"])
-            told += f" First difference at token {found['position']}: plain decoding generated {plain}, "
-            told += f"with drafts {drafted}."
+            plain, drafted = map(self._piece, found.tokens)
+            told += (
+                f" First difference at token {found.position}: plain decoding generated {plain}, with "
+                f"drafts {drafted} (decided by {found.decided_by}: logits must move by {found.gap:.3g} "
+                f"for that, and between decodes here they move by {found.difference:.3g})."
+            )
         its, why = f"{told} This context is", can.batch_invariant_reason
         if can.batch_invariant:
             return f"{its} batch-invariant ({why}): this is a bug in llamabranch."

@@ -327,24 +327,35 @@ def _flawed(*arguments: Any, **options: Any) -> Comparison | None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "decided_by", "told"),
     [
-        ((), "This context is batch-invariant (measured"),
-        (("--temp", "0", "--kv-type", "f16"), "This context is not batch-invariant ("),
+        ((), "scores", "This context is batch-invariant (measured"),
+        (("--top-k", "2"), "top_k", "This context is batch-invariant (measured"),
+        (("--temp", "0", "--kv-type", "f16"), "logits", "This context is not batch-invariant ("),
     ],
 )
-def test_texts_that_differ_are_reported_with_place_and_tokens(
-    more: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+def test_texts_that_differ_are_reported_with_place_tokens_and_what_decided(
+    more: tuple[str, ...], decided_by: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("llamabranch.cli.generate")
     monkeypatch.setattr(module, "compare", _flawed)
     arguments = ("--compare", "-n", "12", "-s", "7", *FIXED, *more)
     found = speculate(*arguments)
     assert found["same_text"] is False
-    assert found["divergence"] == {"position": 5, "tokens": [0, found["tokens"][5]]}
+    divergence = found["divergence"]
+    assert list(divergence) == [
+        "position", "tokens", "gap", "difference", "decided_by", "explained",
+    ]  # fmt: skip
+    assert (divergence["position"], divergence["tokens"]) == (5, [0, found["tokens"][5]])
+    # Token 0 was not drawn: much more than rounding is needed for that.
+    assert divergence["decided_by"] == decided_by
+    assert divergence["gap"] > 2 * divergence["difference"] and divergence["explained"] is False
+    is_exact = "f16" not in more
+    assert (divergence["difference"] == 0) == is_exact
     shown = said_by("speculate", *arguments)
     assert "First difference at token 5: " in shown and told in shown
-    assert ("bug in llamabranch" in shown) == (not more)
+    assert f"decided by {decided_by}: logits must move by" in shown
+    assert ("bug in llamabranch" in shown) == is_exact
 
 
 class TimedEngine(lb.Engine):

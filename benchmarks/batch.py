@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Series, Spread, Work, interleave, seed_of
+from llamabranch.bench.timing import Maker, Sample, Series, Spread, Work, interleave
+from llamabranch.bench.workloads import seed_of
 
 from . import llama_tools
 from .clocks import verify_costs

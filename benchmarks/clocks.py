@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from llamabranch import Context
-from llamabranch.bench import Spread, verify_times
+from llamabranch.bench.timing import Spread
+from llamabranch.bench.workloads import verify_times
 
 __all__ = ["CallClock", "median_time", "verify_costs"]
 

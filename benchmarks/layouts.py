@@ -10,7 +10,7 @@ from __future__ import annotations
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, interleave
+from llamabranch.bench.timing import Maker, Sample, interleave
 
 from . import llama_tools
 from .llama_tools import LlamaTools

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from llamabranch.bench import Sample
+from llamabranch.bench.timing import Sample
 
 from .llama_tools import has_amx
 

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 import llamabranch as lb
-from llamabranch.bench import Sample
+from llamabranch.bench.timing import Sample
 
 __all__ = [
     "LlamaTools",

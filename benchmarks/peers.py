@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Series, interleave, plain, seed_of, speculative
+from llamabranch.bench.timing import Maker, Sample, Series, interleave
+from llamabranch.bench.workloads import plain, seed_of, speculative
 
 from . import llama_tools
 from .llama_python import LlamaPython

@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Spread, Work, interleave
+from llamabranch.bench.timing import Maker, Sample, Spread, Work, interleave
 from llamabranch.context.compaction import rewrite_in_order
 from llamabranch.engine.job import Submission
 from llamabranch.engine.scheduler import Scheduler

@@ -20,7 +20,7 @@ from types import TracebackType
 
 import llamabranch as lb
 from llamabranch import search
-from llamabranch.bench import Maker, Sample, Series, Work, interleave
+from llamabranch.bench.timing import Maker, Sample, Series, Work, interleave
 
 from .llama_python import LlamaPython
 from .prompts import PROMPTS

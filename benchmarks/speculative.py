@@ -14,16 +14,8 @@ from contextlib import contextmanager
 
 import llamabranch as lb
 from llamabranch import theory
-from llamabranch.bench import (
-    Maker,
-    Sample,
-    Series,
-    Work,
-    draft_cost,
-    interleave,
-    plain,
-    speculative,
-)
+from llamabranch.bench.timing import Maker, Sample, Series, Work, interleave
+from llamabranch.bench.workloads import draft_cost, plain, speculative
 
 from .clocks import verify_costs
 from .drafters import AdversarialDrafter

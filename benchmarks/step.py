@@ -29,12 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 import llamabranch as lb
-from llamabranch.bench import (
-    DecodeClock,
-    Sample,
-    Spread,
-    interleave,
-)
+from llamabranch.bench.timing import Sample, Spread, interleave
+from llamabranch.bench.workloads import DecodeClock
 from llamabranch.context.logits import LogitsRow
 from llamabranch.context.token_states import kept_states
 from llamabranch.generation.length import FixedLength

@@ -19,7 +19,7 @@ from time import perf_counter
 import numpy as np
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Series, Spread, Work, interleave
+from llamabranch.bench.timing import Maker, Sample, Series, Spread, Work, interleave
 
 from .llama_server import LlamaServer
 from .llama_tools import ToolError, build_server

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Series, Work, interleave, plain, speculative
+from llamabranch.bench.timing import Maker, Sample, Series, Work, interleave
+from llamabranch.bench.workloads import plain, speculative
 
 from . import llama_tools
 from .llama_tools import LlamaTools

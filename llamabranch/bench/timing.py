@@ -43,10 +43,6 @@ Work = Callable[[int], Sample]  # processes the item with that number
 Maker = Callable[[int], Work]  # called at the start of the run with that number: fresh state
 
 
-def _known(found: Spread | Interval) -> dict[str, float | None]:
-    return {name: None if math.isnan(x) else x for name, x in vars(found).items()}
-
-
 @dataclass(frozen=True)
 class Spread:
     """A median with the lowest and the highest value."""
@@ -58,18 +54,18 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Return the spread of ``values``; nan if there are none."""
-        known = [value for value in values if not math.isnan(value)]
-        if not known:
+        valid = [value for value in values if not math.isnan(value)]
+        if not valid:
             return cls(math.nan, math.nan, math.nan)
-        return cls(statistics.median(known), min(known), max(known))
+        return cls(statistics.median(valid), min(valid), max(valid))
 
     def as_dict(self) -> dict[str, float | None]:
         """Return it for JSON."""
-        return _known(self)
+        return {name: None if math.isnan(x) else x for name, x in vars(self).items()}
 
 
 @dataclass(frozen=True)
-class Interval:
+class Interval(Spread):
     """The median of ratios with a distribution-free confidence interval.
 
     ``low`` and ``high`` are order statistics of ``n`` independent ratios. Each ratio is above or below
@@ -77,26 +73,23 @@ class Interval:
     that belongs to the sign test). Both are nan if ``n`` is too small: below 6 for 95 %.
     """
 
-    median: float
-    low: float
-    high: float
     n: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
         """Return the 95 % interval of the median of ``values``; nan values are ignored."""
-        known = sorted(value for value in values if not math.isnan(value))
-        n = len(known)
+        valid = sorted(value for value in values if not math.isnan(value))
+        n = len(valid)
         if n == 0:
             return cls(math.nan, math.nan, math.nan, 0)
         outside, below = 0, 0  # values outside on each side; 2^n times the probability of fewer
         while 2 * (below + math.comb(n, outside)) <= (1 - _CONFIDENCE) * 2**n:
             below += math.comb(n, outside)
             outside += 1
-        median = statistics.median(known)
+        median = statistics.median(valid)
         if outside == 0:
             return cls(median, math.nan, math.nan, n)
-        return cls(median, known[outside - 1], known[n - outside], n)
+        return cls(median, valid[outside - 1], valid[n - outside], n)
 
     @property
     def verdict(self) -> str:
@@ -104,10 +97,6 @@ class Interval:
         if self.low > 1:
             return "faster"
         return "slower" if self.high < 1 else "inconclusive"
-
-    def as_dict(self) -> dict[str, float | None]:
-        """Return it for JSON."""
-        return _known(self)
 
 
 @dataclass
@@ -124,10 +113,8 @@ class Series:
     @property
     def rates(self) -> list[float]:
         """Tokens a second of each run."""
-        return [
-            _n_tokens(run) / seconds if (seconds := _seconds(run)) else math.nan
-            for run in self.runs
-        ]
+        totals = ((sum(s.n_tokens for s in run), sum(s.seconds for s in run)) for run in self.runs)
+        return [Sample(n, seconds).rate for n, seconds in totals]
 
     @property
     def rate(self) -> Spread:
@@ -156,12 +143,12 @@ class Series:
     @property
     def seconds(self) -> float:
         """Seconds of all runs."""
-        return _seconds(self.samples)
+        return sum(sample.seconds for sample in self.samples)
 
     @property
     def n_tokens(self) -> int:
         """Tokens of all runs."""
-        return _n_tokens(self.samples)
+        return sum(sample.n_tokens for sample in self.samples)
 
     @property
     def step_s(self) -> float:
@@ -173,14 +160,6 @@ class Series:
         texts = ((a.tokens, b.tokens) for a, b in zip(self.samples, other.samples, strict=True))
         pairs = [(a, b) for a, b in texts if a is not None and b is not None]
         return sum(a == b for a, b in pairs), len(pairs)
-
-
-def _n_tokens(samples: Sequence[Sample]) -> int:
-    return sum(sample.n_tokens for sample in samples)
-
-
-def _seconds(samples: Sequence[Sample]) -> float:
-    return sum(sample.seconds for sample in samples)
 
 
 def show_progress(text: str) -> None:

@@ -11,19 +11,9 @@ from itertools import zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from llamabranch import (
-    Branch,
-    ConfigError,
-    Context,
-    Engine,
-    Grammar,
-    Request,
-    Result,
-    SpeculativeStats,
-)
-from llamabranch.bench import Interval, Maker, Sample, Series, Stopped, Work, interleave
-from llamabranch.errors import GrammarError
-from llamabranch.sampling import Sampler
+import llamabranch as lb
+from llamabranch import Engine, Request, Result, SpeculativeStats
+from llamabranch.bench.timing import Interval, Maker, Sample, Series, Stopped, Work, interleave
 
 from .formats import interval_text
 from .interrupts import InterruptHandler
@@ -148,12 +138,14 @@ class Comparison:
             )
         if verdict != "inconclusive":
             return "Drafting is slower than plain decoding here." * (verdict == "slower")
-        told = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
+        message = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
         if math.isnan(interval.low):
-            told = f"fewer than 6 pairs of runs ({interval.n}) have no interval: generate less (-n)"
+            message = (
+                f"fewer than 6 pairs of runs ({interval.n}) have no interval: generate less (-n)"
+            )
         return (
-            f"Inconclusive: {told}. Stop other programs on the machine, or measure several prompts with "
-            "`llamabranch bench`."
+            f"Inconclusive: {message}. Stop other programs on the machine, or measure several prompts "
+            "with `llamabranch bench`."
         )
 
 
@@ -217,15 +209,19 @@ def _divergence(
     prompt, prefix = ctx.model.prompt_tokens(request.prompt), plain.tokens[:position]
     at = len(prompt) + position
 
-    def sampler(**settings: object) -> Sampler:
-        grammar = Grammar(request.grammar) if isinstance(request.grammar, str) else request.grammar
-        return Sampler(ctx.model, params.replace(**settings), grammar).replay(prompt, prefix)
+    def sampler(**settings: object) -> lb.sampling.Sampler:
+        grammar = (
+            lb.Grammar(request.grammar) if isinstance(request.grammar, str) else request.grammar
+        )
+        return lb.sampling.Sampler(ctx.model, params.replace(**settings), grammar).replay(
+            prompt, prefix
+        )
 
-    def drawn(logits: Logits, using: Sampler) -> tuple[int | None, Sequence[int]]:
+    def drawn(logits: Logits, using: lb.sampling.Sampler) -> tuple[int | None, Sequence[int]]:
         """Return the token that is drawn, and all that could be."""
         try:
             found = using.distribution(logits, at, seed)
-        except (GrammarError, ConfigError):
+        except (lb.errors.GrammarError, lb.ConfigError):
             return None, ()
         return found.draw(seed, at), found.ids.tolist()
 
@@ -266,11 +262,11 @@ def _divergence(
     return Divergence(position, tokens, gap, difference, decided_by)
 
 
-def _rows(ctx: Context, text: Sequence[int], start: int) -> list[Logits]:
+def _rows(ctx: lb.Context, text: Sequence[int], start: int) -> list[Logits]:
     """Return the logits after a text, float32 (V,), decoded from ``start`` on in runs of each length."""
     start = max(1, start if start < len(text) else len(text) - _RUNS[-1])
     rows = []
-    with Branch.start(ctx, text[:start]) as branch:
+    with lb.Branch.start(ctx, text[:start]) as branch:
         row = branch.logits
         for n in _RUNS:
             branch.rewind(start)

@@ -122,7 +122,7 @@ def _score_tasks(
         names = models.names(console)
         for name in names:
             hub.resolve(name, download=None)
-        if reading.kept_file is not None and len(names) > 1:
+        if reading.output_file is not None and len(names) > 1:
             raise ConfigError("--output is for one model", hint="give one file for each run")
         try:
             for name in names:
@@ -182,7 +182,7 @@ class _SampleFile:
     """The samples of tasks, one JSON object a line; with ``resume`` those that are there are ``done``."""
 
     def __init__(self, reading: ReadingOptions, tasks: list[Task]) -> None:
-        self._path = path = reading.kept_file
+        self._path = path = reading.output_file
         self.done: dict[str, list[Sample]] = {task.name: [] for task in tasks}
         self._models: set[str] = set()
         self._file: IO[str] | None = None

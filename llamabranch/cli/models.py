@@ -165,20 +165,22 @@ def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, A
     if is_head:
         fault = first.head_fault(second)
         path, reason = "none", fault
-        told = f"{second.name} is a head that cannot draft for the first: {fault}."
+        verdict = f"{second.name} is a head that cannot draft for the first: {fault}."
         if not fault:
             path, reason = "hidden states", "the head fits the hidden states of the first"
-            told = f"{second.name} is a head that fits the hidden states of the first: it can draft for "
-            told += "it. Whether it was trained for it, only the acceptance shows."
-        return {"compatible": not fault, "path": path, "reason": reason, "told": told}
+            verdict = (
+                f"{second.name} is a head that fits the hidden states of the first: it can draft "
+            )
+            verdict += "for it. Whether it was trained for it, only the acceptance shows."
+        return {"compatible": not fault, "path": path, "reason": reason, "told": verdict}
     report = first.compatibility(second)
-    told = {
+    verdict = {
         "tokens": f"These two can speculate together, token by token: {report.reason}.",
         "text": f"These two can speculate together through the text only: {report.reason}. Every draft "
         "is then tokenized again, which costs time, and fewer tokens are accepted.",
     }.get(report.path, f"These two cannot speculate together: {report.reason}")
     names = ("compatible", "path", "reason")
-    return {**{name: getattr(report, name) for name in names}, "told": told}
+    return {**{name: getattr(report, name) for name in names}, "told": verdict}
 
 
 def _print_drafts(console: Console, found: Sequence[Mapping[str, Any]]) -> None:

@@ -23,8 +23,6 @@ from .caches import hub_cache
 from .choice import choose
 from .spec import HubSpec, is_safe_path
 
-__all__ = ["DownloadPlan", "download", "plan_download"]
-
 _SPARE_BYTES = 64 << 20  # left free on the disk
 _LARGEST_OVER_HTTP = 50 * 10**9
 

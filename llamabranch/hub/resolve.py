@@ -23,8 +23,6 @@ from .download import DownloadPlan, plan_download
 from .download import download as download_files
 from .spec import HubSpec
 
-__all__ = ["fetch", "resolve"]
-
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -59,10 +57,9 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = Fal
     found = _look_up(name_or_path)
     if isinstance(found, Path):
         return found
-    if _is_offline():
-        raise _missing(os.fspath(name_or_path), is_offline=download is not False)
-    if not _download_allowed(download):
-        raise _missing(os.fspath(name_or_path))
+    is_offline = _flag("HF_HUB_OFFLINE") is True
+    if is_offline or not _download_allowed(download):
+        raise _missing(os.fspath(name_or_path), is_offline=is_offline and download is not False)
     return _download(found)
 
 
@@ -88,7 +85,7 @@ def fetch(name: str | os.PathLike[str]) -> Path:
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
     spec = _hub_spec(name)
-    if _is_offline() or spec is None or spec.tag or spec.file:
+    if _flag("HF_HUB_OFFLINE") is True or spec is None or spec.tag or spec.file:
         return resolve(name, download=True)
     found = _look_up(name)
     try:
@@ -97,10 +94,6 @@ def fetch(name: str | os.PathLike[str]) -> Path:
         if isinstance(found, Path):
             return found
         raise
-
-
-def _is_offline() -> bool:
-    return _flag("HF_HUB_OFFLINE") is True
 
 
 def _download_allowed(asked: bool | None) -> bool:
@@ -145,14 +138,12 @@ def _flag(name: str) -> bool | None:
     given = os.environ.get(name, "").strip().lower()
     if not given:
         return None
-    if given in _TRUE:
-        return True
-    if given in _FALSE:
-        return False
+    if given in (*_TRUE, *_FALSE):
+        return given in _TRUE
     raise ConfigError(f"{name} must be 1 or 0, not {given!r}")
 
 
-def _missing(name: str, *, is_offline: bool = False) -> ConfigError:
+def _missing(name: str, *, is_offline: bool) -> ConfigError:
     """Return the error for a model that is not here and needed now; the hint tells how to get it."""
     entry = find_entry(name)
     size = "" if entry is None else f" ({entry.size})"

@@ -21,11 +21,6 @@ from ..sampling import Grammar, SamplingParams
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = [
-    "GenerateRows", "Record", "RowOptions", "ScoreRows", "describe", "error_record",
-    "output_table", "read_rows",
-]  # fmt: skip
-
 Record = dict[str, object]
 
 

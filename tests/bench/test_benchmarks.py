@@ -26,17 +26,8 @@ from benchmarks.prompts import PROMPTS
 from benchmarks.readme import answer_in, questions
 from benchmarks.report import is_padded
 from benchmarks.step import OTHER, Work, measure, seconds_by_part, step_cost
-from llamabranch.bench import (
-    DecodeClock,
-    Interval,
-    Maker,
-    Sample,
-    Series,
-    Spread,
-    Stopped,
-    interleave,
-    verify_times,
-)
+from llamabranch.bench.timing import Interval, Maker, Sample, Series, Spread, Stopped, interleave
+from llamabranch.bench.workloads import DecodeClock, verify_times
 from llamabranch.native import core
 
 ROOT = Path(__file__).parents[2]

@@ -327,7 +327,7 @@ def _flawed(*arguments: Any, **options: Any) -> Comparison | None:
 
 
 @pytest.mark.parametrize(
-    ("more", "decided_by", "told"),
+    ("more", "decided_by", "message"),
     [
         ((), "scores", "This context is batch-invariant (measured"),
         (("--top-k", "2"), "top_k", "This context is batch-invariant (measured"),
@@ -335,7 +335,7 @@ def _flawed(*arguments: Any, **options: Any) -> Comparison | None:
     ],
 )
 def test_texts_that_differ_are_reported_with_place_tokens_and_what_decided(
-    more: tuple[str, ...], decided_by: str, told: str, monkeypatch: pytest.MonkeyPatch
+    more: tuple[str, ...], decided_by: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("llamabranch.cli.generate")
     monkeypatch.setattr(module, "compare", _flawed)
@@ -353,7 +353,7 @@ def test_texts_that_differ_are_reported_with_place_tokens_and_what_decided(
     is_exact = "f16" not in more
     assert (divergence["difference"] == 0) == is_exact
     shown = said_by("speculate", *arguments)
-    assert "First difference at token 5: " in shown and told in shown
+    assert "First difference at token 5: " in shown and message in shown
     assert f"decided by {decided_by}: logits must move by" in shown
     assert ("bug in llamabranch" in shown) == is_exact
 
@@ -402,10 +402,10 @@ def test_verdict_needs_the_whole_interval_and_noise_is_no_answer(
     assert found is not None
     assert found.interval.n == n_pairs
     assert found.verdict == verdict
-    told = found.explain()
-    assert told.startswith("Inconclusive") == (verdict in ("inconclusive", "nothing drafted"))
+    message = found.explain()
+    assert message.startswith("Inconclusive") == (verdict in ("inconclusive", "nothing drafted"))
     if verdict == "inconclusive":
-        assert ("fewer than 6" in told) == (n_pairs < 6) and "`llamabranch bench`" in told
+        assert ("fewer than 6" in message) == (n_pairs < 6) and "`llamabranch bench`" in message
 
 
 # -- which model drafts --------------------------------------------------------------------------------

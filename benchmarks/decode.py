@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Sample, Series, interleave
+from llamabranch.bench.timing import Maker, Series, Timing, interleave
 from llamabranch.bench.workloads import plain, seed_of, speculative
 
 from . import llama_tools
@@ -105,7 +105,7 @@ def _compared(
     return makers
 
 
-def _each(work: Callable[[int, int], Sample]) -> Maker:
+def _each(work: Callable[[int, int], Timing]) -> Maker:
     return lambda run: lambda item: work(run, item)
 
 

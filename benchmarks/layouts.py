@@ -10,7 +10,7 @@ from __future__ import annotations
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Sample, interleave
+from llamabranch.bench.timing import Maker, Timing, interleave
 
 from . import llama_tools
 from .llama_tools import LlamaTools
@@ -98,10 +98,10 @@ def _engine(ctx: lb.Context, n: int, length: int, parallel: int | None = None) -
     engine = lb.Engine(ctx, sampling=sampling, max_tokens=length, parallel=parallel)
     requests = [lb.Request([2 + i, *range(30, 29 + _PROMPT)], id=str(i)) for i in range(n)]
 
-    def work(item: int) -> Sample:
+    def work(item: int) -> Timing:
         start = perf_counter()
         results = engine.generate(requests)
-        return Sample(sum(len(result.tokens) for result in results), perf_counter() - start)
+        return Timing(sum(len(result.tokens) for result in results), perf_counter() - start)
 
     return lambda run: work
 
@@ -117,7 +117,7 @@ def _batched(
 ) -> Maker:
     path = lb.hub.resolve(settings.target)
 
-    def work(item: int) -> Sample:
+    def work(item: int) -> Timing:
         return tools.batched(
             path,
             [n],

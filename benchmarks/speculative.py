@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import llamabranch as lb
 from llamabranch import theory
-from llamabranch.bench.timing import Maker, Sample, Series, Work, interleave
+from llamabranch.bench.timing import Maker, Series, Timing, Work, interleave
 from llamabranch.bench.workloads import draft_cost, plain, speculative
 
 from .clocks import verify_costs
@@ -290,7 +290,7 @@ def _without_profile(maker: Maker) -> Maker:
         with off():
             work = maker(run)
 
-        def timed(item: int) -> Sample:
+        def timed(item: int) -> Timing:
             with off():
                 return work(item)
 

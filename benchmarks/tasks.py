@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Sample, Series, Work, interleave
+from llamabranch.bench.timing import Maker, Series, Timing, Work, interleave
 from llamabranch.bench.workloads import plain, speculative
 
 from . import llama_tools
@@ -88,7 +88,7 @@ def _lookup(
     tools: LlamaTools, ctx: lb.Context, name: str, n: int, k: int, temperature: float
 ) -> Maker:
     def make(run: int) -> Work:
-        def work(item: int) -> Sample:
+        def work(item: int) -> Timing:
             return tools.lookup(
                 ctx.model.path, TASKS[name], n, k=k, temperature=temperature, seed=run + 2
             )

@@ -21,11 +21,11 @@ PAUSE_S = 0.01  # between two methods: the threads of the previous one still spi
 
 
 class Stopped(Exception):
-    """Raised by a ``Work`` that was asked to stop; its sample is not counted."""
+    """Raised by a ``Work`` that was asked to stop; its timing is not counted."""
 
 
 @dataclass(frozen=True)
-class Sample:
+class Timing:
     """One timed piece of work; ``seconds`` is the time that counts, for example without the prompt."""
 
     n_tokens: int
@@ -39,7 +39,7 @@ class Sample:
         return self.n_tokens / self.seconds if self.n_tokens and self.seconds > 0 else math.nan
 
 
-Work = Callable[[int], Sample]  # processes the item with that number
+Work = Callable[[int], Timing]  # processes the item with that number
 Maker = Callable[[int], Work]  # called at the start of the run with that number: fresh state
 
 
@@ -101,20 +101,20 @@ class Interval(Spread):
 
 @dataclass
 class Series:
-    """The runs of one method: of each run the samples of its items."""
+    """The runs of one method: of each run the timings of its items."""
 
-    runs: list[list[Sample]] = field(default_factory=list)
+    runs: list[list[Timing]] = field(default_factory=list)
 
     @property
-    def samples(self) -> list[Sample]:
+    def timings(self) -> list[Timing]:
         """Those of all runs."""
-        return [sample for run in self.runs for sample in run]
+        return [timing for run in self.runs for timing in run]
 
     @property
     def rates(self) -> list[float]:
         """Tokens a second of each run."""
         totals = ((sum(s.n_tokens for s in run), sum(s.seconds for s in run)) for run in self.runs)
-        return [Sample(n, seconds).rate for n, seconds in totals]
+        return [Timing(n, seconds).rate for n, seconds in totals]
 
     @property
     def rate(self) -> Spread:
@@ -128,27 +128,27 @@ class Series:
 
     def interval(self, base: Series) -> Interval:
         """Return the speedup over ``base`` from the ratios of single items, which were timed in turns."""
-        pairs = zip(self.samples, base.samples, strict=True)
+        pairs = zip(self.timings, base.timings, strict=True)
         return Interval.of([mine.rate / theirs.rate for mine, theirs in pairs])
 
     @property
     def stats(self) -> SpeculativeStats:
         """Counts and times of all runs."""
         total = SpeculativeStats()
-        for sample in self.samples:
-            if sample.stats is not None:
-                total.add(sample.stats)
+        for timing in self.timings:
+            if timing.stats is not None:
+                total.add(timing.stats)
         return total
 
     @property
     def seconds(self) -> float:
         """Seconds of all runs."""
-        return sum(sample.seconds for sample in self.samples)
+        return sum(timing.seconds for timing in self.timings)
 
     @property
     def n_tokens(self) -> int:
         """Tokens of all runs."""
-        return sum(sample.n_tokens for sample in self.samples)
+        return sum(timing.n_tokens for timing in self.timings)
 
     @property
     def step_s(self) -> float:
@@ -157,7 +157,7 @@ class Series:
 
     def same_texts(self, other: Series) -> tuple[int, int]:
         """Return how many texts have exactly the tokens of ``other``, and how many were compared."""
-        texts = ((a.tokens, b.tokens) for a, b in zip(self.samples, other.samples, strict=True))
+        texts = ((a.tokens, b.tokens) for a, b in zip(self.timings, other.timings, strict=True))
         pairs = [(a, b) for a, b in texts if a is not None and b is not None]
         return sum(a == b for a, b in pairs), len(pairs)
 
@@ -198,14 +198,14 @@ def interleave(
             for item in range(n_items):
                 progress(f"run {run + 1} of {n_runs}, {item + 1} of {n_items}")
                 order = list(works) if (run + item) % 2 == 0 else list(reversed(works))
-                samples = {}
+                timings = {}
                 for name in order:
                     time.sleep(PAUSE_S)
-                    samples[name] = works[name](item)
+                    timings[name] = works[name](item)
                 for name, each in series.items():
                     if item == 0:
                         each.runs.append([])
-                    each.runs[-1].append(samples[name])
+                    each.runs[-1].append(timings[name])
     except (Stopped, DecodeInterruptedError):
         pass
     progress("")

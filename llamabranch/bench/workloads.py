@@ -9,7 +9,7 @@ from ..context import Context
 from ..context.runner import DecodeHook
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats, Speculator
-from .timing import Maker, Sample, Stopped, Work
+from .timing import Maker, Stopped, Timing, Work
 
 Prompts = Sequence[Sequence[int]]  # token ids
 
@@ -56,7 +56,7 @@ def speculative(
     def make(run: int) -> Work:
         kept = Speculator(ctx, drafter(), config)
 
-        def work(item: int) -> Sample:
+        def work(item: int) -> Timing:
             speculator = Speculator(ctx, drafter(), config) if cold else kept
             seeded = sampling.replace(seed=seed_of(run, item))
             generation = speculator.generate(prompts[item], max_tokens=n, sampling=seeded)
@@ -69,7 +69,7 @@ def speculative(
                 seconds = perf_counter() - start
                 generation.close()
             tokens = tuple(generation.tokens)
-            return Sample(len(tokens), seconds, tokens, generation.stats)
+            return Timing(len(tokens), seconds, tokens, generation.stats)
 
         return work
 

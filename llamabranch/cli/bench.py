@@ -20,7 +20,7 @@ from llamabranch.model import Prompt
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console
-from .drafters import MTP, is_model, make_drafter, note_translation
+from .drafters import is_model, make_drafter
 from .formats import base_name, interval_text, number, spread_text
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .options import ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
@@ -101,22 +101,18 @@ def bench(
                 f"{profile_in_use()} cannot be written ({problem}): threads and exactness are "
                 "measured in every run"
             )
-        target_name, drafters = models.resolve(console)
-        of_target = LoadOptions(load_mtp=MTP in drafters, chat_template=chat.template)
-        context = models.open(target_name, console, stack, **of_target)
-        # Each run gets a new drafter, over the same contexts.
-        contexts = {
-            name: models.open_draft(name, context, console, stack, {})
-            for name in filter(is_model, drafters)
-        }
+        target_name, drafters = names = models.resolve(console)
+        of_target = LoadOptions(chat_template=chat.template)
+        context, drafter = models.open_pair(names, console, stack, of_target, {})
+        contexts = dict(zip(filter(is_model, drafters), drafter.contexts, strict=True))
 
         def new_drafter() -> lb.Drafter:
+            """Return what each run gets, over the same contexts."""
             return make_drafter(drafters, contexts.__getitem__)
 
-        note_translation(new_drafter(), context.model, console)
         params = sampling.without_eog(params, context.model)
         machine = Machine.now()
-        with InterruptHandler([context, *contexts.values()]) as interrupts:
+        with InterruptHandler([context, *drafter.contexts]) as interrupts:
             measured = PairBench(
                 context,
                 new_drafter if drafters else None,
@@ -133,7 +129,7 @@ def bench(
             target=context,
             target_name=target_name,
             drafters=drafters,
-            draft_models=[each.model for each in new_drafter().contexts],
+            draft_models=[each.model for each in drafter.contexts],
             temperature=params.temperature,
             n_prompts=len(texts),
             n_tokens=sweep.n_tokens,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 import llamabranch as lb
 from llamabranch import Engine, Request, Result, SpeculativeStats
-from llamabranch.bench.timing import Interval, Maker, Sample, Series, Stopped, Work, interleave
+from llamabranch.bench.timing import Interval, Maker, Series, Stopped, Timing, Work, interleave
 
 from .formats import interval_text
 from .interrupts import InterruptHandler
@@ -58,7 +58,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class FirstDifference:
     """The first token in which a drafted text and the plain one differ, and what decided between them.
 
     Attributes:
@@ -120,13 +120,15 @@ class Comparison:
         return self.drafted.tokens == self.plain.tokens
 
     @cached_property
-    def divergence(self) -> Divergence | None:
+    def first_difference(self) -> FirstDifference | None:
         """Where the first two texts that differ part; decodes what they have in common some times."""
         requests = {str(request.id): request for request in self.requests}
         for result, drafted in zip(self.plain.results, self.drafted.tokens, strict=True):
             for position, tokens in enumerate(zip_longest(result.tokens, drafted)):
                 if tokens[0] != tokens[1]:
-                    return _divergence(self.engine, requests[result.id], result, position, tokens)
+                    return _first_difference(
+                        self.engine, requests[result.id], result, position, tokens
+                    )
         return None
 
     def explain(self) -> str:
@@ -165,14 +167,14 @@ def compare(
     results: dict[Engine, Sequence[Result]] = {}
 
     def maker(engine: Engine) -> Maker:
-        def work(_: int) -> Sample:
+        def work(_: int) -> Timing:
             if interrupts.requested:
                 raise Stopped
             before = engine.stats.elapsed_s
             found = engine.generate(requests)
             results.setdefault(engine, found)
             n_tokens = sum(len(result.tokens) for result in found)
-            return Sample(n_tokens, engine.stats.elapsed_s - before)
+            return Timing(n_tokens, engine.stats.elapsed_s - before)
 
         def make(_: int) -> Work:
             return work
@@ -197,13 +199,13 @@ def compare(
 # -- why two texts differ ------------------------------------------------------------------------------
 
 
-def _divergence(
+def _first_difference(
     engine: Engine,
     request: Request,
     plain: Result,
     position: int,
     tokens: tuple[int | None, int | None],
-) -> Divergence:
+) -> FirstDifference:
     """Return what decided a token: the sampler draws again from logits that are moved."""
     ctx, params, seed = engine.target, request.sampling or engine.sampling, plain.seed
     prompt, prefix = ctx.model.prompt_tokens(request.prompt), plain.tokens[:position]
@@ -259,7 +261,7 @@ def _divergence(
     row = rows[0]  # decoded token by token, as plain decoding does
     difference = max(float(np.ptp(row - other)) for other in rows)
     gap, decided_by = max(map(turn, tokens))
-    return Divergence(position, tokens, gap, difference, decided_by)
+    return FirstDifference(position, tokens, gap, difference, decided_by)
 
 
 def _rows(ctx: lb.Context, text: Sequence[int], start: int) -> list[Logits]:

@@ -58,7 +58,7 @@ _COST_OF_EXACT = ". --kv-type f16 gives it up, and may read long prompts in half
 
 
 class Check(NamedTuple):
-    """A trial, whether it went as it should, and what was seen."""
+    """A test, whether it went as it should, and what was seen."""
 
     name: str
     passed: bool
@@ -209,16 +209,16 @@ def _context(context: lb.Context) -> dict[str, str]:
 
 
 def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
-    trials: dict[str, Callable[[], tuple[bool, str]]] = {
+    tests: dict[str, Callable[[], tuple[bool, str]]] = {
         "four texts in one batch": lambda: _batch_is_exact(target),
         "speculative decoding": lambda: _drafts_are_exact(target, draft),
         "a saved branch": lambda: _saved_branch_goes_on(target),
         "the cache's accounting": lambda: _audit(target),
     }
     checks = []
-    for name, trial in trials.items():
+    for name, test in tests.items():
         try:
-            checks.append(Check(name, *trial()))
+            checks.append(Check(name, *test()))
         except LlamaBranchError as error:
             checks.append(_failed(name, error))
     return checks

@@ -230,7 +230,10 @@ class GenerateReport:
         found, can = self.comparison, self.engine.target.capabilities
         if found is None:
             return {}
-        results, where = found.plain.results, found.divergence if self.expects_same_text else None
+        results, where = (
+            found.plain.results,
+            found.first_difference if self.expects_same_text else None,
+        )
         plain: dict[str, object] = {"tokens_per_s": found.plain.rate}
         if self._is_flat:
             plain |= {"text": results[0].text, "tokens": results[0].tokens}
@@ -314,7 +317,7 @@ class GenerateReport:
         if compared.same_text:
             return ""
         can, message = self.engine.target.capabilities, "The texts differ."
-        if found := compared.divergence:
+        if found := compared.first_difference:
             plain, drafted = map(self._piece, found.tokens)
             message += (
                 f" First difference at token {found.position}: plain decoding generated {plain}, with "

@@ -120,7 +120,7 @@ def _list_local(console: Console) -> None:
 
 
 def _show(names: Sequence[str], console: Console) -> None:
-    from .drafters import candidates  # which needs NumPy and llama.cpp
+    from .drafters import possible_drafts  # which needs NumPy and llama.cpp
 
     paths = [hub.resolve(name, download=None) for name in names]
     with ExitStack() as stack:
@@ -138,7 +138,7 @@ def _show(names: Sequence[str], console: Console) -> None:
         elif not is_head and models[0].can_generate:
             answer["drafts"] = [
                 {**asdict(each), "path": None if each.path is None else str(each.path)}
-                for each in candidates(names[0])
+                for each in possible_drafts(names[0])
             ]
         shown = [base_name(name) for name in names]
         columns = list(map(_shown, facts))

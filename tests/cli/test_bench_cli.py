@@ -19,7 +19,7 @@ from typer.testing import Result
 import llamabranch as lb
 from llamabranch.bench.machine import Machine
 from llamabranch.bench.pair import Cell, PairBench, PairReport, Sweep
-from llamabranch.bench.timing import Sample, Series
+from llamabranch.bench.timing import Series, Timing
 from llamabranch.cli.bench import BenchReport
 from llamabranch.cli.console import Console
 from llamabranch.profile import profile_problem
@@ -224,7 +224,7 @@ def _cell(length: int | str, rule: str, *speedups: float, n_drafted: int = 50) -
 
     def series(rates: list[float], drafted: int) -> Series:
         stats = lb.SpeculativeStats(num_drafts=drafted, num_draft_tokens=drafted)
-        return Series([[Sample(100, 100 / rate, stats=stats)] for rate in rates])
+        return Series([[Timing(100, 100 / rate, stats=stats)] for rate in rates])
 
     base = [10.0] * len(speedups)
     return Cell(length, rule, series([10 * x for x in speedups], n_drafted), series(base, 0))

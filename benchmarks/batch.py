@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Series, Spread, Timing, Work, interleave
+from llamabranch.bench.timing import Maker, Series, Spread, Timing, Work
 from llamabranch.bench.workloads import seed_of
 
 from . import llama_tools
-from .clocks import verify_costs
+from .clocks import interleave, verify_costs
 from .llama_tools import LlamaTools
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, series_json, table, title

@@ -10,9 +10,10 @@ from __future__ import annotations
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Timing, interleave
+from llamabranch.bench.timing import Maker, Timing
 
 from . import llama_tools
+from .clocks import interleave
 from .llama_tools import LlamaTools
 from .report import Settings, emit, parser, pm, series_json, table, title
 

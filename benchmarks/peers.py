@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Series, Timing, interleave
+from llamabranch.bench.timing import Maker, Series, Timing
 from llamabranch.bench.workloads import plain, seed_of, speculative
 
 from . import llama_tools
+from .clocks import interleave
 from .llama_python import LlamaPython
 from .llama_tools import LlamaTools
 from .prompts import PROMPTS

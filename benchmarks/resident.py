@@ -13,12 +13,13 @@ from functools import partial
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Spread, Timing, Work, interleave
+from llamabranch.bench.timing import Maker, Spread, Timing, Work
 from llamabranch.context.compaction import rewrite_in_order
 from llamabranch.engine.job import Submission
 from llamabranch.engine.scheduler import Scheduler
 
 from . import llama_tools
+from .clocks import interleave
 from .llama_python import LlamaPython
 from .llama_server import LlamaServer
 from .prompts import PROMPTS

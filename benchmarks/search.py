@@ -20,8 +20,9 @@ from types import TracebackType
 
 import llamabranch as lb
 from llamabranch import search
-from llamabranch.bench.timing import Maker, Series, Timing, Work, interleave
+from llamabranch.bench.timing import Maker, Series, Timing, Work
 
+from .clocks import interleave
 from .llama_python import LlamaPython
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 import llamabranch as lb
-from llamabranch.bench.timing import Spread, Timing, interleave
+from llamabranch.bench.timing import Spread, Timing
 from llamabranch.bench.workloads import DecodeClock
 from llamabranch.context.logits import LogitsRow
 from llamabranch.context.token_states import kept_states
@@ -37,7 +37,7 @@ from llamabranch.generation.length import FixedLength
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
 
-from .clocks import CallClock, median_time
+from .clocks import CallClock, interleave, median_time
 from .plotting import Curve, save_plot
 from .prompts import PROMPTS, long_prompt
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title

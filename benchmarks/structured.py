@@ -19,8 +19,9 @@ from time import perf_counter
 import numpy as np
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Series, Spread, Timing, Work, interleave
+from llamabranch.bench.timing import Maker, Series, Spread, Timing, Work
 
+from .clocks import interleave
 from .llama_server import LlamaServer
 from .llama_tools import ToolError, build_server
 from .report import Settings, emit, number, parser, pm, table, title

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Series, Timing, Work, interleave
+from llamabranch.bench.timing import Maker, Series, Timing, Work
 from llamabranch.bench.workloads import plain, speculative
 
 from . import llama_tools
+from .clocks import interleave
 from .llama_tools import LlamaTools
 from .prompts import TASKS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title

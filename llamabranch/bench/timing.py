@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,12 +161,6 @@ class Series:
         return sum(a == b for a, b in pairs), len(pairs)
 
 
-def show_progress(text: str) -> None:
-    """Show progress on one line of standard error, if that is a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
-
-
 def interleave(
     makers: Mapping[str, Maker],
     *,
@@ -175,22 +168,17 @@ def interleave(
     n_items: int,
     budget_s: float = math.inf,
     first_run: int = 0,
-    warm_up: bool = True,
-    progress: Callable[[str], None] = show_progress,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Series]:
     """Time all methods on the same items, in turns.
 
-    Each first warms up on item 0, untimed and with separate state. A run gives every item to every
-    method, in order and, for every other item, in reverse order. Each run starts with fresh state; their
-    numbers, which determine the seeds, begin with ``first_run``. If a ``Work`` raises ``Stopped`` or its
-    decode is interrupted, the result holds only the items that all methods completed. No run begins after
-    the timed work has taken ``budget_s`` seconds.
+    A run gives every item to every method, in order and, for every other item, in reverse order. Each run
+    starts with fresh state; their numbers, which determine the seeds, begin with ``first_run``. If a
+    ``Work`` raises ``Stopped`` or its decode is interrupted, the result holds only the items that all
+    methods completed. No run begins after the timed work has taken ``budget_s`` seconds.
     """
     series = {name: Series() for name in makers}
     try:
-        for name, maker in makers.items() if warm_up else ():
-            progress(f"warming up: {name}")
-            maker(-1)(0)
         for run in range(n_runs):
             if sum(each.seconds for each in series.values()) >= budget_s:
                 break

@@ -44,20 +44,18 @@ def speculative(
     drafter: Callable[[], Drafter | None],
     config: SpeculativeConfig,
     *,
-    cold: bool = False,
     stop: Callable[[], bool] = never,
 ) -> Maker:
-    """Return decoding with a drafter that is new in every run (``cold``: for every prompt).
+    """Return decoding with a drafter that is new in every run.
 
     A drafter kept between runs would copy the text of the previous run. What "auto" learns stays with the
     context, as it does for a user. Evaluating the prompt with the draft model is timed.
     """
 
     def make(run: int) -> Work:
-        kept = Speculator(ctx, drafter(), config)
+        speculator = Speculator(ctx, drafter(), config)
 
         def work(item: int) -> Timing:
-            speculator = Speculator(ctx, drafter(), config) if cold else kept
             seeded = sampling.replace(seed=seed_of(run, item))
             generation = speculator.generate(prompts[item], max_tokens=n, sampling=seeded)
             start = perf_counter()

@@ -183,7 +183,7 @@ def compare(
 
     found = interleave(
         {"drafted": maker(drafting), "plain": maker(plain)},
-        n_runs=MOST_PAIRS, n_items=1, budget_s=budget_s, warm_up=False,
+        n_runs=MOST_PAIRS, n_items=1, budget_s=budget_s,
         progress=lambda text: progress(text and f"comparing: {text.partition(',')[0]}"),
     )  # fmt: skip
     if interrupts.requested or not found["plain"].runs:

@@ -19,14 +19,15 @@ import pytest
 
 import llamabranch as lb
 from benchmarks import llama_tools
-from benchmarks.clocks import CallClock, verify_costs
+from benchmarks.clocks import CallClock, interleave, verify_costs
 from benchmarks.drafters import AdversarialDrafter
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
 from benchmarks.prompts import PROMPTS
 from benchmarks.readme import answer_in, questions
 from benchmarks.report import is_padded
 from benchmarks.step import OTHER, Work, measure, seconds_by_part, step_cost
-from llamabranch.bench.timing import Interval, Maker, Series, Spread, Stopped, Timing, interleave
+from llamabranch.bench import timing
+from llamabranch.bench.timing import Interval, Maker, Series, Spread, Stopped, Timing
 from llamabranch.bench.workloads import DecodeClock, verify_times
 from llamabranch.native import core
 
@@ -194,7 +195,7 @@ def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
     found = interleave({"a": contestant(2), "b": contestant(1)}, n_runs=2, n_items=4)
     assert [len(run) for run in found["a"].runs] == [2]
     assert [len(run) for run in found["b"].runs] == [2]
-    at_once = interleave({"a": contestant(-1)}, n_runs=2, n_items=4, warm_up=False)
+    at_once = timing.interleave({"a": contestant(-1)}, n_runs=2, n_items=4)
     assert at_once["a"].runs == []
 
 

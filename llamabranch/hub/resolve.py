@@ -7,11 +7,9 @@ package brings in one quantization gets the others here: ``smollm2-135m:Q8_0`` i
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from ..arguments import nearest
@@ -19,8 +17,8 @@ from ..errors import ConfigError, UnsupportedError
 from ..files import atomic_write
 from .caches import find, own_cache
 from .catalogue import CatalogueEntry, catalogue, find_entry
-from .download import DownloadPlan, plan_download
 from .download import download as download_files
+from .download import note
 from .spec import HubSpec
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -60,7 +58,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = Fal
     is_offline = _flag("HF_HUB_OFFLINE") is True
     if is_offline or not _download_allowed(download):
         raise _missing(os.fspath(name_or_path), is_offline=is_offline and download is not False)
-    return _download(found)
+    return download_files(found)
 
 
 def fetch(name: str | os.PathLike[str]) -> Path:
@@ -89,7 +87,7 @@ def fetch(name: str | os.PathLike[str]) -> Path:
         return resolve(name, download=True)
     found = _look_up(name)
     try:
-        return _download(spec)
+        return download_files(spec)
     except UnsupportedError:
         if isinstance(found, Path):
             return found
@@ -107,31 +105,6 @@ def _download_allowed(asked: bool | None) -> bool:
     if asked is None:
         return sys.stderr is not None and sys.stderr.isatty()
     return asked
-
-
-def _download(spec: HubSpec) -> Path:
-    plan = plan_download(spec)
-    if plan.missing:
-        if local := find(replace(spec, file=plan.first, tag=None)):
-            return local.path
-        _announce(plan)
-    return download_files(plan)
-
-
-def _announce(plan: DownloadPlan) -> None:
-    """Tell what is about to be downloaded, how large it is and where it goes."""
-    parts = f" in {len(plan.files)} parts" if len(plan.files) > 1 else ""
-    rest = ", the rest of an interrupted download" if plan.partial_bytes else ""
-    n = plan.missing_bytes
-    size = f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
-    name = f"{plan.spec.repository}/{plan.first}"
-    _note(f"downloading {name}{parts}: {size}{rest}, to {plan.cache}")
-
-
-def _note(text: str) -> None:
-    """Print a line on standard error, if there is one."""
-    with contextlib.suppress(OSError, AttributeError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _flag(name: str) -> bool | None:
@@ -228,7 +201,7 @@ def _quantize(source: Path, path: Path, file_type: str) -> None:
     """Make ``path`` from ``source``, whole or not at all."""
     from ..native.quantize import quantize  # which needs llama.cpp
 
-    _note(f"making {path.name} from {source}, once, in {path.parent}")
+    note(f"making {path.name} from {source}, once, in {path.parent}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:

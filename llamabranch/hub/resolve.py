@@ -56,7 +56,10 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = Fal
     if isinstance(found, Path):
         return found
     is_offline = _flag("HF_HUB_OFFLINE") is True
-    if is_offline or not _download_allowed(download):
+    allowed = _flag("LLAMABRANCH_DOWNLOAD") if download is None else download
+    if allowed is None:
+        allowed = sys.stderr is not None and sys.stderr.isatty()
+    if is_offline or not allowed:
         raise _missing(os.fspath(name_or_path), is_offline=is_offline and download is not False)
     return download_files(found)
 
@@ -92,19 +95,6 @@ def fetch(name: str | os.PathLike[str]) -> Path:
         if isinstance(found, Path):
             return found
         raise
-
-
-def _download_allowed(asked: bool | None) -> bool:
-    """Return whether a model that is missing may be downloaded now.
-
-    ``asked`` decides, then the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0); otherwise it may
-    if standard error is a terminal, where the size is announced.
-    """
-    if asked is None:
-        asked = _flag("LLAMABRANCH_DOWNLOAD")
-    if asked is None:
-        return sys.stderr is not None and sys.stderr.isatty()
-    return asked
 
 
 def _flag(name: str) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -207,61 +208,65 @@ def _first_difference(
     tokens: tuple[int | None, int | None],
 ) -> FirstDifference:
     """Return what decided a token: the sampler draws again from logits that are moved."""
-    ctx, params, seed = engine.target, request.sampling or engine.sampling, plain.seed
+    ctx, params = engine.target, request.sampling or engine.sampling
     prompt, prefix = ctx.model.prompt_tokens(request.prompt), plain.tokens[:position]
-    at = len(prompt) + position
+    rows = _rows(ctx, [*prompt, *prefix], len(prompt))
+    row = rows[0]  # decoded token by token, as plain decoding does
 
     def sampler(**settings: object) -> lb.sampling.Sampler:
-        grammar = (
-            lb.Grammar(request.grammar) if isinstance(request.grammar, str) else request.grammar
-        )
-        return lb.sampling.Sampler(ctx.model, params.replace(**settings), grammar).replay(
-            prompt, prefix
-        )
+        made = lb.sampling.Sampler(ctx.model, params.replace(**settings), _grammar(request))
+        return made.replay(prompt, prefix)
 
-    def drawn(logits: Logits, using: lb.sampling.Sampler) -> tuple[int | None, Sequence[int]]:
-        """Return the token that is drawn, and all that could be."""
-        try:
-            found = using.distribution(logits, at, seed)
-        except (lb.errors.GrammarError, lb.ConfigError):
-            return None, ()
-        return found.draw(seed, at), found.ids.tolist()
+    def could_be(using: lb.sampling.Sampler, logits: Logits) -> lb.Distribution | None:
+        with contextlib.suppress(lb.errors.GrammarError, lb.ConfigError):
+            return using.distribution(logits, len(prompt) + position, plain.seed)
+        return None
 
-    def turn(token: int | None) -> tuple[float, str]:
+    def drawn(logits: Logits) -> int | None:
+        found = could_be(usual, logits)
+        return None if found is None else found.draw(plain.seed, len(prompt) + position)
+
+    def decided(token: int | None) -> tuple[float, str]:
         """Return how far logits must move for ``token`` (None: one that ends the text), and why."""
         wanted = ctx.model.eog_tokens if token is None else [token]
-        raised = max(wanted, key=lambda each: float(row[each]), default=None)
-        if raised is None or drawn(row, usual)[0] in wanted:
+        if not wanted or drawn(row) in wanted:
             return 0.0, ""
+        raised = max(wanted, key=lambda each: float(row[each]))
         direction = np.full_like(row, -1.0)
         direction[raised] = 1.0
+        move = _least_move(lambda far: drawn(row + np.float32(far) * direction) in wanted)
+        return 2 * move, "nothing" if move == math.inf else reason(raised)
 
-        def wins(far: float) -> bool:
-            return drawn(row + np.float32(far) * direction, usual)[0] in wanted
+    def reason(token: int) -> str:
+        if params.temperature == 0 or _has(could_be(usual, row), token):
+            return "logits" if params.temperature == 0 else "scores"
+        used = {name: off for name, off in _TRUNCATIONS.items() if getattr(params, name) != off}
+        dropped = (n for n, off in used.items() if _has(could_be(sampler(**{n: off}), row), token))
+        return next(dropped, "scores")
 
-        high = next((far for far in _MOVES if wins(far)), None)
-        if high is None:
-            return math.inf, "nothing"
-        low = high / 2
-        for _ in range(12):
-            middle = (low + high) / 2
-            low, high = (low, middle) if wins(middle) else (middle, high)
-        return 2 * high, decider(raised)
-
-    def decider(token: int) -> str:
-        if params.temperature == 0:
-            return "logits"
-        for name, off in _TRUNCATIONS.items():
-            is_used = getattr(params, name) != off and token not in drawn(row, usual)[1]
-            if is_used and token in drawn(row, sampler(**{name: off}))[1]:
-                return name
-        return "scores"
-
-    usual, rows = sampler(), _rows(ctx, [*prompt, *prefix], len(prompt))
-    row = rows[0]  # decoded token by token, as plain decoding does
+    usual = sampler()
     difference = max(float(np.ptp(row - other)) for other in rows)
-    gap, decided_by = max(map(turn, tokens))
+    gap, decided_by = max(map(decided, tokens))
     return FirstDifference(position, tokens, gap, difference, decided_by)
+
+
+def _grammar(request: Request) -> lb.Grammar | None:
+    given = request.grammar
+    return lb.Grammar(given) if isinstance(given, str) else given
+
+
+def _has(found: lb.Distribution | None, token: int) -> bool:
+    return found is not None and token in found.ids.tolist()
+
+
+def _least_move(wins: Callable[[float], bool]) -> float:
+    """Return the least move that wins; infinite if none does that is tried."""
+    high = next(filter(wins, _MOVES), math.inf)
+    low = high / 2
+    for _ in range(12 if high < math.inf else 0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if wins(middle) else (middle, high)
+    return high
 
 
 def _rows(ctx: lb.Context, text: Sequence[int], start: int) -> list[Logits]:

@@ -70,7 +70,8 @@ class FirstDifference:
         difference: how far they do move here when the text is decoded in runs of other lengths; 0 in a
             batch-invariant context.
         decided_by: "logits" (at temperature 0), "scores" (log-probability plus noise), the setting that
-            drops one of the tokens, such as "top_p", or "nothing": no move that was tried decides it.
+            drops one of the tokens, such as "top_p" (several are joined by "+"), or "nothing": no move
+            that was tried decides it.
     """
 
     position: int
@@ -240,9 +241,12 @@ def _first_difference(
     def reason(token: int) -> str:
         if params.temperature == 0 or _has(could_be(usual, row), token):
             return "logits" if params.temperature == 0 else "scores"
-        used = {name: off for name, off in _TRUNCATIONS.items() if getattr(params, name) != off}
-        dropped = (n for n, off in used.items() if _has(could_be(sampler(**{n: off}), row), token))
-        return next(dropped, "scores")
+        needed = {name: off for name, off in _TRUNCATIONS.items() if getattr(params, name) != off}
+        for name in list(needed):  # that must be off together for it to be drawn
+            fewer = {other: off for other, off in needed.items() if other != name}
+            if _has(could_be(sampler(**fewer), row), token):
+                needed = fewer
+        return "+".join(needed) or "scores"
 
     usual = sampler()
     difference = max(float(np.ptp(row - other)) for other in rows)
@@ -270,14 +274,19 @@ def _least_move(wins: Callable[[float], bool]) -> float:
 
 
 def _rows(ctx: lb.Context, text: Sequence[int], start: int) -> list[Logits]:
-    """Return the logits after a text, float32 (V,), decoded from ``start`` on in runs of each length."""
+    """Return the logits after a text, float32 (V,), decoded from ``start`` on in runs of each length.
+
+    The last run is padded, as a draft is longer than what is accepted of it.
+    """
     start = max(1, start if start < len(text) else len(text) - _RUNS[-1])
     rows = []
     with lb.Branch.start(ctx, text[:start]) as branch:
         row = branch.logits
-        for n in _RUNS:
+        for n in (n for n in _RUNS if n == 1 or len(text) + n <= ctx.n_ctx_seq):
             branch.rewind(start)
             for i in range(start, len(text), n):
-                row = branch.extend(text[i : i + n], logits="all")[-1]
+                run = text[i : i + n]
+                padding = [run[-1]] * (n - len(run))
+                row = branch.extend([*run, *padding], logits="all")[len(run) - 1]
             rows.append(row)
     return rows

@@ -15,7 +15,7 @@ from toys import CHAT_TEMPLATE, Vocabulary, write_toy
 
 import llamabranch as lb
 from llamabranch import hub
-from llamabranch.cli.comparison import Comparison, compare
+from llamabranch.cli.comparison import Comparison, FirstDifference, compare
 from llamabranch.cli.interrupts import InterruptHandler
 
 ESCAPE = "\x1b["
@@ -326,11 +326,15 @@ def _flawed(*arguments: Any, **options: Any) -> Comparison | None:
     return found
 
 
+ALL = ("--top-k", "0", "--top-p", "1", "--min-p", "0")  # every token can be drawn
+
+
 @pytest.mark.parametrize(
     ("more", "decided_by", "message"),
     [
-        ((), "scores", "This context is batch-invariant (measured"),
-        (("--top-k", "2"), "top_k", "This context is batch-invariant (measured"),
+        (ALL, "scores", "This context is batch-invariant (measured"),
+        ((*ALL, "--top-k", "2"), "top_k", "This context is batch-invariant (measured"),
+        ((), "top_k+top_p+min_p", "This context is batch-invariant (measured"),
         (("--temp", "0", "--kv-type", "f16"), "logits", "This context is not batch-invariant ("),
     ],
 )
@@ -351,11 +355,16 @@ def test_texts_that_differ_are_reported_with_place_tokens_and_what_decided(
     assert divergence["decided_by"] == decided_by
     assert divergence["gap"] > 2 * divergence["difference"] and divergence["explained"] is False
     is_exact = "f16" not in more
-    assert (divergence["difference"] == 0) == is_exact
+    assert divergence["difference"] == 0 or not is_exact
     shown = said_by("speculate", *arguments)
     assert "First difference at token 5: " in shown and message in shown
     assert f"decided by {decided_by}: logits must move by" in shown
     assert ("bug in llamabranch" in shown) == is_exact
+
+
+def test_rounding_explains_a_gap_of_twice_the_difference_at_most() -> None:
+    found = [FirstDifference(5, (1, 2), gap, 0.05, "logits").as_dict() for gap in (0.1, 0.11)]
+    assert [each["explained"] for each in found] == [True, False]
 
 
 class TimedEngine(lb.Engine):

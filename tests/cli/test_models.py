@@ -34,6 +34,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     for name in ("HOME", "HF_HOME", "HF_HUB_CACHE", "LLAMABRANCH_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serve() as served:
         monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
         for repository, name in ((TARGET, "tale-target"), (DRAFT, "tale-draft")):

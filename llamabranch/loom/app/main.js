@@ -248,7 +248,7 @@ const run = {
 /** Keep a setting on the server. @param {string} name @param {any} value */
 function setting(name, value) {
   store.doc.settings = { ...store.doc.settings, [name]: value };
-  redraw(["state"]);
+  redraw(["state", "minimap"]);
   if (!exported()) void act("settings", { set: { [name]: value } });
 }
 
@@ -296,7 +296,7 @@ function drawState() {
   $("start").disabled = !canWrite;
   $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
   if (empty && was) $("begin").focus();
-  $("card-draft").textContent = A?.draft === "none" ? "Start with --draft auto." : "A small model guesses, the large one accepts or rejects.";
+  $("card-draft").textContent = A?.draft === "none" ? "Start with --draft auto." : "A draft guesses tokens, the model accepts or rejects.";
   $("card-models").textContent = B ? `${visible(A?.name)} and ${visible(B.name)} on one text.` : "Start with --compare MODEL2.";
 }
 

@@ -18,10 +18,12 @@ import numpy.typing as npt
 import pytest
 
 import llamabranch as lb
-from benchmarks import llama_tools
+from benchmarks import answer_tasks, answers, llama_tools
 from benchmarks.clocks import CallClock, verify_costs
 from benchmarks.drafters import AdversarialDrafter
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
+from benchmarks.paired import holm, mcnemar
+from benchmarks.paired import interval as paired_interval
 from benchmarks.prompts import PROMPTS
 from benchmarks.readme import answer_in, questions
 from benchmarks.report import is_padded
@@ -100,6 +102,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "search",
         "step",
         "evaluation",
+        "constraints",
+        "siblings",
     ],
 )
 def test_benchmark_ends_with_one_json_line(name: str, cache: Path) -> None:
@@ -146,6 +150,77 @@ def test_results_of_the_readme_are_measured(cache: Path) -> None:
     assert isinstance(results, dict)
     assert list(results) == ["edit, Q8_0", "edit, BF16", "json, Q8_0", "json, BF16", "vote, Q8_0"]
     assert all(results[name]["same_texts"] == 1 for name in list(results)[:4])
+
+
+@needs_gguf
+def test_answers_go_on_with_the_plan_of_the_file(cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    first = program("answers", cache, "--out", str(out))["results"]
+    lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [line["plan"] for line in lines[:5]] == list(answer_tasks.TASKS)
+    assert [(line["task"], line["item"]) for line in lines[5:]] == [
+        (task, i) for i in (0, 1) for task in answer_tasks.TASKS
+    ]
+    assert program("answers", cache, "--out", str(out))["results"] == first
+    assert len(out.read_text("utf-8").splitlines()) == len(lines)
+    assert isinstance(first, dict)
+    for line in lines[5:]:
+        methods = line["methods"]
+        if line["task"] in answers.ANSWERS:  # the lossless stop changes no answer
+            lossless, whole = methods["vote of 8, lossless stop"], methods[answers.VOTE]
+            assert lossless["answer"] == whole["answer"]
+            assert lossless["tokens"] <= 8 * whole["tokens"]
+        assert all(x["valid"] for name, x in methods.items() if name == "rejection" and x["text"])
+    assert len(first["planned"]) == len(answers.PLANNED)
+    assert all(0.0 <= x["p"] <= x["p_holm"] <= 1.0 for x in first["planned"])
+
+
+@pytest.mark.parametrize("task", answer_tasks.TASKS)
+def test_items_have_a_right_answer_that_is_valid(task: str) -> None:
+    prompts = set()
+    for seed in range(40):
+        level = answer_tasks.LEVELS[task][seed % 3]
+        asked = answer_tasks.item(task, seed, level)
+        prompts.add(asked.prompt)
+        right = {
+            "problems": f" 1 + 1 = {asked.answer}", "dates": f" so = {asked.answer}",
+            "records": f" {asked.answer}",
+        }.get(task, asked.answer)  # fmt: skip
+        if asked.answer:
+            assert asked.is_right(right) and asked.is_valid(right) and not asked.is_right("")
+            if asked.constraint is not None:
+                lb.search.check_constraint(asked.constraint, [right])
+                assert not asked.constraint.complete(right[:-1])
+        assert asked.answer == answer_tasks.item(task, seed, level).answer
+    assert len(prompts) > 30
+
+
+def test_words_keep_the_rules_of_letters() -> None:
+    begin, without = answer_tasks.Words(2, "b"), answer_tasks.Words(2, without="e")
+    acrostic = answer_tasks.Words(3, "cat")
+    lb.search.check_constraint(begin, [" big boats"])
+    lb.search.check_constraint(without, [" cat dog"])
+    lb.search.check_constraint(acrostic, [" cow ant tiger"])
+    for wrong in (" big", " big big", " big boats back", " big cats", "big boats", " Big boats"):
+        assert not begin.complete(wrong)
+    assert not begin.prefix(" big boats b") and not begin.prefix(" big c")
+    assert not without.prefix(" cat we") and not acrostic.prefix(" cow b")
+
+
+def test_paired_tests_are_exact() -> None:
+    assert mcnemar(0, 0) == mcnemar(3, 3) == 1.0
+    assert mcnemar(6, 0) == mcnemar(0, 6) == 2 / 64
+    assert mcnemar(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert paired_interval([1.0] * 5) == (1.0, 1.0)
+    low, high = paired_interval([0.0, 1.0] * 50)
+    assert low == pytest.approx(0.4, abs=0.02) and high == pytest.approx(0.6, abs=0.02)
+
+
+def test_low_confidence_is_compared_within_a_question() -> None:
+    right = [[True, False], [True, True], [False, True]]
+    assert answers.auroc(right, [[2.0, 1.0], [0.0, 9.0], [3.0, 3.0]]) == 0.75
+    assert math.isnan(answers.auroc([[True]], [[1.0]]))
 
 
 def test_word_problems_are_forty_with_whole_numbers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..arguments import bounded, function, instance, whole
 from ..branch import Branch
+from ..errors import ConfigError
 from ..generation.drafter import checked_drafter
 from ..generation.loop import CommonNoise
 from ..speculative import Drafter

@@ -27,7 +27,6 @@ from .opening import open_native
 from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams
 from .prefix_cache import PrefixCache
 from .runner import Runner, decode_run
-from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
 from .threads import stopped_after
 
@@ -139,8 +138,7 @@ class Context:
         self.release_threads()
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
-        saved = SavedPrefixes(cache_ram) if cache_ram else None
-        return PrefixCache(self._memory, self.sequences, saved, self._runner)
+        return PrefixCache(self._memory, self.sequences, cache_ram, self._runner)
 
     # -- life --------------------------------------------------------------------------------------
 

@@ -83,7 +83,9 @@ def probe(
         _check_copies(layout)
         memory = NonUnified(handle, n_seq_max, layout)
     elif not can_truncate:
-        memory = States(handle, n_seq_max, layout, has_cells_only=not recurrent)
+        memory = States(handle, n_seq_max, layout)
+        if recurrent:
+            memory.spare_seq_ids = range(0)  # cells alone can belong to others than the context's
     elif window:
         memory = Windowed(handle, n_seq_max, layout, window)
     else:

@@ -49,7 +49,7 @@ class CellOrder:
         write_index = cells.write_index(seq_id, low)
         if high < end_of_seq or newest > write_index:
             self._handle.copy(seq_id, self._seq_id, low, high)
-            self._add(write_index, n_cells)
+            self._note(write_index, n_cells)
 
     def quarantine_tree(
         self, leaves: Sequence[int], start: int, write_index: int, n_cells: int
@@ -57,32 +57,23 @@ class CellOrder:
         """Quarantine the ``n_cells`` rejected cells of a tree written from ``write_index`` on."""
         for leaf in leaves:
             self._handle.copy(leaf, self._seq_id, start, -1)
-        self._add(write_index, n_cells)
+        self._note(write_index, n_cells)
 
-    def _add(self, write_index: int, n_cells: int) -> None:
+    def _note(self, write_index: int, n_cells: int) -> None:
         self._lowest = write_index if self._lowest is None else min(self._lowest, write_index)
         self.n_cells += n_cells
 
     def release_if_unneeded(self) -> None:
         """Release the quarantined cells if no living sequence has cells above them."""
-        if self._lowest is None:
-            return
-        cells = self._cells
-        if cells.newest() < self._lowest:
+        if self._lowest is not None and self._cells.newest() < self._lowest:
             self._handle.remove(self._seq_id, 0, -1)
-            self._forget()
+            self._lowest, self.n_cells = None, 0
 
     def release(self) -> None:
         """Release the quarantined cells although sequences have cells above them: order is lost."""
         self._handle.remove(self._seq_id, 0, -1)
-        self._forget()
-        self.in_order = False
-
-    def _forget(self) -> None:
-        """Record that nothing is quarantined."""
-        self._lowest, self.n_cells = None, 0
+        self._lowest, self.n_cells, self.in_order = None, 0, False
 
     def reset(self) -> None:
         """Record that the cache is empty: whatever is written next is in order."""
-        self._forget()
-        self.in_order = True
+        self._lowest, self.n_cells, self.in_order = None, 0, True

@@ -101,10 +101,8 @@ def _copy(memory: Memory, plan: list[_Step], kept: list[KeptText]) -> bool:
 
     It runs in a thread of its own, so that Ctrl-C waits until it is complete.
     """
-    done = False
 
-    def move() -> None:
-        nonlocal done
+    def move() -> bool:
         try:
             pieces = {
                 text: memory.piece(text.seq_id, n) for text, _, n in plan if n < len(text.tokens)
@@ -122,12 +120,11 @@ def _copy(memory: Memory, plan: list[_Step], kept: list[KeptText]) -> bool:
             if hidden is not None:
                 for seq_id, found in rows.items():
                     hidden.set_all(seq_id, found)
-            done = True
+            return True
         except (SnapshotError, MemoryError):
-            return
+            return False
 
-    call_in_thread(move)
-    return done
+    return call_in_thread(move)
 
 
 def _decode_again(memory: Memory, runner: Runner, plan: list[_Step]) -> None:

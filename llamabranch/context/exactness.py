@@ -53,9 +53,15 @@ def exactness_of(
     if params.batch_invariant is False:
         return Exactness(0, reason="not asked for")
     n_ubatch = params.n_ubatch or runner.handle.n_batch
-    reason = _why_not_invariant(model, params)
-    if is_head:
-        reason = reason or "not measured for a head, which needs the states of its target"
+    reason = ""
+    if model.on_gpu:
+        reason = "layers may run on a GPU"
+    elif model.memory_type not in ("attention", "sliding-window"):
+        reason = f"not established for {model.memory_type} memory"
+    elif params.flash_attention is False:
+        reason = "flash attention is off"
+    elif is_head:
+        reason = "not measured for a head, which needs the states of its target"
     slides, limit = model.memory_type == "sliding-window", ""
     if params.kv_type not in INVARIANT_KV_TYPES:  # f16 differs only after 500 tokens
         limit = f"the K/V type is {params.kv_type}, not bf16 or q8_0"
@@ -81,17 +87,6 @@ def exactness_of(
         reason = f"{limit}; {reason}"
         rows = rows if params.kv_type in INVARIANT_KV_TYPES else 0
     return Exactness(rows, variation, reason)
-
-
-def _why_not_invariant(model: Model, params: ContextParams) -> str:
-    """Return the rule that excludes exact batches, "" if none does and measuring tells."""
-    if model.on_gpu:
-        return "layers may run on a GPU"
-    if model.memory_type not in ("attention", "sliding-window"):
-        return f"not established for {model.memory_type} memory"
-    if params.flash_attention is False:
-        return "flash attention is off"
-    return ""
 
 
 def _measured(

@@ -227,8 +227,8 @@ class LogitsRow:
         The draw is for the position after the row's token: nobody draws from a row for another one.
         """
         found = compiled.choice
-        if measured and found.best >= 0:
-            self._best, self._logsumexp, self._entropy = found.best, found.logsumexp, found.entropy
+        if measured:
+            self.note(found.best, found.logsumexp, found.entropy)
         if found.token >= 0:
             self._drawn = (compiled, seed, found.token)
 

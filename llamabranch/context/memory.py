@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CacheFullError, DecodeError, SnapshotError
-from ..native import ContextHandle, StateLayout, last_log_lines, max_sequences
+from ..native import ContextHandle, StateLayout, max_sequences
 from .cell_order import CellOrder
 from .cell_table import CellTable, Usage
 from .hidden_states import HiddenStates
@@ -45,6 +45,7 @@ class Memory:
         cells: which sequence holds which of them.
         hidden: the hidden states of its tokens, while a head reads them.
         prefix_seq_ids: the sequences of the prefix cache.
+        spare_seq_ids: beyond those of the context: cells can refer to them, but they cannot be decoded.
         evict: of the prefix cache: frees at least that many cells, returns how many.
         compact: writes all sequences again, in order and without holes; False if that is impossible.
         order: keeps cells in order; None if nothing does.
@@ -72,6 +73,7 @@ class Memory:
         self.append: Callable[..., None] = self.cells.append
         self.hidden: HiddenStates | None = None
         self.prefix_seq_ids: set[int] = set()
+        self.spare_seq_ids = range(n_seq_max, _MOVED)
         self.evict: Callable[[int], int] = lambda _n: 0
         self.compact: Callable[[], bool] = lambda: False
         self.order: CellOrder | None = None
@@ -269,11 +271,6 @@ class Memory:
 
     # -- the prefix cache --------------------------------------------------------------------------
 
-    @property
-    def spare_seq_ids(self) -> range:
-        """Ids beyond those of the context: cells can refer to them, but they cannot be decoded."""
-        return range(self.cells.n_seq_max, _MOVED)
-
     def keep(self, seq_id: int) -> None:
         """Count a sequence as one of the prefix cache, which may be beyond those of the context."""
         self.cells.make_sequence(seq_id)
@@ -291,19 +288,16 @@ class Memory:
         Raises:
             SnapshotError: llama.cpp refuses it. The sequence may then hold anything: drop it.
         """
-        if not self._handle.set_state(seq_id, state):
-            refusal = _refusal()
-            if "available cells" in str(refusal) or "not enough cells" in str(refusal):
+        try:
+            self._handle.set_state(seq_id, state)
+        except SnapshotError as refusal:
+            if "available cells" in refusal.message or "not enough cells" in refusal.message:
                 return False
-            raise refusal
+            raise
         if self._handle.position_range(seq_id)[1] != n_tokens - 1:
             raise SnapshotError("llama.cpp holds other positions than the snapshot has")
         self.append(seq_id, n_tokens)
         return True
-
-    def _restore(self, seq_id: int, state: State) -> None:
-        if not self._handle.set_state(seq_id, state):
-            raise _refusal()
 
     @property
     def can_copy(self) -> bool:
@@ -336,7 +330,7 @@ class Memory:
         Raises:
             SnapshotError: llama.cpp refuses it.
         """
-        self._restore(_MOVED, state)
+        self._handle.set_state(_MOVED, state)
         self._handle.copy(_MOVED, seq_id, start, -1)
         self._handle.remove(_MOVED, 0, -1)
         self.cells.append(seq_id, n_tokens)
@@ -388,6 +382,7 @@ class Windowed(Memory):
         self, handle: ContextHandle, n_seq_max: int, state_layout: StateLayout | None, window: int
     ) -> None:
         super().__init__(handle, n_seq_max, state_layout)
+        self.spare_seq_ids = range(n_seq_max, MOST_WITH_WINDOW)  # the others are shadows
         self._window = window
         self._shadowed: dict[int, int] = {}  # up to which position each shadow holds its sequence
         self.append = self._append
@@ -442,11 +437,6 @@ class Windowed(Memory):
         super().clear()
         self._shadowed.clear()
 
-    @property
-    def spare_seq_ids(self) -> range:
-        """Ids that are not those of shadows."""
-        return range(self.cells.n_seq_max, MOST_WITH_WINDOW)
-
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
         if self._handle.position_range(_shadow(seq_id))[1] >= self._shadowed.get(seq_id, 0):
             raise DecodeError(f"cells that sequence {seq_id} has left are kept")
@@ -470,6 +460,7 @@ class NonUnified(Memory):
         self, handle: ContextHandle, n_seq_max: int, state_layout: StateLayout | None = None
     ) -> None:
         super().__init__(handle, n_seq_max, state_layout)
+        self.spare_seq_ids = range(0)  # only the sequences of the context have cells
         self._n_cells_seq = handle.n_ctx_seq
         self._with_holes: set[int] = set()  # sequences that were cut in their middle
 
@@ -480,7 +471,7 @@ class NonUnified(Memory):
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         try:
-            self._restore(target, self._handle.state(source))
+            self._handle.set_state(target, self._handle.state(source))
             if n < n_held:
                 self._handle.remove(target, n, -1)
             self.cells.append(target, n)
@@ -525,18 +516,13 @@ class NonUnified(Memory):
             hint="create the context with a larger n_ctx, which is divided among the sequences",
         )
 
-    @property
-    def spare_seq_ids(self) -> range:
-        """None: only the sequences of the context have cells."""
-        return range(0)
-
     def piece(self, seq_id: int, start: int) -> State:
         """Return the K/V of a whole sequence: nothing is shared, so no part is asked for."""
         return self._handle.state(seq_id)
 
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
         """Write a ``piece`` into the empty sequence."""
-        self._restore(seq_id, state)
+        self._handle.set_state(seq_id, state)
         self.cells.append(seq_id, n_tokens)
 
     def usage(self) -> Usage:
@@ -548,26 +534,11 @@ class NonUnified(Memory):
 class States(Memory):
     """Memory whose tail cannot be dropped: recurrent, hybrid, or a window whose cells are used again.
 
-    A sequence is forked whole, or not at all.
-
-    Args:
-        handle, n_seq_max, state_layout: see `Memory`.
-        has_cells_only: no part of it is a state, which only the sequences of the context have.
+    A sequence is forked whole, or not at all. A recurrent state is one of a sequence of the context.
     """
 
     can_draft = False
     tree_needs = "memory whose tail can be dropped"
-
-    def __init__(
-        self,
-        handle: ContextHandle,
-        n_seq_max: int,
-        state_layout: StateLayout | None = None,
-        *,
-        has_cells_only: bool = False,
-    ) -> None:
-        super().__init__(handle, n_seq_max, state_layout)
-        self._has_cells_only = has_cells_only
 
     def usable(self, n_common: int, n_held: int) -> int:
         """Return ``n_common`` if that is all of the sequence, else 0."""
@@ -591,11 +562,6 @@ class States(Memory):
             return 0
         return n if parents is None else _within(parents[:n], 1)
 
-    @property
-    def spare_seq_ids(self) -> range:
-        """Ids that cells can refer to, if these are all there is."""
-        return super().spare_seq_ids if self._has_cells_only else range(0)
-
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
         return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is where a sequence ends
 
@@ -606,12 +572,6 @@ def _within(parents: Sequence[int], most: int) -> int:
     while n and len(set(range(n)) - set(parents[:n])) > most:
         n -= 1
     return n
-
-
-def _refusal() -> SnapshotError:
-    """Return the error for a state that llama.cpp has just refused, with the reason it has logged."""
-    reason = "; ".join(last_log_lines()) or "no reason given"
-    return SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
 
 
 def _shadow(seq_id: int) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..errors import BranchStateError, UnsupportedError
 from ..model import Model
-from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
+from ..native import ContextHandle, HeadOf, NativeContextParams, max_sequences
 from .capabilities import Capabilities, probe, probe_sharing_head
 from .cell_table import Usage
 from .kv_type import faster_kv_type
@@ -17,7 +17,7 @@ from .params import ContextParams, warn_of_length
 from .runner import Runner
 from .threads import ThreadTuner
 
-__all__ = ["Opened", "open_native"]
+__all__ = ["open_native"]
 
 
 class Target(Protocol):
@@ -35,27 +35,16 @@ class Target(Protocol):
         """Return how full it is."""
 
 
-class Opened(NamedTuple):
-    """A native context, tried out and empty.
+def open_native(
+    model: Model, given: ContextParams, target: Target | None
+) -> tuple[ContextParams, Capabilities, Runner]:
+    """Create the native context of ``model``, or of it as a head of ``target``, tried out and empty.
 
-    Attributes:
-        handle: its handle.
-        params: with every default resolved.
-        capabilities, memory: what it can do, and its memory.
-        n_trained: the length beyond which a text warns; None if none does.
-        encoder: of a head, if it has one.
+    Errors: see `Context`.
+
+    Returns:
+        the parameters with every default resolved, what it can do, and what decodes in it.
     """
-
-    handle: ContextHandle
-    params: ContextParams
-    capabilities: Capabilities
-    memory: Memory
-    n_trained: int | None
-    encoder: heads.Encoder | None
-
-
-def open_native(model: Model, given: ContextParams, target: Target | None) -> Opened:
-    """Create the native context of ``model``, or of it as a head of ``target``; errors: see `Context`."""
     if target is not None:
         given = _head_params(model, target, given)
     else:
@@ -69,11 +58,11 @@ def open_native(model: Model, given: ContextParams, target: Target | None) -> Op
                 f"cache_ram is not possible with {model.memory_type} memory, which cannot be copied",
                 hint="leave cache_ram out; prefix_cache works without it",
             )
-        encoder = None if target is None else _open_head(handle, model, target)
+        encoded = 0 if target is None else _open_head(handle, model, target)
     except BaseException:
         handle.close()
         raise
-    return Opened(handle, params, found, memory, n_trained, encoder)
+    return params, found, Runner(handle, memory, n_trained, encoded)
 
 
 def _check_generates(model: Model) -> None:
@@ -117,10 +106,8 @@ def _probed(
     reason = ""
     variation: float | None = None
     while True:
-        changes_logits = model.memory_type != "recurrent" and resolved.threads_change_logits
-        threads = given.n_threads, given.n_threads_batch
-        tuner = ThreadTuner(model, *threads, changes_logits=changes_logits)
-        params = tuner.filled(resolved)
+        tuner = ThreadTuner(model, resolved)
+        params = tuner.params
         handle = _create(model, params.native(), target)
         try:
             if target is not None and model.shares_memory:  # trials need memory
@@ -143,9 +130,8 @@ def _probed(
             tuner.tune(handle)
         except BaseException as error:
             handle.close()
-            unified = given.unified_instead()
-            if unified is not None and isinstance(error, UnsupportedError):
-                return _probed(model, unified, target)
+            if given.kv_unified == "auto" and isinstance(error, UnsupportedError):
+                return _probed(model, replace(given, kv_unified=True), target)
             raise
         if reason:
             if found.batch_invariant:
@@ -154,7 +140,7 @@ def _probed(
                 reason = f"by {at_once}{more}: {reason}"
                 variation = 0.0
             found = replace(found, batch_invariant_reason=reason, total_variation=variation)
-        return handle, tuner.filled(resolved), found, memory
+        return handle, tuner.params, found, memory
 
 
 def _adapted(
@@ -167,7 +153,9 @@ def _adapted(
     """
     if resolved.batch_invariant is True:
         rows = found.exact_rows
-        if model.memory_type == "attention" and rows >= max(2, resolved.least_ubatch):
+        # Without unified KV llama.cpp computes a token of every sequence at once.
+        least = 2 if resolved.kv_unified else max(2, resolved.n_seq_max or 0)
+        if model.memory_type == "attention" and rows >= least:
             return replace(resolved, n_ubatch=rows)
         hint = (
             "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
@@ -201,8 +189,8 @@ def _create(model: Model, native: NativeContextParams, target: Target | None) ->
         return ContextHandle(model.handle, native, head)
 
 
-def _open_head(handle: ContextHandle, model: Model, target: Target) -> heads.Encoder | None:
-    """Let the target keep its hidden states; return the head's encoder, if it has one."""
+def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
+    """Let the target keep its hidden states; return how many of each token an encoder reads, else 0."""
     layers = model.target_layers or (target.model.n_layer,)
     reader = weakref.ref(handle)
 
@@ -212,9 +200,7 @@ def _open_head(handle: ContextHandle, model: Model, target: Target) -> heads.Enc
 
     with target.decoder.handle.lock:
         width = target.decoder.watch_hidden(layers, is_read).width
-    if not model.target_layers:
-        return None
-    return heads.Encoder(handle, width, min(handle.n_outputs_max, handle.n_chunk))
+    return width if model.target_layers else 0
 
 
 def _head_params(model: Model, target: Target, given: ContextParams) -> ContextParams:
@@ -235,7 +221,9 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
         if given.prefix_cache:
             raise UnsupportedError("a head that reads the memory of its target caches no prefixes")
         return replace(
-            given.with_memory_of(theirs),
+            given,
+            kv_unified=theirs.kv_unified,
+            swa_full=theirs.swa_full,
             n_ctx=target.decoder.handle.n_ctx,
             n_seq_max=theirs.n_seq_max,
             kv_type=theirs.kv_type,

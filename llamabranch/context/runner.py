@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
-from ..native import ContextHandle, heads
+from ..native import ContextHandle, heads, staging
 from ..native.context import DecodeHook
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
@@ -50,7 +50,7 @@ class Runner:
         handle: the native context.
         memory: where the tokens are written.
         n_trained: positions the model was trained for, beyond which it warns; None to never warn.
-        encoder: of a head that does not read hidden states as they are: what they go through.
+        encoded: of a head whose encoder reads the hidden states: their numbers for a token; else 0.
 
     Attributes:
         n_trained: the position beyond which a sequence warns.
@@ -63,7 +63,7 @@ class Runner:
         handle: ContextHandle,
         memory: Memory,
         n_trained: int | None = None,
-        encoder: heads.Encoder | None = None,
+        encoded: int = 0,
     ) -> None:
         self.handle = handle
         self.memory = memory
@@ -74,7 +74,7 @@ class Runner:
         self._row_bytes = 4 * handle.n_vocab
         self._live: list[LogitsRow] = []
         self._places: list[int] | None = None  # of the last rows in llama.cpp's order, if another
-        self.encoder = encoder
+        self._encoded = encoded
 
     @property
     def n_chunk(self) -> int:
@@ -242,27 +242,19 @@ class Runner:
         position = memory.next_position(seq_id)
         if position >= self.n_trained:
             self._warn_beyond_trained()
-        compiled, measured = None, True
-        if sampler is not None and handle.can_step:
+        compiled, measured, stepper = None, True, handle.stepper
+        if sampler is not None and stepper is not None:
             compiled, measured = sampler.row_sampler, sampler.params.logprobs
-        if compiled is not None:
-            submit = partial(handle.step, token, position, seq_id, compiled, seed, DRAW, measured)
+        if compiled is not None and stepper is not None:
+            submit = partial(stepper.step, token, position, seq_id, compiled, seed, DRAW, measured)
         else:
-            submit = partial(self._submit_one, seq_id, token, position)
+            submit = partial(self._submit, [token], [position], [1], [seq_id], (), None)
         piece = (1, 1, submit, partial(memory.append, seq_id, 1), None)
         expires = () if expiring is None else (expiring,)
         row = self.transact((piece,), {seq_id: position}, expires)[0]
         if compiled is not None:
             row.note_step(compiled, seed, measured)
         return row
-
-    def _submit_one(self, seq_id: int, token: int, position: int) -> int:
-        handle = self.handle
-        handle.tokens[0] = token
-        handle.positions[0] = position
-        handle.seqs[0] = seq_id
-        handle.wants_logits[0] = 1
-        return handle.decode(1)
 
     def decode(
         self,
@@ -303,21 +295,11 @@ class Runner:
                 ends[seq_id] += 1
         if max(positions) >= self.n_trained:
             self._warn_beyond_trained()
-        bounds = list(self._bounds(wants_logits))
-        if len(bounds) > 1 and is_recorded:
+        if is_recorded and len(list(self._bounds(wants_logits))) > 1:
             expiring = ()
             self.make_room(len(tokens))
-        pieces = (
-            self._piece(
-                tokens[part],
-                positions[part],
-                wants_logits[part],
-                seqs[part],
-                members[part],
-                None if states is None else states[part],
-                is_recorded,
-            )
-            for part in bounds
+        pieces = self._pieces(
+            tokens, positions, wants_logits, seqs, members, states, is_recorded=is_recorded
         )
         return self.transact(pieces, starts, expiring, read, reclaims=is_recorded)
 
@@ -332,7 +314,7 @@ class Runner:
             n_rows += wants
         yield slice(low, len(wants_logits))
 
-    def _piece(
+    def _pieces(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
@@ -340,28 +322,31 @@ class Runner:
         seqs: Sequence[int],
         members: Sequence[Sequence[int]],
         states: States | None,
+        *,
         is_recorded: bool,
-    ) -> Piece:
-        """Return one decode of at most n_batch tokens, in an order that llama.cpp can decode."""
-        places: list[int] | None = None
-        order = self.memory.arranged(seqs)
-        if order is not None:
-            wanted = [i for i in order if wants_logits[i]]
-            places = sorted(range(len(wanted)), key=wanted.__getitem__)
-            tokens = [tokens[i] for i in order]
-            positions = [positions[i] for i in order]
-            wants_logits = [wants_logits[i] for i in order]
-            seqs = [seqs[i] for i in order]
-            states = None if states is None else states[order]
-        submit = partial(self._submit, tokens, positions, wants_logits, seqs, members, states)
-        record = partial(self.memory.record, seqs if is_recorded else ())
-        return len(tokens), sum(wants_logits), submit, record, places
+    ) -> Iterator[Piece]:
+        """Yield the decodes, each of at most n_batch tokens in an order that llama.cpp can decode."""
+        for part in self._bounds(wants_logits):
+            places: list[int] | None = None
+            ids, ends, its_seqs = tokens[part], positions[part], seqs[part]
+            wants: Sequence[int] = wants_logits[part]
+            its_states = None if states is None else states[part]
+            order = self.memory.arranged(its_seqs)
+            if order is not None:
+                wanted = [i for i in order if wants[i]]
+                places = sorted(range(len(wanted)), key=wanted.__getitem__)
+                columns = (ids, ends, wants, its_seqs)
+                ids, ends, wants, its_seqs = ([column[i] for i in order] for column in columns)
+                its_states = None if its_states is None else its_states[order]
+            submit = partial(self._submit, ids, ends, wants, its_seqs, members[part], its_states)
+            record = partial(self.memory.record, its_seqs if is_recorded else ())
+            yield len(ids), sum(wants), submit, record, places
 
     def _submit(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        wants_logits: Sequence[bool],
+        wants_logits: Sequence[int],
         seqs: Sequence[int],
         members: Sequence[Sequence[int]],
         states: States | None,
@@ -445,12 +430,12 @@ class Runner:
 
         For a head, which reads them with the next token of its draft.
         """
-        rows = heads.nextn_rows(self.handle, n)
+        rows = heads.extracted_rows(self.handle, self.handle.n_layer, n)
         return rows.copy() if self._places is None else rows[self._places]
 
     def use_mtp_layer(self, number: int) -> None:
         """Compute with another MTP layer from the next decode on; 0 = the first, which is the default."""
-        heads.use_mtp_layer(self.handle, number)
+        staging.functions["set_layer_offset"](self.handle.ptr, number)
 
     def encode(self, features: States) -> States:
         """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.
@@ -460,14 +445,15 @@ class Runner:
         Raises:
             DecodeError: llama.cpp cannot compute them; nothing has changed.
         """
-        encoder = self.encoder
-        if encoder is None:
+        if not self._encoded:
             return features
+        handle = self.handle
+        most = min(handle.n_outputs_max, handle.n_chunk)
         self._protect_rows(0, ())
-        self.handle.forget_rows()
+        handle.forget_rows()
         parts = []
-        for low in range(0, len(features), encoder.n_max):
-            code, states = encoder.encode(features[low : low + encoder.n_max])
+        for low in range(0, len(features), most):
+            code, states = heads.encode(handle, features[low : low + most], self._encoded)
             if code == _INTERRUPTED:
                 self.handle.resume()
                 raise DecodeInterruptedError("the encoding was interrupted", code=code)

@@ -57,9 +57,7 @@ class SequenceIds:
     ) -> None:
         self.n_seq_max = memory.cells.n_seq_max
         self.evict: Callable[[], bool] = lambda: False
-        self.transfer_text: Callable[[Sequence[int], bool], int | None] = lambda _tokens, _is_full: (
-            None
-        )
+        self.transfer_text: Callable[[Sequence[int], bool], int | None] = lambda *_: None
         self._memory = memory
         self._lock = lock
         self._check = check
@@ -155,27 +153,22 @@ class SequenceIds:
                 return begun
             while self._is_full() and self.n_cached and self.evict():
                 pass
-            while self._is_full() and self._ask(self._with_those_in_use(used)):
+            used = self._with_those_in_use(used)
+            while self._is_full() and any(each.evict(used) for each in self._living_evictables()):
                 pass
             if self._is_full():
                 _collect_garbage()  # an unreferenced branch may be in a reference cycle
                 self.collect(noted=False)
             seq_id = self.allocate_if_free(holder)
-            if seq_id is None:
-                raise self._exhausted()
-            return seq_id
-
-    def _ask(self, used: Collection[int]) -> bool:
-        return any(each.evict(used) for each in self._living_evictables())
-
-    def _exhausted(self) -> SequencesExhaustedError:
-        holders = "; ".join(f"{s} by {ref()!r}" for s, ref in sorted(self._holders.items()))
-        raw = [s for s in range(self.n_seq_max) if s not in self._holders]
-        return SequencesExhaustedError(
-            f"all {self.n_seq_max} sequences are taken: {holders or 'none by branches'}"
-            + (f"; {raw} by raw calls" if raw else ""),
-            hint="prune a branch, or create the context with a larger n_seq_max",
-        )
+            if seq_id is not None:
+                return seq_id
+            holders = "; ".join(f"{s} by {ref()!r}" for s, ref in sorted(self._holders.items()))
+            raw = [s for s in range(self.n_seq_max) if s not in self._holders]
+            raise SequencesExhaustedError(
+                f"all {self.n_seq_max} sequences are taken: {holders or 'none by branches'}"
+                + (f"; {raw} by raw calls" if raw else ""),
+                hint="prune a branch, or create the context with a larger n_seq_max",
+            )
 
     def allocate_if_free(self, holder: object) -> int | None:
         """Allocate the highest sequence that is neither allocated nor in use; None if there is none.

@@ -104,17 +104,11 @@ class Model:
             self._handle.close()
             raise ModelLoadError(f"{self.path} has an empty vocabulary")
         # Comparing two vocabularies of 128k tokens takes a second.
-        self._reports: weakref.WeakKeyDictionary[Model, VocabularyReport] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._reports = weakref.WeakKeyDictionary[Model, VocabularyReport]()
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[str | None] = [None] * self.n_vocab
-        self._eog_tokens = frozenset(self._find_eog_tokens())
-
-    def _find_eog_tokens(self) -> list[int]:
-        if not self.has_text:
-            return []
-        return [token for token in range(self.n_vocab) if self._handle.is_eog(token)]
+        tokens = range(self.n_vocab if self.has_text else 0)
+        self._eog_tokens = frozenset(token for token in tokens if self._handle.is_eog(token))
 
     # -- lifetime ----------------------------------------------------------------------------------
 
@@ -301,13 +295,13 @@ class Model:
         return found
 
     def _no_token(self, token: object) -> TokenizeError:
-        is_number = plain_int(token) is not None
+        hint = (
+            "a token is an integer id: tokenize(text) returns the ids of a text, produce().token is one; "
+            "messages are dictionaries with role and content"
+        )
         return TokenizeError(
             f"token {shown(token)} is not in the vocabulary (0 to {self.n_vocab - 1})",
-            hint=None
-            if is_number
-            else "a token is an integer id: tokenize(text) returns the ids of a "
-            "text, produce().token is one; messages are dictionaries with role and content",
+            hint=hint if plain_int(token) is None else None,
         )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
@@ -347,11 +341,10 @@ class Model:
             if self.bos is not None and tokens[:2] == [self.bos] * 2 and self._adds_bos:
                 del tokens[0]  # the text begins with it
         elif isinstance(prompt, TEXT_TYPES) or not isinstance(prompt, Iterable):
+            is_text = isinstance(prompt, TEXT_TYPES)
             raise ConfigError(
                 f"a prompt must be text, a list of token ids or messages, not {prompt!r:.40}",
-                hint="decode bytes first: prompt.decode()"
-                if isinstance(prompt, TEXT_TYPES)
-                else None,
+                hint="decode bytes first: prompt.decode()" if is_text else None,
             )
         else:
             tokens = token_list(cast(TokenIds, prompt))
@@ -397,17 +390,13 @@ class Model:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise TokenizeError(f"the text is not valid Unicode: {error}") from error
-        if text and self.vocab_type == "spm" and not self._spm_knows_bytes:
+        if text and self.vocab_type == "spm" and b"<0x00>" not in self._vocabulary_texts:
             self._check_spm_text(text)
         return self.handle.tokenize(data, add_special, parse_special)
 
     @cached_property
     def _vocabulary_texts(self) -> frozenset[bytes]:
         return frozenset(self._handle.token_text(token) for token in range(self.n_vocab))
-
-    @cached_property
-    def _spm_knows_bytes(self) -> bool:
-        return b"<0x00>" in self._vocabulary_texts
 
     def _check_spm_text(self, text: str) -> None:
         # Without byte tokens llama.cpp throws on any character that is not a token.

@@ -57,29 +57,26 @@ class VocabularyReport:
 def compare(target: Vocabulary, draft: Vocabulary) -> VocabularyReport:
     """Return whether ``draft`` can draft for ``target`` token by token, and if not, why."""
     ours, theirs = target.n_vocab, draft.n_vocab
-    text = target.has_text and draft.has_text
+    shared, n_different, first = min(ours, theirs), 0, None
     if target.vocab_type != draft.vocab_type:
+        n_different = max(ours, theirs)
         reason = f"tokenizer kinds differ: {target.vocab_type} and {draft.vocab_type}"
-        return VocabularyReport(False, reason, (ours, theirs), max(ours, theirs), None, text)
-    shared = min(ours, theirs)
-    different = [t for t in range(shared) if target.entry(t) != draft.entry(t)]
-    first = different[0] if different else None
-    if first is not None:
+    elif different := [t for t in range(shared) if target.entry(t) != draft.entry(t)]:
+        n_different, first = len(different), different[0]
         reason = (
-            f"{len(different)} of {shared} shared token ids differ, the first is {first}: "
+            f"{n_different} of {shared} shared token ids differ, the first is {first}: "
             f"{target.entry(first)[0]!r} and {draft.entry(first)[0]!r}"
         )
-        return VocabularyReport(False, reason, (ours, theirs), len(different), first, text)
-    if (target.bos, target.eos) != (draft.bos, draft.eos):
+    elif (target.bos, target.eos) != (draft.bos, draft.eos):
         reason = (
             f"BOS and EOS tokens differ: {target.bos}, {target.eos} and {draft.bos}, {draft.eos}"
         )
-        return VocabularyReport(False, reason, (ours, theirs), 0, None, text)
-    if ours == theirs:
-        reason = f"the same {ours} tokens"
     else:
         # Models of one family pad their vocabularies differently; the padding is never drawn.
-        reason = (
+        padding = (
             f"the first {shared} tokens are equal; {abs(ours - theirs)} exist in one model only"
         )
-    return VocabularyReport(True, reason, (ours, theirs), 0, None)
+        reason = f"the same {ours} tokens" if ours == theirs else padding
+        return VocabularyReport(True, reason, (ours, theirs), 0, None)
+    text = target.has_text and draft.has_text
+    return VocabularyReport(False, reason, (ours, theirs), n_different, first, text)

@@ -6,13 +6,13 @@ that this package reports, because llama.cpp calls ``abort()`` on most invalid a
 
 from . import core, heads, staging
 from .attention import attention_seconds
-from .context import ContextHandle, HeadOf, NativeContextParams
+from .context import ContextHandle, HeadOf, NativeContextParams, release_threads
 from .handle import forkable_lock
 from .library import (
     amx_works,
     available_cores,
     engine_versions,
-    last_log_lines,
+    logged_reason,
     max_sequences,
     set_log_level,
     supports_gpu_offload,
@@ -42,8 +42,9 @@ __all__ = [
     "engine_versions",
     "forkable_lock",
     "heads",
-    "last_log_lines",
+    "logged_reason",
     "max_sequences",
+    "release_threads",
     "set_log_level",
     "softmax_agrees",
     "staging",

@@ -290,9 +290,6 @@ class Stepper:
         ctx: of the llama_context.
         stop: of the byte that forbids to begin a decode.
         batch: the llama_batch to use, a ctypes structure; it must outlive this object.
-
-    Attributes:
-        at: the address of these, for other functions of ``core.c``.
     """
 
     def __init__(
@@ -307,7 +304,7 @@ class Stepper:
             stop=stop,
             batch=_Batch.from_buffer_copy(batch),
         )
-        self.at = ctypes.addressof(self._decoder)
+        self._at = ctypes.addressof(self._decoder)
         self._step = _library.lb_step
 
     @staticmethod
@@ -336,11 +333,6 @@ class Stepper:
             llama_decode's code; unless it is 0, ``choice`` is as before.
         """
         code: int = self._step(
-            self.at, token, position, seq_id, sampler.at, seed, purpose, measured, sampler.out
+            self._at, token, position, seq_id, sampler.at, seed, purpose, measured, sampler.out
         )
         return code
-
-    @property
-    def rows_address(self) -> int:
-        """Where the logits of the last decode lie."""
-        return self._decoder.logits or 0

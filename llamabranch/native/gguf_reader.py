@@ -86,6 +86,12 @@ class Header:
         """Return the value, or that of the first layer."""
         return next(iter(self.integers(key)), default)
 
+    def head_sizes(self, n_head: int) -> tuple[int, int]:
+        """Return the sizes of keys and values of one of ``n_head`` heads."""
+        usual = self.integer("embedding_length") // n_head
+        key, value = (self.integer(f"attention.{kind}_length", usual) for kind in ("key", "value"))
+        return key, value
+
 
 class _Reader:
     """A position in the bytes of a file; every read beyond the end raises `struct.error`."""

@@ -14,10 +14,10 @@ import sys
 import threading
 from collections.abc import Callable
 from time import monotonic
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-__all__ = ["HeldInterrupts", "is_interrupted"]
+__all__ = ["HeldInterrupts", "in_main_thread", "is_interrupted"]
 
 _PATIENCE_S = 1.0  # a Ctrl-C this long after the first one is not held: something takes too long
 
@@ -39,7 +39,7 @@ class HeldInterrupts:
         self.is_over = False
 
     def __enter__(self) -> HeldInterrupts:
-        if _in_main_thread():
+        if in_main_thread():
             outer = _active()
             if outer is not None:
                 return outer
@@ -49,12 +49,7 @@ class HeldInterrupts:
                 _signal.signal(signal.SIGINT, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         previous = self._previous
         if previous is None:
             return
@@ -83,13 +78,12 @@ class HeldInterrupts:
 
 def is_interrupted() -> bool:
     """Return whether a ``HeldInterrupts`` of this thread holds something."""
-    if not _in_main_thread():
-        return False
-    held = _active()
+    held = _active() if in_main_thread() else None
     return held is not None and held.caught is not None
 
 
-def _in_main_thread() -> bool:
+def in_main_thread() -> bool:
+    """Return whether this is the thread in which Python runs signal handlers."""
     # While the interpreter ends, generators may still be closed, but `threading` is cleared already.
     return not sys.is_finalizing() and threading.current_thread() is threading.main_thread()
 

@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp as C
 from ..errors import ModelLoadError, TokenizeError
 from . import core, staging
 from .handle import Handle
-from .library import last_log_lines, recorded_log, supports_gpu_offload
+from .library import address_of, logged_reason, recorded_log, supports_gpu_offload
 from .thread_call import call_in_thread
 
 FILE_TYPES = {
@@ -74,13 +74,13 @@ class ModelHandle(Handle):
                 run=partial(call_in_thread, messages=fractions, on_message=progress, stop=stop),
             )
         if not loaded:
-            reason = "; ".join(last_log_lines()) or "no reason given"
-            raise ModelLoadError(f"llama.cpp cannot load {path}: {reason}")
+            raise ModelLoadError(f"llama.cpp cannot load {path}: {logged_reason()}")
         ptr = self.unchecked_ptr
         self.on_gpu = options.n_gpu_layers != 0 and supports_gpu_offload()
         self._vocab = C.llama_model_get_vocab(ptr)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
-        self.architecture = self._architecture()
+        name = _text(partial(C.llama_model_meta_val_str, ptr, b"general.architecture"))
+        self.architecture = name or "unknown"
         self.vocab_type = _VOCAB_TYPES.get(int(C.llama_vocab_type(self._vocab)), "unknown")
 
     @property
@@ -103,9 +103,7 @@ class ModelHandle(Handle):
         return staging.n_mtp_layers(self.ptr)
 
     def description(self) -> str:
-        buffer = ctypes.create_string_buffer(512)
-        C.llama_model_desc(self.ptr, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
+        return _text(partial(C.llama_model_desc, self.ptr))
 
     def file_type(self, value: str) -> str:
         """Return the name of a value of ``general.file_type`` in the metadata.
@@ -122,25 +120,11 @@ class ModelHandle(Handle):
 
     def metadata(self) -> dict[str, str]:
         """Return the GGUF file's scalar metadata, as llama.cpp formats it."""
-        found = {}
-        for i in range(C.llama_model_meta_count(self.ptr)):
-            key = self._meta(C.llama_model_meta_key_by_index, i)
-            found[key] = self._meta(C.llama_model_meta_val_str_by_index, i)
-        return found
-
-    def _architecture(self) -> str:
-        buffer = ctypes.create_string_buffer(256)
-        key = b"general.architecture"
-        size = C.llama_model_meta_val_str(self.ptr, key, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace") if size >= 0 else "unknown"
-
-    def _meta(self, read: Callable[..., int], index: int) -> str:
-        buffer = ctypes.create_string_buffer(1024)
-        size = read(self.ptr, index, buffer, len(buffer))
-        if size >= len(buffer):
-            buffer = ctypes.create_string_buffer(size + 1)
-            read(self.ptr, index, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
+        key, value = C.llama_model_meta_key_by_index, C.llama_model_meta_val_str_by_index
+        return {
+            _text(partial(key, self.ptr, i)): _text(partial(value, self.ptr, i))
+            for i in range(C.llama_model_meta_count(self.ptr))
+        }
 
     # -- vocabulary: the caller checks the ids -------------------------------------------------------
 
@@ -192,9 +176,8 @@ class ModelHandle(Handle):
 
     def pieces(self) -> list[bytes]:
         """Return all pieces; those of control tokens as llguidance marks them: 0xFF and their text."""
-        found = core.pieces(
-            _address_of(C._lib.llama_token_to_piece), self.vocab_address, self.n_vocab
-        )
+        to_piece = address_of(C._lib.llama_token_to_piece)
+        found = core.pieces(to_piece, self.vocab_address, self.n_vocab)
         if found is None:
             found = [self.piece(token, special=False) for token in range(self.n_vocab)]
         for token, piece in enumerate(found):
@@ -205,12 +188,12 @@ class ModelHandle(Handle):
     @property
     def vocab_address(self) -> int:
         """Where the llama_vocab lies, valid while the model is open."""
-        return ctypes.cast(self.vocab, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+        return address_of(self.vocab)
 
     @property
     def tokenize_address(self) -> int:
         """Where the function llama_tokenize lies."""
-        return _address_of(C._lib.llama_tokenize)
+        return address_of(C._lib.llama_tokenize)
 
     def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
         room = len(text) + 8
@@ -283,6 +266,16 @@ class ModelHandle(Handle):
             room = n
 
 
+def _text(read: Callable[[Any, int], int]) -> str:
+    """Return the text that ``read`` writes into a buffer; "" if there is none."""
+    buffer = ctypes.create_string_buffer(1024)
+    size = read(buffer, len(buffer))
+    if size >= len(buffer):
+        buffer = ctypes.create_string_buffer(size + 1)
+        read(buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace") if size >= 0 else ""
+
+
 def _llama_params(options: ModelOptions) -> Any:
     params = C.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
@@ -296,7 +289,3 @@ def _llama_params(options: ModelOptions) -> Any:
         staging.check_available()
         params.load_mtp = True
     return params
-
-
-def _address_of(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -8,7 +8,7 @@ from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError
 from .gguf_check import check_header
-from .library import last_log_lines, recorded_log
+from .library import logged_reason, recorded_log
 from .model import FILE_TYPES
 from .thread_call import call_in_thread
 
@@ -27,14 +27,10 @@ def quantize(source: Path, path: Path, file_type: str) -> None:
     params = C.llama_model_quantize_default_params()
     params.ftype = next(number for number, name in FILE_TYPES.items() if name == file_type)
     params.allow_requantize = True
-    failed = True
-
-    def run() -> None:
-        nonlocal failed
-        failed = bool(C.llama_model_quantize(str(source).encode(), str(path).encode(), params))
-
+    names = str(source).encode(), str(path).encode()
     with recorded_log():
-        call_in_thread(run)
+        failed = call_in_thread(lambda: bool(C.llama_model_quantize(*names, params)))
     if failed:
-        reason = "; ".join(last_log_lines()) or "no reason given"
-        raise ModelLoadError(f"llama.cpp cannot make {path.name} from {source.name}: {reason}")
+        raise ModelLoadError(
+            f"llama.cpp cannot make {path.name} from {source.name}: {logged_reason()}"
+        )

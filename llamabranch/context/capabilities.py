@@ -58,14 +58,13 @@ def probe(
         params: what the context was created with, resolved.
         is_head: the context computes a head, not the model's trunk.
     """
-    n_seq_max = params.native().n_seq_max
     # A head has attention only, whatever the trunk has whose file it is in.
     recurrent = model.memory_type in ("recurrent", "hybrid") and not is_head
     # llama.cpp reports a removal as done although cells that the window needs are gone already, and
     # later decodes would attend to an incomplete window. They stay where the cache has them
     # (``swa_full``) and can hold them (``Windowed``).
     window = model.n_swa if model.memory_type == "sliding-window" else 0
-    memory = Memory(handle, n_seq_max) if handle.kv_unified else NonUnified(handle, n_seq_max)
+    memory = Memory(handle) if handle.kv_unified else NonUnified(handle)
     runner = Runner(handle, memory)
     decode_run(runner, [3 % model.n_vocab, 10 % model.n_vocab], 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
@@ -73,7 +72,7 @@ def probe(
     if layout is not None and layout.is_cells_only:
         window = 0  # no layer uses it
     if window:
-        can_truncate &= params.swa_full and n_seq_max <= MOST_WITH_WINDOW
+        can_truncate &= params.swa_full and handle.n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
     memory.clear()
     exactness = exactness_of(runner, model, params, is_head=is_head)
@@ -81,15 +80,15 @@ def probe(
     invariant = exactness.rows >= n_ubatch and model.memory_type == "attention"
     if not handle.kv_unified:
         _check_copies(layout)
-        memory = NonUnified(handle, n_seq_max, layout)
+        memory = NonUnified(handle, layout)
     elif not can_truncate:
-        memory = States(handle, n_seq_max, layout)
+        memory = States(handle, layout)
         if recurrent:
             memory.spare_seq_ids = range(0)  # cells alone can belong to others than the context's
     elif window:
-        memory = Windowed(handle, n_seq_max, layout, window)
+        memory = Windowed(handle, layout, window)
     else:
-        memory = Memory(handle, n_seq_max, layout, keeps_order=invariant and not is_head)
+        memory = Memory(handle, layout, keeps_order=invariant and not is_head)
     found = Capabilities(
         can_truncate=can_truncate,
         can_share=handle.kv_unified,
@@ -103,9 +102,7 @@ def probe(
     return found, memory
 
 
-def probe_sharing_head(
-    handle: ContextHandle, target: Capabilities, n_seq_max: int
-) -> tuple[Capabilities, Memory]:
+def probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Capabilities, Memory]:
     """Return what a head can do that reads the memory of its target: it has none to try out."""
     if not handle.kv_unified:
         _check_copies(None)
@@ -117,7 +114,7 @@ def probe_sharing_head(
         total_variation=None,
         batch_invariant_reason="not established for a head that reads the K/V of its target",
     )
-    return found, States(handle, n_seq_max)
+    return found, States(handle)
 
 
 def _check_copies(layout: StateLayout | None) -> None:

@@ -21,9 +21,15 @@ __all__ = ["CellOrder"]
 
 
 class CellOrder:
-    """Cells that hold nothing any more but must not be reused yet."""
+    """Cells that hold nothing any more but must not be reused yet.
+
+    Args:
+        handle, cells: of the memory.
+        seq_id: the sequence that tags them; where it is negative none are quarantined.
+    """
 
     def __init__(self, handle: ContextHandle, cells: CellTable, seq_id: int) -> None:
+        self.is_kept = seq_id >= 0
         self._handle = handle
         self._cells = cells
         self._seq_id = seq_id
@@ -33,6 +39,8 @@ class CellOrder:
 
     def quarantine(self, seq_id: int, start: int, end: int) -> None:
         """Quarantine the cells that a drop of [start, end) would free below a living sequence."""
+        if not self.is_kept:
+            return
         cells = self._cells
         end_of_seq = cells.next_position(seq_id)
         high = min(end, end_of_seq)
@@ -55,6 +63,8 @@ class CellOrder:
         self, leaves: Sequence[int], start: int, write_index: int, n_cells: int
     ) -> None:
         """Quarantine the ``n_cells`` rejected cells of a tree written from ``write_index`` on."""
+        if not self.is_kept or not n_cells:
+            return
         for leaf in leaves:
             self._handle.copy(leaf, self._seq_id, start, -1)
         self._note(write_index, n_cells)

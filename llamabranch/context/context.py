@@ -124,8 +124,9 @@ class Context:
         self._owns_model = owns_model
         # Held by every call on this context or a branch of it, but for counts such as `n_seq_free`.
         self.lock = handle.lock
-        self.n_seq_max = native.n_seq_max
-        self.n_threads, self.n_threads_batch = native.n_threads, native.n_threads_batch
+        self.n_seq_max = handle.n_seq_max
+        self.n_threads: int = native["n_threads"]
+        self.n_threads_batch: int = native["n_threads_batch"]
         self.params = resolved
         self.kv_cache.compact = lambda: self.compact()  # whatever that is then
         self.sequences = SequenceIds(self.kv_cache, self.lock, self._check_raw, lambda: self.closed)

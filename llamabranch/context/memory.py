@@ -37,7 +37,6 @@ class Memory:
 
     Args:
         handle: the native context whose memory it is.
-        n_seq_max: how many sequences there are.
         state_layout: how llama.cpp serialises the state of a sequence; None if that is not known.
         keeps_order: whether the cells of every sequence are kept in the order of its tokens.
 
@@ -48,7 +47,7 @@ class Memory:
         spare_seq_ids: beyond those of the context: cells can refer to them, but they cannot be decoded.
         evict: of the prefix cache: frees at least that many cells, returns how many.
         compact: writes all sequences again, in order and without holes; False if that is impossible.
-        order: keeps cells in order; None if nothing does.
+        order: of the cells, which is kept or not.
         can_draft: whether rejected tokens can be dropped, so that drafts are verified in place.
         forks_copy: whether a fork copies K/V; otherwise it costs nothing.
         tree_needs: what it lacks to decode a tree of tokens; "" = nothing.
@@ -61,11 +60,11 @@ class Memory:
     def __init__(
         self,
         handle: ContextHandle,
-        n_seq_max: int,
         state_layout: StateLayout | None = None,
         *,
         keeps_order: bool = False,
     ) -> None:
+        n_seq_max = handle.n_seq_max
         self.state_layout = state_layout
         self.cells = CellTable(handle.n_ctx, n_seq_max)
         self.next_position = self.cells.next_position
@@ -76,9 +75,9 @@ class Memory:
         self.spare_seq_ids = range(n_seq_max, _MOVED)
         self.evict: Callable[[int], int] = lambda _n: 0
         self.compact: Callable[[], bool] = lambda: False
-        self.order: CellOrder | None = None
-        if keeps_order and n_seq_max < max_sequences():  # the quarantined cells need a sequence id
-            self.order = CellOrder(handle, self.cells, max_sequences() - 1)
+        # The quarantined cells need a sequence id.
+        keeps_order = keeps_order and n_seq_max < max_sequences()
+        self.order = CellOrder(handle, self.cells, max_sequences() - 1 if keeps_order else -1)
         self._handle = handle
 
     # -- what is written ---------------------------------------------------------------------------
@@ -110,8 +109,7 @@ class Memory:
         cells = self.cells
         start, first = cells.next_position(target), cells.clock
         cells.clock += n_nodes
-        if self.order is not None and n_nodes > len(nodes):
-            self.order.quarantine_tree(leaves, start, first, n_nodes - len(nodes))
+        self.order.quarantine_tree(leaves, start, first, n_nodes - len(nodes))
         try:
             self._handle.remove(target, -1, -1)
             self._handle.copy(leaf, target, 0, start + len(nodes))
@@ -173,15 +171,13 @@ class Memory:
 
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
         """Drop positions [start, end) of a sequence; False if this memory cannot."""
-        if self.order is not None:
-            self.order.quarantine(seq_id, start, end)
+        self.order.quarantine(seq_id, start, end)
         try:
             is_done = self._remove(seq_id, start, end)
         except BaseException:  # cells and table must change together
             self._remove(seq_id, start, end)
             raise
-        if self.order is not None:
-            self.order.release_if_unneeded()
+        self.order.release_if_unneeded()
         return is_done
 
     def _remove(self, seq_id: int, start: int, end: int) -> bool:
@@ -196,8 +192,7 @@ class Memory:
         self._handle.clear()
         self.cells.clear()
         self.prefix_seq_ids.clear()
-        if self.order is not None:
-            self.order.reset()
+        self.order.reset()
 
     # -- verification ------------------------------------------------------------------------------
 
@@ -231,8 +226,8 @@ class Memory:
         if self.prefix_seq_ids:
             # More than is needed now, so that compactions are rare.
             wanted = max(n - self.n_vacant, self.cells.n_cells // _RECLAIMED_PART)
-            freed = self.evict(wanted - self.n_quarantined)
-        if self.order is None or not self.order.n_cells or (freed and self.n_vacant >= n):
+            freed = self.evict(wanted - self.order.n_cells)
+        if not self.order.n_cells or (freed and self.n_vacant >= n):
             return freed > 0
         if not self.compact():
             self.order.release()
@@ -251,7 +246,7 @@ class Memory:
     def n_vacant(self) -> int:
         """Number of cells that hold nothing and are not quarantined."""
         cells = self.cells
-        return cells.n_cells - cells.n_used(range(cells.n_sequences)) - self.n_quarantined
+        return cells.n_cells - cells.n_used(range(cells.n_sequences)) - self.order.n_cells
 
     @property
     def n_free(self) -> int:
@@ -262,12 +257,7 @@ class Memory:
     @property
     def is_placement_exact(self) -> bool:
         """Whether it changes no bit of a text's logits which cells the text has."""
-        return self.forks_copy or self.order is not None
-
-    @property
-    def n_quarantined(self) -> int:
-        """Number of cells that are free, but not used again yet so that cells stay in order."""
-        return 0 if self.order is None else self.order.n_cells
+        return self.forks_copy or self.order.is_kept
 
     # -- the prefix cache --------------------------------------------------------------------------
 
@@ -308,7 +298,7 @@ class Memory:
     @property
     def can_move(self) -> bool:
         """True if all cells can be copied out and back so that their order is kept."""
-        return self.can_copy and self.order is not None and self.order.in_order
+        return self.can_copy and self.order.is_kept and self.order.in_order
 
     def piece(self, seq_id: int, start: int) -> State:
         """Return the K/V of a sequence from position ``start`` on, for ``place``; a copy.
@@ -340,8 +330,6 @@ class Memory:
     def usage(self) -> Usage:
         """Return how full the cache is."""
         usage, order = self.cells.usage(self.prefix_seq_ids), self.order
-        if order is None:
-            return usage
         return replace(usage, cells_reserved=order.n_cells, in_order=order.in_order)
 
     def audit(self) -> None:
@@ -374,15 +362,15 @@ class Windowed(Memory):
     decode must be one micro-batch then, since nothing can be done between two of them.
 
     Args:
-        handle, n_seq_max, state_layout: see `Memory`.
+        handle, state_layout: see `Memory`.
         window: its size.
     """
 
     def __init__(
-        self, handle: ContextHandle, n_seq_max: int, state_layout: StateLayout | None, window: int
+        self, handle: ContextHandle, state_layout: StateLayout | None, window: int
     ) -> None:
-        super().__init__(handle, n_seq_max, state_layout)
-        self.spare_seq_ids = range(n_seq_max, MOST_WITH_WINDOW)  # the others are shadows
+        super().__init__(handle, state_layout)
+        self.spare_seq_ids = range(handle.n_seq_max, MOST_WITH_WINDOW)  # the others are shadows
         self._window = window
         self._shadowed: dict[int, int] = {}  # up to which position each shadow holds its sequence
         self.append = self._append
@@ -456,10 +444,8 @@ class NonUnified(Memory):
     forks_copy = True
     tree_needs = "sequences that share cells (kv_unified=True)"
 
-    def __init__(
-        self, handle: ContextHandle, n_seq_max: int, state_layout: StateLayout | None = None
-    ) -> None:
-        super().__init__(handle, n_seq_max, state_layout)
+    def __init__(self, handle: ContextHandle, state_layout: StateLayout | None = None) -> None:
+        super().__init__(handle, state_layout)
         self.spare_seq_ids = range(0)  # only the sequences of the context have cells
         self._n_cells_seq = handle.n_ctx_seq
         self._with_holes: set[int] = set()  # sequences that were cut in their middle

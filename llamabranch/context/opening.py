@@ -111,8 +111,7 @@ def _probed(
         handle = _create(model, params.native(), target)
         try:
             if target is not None and model.shares_memory:  # trials need memory
-                n_seq_max = params.native().n_seq_max
-                return handle, params, *probe_sharing_head(handle, target.capabilities, n_seq_max)
+                return handle, params, *probe_sharing_head(handle, target.capabilities)
             found, memory = probe(handle, model, params, is_head=target is not None)
             if not found.batch_invariant and resolved is first and target is None:
                 again = _adapted(model, resolved, given, found)

@@ -10,7 +10,7 @@ from ..arguments import choice, real, whole
 from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
 from ..native import NativeContextParams, available_cores, max_sequences
-from ..native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
+from ..native.context import FLASH_ATTENTION, KV_TYPES, NATIVE_NAMES, ROPE_SCALING
 from .kv_type import faster_kv_type
 
 __all__ = [
@@ -260,20 +260,17 @@ class ContextParams:
 
     def native(self) -> NativeContextParams:
         """Return llama.cpp's parameters; these must be resolved, the threads included."""
-        same = {
-            field.name: getattr(self, field.name)
-            for field in fields(NativeContextParams)
-            if hasattr(self, field.name)
-        }
-        same["n_threads"] = self.n_threads or available_cores()
-        same["n_threads_batch"] = self.n_threads_batch or same["n_threads"]
-        return NativeContextParams(
-            flash_attn_type=FLASH_ATTENTION[self.flash_attention],
-            type_k=KV_TYPES[self.kv_type],
-            type_v=KV_TYPES[self.kv_type],
-            rope_scaling_type=ROPE_SCALING[self.rope_scaling],
+        kv_type, n_threads = KV_TYPES[self.kv_type], self.n_threads or available_cores()
+        same = {f.name: getattr(self, f.name) for f in fields(self) if f.name in NATIVE_NAMES}
+        return {
+            "rope_scaling_type": ROPE_SCALING[self.rope_scaling],
             **same,
-        )
+            "n_threads": n_threads,
+            "n_threads_batch": self.n_threads_batch or n_threads,
+            "flash_attn_type": FLASH_ATTENTION[self.flash_attention],
+            "type_k": kv_type,
+            "type_v": kv_type,
+        }
 
 
 _RANGES = {

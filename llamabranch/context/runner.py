@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from time import perf_counter
 
 import numpy as np
@@ -35,6 +35,9 @@ Read = Callable[[int, list[LogitsRow]], None]
 # it in the memory, and returns False if nothing was decoded; and where each wanted row is among
 # llama.cpp's, None where these are in the wanted order.
 Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
+
+# A token, its position, its sequence, whether its row is wanted; of a tree all its sequences, else none.
+Entry = tuple[int, int, int, bool, Sequence[int]]
 
 _FULL = 1  # llama_decode's return codes
 _REFUSED = -1
@@ -104,7 +107,7 @@ class Runner:
     def make_room(self, n: int) -> None:
         """Free quarantined and cached cells if ``n`` cells would not be free otherwise."""
         memory = self.memory
-        if (memory.n_quarantined or memory.prefix_seq_ids) and memory.n_vacant < n:
+        if (memory.order.n_cells or memory.prefix_seq_ids) and memory.n_vacant < n:
             memory.reclaim(n)
 
     # -- the transaction ---------------------------------------------------------------------------
@@ -248,7 +251,7 @@ class Runner:
         if compiled is not None and stepper is not None:
             submit = partial(stepper.step, token, position, seq_id, compiled, seed, DRAW, measured)
         else:
-            submit = partial(self._submit, [token], [position], [1], [seq_id], (), None)
+            submit = partial(self._submit, [(token, position, seq_id, True, ())], None)
         piece = (1, 1, submit, partial(memory.append, seq_id, 1), None)
         expires = () if expiring is None else (expiring,)
         row = self.transact((piece,), {seq_id: position}, expires)[0]
@@ -295,15 +298,20 @@ class Runner:
                 ends[seq_id] += 1
         if max(positions) >= self.n_trained:
             self._warn_beyond_trained()
-        if is_recorded and len(list(self._bounds(wants_logits))) > 1:
+        entries = list(
+            zip(tokens, positions, seqs, wants_logits, members or repeat(()), strict=False)
+        )
+        parts = list(self._parts(wants_logits))
+        if is_recorded and len(parts) > 1:
             expiring = ()
             self.make_room(len(tokens))
-        pieces = self._pieces(
-            tokens, positions, wants_logits, seqs, members, states, is_recorded=is_recorded
+        pieces = (
+            self._piece(entries[part], None if states is None else states[part], is_recorded)
+            for part in parts
         )
         return self.transact(pieces, starts, expiring, read, reclaims=is_recorded)
 
-    def _bounds(self, wants_logits: Sequence[bool]) -> Iterator[slice]:
+    def _parts(self, wants_logits: Sequence[bool]) -> Iterator[slice]:
         """Yield which tokens each decode has: as many, and as many rows, as one can have."""
         most, most_rows = self.handle.n_chunk, self.handle.n_outputs_max
         low = n_rows = 0
@@ -314,52 +322,33 @@ class Runner:
             n_rows += wants
         yield slice(low, len(wants_logits))
 
-    def _pieces(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        wants_logits: Sequence[bool],
-        seqs: Sequence[int],
-        members: Sequence[Sequence[int]],
-        states: States | None,
-        *,
-        is_recorded: bool,
-    ) -> Iterator[Piece]:
-        """Yield the decodes, each of at most n_batch tokens in an order that llama.cpp can decode."""
-        for part in self._bounds(wants_logits):
-            places: list[int] | None = None
-            ids, ends, its_seqs = tokens[part], positions[part], seqs[part]
-            wants: Sequence[int] = wants_logits[part]
-            its_states = None if states is None else states[part]
-            order = self.memory.arranged(its_seqs)
-            if order is not None:
-                wanted = [i for i in order if wants[i]]
-                places = sorted(range(len(wanted)), key=wanted.__getitem__)
-                columns = (ids, ends, wants, its_seqs)
-                ids, ends, wants, its_seqs = ([column[i] for i in order] for column in columns)
-                its_states = None if its_states is None else its_states[order]
-            submit = partial(self._submit, ids, ends, wants, its_seqs, members[part], its_states)
-            record = partial(self.memory.record, its_seqs if is_recorded else ())
-            yield len(ids), sum(wants), submit, record, places
+    def _piece(self, entries: list[Entry], states: States | None, is_recorded: bool) -> Piece:
+        """Return one decode of at most n_batch tokens, in an order that llama.cpp can decode."""
+        places: list[int] | None = None
+        seqs = [seq_id for _, _, seq_id, _, _ in entries]
+        wants_logits = [wants for _, _, _, wants, _ in entries]
+        order = self.memory.arranged(seqs)
+        if order is not None:
+            wanted = [i for i in order if wants_logits[i]]
+            places = sorted(range(len(wanted)), key=wanted.__getitem__)
+            entries = [entries[i] for i in order]
+            seqs = [seqs[i] for i in order]
+            states = None if states is None else states[order]
+        record = partial(self.memory.record, seqs if is_recorded else ())
+        submit = partial(self._submit, entries, states)
+        return len(entries), sum(wants_logits), submit, record, places
 
-    def _submit(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        wants_logits: Sequence[int],
-        seqs: Sequence[int],
-        members: Sequence[Sequence[int]],
-        states: States | None,
-    ) -> int:
-        """Decode tokens, each of its sequence, or of its ``members``; return llama.cpp's code."""
-        handle, n = self.handle, len(tokens)
+    def _submit(self, entries: list[Entry], states: States | None) -> int:
+        """Decode tokens, each of its sequence, or of its members; return llama.cpp's code."""
+        handle, n = self.handle, len(entries)
+        tokens, positions, seqs, wants_logits, members = zip(*entries, strict=True)
         handle.tokens[:n] = tokens
         handle.positions[:n] = positions
         handle.wants_logits[:n] = wants_logits
         handle.seqs[:n] = seqs
         if states is not None:
             handle.states[:n] = states
-        if members:
+        if members[0]:
             return handle.decode_tree(n, members)
         begun = perf_counter()
         code = handle.decode(n)

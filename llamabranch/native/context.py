@@ -10,7 +10,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,31 +68,9 @@ _pause_teams = getattr(C._lib, "omp_pause_resource_all", None)  # missing: llama
 _SOFT = 1
 
 
-@dataclass(frozen=True)
-class NativeContextParams:
-    """What llama_context_params takes, checked and complete, under llama.cpp's names."""
-
-    n_ctx: int
-    n_seq_max: int
-    n_batch: int
-    n_ubatch: int
-    n_outputs_max: int
-    n_threads: int
-    n_threads_batch: int
-    flash_attn_type: int
-    type_k: int
-    type_v: int
-    swa_full: bool
-    offload_kqv: bool
-    kv_unified: bool
-    rope_scaling_type: int
-    rope_freq_base: float
-    rope_freq_scale: float
-    yarn_ext_factor: float
-    yarn_attn_factor: float
-    yarn_beta_fast: float
-    yarn_beta_slow: float
-    yarn_orig_ctx: int
+# What llama_context_params takes, checked and complete, by the names that llama.cpp has for its fields.
+NativeContextParams = dict[str, Any]
+NATIVE_NAMES = frozenset(field[0] for field in C.llama_context_params._fields_)
 
 
 @dataclass(frozen=True)
@@ -134,7 +112,7 @@ class ContextHandle(Handle):
     ) -> None:
         if head is not None:
             staging.check_available()
-        _check_threads(max(options.n_threads, options.n_threads_batch))
+        _check_threads(max(options["n_threads"], options["n_threads_batch"]))
         self.lock = head.target.lock if head is not None and head.shares_memory else forkable_lock()
         self._stop = bytearray(2)
         self._stop_address = ctypes.c_char.from_buffer(self._stop)
@@ -170,19 +148,19 @@ class ContextHandle(Handle):
         self.n_embd_out = model.number("n_embd_out")
         self.n_ctx = int(C.llama_n_ctx(ptr))
         self.n_ctx_seq = int(C.llama_n_ctx_seq(ptr))
-        self.kv_unified = options.kv_unified
-        self.n_batch = min(int(C.llama_n_batch(ptr)), options.n_batch)
-        self.n_outputs_max = options.n_outputs_max
+        self.kv_unified = options["kv_unified"]
+        self.n_batch = min(int(C.llama_n_batch(ptr)), options["n_batch"])
+        self.n_outputs_max = options["n_outputs_max"]
         self.is_head = head is not None
         self._open_batch(self.n_batch)
-        self._n_seq_max = options.n_seq_max
+        self.n_seq_max = options["n_seq_max"]
         self.forget_rows()
         # A graph over recurrent memory also moves the states of sequences that are not in the batch: if
         # it stopped half way, these would be wrong. GPU backends do not call the abort callback.
         moves_states = C.llama_model_is_recurrent(model.ptr) or C.llama_model_is_hybrid(model.ptr)
         self.stops_inside = not moves_states and not model.on_gpu
         self.n_watched = max(2, int(_WORTH_A_THREAD / max(1, model.number("n_params"))))
-        self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options.n_ubatch)
+        self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options["n_ubatch"])
         if not moves_states:
             stop_at = ctypes.cast(ctypes.byref(self._stop_address), ctypes.c_void_p)
             C.llama_set_abort_callback(ptr, _is_asked_to_stop, stop_at)
@@ -207,7 +185,7 @@ class ContextHandle(Handle):
             self._batch.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             staging.functions["set_nextn"](self.unchecked_ptr, True, True)
         self._stepper: core.Stepper | None = None  # where the compiled core can decode
-        if core.Stepper.supports(C.llama_batch):
+        if core.available:
             self._stepper = core.Stepper(
                 decode=address_of(C._lib.llama_decode),
                 get_logits=address_of(C._lib.llama_get_logits),
@@ -302,7 +280,7 @@ class ContextHandle(Handle):
         self.rows_address = None
         self._rows = np.empty((0, self.n_vocab), dtype=np.float32)
         # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
-        self.row_capacity = self._n_seq_max
+        self.row_capacity = self.n_seq_max
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
         """Set the threads for single tokens and for batches: at most as many as at creation."""
@@ -341,7 +319,7 @@ class ContextHandle(Handle):
         written = int(C.llama_state_seq_get_data(self.ptr, address, size, seq_id))
         if written != size:
             return state[:0]
-        return state if self.kv_unified else without_streams(state, seq_id, self._n_seq_max)
+        return state if self.kv_unified else without_streams(state, seq_id, self.n_seq_max)
 
     def set_state(self, seq_id: int, state: State) -> None:
         """Restore the state of a sequence.
@@ -350,7 +328,7 @@ class ContextHandle(Handle):
             SnapshotError: llama.cpp refuses it, with the reason. Its content is then undefined.
         """
         if not self.kv_unified:
-            state = with_streams(state, self._n_seq_max)
+            state = with_streams(state, self.n_seq_max)
         arguments = self.ptr, state.ctypes.data_as(_uint8_p), len(state), seq_id
         if C.llama_state_seq_set_data(*arguments) != len(state):
             with recorded_log():  # once more, for the reason
@@ -360,8 +338,8 @@ class ContextHandle(Handle):
 
 def _llama_params(options: NativeContextParams, head: HeadOf | None) -> Any:
     params = C.llama_context_default_params()
-    for field in fields(options):
-        setattr(params, field.name, getattr(options, field.name))
+    for name, value in options.items():
+        setattr(params, name, value)
     params.no_perf = True
     if head is not None:
         params.ctx_type = int(head.uses_mtp)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from llama_cpp import llama_cpp as C
 
 __all__ = [
     "LIBRARY", "RowSampler", "Stepper", "address_of", "available", "description", "measure", "pieces",
@@ -72,27 +73,18 @@ class _Choice(ctypes.Structure):
     )
 
 
-class _Batch(ctypes.Structure):
-    _fields_ = (
-        ("n_tokens", ctypes.c_int32),
-        ("token", ctypes.c_void_p),
-        ("embd", ctypes.c_void_p),
-        ("pos", ctypes.c_void_p),
-        ("n_seq_id", ctypes.c_void_p),
-        ("seq_id", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-    )
-
-
 class _Decoder(ctypes.Structure):
     _fields_ = (
         ("decode", ctypes.c_void_p),
         ("get_logits", ctypes.c_void_p),
         ("ctx", ctypes.c_void_p),
         ("stop", ctypes.c_void_p),
-        ("batch", _Batch),
+        ("batch", C.llama_batch),
         ("logits", ctypes.c_void_p),
     )
+
+
+_BATCH = ["n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits"]  # of llama_batch
 
 
 def _layout() -> int:
@@ -115,7 +107,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         variant = (library.lb_variant() or b"").decode()
     except (OSError, AttributeError) as error:
         return None, f"unusable ({error}): NumPy"
-    if layout != _layout():
+    if layout != _layout() or [field[0] for field in C.llama_batch._fields_] != _BATCH:
         return None, "built from another version: NumPy"
     pointer, i32, u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
     library.lb_measure.argtypes = [pointer, i32, i32, pointer]
@@ -289,7 +281,7 @@ class Stepper:
         decode, get_logits: the addresses of llama_decode and llama_get_logits.
         ctx: of the llama_context.
         stop: of the byte that forbids to begin a decode.
-        batch: the llama_batch to use, a ctypes structure; it must outlive this object.
+        batch: the llama_batch to use, a ctypes structure; what it refers to must outlive this object.
     """
 
     def __init__(
@@ -302,20 +294,10 @@ class Stepper:
             get_logits=get_logits,
             ctx=ctx,
             stop=stop,
-            batch=_Batch.from_buffer_copy(batch),
+            batch=batch,
         )
         self._at = ctypes.addressof(self._decoder)
         self._step = _library.lb_step
-
-    @staticmethod
-    def supports(batch: type[ctypes.Structure]) -> bool:
-        """Return True if ``batch`` is laid out as the core expects a llama_batch."""
-        names = [field[0] for field in batch._fields_]
-        return (
-            _library is not None
-            and names == [field[0] for field in _Batch._fields_]
-            and ctypes.sizeof(batch) == ctypes.sizeof(_Batch)
-        )
 
     def step(
         self,

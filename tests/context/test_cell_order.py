@@ -45,9 +45,8 @@ def small(target: lb.Model) -> Iterator[Context]:
 
 
 def order_of(ctx: Context) -> CellOrder:
-    found = ctx.kv_cache.order
-    assert found is not None
-    return found
+    assert ctx.kv_cache.order.is_kept
+    return ctx.kv_cache.order
 
 
 def random_tokens(rng: np.random.Generator, n: int) -> list[int]:
@@ -183,7 +182,7 @@ def test_cells_of_a_rejected_tree_are_reserved_or_freed(ctx: Context) -> None:
 
 def test_context_that_is_not_batch_invariant_reserves_nothing(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1, kv_type="f16") as ctx:
-        assert ctx.kv_cache.order is None
+        assert not ctx.kv_cache.order.is_kept
         low, high = Branch.start(ctx, [5] * 100), Branch.start(ctx, [6] * 100)
         low.rewind(10)
         high.extend([7] * 100)

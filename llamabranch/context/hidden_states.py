@@ -72,10 +72,6 @@ class HiddenStates:
         """Return which numbers of a row are those of one of its layers."""
         return dict(self._columns)[layer]
 
-    def turn(self, *, on: bool) -> None:
-        """Turn the extraction on or off. The logits buffer moves with the next decode."""
-        heads.extract(self._handle, self.layers, on)
-
     def record(self, first: int, n: int) -> None:
         """Keep the rows of the decode of ``n`` tokens that has just succeeded.
 

@@ -119,8 +119,7 @@ class PrefixCache:
         if text is None or not n:
             return 0
         self._kept.use(text)
-        self.n_hits += 1
-        self.n_hit_tokens += n
+        self._count_hit(n)
         return n
 
     def transfer_text(self, tokens: Sequence[int], is_full: bool) -> int | None:
@@ -147,9 +146,12 @@ class PrefixCache:
             self._save(text)
             self._memory.drop(text.seq_id, n)
         self._kept.remove(text)
+        self._count_hit(n)
+        return text.seq_id
+
+    def _count_hit(self, n: int) -> None:
         self.n_hits += 1
         self.n_hit_tokens += n
-        return text.seq_id
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, KeptText | None]:
         n, text = self._kept.find(tokens)
@@ -194,8 +196,7 @@ class PrefixCache:
         if n < n_tokens:
             memory.drop(seq_id, n)
         self.saved.use(text)
-        self.n_hits += 1
-        self.n_hit_tokens += n
+        self._count_hit(n)
         self.n_restored += n
         return True
 

@@ -182,7 +182,7 @@ class Runner:
         hidden = self.memory.hidden
         if hidden is not None and not hidden.is_read():
             self.memory.hidden = None
-            hidden.turn(on=False)
+            heads.extract(self.handle, hidden.layers, False)
         live = self._live
         if not live:
             return
@@ -380,17 +380,12 @@ class Runner:
                 "another head drafts for this context already", hint="close its context first"
             )
         self.handle.forget_rows()
+        hidden = HiddenStates(self.handle, self.memory.cells, layers, is_read)
         if before is not None:
-            before.turn(on=False)
-            self.memory.hidden = None
-        try:
-            self.memory.hidden = HiddenStates(self.handle, self.memory.cells, layers, is_read)
-        except BaseException:
-            if before is not None:
-                before.turn(on=True)
-                self.memory.hidden = before
-            raise
-        return self.memory.hidden
+            gone = [layer for layer in before.layers if layer not in layers]
+            heads.extract(self.handle, gone, False)
+        self.memory.hidden = hidden
+        return hidden
 
     def final_states(self, tokens: Sequence[int], seq_id: int) -> States:
         """Decode tokens at the end of a sequence; return the states after the output norm, (n, n_embd).

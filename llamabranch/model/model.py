@@ -12,7 +12,7 @@ from typing import SupportsIndex, cast
 from ..arguments import choice, function, instance, items, plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from ..files import path_of
-from ..native import ModelHandle, ModelOptions, amx_works, staging, uses_amx
+from ..native import ModelHandle, amx_works, staging, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_parts
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
@@ -87,7 +87,9 @@ class Model:
                 hint="extra_buffers='auto' does not repack them",
             )
         self.extra_buffers = bool(extra_buffers)
-        options = ModelOptions(
+        self._handle = ModelHandle(
+            self.path,
+            progress,
             n_gpu_layers=n_gpu_layers,
             use_mmap=use_mmap,
             use_mlock=use_mlock,
@@ -96,7 +98,6 @@ class Model:
             use_extra_bufts=self.extra_buffers,
             load_mtp=load_mtp,
         )
-        self._handle = ModelHandle(self.path, options, progress)
         self.loads_mtp = load_mtp
         self.vocab_only = vocab_only
         self.n_vocab = self._handle.n_vocab
@@ -189,7 +190,7 @@ class Model:
 
         They compute only if the model was loaded with ``load_mtp``.
         """
-        return self.handle.n_mtp_layers()
+        return staging.n_mtp_layers(self.handle.ptr)
 
     @property
     def shares_memory(self) -> bool:
@@ -199,7 +200,7 @@ class Model:
     @cached_property
     def target_layers(self) -> tuple[int, ...]:
         """For an EAGLE-3 head: which layers of its target it reads; () for all other models."""
-        return self.handle.target_layers() if self.architecture == "eagle3" else ()
+        return staging.target_layers(self.handle.ptr) if self.architecture == "eagle3" else ()
 
     @cached_property
     def n_embd(self) -> int:

@@ -19,7 +19,7 @@ from .library import (
     system_info,
     uses_amx,
 )
-from .model import ModelHandle, ModelOptions
+from .model import ModelHandle
 from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle, softmax_agrees
 from .state_layout import StateLayout
 from .thread_call import call_in_thread
@@ -30,7 +30,6 @@ __all__ = [
     "GrammarHandle",
     "HeadOf",
     "ModelHandle",
-    "ModelOptions",
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",

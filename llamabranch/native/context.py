@@ -160,7 +160,9 @@ class ContextHandle(Handle):
         moves_states = C.llama_model_is_recurrent(model.ptr) or C.llama_model_is_hybrid(model.ptr)
         self.stops_inside = not moves_states and not model.on_gpu
         self.n_watched = max(2, int(_WORTH_A_THREAD / max(1, model.number("n_params"))))
-        self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options["n_ubatch"])
+        self.n_chunk: int = (
+            self.n_batch if self.stops_inside else min(self.n_batch, options["n_ubatch"])
+        )
         if not moves_states:
             stop_at = ctypes.cast(ctypes.byref(self._stop_address), ctypes.c_void_p)
             C.llama_set_abort_callback(ptr, _is_asked_to_stop, stop_at)

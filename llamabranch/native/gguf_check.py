@@ -169,7 +169,7 @@ def rotation_fault(rotated: int, d_key: int) -> str:
 def _kinds_of_layers(header: Header) -> Iterator[tuple[str, str]]:
     # LFM2 has two kinds of memory, one of which would have no layers. Seen with attention only.
     kinds = {heads == 0 for heads in header.integers("attention.head_count_kv")}
-    if header.architecture in _LFM2 and len(kinds) != 1:
+    if header.architecture in _LFM2 and len(kinds) == 1:
         reason = "it has no convolution layers or no attention layers, and needs both"
         yield "lfm2_one_kind_of_layer", reason
     pattern = header.get("attention.sliding_window_pattern")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,24 +31,25 @@ _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """What llama_model_params takes; ``use_mmap`` and ``use_mlock`` make its load_mode."""
-
-    n_gpu_layers: int
-    use_mmap: bool
-    use_mlock: bool
-    check_tensors: bool
-    vocab_only: bool
-    use_extra_bufts: bool
-    load_mtp: bool
-
-
 class ModelHandle(Handle):
-    """A loaded GGUF file. The caller has checked its header."""
+    """A loaded GGUF file. The caller has checked its header.
+
+    Args:
+        path: the file.
+        progress: called with 0.0 to 1.0 while it is loaded.
+        use_mmap, use_mlock, load_mtp: see `Model`.
+        options: other fields of llama_model_params, by llama.cpp's names.
+    """
 
     def __init__(
-        self, path: Path, options: ModelOptions, progress: Callable[[float], None] | None
+        self,
+        path: Path,
+        progress: Callable[[float], None] | None,
+        *,
+        use_mmap: bool,
+        use_mlock: bool,
+        load_mtp: bool,
+        **options: int,
     ) -> None:
         stopped = False
         fractions: SimpleQueue[float] = SimpleQueue()
@@ -64,7 +64,15 @@ class ModelHandle(Handle):
             nonlocal stopped
             stopped = True
 
-        params = _llama_params(options)
+        params = C.llama_model_default_params()
+        params.load_mode = (C.LLAMA_LOAD_MODE_MMAP if use_mmap else 0) | (
+            C.LLAMA_LOAD_MODE_MLOCK if use_mlock else 0
+        )
+        if load_mtp:
+            staging.check_available()
+            params.load_mtp = True
+        for name, value in options.items():
+            setattr(params, name, value)
         params.progress_callback = C.llama_progress_callback(on_progress)
         with recorded_log():
             loaded = self.make(
@@ -76,7 +84,7 @@ class ModelHandle(Handle):
         if not loaded:
             raise ModelLoadError(f"llama.cpp cannot load {path}: {logged_reason()}")
         ptr = self.unchecked_ptr
-        self.on_gpu = options.n_gpu_layers != 0 and supports_gpu_offload()
+        self.on_gpu = params.n_gpu_layers != 0 and supports_gpu_offload()
         self._vocab = C.llama_model_get_vocab(ptr)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
         name = _text(partial(C.llama_model_meta_val_str, ptr, b"general.architecture"))
@@ -93,14 +101,6 @@ class ModelHandle(Handle):
     def number(self, what: str) -> int:
         """Return llama_model_<what>() as an integer: n_params, size, n_layer, n_swa, ..."""
         return int(getattr(C, f"llama_model_{what}")(self.ptr))
-
-    def target_layers(self) -> tuple[int, ...]:
-        """Return which layers of its target it reads as a head; () if it is none."""
-        return staging.target_layers(self.ptr) if staging.available else ()
-
-    def n_mtp_layers(self) -> int:
-        """Return how many MTP layers it has."""
-        return staging.n_mtp_layers(self.ptr)
 
     def description(self) -> str:
         return _text(partial(C.llama_model_desc, self.ptr))
@@ -274,18 +274,3 @@ def _text(read: Callable[[Any, int], int]) -> str:
         buffer = ctypes.create_string_buffer(size + 1)
         read(buffer, len(buffer))
     return buffer.value.decode("utf-8", "replace") if size >= 0 else ""
-
-
-def _llama_params(options: ModelOptions) -> Any:
-    params = C.llama_model_default_params()
-    params.n_gpu_layers = options.n_gpu_layers
-    params.load_mode = (C.LLAMA_LOAD_MODE_MMAP if options.use_mmap else 0) | (
-        C.LLAMA_LOAD_MODE_MLOCK if options.use_mlock else 0
-    )
-    params.check_tensors = options.check_tensors
-    params.vocab_only = options.vocab_only
-    params.use_extra_bufts = options.use_extra_bufts
-    if options.load_mtp:
-        staging.check_available()
-        params.load_mtp = True
-    return params

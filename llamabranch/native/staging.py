@@ -111,7 +111,6 @@ def n_mtp_layers(model: Any) -> int:
 
 def target_layers(model: Any) -> tuple[int, ...]:
     """Return which layers of its target a head reads; () if it reads none."""
-    check_available()
-    n = int(functions["n_target_layers"](model))
+    n = int(functions["n_target_layers"](model)) if available else 0
     address = functions["target_layers"](model) if n else None
     return tuple((ctypes.c_int32 * n).from_address(address)) if address else ()

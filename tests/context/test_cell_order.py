@@ -16,7 +16,7 @@ import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.context.cell_order import CellOrder
 from llamabranch.context.memory import Memory
-from llamabranch.errors import CacheFullError
+from llamabranch.errors import CacheFullError, SnapshotError
 from llamabranch.generation.plan import Plan
 
 Logits = npt.NDArray[np.float32]
@@ -336,12 +336,12 @@ def test_interrupted_copy_of_the_cells_is_finished_first(
     handle = small.decoder.handle
     set_state, n_set = handle.set_state, 0
 
-    def interrupted(seq_id: int, state: npt.NDArray[np.uint8]) -> bool:
+    def interrupted(seq_id: int, state: npt.NDArray[np.uint8]) -> None:
         nonlocal n_set
         n_set += 1
         if n_set == 2:
             _thread.interrupt_main()
-        return set_state(seq_id, state)
+        set_state(seq_id, state)
 
     monkeypatch.setattr(handle, "set_state", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -361,10 +361,12 @@ def test_refused_state_is_decoded_again(
     handle = small.decoder.handle
     set_state, n_set = handle.set_state, 0
 
-    def refused(seq_id: int, state: npt.NDArray[np.uint8]) -> bool:
+    def refused(seq_id: int, state: npt.NDArray[np.uint8]) -> None:
         nonlocal n_set
         n_set += 1
-        return n_set < 2 and set_state(seq_id, state)
+        if n_set == 2:
+            raise SnapshotError("llama.cpp cannot take the K/V")
+        set_state(seq_id, state)
 
     monkeypatch.setattr(handle, "set_state", refused)
     n_before = small.decoder.n_decodes

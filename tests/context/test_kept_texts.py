@@ -50,7 +50,7 @@ def test_what_is_found_is_what_a_search_finds(
         for wanted in [*asked, tokens]:
             n, found = kept.find(wanted)
             assert n == max((n_same(text.tokens, wanted) for text in known), default=0)
-            assert (found is None) if n == 0 else n_same(found.tokens, wanted) == n
+            assert (0 if found is None else n_same(found.tokens, wanted)) == n
             wholes = [text for text in known if text.tokens == wanted[: len(text.tokens)]]
             longest = max(wholes, key=lambda text: len(text.tokens), default=None)
             expected = (0, None) if longest is None else (len(longest.tokens), longest)

@@ -67,6 +67,16 @@ class _Slice:
         return self.position + self.high - self.low
 
 
+def _clip(slices: Iterable[_Slice], start: int, end: int) -> list[_Slice]:
+    """Return what slices have in positions [start, end)."""
+    found = []
+    for s in slices:
+        low, high = max(s.position, start), min(s.end, end)
+        if low < high:
+            found.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
+    return found
+
+
 @dataclass(slots=True)
 class _Sequence:
     next_position: int = 0
@@ -105,12 +115,10 @@ class CellTable:
 
     def first_position(self, seq_id: int, start: int = 0) -> int:
         """Return the smallest position of ``seq_id`` from ``start`` on, -1 if there is none."""
-        found = -1
-        for s in reversed(self._sequences[seq_id].slices):
-            if s.end <= start:
-                break
-            found = max(s.position, start)
-        return found
+        slices = self._sequences[seq_id].slices
+        if start:
+            slices = _clip(slices, start, slices[-1].end) if slices else []
+        return slices[0].position if slices else -1
 
     def length(self, seq_id: int) -> int:
         """Return how many cells ``seq_id`` refers to."""
@@ -156,10 +164,8 @@ class CellTable:
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
         """Return the first position in [start, end) that no other sequence shares, and how many."""
         first, n_alone = None, 0
-        for s in reversed(self._sequences[seq_id].slices):
-            if s.end <= start:
-                break
-            at, last = s.low + max(0, start - s.position), s.high - max(0, s.end - end)
+        for s in reversed(_clip(self._sequences[seq_id].slices, start, end)):
+            at, last = s.low, s.high
             shared = [
                 (t.low, t.high)
                 for user in s.run.users - {seq_id}
@@ -193,27 +199,19 @@ class CellTable:
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Let the empty ``target`` refer to what ``source`` has in positions [start, end)."""
-        kept = []
-        for s in self._sequences[source].slices:
-            low, high = max(s.position, start), min(s.end, end)
-            if low < high:
-                kept.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
-                s.run.users.add(target)
+        kept = _clip(self._sequences[source].slices, start, end)
+        for s in kept:
+            s.run.users.add(target)
         self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept)
         self._note_end(target)
 
     def remove(self, seq_id: int, start: int, end: int) -> None:
         """Record that ``seq_id`` no longer holds positions in [start, end)."""
         sequence = self._sequences[seq_id]
-        kept = []
-        for s in sequence.slices:
-            if s.end <= start or s.position >= end:
-                kept.append(s)
-                continue
-            if s.position < start:
-                kept.append(_Slice(s.run, s.low, s.low + start - s.position, s.position))
-            if s.end > end:
-                kept.append(_Slice(s.run, s.low + end - s.position, s.high, end))
+        kept = [
+            *_clip(sequence.slices, 0, start),
+            *_clip(sequence.slices, end, sequence.next_position),
+        ]
         still = {s.run for s in kept}
         for s in sequence.slices:
             if s.run not in still:

@@ -18,12 +18,11 @@ from ..native import release_threads
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base, number_array
 from ..sampling.params import settings_of
-from .capabilities import Capabilities
 from .cell_table import Usage
 from .compaction import rewrite_in_order
 from .logits import LogitsRow
 from .memory import END
-from .opening import open_native
+from .opening import Capabilities, open_native
 from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams
 from .prefix_cache import PrefixCache
 from .runner import decode_run

@@ -36,7 +36,7 @@ class Memory:
     """Attention memory, one cache for all sequences (llama.cpp's unified KV); other kinds differ from it.
 
     Args:
-        handle: the native context whose memory it is.
+        handle: the native context whose memory it is; an attribute too.
         state_layout: how llama.cpp serialises the state of a sequence; None if that is not known.
         keeps_order: whether the cells of every sequence are kept in the order of its tokens.
 
@@ -78,7 +78,7 @@ class Memory:
         # The quarantined cells need a sequence id.
         keeps_order = keeps_order and n_seq_max < max_sequences()
         self.order = CellOrder(handle, self.cells, max_sequences() - 1 if keeps_order else -1)
-        self._handle = handle
+        self.handle = handle
 
     # -- what is written ---------------------------------------------------------------------------
 
@@ -111,12 +111,12 @@ class Memory:
         cells.clock += n_nodes
         self.order.quarantine_tree(leaves, start, first, n_nodes - len(nodes))
         try:
-            self._handle.remove(target, -1, -1)
-            self._handle.copy(leaf, target, 0, start + len(nodes))
+            self.handle.remove(target, -1, -1)
+            self.handle.copy(leaf, target, 0, start + len(nodes))
             self.append(target, len(nodes), [first + node for node in nodes])
         except BaseException:
-            self._handle.remove(target, -1, -1)
-            self._handle.copy(leaf, target, 0, start)
+            self.handle.remove(target, -1, -1)
+            self.handle.copy(leaf, target, 0, start)
             self._remove(target, start, END)
             raise
 
@@ -146,7 +146,7 @@ class Memory:
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         try:
-            self._handle.copy(source, target, 0, n if n < n_held else -1)
+            self.handle.copy(source, target, 0, n if n < n_held else -1)
             self.cells.copy(source, target, 0, n)
         except BaseException:
             self._remove(target, 0, END)
@@ -182,14 +182,14 @@ class Memory:
 
     def _remove(self, seq_id: int, start: int, end: int) -> bool:
         """Remove positions from llama.cpp's memory and the table; may be repeated if interrupted."""
-        if not self._handle.remove(seq_id, start, -1 if end == END else end):
+        if not self.handle.remove(seq_id, start, -1 if end == END else end):
             return False
         self.cells.remove(seq_id, start, end)
         return True
 
     def clear(self) -> None:
         """Drop everything; what the prefix cache keeps too."""
-        self._handle.clear()
+        self.handle.clear()
         self.cells.clear()
         self.prefix_seq_ids.clear()
         self.order.reset()
@@ -270,7 +270,7 @@ class Memory:
 
     def state(self, seq_id: int) -> State:
         """Return the K/V of a sequence as llama.cpp writes it, uint8 (n,), a copy."""
-        return self._handle.state(seq_id)
+        return self.handle.state(seq_id)
 
     def set_state(self, seq_id: int, state: State, n_tokens: int) -> bool:
         """Fill an empty sequence with the state of ``n_tokens``; False if there are no cells for it.
@@ -279,12 +279,12 @@ class Memory:
             SnapshotError: llama.cpp refuses it. The sequence may then hold anything: drop it.
         """
         try:
-            self._handle.set_state(seq_id, state)
+            self.handle.set_state(seq_id, state)
         except SnapshotError as refusal:
             if "available cells" in refusal.message or "not enough cells" in refusal.message:
                 return False
             raise
-        if self._handle.position_range(seq_id)[1] != n_tokens - 1:
+        if self.handle.position_range(seq_id)[1] != n_tokens - 1:
             raise SnapshotError("llama.cpp holds other positions than the snapshot has")
         self.append(seq_id, n_tokens)
         return True
@@ -308,11 +308,11 @@ class Memory:
         """
         if self.state_layout is None:
             raise SnapshotError("llama.cpp writes K/V in an unknown form")
-        self._handle.copy(seq_id, _MOVED, start, -1)
+        self.handle.copy(seq_id, _MOVED, start, -1)
         try:
-            return self.state_layout.with_owner(self._handle.state(_MOVED))
+            return self.state_layout.with_owner(self.handle.state(_MOVED))
         finally:
-            self._handle.remove(_MOVED, 0, -1)
+            self.handle.remove(_MOVED, 0, -1)
 
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
         """Write a ``piece`` of ``n_tokens`` into the next free cells, at ``start``, the sequence's end.
@@ -320,9 +320,9 @@ class Memory:
         Raises:
             SnapshotError: llama.cpp refuses it.
         """
-        self._handle.set_state(_MOVED, state)
-        self._handle.copy(_MOVED, seq_id, start, -1)
-        self._handle.remove(_MOVED, 0, -1)
+        self.handle.set_state(_MOVED, state)
+        self.handle.copy(_MOVED, seq_id, start, -1)
+        self.handle.remove(_MOVED, 0, -1)
         self.cells.append(seq_id, n_tokens)
 
     # -- accounts ----------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class Memory:
         """
         for seq_id in range(self.cells.n_sequences):
             held = self.first_position(seq_id), self.next_position(seq_id) - 1
-            ours, theirs = self._compared(seq_id, held, self._handle.position_range(seq_id))
+            ours, theirs = self._compared(seq_id, held, self.handle.position_range(seq_id))
             if ours != theirs:
                 raise DecodeError(
                     f"sequence {seq_id} should hold positions {ours}, in llama.cpp it holds {theirs}"
@@ -387,10 +387,10 @@ class Windowed(Memory):
         held = self._shadowed.get(seq_id, 0)
         if held < outside and held < end:
             try:
-                self._handle.copy(seq_id, _shadow(seq_id), held, end)
+                self.handle.copy(seq_id, _shadow(seq_id), held, end)
                 self._shadowed[seq_id] = end
             except BaseException:
-                self._handle.remove(_shadow(seq_id), held, -1)
+                self.handle.remove(_shadow(seq_id), held, -1)
                 self._shadowed[seq_id] = held
                 raise
 
@@ -400,7 +400,7 @@ class Windowed(Memory):
         Not all are after a restore: the state of a sequence has only those of the window at its end.
         """
         first = max(0, self.first_position(seq_id), n - self._window + 1)
-        return not n or self._handle.position_range(seq_id)[0] <= first
+        return not n or self.handle.position_range(seq_id)[0] <= first
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         super()._fork(source, target, n, n_held)
@@ -414,7 +414,7 @@ class Windowed(Memory):
         """Remove positions, of the shadow too."""
         held = self._shadowed.get(seq_id, 0)
         if start < held:
-            self._handle.remove(_shadow(seq_id), start, -1 if end == END else end)
+            self.handle.remove(_shadow(seq_id), start, -1 if end == END else end)
         is_done = super()._remove(seq_id, start, end)
         if start < held:
             self._shadowed[seq_id] = min(held, self.next_position(seq_id))
@@ -426,7 +426,7 @@ class Windowed(Memory):
         self._shadowed.clear()
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
-        if self._handle.position_range(_shadow(seq_id))[1] >= self._shadowed.get(seq_id, 0):
+        if self.handle.position_range(_shadow(seq_id))[1] >= self._shadowed.get(seq_id, 0):
             raise DecodeError(f"cells that sequence {seq_id} has left are kept")
         if self.can_cut(seq_id, ours[1] + 1):
             ours = (theirs[0], ours[1])  # a restored one has the window at its end only
@@ -457,16 +457,16 @@ class NonUnified(Memory):
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         try:
-            self._handle.set_state(target, self._handle.state(source))
+            self.handle.set_state(target, self.handle.state(source))
             if n < n_held:
-                self._handle.remove(target, n, -1)
+                self.handle.remove(target, n, -1)
             self.cells.append(target, n)
             if self.hidden is not None:
                 self.hidden.set_all(target, self.hidden.of(source, 0, n))
             if source in self._with_holes:
                 self._with_holes.add(target)
         except BaseException:
-            self._handle.remove(target, 0, -1)
+            self.handle.remove(target, 0, -1)
             self.cells.remove(target, 0, END)
             raise
 
@@ -504,11 +504,11 @@ class NonUnified(Memory):
 
     def piece(self, seq_id: int, start: int) -> State:
         """Return the K/V of a whole sequence: nothing is shared, so no part is asked for."""
-        return self._handle.state(seq_id)
+        return self.handle.state(seq_id)
 
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
         """Write a ``piece`` into the empty sequence."""
-        self._handle.set_state(seq_id, state)
+        self.handle.set_state(seq_id, state)
         self.cells.append(seq_id, n_tokens)
 
     def usage(self) -> Usage:
@@ -537,7 +537,7 @@ class States(Memory):
     def cut(self, seq_id: int, n: int) -> int:
         """Drop the whole sequence, unless it holds no more than ``n`` tokens, in llama.cpp too."""
         held = self.next_position(seq_id)
-        if held <= n and self._handle.position_range(seq_id)[1] == held - 1:
+        if held <= n and self.handle.position_range(seq_id)[1] == held - 1:
             return held
         self.drop(seq_id, 0)
         return 0

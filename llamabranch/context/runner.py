@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
-from ..native import ContextHandle, heads, staging
+from ..native import heads, staging
 from ..native.context import DecodeHook
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
@@ -50,8 +50,7 @@ class Runner:
     """Decodes batches, records them in the memory, and copies rows of logits before they are overwritten.
 
     Args:
-        handle: the native context.
-        memory: where the tokens are written.
+        memory: where the tokens are written; its native context decodes them.
         n_trained: positions the model was trained for, beyond which it warns; None to never warn.
         encoded: of a head whose encoder reads the hidden states: their numbers for a token; else 0.
 
@@ -63,12 +62,11 @@ class Runner:
 
     def __init__(
         self,
-        handle: ContextHandle,
         memory: Memory,
         n_trained: int | None = None,
         encoded: int = 0,
     ) -> None:
-        self.handle = handle
+        self.handle = handle = memory.handle
         self.memory = memory
         self.n_decodes = 0
         self.read_s = math.nan

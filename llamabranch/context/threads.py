@@ -62,45 +62,40 @@ class ThreadTuner:
 
     Args:
         model, params: of the context; ``params`` are resolved, but for the threads that were not given.
+
+    Attributes:
+        params: with the numbers that were chosen.
     """
 
     def __init__(self, model: Model, params: ContextParams) -> None:
-        self._model, self._params = model, params
-        n_threads, n_threads_batch = params.n_threads, params.n_threads_batch
+        self._model, self._given_batch = model, params.n_threads_batch
         splits = params.kv_type in ("f16", "f32") and params.flash_attention is not False
         is_large = params.n_ctx is None or params.n_ctx > _LEAST_CELLS
         self._changes_logits = model.memory_type != "recurrent" and splits and is_large
         self._cores = available_cores()
+        is_open = params.n_threads is None and not (self._changes_logits and self._given_batch)
         # CPU threads do not matter for layers on a GPU.
-        self._measures = n_threads is None and self._cores > 1 and not model.on_gpu and not is_off()
-        if self._changes_logits and n_threads_batch is not None:
-            self._measures = False
+        self._measures = is_open and self._cores > 1 and not model.on_gpu and not is_off()
         self._kept = self._read() if self._measures else None
-        if n_threads is None:
-            n_threads = self._cores
-            if self._kept is not None and max(self._kept[:2]) == 1 and not self._changes_logits:
-                n_threads = 1  # the stored best is one thread: start no others to measure again
-        self.n_threads = n_threads
-        self.n_threads_batch = n_threads if n_threads_batch is None else n_threads_batch
-
-    @property
-    def params(self) -> ContextParams:
-        """The parameters with the numbers that were chosen."""
-        return replace(self._params, n_threads=self.n_threads, n_threads_batch=self.n_threads_batch)
+        n_threads = params.n_threads or self._cores
+        if self._kept is not None and max(self._kept[:2]) == 1 and not self._changes_logits:
+            n_threads = 1  # the stored best is one thread: start no others to measure again
+        n_batch = self._given_batch or n_threads
+        self.params = replace(params, n_threads=n_threads, n_threads_batch=n_batch)
 
     def tune(self, handle: ContextHandle) -> None:
         """Choose, on an empty context that was created with these numbers; it is empty afterwards."""
-        if not self._measures or self.n_threads == 1:
+        if not self._measures or self.params.n_threads == 1:
             return
         try:
             _trial_decode(handle, 1)  # untimed: it loads the weights from disk into memory
-            n_threads, n_threads_batch = self._still_good(handle) or self._measure(handle)
+            n_threads, n_batch = self._still_good(handle) or self._measure(handle)
         finally:
             handle.clear()
-        if not self._changes_logits:
-            self.n_threads = n_threads
-        self.n_threads_batch = self._params.n_threads_batch or n_threads_batch
-        handle.set_threads(self.n_threads, self.n_threads_batch)
+        n_threads = self._cores if self._changes_logits else n_threads
+        n_batch = self._given_batch or n_batch
+        self.params = replace(self.params, n_threads=n_threads, n_threads_batch=n_batch)
+        handle.set_threads(n_threads, n_batch)
 
     # -- what is kept ------------------------------------------------------------------------------
 
@@ -142,7 +137,7 @@ class ThreadTuner:
         singles = {n: _time(handle, 1, n) for n in numbers}
         one = _best(singles)
         n_tokens = min(_BATCH, handle.n_batch)
-        if self._params.n_threads_batch is not None or n_tokens == 1:
+        if self._given_batch is not None or n_tokens == 1:
             return one, one
         batches = {n: _time(handle, n_tokens, n) for n in numbers}
         many = _best(batches)

@@ -15,12 +15,11 @@ from ..files import path_of
 from ..native import ModelHandle, amx_works, staging, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_parts
+from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText, ControlToken
-from .heads import FILES_OF_HEADS, head_kind, is_head_only, why_no_eagle, why_no_mtp
 from .templates import ChatTemplate
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
-from .vocabulary import VocabularyReport, compare
 
 __all__ = ["Model"]
 
@@ -77,7 +76,7 @@ class Model:
         self.path = path_of(path)
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
-        load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
+        load_mtp = bool(load_mtp) or pairs.head_kind(header) == "mtp-only"
         if extra_buffers == "auto":
             extra_buffers = not uses_amx()
         elif extra_buffers and uses_amx() and not amx_works():
@@ -105,7 +104,7 @@ class Model:
             self._handle.close()
             raise ModelLoadError(f"{self.path} has an empty vocabulary")
         # Comparing two vocabularies of 128k tokens takes a second.
-        self._reports = weakref.WeakKeyDictionary[Model, VocabularyReport]()
+        self._reports = weakref.WeakKeyDictionary[Model, pairs.VocabularyReport]()
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[str | None] = [None] * self.n_vocab
         tokens = range(self.n_vocab if self.has_text else 0)
@@ -228,7 +227,7 @@ class Model:
     def can_generate(self) -> bool:
         """True if it is a decoder that predicts the next token (not an embedding model)."""
         handle = self.handle
-        if self.n_mtp_layers and is_head_only(read_parts(self.path)):
+        if self.n_mtp_layers and pairs.is_head_only(read_parts(self.path)):
             return False
         return bool(handle.number("has_decoder")) and (
             not handle.number("has_encoder") and self.memory_type != "none"
@@ -461,7 +460,7 @@ class Model:
         Raises:
             ModelLoadError: no such file, or not a GGUF.
         """
-        return cls.head_kind(path) in FILES_OF_HEADS
+        return cls.head_kind(path) in pairs.FILES_OF_HEADS
 
     @staticmethod
     def head_kind(path: str | PathLike[str]) -> str:
@@ -474,7 +473,7 @@ class Model:
         Raises:
             ModelLoadError: no such file, or not a GGUF.
         """
-        return head_kind(read_parts(path_of(path)))
+        return pairs.head_kind(read_parts(path_of(path)))
 
     def head_fault(self, head: Model) -> str:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.
@@ -484,8 +483,8 @@ class Model:
         of the same shape drafts, but little of its drafts is accepted.
         """
         if head.architecture == "eagle3":
-            return why_no_eagle(head, self)
-        return why_no_mtp(head, self)
+            return pairs.why_no_eagle(head, self)
+        return pairs.why_no_mtp(head, self)
 
     # -- chat --------------------------------------------------------------------------------------
 
@@ -628,12 +627,12 @@ class Model:
 
     # -- pairs -------------------------------------------------------------------------------------
 
-    def compatibility(self, draft: Model) -> VocabularyReport:
+    def compatibility(self, draft: Model) -> pairs.VocabularyReport:
         """Return whether ``draft`` can draft for this model token by token; if not, with the reason."""
         instance("draft", draft, Model)
         report = self._reports.get(draft)
         if report is None:
-            report = self._reports[draft] = compare(self, draft)
+            report = self._reports[draft] = pairs.compare(self, draft)
         return report
 
     def entry(self, token: int) -> tuple[bytes, bool]:

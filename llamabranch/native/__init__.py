@@ -8,6 +8,7 @@ from . import core, heads, staging
 from .attention import attention_seconds
 from .context import ContextHandle, HeadOf, NativeContextParams, release_threads
 from .handle import forkable_lock
+from .interrupts import call_in_thread
 from .library import (
     amx_works,
     available_cores,
@@ -22,7 +23,6 @@ from .library import (
 from .model import ModelHandle
 from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle, softmax_agrees
 from .state_layout import StateLayout
-from .thread_call import call_in_thread
 
 __all__ = [
     "CandidateBuffer",

@@ -20,11 +20,10 @@ from llama_cpp import llama_cpp as C
 from ..errors import ConfigError, SnapshotError, UsageError
 from . import core, staging
 from .handle import Handle, forkable_lock, generation
-from .interrupts import in_main_thread, is_interrupted
+from .interrupts import call_in_thread, in_main_thread, is_interrupted
 from .library import address_of, libc, logged_reason, recorded_log
 from .model import ModelHandle
 from .state_layout import State, with_streams, without_streams
-from .thread_call import call_in_thread
 
 Rows = npt.NDArray[np.float32]
 DecodeHook = Callable[[Callable[[int], int], int], int]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ClosedError
-from .thread_call import call_in_thread
+from .interrupts import call_in_thread
 
 _generation = 0  # how many times this process and its ancestors were forked since the import
 _locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""llama_model and its vocabulary."""
+"""llama_model, its vocabulary, and llama_model_quantize."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError, TokenizeError
 from . import core, staging
+from .gguf_check import check_header
 from .handle import Handle
+from .interrupts import call_in_thread
 from .library import address_of, logged_reason, recorded_log, supports_gpu_offload
-from .thread_call import call_in_thread
 
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
@@ -264,6 +265,27 @@ class ModelHandle(Handle):
             if n <= room:
                 return buffer.raw[:n].decode("utf-8", "replace")
             room = n
+
+
+def quantize(source: Path, path: Path, file_type: str) -> None:
+    """Write the model of ``source`` to ``path`` with weights of ``file_type``, a name such as "Q8_0".
+
+    Quantized weights are quantized again: what they lack of the original does not come back.
+
+    Raises:
+        ModelLoadError: ``source`` is no model that llama.cpp reads, or ``path`` cannot be written.
+    """
+    check_header(source)
+    params = C.llama_model_quantize_default_params()
+    params.ftype = next(number for number, name in FILE_TYPES.items() if name == file_type)
+    params.allow_requantize = True
+    names = str(source).encode(), str(path).encode()
+    with recorded_log():
+        failed = call_in_thread(lambda: bool(C.llama_model_quantize(*names, params)))
+    if failed:
+        raise ModelLoadError(
+            f"llama.cpp cannot make {path.name} from {source.name}: {logged_reason()}"
+        )
 
 
 def _text(read: Callable[[Any, int], int]) -> str:

@@ -1,27 +1,36 @@
-"""Whether a head drafts for a model: what must fit so that llama.cpp computes it."""
+"""Whether a model drafts for another one: equal vocabularies; of a head, what llama.cpp computes."""
 
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from ..native import staging
 from ..native.gguf_check import rotation_fault
 from ..native.gguf_reader import Header, read_parts
-from .vocabulary import Vocabulary, compare
 
-__all__ = ["FILES_OF_HEADS", "head_kind", "is_head_only", "why_no_eagle", "why_no_mtp"]
+__all__ = [
+    "FILES_OF_HEADS",
+    "VocabularyReport",
+    "compare",
+    "head_kind",
+    "is_head_only",
+    "why_no_eagle",
+    "why_no_mtp",
+]
 
 
 FILES_OF_HEADS = ("eagle3", "mtp-only")  # the kinds of files that are no models of their own
 
 
-class _Model(Vocabulary, Protocol):
+class _Model(Protocol):
     """The part of a model that is looked at."""
 
     path: Path
     loads_mtp: bool
+    n_vocab: int
 
     @property
     def name(self) -> str: ...
@@ -40,6 +49,74 @@ class _Model(Vocabulary, Protocol):
 
     @property
     def target_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def vocab_type(self) -> str: ...
+
+    @property
+    def has_text(self) -> bool: ...
+
+    @property
+    def bos(self) -> int | None: ...
+
+    @property
+    def eos(self) -> int | None: ...
+
+    def entry(self, token: int) -> tuple[bytes, bool]: ...
+
+
+@dataclass(frozen=True)
+class VocabularyReport:
+    """Whether two models have the same vocabulary.
+
+    ``n_vocab`` are the sizes (target, draft), ``n_different`` is the number of ids that mean
+    different tokens, ``first_difference`` is the smallest of them.
+    """
+
+    compatible: bool
+    reason: str
+    n_vocab: tuple[int, int]
+    n_different: int
+    first_difference: int | None
+    both_have_text: bool = True
+
+    @property
+    def path(self) -> str:
+        """How the second model can draft for the first: by "tokens", through the "text", or "none"."""
+        if self.compatible:
+            return "tokens"
+        return "text" if self.both_have_text else "none"
+
+    def __bool__(self) -> bool:
+        return self.compatible
+
+
+def compare(target: _Model, draft: _Model) -> VocabularyReport:
+    """Return whether ``draft`` can draft for ``target`` token by token, and if not, why."""
+    ours, theirs = target.n_vocab, draft.n_vocab
+    shared, n_different, first = min(ours, theirs), 0, None
+    if target.vocab_type != draft.vocab_type:
+        n_different = max(ours, theirs)
+        reason = f"tokenizer kinds differ: {target.vocab_type} and {draft.vocab_type}"
+    elif different := [t for t in range(shared) if target.entry(t) != draft.entry(t)]:
+        n_different, first = len(different), different[0]
+        reason = (
+            f"{n_different} of {shared} shared token ids differ, the first is {first}: "
+            f"{target.entry(first)[0]!r} and {draft.entry(first)[0]!r}"
+        )
+    elif (target.bos, target.eos) != (draft.bos, draft.eos):
+        reason = (
+            f"BOS and EOS tokens differ: {target.bos}, {target.eos} and {draft.bos}, {draft.eos}"
+        )
+    else:
+        # Models of one family pad their vocabularies differently; the padding is never drawn.
+        padding = (
+            f"the first {shared} tokens are equal; {abs(ours - theirs)} exist in one model only"
+        )
+        reason = f"the same {ours} tokens" if ours == theirs else padding
+        return VocabularyReport(True, reason, (ours, theirs), 0, None)
+    text = target.has_text and draft.has_text
+    return VocabularyReport(False, reason, (ours, theirs), n_different, first, text)
 
 
 def head_kind(header: Header) -> str:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..errors import BranchStateError, UnsupportedError
 from ..model import Model
-from ..native import ContextHandle, HeadOf, NativeContextParams, StateLayout, max_sequences
+from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
 from .cell_table import Usage
 from .exactness import exactness_of
 from .kv_type import faster_kv_type
@@ -218,8 +218,13 @@ def _create(model: Model, native: NativeContextParams, target: Target | None) ->
                 f"{model.name} shares the memory of its target, and opening it would empty that",
                 hint="open it before anything is decoded, or prune all branches first",
             )
-        head = HeadOf(target.decoder.handle, not model.target_layers, model.shares_memory)
-        return ContextHandle(model.handle, native, head)
+        return ContextHandle(
+            model.handle,
+            native,
+            target.decoder.handle,
+            uses_mtp=not model.target_layers,
+            shares_memory=model.shares_memory,
+        )
 
 
 def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
@@ -250,6 +255,11 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
             hint="`llamabranch models show TARGET HEAD` shows whether one can draft for the other",
         )
+    given = replace(
+        given,
+        n_threads=given.n_threads or theirs.n_threads,
+        n_threads_batch=given.n_threads_batch or theirs.n_threads_batch,
+    )
     if model.shares_memory:
         if given.prefix_cache:
             raise UnsupportedError("a head that reads the memory of its target caches no prefixes")
@@ -262,8 +272,6 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
             kv_type=theirs.kv_type,
             flash_attention=theirs.flash_attention,
             batch_invariant=False,
-            n_threads=given.n_threads or theirs.n_threads,
-            n_threads_batch=given.n_threads_batch or theirs.n_threads_batch,
         )
     # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
     n_layers = max(1, model.n_mtp_layers)
@@ -271,8 +279,6 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
         given,
         n_ctx=given.n_ctx or target.decoder.handle.n_ctx * n_layers,
         n_seq_max=given.n_seq_max or min((theirs.n_seq_max or 1) * n_layers, max_sequences()),
-        n_threads=given.n_threads or theirs.n_threads,
-        n_threads_batch=given.n_threads_batch or theirs.n_threads_batch,
     )
 
 

@@ -275,7 +275,10 @@ class PrefixCache:
             keep = self._memory.usable(max(first, n_tokens - (n_cells - freed)), n_tokens)
             freed += min(n_alone, n_tokens - keep)
             self._save(text)
-            self._cut(text, keep if keep >= MIN_SHARED else 0)
+            if keep >= MIN_SHARED and self._kept.cut(text, keep):
+                self._memory.drop(text.seq_id, keep)
+            else:
+                self._drop(text)
         self.n_evicted += freed
         return freed
 
@@ -294,13 +297,6 @@ class PrefixCache:
         for text in self.saved:
             self.saved.remove(text)
         for text in self._kept:
-            self._drop(text)
-
-    def _cut(self, text: KeptText, n: int) -> None:
-        """Keep only the first ``n`` tokens of a text; nothing if another text has these too."""
-        if n and self._kept.cut(text, n):
-            self._memory.drop(text.seq_id, n)
-        else:
             self._drop(text)
 
     def _drop(self, text: KeptText) -> None:

@@ -6,7 +6,7 @@ that this package reports, because llama.cpp calls ``abort()`` on most invalid a
 
 from . import core, heads, staging
 from .attention import attention_seconds
-from .context import ContextHandle, HeadOf, NativeContextParams, release_threads
+from .context import ContextHandle, NativeContextParams, release_threads
 from .handle import forkable_lock
 from .interrupts import call_in_thread
 from .library import (
@@ -28,7 +28,6 @@ __all__ = [
     "CandidateBuffer",
     "ContextHandle",
     "GrammarHandle",
-    "HeadOf",
     "ModelHandle",
     "NativeContextParams",
     "SamplerHandle",

@@ -10,7 +10,6 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,23 +71,15 @@ NativeContextParams = dict[str, Any]
 NATIVE_NAMES = frozenset(field[0] for field in C.llama_context_params._fields_)
 
 
-@dataclass(frozen=True)
-class HeadOf:
-    """For a context that computes a head: what it reads.
-
-    Attributes:
-        target: the context whose hidden states are read.
-        uses_mtp: compute the MTP layers of the model instead of its trunk.
-        shares_memory: its decodes read the K/V of the target, so both have one lock.
-    """
-
-    target: ContextHandle
-    uses_mtp: bool
-    shares_memory: bool
-
-
 class ContextHandle(Handle):
     """A llama_context with its batch buffers and a view of its logits.
+
+    Args:
+        model: whose llama_context it is.
+        options: of it, by llama.cpp's names.
+        target: for a head, the context whose hidden states it reads.
+        uses_mtp: compute the MTP layers of the model instead of its trunk.
+        shares_memory: its decodes read the K/V of the target, so both have one lock.
 
     Without ``kv_unified`` each sequence has a part of ``n_ctx_seq`` cells: then ``copy`` and ids from
     ``n_seq_max`` on abort the process. Hold ``lock`` while using the handle; freeing acquires it too.
@@ -107,12 +98,24 @@ class ContextHandle(Handle):
     row_capacity: int
 
     def __init__(
-        self, model: ModelHandle, options: NativeContextParams, head: HeadOf | None = None
+        self,
+        model: ModelHandle,
+        options: NativeContextParams,
+        target: ContextHandle | None = None,
+        *,
+        uses_mtp: bool = False,
+        shares_memory: bool = False,
     ) -> None:
-        if head is not None:
+        params = C.llama_context_default_params()
+        for name, value in options.items():
+            setattr(params, name, value)
+        params.no_perf = True
+        if target is not None:
             staging.check_available()
+            params.ctx_type = int(uses_mtp)
+            params.ctx_other = target.ptr
         _check_threads(max(options["n_threads"], options["n_threads_batch"]))
-        self.lock = head.target.lock if head is not None and head.shares_memory else forkable_lock()
+        self.lock = target.lock if target is not None and shares_memory else forkable_lock()
         self._stop = bytearray(2)
         self._stop_address = ctypes.c_char.from_buffer(self._stop)
         stop, lock = self._stop, self.lock
@@ -122,13 +125,12 @@ class ContextHandle(Handle):
             with lock:
                 C.llama_free(ptr)
 
-        params = _llama_params(options, head)
         with recorded_log():
             made = self.make(
                 lambda: C.llama_init_from_model(model.ptr, params),
                 free,
                 name="context",
-                parents=(model,) if head is None else (model, head.target),
+                parents=(model,) if target is None else (model, target),
             )
         if not made:
             raise ConfigError(
@@ -150,7 +152,7 @@ class ContextHandle(Handle):
         self.kv_unified = options["kv_unified"]
         self.n_batch = min(int(C.llama_n_batch(ptr)), options["n_batch"])
         self.n_outputs_max = options["n_outputs_max"]
-        self.is_head = head is not None
+        self.is_head = target is not None
         self._open_batch(self.n_batch)
         self.n_seq_max = options["n_seq_max"]
         self.forget_rows()
@@ -335,17 +337,6 @@ class ContextHandle(Handle):
             with recorded_log():  # once more, for the reason
                 if C.llama_state_seq_set_data(*arguments) != len(state):
                     raise SnapshotError(f"llama.cpp cannot take the K/V: {logged_reason()}")
-
-
-def _llama_params(options: NativeContextParams, head: HeadOf | None) -> Any:
-    params = C.llama_context_default_params()
-    for name, value in options.items():
-        setattr(params, name, value)
-    params.no_perf = True
-    if head is not None:
-        params.ctx_type = int(head.uses_mtp)
-        params.ctx_other = head.target.ptr
-    return params
 
 
 _open: weakref.WeakSet[ContextHandle] = weakref.WeakSet()

@@ -87,13 +87,6 @@ class _Decoder(ctypes.Structure):
 _BATCH = ["n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits"]  # of llama_batch
 
 
-def _layout() -> int:
-    layout = 0
-    for structure in (RowMeasure, _Sampler, _Choice, _Decoder):
-        layout = 256 * layout + ctypes.sizeof(structure)
-    return layout
-
-
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """Return the library, or None, and a description of what runs."""
     if os.environ.get("LLAMABRANCH_CORE") == "0":
@@ -107,7 +100,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         variant = (library.lb_variant() or b"").decode()
     except (OSError, AttributeError) as error:
         return None, f"unusable ({error}): NumPy"
-    if layout != _layout() or [field[0] for field in C.llama_batch._fields_] != _BATCH:
+    expected = 0
+    for structure in (RowMeasure, _Sampler, _Choice, _Decoder):
+        expected = 256 * expected + ctypes.sizeof(structure)
+    if layout != expected or [field[0] for field in C.llama_batch._fields_] != _BATCH:
         return None, "built from another version: NumPy"
     pointer, i32, u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
     library.lb_measure.argtypes = [pointer, i32, i32, pointer]

@@ -45,7 +45,6 @@ class _Step(NamedTuple):
 
 
 def rewrite_in_order(
-    memory: Memory,
     runner: Runner,
     holders: Iterable[object],
     prefixes: PrefixCache | None = None,
@@ -57,8 +56,7 @@ def rewrite_in_order(
     The context does not know the tokens of raw sequences, nor of those a verification is using.
 
     Args:
-        memory: the cells.
-        runner: decodes the tokens where their K/V cannot be copied.
+        runner: has the cells, and decodes the tokens where their K/V cannot be copied.
         holders: the holders of sequences.
         prefixes: the prefix cache. What it keeps is lost where tokens are decoded again.
         by_state: copy the K/V where that is exact; otherwise decode again.
@@ -66,6 +64,7 @@ def rewrite_in_order(
     Raises:
         KeyboardInterrupt, DecodeInterruptedError: only after every sequence has its cells again.
     """
+    memory = runner.memory
     owners = [holder for holder in holders if isinstance(holder, Replayable)]
     held = {owner.seq_id: memory.next_position(owner.seq_id) for owner in owners}
     if any(seq_id not in held for seq_id in memory.usage().sequences):
@@ -80,7 +79,7 @@ def rewrite_in_order(
     if prefixes is not None:
         prefixes.clear()
     memory.clear()
-    _decode_again(memory, runner, _plan(texts))
+    _decode_again(runner, _plan(texts))
     return True
 
 
@@ -127,8 +126,9 @@ def _copy(memory: Memory, plan: list[_Step], kept: list[KeptText]) -> bool:
     return call_in_thread(move)
 
 
-def _decode_again(memory: Memory, runner: Runner, plan: list[_Step]) -> None:
+def _decode_again(runner: Runner, plan: list[_Step]) -> None:
     """Decode the tokens of all sequences into the empty cache."""
+    memory = runner.memory
     interruption: KeyboardInterrupt | DecodeInterruptedError | None = None
     for text, source, n in plan:
         if n:

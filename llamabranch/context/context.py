@@ -128,7 +128,7 @@ class Context:
         self.n_threads_batch: int = native["n_threads_batch"]
         self.params = resolved
         self.kv_cache.compact = lambda: self.compact()  # whatever that is then
-        self.sequences = SequenceIds(self.kv_cache, self.lock, self._check_raw, lambda: self.closed)
+        self.sequences = SequenceIds(self.kv_cache, self._check_raw)
         # Kept by packages above while it is open; not for users.
         self.attached: dict[str, _Attached] = {}
         self.prefix_cache = None
@@ -140,7 +140,7 @@ class Context:
         self.release_threads()
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
-        return PrefixCache(self.kv_cache, self.sequences, cache_ram, self.decoder)
+        return PrefixCache(self.decoder, self.sequences, cache_ram)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -244,9 +244,7 @@ class Context:
         """
         if self.kv_cache.forks_copy:
             return True
-        return rewrite_in_order(
-            self.kv_cache, self.decoder, self.sequences.holders(), self.prefix_cache
-        )
+        return rewrite_in_order(self.decoder, self.sequences.holders(), self.prefix_cache)
 
     def fits(self, seq_id: int, n: int, parents: Sequence[int] | None = None) -> int:
         """Return how many of ``n`` drafted tokens can be verified in one decode after a sequence.

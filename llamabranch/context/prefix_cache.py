@@ -17,7 +17,7 @@ from time import perf_counter
 
 from ..errors import SnapshotError
 from .kept_texts import KeptText, KeptTexts
-from .memory import END, Memory
+from .memory import END
 from .runner import Runner
 from .sequence_ids import SequenceIds
 
@@ -61,10 +61,9 @@ class PrefixCache:
     ``ContextParams.prefix_cache`` tells which contexts have one.
 
     Args:
-        memory: the cells.
+        runner: has the cells, frees some for K/V that comes back, and measures how long reading takes.
         sequences: of the context: cached texts take some where the memory has no other ids.
         cache_ram: bytes of host memory for the K/V of texts whose cells are evicted; 0: it is lost.
-        runner: frees cells for K/V that comes back, and measures how long reading takes.
 
     Attributes:
         n_hits: how often the beginning of a text was found.
@@ -77,10 +76,8 @@ class PrefixCache:
     that begin with all of it.
     """
 
-    def __init__(
-        self, memory: Memory, sequences: SequenceIds, cache_ram: int, runner: Runner
-    ) -> None:
-        self._memory = memory
+    def __init__(self, runner: Runner, sequences: SequenceIds, cache_ram: int) -> None:
+        self._memory = memory = runner.memory
         self._sequences = sequences
         self.saved = SavedTexts(cache_ram)
         self._runner = runner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 import weakref
 from collections import deque
@@ -39,29 +38,20 @@ class SequenceIds:
 
     Args:
         memory: its sequences are allocated, and emptied when they are freed.
-        lock: the context's; every call takes it.
         check: raises where nothing may be allocated, and calls ``collect``.
-        is_closed: whether the context is.
 
     Attributes:
         evict: frees a sequence that the prefix cache holds; returns whether it did.
         transfer_text: evicts one that holds first tokens of those given, see ``PrefixCache``.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        lock: threading.RLock,
-        check: Callable[[], object],
-        is_closed: Callable[[], bool],
-    ) -> None:
+    def __init__(self, memory: Memory, check: Callable[[], object]) -> None:
         self.n_seq_max = memory.cells.n_seq_max
         self.evict: Callable[[], bool] = lambda: False
         self.transfer_text: Callable[[Sequence[int], bool], int | None] = lambda *_: None
         self._memory = memory
-        self._lock = lock
+        self._lock = memory.handle.lock  # every call takes it
         self._check = check
-        self._is_closed = is_closed
         self._holders: dict[int, weakref.ref[object]] = {}
         self._collected: deque[int] = deque()
         self._evictables: list[weakref.ref[Evictable]] = []  # the one to evict from last comes last
@@ -190,7 +180,7 @@ class SequenceIds:
         """Free a sequence, if it is allocated, and empty it."""
         with self._lock:
             if seq_id in self._holders:
-                if not self._is_closed():
+                if not self._memory.handle.closed:
                     self._memory.drop(seq_id, 0)
                 del self._holders[seq_id]
 

@@ -618,12 +618,8 @@ class Model:
 
     @cached_property
     def _control_text(self) -> ControlText:
-        return ControlText(
-            {
-                text: ControlToken(token, before, after)
-                for text, token, before, after in self.handle.control_tokens()
-            }
-        )
+        found = self.handle.control_tokens()
+        return ControlText({text: ControlToken(*known) for text, known in found.items()})
 
     # -- pairs -------------------------------------------------------------------------------------
 

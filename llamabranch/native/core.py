@@ -17,11 +17,6 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
-__all__ = [
-    "LIBRARY", "RowSampler", "Stepper", "address_of", "available", "description", "measure", "pieces",
-    "softmax",
-]  # fmt: skip
-
 # What CMakeLists.txt builds. A folder of its own: beside this file Python would take it for a module.
 LIBRARY = Path(__file__).parent / "lib"
 LIBRARY /= "_core" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")

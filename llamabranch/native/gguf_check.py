@@ -15,8 +15,6 @@ from typing import NamedTuple
 from ..errors import ModelLoadError
 from .gguf_reader import Header, read_header
 
-__all__ = ["FATAL", "FatalCase", "check_header", "find_fatal", "rotation_fault"]
-
 _F32 = 0
 _MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 _MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS

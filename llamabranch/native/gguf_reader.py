@@ -16,8 +16,6 @@ from typing import NamedTuple, NoReturn
 
 from ..errors import ModelLoadError
 
-__all__ = ["Header", "TensorInfo", "Value", "read_header", "read_parts"]
-
 Value = bool | int | float | str | list[int] | list[float]
 
 # GGUF value types with a fixed size: number and struct code.

@@ -18,15 +18,6 @@ from .context import ContextHandle
 from .library import address_of
 from .staging import LAYER_INPUTS, NEXTN_OUTPUT, check_available, functions
 
-__all__ = [
-    "Rows",
-    "embedding_rows",
-    "encode",
-    "extract",
-    "extract_embeddings",
-    "extracted_rows",
-]
-
 Rows = npt.NDArray[np.float32]
 
 

@@ -26,8 +26,6 @@ from time import monotonic
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["HeldInterrupts", "call_in_thread", "in_main_thread", "is_interrupted"]
-
 T = TypeVar("T")
 _POLL_S = 0.1  # how often to look for a signal that did not wake the waiting thread
 

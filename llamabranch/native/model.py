@@ -144,15 +144,15 @@ class ModelHandle(Handle):
     def is_control(self, token: int) -> bool:
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
-    def control_tokens(self) -> list[tuple[str, int, bool, bool]]:
-        """Return what ``parse_special`` parses: text, id, whether it drops spaces before and after it.
+    def control_tokens(self) -> dict[str, tuple[int, bool, bool]]:
+        """Return what ``parse_special`` parses, by text: id, whether it drops spaces before and after it.
 
         Some files mark control tokens as user-defined, which llama.cpp parses in any text. Those that
         look like ``<|im_start|>`` count, as they do for llama.cpp's converter.
         """
         parsed = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN
         defined = C.LLAMA_TOKEN_ATTR_USER_DEFINED
-        found = []
+        found = {}
         for token in range(self.n_vocab):
             attributes = C.llama_vocab_get_attr(self.vocab, token)
             if not attributes & (parsed | defined):
@@ -160,7 +160,7 @@ class ModelHandle(Handle):
             text = self.token_text(token).decode("utf-8", "replace")
             if text and (attributes & parsed or _LOOKS_LIKE_CONTROL.fullmatch(text)):
                 before = bool(attributes & C.LLAMA_TOKEN_ATTR_LSTRIP)
-                found.append((text, token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)))
+                found[text] = token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)
         return found
 
     def token_text(self, token: int) -> bytes:

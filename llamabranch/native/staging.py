@@ -14,24 +14,6 @@ from llama_cpp import llama_cpp as C
 
 from ..errors import UnsupportedError
 
-__all__ = [
-    "KNOWN_RELEASE",
-    "LAYER_INPUTS",
-    "MTP_CHAINS",
-    "MTP_LAYERS",
-    "NEXTN_OUTPUT",
-    "SHARING_HEAD",
-    "SHARING_TARGET",
-    "STAGING",
-    "available",
-    "check_available",
-    "functions",
-    "look_up",
-    "n_mtp_layers",
-    "reason",
-    "target_layers",
-]
-
 KNOWN_RELEASE = "llama-cpp-python 0.3.36"
 
 # Architectures whose graph has the inputs of its layers, and those whose graph has the state before the

@@ -21,19 +21,17 @@ __all__ = ["Replayable", "rewrite_in_order"]
 
 @runtime_checkable
 class Replayable(Protocol):
-    """A holder that knows which tokens its sequence holds."""
+    """A holder that knows which tokens its sequence holds.
 
-    @property
-    def seq_id(self) -> int:
-        """The sequence that is held."""
+    Attributes:
+        seq_id: the sequence that is held.
+        position: how many tokens it holds.
+        tokens: their ids.
+    """
 
-    @property
-    def position(self) -> int:
-        """How many tokens it holds."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Their ids."""
+    seq_id: int
+    position: int
+    tokens: list[int]
 
 
 class _Step(NamedTuple):

@@ -23,6 +23,9 @@ from .threads import ThreadTuner
 __all__ = ["Capabilities", "open_native"]
 
 
+_BESIDE = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What this context's memory can do; determined when it is created.
@@ -60,10 +63,7 @@ class Target(Protocol):
     model: Model
     capabilities: Capabilities
     params: ContextParams
-
-    @property
-    def decoder(self) -> Runner:
-        """What decodes in it."""
+    decoder: Runner
 
     def usage(self) -> Usage:
         """Return how full it is."""
@@ -104,14 +104,14 @@ def _check_generates(model: Model) -> None:
     if model.architecture == "eagle3" and not model.vocab_only:
         raise UnsupportedError(
             f"{model.name} is an EAGLE-3 head: it computes only beside its target",
-            hint="give the target's context: Context(head, target=ctx), or load(name, target=ctx)",
+            hint=_BESIDE,
         )
     if model.vocab_only or not model.can_generate:
         kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
         hint = None
         if model.n_mtp_layers and not model.vocab_only:
             kind += ", its MTP layers compute only beside their target"
-            hint = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
+            hint = _BESIDE
         raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
 
 

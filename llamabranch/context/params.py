@@ -180,11 +180,9 @@ class ContextParams:
         n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
         n_seq_max = self.n_seq_max or min(n_seq_max, self.n_batch)
         kv_unified = bool(unified) or n_seq_max == 1  # which is the same for one sequence
-        n_ctx = self.n_ctx
-        if n_ctx is None:
-            trained = self.trained_length(model) or DEFAULT_N_CTX
-            # llama.cpp has no smaller cache than its step of 256.
-            n_ctx = max(_STEP, min(DEFAULT_N_CTX, trained)) * (1 if kv_unified else n_seq_max)
+        # llama.cpp has no smaller cache than its step of 256.
+        usual = max(_STEP, min(DEFAULT_N_CTX, self.trained_length(model) or DEFAULT_N_CTX))
+        n_ctx = self.n_ctx or usual * (1 if kv_unified else n_seq_max)
         n_batch = min(self.n_batch, n_ctx)
         if n_seq_max > n_batch:
             raise ConfigError(

@@ -57,6 +57,8 @@ class Runner:
     Attributes:
         n_trained: the position beyond which a sequence warns.
         n_decodes: how many there were.
+        n_chunk: the most tokens of a decode that can be interrupted.
+        most_hidden: the most numbers that the hidden states of a token can have, of all layers together.
         read_s: seconds for each token of a long chunk, smoothed; NaN before the first.
     """
 
@@ -69,6 +71,8 @@ class Runner:
         self.handle = handle = memory.handle
         self.memory = memory
         self.n_decodes = 0
+        self.n_chunk = handle.n_chunk
+        self.most_hidden = handle.n_layer * handle.n_embd + handle.n_embd_out
         self.read_s = math.nan
         # No sequence can exceed it where the cells end before.
         self.n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
@@ -77,21 +81,10 @@ class Runner:
         self._places: list[int] | None = None  # of the last rows in llama.cpp's order, if another
         self._encoded = encoded
 
-    @property
-    def n_chunk(self) -> int:
-        """The most tokens of a decode that can be interrupted."""
-        return self.handle.n_chunk
-
     def hook(self, around: DecodeHook | None) -> DecodeHook | None:
         """Let ``around`` call each decode from now on (see ``ContextHandle``); return the one before."""
         before, self.handle.around = self.handle.around, around
         return before
-
-    @property
-    def most_hidden(self) -> int:
-        """The most numbers that the hidden states of one token can have, of all layers together."""
-        handle = self.handle
-        return handle.n_layer * handle.n_embd + handle.n_embd_out
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""

@@ -156,17 +156,19 @@ class ContextHandle(Handle):
         self._open_batch(self.n_batch)
         self.n_seq_max = options["n_seq_max"]
         self.forget_rows()
+        self._allow_stops(model, options["n_ubatch"])
+
+    def _allow_stops(self, model: ModelHandle, n_ubatch: int) -> None:
+        """Let decodes be stopped: inside, or where that is impossible between those of a micro-batch."""
         # A graph over recurrent memory also moves the states of sequences that are not in the batch: if
         # it stopped half way, these would be wrong. GPU backends do not call the abort callback.
         moves_states = C.llama_model_is_recurrent(model.ptr) or C.llama_model_is_hybrid(model.ptr)
         self.stops_inside = not moves_states and not model.on_gpu
+        self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, n_ubatch)
         self.n_watched = max(2, int(_WORTH_A_THREAD / max(1, model.number("n_params"))))
-        self.n_chunk: int = (
-            self.n_batch if self.stops_inside else min(self.n_batch, options["n_ubatch"])
-        )
         if not moves_states:
             stop_at = ctypes.cast(ctypes.byref(self._stop_address), ctypes.c_void_p)
-            C.llama_set_abort_callback(ptr, _is_asked_to_stop, stop_at)
+            C.llama_set_abort_callback(self.unchecked_ptr, _is_asked_to_stop, stop_at)
 
     def _open_batch(self, n: int) -> None:
         """Make the arrays of the batch, and what decodes it in the compiled core."""

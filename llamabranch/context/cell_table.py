@@ -221,12 +221,9 @@ class CellTable:
         self._note_end(seq_id)
         if kept and kept[-1].run.owner == seq_id:
             # Cells that no sequence refers to are deleted, so that appends continue the same run.
-            run, high = kept[-1].run, kept[-1].high
-            for user in run.users:
-                for s in self._sequences[user].slices:
-                    if s.run is run and s.high > high:
-                        return
-            del run.write_indices[high:]
+            run = kept[-1].run
+            slices = (s for user in run.users for s in self._sequences[user].slices)
+            del run.write_indices[max(s.high for s in slices if s.run is run) :]
 
     def clear(self) -> None:
         """Record that every sequence is empty."""

@@ -70,22 +70,17 @@ def set_log_level(level: str) -> None:
     _choose_callback()
 
 
-def last_log_lines() -> list[str]:
-    """Return llama.cpp's last three errors, oldest first; if there are none, its last warnings."""
+def logged_reason(unknown: str = "no reason given") -> str:
+    """Return why something has just failed: llama.cpp's last three errors; if none, its last warnings."""
     with _recent_lock:
         recent = list(_recent)
     errors = [line for severity, line in recent if severity >= _ERROR]
-    return (errors or [line for _, line in recent])[-3:]
-
-
-def logged_reason(unknown: str = "no reason given") -> str:
-    """Return llama.cpp's reason for what has just failed, as it was logged."""
-    return "; ".join(last_log_lines()) or unknown
+    return "; ".join((errors or [line for _, line in recent])[-3:]) or unknown
 
 
 @contextmanager
 def recorded_log() -> Iterator[None]:
-    """Record llama.cpp's warnings and errors inside, for `last_log_lines`; earlier ones are dropped."""
+    """Record llama.cpp's warnings and errors inside, for `logged_reason`; earlier ones are dropped."""
     global _n_recording
     with _recent_lock:
         _recent.clear()

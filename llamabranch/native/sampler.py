@@ -135,9 +135,9 @@ class GrammarHandle(SamplerHandle):
     its log.
     """
 
-    def __init__(self, model: ModelHandle, gbnf: str, root: str = "root") -> None:
+    def __init__(self, model: ModelHandle, gbnf: str) -> None:
         with recorded_log():
-            ptr = C.llama_sampler_init_grammar(model.vocab, gbnf.encode(), root.encode())
+            ptr = C.llama_sampler_init_grammar(model.vocab, gbnf.encode(), b"root")
         if not ptr:
             reason = logged_reason("llama.cpp printed the reason to standard error")
             raise GrammarError(f"llama.cpp rejects the grammar: {reason}")

@@ -68,7 +68,7 @@ _SOFT = 1
 
 # What llama_context_params takes, checked and complete, by the names that llama.cpp has for its fields.
 NativeContextParams = dict[str, Any]
-NATIVE_NAMES = frozenset(field[0] for field in C.llama_context_params._fields_)
+NATIVE_NAMES = frozenset(dir(C.llama_context_params))
 
 
 class ContextHandle(Handle):

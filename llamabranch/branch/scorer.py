@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..context import Context
-from ..context.kept_texts import n_common
 from ..context.logits import LogitsRow, TokenScore
+from ..context.prefix_cache import n_common
 from ..context.runner import Batch
 from ..errors import ConfigError
 from ..generation.text import Text

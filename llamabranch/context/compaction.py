@@ -11,9 +11,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..errors import DecodeInterruptedError, SnapshotError
 from ..native import call_in_thread
-from .kept_texts import KeptText, KeptTexts
 from .memory import Memory
-from .prefix_cache import PrefixCache
+from .prefix_cache import KeptText, KeptTexts, PrefixCache
 from .runner import Runner, decode_run
 
 __all__ = ["Replayable", "rewrite_in_order"]

@@ -7,9 +7,8 @@ from contextlib import suppress
 
 from ..branch import Branch
 from ..context import Context
-from ..context.kept_texts import n_common
 from ..context.memory import END
-from ..context.prefix_cache import MIN_SHARED
+from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from .job import Job, JobState, Key, Submission
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..context.kept_texts import n_common
+from ..context.prefix_cache import n_common
 from ..errors import CapacityError
 from ..native import forkable_lock
 from ..sampling import SamplingParams

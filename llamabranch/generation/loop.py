@@ -21,8 +21,8 @@ from time import perf_counter
 from typing import NamedTuple, Protocol
 
 from ..context import Context
-from ..context.kept_texts import n_common
 from ..context.logits import LogitsRow
+from ..context.prefix_cache import n_common
 from ..context.runner import Batch
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from ..model import token_list

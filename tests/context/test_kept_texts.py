@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamabranch.context.kept_texts import KeptText, KeptTexts
+from llamabranch.context.prefix_cache import KeptText, KeptTexts
 
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=9)
 STEP = st.tuples(st.sampled_from(["add", "add", "use", "cut", "remove"]), TEXT, st.integers(1, 9))

@@ -246,13 +246,10 @@ class Context:
             return True
         return rewrite_in_order(self.decoder, self.sequences.holders(), self.prefix_cache)
 
-    def fits(self, seq_id: int, n: int, parents: Sequence[int] | None = None) -> int:
-        """Return how many of ``n`` drafted tokens can be verified in one decode after a sequence.
-
-        ``parents``: of a tree, see ``Draft``.
-        """
+    def fits(self, seq_id: int, n: int) -> int:
+        """Return how many of ``n`` drafted tokens can be verified in one decode after a sequence."""
         n = min(n, self.n_outputs_max - 1)
-        return self.kv_cache.fits(n, parents, lambda: self.sequences.count_free(used=(seq_id,)))
+        return self.kv_cache.fits(n, lambda: self.sequences.count_free(used=(seq_id,)))
 
     def keep_prefixes(self) -> None:
         """Open the prefix cache, unless ``prefix_cache`` was given or it would take sequences."""

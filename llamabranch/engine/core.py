@@ -18,7 +18,7 @@ from ..errors import (
     LlamaBranchError,
 )
 from ..generation.config import SpeculativeConfig
-from ..generation.generation import Drafting
+from ..generation.drafting import Drafting
 from ..generation.loop import Step
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams

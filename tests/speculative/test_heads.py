@@ -397,97 +397,6 @@ def test_compaction_keeps_the_hidden_states(target: lb.Model) -> None:
         assert np.array_equal(np.stack([r for r in rows if r is not None]), before)
 
 
-# -- trees -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["bundled", "eagle3"])
-def trees(request: pytest.FixtureRequest, folder: Path, target: lb.Model) -> Iterator[Pair]:
-    """The bundled head, and one with random weights."""
-    found = open_pair(request.param, folder, target)
-    yield found
-    found.audit()
-    found.ctx.close()
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("width", [2, 4])
-def test_text_with_trees_is_that_of_plain_decoding(trees: Pair, width: int, settings: str) -> None:
-    sampling = SETTINGS[settings]
-    drafter = lb.EagleDrafter(trees.drafter.ctx, width=width)
-    config = lb.SpeculativeConfig(draft_k=3)
-    speculator = lb.Speculator(trees.ctx, drafter, config)
-    with lb.Branch.start(trees.ctx, PROMPTS[0], sampling=sampling) as branch:
-        twin = branch.fork()
-        found = speculator.generate(branch, max_tokens=24).finish()
-        assert found.tokens == [t.token for t in twin.generate(24)]
-        assert found.stats.num_draft_tokens > 2 * found.stats.num_drafts
-        # What the head read of accepted nodes is what a decode of the text alone gives.
-        kept, again = (
-            kept_states(trees.ctx, each.sequence.seq_id, each.tokens[:-1], 0)
-            for each in (branch, twin)
-        )
-        assert np.allclose(kept, again, rtol=1e-3, atol=1e-3)
-        branch.rewind(branch.position - 5)
-        twin.rewind(branch.position)
-        tokens = speculator.generate(branch, max_tokens=6).finish().tokens
-        assert tokens == [t.token for t in twin.generate(6)]
-        twin.prune()
-        speculator.forget(branch)
-    assert drafter.ctx.usage().cells_used == 0
-    trees.audit()
-
-
-def test_tree_of_a_head_holds_its_chain(eagle: Pair) -> None:
-    """The first candidate of every node has the largest key: following them gives the chain."""
-    tokens = eagle.ctx.tokenize(PROMPTS[2])
-    for sampling in (SETTINGS["greedy"], SETTINGS["seeded"]):
-        with lb.Branch.create(eagle.ctx, sampling) as branch:
-            branch.prefill(tokens[:-1])
-            drafts = []
-            for width in (1, 3):
-                state = lb.EagleDrafter(eagle.drafter.ctx, width=width).start(
-                    branch.sequence, "seeded"
-                )
-                drafts.append(state.propose(tokens, FixedLength(4), 4))
-                state.close()
-        chain, tree = drafts
-        assert tree.parents is not None and len(tree.tokens) == 12
-        node = -1
-        for token in chain.tokens:
-            children = [i for i, parent in enumerate(tree.parents) if parent == node]
-            if not children:  # the chain may leave the most probable nodes, never at the root
-                assert node >= 0
-                break
-            assert tree.tokens[children[0]] == token
-            node = children[0]
-
-
-def test_tree_without_sequences_is_no_draft(folder: Path, target: lb.Model) -> None:
-    """A head without sequences for two levels: the text goes on, and no sequence is lost."""
-    with lb.Context(target, n_ctx=512, n_seq_max=4, n_threads=1) as ctx:
-        head = lb.Context(lb.Model(HEAD), target=ctx, n_seq_max=3, owns_model=True)
-        pair = Pair(ctx, lb.EagleDrafter(head, width=4))
-        generation = pair.speculator().generate(
-            PROMPTS[0], max_tokens=12, sampling=SETTINGS["seeded"]
-        )
-        assert generation.finish().tokens == pair.plain(PROMPTS[0], SETTINGS["seeded"], 12)
-        assert generation.stats.stop_reasons["capacity"] > 0
-        assert head.n_seq_free == 3
-        pair.audit()
-
-
-def test_trees_of_heads_are_refused_where_they_cannot_be(eagle: Pair) -> None:
-    for width in (0, 17, "wide"):
-        with pytest.raises(lb.ConfigError, match="width"):
-            lb.EagleDrafter(eagle.drafter.ctx, width=width)  # type: ignore[arg-type]
-    drafter = lb.EagleDrafter(eagle.drafter.ctx, width=2)
-    speculator = lb.Speculator(eagle.ctx, drafter, lb.SpeculativeConfig(draft_k=2, rule="block"))
-    with pytest.raises(lb.ConfigError, match="seeded rule"):
-        speculator.generate("Once", max_tokens=4).finish()
-    with pytest.raises(lb.ConfigError, match="width 1"):
-        lb.Engine(eagle.ctx, drafter)
-
-
 def test_draft_of_the_same_text_again_is_the_same(pair: Pair) -> None:
     """As after an interruption between a draft and its verification."""
     tokens = pair.ctx.tokenize(PROMPTS[2])
@@ -1089,8 +998,8 @@ def test_wrong_widths_are_refused_before_llama_cpp(eagle: Pair) -> None:
     ):
         with pytest.raises((lb.ConfigError, ValueError)):
             head.decoder.encode(features)  # type: ignore[arg-type]
-    with pytest.raises(lb.ConfigError, match="no layer 6"):
-        heads.extract(eagle.ctx.decoder.handle, [6], True)
+    with pytest.raises(lb.ConfigError, match="no layer 7"):
+        heads.extract(eagle.ctx.decoder.handle, [7], True)
 
 
 @pytest.mark.parametrize("missing", ["set_layer", "get_nextn"])

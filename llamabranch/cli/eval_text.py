@@ -262,6 +262,16 @@ def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> 
 
 
 def _print_divergence(console: Console, found: KLDivergence) -> None:
+    for names, *rows in divergence_tables(found):
+        console.table(names, rows)
+        console.line()
+    console.line(f"{found.n_tokens} tokens, {found.n_done} of {found.n_chunks} chunks", "dim")
+    if found.n_tokens < 100:
+        console.note("fewer than 100 tokens: llama-perplexity gives no statistics for so few")
+
+
+def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
+    """Return the statistics and the percentiles as tables, each with a first row of names."""
     its = found.statistics
     rows: list[tuple[str, Uncertain, float]] = [
         ("perplexity", its.perplexity, 1),
@@ -275,22 +285,20 @@ def _print_divergence(console: Console, found: KLDivergence) -> None:
         ("mean change of probability, %", its.p_change, 100),
         ("root mean square change, %", its.p_change_rms, 100),
     ]
-    console.table(
-        ("", "value", "±"),
-        [
-            (name, *(number(factor * v, 6 if factor == 1 else 3) for v in each))
-            for name, each, factor in rows
-        ],
-    )
-    console.line()
+    statistics = [
+        (name, *(number(factor * v, 6 if factor == 1 else 3) for v in each))
+        for name, each, factor in rows
+    ]
     kls = (number(found.percentile(f), 5) for f in _FRACTIONS.values())
     changes = (number(100 * found.p_change_percentile(f), 3) for f in _FRACTIONS.values())
-    rows_ = [("KL divergence", *kls), ("change of probability, %", *changes)]
-    console.table(("percentiles", *_FRACTIONS), rows_)
-    console.line()
-    console.line(f"{found.n_tokens} tokens, {found.n_done} of {found.n_chunks} chunks", "dim")
-    if found.n_tokens < 100:
-        console.note("fewer than 100 tokens: llama-perplexity gives no statistics for so few")
+    return [
+        [("", "value", "±"), *statistics],
+        [
+            ("percentiles", *_FRACTIONS),
+            ("KL divergence", *kls),
+            ("change of probability, %", *changes),
+        ],
+    ]
 
 
 # -- several models ------------------------------------------------------------------------------------

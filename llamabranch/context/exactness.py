@@ -20,7 +20,7 @@ from ..model import Model
 from ..native import engine_versions, system_info
 from ..profile import is_off, read_entry, write_entries
 from .params import INVARIANT_KV_TYPES, ContextParams
-from .runner import Runner
+from .runner import Batch, Runner, decode_run
 
 __all__ = ["Exactness", "exactness_of"]
 
@@ -153,7 +153,7 @@ def _measure(runner: Runner, model: Model, sizes: Sequence[int], n_alone: int) -
     alone: list[npt.NDArray[np.float32]] = []
     try:
         for token in own:
-            alone.append(runner.decode([token], [0], [True])[0].array.copy())
+            alone.append(decode_run(runner, [token], 0, "last")[0].array.copy())
         variation = max(_variation(runner, own, alone, n) for n in sizes)
         if not variation:
             return Exactness(0, 0.0)
@@ -185,11 +185,14 @@ def _variation(
     if runner.memory.cells.n_seq_max < 2:  # the others follow in the same one
         is_own.sort(reverse=True)
     mine, other = iter(own), iter(others)
-    tokens = [next(mine) if is_mine else next(other) for is_mine in is_own]
-    seqs = [0 if is_mine or runner.memory.cells.n_seq_max < 2 else 1 for is_mine in is_own]
     # llama.cpp aborts on more rows in one decode than it has room for.
     compared = [i for i in range(n) if is_own[i]][-runner.handle.n_outputs_max :]
-    rows = runner.decode(tokens, seqs, [i in compared for i in range(n)])
+    batch = Batch()
+    for i, is_mine in enumerate(is_own):
+        seq_id = 0 if is_mine or runner.memory.cells.n_seq_max < 2 else 1
+        token = next(mine) if is_mine else next(other)
+        batch.add(seq_id, [token], "last" if i in compared else "none")
+    rows = [row for run in batch.decode(runner) for row in run]
     expected = alone[n_own - len(compared) : n_own]
     found = 0.0
     for row, there in zip(rows, expected, strict=True):

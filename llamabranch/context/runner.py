@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from time import perf_counter
 
 import numpy as np
@@ -36,7 +36,7 @@ Read = Callable[[int, list[LogitsRow]], None]
 # llama.cpp's, None where these are in the wanted order.
 Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
 
-# A token, its position, its sequence, whether its row is wanted; of a tree all its sequences, else none.
+# A token; its position, -1 = at the end of its sequence; this; whether its row is wanted; the members.
 Entry = tuple[int, int, int, bool, Sequence[int]]
 
 _FULL = 1  # llama_decode's return codes
@@ -252,68 +252,59 @@ class Runner:
 
     def decode(
         self,
-        tokens: Sequence[int],
-        seqs: Sequence[int],
-        wants_logits: Sequence[bool],
+        entries: Sequence[Entry],
         expiring: Sequence[LogitsRow] = (),
         states: States | None = None,
         read: Read | None = None,
-        *,
-        positions: Sequence[int] = (),
-        members: Sequence[Sequence[int]] = (),
     ) -> list[LogitsRow]:
-        """Decode tokens in as few decodes as possible; return the rows.
+        """Decode the tokens of a `Batch` in as few decodes as possible; return the rows.
 
         Args:
-            tokens, seqs, wants_logits: of each token its id, its sequence, and whether its row is wanted.
+            entries: the tokens, at least one.
             expiring: rows that need not survive, because these replace them.
             states: what a head reads with each token, float32 (n, n_embd).
             read: called after each decode with the number of rows before it and its own, which are
                 valid until it returns; no row is copied or returned then.
-            positions: of each token; by default each goes to the end of its sequence. If they are given,
-                the memory does not record the tokens, and no cells are freed for them, since compaction
-                would find texts with an unknown end. A head that reads its target's memory writes none.
-            members: the sequences of each token of a tree; ``seqs`` has the first of each.
-                ``Memory.adopt`` the accepted path, then drop the other sequences.
 
         Raises:
             CacheFullError, DecodeError: all sequences are as before. And what ``read`` raises.
         """
-        written = [seq_id for group in members for seq_id in group] if positions else seqs
+        is_recorded = entries[0][1] < 0
+        if is_recorded:
+            written = [seq_id for _, _, seq_id, _, _ in entries]
+        else:
+            written = [seq_id for _, _, _, _, group in entries for seq_id in group]
         starts = {seq_id: self.memory.next_position(seq_id) for seq_id in dict.fromkeys(written)}
-        is_recorded = not positions
-        if not positions:
-            ends, positions = dict(starts), []
-            for seq_id in seqs:
-                positions.append(ends[seq_id])
+        if is_recorded:
+            ends, placed = dict(starts), []
+            for token, _, seq_id, wants, group in entries:
+                placed.append((token, ends[seq_id], seq_id, wants, group))
                 ends[seq_id] += 1
-        if max(positions) >= self.n_trained:
+            entries = placed
+        if max(entry[1] for entry in entries) >= self.n_trained:
             self._warn_beyond_trained()
-        entries = list(
-            zip(tokens, positions, seqs, wants_logits, members or repeat(()), strict=False)
-        )
-        parts = list(self._parts(wants_logits))
+        parts = list(self._parts(entries))
         if is_recorded and len(parts) > 1:
             expiring = ()
-            self.make_room(len(tokens))
+            self.make_room(len(entries))
         pieces = (
             self._piece(entries[part], None if states is None else states[part], is_recorded)
             for part in parts
         )
         return self.transact(pieces, starts, expiring, read, reclaims=is_recorded)
 
-    def _parts(self, wants_logits: Sequence[bool]) -> Iterator[slice]:
+    def _parts(self, entries: Sequence[Entry]) -> Iterator[slice]:
         """Yield which tokens each decode has: as many, and as many rows, as one can have."""
         most, most_rows = self.handle.n_chunk, self.handle.n_outputs_max
         low = n_rows = 0
-        for i, wants in enumerate(wants_logits):
+        for i, (_, _, _, wants, _) in enumerate(entries):
             if i - low == most or n_rows + wants > most_rows:
                 yield slice(low, i)
                 low, n_rows = i, 0
             n_rows += wants
-        yield slice(low, len(wants_logits))
+        yield slice(low, len(entries))
 
-    def _piece(self, entries: list[Entry], states: States | None, is_recorded: bool) -> Piece:
+    def _piece(self, entries: Sequence[Entry], states: States | None, is_recorded: bool) -> Piece:
         """Return one decode of at most n_batch tokens, in an order that llama.cpp can decode."""
         places: list[int] | None = None
         seqs = [seq_id for _, _, seq_id, _, _ in entries]
@@ -329,7 +320,7 @@ class Runner:
         submit = partial(self._submit, entries, states)
         return len(entries), sum(wants_logits), submit, record, places
 
-    def _submit(self, entries: list[Entry], states: States | None) -> int:
+    def _submit(self, entries: Sequence[Entry], states: States | None) -> int:
         """Decode tokens, each of its sequence, or of its members; return llama.cpp's code."""
         handle, n = self.handle, len(entries)
         tokens, positions, seqs, wants_logits, members = zip(*entries, strict=True)
@@ -392,7 +383,7 @@ class Runner:
         try:
             for low in range(0, len(tokens), most):
                 part = tokens[low : low + most]
-                self.decode(part, [seq_id] * len(part), [True] * len(part))
+                decode_run(self, part, seq_id, "all")
                 found.append(heads.embedding_rows(handle, len(part)))
         finally:
             self._live = []
@@ -442,50 +433,41 @@ class Batch:
     """Runs of tokens, each at the end of a sequence, decoded in the order in which they were added.
 
     Attributes:
-        tokens, seqs, wants: for each token its id, its sequence, and whether its logits are wanted.
-        positions, members: of a batch of shared runs for each token its position and its sequences.
+        entries: for each token what the decode needs.
         n_rows: for each run how many rows it gets.
     """
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.seqs: list[int] = []
-        self.wants: list[bool] = []
-        self.positions: list[int] = []
-        self.members: list[Sequence[int]] = []
+        self.entries: list[Entry] = []
         self.n_rows: list[int] = []
 
-    def add(self, seq_id: int, tokens: Sequence[int], logits: str | int = "last") -> None:
+    def add(
+        self,
+        seq_id: int,
+        tokens: Sequence[int],
+        logits: str | int = "last",
+        *,
+        position: int = -1,
+        members: Sequence[int] = (),
+    ) -> None:
         """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
 
         Args:
             seq_id: the sequence.
             tokens: ids, at least one.
             logits: the rows wanted: "all", "last" or "none", or those from a token of this number on.
+            position: of the first token. If it is given, for all runs of the batch, the memory does not
+                record the tokens, and no cells are freed for them, since compaction would find texts with
+                an unknown end. A head that reads its target's memory writes none.
+            members: the sequences to which the tokens belong, ``seq_id`` first, if these are several.
         """
         n = len(tokens)
         if isinstance(logits, str):
             logits = 0 if logits == "all" else n - (logits == "last")
-        n_rows = max(0, n - logits)
-        self.tokens += tokens
-        self.seqs += [seq_id] * n
-        self.wants += [False] * (n - n_rows) + [True] * n_rows
-        self.n_rows.append(n_rows)
-
-    def add_shared(
-        self, members: Sequence[int], position: int, tokens: Sequence[int], first_row: int
-    ) -> None:
-        """Add tokens that belong to several sequences, see ``Runner.decode``; then no others.
-
-        Args:
-            members: the sequences.
-            position: of the first token, the same in all of them.
-            tokens: ids, at least one.
-            first_row: the number of the first token whose logits are wanted.
-        """
-        self.add(members[0], tokens, first_row)
-        self.positions += range(position, position + len(tokens))
-        self.members += [members] * len(tokens)
+        for i, token in enumerate(tokens):
+            at = -1 if position < 0 else position + i
+            self.entries.append((token, at, seq_id, i >= logits, members))
+        self.n_rows.append(max(0, n - logits))
 
     def decode(
         self,
@@ -497,9 +479,8 @@ class Batch:
     ) -> list[list[LogitsRow]]:
         """Decode all runs, or none if that fails; return the rows of each. See ``Runner.decode``."""
         rows: list[LogitsRow] = []
-        if self.tokens:
-            runs = self.tokens, self.seqs, self.wants, list(expiring), states, read
-            rows = runner.decode(*runs, positions=self.positions, members=self.members)
+        if self.entries:
+            rows = runner.decode(self.entries, list(expiring), states, read)
         given = iter(rows)
         return [list(islice(given, n)) for n in self.n_rows]
 

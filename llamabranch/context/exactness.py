@@ -141,7 +141,7 @@ def _key(model: Model, setting: str) -> str | None:
 
 
 def _read(key: str | None) -> Exactness | None:
-    entry = (None if key is None else read_entry(_SECTION, key)) or {}
+    entry = read_entry(_SECTION, key) or {}
     rows, variation = entry.get("rows"), entry.get("total_variation")
     if type(rows) is int and rows >= 0 and type(variation) is float and 0 <= variation <= 1:
         return Exactness(rows, variation)

@@ -108,10 +108,7 @@ class ThreadTuner:
 
     def _read(self) -> tuple[int, int, float] | None:
         """Return the stored numbers of threads, and the seconds of the decode that is timed again."""
-        key = self._key()
-        entry = None if key is None else read_entry(_SECTION, key)
-        if entry is None:
-            return None
+        entry = read_entry(_SECTION, self._key()) or {}
         one, many = entry.get("n_threads"), entry.get("n_threads_batch")
         times = entry.get("step_ms" if one != 1 else "batch_ms")
         if not (type(one) is int and type(many) is int and isinstance(times, dict)):

@@ -14,8 +14,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.context.cell_order import CellOrder
-from llamabranch.context.memory import Memory
+from llamabranch.context.memory import CellOrder, Memory
 from llamabranch.errors import CacheFullError, SnapshotError
 
 Logits = npt.NDArray[np.float32]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ..arguments import choice
 from ..context import Context
 from ..context.logits import LogitsRow, TokenScore
-from ..context.radix_tree import n_common
+from ..context.prefix_cache import n_common
 from ..context.runner import Batch
 from ..errors import BranchStateError, ConfigError
 from ..generation.text import Text
@@ -390,7 +390,9 @@ class _Reading:
             tokens = paths[0].tokens[node.start : node.end]
             if as_tree:
                 members = [seqs[i] for i in range(node.low, node.high)]
-                batch.add_shared(members, node.start, tokens, first - node.start)
+                batch.add(
+                    members[0], tokens, first - node.start, position=node.start, members=members
+                )
             else:
                 batch.add(seqs[node.low], tokens, first - node.start)
             shown += [(texts, position) for position in range(first, node.end)]
@@ -402,7 +404,7 @@ class _Reading:
                     self._show(text, position + 1, row)
 
         batch.decode(self._ctx.decoder, read=show)
-        self.n_tokens += len(batch.tokens)
+        self.n_tokens += len(batch.entries)
 
     def _show(self, text: _Text, i: int, row: LogitsRow) -> None:
         """Show a row if it is the one before the next token of ``text``: not if it was shown before."""

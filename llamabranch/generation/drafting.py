@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..context import Context
 from ..context.context import text_context
-from ..context.radix_tree import n_common
+from ..context.prefix_cache import n_common
 from ..errors import CapacityError
 from ..native import forkable_lock
 from ..sampling import SamplingParams

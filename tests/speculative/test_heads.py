@@ -997,8 +997,8 @@ def test_wrong_widths_are_refused_before_llama_cpp(eagle: Pair) -> None:
     ):
         with pytest.raises((lb.ConfigError, ValueError)):
             head.decoder.encode(features)  # type: ignore[arg-type]
-    with pytest.raises(lb.ConfigError, match="no layer 6"):
-        heads.extract_layers(eagle.ctx.decoder.handle, [6], True)
+    with pytest.raises(lb.ConfigError, match="no layer 7"):
+        heads.extract(eagle.ctx.decoder.handle, [7], True)
 
 
 @pytest.mark.parametrize("missing", ["set_layer", "get_nextn"])

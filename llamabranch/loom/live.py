@@ -86,7 +86,7 @@ class Live:
     ) -> None:
         self.document = Document()
         self.journal = Journal(path, self.document, read_only=read_only)
-        self._service_of = service_of
+        self.service_of = service_of
         self.boot = token_hex(4)
         self.jobs: dict[str, Job] = {}
         self._numbers = count(1)
@@ -103,7 +103,7 @@ class Live:
     @property
     def service(self) -> Service:
         """The server's service. Raises HttpError while the model loads."""
-        service = self._service_of()
+        service = self.service_of()
         if service is None:
             raise HttpError(503, "the model is being loaded")
         return service

@@ -126,7 +126,7 @@ class Loom(Live):
 
     def models(self) -> dict[str, object]:
         """Return what is reported of the models, and what they do."""
-        service, partner = self._service_of(), self.partner_of()
+        service, partner = self.service_of(), self.partner_of()
         if service is None:
             models = {"A": None, "B": None}
             return {"state": "loading", "models": models, "loading": self._loading}

@@ -18,7 +18,7 @@ from ..errors import (
     LlamaBranchError,
 )
 from ..generation.config import SpeculativeConfig
-from ..generation.generation import Drafting
+from ..generation.drafting import Drafting
 from ..generation.loop import RunningText, Step
 from ..generation.text import Text
 from ..native.interrupts import HeldInterrupts
@@ -382,9 +382,8 @@ class EngineCore:
 
     def _shares(self, text: Text) -> bool:
         """Return whether equal texts may be drawn from its rows; with drafts not if they have states."""
-        drafter, rule = self.drafting.loop.drafter, self._settings.config.rule
-        is_chain = drafter is not None and drafter.width == 1 and rule == "seeded"
-        return drafter is None or (is_chain and text.sampler.is_stateless)
+        is_seeded = self._settings.config.rule == "seeded"
+        return self.drafting.loop.drafter is None or (is_seeded and text.sampler.is_stateless)
 
     def _begin(self, job: Job) -> list[Produced]:
         """Begin a text whose prompt is read; return what it emits: one token or none."""

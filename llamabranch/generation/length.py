@@ -15,8 +15,7 @@ import numpy as np
 from ..context import Context
 from ..native import forkable_lock
 from .config import SpeculativeConfig
-from .drafter import Drafter, DraftLength, NullDrafter, Round
-from .stop_rule import StopRule, bucket
+from .drafter import Drafter, DraftLength, NullDrafter, Round, StopRule, bucket
 
 __all__ = ["AutoLength", "FixedLength", "draft_length"]
 
@@ -56,6 +55,7 @@ class _Record:
         self._drawn = deque([-1], maxlen=64)  # the latest buckets of which tokens were considered
         self.step_s = 0.0  # seconds of a draft step
         self.n_drafts = self.n_tested = self.n_accepted = 0
+        self.reach = 0  # as many tokens may come after its latest draft, if that was accepted whole
         self.pause = 0  # rounds before it is tried again; 0 = it is called in every round
         self.waited = self.waited_s = 0.0  # rounds of the pause, and their seconds
 
@@ -67,8 +67,10 @@ class _Record:
     def learn(self, done: Round) -> None:
         """Learn from a draft."""
         draft, n_accepted = done.draft, done.n_accepted + bool(done.followed)
-        n_tested = min(n_accepted + 1, draft.n_steps + (done.followed is not None))
+        n_tested = min(n_accepted + 1, len(draft.tokens) + (done.followed is not None))
         self.n_drafts += 1
+        if draft.tokens:
+            self.reach = (2 * len(draft.tokens) + 1) * (done.n_accepted == len(draft.tokens))
         self.n_tested, self.n_accepted = self.n_tested + n_tested, self.n_accepted + n_accepted
         for i, entropy in enumerate(draft.entropies):
             at = bucket(entropy)
@@ -78,7 +80,7 @@ class _Record:
             self._tested[at] = keep * self._tested[at] + weight
             self._accepted[at] = keep * self._accepted[at] + weight * outcome
             self._drawn.append(at)
-        n_looks = max(1, draft.n_steps, sum(not math.isnan(each) for each in draft.entropies))
+        n_looks = max(1, len(draft.tokens), sum(not math.isnan(each) for each in draft.entropies))
         if draft.n_read <= (2 if self.step_s else 8):  # else that is the time of reading
             seconds = min(draft.seconds / n_looks, 4.0 * (self.step_s or math.inf))
             share = 0.5 if seconds < self.step_s else 0.1 if self.step_s else 1.0
@@ -139,7 +141,9 @@ class AutoLength(DraftLength):
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
     WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
-    FIRST_K = 7  # tokens of a copied draft at first; later at most twice the largest timed decode
+    FIRST_K = (
+        3  # tokens of a copied draft at first; later as many as were timed, or accepted, twice
+    )
     MARGIN = 1.03  # speedup that must be expected of drafts, since times are noisy
     REFRESH = 64  # rounds after which a plain step measures t(n) again
     PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials
@@ -201,10 +205,11 @@ class AutoLength(DraftLength):
         rate = max(1.0, self._best(record)[1]) / costs[0]
         if is_free and not is_new:  # not every round has something to copy: what counts was reached
             rate = max(1.0 / costs[0], learned.gained / learned.spent_s)
-        most = 2 * max(learned.seconds, default=1) - 1  # a time far beyond those seen says little
+        # Times beyond those seen say little: they are measured where all that costs less was accepted.
+        most = max(self.FIRST_K, record.reach, max(learned.seconds, default=1) - 1)
         return replace(
             self._stop,
-            most_tokens=max(self.FIRST_K, most) if is_free else 1 if record.pause else self.limit,
+            most_tokens=most if is_free else 1 if record.pause else self.limit,
             acceptance=rates,
             costs=costs,
             mean=mean,
@@ -227,10 +232,10 @@ class AutoLength(DraftLength):
 
     def _costs(self, record: _Record) -> list[float]:
         """Return a stream's seconds per round by the length of its draft; it pays all that this adds."""
-        n, width, sizes = self._learned.n_streams, self._drafter.width, range(1, self.limit + 1)
+        n, sizes = self._learned.n_streams, range(1, self.limit + 1)
         # With non-unified K/V llama.cpp decodes what one text has more than the others by itself.
         shared = n if n == 1 or not self._splits else 0
-        plain_s, *times = self._learned.times([n, *(shared + k * width for k in sizes)])
+        plain_s, *times = self._learned.times([n, *(shared + k for k in sizes)])
         added_s = (max(0.0, each - plain_s * bool(shared)) for each in times)  # below 0 is noise
         return [plain_s / n + k * record.step_s + each for k, each in enumerate((0.0, *added_s))]
 

@@ -28,8 +28,7 @@ def check_start(branch: Branch, on_step: OnStep | None, drafter: Drafter | None 
     if on_step is not None:
         function("on_step", on_step)
     branch.sequence.check_usable()
-    if checked_drafter(drafter, branch.ctx.model).width > 1:
-        raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
+    checked_drafter(drafter, branch.ctx.model)
 
 
 def first_seed(branch: Branch, seed: int | None) -> int:
@@ -46,7 +45,9 @@ def common_noise(entropy: float, seed: int, drafter: Drafter | None) -> CommonNo
     if not bounded("entropy", entropy, 0, 1e9):
         return None
     if drafter is not None:
-        raise ConfigError("give either entropy or a drafter: equal texts are not drafted for")
+        raise ConfigError(
+            "give either entropy or a drafter: drafts are accepted by the draws of each text"
+        )
     return CommonNoise(entropy, seed)
 
 

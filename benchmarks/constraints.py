@@ -15,8 +15,9 @@ from zlib import crc32
 
 import llamabranch as lb
 from llamabranch import search
-from llamabranch.bench import Maker, Sample, Work, interleave
+from llamabranch.bench.timing import Maker, Timing, Work
 
+from .clocks import interleave
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, series_json, table, title
 
@@ -90,21 +91,21 @@ def _maker(
     constraint: FourOfFive | None,
     counts: dict[str, int],
 ) -> Maker:
-    def work(item: int) -> Sample:
+    def work(item: int) -> Timing:
         with lb.Branch.start(ctx, PROMPTS[item], sampling=sampling) as branch:
             start = perf_counter()
             if particles:
                 search.smc(
                     branch, particles, settings.tokens, constraint=constraint, force_end=False
                 )
-                return Sample(particles * settings.tokens, perf_counter() - start)
+                return Timing(particles * settings.tokens, perf_counter() - start)
             made = branch.generate(settings.tokens, constraint=constraint).finish()
             seconds = perf_counter() - start
         if constraint is not None:
             counts["calls"] += made.stats.constraint_calls
             counts["rejections"] += made.stats.constraint_rejections
             counts["tokens"] += len(made.tokens)
-        return Sample(len(made.tokens), seconds)
+        return Timing(len(made.tokens), seconds)
 
     def make(run: int) -> Work:
         return work

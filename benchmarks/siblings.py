@@ -13,8 +13,9 @@ from time import perf_counter
 
 import llamabranch as lb
 from llamabranch import search
-from llamabranch.bench import Maker, Sample, Work, interleave
+from llamabranch.bench.timing import Maker, Timing, Work
 
+from .clocks import interleave
 from .prompts import TASKS
 from .report import Settings, emit, parser, pm, series_json, table, title
 
@@ -78,7 +79,7 @@ def _maker(
     drafter: Callable[[], lb.Drafter | None],
 ) -> Maker:
     def make(run: int) -> Work:
-        def work(item: int) -> Sample:
+        def work(item: int) -> Timing:
             with lb.Branch.start(ctx, TASKS[task], temperature=temperature, seed=1 + run) as root:
                 start = perf_counter()
                 found = search.vote(
@@ -86,7 +87,7 @@ def _maker(
                 )
                 seconds = perf_counter() - start
             made = tuple(token for text in found.hypotheses for token in text.tokens)
-            return Sample(len(made), seconds, tuple(sorted(made)))
+            return Timing(len(made), seconds, tuple(sorted(made)))
 
         return work
 

@@ -141,9 +141,7 @@ class AutoLength(DraftLength):
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
     WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
-    FIRST_K = (
-        3  # tokens of a copied draft at first; later as many as were timed, or accepted, twice
-    )
+    FIRST_K = 3  # tokens of a copied draft until longer ones are timed
     MARGIN = 1.03  # speedup that must be expected of drafts, since times are noisy
     REFRESH = 64  # rounds after which a plain step measures t(n) again
     PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials

@@ -137,8 +137,7 @@ class RunningText:
     def _drawn(self, row: LogitsRow) -> Produced:
         text, common = self.text, self.common
         if common is not None and row.entropy() <= common.entropy:
-            token = row.draw(text.sampler, common.seed, len(text.tokens))
-            one = self._described(text.describe(token, row)[0], row)
+            one = self._described(text.drawn_as(common.seed, row), row)
             self.others = [[one] for _ in self.other_seeds]
         else:
             one = self._described(text.produce_from(row), row)
@@ -313,7 +312,7 @@ class RunningText:
         last = text.describe(verdict.token, row)[0]._replace(source=verdict.source)
         emitted.append(self._described(last, row))
         if self.other_seeds:
-            self._draw_others(emitted, rows[: len(emitted)], incomplete)
+            self._draw_others(emitted, rows[: verdict.n_kept + 1], incomplete)
         if not last.is_stop:
             text.append(last.token, -last.logprob, None)
         return emitted, verdict.n_accepted

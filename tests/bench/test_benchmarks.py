@@ -19,7 +19,7 @@ import pytest
 
 import llamabranch as lb
 from benchmarks import answer_tasks, answers, llama_tools
-from benchmarks.clocks import CallClock, verify_costs
+from benchmarks.clocks import CallClock, interleave, verify_costs
 from benchmarks.drafters import AdversarialDrafter
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
 from benchmarks.paired import holm, mcnemar
@@ -28,17 +28,9 @@ from benchmarks.prompts import PROMPTS
 from benchmarks.readme import answer_in, questions
 from benchmarks.report import is_padded
 from benchmarks.step import OTHER, Work, measure, seconds_by_part, step_cost
-from llamabranch.bench import (
-    DecodeClock,
-    Interval,
-    Maker,
-    Sample,
-    Series,
-    Spread,
-    Stopped,
-    interleave,
-    verify_times,
-)
+from llamabranch.bench import timing
+from llamabranch.bench.timing import Interval, Maker, Series, Spread, Stopped, Timing
+from llamabranch.bench.workloads import DecodeClock, verify_times
 from llamabranch.native import core
 
 ROOT = Path(__file__).parents[2]
@@ -252,9 +244,9 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
         def make(run: int) -> object:
             made.append((name, run))
 
-            def work(item: int) -> Sample:
+            def work(item: int) -> Timing:
                 seen.append(f"{name}{item}")
-                return Sample(1, 0.5)
+                return Timing(1, 0.5)
 
             return work
 
@@ -268,23 +260,23 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
 
 def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
     def contestant(last: int) -> Maker:
-        def work(item: int) -> Sample:
+        def work(item: int) -> Timing:
             if item > last:
                 raise Stopped
-            return Sample(1, 0.5)
+            return Timing(1, 0.5)
 
         return lambda run: work
 
     found = interleave({"a": contestant(2), "b": contestant(1)}, n_runs=2, n_items=4)
     assert [len(run) for run in found["a"].runs] == [2]
     assert [len(run) for run in found["b"].runs] == [2]
-    at_once = interleave({"a": contestant(-1)}, n_runs=2, n_items=4, warm_up=False)
+    at_once = timing.interleave({"a": contestant(-1)}, n_runs=2, n_items=4)
     assert at_once["a"].runs == []
 
 
 def test_ratio_is_the_median_of_ratios_within_a_run() -> None:
     def series(*seconds: float) -> Series:
-        return Series([[Sample(12, s)] for s in seconds])
+        return Series([[Timing(12, s)] for s in seconds])
 
     slow_machine_in_run_two = series(1.0, 4.0, 1.0), series(2.0, 8.0, 3.0)
     fast, slow = slow_machine_in_run_two
@@ -323,7 +315,7 @@ def test_too_few_pairs_have_no_interval_and_no_verdict() -> None:
 
 def test_interval_of_a_series_compares_item_by_item() -> None:
     def series(*seconds: float) -> Series:
-        return Series([[Sample(10, s) for s in seconds[i::2]] for i in range(2)])
+        return Series([[Timing(10, s) for s in seconds[i::2]] for i in range(2)])
 
     found = series(1, 1, 1, 1, 1, 1).interval(series(2, 3, 2, 3, 2, 3))
     assert (found.low, found.median, found.high, found.n) == (2.0, 2.5, 3.0, 6)

@@ -137,7 +137,8 @@ class RunningText:
     def _drawn(self, row: LogitsRow) -> Produced:
         text, common = self.text, self.common
         if common is not None and row.entropy() <= common.entropy:
-            one = self._described(text.drawn_as(common.seed, row), row)
+            token = row.draw(text.sampler, common.seed, len(text.tokens))
+            one = self._described(text.describe(token, row)[0], row)
             self.others = [[one] for _ in self.other_seeds]
         else:
             one = self._described(text.produce_from(row), row)

@@ -9,8 +9,7 @@ from contextlib import suppress
 from ..branch import Branch
 from ..context import Context
 from ..context.memory import END
-from ..context.prefix_cache import MIN_SHARED
-from ..context.radix_tree import n_common
+from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from ..generation.text import Text
 from .job import Job, JobState, Key, Submission

@@ -8,8 +8,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch.engine.job import Job, JobState, JobStateError, Submission
-from llamabranch.generation.drafter import NullState
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import FixedLength, NullState
 from llamabranch.generation.loop import RunningText
 
 WAYS = {  # how a text gets into a state

@@ -6,7 +6,8 @@ Five tasks of generated items (`answer_tasks`). A pilot of other items chooses t
 so that one sample is right in 30 to 60 %, and for each method the number of texts that decodes as many
 tokens as the reference: a vote of eight, or, where a rule is asked for, eight samples and the rule as a
 filter. What it chooses comes first in FILE and does not change. Then all methods answer the same items
-with the same seeds, in turn; a later call goes on where the time ended, with the plan of the file. Each
+with the same seeds, in turn; a later call goes on where the time ended, with the plan of the file. Files
+of several tasks (``--only``) may be joined; with ``--minutes 0`` only the tables are shown. Each
 item is asked once. Tokens are those decoded after the prompt; intervals are bootstrapped over items;
 paired tests are exact (McNemar), and those that were planned are adjusted together (Holm). The samples of
 the pilot also tell whether a low confidence in a text shows that it is wrong (the gate of DeepConf,
@@ -222,6 +223,7 @@ def main() -> None:
     described.add_argument("--out", type=Path, help="the file of the plan and all answers")
     described.add_argument("--minutes", type=float, default=60.0, help="after which it stops")
     described.add_argument("--items", type=int, default=600, help="of each task, at most")
+    described.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
     described.add_argument("--pilot", type=int, default=60, help="items to choose a level by")
     args = described.parse_args()
     settings = Settings.of(args)
@@ -230,12 +232,12 @@ def main() -> None:
     warnings.simplefilter("ignore", lb.errors.LlamaBranchWarning)
     with settings.context(settings.target, n_ctx=4096, n_seq_max=MOST + 4) as ctx:
         records = Records(args.out)
-        for task in TASKS:
+        for task in args.only:
             levels = LEVELS[task][:1] if settings.quick else LEVELS[task]
             if task not in records.plan:
                 records.add({"plan": task, **_calibrated(ctx, task, levels, n_pilot)})
         for i in range(n_items):
-            for task in TASKS:
+            for task in args.only:
                 if monotonic() < end and (task, i) not in records.done:
                     records.add(_answered(ctx, task, i, records.plan[task]))
         emit("answers", settings, {"target": ctx.model}, _shown(ctx, settings, records))

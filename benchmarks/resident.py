@@ -304,7 +304,7 @@ def _admission(settings: Settings, ctx: lb.Context) -> dict[str, float]:
     """Measure a look at the queue while every sequence is taken, and the admission of one request."""
     found: dict[str, float] = {}
     for n in (10, 1000) if settings.quick else (10, 1000, 1_000_000):
-        scheduler = Scheduler(ctx)
+        scheduler = Scheduler(ctx, None, lambda text: False)
         request = lb.Request([5, 6, 7], max_tokens=2)
         first = Submission(request, "0", 0, ctx.model, GREEDY, 2, 0, [0])
         for i in range(n + ctx.n_seq_max):

@@ -19,7 +19,8 @@ from ..errors import (
 )
 from ..generation.config import SpeculativeConfig
 from ..generation.drafting import Drafting
-from ..generation.loop import Step
+from ..generation.loop import RunningText, Step
+from ..generation.text import Text
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
@@ -95,7 +96,7 @@ class EngineCore:
         self.drafting = drafting
         self._seeds = seeds
         self._stats = stats
-        self._scheduler = Scheduler(settings.target, settings.parallel)
+        self._scheduler = Scheduler(settings.target, settings.parallel, self._shares)
         self._reports_tokens = reports_tokens
         self._expected = expected
         self._seed = None if redraws else seeds.draw()
@@ -349,12 +350,40 @@ class EngineCore:
                 self._events += job.emit(one)
         if emitted:
             job.note_token()
+            if job.equals and job.running is not None:
+                self._part(job, job.running)
         reason = job.output.finish_reason
         if reason is not None:
             if error is not None or job.state is JobState.RUNNING:
                 self._end(job, reason)
         elif error is not None:
             self._end(job, _reason(error), error)
+
+    def _part(self, job: Job, running: RunningText) -> None:
+        """Give equal texts their tokens; those that have drawn another one go on by themselves."""
+        emitted = running.emitted
+        job.equals, apart = running.part(job.equals)
+        for drawn, group in [(emitted, job.equals), *apart]:
+            for each in group:
+                for one in drawn:
+                    if each.output.finish_reason is None:
+                        self._events += each.emit(one)
+                each.note_token()
+        for _, (first, *others) in apart:
+            first.equals = others
+            reason = first.output.finish_reason
+            try:
+                if reason is not None:
+                    self._end(first, reason)
+                elif self._scheduler.part(first, job):
+                    self._begin(first)
+            except LlamaBranchError as error:
+                self._end(first, _reason(error), error)
+
+    def _shares(self, text: Text) -> bool:
+        """Return whether equal texts may be drawn from its rows; with drafts not if they have states."""
+        is_seeded = self._settings.config.rule == "seeded"
+        return self.drafting.loop.drafter is None or (is_seeded and text.sampler.is_stateless)
 
     def _begin(self, job: Job) -> list[Produced]:
         """Begin a text whose prompt is read; return what it emits: one token or none."""
@@ -390,15 +419,17 @@ class EngineCore:
             self._end(self._scheduler.active[0], "capacity", error)
 
     def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
-        """Report the result of a text, and free what it holds."""
+        """Report the result of a text and of those that are equal, and free what they hold."""
         if isinstance(error, ConstraintError):
             reason, error = "constraint", None
-        self._events += job.break_off()
-        result = job.result(reason, error)
-        self._events.append(Event(job.name, job.sample, result=result))
-        self._scheduler.finish(job)
-        self._stats.speculative.add(job.stats)
-        self._stats.generated_tokens += len(result.tokens)
+        for each in (job, *job.equals):
+            if each.state is not JobState.ENDED:
+                self._events += each.break_off()
+                result = each.result(reason, error)
+                self._events.append(Event(each.name, each.sample, result=result))
+                self._scheduler.finish(each)
+                self._stats.speculative.add(each.stats)
+                self._stats.generated_tokens += len(result.tokens)
 
 
 def _reason(error: LlamaBranchError) -> str:

@@ -138,6 +138,7 @@ class Job:
         n_decoded: how many tokens of its prompt the last step has read.
         error: why those could not be taken.
         shared: the job whose cells its prompt begins with, and the number of those tokens.
+        equals: other texts of the request that have been equal so far: they wait, and get its tokens.
         key: its place in the queue; of the running jobs the one with the largest is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
         num_preemptions: how often it was preempted.
@@ -173,6 +174,7 @@ class Job:
         self.n_decoded = 0
         self.error: LlamaBranchError | None = None
         self.shared: tuple[Job | None, int] = (None, 0)
+        self.equals: list[Job] = []
         self.n_cached: int | None = None
         self.num_preemptions = 0
         self.scores: list[TokenScore | None] = [None]
@@ -205,6 +207,10 @@ class Job:
         self.state, self.branch = JobState.READING, branch
         if self.wants_rows:  # those before ``logprobs_from`` are left out
             self.scores += [None] * (n_cached + 1 - len(self.scores))
+        self.note_admitted(n_cached)
+
+    def note_admitted(self, n_cached: int) -> None:
+        """Note that it begins, with ``n_cached`` tokens of its prompt in the cache; once."""
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
@@ -219,6 +225,7 @@ class Job:
         """Let it run: its prompt is read. After a preemption it goes on after its last token."""
         self._check(JobState.RUNNING)
         self.state, self.running = JobState.RUNNING, running
+        running.other_seeds = [each.sampling.seed or 0 for each in self.equals]
         if self.output.emitted:
             last = self.output.emitted[-1]
             running.text.append(last.token, -last.logprob, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..branch import Branch
@@ -10,6 +11,7 @@ from ..context import Context
 from ..context.memory import END
 from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
+from ..generation.text import Text
 from .job import Job, JobState, Key, Submission
 
 __all__ = ["Scheduler"]
@@ -26,6 +28,7 @@ class Scheduler:
     Args:
         ctx: whose sequences they are.
         limit: how many jobs may be active at a time; None for as many as there are sequences.
+        shares: whether those of a request that are equal to a text may be one sequence with it.
 
     Attributes:
         active: the jobs with a sequence: those prefilling their prompt and those generating.
@@ -36,8 +39,9 @@ class Scheduler:
         no_sequence: why no job could be admitted, while no job is active; None if one could.
     """
 
-    def __init__(self, ctx: Context, limit: int | None = None) -> None:
+    def __init__(self, ctx: Context, limit: int | None, shares: Callable[[Text], bool]) -> None:
         self._ctx = ctx
+        self._shares = shares
         self._limit = limit
         self.active: list[Job] = []
         self.n_shared = 0
@@ -127,6 +131,7 @@ class Scheduler:
                     # Of a user's drafter; what broke the step off is raised.
                     with suppress(Exception):
                         job.preempt()
+                job.equals = []
             if submission.samples and submission.samples[0] in submission.jobs:
                 submission.samples.popleft()  # it had just begun
         self.active.clear()
@@ -186,6 +191,9 @@ class Scheduler:
         refused: list[tuple[Job, LlamaBranchError]] = []
         before, self.no_sequence = self.no_sequence, None
         while (job := self.head()) is not None:
+            if self._joins(job):
+                heapq.heappop(self._queue)
+                continue
             n_tokens = job.n_to_cache
             if n_tokens > self._ctx.n_ctx_seq:
                 heapq.heappop(self._queue)
@@ -241,6 +249,46 @@ class Scheduler:
                 self._count_out(job.submission)
             self.active.append(job)
         return refused
+
+    def _joins(self, job: Job) -> bool:
+        """Let a text that has not begun wait beside one of its request that reads the same prompt.
+
+        Not where its tokens need more than a row of logits.
+        """
+        asked = job.request
+        if job.n_cached is not None or asked.constraint is not None or asked.min_tokens:
+            return False
+        if asked.prompt_logprobs is not None or asked.on_round is not None:
+            return False
+        for other in self.active:
+            its = other.submission, other.state, other.output.tokens
+            if its == (job.submission, JobState.READING, []) and self._shares(other.text):
+                other.equals.append(job)
+                n = self._ctx.kv_cache.usable(len(job.prompt) - 1, END)
+                job.note_admitted(n)
+                self.n_shared += n
+                self._count_out(job.submission)
+                return True
+        return False
+
+    def part(self, job: Job, other: Job) -> bool:
+        """Give a text that was equal to ``other`` a sequence of its own; False if it waits for one.
+
+        The sequence holds all tokens but the last one. Nothing is decoded.
+        """
+        if self._ctx.n_seq_free == 0 or len(self.active) == self._limit:
+            self._push(job)
+            return False
+        source, n = other.held, job.n_to_cache
+        with self._ctx.lock:
+            sampler = source.sequence.sampler.clone()
+            branch = Branch(self._ctx, sampler, job.sampling.seed or 0, source)
+            branch.rewind(n)
+            branch.detach()
+        job.shared = (other, n)
+        job.admit(branch, n)
+        self.active.append(job)
+        return True
 
     def _count_out(self, submission: Submission) -> None:
         """Note that a text has got its first sequence, or has ended without one."""

@@ -45,7 +45,9 @@ def common_noise(entropy: float, seed: int, drafter: Drafter | None) -> CommonNo
     if not bounded("entropy", entropy, 0, 1e9):
         return None
     if drafter is not None:
-        raise ConfigError("give either entropy or a drafter: equal texts are not drafted for")
+        raise ConfigError(
+            "give either entropy or a drafter: drafts are accepted by the draws of each text"
+        )
     return CommonNoise(entropy, seed)
 
 

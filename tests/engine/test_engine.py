@@ -212,6 +212,52 @@ def test_samples_of_one_prompt_share_its_prefill(ctx: Context, alone: Alone) -> 
     assert_clean(ctx)
 
 
+@pytest.mark.parametrize("which", ["none", "suffix", "model"])
+@pytest.mark.parametrize("n_seq_max", [2, 5, 12])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY.replace(seed=3), WARM, PENALISED, WARM.replace(temperature=0.3)], ids=str
+)
+def test_samples_that_begin_alike_are_decoded_once(
+    target: lb.Model,
+    draft_ctx: Context,
+    alone: Alone,
+    which: str,
+    n_seq_max: int,
+    sampling: SamplingParams,
+) -> None:
+    counted = []
+
+    def count(decode: Callable[[int], int], n: int) -> int:
+        counted.append(n)
+        return decode(n)
+
+    requests = [
+        Request("The wolf ran and the wolf", n=6, max_tokens=14, sampling=sampling, stop=["."]),
+        Request(PROMPTS[3], n=2, max_tokens=9, sampling=sampling, top_logprobs=2),
+    ]
+    with Context(target, n_ctx=1024, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True) as ctx:
+        before = ctx.decoder.hook(count)
+        engine = Engine(ctx, make(which, draft_ctx), FIXED)
+        events = list(engine.stream(requests))
+        ctx.decoder.hook(before)
+        results = [event.result for event in events if event.result is not None]
+        assert len(results) == 8
+        n_prompts = 0
+        decoded: set[tuple[int, ...]] = set()
+        for i, request in enumerate(requests):
+            prompt = ctx.tokenize(str(request.prompt))
+            n_prompts += len(prompt)
+            for result in (result for result in results if result.id == str(i)):
+                alone.check(request, result)
+                shown = [e for e in events if (e.id, e.sample) == (result.id, result.sample)]
+                assert "".join(e.text for e in shown) == result.text
+                ends = range(1, len(result.tokens) + 1)
+                decoded |= {(i, *result.tokens[:end]) for end in ends}
+        assert_clean(ctx, draft_ctx)
+        if which == "none" and n_seq_max == 12:
+            assert sum(counted) <= n_prompts + len(decoded)
+
+
 def test_texts_that_are_there_are_left_out(ctx: Context) -> None:
     requests = [Request(p, n=2, max_tokens=6, sampling=WARM) for p in PROMPTS[:3]]
     whole = by_name(Engine(ctx).generate(requests))

@@ -429,7 +429,7 @@ def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
     counts = []
     for n_waiting in (10, 10, 20_000):  # the first fills what is computed once in a process
         with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
-            scheduler = Scheduler(ctx)
+            scheduler = Scheduler(ctx, None, lambda text: False)
             request = Request([5, 6, 7], max_tokens=2)
             for i in range(n_waiting):
                 name = str(i)

@@ -19,13 +19,13 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-from noises import gumbel_noise
 
 from llamabranch import Branch, BranchStore, Context, Grammar, SamplingParams
 from llamabranch.errors import ConfigError, GrammarError
 from llamabranch.generation.plan import Plan
 from llamabranch.model import token_list
 from llamabranch.sampling import Sampler
+from llamabranch.sampling.noise import gumbel_noise
 
 __all__ = ["Divergence", "first_divergence"]
 

@@ -186,7 +186,7 @@ class AsyncEngine:
     ) -> _Answer: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
-    ) -> _Answer:
+    ) -> Coroutine[None, None, Result | Sequence[Result]] | AsyncGenerator[Event, None]:
         """Continue prompts as ``Context.complete`` does: ``(await engine.complete("The king")).text``.
 
         With ``stream=True``: ``async for event in engine.complete(prompt, stream=True)``. The drafter,
@@ -221,7 +221,7 @@ class AsyncEngine:
     ) -> _Answer: ...
     def chat(
         self, messages: _Chats, *, stream: bool = False, **options: Unpack[ChatOptions]
-    ) -> _Answer:
+    ) -> Coroutine[None, None, Result | Sequence[Result]] | AsyncGenerator[Event, None]:
         """Answer conversations as ``Context.chat`` does; see ``complete``.
 
         Raises:

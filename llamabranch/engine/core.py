@@ -99,8 +99,9 @@ class EngineCore:
         self.n_added += 1
         seed = 0 if request.sampling is None else request.sampling.seed or 0
         for i in samples:
-            more = request.prompt, "", [], "error", seed, SpeculativeStats()
-            self._events.append(Event(name, i, result=Result(name, i, *more, error=error)))
+            stats = SpeculativeStats()
+            result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
+            self._events.append(Event(name, i, result=result))
 
     def abort(self, name: str) -> None:
         """End a request at the next step; its results hold what was generated.

@@ -13,7 +13,7 @@ import re
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 from msgspec import Meta, Struct, defstruct
 
@@ -58,24 +58,28 @@ _REFUSED = (
 _SAME = {
     name: kind
     for name, kind in get_type_hints(SamplingSettings).items()
-    if name not in ("logit_bias", "logprobs", "logits_processor", "seed")
+    if name not in ("penalty_last_n", "logit_bias", "seed", "logprobs", "logits_processor")
 }
 _SETTINGS = {
     **dict(zip(_SAME, _SAME, strict=True)), "repetition_penalty": "repeat_penalty",
     "repeat_last_n": "penalty_last_n",
 }  # fmt: skip
-_BASE = defstruct(
-    "_BASE",
-    [(name, object, None) for name in _REFUSED]
-    + [(name, kind | None, None) for name, kind in _SAME.items()],
-    kw_only=True,
-    omit_defaults=True,
-)
+if TYPE_CHECKING:
+    _Named = Struct
+else:
+    _Named = defstruct(
+        "_Named",
+        [(name, object, None) for name in _REFUSED]
+        + [(name, kind | None, None) for name, kind in _SAME.items()],
+        kw_only=True,
+        omit_defaults=True,
+    )
 
 
-class SamplingFields(_BASE, kw_only=True):  # type: ignore[misc, valid-type]
+class SamplingFields(_Named, kw_only=True):
     """How tokens are drawn: OpenAI's, llama-server's and vLLM's names."""
 
+    top_k: int | None = None
     repetition_penalty: float | None = None
     repeat_last_n: int | None = None
     logit_bias: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None = None

@@ -115,7 +115,7 @@ class Server:
             timeout_keep_alive=int(_IDLE_S), timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = uvicorn.Server(config)
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # `_signals`
+        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # `_signals`
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
         engine: AsyncEngine | None = None
         try:

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noises import exponential_noise, gumbel_noise
 
 from llamabranch import Distribution
 from llamabranch.errors import ConfigError
@@ -26,6 +25,8 @@ from llamabranch.sampling.noise import (
     MIXTURE,
     RULE,
     derive_seed,
+    exponential_noise,
+    gumbel_noise,
     uniform,
 )
 

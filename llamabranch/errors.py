@@ -114,6 +114,15 @@ class QueueFullError(CapacityError):
 class SequencesExhaustedError(CapacityError):
     """All sequence ids of the context are in use."""
 
+    @classmethod
+    def of_forks(cls, n: int, n_free: int, n_seq_max: int) -> SequencesExhaustedError:
+        """Return the error of ``n`` forks where ``n_free`` sequences are free, of ``n_seq_max``."""
+        return cls(
+            f"{n} forks need {n} free sequences, {n_free} {'is' if n_free == 1 else 'are'} free",
+            hint=f"n_seq_max={n_seq_max + n - n_free} when the context is created "
+            "(at most 256), fewer forks, or prune other branches",
+        )
+
 
 class DecodeError(LlamaBranchError):
     """llama_decode failed for a batch.

@@ -204,7 +204,7 @@ def _verify(branch: Branch, run: Sequence[int], n_kept: int | None = None) -> Lo
         plan = Plan(branch.sequence, run)
         try:
             row = np.array(plan.decode()[len(kept) - 1].array)
-            plan.keep(range(len(kept)))
+            plan.keep(len(kept))
         except BaseException:
             plan.end()
             raise

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, SupportsIndex, cast
 
@@ -18,24 +18,18 @@ from ..arguments import choice, instance, whole
 from ..context import Context, TokenScore
 from ..context.context import text_context
 from ..context.token_states import layer_states
-from ..errors import (
-    BranchStateError,
-    CacheFullError,
-    CapacityError,
-    ConfigError,
-    SequencesExhaustedError,
-)
+from ..errors import BranchStateError, CacheFullError, CapacityError, SequencesExhaustedError
 from ..generation.config import SpeculativeConfig, checked_config
 from ..generation.drafter import Drafter
-from ..generation.generation import Drafting, Generation
+from ..generation.drafting import Drafting
+from ..generation.generation import Generation
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
-from ..pictures import Token
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.distribution import log_base
-from ..sampling.noise import derive_seed
+from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from . import scorer
 from .snapshot import Snapshot, capture, fill
@@ -55,6 +49,8 @@ class Branch:
     ``with`` block; when an unreferenced branch is garbage collected, its sequence is returned.
 
     Attributes:
+        ctx: the context that holds it.
+        parent: the branch this one was forked from, None for a root.
         sequence: tokens, sampler and logits in step with the K/V cache; for drafters, not for users.
     """
 
@@ -69,11 +65,11 @@ class Branch:
         """Lease a sequence. For ``create`` and ``fork``, not for users."""
         inherited = None if parent is None else parent.sequence
         used = () if inherited is None else (inherited.seq_id,)
-        self.sequence: Text = Text(
-            ctx, ctx.sequences.allocate(self, beginning, used=used), sampler, seed, inherited
-        )
+        seq_id = ctx.sequences.allocate(self, beginning, used=used)
+        self.sequence: Text = Text(ctx, seq_id, sampler, seed, inherited)
+        self.ctx = ctx
+        self.parent: Branch | None = parent
         self._lock = ctx.lock
-        self._parent = parent
         self._children: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._serial = next(_serial)
         self._draftings: list[Drafting] = [] if parent is None else parent._draftings
@@ -91,14 +87,10 @@ class Branch:
         *,
         beginning: Sequence[int] = (),
     ) -> Branch:
-        """Return an empty branch; ``prefill`` it next.
+        """Return an empty branch, with the arguments of ``start``; ``prefill`` it next.
 
         Args:
-            ctx: the context that holds it.
-            sampling: settings.
-            grammar: constrains the generated text.
-            beginning: tokens that it is going to begin with, if known: the prefix cache may have a
-                sequence that holds them.
+            beginning: tokens that it will begin with, if known: the prefix cache may hold them.
 
         Raises:
             SequencesExhaustedError, GrammarError, ConfigError: nothing is created.
@@ -124,10 +116,7 @@ class Branch:
         parse_special: bool = True,
         **settings: Unpack[SamplingSettings],
     ) -> Branch:
-        """Return a branch prefilled with ``prompt`` (text, token ids or messages).
-
-        On a context with a prefix cache, what is there of the prompt is shared instead of decoded, and
-        the prompt is kept for others.
+        """Return a branch prefilled with ``prompt``; a prefix cache shares what it has of it.
 
         Args:
             ctx: the context that holds it.
@@ -172,8 +161,10 @@ class Branch:
         about = f"Branch seq {self.seq_id}, {self.position} tokens, {self.state}"
         if self.sequence.is_pruned or self.ctx.closed:
             return f"<{about}>"
-        score = self._score_text()
-        return f"<{about}: {self._last_words()!r}{', ' + score if score else ''}>"
+        score = ""
+        with suppress(BranchStateError):  # no generated tokens, or some without a surprisal
+            score = f", perplexity {self.perplexity():.2f}"
+        return f"<{about}: {self._last_words()!r}{score}>"
 
     def _last_words(self, n: int = 24) -> str:
         """Return the last ``n`` characters of its text at most, from the beginning of a word on."""
@@ -184,29 +175,6 @@ class Branch:
         tail = text[-n:]
         space = tail.find(" ", 0, n // 2)
         return "..." + (tail[space + 1 :] if space >= 0 else tail)
-
-    def _score_text(self) -> str:
-        """Return the perplexity of the generated tokens as text; "" if they have none."""
-        with self._lock:
-            try:
-                return f"perplexity {self.perplexity():.2f}"
-            except BranchStateError:
-                return ""
-
-    def shown_tokens(self, start: int) -> list[Token]:
-        """Return the tokens from a position on with their texts and probabilities, for a picture."""
-        model, n_prompt, pending = self.ctx.model, self.n_prompt, b""
-        surprisals, found = self.sequence.surprisals, []
-        for position in range(whole("start", start, 0), self.position):
-            text, pending = model.text_after(self.sequence.tokens[position], pending)
-            at = position - n_prompt
-            found.append(Token(text, -surprisals[at] if at >= 0 else math.nan))
-        return found
-
-    @property
-    def ctx(self) -> Context:
-        """The context that holds it."""
-        return self.sequence.ctx
 
     @property
     def seq_id(self) -> int:
@@ -225,11 +193,7 @@ class Branch:
 
     @property
     def text(self) -> str:
-        """The text of all tokens but control tokens.
-
-        After a generation that ended at a stop string it includes that string, as ``tokens`` does; the
-        text that the generation yielded does not.
-        """
+        """The text of ``tokens``, without control tokens."""
         pieces = map(self.ctx.model.piece, self.sequence.shown)
         return b"".join(pieces).decode("utf-8", "replace")
 
@@ -275,11 +239,6 @@ class Branch:
         return self.sequence.finish_reason
 
     @property
-    def parent(self) -> Branch | None:
-        """The branch this one was forked from, None for a root."""
-        return self._parent
-
-    @property
     def children(self) -> list[Branch]:
         """The forks of this branch that are not pruned, oldest first."""
         living = (child for child in self._children if not child.sequence.is_pruned)
@@ -288,7 +247,7 @@ class Branch:
     @property
     def fork_position(self) -> int:
         """Number of tokens shared with the parent when it was forked; 0 for a root."""
-        return 0 if self._parent is None else self.sequence.fork_position
+        return self.sequence.fork_position
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -308,8 +267,7 @@ class Branch:
     def log_probs(self) -> npt.NDArray[np.float64]:
         """Return the model's own log-probabilities of the next token in nats, float64 (V,), a copy.
 
-        Before any sampling setting and the grammar. `distribution` is what the next token is drawn from:
-        at temperature 0 a single token.
+        Before any sampling setting and the grammar, which `distribution` has.
         """
         with self._lock:
             return self.sequence.logits_row().log_probs()
@@ -329,47 +287,36 @@ class Branch:
         """Return exp(mean surprisal) of the committed tokens, under the model's own distribution.
 
         Args:
-            since: "prompt" = all generated tokens, inherited ones included, so that branches can be
-                compared wherever they were forked; "fork" = those after the fork point. Tokens of
-                the prompt and of ``append`` have no surprisal here: they were read, not predicted. Nor
-                has the first token of a branch without a prompt, since no logits precede it.
+            since: "prompt" = all generated tokens, inherited ones included; "fork" = those after the
+                fork point. Tokens of the prompt and of ``append`` were read, not predicted, and do not
+                count; nor does the first token of a branch without a prompt.
 
         Raises:
             BranchStateError: there are no such tokens, or some were appended without a surprisal.
             ConfigError: an unknown ``since``.
         """
-        with self._lock:
-            counted = self._scored(since)
-            if not counted:
-                raise BranchStateError(
-                    f"no token was generated since the {since}: there is no perplexity",
-                    hint="generate or extend first; log_likelihood() is 0 there",
-                )
-            try:
-                return math.exp(math.fsum(counted) / len(counted))
-            except OverflowError:
-                return math.inf
+        counted = self._scored(since)
+        if not counted:
+            raise BranchStateError(
+                f"no token was generated since the {since}: there is no perplexity",
+                hint="generate or extend first; log_likelihood() is 0 there",
+            )
+        try:
+            return math.exp(math.fsum(counted) / len(counted))
+        except OverflowError:
+            return math.inf
 
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
         """Return the sum of log p of the committed tokens, under the model's own distribution.
 
-        0 where there are none. Every token lowers it: use it to compare texts of equal length, and
-        ``perplexity`` for others.
-
-        Args:
-            since: "prompt" or "fork", as for ``perplexity``.
-            base: "nats" or "bits".
-
-        Raises:
-            BranchStateError: some tokens were appended without a surprisal.
-            ConfigError: an unknown ``since`` or ``base``.
+        0 where there are none. Every token lowers it: it compares texts of equal length, ``perplexity``
+        others. ``since`` and errors are as there; ``base``: "nats" or "bits".
         """
-        with self._lock:
-            divisor = log_base(base)
-            try:
-                return math.fsum(-surprisal for surprisal in self._scored(since)) / divisor
-            except OverflowError:
-                return -math.inf
+        divisor = log_base(base)
+        try:
+            return math.fsum(-surprisal for surprisal in self._scored(since)) / divisor
+        except OverflowError:
+            return -math.inf
 
     def score(self, text: str | TokenIds, top: int = 0) -> list[TokenScore]:
         """Rate a given text as the continuation of this branch, which does not change.
@@ -377,8 +324,7 @@ class Branch:
         Under the model's own distribution, before any sampling setting; a grammar does not matter.
 
         Args:
-            text: token ids, or text, tokenized by itself and without a BOS token: begin it with a space
-                where the text needs one. Control tokens written in it stay text.
+            text: token ids, or text, tokenized by itself, without a BOS token or control tokens.
             top: how many of the most probable tokens to give for each token.
 
         Returns:
@@ -395,19 +341,8 @@ class Branch:
     def _scored(self, since: str) -> list[float]:
         """Return the surprisals of the tokens since the prompt or the fork, nats."""
         choice("since", since, ("fork", "prompt"))
-        start = self.fork_position if since == "fork" else 0
-        sequence, n_prompt = self.sequence, self.n_prompt
-        counted = [
-            sequence.surprisals[position - n_prompt]
-            for position in sequence.generated_positions(max(start, 1))
-        ]
-        if any(map(math.isnan, counted)):
-            # Tokens of ``append_unscored`` have NaN, which would make any comparison false.
-            raise BranchStateError(
-                f"{sum(map(math.isnan, counted))} of {len(counted)} tokens have no surprisal",
-                hint="they were appended without their logits; extend a new branch with them",
-            )
-        return counted
+        with self._lock:
+            return self.sequence.scored(self.fork_position if since == "fork" else 0)
 
     # -- moving ------------------------------------------------------------------------------------
 
@@ -418,21 +353,19 @@ class Branch:
             TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            sequence, tokens = self.sequence, token_list(tokens)
-            sequence.check_prefill(tokens)
-            sequence.append_prompt(tokens, sequence.decode_run(tokens))
+            tokens = token_list(tokens)
+            self.sequence.check_prefill(tokens)
+            self.sequence.read(tokens)
 
     def append(self, text: str | TokenIds, *, parse_special: bool = True) -> None:
         """Append text that the model reads but did not generate, such as the next message of a user.
 
-        It may come at any time, also after an EOG token. The tokens are decoded in chunks. They count for
-        penalties; they are not ``generated``, have no surprisal and do not have to follow the grammar,
-        which begins again for what is generated after them.
+        Its tokens count for penalties; they are not ``generated``, have no surprisal and need not follow
+        the grammar, which begins again for what is generated after them.
 
         Args:
             text: token ids, or text, tokenized by itself and without a BOS token. For a chat turn it must
-                hold what the chat template writes between two answers, from the end of the turn on: the
-                EOG token that ended the answer is not part of the branch.
+                hold all that the template writes between two answers, the EOG token included.
             parse_special: control tokens written in a text, such as ``<|im_end|>``, become their ids;
                 False for text from others that must not end a turn.
 
@@ -440,20 +373,16 @@ class Branch:
             ConfigError, TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            sequence = self.sequence
-            sequence.check_usable()
+            self.sequence.check_usable()
             if isinstance(text, str):
                 model = self.ctx.model
                 text = model.tokenize(text, add_special=False, parse_special=parse_special)
             tokens = token_list(text)
-            sequence.check_read(tokens)
-            sequence.append_prompt(tokens, sequence.decode_run(tokens))
+            self.sequence.check_read(tokens)
+            self.sequence.read(tokens)
 
     def produce(self) -> Produced:
-        """Return the next token of this branch; changes nothing.
-
-        The result is the same until the state changes: the draw is a pure function of the logits, the
-        settings, the seed and the position.
+        """Return the next token, a pure function of logits, settings, seed and position; change nothing.
 
         Raises:
             BranchStateError: pruned or empty. GrammarError: the grammar allows no token.
@@ -490,34 +419,27 @@ class Branch:
         top_logprobs: int = 0,
         constraint: ConstraintLike | None = None,
     ) -> Generation:
-        """Generate token by token, until the end: an iterator of :class:`Produced`.
-
-        Nothing is decoded until it is iterated: ``for token in branch.generate(20)``; ``generate_text``
-        returns a text.
+        """Generate while it is iterated, until the end: an iterator of :class:`Produced`.
 
         It ends at an EOG token (not kept, and yielded only to carry text that was held back for a stop
-        string), after ``max_tokens``, or when the text contains a stop string: text from there on is
-        not yielded, but the tokens that completed it are yielded and kept, so ``tokens`` and ``text``
-        of the branch include the stop string. ``finish_reason`` is "stop" or "length". Without
-        ``max_tokens`` it continues until the model stops or the cache is full.
+        string), after ``max_tokens``, or when the text contains a stop string, which the branch keeps and
+        the yielded text leaves out. ``finish_reason`` is "stop", "length" or "constraint".
 
         Between two tokens the branch is as after the last one that was yielded: it may be read, forked,
         rewound or extended; the generation goes on from what it finds.
 
         Args:
-            max_tokens: the most tokens to generate; None = until the end.
+            max_tokens: the most tokens to generate; None = until the model stops or the cache is full.
             stop: strings that end the text.
-            drafter: proposes tokens, which are verified in one decode; None = plain decoding. What is
-                learned about drafts, and the drafter's state, serve this branch and its forks until
-                another drafter is given.
+            drafter: proposes tokens; None = plain decoding. Its state, and what is learned about it,
+                serve this branch and its forks until another drafter is given.
             config: how much to draft, and by which rule drafts are accepted.
             top_logprobs: how many alternatives to report with each token.
             constraint: which texts are allowed: a function of the text since the last token that was
                 read, which returns False where no allowed text begins so; or an object with ``prefix``,
                 which returns that, and ``complete``, whether the text may end. The first token in the
                 order of the draw that it allows is taken, so one that refuses nothing changes no text.
-                Where it allows none, the text ends as "constraint". Drafts are accepted by the rule
-                "seeded".
+                Where it allows none, the text ends. Drafts are accepted by the rule "seeded".
 
         Raises:
             ConfigError, UnsupportedError, VocabularyMismatchError: nothing was started.
@@ -525,32 +447,12 @@ class Branch:
             CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
                 and any other error, text that was held back comes with ``is_stop`` and the token id -1.
         """
-        output = OutputBuffer(max_tokens, stop)
-        top_logprobs = whole("top_logprobs", top_logprobs, 0)
-        drafting = self._drafting(drafter, checked_config(config))
+        output, n = OutputBuffer(max_tokens, stop), whole("top_logprobs", top_logprobs, 0)
+        drafting = Drafting.of(self._draftings, self.ctx, drafter, checked_config(config))
         state = None
         if constraint is not None:
             state = ConstraintState(ConstraintCalls(constraint), self.ctx.model, stop_strings(stop))
-            if drafting.drafter.width > 1:
-                raise ConfigError("a constraint needs drafts in one line: a drafter of width 1")
-        return Generation(
-            drafting, self.sequence, output, top_logprobs, constraint=state, owner=self
-        )
-
-    def _drafting(self, drafter: Drafter | None, config: SpeculativeConfig) -> Drafting:
-        """Return who drafts: for all branches that were forked from one the same, until another does."""
-        if drafter is None:
-            return Drafting(self.ctx, None, config)
-        last = self._draftings
-        # By identity, since a drafter need not be hashable.
-        for found in last:
-            if found.drafter is drafter and found.config == config:
-                return found
-        made = Drafting(self.ctx, drafter, config)
-        while last:
-            last.pop().forget_all()  # its states may hold the sequences that the next ones need
-        last.append(made)
-        return made
+        return Generation(drafting, self.sequence, output, n, constraint=state, owner=self)
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""
@@ -561,8 +463,8 @@ class Branch:
         """Return the hidden states of the tokens from a position on, float32 (n, n_embd), a copy.
 
         From the first call for an inner layer on, the context keeps that layer's states of every token
-        that it decodes, 4 x n_embd bytes each, so forks and steps need nothing more. Tokens decoded
-        before are decoded once more, in a sequence of their own; after the last layer at each call.
+        that it decodes, 4 x n_embd bytes each. Tokens decoded before are decoded once more, in a sequence
+        of their own; after the last layer at each call.
 
         Args:
             layer: how many layers the states have passed, counted as in Hugging Face's transformers: 0 =
@@ -579,19 +481,12 @@ class Branch:
         with self._lock:
             self.sequence.check_usable()
             self.sequence.settle()
-            if not self.position:
-                raise BranchStateError(
-                    "the branch is empty: it has no hidden states", hint="prefill it first"
-                )
+            self.sequence.check_not_empty("hidden states")
             start = whole("start", start, 0, self.position - 1)
             return layer_states(self.ctx, self.seq_id, self.tokens, layer, start)
 
     def generate_text(self, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> str:
-        """Generate as ``generate`` does, and return the text.
-
-        Raises:
-            CacheFullError: as ``generate``; ``text`` of the branch holds what was generated.
-        """
+        """Generate as ``generate`` does, with its errors, and return the text."""
         return self.generate(max_tokens, stop).finish().text
 
     def extend(self, tokens: TokenIds, logits: str = "last") -> list[npt.NDArray[np.float32]]:
@@ -599,8 +494,7 @@ class Branch:
 
         Args:
             tokens: ids, at least one; a grammar must allow them.
-            logits: "last" or "all": which rows to return. All rows of 1,000 tokens take a gigabyte with
-                a vocabulary of 262,144.
+            logits: "last" or "all": which rows to return; all are 4 V bytes a token.
 
         Returns:
             the logits after the last token, or after each one, float32 (V,), copies.
@@ -610,19 +504,15 @@ class Branch:
         """
         with self._lock:
             choice("logits", logits, ("all", "last"))
-            sequence, tokens = self.sequence, token_list(tokens)
-            if not tokens:
-                raise ConfigError("nothing to extend with: no tokens")
-            self.ctx.model.check_tokens(tokens)
-            return sequence.extend(tokens, keeps_all=logits == "all")
+            return self.sequence.extend(token_list(tokens), keeps_all=logits == "all")
 
     # -- branching ---------------------------------------------------------------------------------
 
     def fork(self) -> Branch:
         """Return a child that continues from the same state.
 
-        It shares the prefix's cells and has its own copy of the sampler's and the grammar's state, the
-        tokens and the surprisals; it draws like its parent until reseeded. No K/V is copied.
+        It shares the K/V of the prefix; all other state is its own. It draws like its parent until
+        reseeded.
 
         Raises:
             SequencesExhaustedError: no sequence is free. BranchStateError: pruned.
@@ -640,8 +530,7 @@ class Branch:
     def fork_many(self, n: int) -> list[Branch]:
         """Return ``n`` children, each reseeded: the i-th draws from a seed derived from ours and i.
 
-        So a second call at the same place returns the same children again, with or without a seed of
-        its own: ``reseed()`` the branch between the calls for others.
+        So a second call at the same place returns the same children again: ``reseed()`` in between.
 
         Raises:
             SequencesExhaustedError: not enough sequences; none is forked.
@@ -656,11 +545,8 @@ class Branch:
             for child in children:
                 child.prune()
             if isinstance(error, SequencesExhaustedError):
-                free = len(children)
-                raise SequencesExhaustedError(
-                    f"{n} forks need {n} free sequences, {free} {'is' if free == 1 else 'are'} free",
-                    hint=f"n_seq_max={self.ctx.n_seq_max + n - free} when the context is created "
-                    "(at most 256), fewer forks, or prune other branches",
+                raise SequencesExhaustedError.of_forks(
+                    n, len(children), self.ctx.n_seq_max
                 ) from None
             raise
         return children
@@ -691,8 +577,7 @@ class Branch:
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` on, as if they had never been decoded.
 
-        The K/V is truncated; where this memory cannot truncate, the kept tokens are decoded again,
-        from the parent's state if the parent still is at or before ``position``.
+        Where this memory cannot be cut, the kept tokens are decoded again, or those after the parent's.
 
         Raises:
             ConfigError: not between 0 and the branch's position.
@@ -720,8 +605,8 @@ class Branch:
                     hint="detach() keeps a child as a root of its own, prune_subtree() frees them all",
                 )
             self.sequence.release()
-            if self._parent is not None:
-                self._parent._children.discard(self)
+            if self.parent is not None:
+                self.parent._children.discard(self)
 
     def prune_subtree(self) -> None:
         """Free the sequences of this branch and all its descendants."""
@@ -738,27 +623,27 @@ class Branch:
         """
         with self._lock:
             self.sequence.check_usable()
-            parent = self._parent
+            parent = self.parent
             if parent is None:
                 raise BranchStateError("a root has no parent to replace")
             for sibling in parent.children:
                 if sibling is not self:
                     sibling.prune_subtree()
             parent._children.discard(self)
-            self._parent = parent._parent
+            self.parent = parent.parent
             self.sequence.parent = parent.sequence.parent
             self.sequence.fork_position = parent.sequence.fork_position
-            if self._parent is not None:
-                self._parent._children.add(self)
+            if self.parent is not None:
+                self.parent._children.add(self)
             parent.prune()
 
     def detach(self) -> None:
         """Become a root: the parent stays, without a link to this branch."""
         with self._lock:
             self.sequence.check_usable()
-            if self._parent is not None:
-                self._parent._children.discard(self)
-                self._parent = self.sequence.parent = None
+            if self.parent is not None:
+                self.parent._children.discard(self)
+                self.parent = self.sequence.parent = None
                 self.sequence.fork_position = 0
 
     def transfer_text(self) -> Branch:
@@ -791,10 +676,7 @@ class Branch:
             return capture(self.sequence, self.sampling)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write this branch to a file, completely or not at all; see ``load``.
-
-        Saves K/V, tokens, settings, grammar, seed, surprisals and logits; not its children. A symbolic
-        link is followed, and a file that is replaced keeps its mode.
+        """Write a ``snapshot`` to a file, as `Snapshot.write` does; see ``load``.
 
         Raises:
             BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
@@ -812,8 +694,16 @@ class Branch:
             SnapshotError: it is of another model, K/V type or rope setting, or inconsistent.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
+        text_context("ctx", ctx)
         instance("snapshot", snapshot, Snapshot)
-        return cls._restored(ctx, lambda: snapshot, trusted)
+        with ctx.lock:
+            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
+            try:
+                fill(branch.sequence, snapshot, trusted=trusted)
+            except BaseException:
+                branch.sequence.release()
+                raise
+            return branch
 
     @classmethod
     def load(cls, ctx: Context, path: str | os.PathLike[str], *, trusted: bool = False) -> Branch:
@@ -822,8 +712,6 @@ class Branch:
         The file may come from an untrusted source: everything in it is checked before use.
 
         Args:
-            ctx: where it continues.
-            path: the file.
             trusted: accept K/V that cannot be checked, because this llama.cpp writes it in an unknown
                 layout. Only for files of which you know that nobody forged them.
 
@@ -832,21 +720,6 @@ class Branch:
             UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
-        return cls._restored(ctx, lambda: Snapshot.read(path, ctx), trusted)
-
-    @classmethod
-    def _restored(cls, ctx: Context, get: Callable[[], Snapshot], trusted: bool) -> Branch:
         text_context("ctx", ctx)
         with ctx.lock:
-            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
-            try:
-                fill(branch.sequence, get(), trusted=trusted)
-            except BaseException:
-                branch.sequence.release()
-                raise
-            return branch
-
-
-def random_seed() -> int:
-    """Return a seed from the operating system's entropy."""
-    return int.from_bytes(os.urandom(8), "little") >> 1
+            return cls.restore(ctx, Snapshot.read(path, ctx), trusted=trusted)

@@ -165,7 +165,7 @@ class _Reading:
         self._visit = visit
         self._done = done
         self._can_draft = ctx.kv_cache.can_draft
-        self._is_tree = not ctx.kv_cache.tree_needs
+        self._is_tree = self._can_draft and not ctx.kv_cache.forks_copy
         self._least = 1 if self._is_tree else _LEAST_SHARED
         self._texts = [_Text(i, each, each.after or empty) for i, each in enumerate(wanted)]
         self._paths: list[_Path] = []

@@ -7,7 +7,8 @@ because whoever changes the file can recompute its checksums.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from os import PathLike
 from typing import TypeVar
 
@@ -22,7 +23,6 @@ from ..generation.text import Text
 from ..native import engine_versions
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
-from .kv_compatibility import KVCompatibility
 from .snapshot_file import Arrays, Sizes, read_file, write_file
 
 __all__ = ["Snapshot", "capture", "fill"]
@@ -32,6 +32,72 @@ T = TypeVar("T")
 
 def _no_states() -> npt.NDArray[np.float32]:
     return np.empty((0, 0), dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class KVCompatibility:
+    """What the K/V of a sequence depends on besides its tokens."""
+
+    fingerprint: str
+    architecture: str
+    n_layer: int
+    n_embd: int
+    n_vocab: int
+    kv_type: str
+    flash_attention: bool | None
+    rope: str
+    model: str = ""  # its file's name, for messages
+
+    @classmethod
+    def of(cls, ctx: Context) -> KVCompatibility:
+        """Return the context's own.
+
+        Raises:
+            SnapshotError: the model's file is gone.
+        """
+        layout = ctx.kv_cache.state_layout
+        model = ctx.model
+        try:
+            fingerprint = model.fingerprint
+        except OSError as error:
+            raise SnapshotError(f"the model's file cannot be read any more: {error}") from error
+        return cls(
+            fingerprint=fingerprint,
+            architecture=model.architecture,
+            n_layer=model.n_layer,
+            n_embd=model.n_embd,
+            n_vocab=model.n_vocab,
+            kv_type=ctx.kv_type,
+            flash_attention=None if layout is None else layout.flash_attention,
+            rope=_rope(ctx),
+            model=model.path.name,
+        )
+
+    def check(self, ctx: Context) -> None:
+        """Raise SnapshotError unless ``ctx`` computes the same K/V."""
+        ours = asdict(KVCompatibility.of(ctx))
+        for name, theirs in asdict(self).items():
+            if name != "model" and theirs != ours[name]:
+                setting = name if name in ("kv_type", "flash_attention", "rope") else None
+                if name == "fingerprint":
+                    name, theirs = "model", self.model or "its name was not saved"
+                raise SnapshotError(
+                    f"the snapshot is of another {name}: {theirs!s:.80}, this context has {ours[name]}",
+                    setting=setting,
+                    hint="create the context with the model and settings it was saved with",
+                )
+
+
+def _rope(ctx: Context) -> str:
+    """Return the RoPE settings: stored keys are already rotated by them."""
+    options = ctx.params.native()  # in llama.cpp's numbers
+    names = [f.name for f in fields(options) if f.name.startswith(("rope_", "yarn_"))]
+    parts = [f"{name}={getattr(options, name):g}" for name in names]
+    scaling = f"{ctx.model.architecture}.rope.scaling."
+    trained = ctx.model.metadata.get(f"{scaling}original_context_length", "")
+    if trained.isdigit() and ctx.model.metadata.get(f"{scaling}type") != "yarn":
+        parts.append(f"long={ctx.n_ctx_seq > int(trained)}")  # LongRoPE has factors for each side
+    return " ".join(parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,61 +281,57 @@ def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
 # -- metadata --------------------------------------------------------------------------------------
 
 
-class _Object:
-    """A JSON object with typed access to its fields; a value of another type raises ValueError."""
+def _field(about: Mapping[str, object], name: str, kind: type[T]) -> T:
+    """Return a field of a JSON object; a value of another type raises ValueError."""
+    value = about.get(name)
+    if not isinstance(value, kind) or type(value) is not kind:  # True is no integer here
+        raise ValueError(f"{name} is {value!r:.40}")
+    return value
 
-    def __init__(self, value: object) -> None:
-        if not isinstance(value, dict):
-            raise ValueError(f"not an object: {value!r:.40}")
-        self.fields: dict[str, object] = value
 
-    def get(self, name: str, kind: type[T]) -> T:
-        value = self.fields.get(name)
-        if not isinstance(value, kind) or type(value) is not kind:  # True is no integer here
-            raise ValueError(f"{name} is {value!r:.40}")
-        return value
-
-    def maybe(self, name: str, kind: type[T]) -> T | None:
-        return None if self.fields.get(name) is None else self.get(name, kind)
+def _maybe(about: Mapping[str, object], name: str, kind: type[T]) -> T | None:
+    return None if about.get(name) is None else _field(about, name, kind)
 
 
 def _parse(metadata: bytes) -> Snapshot:
     """Return the snapshot that the metadata describes, without its arrays."""
     try:
-        about = _Object(json.loads(metadata))
-        origin = _Object(about.get("origin", dict))
-        grammar = about.fields.get("grammar")
+        about = json.loads(metadata)
+        if not isinstance(about, dict):
+            raise ValueError(f"not an object: {about!r:.40}")
+        origin = _field(about, "origin", dict)
+        grammar = about.get("grammar")
         if grammar is not None and not isinstance(grammar, (str, dict)):
             raise ValueError(f"grammar is {grammar!r:.40}")
-        pending = bytes.fromhex(about.get("pending", str))
-        finish_reason = about.maybe("finish_reason", str)
+        pending = bytes.fromhex(_field(about, "pending", str))
+        finish_reason = _maybe(about, "finish_reason", str)
         # A character has at most four bytes, so three can be pending.
         if len(pending) > 3 or finish_reason not in (None, "stop", "length"):
             raise ValueError("pending bytes or finish_reason are invalid")
-        sampling = SamplingParams.from_dict(about.get("sampling", dict))
-        layers = about.maybe("hidden_layers", list) or []
+        sampling = SamplingParams.from_dict(_field(about, "sampling", dict))
+        layers = _maybe(about, "hidden_layers", list) or []
         if any(type(layer) is not int for layer in layers):
             raise ValueError("hidden_layers must be whole numbers")
-        appended = about.maybe("appended", list) or []
+        appended = _maybe(about, "appended", list) or []
         for span in appended:
             if type(span) is not list or [type(bound) for bound in span] != [int, int]:
                 raise ValueError("appended must be pairs of positions")
         return Snapshot(
             origin=KVCompatibility(
-                fingerprint=origin.get("fingerprint", str),
-                architecture=origin.get("architecture", str),
-                n_layer=origin.get("n_layer", int),
-                n_embd=origin.get("n_embd", int),
-                n_vocab=origin.get("n_vocab", int),
-                kv_type=origin.get("kv_type", str),
-                flash_attention=origin.maybe("flash_attention", bool),
-                rope=origin.get("rope", str),
-                model=origin.maybe("model", str) or "",
+                fingerprint=_field(origin, "fingerprint", str),
+                architecture=_field(origin, "architecture", str),
+                n_layer=_field(origin, "n_layer", int),
+                n_embd=_field(origin, "n_embd", int),
+                n_vocab=_field(origin, "n_vocab", int),
+                kv_type=_field(origin, "kv_type", str),
+                flash_attention=_maybe(origin, "flash_attention", bool),
+                rope=_field(origin, "rope", str),
+                model=_maybe(origin, "model", str) or "",
             ),
             sampling=sampling,
             grammar=None if grammar is None else Grammar.from_dict(grammar),
-            seed=about.get("seed", int),
-            n_prompt=about.get("n_prompt", int),
+            seed=_field(about, "seed", int),
+            n_prompt=_field(about, "n_prompt", int),
             finish_reason=finish_reason,
             pending=pending,
             tokens=np.empty(0, np.int32),
@@ -338,23 +400,16 @@ def fill(sequence: Text, snapshot: Snapshot, *, trusted: bool = False) -> None:
     snapshot.check(ctx, trusted=trusted)
     sampler = snapshot.sampler(ctx)
     tokens = snapshot.tokens.tolist()
-    row = None
     if tokens:
         ctx.decoder.make_room(len(tokens))
         if not ctx.kv_cache.set_state(sequence.seq_id, snapshot.state, len(tokens)):
             raise _no_room(len(tokens), ctx)
-        row = LogitsRow(snapshot.logits.copy())
         if ctx.kv_cache.hidden is not None and snapshot.hidden.size:
             states = PackedStates(snapshot.hidden_layers, snapshot.hidden)
             ctx.kv_cache.hidden.restore(sequence.seq_id, states)
-    sequence.use_sampler(sampler)
-    sequence.seed = snapshot.seed
     sequence.restore(
-        tokens,
-        snapshot.n_prompt,
-        snapshot.surprisals.tolist(),
-        snapshot.pending,
-        row,
-        snapshot.appended,
-    )
+        tokens, snapshot.n_prompt, snapshot.appended, snapshot.surprisals.tolist(),
+        snapshot.pending, sampler, snapshot.seed,
+    )  # fmt: skip
+    sequence.set_row(LogitsRow(snapshot.logits.copy()) if tokens else None)
     sequence.finish_reason = snapshot.finish_reason

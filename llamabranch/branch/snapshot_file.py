@@ -56,15 +56,7 @@ class Sizes(NamedTuple):
 
 
 def write_file(path: str | PathLike[str], metadata: bytes, arrays: Arrays) -> None:
-    """Write a file completely or not at all; an existing one is replaced.
-
-    A symbolic link is followed, and the mode of an existing file is kept; a new file is readable by its
-    owner only, since it contains all of the text.
-
-    Raises:
-        ConfigError: not a path.
-        SnapshotError: it cannot be written, or ``path`` is a pipe, a device or a folder.
-    """
+    """Write a file, as `Snapshot.write` promises; raise its errors."""
     if len(metadata) > _MAX_METADATA_BYTES:
         raise SnapshotError(f"the grammar or the logit bias is too large: {len(metadata)} bytes")
     digest = hashlib.sha256()

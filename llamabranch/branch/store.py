@@ -97,9 +97,7 @@ class BranchStore:
             batch, shown = Batch(), []
             for branch, tokens in work.items():
                 start = min(first.get(branch, len(tokens)), len(tokens))
-                for part, wanted in ((tokens[:start], "none"), (tokens[start:], "all")):
-                    if part:
-                        batch.add(branch.seq_id, part, wanted)
+                batch.add(branch.seq_id, tokens, start)
                 shown += [(branch, i) for i in range(start, len(tokens))]
 
             def show(n_before: int, rows: list[LogitsRow]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from ..errors import BranchStateError, ConfigError
-from ..pictures import TreeLine
+from ..pictures import Token, TreeLine
 from .branch import Branch
 
 __all__ = ["COLUMNS", "DEFAULT_COLUMNS", "BranchTree", "tree_lines"]
@@ -127,10 +128,19 @@ def tree_lines(roots: Sequence[Branch], columns: Sequence[str]) -> list[TreeLine
 
     def node(branch: Branch) -> TreeLine:
         figures = ", ".join(filter(None, (COLUMNS[name](branch) for name in columns)))
-        tokens = branch.shown_tokens(branch.fork_position)
-        return TreeLine(tokens, figures, tuple(node(child) for child in branch.children))
+        return TreeLine(_tokens(branch), figures, tuple(node(child) for child in branch.children))
 
     return [node(root) for root in roots]
+
+
+def _tokens(branch: Branch) -> list[Token]:
+    """Return the tokens since its fork with their texts and probabilities."""
+    model, sequence, pending, found = branch.ctx.model, branch.sequence, b"", []
+    for position in range(branch.fork_position, branch.position):
+        text, pending = model.text_after(sequence.tokens[position], pending)
+        at = position - branch.n_prompt
+        found.append(Token(text, -sequence.surprisals[at] if at >= 0 else math.nan))
+    return found
 
 
 def _parts(node: TreeLine) -> tuple[str, str]:

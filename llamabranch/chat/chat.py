@@ -12,7 +12,6 @@ from uuid import uuid4
 
 from ..arguments import whole
 from ..branch import Branch, Produced
-from ..branch.branch import random_seed
 from ..branch.tree import BranchTree
 from ..context import Context
 from ..context.context import text_context
@@ -30,7 +29,7 @@ from ..errors import (
 from ..model.text import stop_strings
 from ..pictures import TreeLine
 from ..sampling import SamplingParams, SamplingSettings
-from ..sampling.noise import derive_seed
+from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from ..speculative import Generation, SpeculativeConfig, SpeculativeStats, Speculator
 from ..speculative.auto import DrafterChoice, auto_drafter

@@ -34,7 +34,7 @@ HINTS = {
     "-tb -td -tbd --threads-batch --threads-draft": "-t is used for prompts and drafts too",
     "-ngld -ctkd -ctvd -cd": "-ngl, -ctk and -c are for target and draft",
     "--draft-min --spec-draft-n-min --spec-type": "--draft-max N or auto; -md names what drafts",
-    "--draft-width --spec-draft-p-split": "token trees: ModelDrafter(context, width=N) in Python",
+    "--draft-width --spec-draft-p-split": "drafts are chains of tokens; --draft-max sets how many",
     "-l --logit-bias": "-S 'logit_bias={\"15043\": 1.5}'",
     "--mirostat --mirostat-lr --mirostat-ent --adaptive-target": "-S dynatemp_range=X instead",
     "--samplers --sampler-seq --sampling-seq": "samplers run in llama.cpp's default order",

@@ -12,8 +12,6 @@ is impossible, the cells are freed and the order is no longer guaranteed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..native import ContextHandle
 from .cell_table import CellTable
 
@@ -49,19 +47,8 @@ class CellOrder:
         write_index = cells.write_index(seq_id, low)
         if high < end_of_seq or newest > write_index:
             self._handle.copy(seq_id, self._seq_id, low, high)
-            self._add(write_index, n_cells)
-
-    def quarantine_tree(
-        self, leaves: Sequence[int], start: int, write_index: int, n_cells: int
-    ) -> None:
-        """Quarantine the ``n_cells`` rejected cells of a tree written from ``write_index`` on."""
-        for leaf in leaves:
-            self._handle.copy(leaf, self._seq_id, start, -1)
-        self._add(write_index, n_cells)
-
-    def _add(self, write_index: int, n_cells: int) -> None:
-        self._lowest = write_index if self._lowest is None else min(self._lowest, write_index)
-        self.n_cells += n_cells
+            self._lowest = write_index if self._lowest is None else min(self._lowest, write_index)
+            self.n_cells += n_cells
 
     def release_if_unneeded(self) -> None:
         """Release the quarantined cells if no living sequence has cells above them."""

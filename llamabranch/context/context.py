@@ -263,13 +263,10 @@ class Context:
             self._memory, self._runner, self.sequences.holders(), self.prefix_cache
         )
 
-    def fits(self, seq_id: int, n: int, parents: Sequence[int] | None = None) -> int:
-        """Return how many of ``n`` drafted tokens can be verified in one decode after a sequence.
-
-        ``parents``: of a tree, see ``Draft``.
-        """
+    def fits(self, seq_id: int, n: int) -> int:
+        """Return how many of ``n`` drafted tokens can be verified in one decode after a sequence."""
         n = min(n, self.n_outputs_max - 1)
-        return self._memory.fits(n, parents, lambda: self.sequences.count_free(used=(seq_id,)))
+        return self._memory.fits(n, lambda: self.sequences.count_free(used=(seq_id,)))
 
     def keep_prefixes(self) -> None:
         """Open the prefix cache, unless ``prefix_cache`` was given or it would take sequences."""

@@ -50,12 +50,10 @@ class Memory:
         order: keeps cells in order; None if nothing does.
         can_draft: whether rejected tokens can be dropped, so that drafts are verified in place.
         forks_copy: whether a fork copies K/V; otherwise it costs nothing.
-        tree_needs: what it lacks to decode a tree of tokens; "" = nothing.
     """
 
     can_draft = True
     forks_copy = False
-    tree_needs = ""
 
     def __init__(
         self,
@@ -97,28 +95,6 @@ class Memory:
         cells.clock += len(seqs)
         for seq_id, written in write_indices.items():
             self.append(seq_id, len(written), written)
-
-    def adopt(
-        self, leaves: Sequence[int], leaf: int, target: int, nodes: Sequence[int], n_nodes: int
-    ) -> None:
-        """Give ``target`` the path ``nodes`` of the tree just decoded, which ``leaf`` holds.
-
-        The tree had ``n_nodes`` tokens; those off the path still belong to the other ``leaves``.
-        """
-        cells = self.cells
-        start, first = cells.next_position(target), cells.clock
-        cells.clock += n_nodes
-        if self.order is not None and n_nodes > len(nodes):
-            self.order.quarantine_tree(leaves, start, first, n_nodes - len(nodes))
-        try:
-            self._handle.remove(target, -1, -1)
-            self._handle.copy(leaf, target, 0, start + len(nodes))
-            self.append(target, len(nodes), [first + node for node in nodes])
-        except BaseException:
-            self._handle.remove(target, -1, -1)
-            self._handle.copy(leaf, target, 0, start)
-            self._remove(target, start, END)
-            raise
 
     # -- forking and cutting -----------------------------------------------------------------------
 
@@ -199,15 +175,14 @@ class Memory:
 
     # -- verification ------------------------------------------------------------------------------
 
-    def fits(self, n: int, parents: Sequence[int] | None, count_free: Callable[[], int]) -> int:
+    def fits(self, n: int, count_free: Callable[[], int]) -> int:
         """Return how many of ``n`` drafted tokens can be verified now.
 
         Args:
             n: of the first ones, which one decode can hold.
-            parents: of a tree, see ``Draft``; None for a chain.
             count_free: counts the sequences that are free.
         """
-        return n if parents is None else _within(parents[:n], max(1, count_free()))
+        return n
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -464,7 +439,6 @@ class NonUnified(Memory):
     """
 
     forks_copy = True
-    tree_needs = "sequences that share cells (kv_unified=True)"
 
     def __init__(
         self, handle: ContextHandle, n_seq_max: int, state_layout: StateLayout | None = None
@@ -556,7 +530,6 @@ class States(Memory):
     """
 
     can_draft = False
-    tree_needs = "memory whose tail can be dropped"
 
     def __init__(
         self,
@@ -585,11 +558,9 @@ class States(Memory):
         self.drop(seq_id, 0)
         return 0
 
-    def fits(self, n: int, parents: Sequence[int] | None, count_free: Callable[[], int]) -> int:
-        """Return how many tokens of a chain can be verified: on a fork, which takes a sequence."""
-        if not n or not count_free():
-            return 0
-        return n if parents is None else _within(parents[:n], 1)
+    def fits(self, n: int, count_free: Callable[[], int]) -> int:
+        """Return how many tokens can be verified: on a fork, which takes a sequence."""
+        return n if n and count_free() else 0
 
     @property
     def spare_seq_ids(self) -> range:
@@ -598,14 +569,6 @@ class States(Memory):
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
         return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is where a sequence ends
-
-
-def _within(parents: Sequence[int], most: int) -> int:
-    """Return how many of the first tokens of a tree have at most so many leaves."""
-    n = len(parents)
-    while n and len(set(range(n)) - set(parents[:n])) > most:
-        n -= 1
-    return n
 
 
 def _refusal() -> SnapshotError:

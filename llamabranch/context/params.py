@@ -101,8 +101,8 @@ class ContextParams:
         offload_kqv: keep the cache on the GPU if the model is there.
         kv_unified: one cache for all sequences, in which forks share cells. False: each sequence has
             cells to itself, and its attention runs over these alone, which is faster with many long
-            texts that share little. Forks copy K/V there, token trees are refused, and with a prefix
-            cache each cached prefix takes a sequence until another needs it. For plain attention memory.
+            texts that share little. Forks copy K/V there, and with a prefix cache each cached prefix
+            takes a sequence until another needs it. For plain attention memory.
             "auto": False where the memory can be divided, else True.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not read again. None: from the first call of

@@ -11,7 +11,6 @@ from contextlib import ExitStack, closing
 from typing import cast
 
 from ..arguments import bounded, function, instance, whole
-from ..branch.branch import random_seed
 from ..context import Context
 from ..context.context import text_context
 from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
@@ -22,10 +21,11 @@ from ..errors import (
     LlamaBranchError,
     QueueFullError,
 )
-from ..generation.generation import Drafting
+from ..generation.drafting import Drafting
 from ..hub import resolve
 from ..model import Message, Model, is_chat
 from ..sampling import SamplingParams
+from ..sampling.noise import random_seed
 from ..sampling.params import settings_of
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.auto import DrafterChoice, auto_drafter
@@ -77,8 +77,7 @@ class Engine:
         parallel: how many texts run at a time at most; None = as many as the target has sequences.
 
     Raises:
-        ConfigError: a drafter of token trees, which cannot share a decode; an invalid limit, seed or
-            ``wait_s``; an argument of another type.
+        ConfigError: an invalid limit, seed or ``wait_s``; an argument of another type.
         UnsupportedError: ``target`` is the context of a head, or the drafter is a head for another model.
         VocabularyMismatchError: the drafter cannot draft for the target's vocabulary.
 
@@ -112,8 +111,6 @@ class Engine:
                 drafter = auto_drafter(target)
             drafting = Drafting(target, drafter, config, batched=True)
             self.drafter = drafting.drafter
-            if self.drafter.width > 1:
-                raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
             self.config = drafting.config
             self._max_waiting = (
                 None if max_waiting is None else whole("max_waiting", max_waiting, 0)

@@ -13,7 +13,7 @@ from ..branch import Branch, Produced
 from ..context import Context
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import LlamaBranchError
-from ..generation.generation import Drafting
+from ..generation.drafting import Drafting
 from ..generation.loop import RunningText
 from ..generation.output import OutputBuffer
 from ..generation.text import Text

@@ -6,10 +6,9 @@ plan.py         what is decoded of one text in a round
 loop.py         the texts that run, and one step of any number of them
 verify.py       which drafted tokens are accepted, from the logits of one decode
 rules.py        the rules for that: pure functions over distributions and random numbers
-drafter.py      the interfaces of drafters, of their draft states and of draft lengths
-draft_cache.py  the draft states that are kept between generations, and their forks and rewinds
+drafter.py      the interfaces of drafters, of their draft states and of draft lengths; when a draft ends
 length.py       how many tokens to draft: a fixed number, or as many as raise the throughput
-stop_rule.py    when a draft ends, by its entropies and by what rounds cost
+drafting.py     who drafts, what is learned, and the draft states that are kept between generations
 generation.py   one generation, round by round, as an iterator
 config.py       the settings of speculative decoding
 stats.py        counts and times, under vLLM's names

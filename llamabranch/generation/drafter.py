@@ -7,6 +7,7 @@ the rest.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import math
 from abc import ABC, abstractmethod
@@ -19,7 +20,6 @@ from ..arguments import instance
 from ..context import Context
 from ..model import Model
 from ..sampling import Distribution
-from .stop_rule import StopRule
 from .text import Text
 
 __all__ = [
@@ -33,9 +33,14 @@ __all__ = [
     "NullDrafter",
     "NullState",
     "Round",
+    "StopRule",
+    "bucket",
     "checked_drafter",
     "propose",
 ]
+
+_LEAST_GAIN = 0.2  # tokens that a draft must be expected to gain: acceptance is not known exactly
+_EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # of buckets of entropy, nats
 
 
 @dataclass(slots=True)
@@ -46,9 +51,6 @@ class Draft:
         tokens: the drafted ids.
         sources: ``sources[i]`` is the distribution that ``tokens[i]`` was really drawn from; empty =
             each token was certain, with probability 1.
-        parents: None = a chain. Else the tokens form a tree, and ``parents[i]`` is the index of the
-            token before ``tokens[i]``, -1 = the end of the text. Every prefix of the list must be a
-            tree too, so that it can be cut to what fits.
         entropies: of the draft's own distributions in nats, one for each step for which the length was
             asked, whether a token was drawn or not; NaN where the length does not read them. Empty =
             the state has not asked the length how far to draft; it is then asked afterwards, without
@@ -66,7 +68,6 @@ class Draft:
 
     tokens: list[int] = field(default_factory=list)
     sources: list[Distribution] = field(default_factory=list)
-    parents: list[int] | None = None
     entropies: list[float] = field(default_factory=list)
     n_read: int = 0
     seconds: float = 0.0
@@ -76,28 +77,11 @@ class Draft:
     forced: list[bool] = field(default_factory=list)
     following: int | None = None
 
-    @property
-    def n_steps(self) -> int:
-        """The number of consecutive draft steps: the tokens of a chain, the levels of a tree."""
-        return max(self.depths(), default=0)
-
     def cut(self, n: int) -> None:
-        """Keep the first ``n`` tokens; a tree with one leaf left is a chain."""
+        """Keep the first ``n`` tokens."""
         if n < len(self.tokens):
             self.following = None
         del self.tokens[n:], self.sources[n:], self.forced[n:]
-        if self.parents is not None:
-            chain = list(range(-1, len(self.tokens) - 1))
-            self.parents = None if self.parents[:n] == chain else self.parents[:n]
-
-    def depths(self) -> list[int]:
-        """Return for each token the number of tokens from the text to it, itself included."""
-        if self.parents is None:
-            return list(range(1, len(self.tokens) + 1))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
 
 
 NO_DRAFT = Draft(stopped="off")  # where the drafter was not called
@@ -118,6 +102,85 @@ class Round(NamedTuple):
     n_accepted: int = 0
     overhead_s: float = 0.0
     followed: bool | None = None
+
+
+def bucket(entropy: float) -> int:
+    """Return the bucket of an entropy, one of eight; -1, the last of nine, if it is NaN: not known."""
+    return -1 if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
+
+
+@dataclass(slots=True)
+class StopRule:
+    """When a draft ends, as numbers.
+
+    Attributes:
+        most_entropy: no token is drawn above it, nats; inf = no limit.
+        most_tokens: of the draft, whatever the entropy.
+        acceptance: the probability that a token of each bucket is accepted.
+        costs: seconds of a round by the length of its draft; empty = only the limits count.
+        mean: the acceptance of tokens whose entropy is not known yet.
+        rate: tokens a second that a longer draft must exceed.
+        is_probe: the first token is drawn even if that does not pay.
+        weighs: drafting itself costs next to nothing: ``longest`` decides on all that could follow.
+        n_drafted: tokens of the draft when the loop begins.
+        reach: the product of the acceptance of the tokens drafted so far.
+    """
+
+    most_entropy: float
+    most_tokens: float = math.inf
+    acceptance: Sequence[float] = ()
+    costs: Sequence[float] = ()
+    mean: float = 0.0
+    rate: float = 0.0
+    is_probe: bool = False
+    weighs: bool = False
+    n_drafted: int = 0
+    reach: float = 1.0
+
+    def reason(self, n_drafted: int, entropy: float) -> str:
+        """Return why the draft ends after ``n_drafted`` tokens, "" if a token at ``entropy`` follows.
+
+        NaN = the entropy is not known.
+        """
+        if entropy > self.most_entropy:
+            return "entropy"
+        if n_drafted >= self.most_tokens:
+            return "goodput"
+        if self.costs:
+            acceptance = self.acceptance[bucket(entropy)]
+            if not (self.is_probe and n_drafted == 0) and not self._pays(n_drafted, acceptance):
+                return "goodput"
+            self.reach *= acceptance
+        return ""
+
+    def longest(self, entropies: Sequence[float]) -> int:
+        """Return how many of the tokens that may follow, of which all is known, to draft.
+
+        As many as gain the most over what their time would yield otherwise.
+        """
+        k, costs, reach, gained = self.n_drafted, self.costs, self.reach, 0.0
+        best, n = _LEAST_GAIN, 0
+        for i, entropy in enumerate(entropies, 1):
+            if k + i >= len(costs) or k + i > self.most_tokens or entropy > self.most_entropy:
+                break
+            reach *= self.acceptance[bucket(entropy)]
+            gained += reach
+            gain = gained - self.rate * (costs[k + i] - costs[k])
+            if gain > best:
+                best, n, self.reach = gain, i, reach
+        self.n_drafted = k + n
+        return n
+
+    def _pays(self, k: int, acceptance: float) -> bool:
+        """Return whether some draft longer than ``k`` gains more tokens than its time is worth."""
+        costs, reach, gained = self.costs, self.reach, 0.0
+        for longer in range(k + 1, len(costs)):
+            reach *= acceptance
+            gained += reach
+            if gained > self.rate * (costs[longer] - costs[k]):
+                return True
+            acceptance = self.mean
+        return False
 
 
 class DraftLength(ABC):
@@ -240,21 +303,19 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
         draft = replace(draft, seconds=perf_counter() - start)
     if not draft.tokens or draft.entropies or not length.reads_entropy:
         return draft
-    parents = None if draft.parents is None else list(draft.parents)
     draft = replace(  # the state may keep the draft it returned
-        draft, tokens=list(draft.tokens), sources=list(draft.sources), parents=parents,
-        entropies=[], forced=list(draft.forced),
+        draft, tokens=list(draft.tokens), sources=list(draft.sources), entropies=[],
+        forced=list(draft.forced),
     )  # fmt: skip
     if not length.consider(draft.drafter):
         draft.cut(0)
         draft.stopped = "off"
         return draft
-    depths = draft.depths()
-    for step in range(draft.n_steps):
+    for n in range(len(draft.tokens)):
         draft.entropies.append(math.nan)
-        if not length.goes_on(step, math.nan):
+        if not length.goes_on(n, math.nan):
             draft.stopped = length.reason
-            draft.cut(next(i for i, depth in enumerate(depths) if depth > step))
+            draft.cut(n)
             break
     return draft
 
@@ -269,16 +330,7 @@ class DraftRequest(NamedTuple):
 
 
 class Drafter(ABC):
-    """Makes draft states. Subclass it to write a drafter of your own.
-
-    Attributes:
-        width: candidates per node; above 1 it proposes trees, which need the seeded rule.
-    """
-
-    @property
-    def width(self) -> int:
-        """Candidates per node; above 1 it proposes trees."""
-        return 1
+    """Makes draft states. Subclass it to write a drafter of your own."""
 
     @property
     @abstractmethod

@@ -5,111 +5,58 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 
-from ..context import Context
-from ..context.context import text_context
 from ..errors import CapacityError, ClosedError, ConstraintError, LlamaBranchError
-from ..native import forkable_lock
 from ..sampling.constraint import ConstraintState
-from .config import SpeculativeConfig, checked_config
-from .draft_cache import DraftCache
-from .drafter import NO_STATE, Drafter, DraftLength, NullDrafter, checked_drafter
-from .length import FixedLength, draft_length
-from .loop import Loop, RunningText
+from .drafting import Drafting
 from .output import OutputBuffer, Produced
 from .stats import SpeculativeStats
 from .text import Text
 
-__all__ = ["Drafting", "Generation"]
+__all__ = ["Emission", "Generation"]
 
 
-class Drafting:
-    """How texts of a context are drafted for by one drafter, and what is learned from that.
+class Emission:
+    """The tokens of a text as they are given out, one at a time, from rounds that may bring several.
+
+    Between two of them somebody else may change the text: the output goes on after what is found.
 
     Args:
-        ctx: the context that generates.
-        drafter: proposes the drafts; None = none are drafted.
-        config: how much to draft.
-        batched: whether texts share decodes, as in an engine. Then memory that cannot drop a tail is not
-            drafted for.
-
-    Attributes:
-        loop: runs the texts.
-        stats: counts and times of all generations that have ended.
+        text: generates; begins at its end.
+        output: takes them.
     """
 
-    def __init__(
-        self,
-        ctx: Context,
-        drafter: Drafter | None = None,
-        config: SpeculativeConfig | None = None,
-        *,
-        batched: bool = False,
-    ) -> None:
-        self.ctx = text_context("target", ctx)
-        self.drafter = checked_drafter(drafter, ctx.model)
-        self.config = checked_config(config)
-        self.stats = SpeculativeStats()
-        self._states = DraftCache(self.drafter)
-        self._lock = forkable_lock()
-        if isinstance(self.drafter, NullDrafter) or (batched and not ctx.kv_cache.can_draft):
-            self.loop = Loop(ctx, FixedLength(0))  # without a drafter nothing is drafted
-        else:
-            self.loop = Loop(ctx, draft_length(self.config, self.drafter, ctx), self.drafter)
+    def __init__(self, text: Text, output: OutputBuffer) -> None:
+        self._text = text
+        self._output = output
+        self._base = text.position  # where the output begins
+        self._version = text.version
+        self._emitted: list[Produced] = []  # by the last round, not given out yet
 
-    @property
-    def length(self) -> DraftLength:
-        """The draft-length controller, which learns from all generations."""
-        return self.loop.length
+    def resume(self) -> bool:
+        """Go on from the text as it is now; return whether somebody else has changed it."""
+        if self._text.version == self._version:
+            return False
+        self._emitted.clear()
+        self._base = self._text.position - len(self._output.tokens)
+        return True
 
-    def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
-        """Return a text to be run by itself; end that with ``close``."""
-        rule = self.config.rule if text.sampler.constraint is None else "seeded"
-        state = NO_STATE if self.loop.drafter is None else self._states.take(text, rule)
-        length = self.length.stream()
-        return RunningText(text, state, length, rule, stats, n_alternatives, alone=True)
+    def next(self, run: Callable[[], list[Produced]]) -> Produced | None:
+        """Give out the next token, after another round if there is none left; None: nothing to show."""
+        text, output = self._text, self._output
+        if not self._emitted:
+            self._emitted = run()
+        shown = output.add(self._emitted.pop(0))
+        text.n_held = len(text.tokens) - self._base - len(output.tokens)
+        self._version = text.version
+        return shown
 
-    def close(self, running: RunningText, *, keep: bool) -> None:
-        """Report its last steps; keep the draft state for the text's next generation, or free it."""
-        running.report()
-        self._states.release(running.text, running.state, running.rule, keep=keep)
-
-    def add_stats(self, stats: SpeculativeStats) -> None:
-        """Add the counts and times of a generation that has ended."""
-        with self._lock:
-            self.stats.add(stats)
-
-    def explain(self) -> str:
-        """Return a description of how it drafts, with the measurements behind it and the acceptance."""
-        drafter = self.loop.drafter
-        if drafter is None:
-            return "plain decoding: there is no drafter"
-        stats = SpeculativeStats()
-        with self._lock:
-            stats.add(self.stats)
-        lines = [f"drafter: {drafter.name}; {self.length.explain()}"]
-        if stats.num_drafts:
-            low, high = stats.alpha_interval
-            drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
-            lines.append(
-                f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens were accepted, "
-                f"{stats.mean_acceptance_length:.2f} tokens a drafted round; of those tested "
-                f"{stats.alpha_hat:.0%} (95 % interval {low:.0%} to {high:.0%})"
-            )
-        if stats.stop_reasons:
-            reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])
-            lines.append("drafts ended by: " + ", ".join(f"{why} {n}" for why, n in reasons))
-        return "\n".join(lines)
-
-    def forget(self, text: Text) -> None:
-        """Free the draft state that is kept for ``text``, if there is one."""
-        self._states.forget(text)
-
-    def forget_all(self) -> None:
-        """Free all draft states that are kept."""
-        while self._states.forget_oldest():
-            pass
+    def end(self, *, decodes: bool) -> None:
+        """Leave the text with exactly what was given out; ``decodes`` as in `Text.end_at`."""
+        self._text.end_at(self._base + len(self._output.tokens), decodes=decodes)
+        self._version = self._text.version
 
 
 class Generation:
@@ -193,10 +140,14 @@ class Generation:
         return f"<Generation {reprlib.repr(self.text)}, {len(self.tokens)} tokens, {ended}>"
 
     def __iter__(self) -> Iterator[Produced]:
-        return self._events
+        return self
 
     def __next__(self) -> Produced:
-        return next(self._events)
+        start = perf_counter()
+        try:
+            return next(self._events)
+        finally:
+            self._output.elapsed_s += perf_counter() - start
 
     def finish(self) -> Generation:
         """Run to the end; return itself."""
@@ -220,60 +171,44 @@ def _run(
     release: Callable[[], None] | None,
 ) -> Generator[Produced, None, None]:
     with text.generating():
-        start = perf_counter()
         is_consumed = True
         text.finish_reason = output.finish_reason
         try:
             if constraint is not None:
                 text.constrain(constraint)
             running = drafting.open(text, stats, n_alternatives)
-            run = drafting.loop.round
-            base, is_changed = text.position, False  # where the output begins
-            queue: list[Produced] = []
+            emission, is_changed = Emission(text, output), False
             try:
                 while output.finish_reason is None:
-                    if is_changed and constraint is not None:
-                        text.constrain(constraint)
-                    if is_changed and not running.follows():
-                        drafting.close(running, keep=False)
-                        running = drafting.open(text, stats, n_alternatives)
-                    is_changed = False
-                    if not queue:
-                        queue = run(running, output)
-                    shown = output.add(queue.pop(0))
-                    text.n_held = len(text.tokens) - base - len(output.tokens)
+                    if is_changed:
+                        if constraint is not None:
+                            text.constrain(constraint)
+                        drafting.close(running, keep=True, is_changed=True)
+                        running, is_changed = drafting.open(text, stats, n_alternatives), False
+                    shown = emission.next(partial(drafting.loop.round, running, output))
                     text.finish_reason = output.finish_reason
                     if shown is not None:
-                        output.elapsed_s += perf_counter() - start
-                        is_consumed, version = False, text.version
+                        is_consumed = False
                         try:
                             yield shown
                             is_consumed = True
                         finally:
-                            start = perf_counter()
-                            if text.version != version:  # somebody else has changed it
-                                n = len(output.tokens)
-                                base, is_changed, queue = text.position - n, True, []
+                            is_changed = emission.resume()
             finally:
                 try:
                     if release is None and not text.ctx.closed:
                         # Of a text that is forgotten too, the sampler may be freed already.
                         with suppress(ClosedError):
-                            is_over = output.finish_reason is not None
-                            text.end_at(base + len(output.tokens), decodes=is_over)
+                            emission.end(decodes=output.finish_reason is not None)
                 finally:
-                    drafting.close(running, keep=release is None and not is_changed)
+                    drafting.close(running, keep=release is None, is_changed=is_changed)
         except LlamaBranchError as error:
             is_dead_end = isinstance(error, ConstraintError)
             reason = "capacity" if isinstance(error, CapacityError) else None
             held = output.break_off("constraint" if is_dead_end else reason)
             text.finish_reason = output.finish_reason if is_dead_end else text.finish_reason
             if held is not None and is_consumed:  # a generator that is being closed may not yield
-                output.elapsed_s += perf_counter() - start
-                try:
-                    yield held
-                finally:
-                    start = perf_counter()
+                yield held
             if not is_dead_end:
                 raise
         finally:
@@ -286,4 +221,3 @@ def _run(
             drafting.add_stats(stats)
             if release is not None and not text.ctx.closed:
                 release()
-            output.elapsed_s += perf_counter() - start

@@ -15,8 +15,7 @@ import numpy as np
 from ..context import Context
 from ..native import forkable_lock
 from .config import SpeculativeConfig
-from .drafter import Drafter, DraftLength, NullDrafter, Round
-from .stop_rule import StopRule, bucket
+from .drafter import Drafter, DraftLength, NullDrafter, Round, StopRule, bucket
 
 __all__ = ["AutoLength", "FixedLength", "draft_length"]
 
@@ -67,7 +66,7 @@ class _Record:
     def learn(self, done: Round) -> None:
         """Learn from a draft."""
         draft, n_accepted = done.draft, done.n_accepted + bool(done.followed)
-        n_tested = min(n_accepted + 1, draft.n_steps + (done.followed is not None))
+        n_tested = min(n_accepted + 1, len(draft.tokens) + (done.followed is not None))
         self.n_drafts += 1
         self.n_tested, self.n_accepted = self.n_tested + n_tested, self.n_accepted + n_accepted
         for i, entropy in enumerate(draft.entropies):
@@ -78,7 +77,7 @@ class _Record:
             self._tested[at] = keep * self._tested[at] + weight
             self._accepted[at] = keep * self._accepted[at] + weight * outcome
             self._drawn.append(at)
-        n_looks = max(1, draft.n_steps, sum(not math.isnan(each) for each in draft.entropies))
+        n_looks = max(1, len(draft.tokens), sum(not math.isnan(each) for each in draft.entropies))
         if draft.n_read <= (2 if self.step_s else 8):  # else that is the time of reading
             seconds = min(draft.seconds / n_looks, 4.0 * (self.step_s or math.inf))
             share = 0.5 if seconds < self.step_s else 0.1 if self.step_s else 1.0
@@ -227,10 +226,10 @@ class AutoLength(DraftLength):
 
     def _costs(self, record: _Record) -> list[float]:
         """Return a stream's seconds per round by the length of its draft; it pays all that this adds."""
-        n, width, sizes = self._learned.n_streams, self._drafter.width, range(1, self.limit + 1)
+        n, sizes = self._learned.n_streams, range(1, self.limit + 1)
         # With non-unified K/V llama.cpp decodes what one text has more than the others by itself.
         shared = n if n == 1 or not self._splits else 0
-        plain_s, *times = self._learned.times([n, *(shared + k * width for k in sizes)])
+        plain_s, *times = self._learned.times([n, *(shared + k for k in sizes)])
         added_s = (max(0.0, each - plain_s * bool(shared)) for each in times)  # below 0 is noise
         return [plain_s / n + k * record.step_s + each for k, each in enumerate((0.0, *added_s))]
 

@@ -18,11 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..context import Context
 from ..context.logits import LogitsRow
-from ..context.radix_tree import n_common
 from ..context.runner import Batch
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from ..model import token_list
@@ -47,14 +46,6 @@ __all__ = ["Loop", "Reader", "RunningText", "Step"]
 
 _MOST_PLAIN = 64  # plain steps that are reported together
 _PLAIN = Round(NO_DRAFT)
-
-
-class _Unreported(NamedTuple):
-    """A round that is accepted and not yet reported; times in seconds."""
-
-    n_accepted: int
-    verify_s: float
-    overhead_s: float
 
 
 class RunningText:
@@ -105,8 +96,6 @@ class RunningText:
         self.done = _PLAIN
         self._alone = alone
         self._n_alternatives = n_alternatives
-        # The seed, the settings and the end of the prompt that the draft state was made for.
-        self._basis = text.seed, text.sampler.params, text.answer_start
         self.seen: list[int] = []
         self.draft = NO_DRAFT
         self.on_round: Callable[[RoundTrace], None] | None = None
@@ -116,7 +105,7 @@ class RunningText:
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before it is called again
         self._plain_s: list[tuple[float, float]] = []  # of those taken: of the decode, of the rest
-        self._unreported: _Unreported | None = None
+        self._verify_s: float | None = None  # of a round that is accepted and not yet reported
 
     # -- plain steps -------------------------------------------------------------------------------
 
@@ -140,14 +129,6 @@ class RunningText:
         decoded = perf_counter()
         self.emitted = [self._drawn(row)]
         self._plain_s.append((decoded - start, perf_counter() - decoded))
-
-    def follows(self) -> bool:
-        """Let the draft state follow a text that was changed; False if it was made for another one."""
-        text = self.text
-        if self._basis != (text.seed, text.sampler.params, text.answer_start):
-            return False
-        self.state.observe(n_common(self.seen, text.tokens))
-        return True
 
     def skips_draft(self) -> bool:
         """Return whether the length has asked for a plain step now; count it."""
@@ -178,7 +159,7 @@ class RunningText:
             self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
             draft.tokens = token_list(draft.tokens)
             self.text.ctx.model.check_tokens(draft.tokens)
-            fits = self.text.ctx.fits(self.text.seq_id, len(draft.tokens), draft.parents)
+            fits = self.text.ctx.fits(self.text.seq_id, len(draft.tokens))
             draft.cut(fits)
             self._cut_refused(draft)
             self.stats.draft_forward_passes += draft.n_decodes
@@ -191,7 +172,7 @@ class RunningText:
         """
         sampler = self.text.sampler
         drawn = bool(draft.sources) and self.rule != "seeded"
-        if sampler.grammar is not None and draft.parents is None and not drawn:
+        if sampler.grammar is not None and not drawn:
             draft.cut(sampler.count_allowed(draft.tokens))
 
     def drop_draft(self) -> None:
@@ -204,7 +185,7 @@ class RunningText:
 
     def plan(self) -> Plan:
         """Return what is to be decoded in this round. The context's lock is held until ``take``."""
-        self._plan = Plan(self.text, self.draft.tokens, self.draft.parents)
+        self._plan = Plan(self.text, self.draft.tokens)
         return self._plan
 
     def abandon(self) -> None:
@@ -236,7 +217,11 @@ class RunningText:
         if draft is NO_DRAFT:
             self._plain_s.append((verify_s, overhead_s))
         else:
-            self._unreported = _Unreported(n_accepted, verify_s, overhead_s)
+            followed = None
+            if draft.following is not None and n_accepted == len(draft.tokens):
+                followed = self.emitted[-1].token == draft.following
+            self.done = Round(draft, n_accepted, overhead_s, followed)
+            self._verify_s = verify_s
 
     def _verified(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
         """Return what a draft brings, and how much of it was accepted."""
@@ -244,10 +229,8 @@ class RunningText:
         verdict = verify(text, draft, self.rule, rows)
         if self.on_round is not None:
             self._trace = trace(draft, verdict, rows, len(text.tokens))
-        path = verdict.path
-        completed = plan.keep(path, verdict.sampler)
         emitted, row = [], rows[0]
-        for i, piece in zip(path, completed, strict=True):
+        for i, piece in enumerate(plan.keep(verdict.n_kept, verdict.sampler)):
             token, logprob, entropy = draft.tokens[i], math.nan, math.nan
             if text.sampler.params.logprobs:
                 logprob, entropy = row.logprob(token), row.entropy()
@@ -257,12 +240,12 @@ class RunningText:
             one = Produced(token, piece, False, logprob, entropy, source)
             emitted.append(self._described(one, row))
             row = rows[i + 1]
-        last = text.describe(verdict.token, row)._replace(source=verdict.source)
+        last = text.describe(verdict.token, row)[0]._replace(source=verdict.source)
         last = self._described(last, row)
         if not last.is_stop:
             text.append(last.token, -last.logprob, None)
         emitted.append(last)
-        return emitted, len(verdict.accepted)
+        return emitted, verdict.n_accepted
 
     def _described(self, one: Produced, row: LogitsRow) -> Produced:
         """Return it with its alternatives and its rank, if they are asked for."""
@@ -273,17 +256,31 @@ class RunningText:
 
     def conclude(self) -> None:
         """Report the round to the draft state and the length. Call it without the context's lock."""
-        outcome, self._unreported = self._unreported, None
-        if outcome is None:
+        verify_s, self._verify_s = self._verify_s, None
+        if verify_s is None:
             if len(self._plain_s) >= _MOST_PLAIN:
                 self.report()
             return
         start = perf_counter()
         self.state.observe(self.text.n_decoded)
         rollback_s = perf_counter() - start
-        self.stats.sample_time_s += outcome.overhead_s
-        self.stats.rollback_time_s += rollback_s
-        self._count(outcome, outcome.overhead_s + rollback_s)
+        stats, draft, n_accepted, overhead_s, _ = self.stats, *self.done
+        self.done = self.done._replace(overhead_s=overhead_s + rollback_s)
+        stats.sample_time_s += overhead_s
+        stats.rollback_time_s += rollback_s
+        found, self._trace = self._trace, None
+        if self.on_round is not None and found is not None:
+            self.on_round(replace(found, following=self.emitted[-1], verify_s=verify_s))
+        stats.count_decode(1 + len(draft.tokens), verify_s)
+        if draft.tokens:
+            stats.record_draft(len(draft.tokens), n_accepted)
+            stats.verify_time_s += verify_s
+        else:
+            stats.num_plain_steps += 1
+            stats.plain_time_s += verify_s
+        stats.count_stop(draft.stopped)
+        if self._alone:
+            self.length.learn([self.done], 1 + len(draft.tokens), verify_s)
 
     def report(self) -> None:
         """Report the plain steps in which the drafter was not called."""
@@ -302,28 +299,6 @@ class RunningText:
             self.report()
         finally:  # also if the length fails, which may be a user's
             self.state.close()
-
-    def _count(self, outcome: _Unreported, overhead_s: float) -> None:
-        n_accepted, verify_s, _ = outcome
-        stats, draft = self.stats, self.draft
-        found, self._trace = self._trace, None
-        if self.on_round is not None and found is not None:
-            self.on_round(replace(found, following=self.emitted[-1], verify_s=verify_s))
-        stats.count_decode(1 + len(draft.tokens), verify_s)
-        n_steps = draft.n_steps
-        if draft.tokens:
-            stats.record_draft(len(draft.tokens), n_steps, n_accepted)
-            stats.verify_time_s += verify_s
-        else:
-            stats.num_plain_steps += 1
-            stats.plain_time_s += verify_s
-        stats.count_stop(draft.stopped)
-        followed = None
-        if draft.following is not None and n_accepted == len(draft.tokens):
-            followed = self.emitted[-1].token == draft.following
-        self.done = Round(draft, n_accepted, overhead_s, followed)
-        if self._alone:
-            self.length.learn([self.done], 1 + len(draft.tokens), verify_s)
 
 
 class Reader(Protocol):
@@ -551,7 +526,7 @@ class Loop:
                 member.error = error
 
     def _decode_alone(self, step: Step, running: RunningText) -> None:
-        """Decode the plan of one text, a tree perhaps, and let it take its rows."""
+        """Decode the plan of one text, and let it take its rows."""
         start = perf_counter()
         if running.draft.tokens:
             rows = running.plan().decode()

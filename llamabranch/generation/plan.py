@@ -5,46 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..context import Context
 from ..context.logits import LogitsRow
 from ..context.runner import decode_run
-from ..errors import UnsupportedError
 from ..sampling import Sampler
 from .text import Text
 
 __all__ = ["Plan"]
-
-
-class _Trial:
-    """Sequences held for one decode that cannot be undone in place."""
-
-    def __init__(self, ctx: Context, source: int, n: int) -> None:
-        self._ctx = ctx
-        self.seqs: list[int] = []
-        try:
-            for _ in range(n):
-                self.seqs.append(ctx.sequences.allocate(self, used=(source,)))
-                ctx.kv_cache.fork(source, self.seqs[-1])
-        except BaseException:
-            self.end()
-            raise
-
-    def end(self) -> None:
-        while self.seqs:
-            self._ctx.sequences.free(self.seqs.pop())
-
-
-def _leaves_below(parents: Sequence[int]) -> list[list[int]]:
-    """Return for each token the numbers of the leaves at or below it."""
-    inner = set(parents)
-    below: list[list[int]] = [[] for _ in parents]
-    leaves = [i for i in range(len(parents)) if i not in inner]
-    for number, leaf in enumerate(leaves):
-        node = leaf
-        while node >= 0:
-            below[node].append(number)
-            node = parents[node]
-    return below
 
 
 class Plan:
@@ -55,8 +21,6 @@ class Plan:
     Args:
         text: what they follow. Before ``keep`` only its K/V changes.
         drafted: the tokens.
-        parents: ``parents[i]``, below i, is the number of the token that token i follows, -1 the text's
-            end; None for a chain.
 
     Attributes:
         tokens: those to decode: the text's last one, if the cache lacks it, and the drafted ones.
@@ -64,86 +28,48 @@ class Plan:
             caller if a shared decode has computed them in place.
     """
 
-    def __init__(
-        self, text: Text, drafted: Sequence[int], parents: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, text: Text, drafted: Sequence[int]) -> None:
         first = text.lacking()
         self.tokens = [*first, *drafted]
         self.rows: Sequence[LogitsRow] = ()
         self._text = text
         self._n_first = len(first)
-        self._parents: Sequence[int] | None = parents
-        if parents is not None and first:
-            self._parents = [-1, *(parent + 1 for parent in parents)]
-        self._trial: _Trial | None = None
-        self._below: list[list[int]] = []
+        self._fork: int | None = None  # the sequence of a decode that cannot be undone in place
 
     def decode(self) -> Sequence[LogitsRow]:
         """Decode the tokens by themselves, at once; return their rows. ``keep`` or ``end`` must follow.
 
         Raises:
-            UnsupportedError: a tree over recurrent memory, which has no cells to share.
             CapacityError, DecodeError: the text is as before.
         """
         text = self._text
         ctx = text.ctx
         text.check_usable()
-        if self._parents is not None:
-            self.rows = self._decode_tree(self._parents)
-        elif ctx.kv_cache.can_draft or len(self.tokens) == 1:
+        if ctx.kv_cache.can_draft or len(self.tokens) == 1:
             expiring = text.expiring_rows()
             self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all", expiring)
-        else:  # this memory cannot drop a tail: they are decoded on a fork
-            trial = self._begin_trial(1)
-            try:
-                self.rows = decode_run(ctx.decoder, self.tokens, trial.seqs[0], "all")
-            except BaseException:
-                self.end()
-                raise
-        return self.rows
-
-    def _begin_trial(self, n: int) -> _Trial:
-        self._trial = _Trial(self._text.ctx, self._text.seq_id, n)
-        return self._trial
-
-    def _decode_tree(self, parents: Sequence[int]) -> list[LogitsRow]:
-        """Compute each token once, tagged with the sequences of all leaves below it.
-
-        SpecInfer, Miao et al. 2023, 2305.09781.
-        """
-        ctx = self._text.ctx
-        lacking = ctx.kv_cache.tree_needs
-        if lacking:
-            raise UnsupportedError(f"a token tree needs {lacking}", hint="draft with width 1")
-        self._below = _leaves_below(parents)
-        trial = self._begin_trial(1 + max(max(leaves) for leaves in self._below))
+            return self.rows
+        # This memory cannot drop a tail: they are decoded on a fork.
+        self._fork = ctx.sequences.allocate(self, used=(text.seq_id,))
         try:
-            positions = {-1: self._text.n_cached - 1}
-            for i, parent in enumerate(parents):
-                positions[i] = positions[parent] + 1
-            members = [[trial.seqs[leaf] for leaf in leaves] for leaves in self._below]
-            return ctx.decoder.decode(
-                self.tokens,
-                [group[0] for group in members],
-                [True] * len(members),
-                positions=[positions[i] for i in range(len(members))],
-                members=members,
-            )
+            ctx.kv_cache.fork(text.seq_id, self._fork)
+            self.rows = decode_run(ctx.decoder, self.tokens, self._fork, "all")
         except BaseException:
             self.end()
             raise
+        return self.rows
 
     def end(self) -> None:
-        """Release the sequences that are held for it; safe to call at any time."""
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            trial.end()
+        """Release the sequence that is held for it; safe to call at any time."""
+        fork, self._fork = self._fork, None
+        if fork is not None:
+            self._text.ctx.sequences.free(fork)
 
-    def keep(self, path: Sequence[int], sampler: Sampler | None = None) -> list[str]:
-        """Append the drafted tokens numbered ``path`` to the text, drop the others from memory.
+    def keep(self, n: int, sampler: Sampler | None = None) -> list[str]:
+        """Append the first ``n`` drafted tokens to the text, drop the others from memory.
 
         Args:
-            path: the numbers, in order.
+            n: how many.
             sampler: one that has accepted them; None = the text's is to accept them.
 
         Returns:
@@ -151,9 +77,7 @@ class Plan:
         """
         text, n_first = self._text, self._n_first
         start, cache = len(text.tokens), text.ctx.kv_cache
-        kept = [*range(n_first), *(n_first + i for i in path)]
-        rows = [self.rows[i] for i in kept]
-        tokens = [self.tokens[i] for i in kept]
+        tokens, rows = self.tokens[: n_first + n], self.rows[: n_first + n]
         if sampler is None:
             sampler = text.sampler.after(tokens[n_first:])
         scored, completed = sampler.params.logprobs, []
@@ -164,8 +88,8 @@ class Plan:
                 completed.append(text.append_accepted(token, surprisal))
                 row = after
             text.use_sampler(sampler)
-            if self._trial is not None:
-                row = self._keep_trial(self._trial, kept, tokens, rows)
+            if self._fork is not None:
+                row = self._keep_fork(self._fork, tokens, rows)
             elif cache.next_position(text.seq_id) > len(text.tokens):
                 text.truncate(len(text.tokens))
             text.set_row(row)
@@ -174,27 +98,16 @@ class Plan:
             raise
         return completed
 
-    def _keep_trial(
-        self,
-        trial: _Trial,
-        kept: Sequence[int],
-        tokens: Sequence[int],
-        rows: Sequence[LogitsRow],
-    ) -> LogitsRow:
-        """Move the kept tokens from the held sequences into the text's own K/V."""
-        self._trial = None
-        text, cache = self._text, self._text.ctx.kv_cache
+    def _keep_fork(self, fork: int, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> LogitsRow:
+        """Move the kept tokens into the text's own K/V; return the logits after the last one."""
+        text, ctx = self._text, self._text.ctx
         try:
-            if self._parents is not None:  # a leaf below the last node holds all of its path
-                leaf = trial.seqs[self._below[kept[-1]][0]]
-                cache.adopt(trial.seqs, leaf, text.seq_id, kept, len(self._parents))
-            elif cache.next_position(trial.seqs[0]) == len(text.tokens):
-                cache.fork(trial.seqs[0], text.seq_id)
-            else:
-                for row in rows:  # the caller reads them after this decode
-                    row.detach()
-                trial.end()
-                return decode_run(text.ctx.decoder, tokens, text.seq_id, "last")[-1]
+            if ctx.kv_cache.next_position(fork) == len(text.tokens):
+                ctx.kv_cache.fork(fork, text.seq_id)
+                return rows[-1]
+            for row in rows:  # the caller reads them after this decode
+                row.detach()
+            self.end()
+            return decode_run(ctx.decoder, tokens, text.seq_id, "last")[-1]
         finally:
-            trial.end()
-        return rows[-1]
+            self.end()

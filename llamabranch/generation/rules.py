@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,26 +28,21 @@ __all__ = [
     "RULES",
     "Acceptance",
     "AcceptanceRule",
-    "DraftTree",
     "Noise",
     "RandomSource",
     "Rule",
-    "TreeAcceptance",
     "apply_rule",
     "block_rule",
     "draft_seed",
-    "match_draws",
     "rule_name",
     "seeded_rule",
     "token_rule",
-    "tree_rule",
 ]
 
 Floats = npt.NDArray[np.float64]
 Target = Callable[[int], Distribution]
 
 RULES = ("seeded", "token", "block")
-_NAME_OF_FUNCTIONS = "function"
 
 
 class RandomSource(Protocol):
@@ -86,68 +80,6 @@ class Acceptance(NamedTuple):
 
     n_accepted: int
     token: int
-
-
-class TreeAcceptance(NamedTuple):
-    """The nodes of ``path`` are accepted, from the root downward; ``token`` follows them."""
-
-    path: list[int]
-    token: int
-
-
-@dataclass(frozen=True)
-class DraftTree:
-    """Alternative drafts that share prefixes.
-
-    Node i proposes ``tokens[i]`` after node ``parents[i]``; -1 is the root, the text so far. Parents
-    come before their children, and a node's children have different tokens.
-
-    Raises:
-        ConfigError: tokens and parents that do not form such a tree.
-    """
-
-    tokens: Sequence[int]
-    parents: Sequence[int]
-
-    def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.parents):
-            raise ConfigError(
-                f"a tree needs a parent for each token: {len(self.tokens)} tokens, "
-                f"{len(self.parents)} parents"
-            )
-        for node, parent in enumerate(self.parents):
-            if not -1 <= parent < node:
-                raise ConfigError(
-                    f"node {node} of a tree has parent {parent}, which is not before it"
-                )
-        if len(set(zip(self.parents, self.tokens, strict=True))) != len(self.tokens):
-            raise ConfigError("a node of a tree has two children with the same token")
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @cached_property
-    def _children(self) -> dict[int, list[int]]:
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents):
-            children.setdefault(parent, []).append(node)
-        return children
-
-    def children(self, node: int) -> list[int]:
-        """Return the children of ``node`` (-1 = root) in order; a copy."""
-        return list(self._children.get(node, ()))
-
-    def path(self, node: int) -> list[int]:
-        """Return the nodes from the root's child down to ``node``, both included."""
-        found = []
-        while node >= 0:
-            found.append(node)
-            node = self.parents[node]
-        return found[::-1]
-
-    def depth(self, node: int) -> int:
-        """Return how many tokens lie between the text so far and ``node``: 0 for a root's child."""
-        return len(self.path(node)) - 1
 
 
 AcceptanceRule = Callable[[Sequence[int], Sequence[Distribution], Target, RandomSource], Acceptance]
@@ -226,18 +158,13 @@ def block_rule(
     return Acceptance(n, rng.draw(Distribution.from_probs(excess, p.ids) if excess.any() else p, n))
 
 
-def seeded_rule(drafted: Sequence[int], target: Target, *, seed: int, position: int) -> Acceptance:
+def seeded_rule(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptance:
     """Accept while the target's own draw is the drafted token (Daliri et al. 2024, 2408.07978).
 
-    ``target(i)`` is the target's distribution after i drafted tokens; ``position`` that of the first
-    one. The emitted tokens are those that plain decoding draws with the same seed, whatever was
-    drafted: the draft only decides how many of them one decode yields.
+    ``draw(i)`` is the target's own draw after i drafted tokens. The emitted tokens are those that plain
+    decoding draws with the same seed, whatever was drafted: the draft only decides how many of them one
+    decode yields.
     """
-    return match_draws(drafted, lambda i: target(i).draw(seed, position + i))
-
-
-def match_draws(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptance:
-    """Apply the seeded rule, where ``draw(i)`` is the target's own draw after i drafted tokens."""
     for i, token in enumerate(drafted):
         choice = draw(i)
         if choice != token:
@@ -245,33 +172,12 @@ def match_draws(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptanc
     return Acceptance(len(drafted), draw(len(drafted)))
 
 
-def tree_rule(tree: DraftTree, target: Target, rng: RandomSource) -> TreeAcceptance:
-    """Follow the target's own draws down a tree (Miao et al. 2023, 2305.09781, naive sampling).
-
-    At each node, from the root, y is drawn from the target; if a child has the token y, the walk
-    continues there, else y is emitted and the walk ends. It is lossless for any tree if the target's
-    draws do not depend on the tree or, as under the seeded rule, are those that plain decoding makes.
-
-    ``target(node)`` is the target's distribution after ``node``, -1 = after the text so far; it is
-    called only for -1 and accepted nodes.
-    """
-    path: list[int] = []
-    node = -1
-    while True:
-        choice = rng.draw(target(node), len(path))
-        child = next((c for c in tree.children(node) if tree.tokens[c] == choice), None)
-        if child is None:
-            return TreeAcceptance(path, choice)
-        path.append(child)
-        node = child
-
-
 # -- what a round calls ----------------------------------------------------------------------------
 
 
 def rule_name(rule: Rule) -> str:
     """Return the name of a rule; "function" for one that is given as a function."""
-    return rule if isinstance(rule, str) else _NAME_OF_FUNCTIONS
+    return rule if isinstance(rule, str) else "function"
 
 
 def draft_seed(seed: int, position: int) -> int:
@@ -301,25 +207,19 @@ def apply_rule(
         ConfigError: an unknown rule, a token whose source gives it probability zero, or a function that
             returns no `Acceptance` of this draft.
     """
-    if not isinstance(rule, str):
-        return _checked(rule(drafted, sources, target, Noise(seed, position)), len(drafted))
     if rule == "seeded":
-        return seeded_rule(drafted, target, seed=seed, position=position)
-    if rule == "token":
-        return token_rule(drafted, sources, target, Noise(seed, position))
-    if rule == "block":
-        return block_rule(drafted, sources, target, Noise(seed, position))
-    raise ConfigError(f"unknown rule {rule!r}: use {', '.join(map(repr, RULES))}")
-
-
-def _checked(found: object, n_drafted: int) -> Acceptance:
-    """Return what a rule that is given as a function returned, if it is an acceptance."""
+        return seeded_rule(drafted, lambda i: target(i).draw(seed, position + i))
+    known = {"token": token_rule, "block": block_rule}
+    chosen = known.get(rule) if isinstance(rule, str) else rule
+    if chosen is None:
+        raise ConfigError(f"unknown rule {rule!r}: use {', '.join(map(repr, RULES))}")
+    found: object = chosen(drafted, sources, target, Noise(seed, position))
     if isinstance(found, tuple) and len(found) == 2:
         n_accepted, token = (plain_int(value) for value in found)
-        if n_accepted is not None and token is not None and 0 <= n_accepted <= n_drafted:
+        if n_accepted is not None and token is not None and 0 <= n_accepted <= len(drafted):
             return Acceptance(n_accepted, token)
     raise ConfigError(
-        f"an acceptance rule must return Acceptance(n_accepted, token) with at most {n_drafted} "
+        f"an acceptance rule must return Acceptance(n_accepted, token) with at most {len(drafted)} "
         f"accepted tokens, not {shown(found)}"
     )
 

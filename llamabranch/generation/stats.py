@@ -122,16 +122,16 @@ class SpeculativeStats(ConstraintStats):
             self.num_draft_steps += n_steps
             self.draft_step_time_s += seconds
 
-    def record_draft(self, n_drafted: int, n_steps: int, n_accepted: int) -> None:
-        """Count one verified draft of ``n_steps`` positions (in a tree fewer than its tokens)."""
+    def record_draft(self, n_drafted: int, n_accepted: int) -> None:
+        """Count one verified draft."""
         self.num_drafts += 1
         self.num_draft_tokens += n_drafted
         self.num_accepted_tokens += n_accepted
         for counts in (self.num_accepted_tokens_per_pos, self.num_tested_tokens_per_pos):
-            counts.extend([0] * (n_steps - len(counts)))
+            counts.extend([0] * (n_drafted - len(counts)))
         for i in range(n_accepted):
             self.num_accepted_tokens_per_pos[i] += 1
-        for i in range(min(n_accepted + 1, n_steps)):
+        for i in range(min(n_accepted + 1, n_drafted)):
             self.num_tested_tokens_per_pos[i] += 1
 
     def count_decode(self, n: int, seconds: float, times: int = 1) -> None:

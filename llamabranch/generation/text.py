@@ -135,6 +135,21 @@ class Text:
             yield from range(at, read_from)
             at = max(at, read_to)
 
+    def scored(self, start: int) -> list[float]:
+        """Return the surprisals of generated tokens from ``start`` on, nats, but of the very first token.
+
+        Raises:
+            BranchStateError: some have none, which would make any comparison false.
+        """
+        positions = self.generated_positions(max(start, 1))
+        found = [self.surprisals[position - self.n_prompt] for position in positions]
+        if any(map(math.isnan, found)):
+            raise BranchStateError(
+                f"{sum(map(math.isnan, found))} of {len(found)} tokens have no surprisal",
+                hint="they were appended without their logits; extend a new branch with them",
+            )
+        return found
+
     def replayed(self, sampler: Sampler) -> Sampler:
         """Return a copy of ``sampler``, with its settings, that has accepted the tokens."""
         n = self.answer_start
@@ -195,6 +210,13 @@ class Text:
             raise BranchStateError("the branch is pruned")
         self._decoder.check_open()
 
+    def check_not_empty(self, what: str) -> None:
+        """Raise BranchStateError if it has no tokens, and so none of what is asked for."""
+        if not self.tokens:
+            raise BranchStateError(
+                f"the branch is empty: it has no {what}", hint="prefill it first"
+            )
+
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Raise BranchStateError if another generation of it has begun and not ended."""
@@ -230,8 +252,7 @@ class Text:
         row = self.row
         if row is not None and row.is_valid:
             return row
-        if not self.tokens:
-            raise BranchStateError("the branch is empty: it has no logits", hint="prefill it first")
+        self.check_not_empty("logits")
         return self.decode_last()
 
     def decode_last(self, *, draws_next: bool = False) -> LogitsRow:
@@ -275,21 +296,19 @@ class Text:
         """Return the next token; ``row`` are the logits after the last one."""
         sampler = self.sampler
         token = row.draw(sampler, self._seed, len(self.tokens), measured=sampler.params.logprobs)
-        produced, self._incomplete_after = self._describe(token, row)
-        self._produced = produced
-        return produced
+        self._produced, self._incomplete_after = self.describe(token, row)
+        return self._produced
 
     def drawn_as(self, seed: int, row: LogitsRow) -> Produced:
         """Return what another seed draws next; nothing changes."""
         token = row.draw(self.sampler, seed, len(self.tokens), measured=False)
-        return self.describe(token, row)
+        return self.describe(token, row)[0]
 
-    def describe(self, token: int, row: LogitsRow) -> Produced:
-        """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""
-        return self._describe(token, row)[0]
+    def describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
+        """Return ``token`` as the next one, with its log-probability and entropy from ``row``.
 
-    def _describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
-        """Return it, and the bytes of a character that is still incomplete after it."""
+        And the bytes of a character that is still incomplete after it.
+        """
         model = self.ctx.model
         if self.sampler.params.logprobs:
             logprob, entropy = row.logprob(token), row.entropy()
@@ -338,6 +357,10 @@ class Text:
         """
         expiring = self.expiring_rows()
         return decode_run(self._decoder, tokens, self.seq_id, "last", expiring)[-1]
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Decode tokens and append them to what was read; check them before."""
+        self.append_prompt(tokens, self.decode_run(tokens))
 
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
@@ -451,7 +474,7 @@ class Text:
         return text
 
     def extend(self, tokens: list[int], *, keeps_all: bool) -> list[npt.NDArray[np.float32]]:
-        """Decode tokens of the vocabulary and append them with their surprisals.
+        """Decode tokens and append them with their surprisals.
 
         Each batch of rows is read before the next one overwrites it, so that many tokens take no more
         memory than few.
@@ -459,6 +482,9 @@ class Text:
         Returns:
             copies of the logits (V,) after each token, or only after the last one.
         """
+        if not tokens:
+            raise ConfigError("nothing to extend with: no tokens")
+        self.ctx.model.check_tokens(tokens)
         self.check_usable()
         self.drop_held()
         n = len(self.tokens)
@@ -573,16 +599,17 @@ class Text:
         self,
         tokens: list[int],
         n_prompt: int,
+        appended: Sequence[tuple[int, int]],
         surprisals: list[float],
         incomplete: bytes,
-        row: LogitsRow | None,
-        appended: Sequence[tuple[int, int]] = (),
+        sampler: Sampler,
+        seed: int,
     ) -> None:
-        """Set the state from a snapshot, whose K/V is already in the cache."""
-        self.appended = list(appended)
-        self.tokens, self.n_prompt, self.surprisals = tokens, n_prompt, surprisals
-        self._incomplete = incomplete
-        self.set_row(row)
+        """Set the state from a snapshot, whose K/V is already in the cache; but for the last row."""
+        self.tokens, self.n_prompt, self.appended = tokens, n_prompt, list(appended)
+        self.surprisals, self._incomplete = surprisals, incomplete
+        self.seed = seed
+        self.use_sampler(sampler)
 
     def forget(self, position: int) -> None:
         """Reset all but the cache to the state after the first ``position`` tokens, or change nothing."""
@@ -635,17 +662,13 @@ class Text:
     def incomplete(self) -> bytes:
         """The bytes of an incomplete UTF-8 character after the last token."""
         if self._incomplete is None:
-            self._incomplete = self._incomplete_bytes()
+            model, tail = self.ctx.model, b""
+            if model.has_text:
+                # An incomplete UTF-8 character has at most three bytes. Tokens without text may come
+                # between them, so bytes are counted, not tokens.
+                for token in reversed(self.tokens[self.answer_start :]):
+                    tail = model.piece(token) + tail
+                    if len(tail) >= 3:
+                        break
+            self._incomplete = decode_utf8(tail)[1]
         return self._incomplete
-
-    def _incomplete_bytes(self) -> bytes:
-        model = self.ctx.model
-        tail = b""
-        if model.has_text:
-            # An incomplete UTF-8 character has at most three bytes. Tokens without text may come
-            # between them, so bytes are counted, not tokens.
-            for token in reversed(self.tokens[self.answer_start :]):
-                tail = model.piece(token) + tail
-                if len(tail) >= 3:
-                    break
-        return decode_utf8(tail)[1]

@@ -11,7 +11,7 @@ from ..errors import ConfigError, ConstraintError, GrammarError
 from ..sampling import Distribution, Sampler
 from .drafter import Draft
 from .output import Produced
-from .rules import DraftTree, Noise, Rule, apply_rule, match_draws, tree_rule
+from .rules import Rule, apply_rule, seeded_rule
 from .text import Text
 
 __all__ = ["RoundTrace", "Verdict", "trace", "verify"]
@@ -23,16 +23,16 @@ class Verdict(NamedTuple):
     """What becomes of a draft.
 
     Attributes:
-        accepted: the numbers of the drafted tokens that are accepted, in order.
-        path: those that the text takes: without the last one where that ends the text, or nothing can be
+        n_accepted: how many of the drafted tokens are accepted.
+        n_kept: how many the text takes: without the last one where that ends the text, or nothing can be
             drawn after it.
         token: what follows them.
         source: whose that token is: "bonus", "corrected", or "drafted" where it is of the draft itself.
-        sampler: one that has accepted those of ``path``.
+        sampler: one that has accepted those that the text takes.
     """
 
-    accepted: list[int]
-    path: list[int]
+    n_accepted: int
+    n_kept: int
     token: int
     source: str
     sampler: Sampler
@@ -44,9 +44,9 @@ class RoundTrace:
 
     Attributes:
         position: that of the first drafted token in the text, prompt included.
-        draft: the drafted ids; of a tree parents first.
+        draft: the drafted ids.
         logprobs: the target's log-probabilities, nats, of the tokens that were accepted, in their order,
-            and then of those that were rejected after them: one at most, but of a tree.
+            and then of the one that was rejected after them, if any.
         n_accepted, n_rejected: of the draft; the others were never judged.
         following: the token after them: the target's own, or an accepted one that ends the text.
         drafter: what drafted.
@@ -65,11 +65,11 @@ class RoundTrace:
 
 
 class _DeadEnd(Exception):
-    """The target has no distribution after drafted token ``at``, -1 = the text; the cause says why."""
+    """The target has no distribution after the first ``n`` drafted tokens; the cause says why."""
 
-    def __init__(self, at: int) -> None:
-        super().__init__(at)
-        self.at = at
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.n = n
 
     @property
     def reason(self) -> BaseException:
@@ -81,125 +81,94 @@ def verify(text: Text, draft: Draft, rule: Rule, rows: Sequence[LogitsRow]) -> V
 
     Args:
         text: what the draft follows.
-        draft: a chain, or a tree: then the rule is that of trees.
+        draft: the tokens.
         rule: how drafted tokens are accepted.
         rows: the logits after the text, and after each drafted token.
 
     Raises:
         GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
     """
-    targets = _Targets(text, draft, rows)
-    is_eog = text.ctx.model.is_eog
-    accepted, following = (_chain if draft.parents is None else _tree)(targets, rule)
+    targets, tokens, is_eog = _Targets(text, draft, rows), draft.tokens, text.ctx.model.is_eog
+    n, following = _judge(targets, rule)
     is_dead_end = following is None
     # The text ends at an accepted EOG token, whatever the draft proposed after it.
-    end = next((n for n, i in enumerate(accepted, 1) if is_eog(draft.tokens[i])), None)
-    path = accepted = accepted[:end]
+    end = next((i for i, token in enumerate(tokens[:n], 1) if is_eog(token)), None)
+    n_kept = n = end or n
     if end or following is None:
         # After a dead end the last token waits; the next round raises the error.
-        path, following = accepted[:-1], draft.tokens[accepted[-1]]
-    last = path[-1] if path else -1
-    if draft.parents is None:
-        is_complete = len(accepted) == len(draft.tokens)
-    else:
-        is_complete = last not in draft.parents
-    source = "drafted" if is_dead_end else "bonus" if is_complete else "corrected"
-    return Verdict(accepted, path, following, source, targets.sampler(last))
+        n_kept, following = n - 1, tokens[n - 1]
+    source = "drafted" if is_dead_end else "bonus" if n == len(tokens) else "corrected"
+    return Verdict(n, n_kept, following, source, targets.sampler(n_kept))
 
 
 def trace(draft: Draft, verdict: Verdict, rows: Sequence[LogitsRow], position: int) -> RoundTrace:
     """Return what ``on_round`` is told, while the logits are there; times follow later."""
-    accepted, parents = verdict.accepted, draft.parents or range(-1, len(draft.tokens) - 1)
-    last = accepted[-1] if accepted else -1
-    is_end = len(verdict.path) < len(accepted)  # nothing was judged after the last one
-    rejected = [] if is_end else [i for i, parent in enumerate(parents) if parent == last]
-    pairs = [*zip([-1, *accepted], accepted, strict=False), *((last, i) for i in rejected)]
-    logprobs = tuple(rows[parent + 1].logprob(draft.tokens[i]) for parent, i in pairs)
+    tokens, n = tuple(draft.tokens), verdict.n_accepted
+    # After a token that ends the text nothing was judged.
+    n_judged = n if verdict.n_kept < n else min(n + 1, len(tokens))
+    logprobs = tuple(rows[i].logprob(tokens[i]) for i in range(n_judged))
     return RoundTrace(
-        position, tuple(draft.tokens), logprobs, len(accepted), len(rejected),
-        drafter=draft.drafter, draft_s=draft.seconds,
-    )  # fmt: skip
+        position, tokens, logprobs, n, n_judged - n, drafter=draft.drafter, draft_s=draft.seconds
+    )
 
 
 class _Targets:
     """The distributions that the text draws from along a draft, computed on request.
 
-    That after token i, -1 = the text, assumes that token i and all before it are accepted: a copy of a
-    sampler with state accepts them.
+    That after n drafted tokens assumes that these are accepted: a copy of a sampler with state accepts
+    them.
     """
 
     def __init__(self, text: Text, draft: Draft, rows: Sequence[LogitsRow]) -> None:
         self.draft = draft
         self.seed = text.seed
         self.position = len(text.tokens)  # of the first drafted token
-        self._tokens = tokens = draft.tokens
-        self._parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
         self._rows = rows
-        self.is_eog = text.ctx.model.is_eog
-        self._samplers = {-1: text.sampler}
-        self._positions = {-1: self.position}
+        self._is_eog = text.ctx.model.is_eog
+        self._samplers = [text.sampler]
 
-    def sampler(self, i: int) -> Sampler:
-        """Return the sampler that has accepted token i and all before it."""
-        found = self._samplers.get(i)
-        if found is None:
-            found = self.sampler(self._parents[i])
-            if not found.is_stateless:
-                found = found.clone()
-                found.accept(self._tokens[i])
-            self._samplers[i] = found
-        return found
+    def sampler(self, n: int) -> Sampler:
+        """Return the sampler that has accepted the first ``n`` tokens."""
+        samplers = self._samplers
+        while len(samplers) <= n:
+            last = samplers[-1]
+            if not last.is_stateless:
+                last = last.clone()
+                last.accept(self.draft.tokens[len(samplers) - 1])
+            samplers.append(last)
+        return samplers[n]
 
-    def distribution(self, i: int) -> Distribution:
-        """Return the distribution of the token after token i."""
-        return self._after(i, self._distribution, Distribution.point)
+    def distribution(self, n: int) -> Distribution:
+        """Return the distribution of the token after ``n`` tokens."""
+        return self._after(n, self._distribution, Distribution.point)
 
-    def draw(self, i: int) -> int:
-        """Return the token that plain decoding draws after token i."""
-        return self._after(i, self._draw, int)
+    def draw(self, n: int) -> int:
+        """Return the token that plain decoding draws after ``n`` tokens."""
+        return self._after(n, self._draw, int)
 
-    def _after(self, i: int, found: Callable[[int], T], nothing: Callable[[int], T]) -> T:
-        if i >= 0 and self.is_eog(self._tokens[i]):  # nothing follows it: this is not emitted
-            return nothing(self._tokens[i])
+    def _after(self, n: int, found: Callable[[int], T], nothing: Callable[[int], T]) -> T:
+        if n and self._is_eog(self.draft.tokens[n - 1]):  # nothing follows it: this is not emitted
+            return nothing(self.draft.tokens[n - 1])
         try:
-            return found(i)
+            return found(n)
         except (ConfigError, ConstraintError, GrammarError) as error:
-            raise _DeadEnd(i) from error
+            raise _DeadEnd(n) from error
 
-    def _distribution(self, i: int) -> Distribution:
-        row = self._rows[i + 1]
-        return self.sampler(i).distribution(row.array, self._position(i), self.seed)
+    def _distribution(self, n: int) -> Distribution:
+        return self.sampler(n).distribution(self._rows[n].array, self.position + n, self.seed)
 
-    def _draw(self, i: int) -> int:
-        sampler = self.sampler(i)
+    def _draw(self, n: int) -> int:
+        sampler = self.sampler(n)
         wanted = sampler.params.logprobs
-        return self._rows[i + 1].draw(sampler, self.seed, self._position(i), measured=wanted)
-
-    def _position(self, i: int) -> int:
-        """Return the position of the token after token i."""
-        found = self._positions.get(i)
-        if found is None:
-            found = self._positions[i] = self._position(self._parents[i]) + 1
-        return found
+        return self._rows[n].draw(sampler, self.seed, self.position + n, measured=wanted)
 
 
-# The next two return which tokens are accepted, and what follows them: None where the target can draw
-# nothing there, for instance if the grammar is complete, but a logit bias forbids the EOG token.
+def _judge(targets: _Targets, rule: Rule) -> tuple[int, int | None]:
+    """Return how many tokens are accepted, and what follows them.
 
-
-def _tree(targets: _Targets, _: Rule) -> tuple[list[int], int | None]:
-    draft = targets.draft
-    tree = DraftTree(draft.tokens, draft.parents or ())
-    try:
-        found = tree_rule(tree, targets.distribution, Noise(targets.seed, targets.position))
-    except _DeadEnd as dead_end:
-        if dead_end.at < 0:
-            raise dead_end.reason from None
-        return tree.path(dead_end.at), None
-    return found.path, found.token
-
-
-def _chain(targets: _Targets, rule: Rule) -> tuple[list[int], int | None]:
+    None where the target can draw nothing there, for instance if the grammar is complete, but a logit
+    bias forbids the EOG token.
+    """
     drafted, sources = targets.draft.tokens, targets.draft.sources
     n = len(drafted)
     if not sources and rule != "seeded":
@@ -208,22 +177,13 @@ def _chain(targets: _Targets, rule: Rule) -> tuple[list[int], int | None]:
     while True:
         try:
             if rule == "seeded":
-                accepted = match_draws(drafted[:n], lambda i: targets.draw(i - 1))
-            else:
-                accepted = apply_rule(
-                    rule,
-                    drafted[:n],
-                    sources[:n],
-                    lambda i: targets.distribution(i - 1),
-                    seed=seed,
-                    position=position,
-                )
-            return list(range(accepted.n_accepted)), accepted.token
+                return seeded_rule(drafted[:n], targets.draw)
+            target = targets.distribution
+            return apply_rule(rule, drafted[:n], sources[:n], target, seed=seed, position=position)
         except _DeadEnd as dead_end:
-            n_before = dead_end.at + 1
-            if not n_before:
+            if not dead_end.n:
                 raise dead_end.reason from None
-            if n_before == n:  # all n tokens are accepted; the rule needs the next one
-                return list(range(n)), None
+            if dead_end.n == n:  # all n tokens are accepted; the rule needs the next one
+                return n, None
             # The block rule looks ahead before it decides: apply it to the draft up to there.
-            n = n_before
+            n = dead_end.n

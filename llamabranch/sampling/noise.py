@@ -7,6 +7,7 @@ function. The same seed therefore gives the same token whoever asks, however oft
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import numpy as np
@@ -19,6 +20,7 @@ __all__ = [
     "exponential_noise",
     "gumbel_noise",
     "log_uniforms",
+    "random_seed",
     "seed_from_text",
     "uniform",
 ]
@@ -121,3 +123,8 @@ def seed_from_text(text: str) -> int:
 def derive_seed(seed: int, index: int) -> int:
     """Return the ``index``-th seed derived from ``seed``, 63 bits."""
     return _key(seed, index, FORK) >> 1
+
+
+def random_seed() -> int:
+    """Return a seed from the operating system's entropy."""
+    return int.from_bytes(os.urandom(8), "little") >> 1

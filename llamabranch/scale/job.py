@@ -18,12 +18,12 @@ from typing_extensions import Unpack
 
 from .. import hub
 from ..arguments import bounded, whole
-from ..branch.branch import random_seed
 from ..errors import ConfigError, JobError
 from ..loading import LoadOptions
 from ..model import Model
 from ..native import engine_versions
 from ..sampling import Grammar, SamplingParams
+from ..sampling.noise import random_seed
 from .cluster import cluster, data_context, import_ray, make_ledger, translated
 from .folder import Folder, input_files, make_sink
 from .rows import GenerateRows, RowOptions, ScoreRows

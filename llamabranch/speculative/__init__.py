@@ -17,9 +17,9 @@ from ..generation.text import Text
 from ..generation.verify import RoundTrace
 from .drafters.chain import ChainDrafter
 from .drafters.copying import PromptLookupDrafter, SuffixDrafter
-from .drafters.eagle import EagleDrafter
 from .drafters.function import FunctionDrafter
 from .drafters.grammar import GrammarDrafter
+from .drafters.head import EagleDrafter
 from .drafters.model import ModelDrafter
 from .drafters.mtp import MTPDrafter
 from .session import InferenceSession

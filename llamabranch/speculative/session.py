@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from ..branch import Branch, Produced
 from ..context import Context
 from ..errors import ClosedError, LlamaBranchError
 from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter
-from ..generation.generation import Drafting
+from ..generation.drafting import Drafting
+from ..generation.generation import Emission
 from ..generation.output import OutputBuffer
 from ..generation.stats import SpeculativeStats
 from ..model import Prompt
@@ -56,13 +58,11 @@ class InferenceSession:
         self._draftings: dict[int, Drafting] = {}
         self.branch = start_or_continue(target, prompt, sampling, grammar, parse_special)
         self._owned = self.branch is not prompt
-        self._text = text = self.branch.sequence
-        self._version = text.version  # after the last call
-        self._base = text.position  # where the output begins
-        self._emitted: list[Produced] = []  # by the last round, not yet returned
+        self._text = self.branch.sequence
+        self._emission = Emission(self._text, self._output)
         self._closed = False
         self._generating = ExitStack()  # until it is closed or forgotten
-        self._generating.enter_context(text.generating())
+        self._generating.enter_context(self._text.generating())
 
     @property
     def tokens(self) -> list[int]:
@@ -99,22 +99,15 @@ class InferenceSession:
             raise ClosedError("the session is closed")
         if self.finish_reason is not None:
             return None
-        text, tokens = self._text, self._output.tokens
-        if text.version != self._version:  # somebody else has changed it
-            self._emitted, self._base = [], text.position - len(tokens)
-        if not self._emitted:
-            try:
-                self._emitted = self._round(drafter)
-            except BaseException as error:
-                text.end_at(self._base + len(tokens), decodes=False)
-                self._version = text.version
-                # A later call may succeed, once there is room again.
-                self._output.is_stuck = isinstance(error, LlamaBranchError)
-                raise
-        shown = self._output.add(self._emitted.pop(0))
-        text.n_held = len(text.tokens) - self._base - len(tokens)
-        self._version = text.version
-        self.stats.num_emitted_tokens = len(tokens)
+        self._emission.resume()
+        try:
+            shown = self._emission.next(partial(self._round, drafter))
+        except BaseException as error:
+            self._emission.end(decodes=False)
+            # A later call may succeed, once there is room again.
+            self._output.is_stuck = isinstance(error, LlamaBranchError)
+            raise
+        self.stats.num_emitted_tokens = len(self._output.tokens)
         return shown
 
     def _round(self, drafter: Drafter | None) -> list[Produced]:
@@ -141,7 +134,8 @@ class InferenceSession:
         if self._owned:
             self.branch.prune()
         else:
-            self._text.end_at(self._base + len(self._output.tokens), decodes=True)
+            self._emission.resume()
+            self._emission.end(decodes=True)
 
     def __enter__(self) -> InferenceSession:
         return self

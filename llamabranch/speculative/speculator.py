@@ -10,7 +10,8 @@ from ..context import Context
 from ..errors import ConfigError
 from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter, DraftLength
-from ..generation.generation import Drafting, Generation
+from ..generation.drafting import Drafting
+from ..generation.generation import Generation
 from ..generation.output import OutputBuffer
 from ..model import Prompt
 from ..sampling import SamplingParams

@@ -101,7 +101,6 @@ ACTS: dict[str, Act] = {
     "extend": lambda branch, other: branch.extend([8, 9, 10]),
     "follow": lambda branch, other: branch.sequence.decode_unscored([8, 9]),
     "verify": lambda branch, other: Plan(branch.sequence, [8, 9, 10]).decode(),
-    "verify_tree": lambda branch, other: Plan(branch.sequence, [8, 9, 10], [-1, 0, 0]).decode(),
     "store": lambda branch, other: BranchStore(branch.ctx).commit({branch: 8, other: 9}),
     "store_prefill": lambda branch, other: BranchStore(branch.ctx).prefill(
         {branch: [8] * 50, other: [9] * 50}

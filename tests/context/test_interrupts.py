@@ -284,7 +284,7 @@ def test_ctrl_c_while_a_rewind_reads_the_history_again_changes_nothing(
         check_goes_on(branch, ctx)
 
 
-SCENES = ("plain", "forks", "history", "speculative", "tree", "engine")
+SCENES = ("plain", "forks", "history", "speculative", "engine")
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -293,14 +293,14 @@ def test_ctrl_c_at_any_moment_leaves_a_branch_that_goes_on(
 ) -> None:
     """A timer interrupts at random times, in llama.cpp and between any two steps in Python."""
     rng = random.Random(SCENES.index(scene))
-    drafter = lb.ModelDrafter(draft_ctx, width=2 if scene == "tree" else 1)
+    drafter = lb.ModelDrafter(draft_ctx)
     config = lb.SpeculativeConfig(draft_k=3)
     settings = SamplingParams(temperature=0.8, repeat_penalty=1.3 if scene == "history" else 1.0)
 
     def act(branch: Branch) -> None:
         if scene == "engine":
             lb.Engine(ctx, drafter, config, seed=1).generate(["The king", "The queen"] * 4)
-        elif scene in ("speculative", "tree"):
+        elif scene == "speculative":
             lb.Speculator(ctx, drafter, config).generate(branch, max_tokens=300).finish()
         else:
             for _ in range(300):
@@ -332,7 +332,7 @@ def test_ctrl_c_at_any_moment_leaves_a_branch_that_goes_on(
             for _ in range(3):
                 assert branch.step() == replay.step()
             assert branch.text == replay.text
-            if scene not in ("speculative", "tree"):
+            if scene != "speculative":
                 assert math.isclose(branch.log_likelihood(), replay.log_likelihood(), rel_tol=1e-6)
             replay.prune()
             other_ctx.kv_cache_clear()

@@ -2,7 +2,7 @@
 
 The bundled pair in default contexts. A branch is compared with the same tokens decoded one by one, alone,
 in a clean cache: next to other branches, in cells that pruned ones freed, forked, stepped in any
-order, verified as a chain and as a tree, and at length.
+order, verified, and at length.
 """
 
 from __future__ import annotations
@@ -87,6 +87,24 @@ def test_batches_of_branches(size: int, shared: Context, alone: Alone) -> None:
         check(branch, alone)
 
 
+def test_verified_drafts(shared: Context, alone: Alone) -> None:
+    """Each token of a draft has the logits of the text up to it, however much of it is kept."""
+    rng = np.random.default_rng(6)
+    branch = Branch.start(shared, random_tokens(rng, 70))
+    bystander = Branch.start(shared, random_tokens(rng, 30))
+    for n in (2, 5, 9, 16):
+        tokens = random_tokens(rng, n)
+        plan = Plan(branch.sequence, tokens)
+        arrays = [row.array.copy() for row in plan.decode()]
+        for i, array in enumerate(arrays):
+            expected = alone.logits(branch.tokens + tokens[: i + 1])
+            assert np.array_equal(array, expected), (n, i)
+        plan.keep(int(rng.integers(0, n + 1)))
+        check(branch, alone)
+        bystander.commit(random_tokens(rng, 1)[0])
+        check(bystander, alone)
+
+
 def test_blocks_of_tokens(shared: Context, alone: Alone) -> None:
     rng = np.random.default_rng(1)
     branch = Branch.start(shared, random_tokens(rng, 30))
@@ -95,30 +113,6 @@ def test_blocks_of_tokens(shared: Context, alone: Alone) -> None:
         block = random_tokens(rng, n)
         for i, row in enumerate(branch.extend(block, "all")):
             assert np.array_equal(row, alone.logits(tokens + block[: i + 1])), (n, i)
-
-
-def test_verified_trees(shared: Context, alone: Alone) -> None:
-    """Each node of a tree has the logits of its path, whatever its siblings are."""
-    rng = np.random.default_rng(6)
-    branch = Branch.start(shared, random_tokens(rng, 70))
-    bystander = Branch.start(shared, random_tokens(rng, 30))
-    for n in (2, 5, 9, 16):
-        parents = [-1, *(int(rng.integers(0, i)) for i in range(1, n))]
-        tokens = random_tokens(rng, n)
-        plan = Plan(branch.sequence, tokens, parents)
-        arrays = [row.array.copy() for row in plan.decode()]
-        path: list[int] = []
-        for node, array in enumerate(arrays):
-            path, at = [], node
-            while at >= 0:
-                path.insert(0, at)
-                at = parents[at]
-            expected = alone.logits(branch.tokens + [tokens[i] for i in path])
-            assert np.array_equal(array, expected), (n, node)
-        plan.keep(path)
-        check(branch, alone)
-        bystander.commit(random_tokens(rng, 1)[0])
-        check(bystander, alone)
 
 
 @pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")

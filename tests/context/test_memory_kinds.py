@@ -76,7 +76,6 @@ def test_probe_makes_the_memory_that_fits(kind: Kind, ctx: Context) -> None:
     memory = ctx.kv_cache
     assert type(memory) is kind.memory
     assert memory.can_draft == ctx.capabilities.can_truncate == kind.gives_parts
-    assert bool(memory.tree_needs) == (kind.memory not in (Memory, Windowed))
     assert bool(memory.spare_seq_ids) == kind.has_spare_ids
     assert memory.usable(5, 5) == 5
     assert memory.usable(5, 9) == memory.usable(5, END) == (5 if kind.gives_parts else 0)
@@ -127,15 +126,12 @@ def test_room_is_that_of_a_sequence_or_of_all(kind: Kind, ctx: Context) -> None:
 
 
 def test_drafts_fit_where_they_can_be_verified(kind: Kind, ctx: Context) -> None:
-    tree = [-1, -1, 0, 0]  # three leaves
     n_free = ctx.n_seq_free
     assert ctx.fits(0, 4) == 4
-    assert ctx.fits(0, 4, tree) == (4 if kind.gives_parts else 1)
     holders = [type("Holder", (), {})() for _ in range(n_free)]
     leases = [ctx.sequences.allocate(holder) for holder in holders]
     try:
         assert ctx.fits(0, 4) == (4 if kind.gives_parts else 0)
-        assert ctx.fits(0, 4, tree) == (1 if kind.gives_parts else 0)
     finally:
         for seq_id in leases:
             ctx.sequences.free(seq_id)

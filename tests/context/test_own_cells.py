@@ -157,15 +157,6 @@ def test_snapshots_fit_both_layouts(own: Context, ctx: Context, tmp_path: Path) 
     guard.prune()
 
 
-def test_trees_are_refused(own: Context, draft_ctx: Context) -> None:
-    drafter = lb.ModelDrafter(draft_ctx, width=2)
-    speculator = lb.Speculator(own, drafter, lb.SpeculativeConfig(draft_k=3, rule="seeded"))
-    branch = Branch.start(own, "Once upon a time", sampling=WARM)
-    with pytest.raises(UnsupportedError, match="share cells"):
-        speculator.generate(branch, max_tokens=8).finish()
-    assert own.n_seq_free == 3
-
-
 def test_scores_are_those_of_a_unified_cache(own: Context, ctx: Context) -> None:
     found = []
     for context in (own, ctx):

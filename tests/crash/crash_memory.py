@@ -183,13 +183,10 @@ def _few_rows(w: World, n_seq_max: int, n_outputs_max: int) -> None:
             ctx.decode(list(range(60, 80)), 0, logits="all")
             assert len([ctx.logits(row) for row in range(20)]) == 20
             ctx.kv_cache_clear()
-            for width in {1, min(2, n_seq_max)}:
-                drafter = ModelDrafter(draft_ctx, width=width)
-                config = SpeculativeConfig(draft_k=6)
-                sampling = SamplingParams(seed=1)
-                Speculator(ctx, drafter, config).generate(
-                    [60, 61], max_tokens=12, sampling=sampling
-                ).finish()
+            config, sampling = SpeculativeConfig(draft_k=6), SamplingParams(seed=1)
+            Speculator(ctx, ModelDrafter(draft_ctx), config).generate(
+                [60, 61], max_tokens=12, sampling=sampling
+            ).finish()
             engine = Engine(ctx, ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=6), seed=1)
             for result in engine.generate([Request("ab", max_tokens=12, n=6)]):
                 assert result.error is None

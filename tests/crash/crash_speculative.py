@@ -87,7 +87,6 @@ refuses(
     session_of_negative_tokens=lambda w: InferenceSession(w.ctx, "ab", max_tokens=-1),
     session_with_an_empty_stop=lambda w: InferenceSession(w.ctx, "ab", stop=""),
     session_with_settings_of_a_branch=lambda w: InferenceSession(w.ctx, w.root, sampling=SPOKEN),
-    **{f"width_{x}": lambda w, x=x: ModelDrafter(w.ctx, width=x) for x in (0, 17, True, 1.5)},
     lookup_of_nothing=lambda w: PromptLookupDrafter(0),
     lookup_backwards=lambda w: PromptLookupDrafter(2, 3),
     lookup_too_far=lambda w: PromptLookupDrafter(65),
@@ -97,7 +96,6 @@ refuses(
     suffix_without_occurrences=lambda w: SuffixDrafter(max_occurrences=0),
     suffix_shared=lambda w: SuffixDrafter(16, shared_tokens=64),
     chain_of_nothing=lambda w: ChainDrafter([]),
-    tree_in_an_engine=lambda w: Engine(w.ctx, ModelDrafter(w.ctx, width=2), FIXED),
     **{
         f"wait_{x}": lambda w, x=x: Engine(w.ctx, wait_s=x) for x in (-1, math.nan, True, "2", None)
     },

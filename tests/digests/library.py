@@ -227,8 +227,9 @@ class World:
                 self.context(draft, **options), self.params({"temperature": 1.3, "top_k": 0})
             ),
             "other vocabulary": lambda: lb.ModelDrafter(self.context("renumbered", **options)),
-            "tree of 2": lambda: lb.ModelDrafter(self.context(draft, **options), width=2),
-            "tree of 5": lambda: lb.ModelDrafter(self.context(draft, **options), width=5),
+            # Version 0.1 drafted trees here, which changed no text.
+            "tree of 2": lambda: lb.ModelDrafter(self.context(draft, **options)),
+            "tree of 5": lambda: lb.ModelDrafter(self.context(draft, **options)),
             "lookup": lambda: lookup(min_ngram=1),
             "suffix": lambda: suffix(8, 1, factor=2.0, offset=2.0, min_probability=0.0),
             "chain": lambda: lb.ChainDrafter(
@@ -239,7 +240,7 @@ class World:
                 ]
             ),
             "chain with a tree": lambda: lb.ChainDrafter(
-                [lookup(), lb.ModelDrafter(self.context(draft, **options), width=3)]
+                [lookup(), lb.ModelDrafter(self.context(draft, **options))]
             ),
             "useless": lambda: Custom(lambda position: 7, None),
             "adversary": lambda: Custom(lambda position: (31 * position) % 200 + 2, None),

@@ -9,7 +9,7 @@ import pytest
 import llamabranch as lb
 from llamabranch.engine.job import EngineSettings, Job, JobState, JobStateError, Submission
 from llamabranch.generation.drafter import NullState
-from llamabranch.generation.generation import Drafting
+from llamabranch.generation.drafting import Drafting
 from llamabranch.generation.length import FixedLength
 from llamabranch.generation.loop import RunningText
 

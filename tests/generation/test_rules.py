@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import pytest
@@ -30,16 +29,13 @@ from llamabranch.errors import ConfigError
 from llamabranch.generation.rules import (
     RULES,
     Acceptance,
-    DraftTree,
     Noise,
     RandomSource,
-    TreeAcceptance,
     apply_rule,
     block_rule,
     draft_seed,
     seeded_rule,
     token_rule,
-    tree_rule,
 )
 from llamabranch.sampling import Distribution
 from llamabranch.sampling.noise import DRAFT, derive_seed
@@ -277,69 +273,6 @@ def test_target_is_asked_in_order_and_no_further_than_needed() -> None:
             assert asked == list(range(stop + 1))
 
 
-# -- trees -----------------------------------------------------------------------------------------
-
-
-def bushy_tree(rng: np.random.Generator, depth: int) -> DraftTree:
-    """Return a random tree of at most ``depth`` levels, children in random order."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    level = [-1]
-    for _ in range(depth):
-        below = []
-        for node in level:
-            for token in rng.permutation(V)[: rng.integers(0, V + 1)]:
-                tokens.append(int(token))
-                parents.append(node)
-                below.append(len(tokens) - 1)
-        level = below
-    return DraftTree(tokens, parents)
-
-
-def text_of(tree: DraftTree, node: int) -> Context:
-    return tuple(tree.tokens[n] for n in tree.path(node))
-
-
-def after_node(models: ModelPair, tree: DraftTree, node: int) -> Distribution:
-    return models.target[text_of(tree, node)]
-
-
-def emitted(tree: DraftTree, acceptance: TreeAcceptance) -> Context:
-    assert acceptance.path == (tree.path(acceptance.path[-1]) if acceptance.path else [])
-    return (*(tree.tokens[n] for n in acceptance.path), acceptance.token)
-
-
-def test_tree_rule_is_lossless_for_any_tree() -> None:
-    rng = np.random.default_rng(0)
-    for seed in range(12):
-        models = random_pair("mixed", 3, seed)
-        tree = bushy_tree(rng, 3)
-
-        def program(walk: Outcomes, tree: DraftTree = tree, models: ModelPair = models) -> Context:
-            return emitted(tree, tree_rule(tree, partial(after_node, models, tree), walk))
-
-        assert models.error(enumerate_outcomes(program)) < EXACT
-
-
-def test_tree_that_is_no_tree_is_refused() -> None:
-    for tokens, parents in (([1], []), ([1], [0]), ([1, 2], [-1, 1]), ([1], [-2])):
-        with pytest.raises(ConfigError):
-            DraftTree(tokens, parents)
-    with pytest.raises(ConfigError, match="same token"):
-        DraftTree([4, 4], [-1, -1])
-
-
-def test_tree_knows_its_shape() -> None:
-    tree = DraftTree([5, 6, 5, 7], [-1, 0, 0, 2])
-    assert len(tree) == 4
-    assert tree.children(-1) == [0]
-    assert tree.children(0) == [1, 2]
-    assert tree.children(3) == []
-    assert tree.path(3) == [0, 2, 3]
-    assert tree.path(-1) == []
-    assert [tree.depth(n) for n in range(4)] == [0, 1, 1, 2]
-
-
 # -- the real noise --------------------------------------------------------------------------------
 
 
@@ -364,25 +297,15 @@ def test_seeded_rule_generates_what_plain_decoding_generates() -> None:
             want[:3],
             [],
         ):
-            acceptance = apply_rule(
-                "seeded", drafted, [], models.after(drafted), seed=seed, position=11
-            )
+            target = models.after(drafted)
+            acceptance = apply_rule("seeded", drafted, [], target, seed=seed, position=11)
             text = [*drafted[: acceptance.n_accepted], acceptance.token]
             assert text == want[: len(text)]
             assert (
                 acceptance.n_accepted == len(drafted) or acceptance.token != drafted[len(text) - 1]
             )
-            assert acceptance == seeded_rule(drafted, models.after(drafted), seed=seed, position=11)
-
-
-def test_seeded_tree_generates_what_plain_decoding_generates() -> None:
-    models = random_pair("mixed", 3, 4)
-    rng = np.random.default_rng(4)
-    for seed in range(200):
-        tree = bushy_tree(rng, 3)
-        acceptance = tree_rule(tree, partial(after_node, models, tree), Noise(seed, 3))
-        text = list(emitted(tree, acceptance))
-        assert text == plain(models, seed, 3, len(text))
+            draws = [target(i).draw(seed, 11 + i) for i in range(acceptance.n_accepted + 1)]
+            assert acceptance == seeded_rule(drafted, draws.__getitem__)
 
 
 def generate(rule: str, models: ModelPair, seed: int, n: int, fresh: bool) -> Context:

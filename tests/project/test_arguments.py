@@ -138,7 +138,6 @@ COUNTS: dict[str, Call] = {
     "texts of a request": lambda ctx, b, n: lb.Request(STORY, n=n),
     "draft_k": lambda ctx, b, n: lb.SpeculativeConfig(draft_k=n),
     "max_draft_tokens": lambda ctx, b, n: lb.SpeculativeConfig(max_draft_tokens=n),
-    "width": lambda ctx, b, n: lb.ModelDrafter(ctx, width=n),
     "max_ngram": lambda ctx, b, n: lb.speculative.PromptLookupDrafter(max_ngram=n),
     "min_ngram": lambda ctx, b, n: lb.speculative.PromptLookupDrafter(min_ngram=n),
     "max_match": lambda ctx, b, n: lb.SuffixDrafter(max_match=n),

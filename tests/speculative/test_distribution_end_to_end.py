@@ -205,7 +205,6 @@ OWN = SamplingParams(temperature=1.4, top_k=5, top_p=1.0, min_p=0.0)
 DRAFTERS: dict[str, Make] = {
     "model": lambda c: lb.ModelDrafter(c["draft"]),
     "own settings": lambda c: lb.ModelDrafter(c["draft"], OWN),
-    "tree": lambda c: lb.ModelDrafter(c["draft"], width=2),
     "chain": lambda c: lb.ChainDrafter(
         [lb.speculative.PromptLookupDrafter(max_ngram=2, min_ngram=1), lb.ModelDrafter(c["draft"])]
     ),
@@ -216,7 +215,7 @@ DRAFTERS: dict[str, Make] = {
 @pytest.mark.parametrize(
     ("rule", "who"),
     [
-        ("token", "model"), ("block", "model"), ("seeded", "model"), ("seeded", "tree"),
+        ("token", "model"), ("block", "model"), ("seeded", "model"),
         ("token", "own settings"), ("block", "own settings"), ("token", "chain"),
         ("token", "translated"), ("block", "translated"),
     ],

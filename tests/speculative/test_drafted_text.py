@@ -233,11 +233,6 @@ DRAFTERS: dict[str, Maker] = {
     "chain": lambda w: lb.ChainDrafter([PromptLookupDrafter(), lb.ModelDrafter(w.draft)]),
     "grammar": lambda w: lb.GrammarDrafter(lb.ModelDrafter(w.draft)),
     "function": lambda w: lb.FunctionDrafter(lambda tokens, k: [7] * (k + 5), "sevens"),
-    "tree of 3": lambda w: lb.ModelDrafter(w.draft, width=3),
-    "tree of the same model": lambda w: lb.ModelDrafter(w.twin, width=2),
-    "chain with a tree": lambda w: lb.ChainDrafter(
-        [PromptLookupDrafter(), lb.ModelDrafter(w.draft, width=2)]
-    ),
 }
 SILENT = ("nobody", "none")
 
@@ -355,12 +350,7 @@ def by_engine(
 
 
 CALLERS = {"prompt": by_prompt, "branch": by_branch, "session": by_session, "engine": by_engine}
-WAYS = [
-    (drafter, caller)
-    for drafter in DRAFTERS
-    for caller in CALLERS
-    if not ("tree" in drafter and caller == "engine")  # which is refused
-]
+WAYS = [(drafter, caller) for drafter in DRAFTERS for caller in CALLERS]
 
 
 # -- the law -----------------------------------------------------------------------------------------
@@ -466,7 +456,7 @@ def test_length_of_the_draft_does_not_matter(
 
 
 @pytest.mark.parametrize("caller", ["branch", "session"])
-@pytest.mark.parametrize("drafter", ["nobody", "model", "same model", "hostile", "tree of 3"])
+@pytest.mark.parametrize("drafter", ["nobody", "model", "same model", "hostile"])
 def test_what_is_abandoned_has_left_exactly_what_was_given_out(
     drafter: str, caller: str, world: World, expected: dict[str, list[tuple[Case, Said]]]
 ) -> None:

@@ -28,7 +28,7 @@ from llamabranch import (
 )
 from llamabranch.errors import GrammarError
 from llamabranch.generation.length import FixedLength
-from llamabranch.speculative import NullDrafter, PromptLookupDrafter
+from llamabranch.speculative import PromptLookupDrafter
 from llamabranch.speculative.auto import DrafterChoice
 
 SCHEMA = {
@@ -275,14 +275,6 @@ def test_searches_stay_within_a_grammar(ctx: Context) -> None:
             assert set(JSON.parse(begun + text)) == set(SCHEMA["properties"])  # type: ignore[call-overload]
 
 
-def test_draft_model_of_another_vocabulary_and_missing_grammar() -> None:
+def test_names_tell_what_drafts_where_the_grammar_leaves_a_choice() -> None:
     assert GrammarDrafter().name == "grammar"
     assert GrammarDrafter.copying().name == "grammar+suffix"
-    with pytest.raises(lb.ConfigError, match="width 1"):
-        GrammarDrafter(_Wide())
-
-
-class _Wide(NullDrafter):
-    @property
-    def width(self) -> int:
-        return 2

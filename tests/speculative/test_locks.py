@@ -84,7 +84,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
     return found
 
 
-@pytest.fixture(params=["model", "tree", "eagle", "shared memory"])
+@pytest.fixture(params=["model", "eagle", "shared memory"])
 def pair(
     request: pytest.FixtureRequest,
     locks: Locks,
@@ -103,9 +103,8 @@ def pair(
     elif request.param == "eagle":
         drafter = lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx))
     else:
-        width = 2 if request.param == "tree" else 1
         other = lb.Context(draft, n_ctx=1024, n_seq_max=8, n_threads=1)
-        drafter = lb.ModelDrafter(other, width=width)
+        drafter = lb.ModelDrafter(other)
     yield ctx, drafter
     drafter.ctx.close()
 
@@ -126,11 +125,9 @@ def test_locks_are_taken_one_after_the_other(
             for _ in range(5):
                 session.next_token(drafter)
                 session.next_token()
-        if drafter.width == 1:
-            lb.search.best_of_n(branch, 3, 8, drafter=drafter)
-    if drafter.width == 1:
-        with lb.Engine(ctx, drafter, FIXED, sampling=WARM) as engine:
-            engine.generate([lb.Request(TALE, n=2, max_tokens=8), lb.Request(TALE, max_tokens=9)])
+        lb.search.best_of_n(branch, 3, 8, drafter=drafter)
+    with lb.Engine(ctx, drafter, FIXED, sampling=WARM) as engine:
+        engine.generate([lb.Request(TALE, n=2, max_tokens=8), lb.Request(TALE, max_tokens=9)])
     lb.Branch.start(ctx, TALE)  # is forgotten
     gc.collect()
     ctx.close()  # closes a head, too

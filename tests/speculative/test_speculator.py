@@ -83,10 +83,6 @@ def make(which: str, draft: Context, twin: Context) -> lb.Drafter:
         "suffix": lb.SuffixDrafter(8, 1, factor=4.0, offset=4.0, min_probability=0.0),
         "chain": lb.ChainDrafter([lookup(), lb.SuffixDrafter(), model(draft)]),
         "own settings": model(draft, SamplingParams(temperature=1.3, top_k=5, seed=9)),
-        "tree of 2": model(draft, width=2),
-        "tree of 3": model(draft, width=3),
-        "tree of the same model": model(twin, width=2),
-        "chain with a tree": lb.ChainDrafter([lookup(), model(draft, width=2)]),
     }
     return makers[which]
 
@@ -174,7 +170,7 @@ class Garden:
         return branch
 
 
-@pytest.mark.parametrize("which", ["model", "same model", "wrong", "chain", "tree of 2"])
+@pytest.mark.parametrize("which", ["model", "same model", "wrong", "chain"])
 @pytest.mark.parametrize("seed", range(2))
 def test_memory_is_that_of_a_fresh_prefill_after_any_work(
     which: str, seed: int, ctx: Context, draft_ctx: Context, other_ctx: Context, target: lb.Model
@@ -235,12 +231,10 @@ def test_closed_contexts_end_generations_with_a_clear_error(
 
 
 @pytest.mark.parametrize("rule", ["seeded", "token", "block"])
-@pytest.mark.parametrize("which", ["model", "wrong", "tree of 3"])
+@pytest.mark.parametrize("which", ["model", "wrong"])
 def test_rejected_tokens_leave_no_penalty(
     which: str, rule: str, ctx: Context, draft_ctx: Context, other_ctx: Context
 ) -> None:
-    if "tree" in which and rule != "seeded":
-        pytest.skip("trees have the seeded rule")
     params = SamplingParams(temperature=1.0, seed=3, presence_penalty=2.0, penalty_last_n=-1)
     drafter = make(which, draft_ctx, other_ctx)
     speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=5, rule=rule))
@@ -321,7 +315,7 @@ def test_second_generation_goes_on_where_the_first_ended(ctx: Context, draft_ctx
         speculator.forget(branch)
 
 
-@pytest.mark.parametrize("which", ["model", "chain", "suffix", "tree of 2", "own settings"])
+@pytest.mark.parametrize("which", ["model", "chain", "suffix", "own settings"])
 def test_user_may_rewind_and_reseed_between_generations(
     which: str, ctx: Context, draft_ctx: Context, other_ctx: Context
 ) -> None:
@@ -349,12 +343,11 @@ def test_reseeded_branch_keeps_its_acceptance(ctx: Context, other_ctx: Context) 
         speculator.forget(branch)
 
 
-@pytest.mark.parametrize("width", [1, 2])
 def test_settings_changed_between_generations_reach_the_draft(
-    ctx: Context, other_ctx: Context, width: int
+    ctx: Context, other_ctx: Context
 ) -> None:
     """A line that is kept goes on with what its branch draws by now; so does that of a fork."""
-    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx, width=width), FIXED)
+    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx), FIXED)
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         for params in (
             WARM,

@@ -2,9 +2,8 @@
 
 run.py               what models and heads share: read the new text, draw, for any number of texts
 model.py             draft models
-head.py              what EAGLE-3 heads and MTP layers share: hidden states of the target
-eagle.py, mtp.py     these two
-tree.py              which nodes of a token tree are grown
+head.py              EAGLE-3 heads, and what MTP layers share with them: hidden states of the target
+mtp.py               MTP layers
 cross_vocabulary.py  draft models of another vocabulary, through the text
 ngram_index.py       where an n-gram occurred before
 copying.py           drafters that copy what followed it there

@@ -8,7 +8,7 @@ from functools import partial
 from ...arguments import instance, items
 from ...context import Context
 from ...errors import ConfigError
-from ...generation.drafter import Draft, Drafter, DraftLength, DraftRequest, DraftState, propose
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftRequest, DraftState
 from ...generation.text import Text
 from ...model import Model
 
@@ -41,11 +41,6 @@ class ChainDrafter(Drafter):
         return "+".join(drafter.name for drafter in self.drafters)
 
     @property
-    def width(self) -> int:
-        """The largest width of its drafters; above 1 drafts may be trees, which need the seeded rule."""
-        return max(drafter.width for drafter in self.drafters)
-
-    @property
     def estimates(self) -> frozenset[str]:
         """Those of its drafters."""
         return frozenset().union(*(each.estimates for each in self.drafters))
@@ -62,12 +57,14 @@ class ChainDrafter(Drafter):
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state, made of one state of each drafter."""
-        return _ChainState(
-            _all_or_none([partial(drafter.start, target, rule) for drafter in self.drafters])
-        )
+        makers = [partial(drafter.start, target, rule) for drafter in self.drafters]
+        return _ChainState(self, _all_or_none(makers))
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Call each drafter with all requests for which those before it have no draft."""
+        """Call each drafter with all requests for which those before it have no draft.
+
+        A draft has the cost of the drafters before it added to its own.
+        """
         drafts = [Draft() for _ in requests]
         found = ((i, request.state) for i, request in enumerate(requests))
         states = {i: state.states for i, state in found if isinstance(state, _ChainState)}
@@ -83,27 +80,20 @@ class ChainDrafter(Drafter):
 
 
 class _ChainState:
-    def __init__(self, states: Sequence[DraftState]) -> None:
+    def __init__(self, drafter: ChainDrafter, states: Sequence[DraftState]) -> None:
         self.states = states
+        self._drafter = drafter
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        """Return the first draft found, with the cost of the drafters before it added to its own."""
-        draft = Draft()
-        for state in self.states:
-            seconds, n_decodes = draft.seconds, draft.n_decodes
-            draft = propose(state, tokens, length, limit)
-            draft.seconds += seconds
-            draft.n_decodes += n_decodes
-            if draft.tokens:
-                break
-        return draft
+        return self._drafter.propose_many([DraftRequest(self, tokens, length, limit)])[0]
 
     def observe(self, n_tokens: int) -> None:
         for state in self.states:
             state.observe(n_tokens)
 
     def fork(self, target: Text) -> DraftState:
-        return _ChainState(_all_or_none([partial(state.fork, target) for state in self.states]))
+        makers = [partial(state.fork, target) for state in self.states]
+        return _ChainState(self._drafter, _all_or_none(makers))
 
     def close(self) -> None:
         for state in self.states:

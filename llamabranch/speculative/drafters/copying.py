@@ -13,13 +13,11 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 from ...arguments import bounded, real, whole
 from ...errors import ConfigError
-from ...generation.drafter import Draft, Drafter, DraftLength, DraftState
-from ...generation.stop_rule import StopRule
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, StopRule
 from ...generation.text import Text
 from ...model import Model
 from .ngram_index import Guess, Match, Segment, SharedIndex, TokenIndex, doubling
@@ -28,7 +26,17 @@ __all__ = ["PromptLookupDrafter", "SuffixDrafter"]
 
 
 class _CopyDrafter(Drafter):
-    """Copies token ids of the target's own text, and estimates how probable they are."""
+    """Copies token ids of the target's own text, and estimates how probable they are.
+
+    Attributes:
+        lengths: of the n-grams that are indexed.
+        most: how many occurrences are counted.
+        floor: ends a draft where the probability that all of it is accepted falls below it.
+        factor, offset: a match of m tokens allows a draft of floor(m * factor + offset) tokens.
+    """
+
+    lengths: Sequence[int]
+    most, floor, factor, offset = 1, 0.0, 0.0, math.inf
 
     @property
     def estimates(self) -> frozenset[str]:
@@ -37,6 +45,14 @@ class _CopyDrafter(Drafter):
 
     def check(self, target: Model) -> None:
         """Accept any target: it copies token ids of the target's own text."""
+
+    def start(self, target: Text, rule: str) -> DraftState:
+        """Return a new state."""
+        return _CopyState(self, TokenIndex(self.lengths), target.position, target)
+
+    def pool(self, model: Model) -> SharedIndex | None:
+        """Return what texts of a model share: nothing."""
+        return None
 
 
 class PromptLookupDrafter(_CopyDrafter):
@@ -58,12 +74,7 @@ class PromptLookupDrafter(_CopyDrafter):
     def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
         self.max_ngram = whole("max_ngram", max_ngram, 1, 64)
         self.min_ngram = whole("min_ngram", min_ngram, 1, self.max_ngram)
-        self._policy = _Policy(self.name, most=1, floor=0.0, factor=0.0, offset=math.inf)
-
-    def start(self, target: Text, rule: str) -> DraftState:
-        """Return a new state."""
-        index = TokenIndex(range(self.min_ngram, self.max_ngram + 1))
-        return _CopyState(self._policy, index, None, target.position, target)
+        self.lengths = range(self.min_ngram, self.max_ngram + 1)
 
 
 class SuffixDrafter(_CopyDrafter):
@@ -108,45 +119,26 @@ class SuffixDrafter(_CopyDrafter):
     ) -> None:
         max_match = whole("max_match", max_match, 1, 64)
         min_match = whole("min_match", min_match, 1, max_match)
-        min_probability = bounded("min_probability", min_probability, 0.0, 1.0)
-        factor, offset = real("factor", factor), real("offset", offset)
+        self.floor = bounded("min_probability", min_probability, 0.0, 1.0)
+        self.factor = factor = real("factor", factor)
+        self.offset = offset = real("offset", offset)
         if not (math.isfinite(factor) and factor >= 0 and math.isfinite(offset)):
             raise ConfigError(
                 f"factor {factor!r} and offset {offset!r} must be numbers, factor >= 0"
             )
-        max_occurrences = whole("max_occurrences", max_occurrences, 1, 4096)
-        shared_tokens = whole("shared_tokens", shared_tokens, 0)
-        if shared_tokens != 0:
+        self.most = whole("max_occurrences", max_occurrences, 1, 4096)
+        self.shared_tokens = whole("shared_tokens", shared_tokens, 0)
+        if self.shared_tokens:
             whole("shared_tokens", shared_tokens, 8 * max_match, 1 << 24)
         self.lengths = doubling(min_match, max_match)
-        self.shared_tokens = shared_tokens
-        self._policy = _Policy(self.name, max_occurrences, min_probability, factor, offset)
         self._shared: weakref.WeakKeyDictionary[Model, SharedIndex] = weakref.WeakKeyDictionary()
 
-    def start(self, target: Text, rule: str) -> DraftState:
-        """Return a new state; the tokens generated from here on enter the shared index."""
-        index, shared = TokenIndex(self.lengths), self._pool(target.ctx.model)
-        return _CopyState(self._policy, index, shared, target.position, target)
-
-    def _pool(self, model: Model) -> SharedIndex | None:
+    def pool(self, model: Model) -> SharedIndex | None:
+        """Return the index of what was generated with a model, None if nothing is shared."""
         if not self.shared_tokens:
             return None
-        fresh = SharedIndex(self.lengths, self.shared_tokens, self._policy.most)
+        fresh = SharedIndex(self.lengths, self.shared_tokens, self.most)
         return self._shared.setdefault(model, fresh)
-
-
-@dataclass(frozen=True)
-class _Policy:
-    """How many occurrences are counted, and how many tokens to draft after a match."""
-
-    name: str
-    most: int
-    floor: float
-    factor: float
-    offset: float
-
-    def budget(self, match_length: int, limit: int) -> int:
-        return math.floor(min(limit, match_length * self.factor + self.offset))
 
 
 class _CopyState:
@@ -159,23 +151,18 @@ class _CopyState:
     """
 
     def __init__(
-        self,
-        policy: _Policy,
-        index: TokenIndex,
-        shared: SharedIndex | None,
-        n_written: int,
-        target: Text,
+        self, drafter: _CopyDrafter, index: TokenIndex, n_written: int, target: Text
     ) -> None:
-        self._policy = policy
+        self._drafter = drafter
         self._index = index
-        self._shared = shared
+        self._shared = drafter.pool(target.ctx.model)
         self._n_written = n_written
         self._target = weakref.ref(target)  # a state must not keep it from being freed
         self._is_eog = target.ctx.model.is_eog
         self._segment: Segment | None = None
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        draft = Draft(drafter=self._policy.name, stopped="no evidence")
+        draft = Draft(drafter=self._drafter.name, stopped="no evidence")
         start = perf_counter()
         self._index_new(tokens)
         match, guess = self._guess(limit)
@@ -230,15 +217,15 @@ class _CopyState:
             self._n_written = len(tokens)
 
     def _guess(self, limit: int) -> tuple[Match | None, Guess]:
-        index, policy = self._index, self._policy
-        matches = [index.longest(policy.most)]
+        index, drafter = self._index, self._drafter
+        matches = [index.longest(drafter.most)]
         if self._shared is not None:
             matches.append(self._shared.longest(index.tokens, skip=self._segment))
         best, best_match = Guess([], []), None
         for match in matches:
             if match is not None:
-                most = policy.budget(match.length, limit)
-                guess = match.follow(index.tokens, most, policy.floor)
+                most = math.floor(min(limit, match.length * drafter.factor + drafter.offset))
+                guess = match.follow(index.tokens, most, drafter.floor)
                 if guess.expected > best.expected:
                     best, best_match = guess, match
         return best_match, best
@@ -252,8 +239,7 @@ class _CopyState:
             self._n_written, self._segment = n_tokens, None
 
     def fork(self, target: Text) -> DraftState:
-        index = self._index.fork()
-        return _CopyState(self._policy, index, self._shared, self._n_written, target)
+        return _CopyState(self._drafter, self._index.fork(), self._n_written, target)
 
     def close(self) -> None:
         self._index = TokenIndex(())

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from ...branch import Branch
+from ...context.radix_tree import n_common
 from ...errors import CapacityError, TokenizeError
 from ...generation.drafter import Draft, DraftLength, DraftState
 from ...generation.text import Text
@@ -59,12 +60,7 @@ class TranslatingState:
         encoded = branch.ctx.tokenize(text)
         if not encoded:
             raise TokenizeError("cannot draft for an empty text")
-        same = 0
-        for ours, theirs in zip(branch.tokens, encoded, strict=False):
-            if ours != theirs:
-                break
-            same += 1
-        same = min(same, len(encoded) - 1)  # at least one token is decoded, for its logits
+        same = n_common(branch.tokens, encoded[:-1])  # one is decoded at least, for its logits
         draft.n_read = len(encoded) - same
         branch.rewind(same)
         branch.sequence.decode_unscored(encoded[same:])

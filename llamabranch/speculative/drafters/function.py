@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ...arguments import placed
 from ...errors import ConfigError
-from ...generation.drafter import Draft, Drafter, DraftLength, DraftState
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState
 from ...generation.text import Text
 from ...model import Model, token_list
 
@@ -54,7 +54,7 @@ class FunctionDrafter(Drafter):
         return _FunctionState(self._function, self._name)
 
 
-class _FunctionState:
+class _FunctionState(NullState):
     """Calls the function; holds nothing of the text."""
 
     def __init__(self, function: DraftFunction, name: str) -> None:
@@ -70,12 +70,3 @@ class _FunctionState:
             draft.tokens = token_list(self._function(list(tokens), limit))[:limit]
         draft.stopped = "length" if len(draft.tokens) == limit else "no evidence"
         return draft
-
-    def observe(self, n_tokens: int) -> None:
-        pass
-
-    def fork(self, target: Text) -> DraftState:
-        return self
-
-    def close(self) -> None:
-        pass

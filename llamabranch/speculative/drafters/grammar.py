@@ -8,9 +8,8 @@ from time import perf_counter
 
 from ...arguments import instance
 from ...context import Context
-from ...errors import ConfigError, GrammarError
-from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState
-from ...generation.stop_rule import StopRule
+from ...errors import GrammarError
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState, StopRule
 from ...generation.text import Text
 from ...model import Model
 from ...sampling import Distribution
@@ -32,9 +31,6 @@ class GrammarDrafter(Drafter):
     Args:
         values: drafts where the grammar leaves a choice; None = the draft ends there.
         plain: drafts on a branch without a grammar; None = ``values`` does.
-
-    Raises:
-        ConfigError: one of them proposes trees.
     """
 
     def __init__(self, values: Drafter | None = None, plain: Drafter | None = None) -> None:
@@ -42,8 +38,6 @@ class GrammarDrafter(Drafter):
             if each is not None:
                 instance(name, each, Drafter)  # type: ignore[type-abstract]
         self.values, self.plain = values, plain or values
-        if any(each is not None and each.width > 1 for each in (values, plain)):
-            raise ConfigError("a grammar continues a chain of tokens: use a drafter of width 1")
 
     @classmethod
     def copying(cls) -> GrammarDrafter:

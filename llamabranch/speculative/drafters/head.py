@@ -1,4 +1,4 @@
-"""What EAGLE-3 heads and MTP layers share: they read the target's hidden states.
+"""Drafting with heads, which read the target's hidden states: EAGLE-3, and what MTP layers share with it.
 
 A head reads pairs of a token and a state. For the tokens of the text the states are the target's, after
 the head's encoder if it has one; for drafted tokens they are the head's own, from the step before. So the
@@ -14,66 +14,23 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ...arguments import instance
 from ...context import Context
 from ...context.logits import LogitsRow
 from ...context.runner import Batch
 from ...context.token_states import kept_states
 from ...errors import BranchStateError, ConfigError, UnsupportedError
-from ...generation.drafter import Draft, DraftRequest, DraftState
+from ...generation.drafter import DraftState
 from ...generation.text import Text
 from ...model import Model
-from ...sampling import Sampler
-from .run import Drafting, DraftRun, RunDrafter, RunState
-from .tree import check_rule
+from ...sampling import Sampler, SamplingParams
+from .run import RunDrafter, RunState
 
-__all__ = [
-    "MOST_ROWS",
-    "HeadDrafter",
-    "HeadDrafting",
-    "HeadRun",
-    "HeadState",
-    "States",
-]
+__all__ = ["MOST_ROWS", "EagleDrafter", "HeadDrafter", "HeadState", "States"]
 
 States = npt.NDArray[np.float32]
 
 MOST_ROWS = 64  # tokens of a decode whose logits are all computed; longer ones are split
-
-
-class HeadDrafter(RunDrafter):
-    """Drafts in the context of a head, whose sequences follow the target's texts.
-
-    Attributes:
-        ahead: by how many tokens a pair's token is ahead of its position.
-    """
-
-    ahead: int
-
-    @property
-    def n_layers(self) -> int:
-        """How many layers draft in turn, each with K/V of its own; 1 = one drafts all tokens."""
-        return 1
-
-    def check(self, target: Model) -> None:
-        """Raise UnsupportedError, with the reason, unless the head fits ``target``."""
-        reason = target.head_fault(self.ctx.model)
-        if reason:
-            raise UnsupportedError(f"{self.name} cannot draft for {target.name}: {reason}")
-
-    def start(self, target: Text, rule: str) -> DraftState:
-        """Return a new state; it holds a sequence of the head's context.
-
-        Raises:
-            ConfigError: ``target`` belongs to another context than the head's target; trees under another
-                rule than "seeded".
-        """
-        check_rule(self.width, rule)
-        if target.ctx is not self.ctx.target:
-            raise ConfigError(
-                f"{self.name} drafts for another context: it reads that one's hidden states",
-                hint="open the head with target=, the context that generates",
-            )
-        return HeadState(self, target, rule)
 
 
 class HeadState(RunState):
@@ -84,6 +41,7 @@ class HeadState(RunState):
         tokens: the text that it has read.
         ahead: by how many tokens a pair's token is ahead of its position.
         n_skipped: how many of the first pairs its sequences lack: the states of these are not known.
+        hidden: the head's state for the next pair of the draft, (n_embd,); None before the first decode.
     """
 
     _drafter: HeadDrafter
@@ -95,10 +53,15 @@ class HeadState(RunState):
         self.ahead = drafter.ahead
         self.tokens: list[int] = []
         self.n_skipped = 0
+        self.hidden: States | None = None
+        self._row: LogitsRow | None = None
+        self._first, self._features = 0, np.empty((0, 0), dtype=np.float32)
         self._ctx: Context = drafter.ctx
         self._n_prompt = target.answer_start  # where a grammar begins
-        self._sampler = Sampler(drafter.ctx.model, drafter.settings(target), target.grammar)
-        # How many tokens the sampler has accepted; None if it must accept all of them again.
+        # One that follows the text, and one that has accepted the draft too.
+        self._reader = Sampler(drafter.ctx.model, drafter.settings(target), target.grammar)
+        self._sampler = self._reader
+        # How many tokens the first has accepted; None if it must accept all of them again.
         self._n_accepted: int | None = None
         # llama.cpp computes one layer at a time, and writes K/V of that layer only. So a cell would not
         # serve two layers, unless the second wrote to the same one, which llama.cpp does not promise.
@@ -126,21 +89,19 @@ class HeadState(RunState):
             return 0
         return self.n_skipped + self._ctx.kv_cache.next_position(self.seq_ids[layer])
 
-    def features(self, tokens: Sequence[int], n_layers: int) -> tuple[int, States]:
-        """Return the first pair of the text that one of ``n_layers`` has not read, and what it reads.
+    def read_target(self, n_layers: int) -> None:
+        """Get the target's states for what one of ``n_layers`` has not read of the text.
 
         The last pair is read again if all were read: the draft begins at its logits. Where the target
         has no states of some tokens, and no room to decode them again, the head forgets what it has
         read and begins after them.
 
-        Returns:
-            the number of the pair, and the target's states for all from there on, float32 (n, width).
-
         Raises:
             CapacityError: the target has no state of the last token.
         """
-        target = self.target
+        target, tokens = self.target, self.text
         self.observe(len(tokens) - 1)
+        self.draft.n_read = len(tokens) - len(self.tokens)
         first = len(tokens) - 1  # where all that it reads of the text is the target's K/V
         if self.seq_ids:
             first = min(self.n_pairs(layer) for layer in range(n_layers))
@@ -154,7 +115,9 @@ class HeadState(RunState):
             self._skip(first)
         elif first + self.ahead == 0:  # no state comes before the first token
             rows = np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
-        return first, rows
+        self._first, self._features = first, rows  # the number of the first pair, (n, width)
+        self.unread = self.behind(0)[0]
+        self._sampler = self._text_sampler()
 
     def _skip(self, n: int) -> None:
         """Begin again with pair ``n``."""
@@ -185,17 +148,60 @@ class HeadState(RunState):
             self.cut(n_tokens)
             del self.tokens[n_tokens:]
 
-    def sampler(self, tokens: Sequence[int]) -> Sampler:
-        """Return a sampler that has accepted ``tokens``, the text, for one draft."""
-        if not self._sampler.is_stateless:
-            n = self._n_prompt
+    def _text_sampler(self) -> Sampler:
+        """Return the sampler that follows the text, once it has accepted all of it."""
+        if not self._reader.is_stateless:
+            n, tokens = self._n_prompt, self.text
             if self._n_accepted is None:
-                self._sampler = self._sampler.replay(tokens[:n], tokens[n:])
+                self._reader = self._reader.replay(tokens[:n], tokens[n:])
             else:
                 for token in tokens[self._n_accepted :]:
-                    self._sampler.accept(token)
+                    self._reader.accept(token)
             self._n_accepted = len(tokens)
+        return self._reader
+
+    # -- a draft -----------------------------------------------------------------------------------
+
+    @property
+    def sampler(self) -> Sampler:
+        """One that has accepted the text and the draft."""
         return self._sampler
+
+    def accept(self, token: int) -> None:
+        """Let the sampler accept a drawn token."""
+        self._sampler = self._sampler.after((token,))
+
+    def row(self) -> LogitsRow:
+        """Return the logits of the last decode."""
+        if self._row is None:
+            raise RuntimeError("nothing was decoded to draw from")
+        return self._row
+
+    def inputs(self) -> States:
+        """Return what goes in with ``unread``: the target's states, or the head's own of the draft."""
+        n = len(self.unread)
+        if self.reads_text:
+            return self._features[len(self._features) - n :]
+        if self.hidden is None:
+            raise RuntimeError("nothing was decoded")
+        return self.hidden[None][:n]
+
+    def behind(self, layer: int) -> tuple[list[int], States]:
+        """Return the tokens of the text that a layer has not read, and the target's states for them."""
+        n = max(self.n_pairs(layer), self._first)
+        return list(self.text[n + self.ahead :]), self._features[n - self._first :]
+
+    def note_read(self, row: LogitsRow, hidden: States) -> None:
+        """Note that what was unread was decoded: the logits and the state after it."""
+        if self.reads_text:
+            self.tokens, self.reads_text = list(self.text), False
+        self._row, self.hidden, self.unread = row, hidden, ()
+
+    def drop_draft(self) -> None:
+        """Drop pairs with the head's own states, or of a text that was not read to its end."""
+        self._row = self.hidden = None
+        self._features = self._features[:0]
+        self.cut(len(self.tokens))
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -218,129 +224,115 @@ class HeadState(RunState):
                 self._ctx.sequences.free(seq_id)
 
 
-class HeadRun(DraftRun):
-    """One stream's draft on sequences of the head's context.
+class HeadDrafter(RunDrafter[HeadState]):
+    """Drafts in the context of a head, whose sequences follow the target's texts.
 
     Attributes:
-        state: of the stream.
-        hidden: the head's state for the next pair, (n_embd,); None before the first decode.
+        ahead: by how many tokens a pair's token is ahead of its position.
     """
 
-    def __init__(
-        self, state: HeadState, request: DraftRequest, draft: Draft, features: tuple[int, States]
-    ) -> None:
-        super().__init__(state, request, draft)
-        self.state = state
-        self.hidden: States | None = None
-        self._first, self._features = features  # the number of their first pair
-        self._row: LogitsRow | None = None
-        self._sampler = state.sampler(request.tokens)
-        self.unread = self.behind(0)[0]
-        draft.n_read = len(request.tokens) - len(state.tokens)
+    ahead: int
+    state_type = HeadState
 
     @property
-    def sampler(self) -> Sampler:
-        """One that has accepted the text and the draft."""
-        return self._sampler
+    def n_layers(self) -> int:
+        """How many layers draft in turn, each with K/V of its own; 1 = one drafts all tokens."""
+        return 1
 
-    def accept(self, token: int) -> None:
-        """Let the sampler accept a drawn token."""
-        self._sampler = self._sampler.after((token,))
+    def check(self, target: Model) -> None:
+        """Raise UnsupportedError, with the reason, unless the head fits ``target``."""
+        reason = target.head_fault(self.ctx.model)
+        if reason:
+            raise UnsupportedError(f"{self.name} cannot draft for {target.name}: {reason}")
 
-    def row(self) -> LogitsRow:
-        """Return the logits of the last decode."""
-        if self._row is None:
-            raise RuntimeError("nothing was decoded to draw from")
-        return self._row
+    def start(self, target: Text, rule: str) -> DraftState:
+        """Return a new state; it holds a sequence of the head's context.
 
-    def states(self) -> States:
-        """Return what goes in with ``unread``: the target's states, or the head's own of the draft."""
-        n = len(self.unread)
-        if self.reads_text:
-            return self._features[len(self._features) - n :]
-        if self.hidden is None:
-            raise RuntimeError("nothing was decoded")
-        return self.hidden[None][:n]
+        Raises:
+            ConfigError: ``target`` belongs to another context than the head's target.
+        """
+        if target.ctx is not self.ctx.target:
+            raise ConfigError(
+                f"{self.name} drafts for another context: it reads that one's hidden states",
+                hint="open the head with target=, the context that generates",
+            )
+        return HeadState(self, target, rule)
 
-    def behind(self, layer: int) -> tuple[list[int], States]:
-        """Return the tokens of the text that a layer has not read, and the target's states for them."""
-        n = max(self.state.n_pairs(layer), self._first)
-        return list(self.text[n + self.state.ahead :]), self._features[n - self._first :]
-
-    def note_read(self, row: LogitsRow, hidden: States) -> None:
-        """Note that what was unread was decoded: the logits and the state after it."""
-        if self.reads_text:
-            self.state.tokens, self.reads_text = list(self.text), False
-        self._row, self.hidden, self.unread = row, hidden, ()
-
-
-class HeadDrafting(Drafting[HeadRun]):
-    """The drafts of one or several streams, one decode of the head per drafted position."""
-
-    n_layers = 1
-    _features: Sequence[tuple[int, States]] = ()
-
-    def _state(self, i: int) -> HeadState:
-        state = self.requests[i].state
-        if not isinstance(state, HeadState):
-            raise TypeError("a head drafts for its own states")
-        return state
-
-    def prepare(self, live: Sequence[int]) -> None:
+    def prepare(self, states: Sequence[HeadState]) -> None:
         """Get the target's states: under its lock, not this context's."""
-        self._features = [
-            self._state(i).features(request.tokens, min(self.n_layers, request.limit))
-            for i, request in ((i, self.requests[i]) for i in live)
-        ]
+        for state in states:
+            if self.n_layers > 1:
+                state.limit = min(state.limit, self.n_layers)
+            state.read_target(min(self.n_layers, state.limit))
 
-    def begin(self, live: Sequence[int]) -> list[HeadRun]:
-        """Return a run for each of these requests."""
-        return [
-            HeadRun(self._state(i), self.requests[i], self.drafts[i], found)
-            for i, found in zip(live, self._features, strict=True)
-        ]
+    def end(self, states: Sequence[HeadState]) -> None:
+        """Drop what must not be kept after a draft."""
+        for state in states:
+            state.drop_draft()
 
-    def end(self, live: Sequence[int]) -> None:
-        """Drop pairs with the head's own states, or of a text that was not read to its end."""
-        for i in live:
-            state = self._state(i)
-            state.cut(len(state.tokens))
-
-    def decode(self, runs: Sequence[HeadRun]) -> None:
-        """Decode what is unread of each run, together."""
-        states = np.concatenate([run.states() for run in runs])
-        if runs[0].reads_text:
-            states = self.ctx.decoder.encode(states)
-        found = self.read(runs, [run.unread for run in runs], states)
-        for run, (row, hidden) in zip(runs, found, strict=True):
-            run.note_read(row, hidden)
+    def decode(self, states: Sequence[HeadState]) -> None:
+        """Decode what is unread of each state, together."""
+        inputs = np.concatenate([state.inputs() for state in states])
+        if states[0].reads_text:
+            inputs = self.ctx.decoder.encode(inputs)
+        found = self.read(states, [state.unread for state in states], inputs)
+        for state, (row, hidden) in zip(states, found, strict=True):
+            state.note_read(row, hidden)
 
     def read(
         self,
-        runs: Sequence[HeadRun],
+        states: Sequence[HeadState],
         unread: Sequence[Sequence[int]],
-        states: States,
+        inputs: States,
         layer: int = 0,
     ) -> list[tuple[LogitsRow, States]]:
-        """Decode pairs of each run, at least one; return the logits and the state after its last."""
+        """Decode pairs of each text, at least one; return the logits and the state after its last."""
         decoder = self.ctx.decoder
-        seqs = [run.state.seq_ids[layer] for run in runs]
+        seqs = [state.seq_ids[layer] for state in states]
         lasts = np.cumsum([len(new) for new in unread]) - 1
-        if len(states) > min(decoder.n_chunk, self.ctx.n_outputs_max, MOST_ROWS):
+        if len(inputs) > min(decoder.n_chunk, self.ctx.n_outputs_max, MOST_ROWS):
             early = Batch()
             for seq_id, new in zip(seqs, unread, strict=True):
                 early.add(seq_id, new[:-1], "none")
-            early.decode(decoder, states=np.delete(states, lasts, axis=0))
-            states, unread, lasts = (
-                states[lasts],
-                [new[-1:] for new in unread],
-                np.arange(len(runs)),
-            )
+            early.decode(decoder, states=np.delete(inputs, lasts, axis=0))
+            inputs, unread = inputs[lasts], [new[-1:] for new in unread]
+            lasts = np.arange(len(states))
         # llama.cpp computes EAGLE-3's logits for every entry and takes the first rows of them: entries
         # without logits may not come before others in a batch.
         batch = Batch()
         for seq_id, new in zip(seqs, unread, strict=True):
             batch.add(seq_id, new, "all")
-        rows = batch.decode(decoder, states=states)
-        hidden = decoder.output_states(len(states))
+        rows = batch.decode(decoder, states=inputs)
+        hidden = decoder.output_states(len(inputs))
         return [(its[-1], hidden[at]) for its, at in zip(rows, lasts, strict=True)]
+
+
+class EagleDrafter(HeadDrafter):
+    """Drafts with an EAGLE-3 head, which reads the hidden states of three layers of the target.
+
+    Li et al. 2025, 2503.01840. At position P the pair is (token P + 1, state P).
+
+    Args:
+        ctx: a context of the head: ``Context(Model("head.gguf"), target=ctx)``. Each state holds one
+            of its sequences.
+        sampling: the settings of its draws; None = the request's.
+
+    Raises:
+        ConfigError: not a context of a head.
+    """
+
+    ahead = 1
+
+    def __init__(self, ctx: Context, sampling: SamplingParams | None = None) -> None:
+        instance("ctx", ctx, Context, 'EagleDrafter(Context(Model("head.gguf"), target=ctx))')
+        if ctx.target is None or not ctx.model.target_layers:
+            raise ConfigError(
+                f"{ctx.model.name} is not open as an EAGLE-3 head",
+                hint='EagleDrafter(Context(Model("head.gguf"), target=ctx))',
+            )
+        super().__init__(ctx, sampling)
+
+    @property
+    def name(self) -> str:
+        """The head's name."""
+        return self.ctx.model.name

@@ -14,9 +14,8 @@ import numpy as np
 from ...arguments import instance
 from ...context import Context
 from ...context.logits import LogitsRow
-from ...generation.drafter import Draft, DraftRequest
 from ...sampling import SamplingParams
-from .head import MOST_ROWS, HeadDrafter, HeadDrafting, HeadRun, States
+from .head import MOST_ROWS, HeadDrafter, HeadState, States
 
 __all__ = ["MTPDrafter"]
 
@@ -59,86 +58,78 @@ class MTPDrafter(HeadDrafter):
         """The name of the file's model, and "MTP"."""
         return f"{self.ctx.model.name} MTP"
 
-    def draft_together(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the drafts for these requests."""
-        if self.ctx.model.shares_memory:
-            return _SharingDrafting(self, requests).run()
-        chain = self.n_layers > 1
-        return (_ChainDrafting if chain else HeadDrafting)(self, requests).run()
+    def draw(self, states: Sequence[HeadState]) -> None:
+        """Finish the drafts; several layers draft in turn, one decode for each.
+
+        It reads what it has not read of the text, and the draft. A layer that did not draft, because the
+        draft ended before, is behind in the text until it drafts.
+        """
+        if self.n_layers == 1:
+            return super().draw(states)
+        for layer in range(1, self.n_layers):
+            behind = [state for state in states if layer < state.limit]
+            behind = [state for state in behind if len(state.behind(layer)[0]) > MOST_ROWS]
+            if behind:
+                self._read_text(behind, layer)
+        if states:
+            self.decode(states)
+        made: dict[HeadState, list[States]] = {state: [] for state in states}
+        for layer in range(1, self.n_layers + 1):
+            for state in states:
+                state.draw()
+            states = [state for state in states if not state.is_done]
+            if not states:
+                break
+            for state in states:
+                made[state].append(state.inputs())
+            found = self._read_text(states, layer, made)
+            for state, (row, hidden) in zip(states, found, strict=True):
+                state.note_read(row, hidden)
+        return None
+
+    def _read_text(
+        self,
+        states: Sequence[HeadState],
+        layer: int,
+        made: Mapping[HeadState, Sequence[States]] = MappingProxyType({}),
+    ) -> list[tuple[LogitsRow, States]]:
+        """Let a layer read what it has not read of the text, and the draft with the states ``made``."""
+        unread, inputs = [], []
+        for state in states:
+            tokens, features = state.behind(layer)
+            drafted = made.get(state, ())
+            unread.append(tokens + state.draft.tokens[: len(drafted)])
+            inputs += [features, *drafted]
+        decoder = self.ctx.decoder
+        decoder.use_mtp_layer(layer)
+        try:
+            return self.read(states, unread, np.concatenate(inputs), layer)
+        finally:
+            decoder.use_mtp_layer(0)
+
+    def decode(self, states: Sequence[HeadState]) -> None:
+        """Decode what is unread of each state, together.
+
+        Layers that attend to the target's K/V compute the last token of each text or draft: all tokens of
+        a draft have one position, that of the text's last token, which the target has not decoded yet.
+        The lock of this context is the target's, so the K/V that is read does not change.
+        """
+        if not self.ctx.model.shares_memory:
+            return super().decode(states)
+        decoder = self.ctx.decoder
+        rows = decoder.decode(
+            [state.unread[-1] for state in states],
+            [state.target.seq_id for state in states],
+            [True] * len(states),
+            states=np.concatenate([state.inputs()[-1:] for state in states]),
+            positions=[len(state.text) - 1 for state in states],
+        )
+        for state, row, hidden in zip(
+            states, rows, decoder.output_states(len(states)), strict=True
+        ):
+            state.note_read(row, hidden)
+        return None
 
     def close(self) -> None:
         """Free the context of the MTP layers."""
         self.ctx.close()
-
-
-class _ChainDrafting(HeadDrafting):
-    """Drafts of several MTP layers in turn: one decode for each, of what it has not read and the draft.
-
-    A layer that did not draft, because the draft ended before, is behind in the text until it drafts.
-    """
-
-    def __init__(self, drafter: MTPDrafter, requests: Sequence[DraftRequest]) -> None:
-        self.n_layers = n = drafter.n_layers
-        super().__init__(drafter, [r._replace(limit=min(r.limit, n)) for r in requests])
-
-    def draft(self, runs: list[HeadRun]) -> None:
-        for layer in range(1, self.n_layers):
-            behind = [run for run in runs if layer < run.limit]
-            behind = [run for run in behind if len(run.behind(layer)[0]) > MOST_ROWS]
-            if behind:
-                self._read_text(behind, layer)
-        if runs:
-            self.decode(runs)
-        made: dict[HeadRun, list[States]] = {run: [] for run in runs}
-        for layer in range(1, self.n_layers + 1):
-            for run in runs:
-                run.draw()
-            runs = [run for run in runs if not run.is_done]
-            if not runs:
-                return
-            for run in runs:
-                made[run].append(run.states())
-            found = self._read_text(runs, layer, made)
-            for run, (row, hidden) in zip(runs, found, strict=True):
-                run.note_read(row, hidden)
-
-    def _read_text(
-        self,
-        runs: Sequence[HeadRun],
-        layer: int,
-        made: Mapping[HeadRun, Sequence[States]] = MappingProxyType({}),
-    ) -> list[tuple[LogitsRow, States]]:
-        """Let a layer read what it has not read of the text, and the draft with the states ``made``."""
-        unread, states = [], []
-        for run in runs:
-            tokens, features = run.behind(layer)
-            drafted = made.get(run, ())
-            unread.append(tokens + run.draft.tokens[: len(drafted)])
-            states += [features, *drafted]
-        decoder = self.ctx.decoder
-        decoder.use_mtp_layer(layer)
-        try:
-            return self.read(runs, unread, np.concatenate(states), layer)
-        finally:
-            decoder.use_mtp_layer(0)
-
-
-class _SharingDrafting(HeadDrafting):
-    """Drafts of MTP layers that attend to the target's K/V: all tokens of a draft have one position.
-
-    That is the position of the text's last token, which the target has not decoded yet. The lock of this
-    context is the target's, so the K/V that is read does not change.
-    """
-
-    def decode(self, runs: Sequence[HeadRun]) -> None:
-        """Compute the layers for the last token of each text or draft."""
-        decoder = self.ctx.decoder
-        rows = decoder.decode(
-            [run.unread[-1] for run in runs],
-            [run.state.target.seq_id for run in runs],
-            [True] * len(runs),
-            states=np.concatenate([run.states()[-1:] for run in runs]),
-            positions=[len(run.text) - 1 for run in runs],
-        )
-        for run, row, hidden in zip(runs, rows, decoder.output_states(len(runs)), strict=True):
-            run.note_read(row, hidden)

@@ -1,8 +1,8 @@
-"""A drafting run: how draft models and heads read the text that is new, and draw tokens after it.
+"""How draft models and heads draft: they read the text that is new, and draw tokens after it.
 
 Any number of texts are drafted for together, with one decode for each position of all of them.
 
-What differs is in :mod:`.model` and :mod:`.head`: what a stream reads, and where its logits are.
+What differs is in :mod:`.model` and :mod:`.head`: what a text's state reads, and where its logits are.
 """
 
 from __future__ import annotations
@@ -16,127 +16,53 @@ from typing import Generic, TypeVar
 from ...context import Context
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, GrammarError
-from ...generation.drafter import Draft, Drafter, DraftLength, DraftRequest
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftRequest, DraftState
 from ...generation.rules import draft_seed
 from ...generation.text import Text
 from ...model import Model
 from ...sampling import Sampler, SamplingParams
 from ...sampling.noise import DRAFT
-from .tree import TreeMemory, grow_tree, tree_settings, tree_width
 
-__all__ = ["DraftRun", "Drafting", "RunDrafter", "RunState"]
+__all__ = ["RunDrafter", "RunState"]
 
-N = TypeVar("N")
-R = TypeVar("R", bound="DraftRun")
+S = TypeVar("S", bound="RunState")
 
 
-class RunDrafter(Drafter):
-    """A drafter with a context, whose sequences follow the target's texts.
-
-    Attributes:
-        ctx: the context it drafts in.
-        sampling: the settings of its draws; None = the request's.
-    """
-
-    def __init__(self, ctx: Context, sampling: SamplingParams | None, width: int = 1) -> None:
-        self._width = tree_width(width)
-        self.ctx = ctx
-        self.sampling = sampling
-
-    @property
-    def width(self) -> int:
-        """Candidates per node; above 1 it proposes trees."""
-        return self._width
-
-    @property
-    def contexts(self) -> list[Context]:
-        """Its own."""
-        return [self.ctx]
-
-    def settings(self, target: Text) -> SamplingParams:
-        """Return the settings with which drafts for ``target`` are drawn: without a logits processor."""
-        params = self.sampling or target.sampling
-        params = params.replace(seed=target.seed, logprobs=False, logits_processor=None)
-        return tree_settings(params) if self.width > 1 else params
-
-    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Draft for all requests together: one decode for each drafted position.
-
-        Requests are drafted for one by one if the drafts are trees or go through the text, or on forks
-        because the memory of a draft model cannot be truncated.
-        """
-        on_forks = self.ctx.target is None and not self.ctx.kv_cache.can_draft
-        together = self.width == 1 and not on_forks
-        if not (together and requests and all(isinstance(r.state, RunState) for r in requests)):
-            return super().propose_many(requests)
-        return self.draft_together(requests)
-
-    @abstractmethod
-    def draft_together(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the drafts for these requests, whose states are all its own."""
-
-
-class RunState(ABC):
-    """What a drafting run keeps of one text between drafts.
+class RunState(DraftState, ABC):
+    """What a drafter with a context keeps of one text, and its draft while that is drawn.
 
     Args:
         drafter: whose state it is.
-        target: the branch that is drafted for.
+        target: the text that is drafted for.
         rule: the acceptance rule.
-        seed: of the draws under the seeded rule; the noise of other rules is derived from it.
 
     Attributes:
         model: whose EOG tokens end a draft.
-        ranks_by_noise: whether a tree's candidates are ranked with the noise of the target's draws.
+        seed: of the draws under the seeded rule; the noise of other rules is derived from it.
+        draft: the one that is drawn.
+        text: the tokens that it follows.
+        unread: tokens that are decoded before the next draw: of the text, or the last one drawn.
+        is_done: the draft has ended.
+        reads_text: what is unread belongs to the text; so it is for every state that drafts together.
     """
 
     model: Model
+    draft: Draft
+    text: Sequence[int]
+    length: DraftLength
+    limit: int
 
-    def __init__(self, drafter: RunDrafter, target: Text, rule: str) -> None:
+    def __init__(self, drafter: Drafter, target: Text, rule: str) -> None:
         self.rule = rule
         self.seed = target.seed
-        self.ranks_by_noise = (drafter.sampling or target.sampling).temperature > 0.0
+        self.unread: Sequence[int] = ()
+        self.is_done = False
+        self.reads_text = True
         self._drafter = drafter
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Decode the tokens that are new in one decode, then draw token by token."""
-        return self._drafter.draft_together([DraftRequest(self, tokens, length, limit)])[0]
-
-    @abstractmethod
-    def observe(self, n_tokens: int) -> None:
-        """Forget all tokens but the first ``n_tokens``."""
-
-    @abstractmethod
-    def fork(self, target: Text) -> RunState:
-        """Return a copy of this state that drafts for ``target``."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free its sequences."""
-
-
-class DraftRun(ABC):
-    """One stream's draft while it is drawn. Hold the lock of the drafter's context.
-
-    Attributes:
-        text: the tokens that the draft follows.
-        unread: tokens that are decoded before the next draw: of the text, or the last one drawn.
-        is_done: the draft has ended.
-        reads_text: what is unread belongs to the text; so it is for every run of a drafting.
-    """
-
-    reads_text = True
-
-    def __init__(self, state: RunState, request: DraftRequest, draft: Draft) -> None:
-        self.draft = draft
-        self.text = request.tokens
-        self.length = request.length
-        self.limit = request.limit
-        self.unread: Sequence[int] = ()
-        self.is_done = False
-        self._state = state
-        self._is_seeded = state.rule == "seeded"
-        self._noise = state.seed if self._is_seeded else draft_seed(state.seed, len(self.text))
+        return self._drafter.propose_many([DraftRequest(self, tokens, length, limit)])[0]
 
     # -- what differs ------------------------------------------------------------------------------
 
@@ -149,10 +75,18 @@ class DraftRun(ABC):
     def row(self) -> LogitsRow:
         """Return the logits after the last decoded token, valid until the next decode."""
 
-    def accept(self, token: int) -> None:  # noqa: B027  (nothing to do where the decode does it)
+    def accept(self, token: int) -> None:
         """Let the sampler accept a drawn token, unless it does when the token is decoded."""
 
     # -- drawing -----------------------------------------------------------------------------------
+
+    def open(self, request: DraftRequest) -> None:
+        """Begin a draft; it has ended at once if the length wants none of this drafter."""
+        self.draft = Draft(drafter=self._drafter.name)
+        _, self.text, self.length, self.limit = request
+        self.unread, self.is_done, self.reads_text = (), False, True
+        if not self.length.consider(self.draft.drafter):
+            self._end("off")
 
     @property
     def position(self) -> int:
@@ -160,22 +94,22 @@ class DraftRun(ABC):
         return len(self.text) + len(self.draft.tokens)
 
     def draw(self) -> None:
-        """Draw the next token."""
+        """Draw the next token. Hold the lock of the drafter's context."""
         draft, length, row = self.draft, self.length, self.row()
         entropy = row.entropy() if length.reads_entropy else math.nan
         draft.entropies.append(entropy)
         if not length.goes_on(len(draft.tokens), entropy):
             return self._end(length.reason)
-        sampler, position, seed = self.sampler, self.position, self._state.seed
+        sampler, position, seed = self.sampler, self.position, self.seed
         try:
-            if self._is_seeded:
+            if self.rule == "seeded":
                 token = row.draw(sampler, seed, position, measured=False)
             else:
                 source = sampler.distribution(row.array, position, seed)
-                token = source.draw(self._noise, position, DRAFT)
+                token = source.draw(draft_seed(seed, len(self.text)), position, DRAFT)
                 draft.sources.append(source)
             draft.tokens.append(token)
-            if self._state.model.is_eog(token):
+            if self.model.is_eog(token):
                 return self._end("end")
             if len(draft.tokens) >= self.limit:
                 self.is_done = True  # the next draft decodes it with the new text, if accepted
@@ -190,95 +124,102 @@ class DraftRun(ABC):
         self.draft.stopped = reason
         self.is_done = True
 
-    def grow(self, memory: TreeMemory[N], root: N, width: int) -> None:
-        """Draft a tree after ``root``, the text."""
-        grow_tree(
-            self.draft,
-            memory,
-            root,
-            width=width,
-            length=self.length,
-            limit=self.limit,
-            seed=self._state.seed if self._state.ranks_by_noise else None,
-            is_eog=self._state.model.is_eog,
-        )
 
+class RunDrafter(Drafter, Generic[S]):
+    """A drafter with a context, whose sequences follow the target's texts.
 
-class Drafting(ABC, Generic[R]):
-    """The drafts of one or several streams of a context.
-
-    Args:
-        drafter: whose drafts they are.
-        requests: with states of that drafter.
+    Attributes:
+        ctx: the context it drafts in.
+        sampling: the settings of its draws; None = the request's.
+        state_type: of its states.
     """
 
-    def __init__(self, drafter: RunDrafter, requests: Sequence[DraftRequest]) -> None:
-        self.ctx = drafter.ctx
-        self.width = drafter.width
-        self.requests = requests
-        self.drafts = [Draft(drafter=drafter.name) for _ in requests]
+    state_type: type[S]
+
+    def __init__(self, ctx: Context, sampling: SamplingParams | None) -> None:
+        self.ctx = ctx
+        self.sampling = sampling
+
+    @property
+    def contexts(self) -> list[Context]:
+        """Its own."""
+        return [self.ctx]
+
+    def settings(self, target: Text) -> SamplingParams:
+        """Return the settings with which drafts for ``target`` are drawn: without a logits processor."""
+        params = self.sampling or target.sampling
+        return params.replace(seed=target.seed, logprobs=False, logits_processor=None)
+
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Draft for all requests together: one decode for each drafted position.
+
+        Requests are drafted for one by one if the drafts go through the text, or on forks because the
+        memory of a draft model cannot be truncated.
+        """
+        states = [r.state for r in requests if isinstance(r.state, self.state_type)]
+        if not states or len(states) < len(requests):  # they go through the text
+            return super().propose_many(requests)
+        for state, request in zip(states, requests, strict=True):
+            state.open(request)
+        if self.ctx.target is not None or self.ctx.kv_cache.can_draft:
+            return self._draft(states)
+        return [draft for state in states for draft in self._draft([state])]
 
     # -- what differs ------------------------------------------------------------------------------
 
-    def prepare(self, live: Sequence[int]) -> None:
-        """Get what the requests of these numbers need from the target, before the lock is taken."""
+    def prepare(self, states: Sequence[S]) -> None:
+        """Get what they need from the target, before the lock of the drafter's context is taken."""
+
+    def begin(self, states: Sequence[S]) -> None:
+        """Read what has to be read before all that is unread is decoded."""
 
     @abstractmethod
-    def begin(self, live: Sequence[int]) -> list[R]:
-        """Return a run for each of these requests."""
+    def decode(self, states: Sequence[S]) -> None:
+        """Decode what is unread of each state, together."""
 
-    @abstractmethod
-    def decode(self, runs: Sequence[R]) -> None:
-        """Decode what is unread of each run, together."""
-
-    def end(self, live: Sequence[int]) -> None:
+    def end(self, states: Sequence[S]) -> None:
         """Drop what must not be kept after a draft, whatever was raised."""
 
     # -- drafting ----------------------------------------------------------------------------------
 
-    def run(self) -> list[Draft]:
-        """Return the drafts; without room for them the target goes on alone."""
+    def _draft(self, states: Sequence[S]) -> list[Draft]:
+        """Draw the drafts that were begun; without room for them the target goes on alone."""
         start, decoder = perf_counter(), self.ctx.decoder
         n_decodes = decoder.n_decodes
-        live = []
-        for i, request in enumerate(self.requests):
-            if request.length.consider(self.drafts[i].drafter):
-                live.append(i)
-            else:
-                self.drafts[i].stopped = "off"
-        runs: list[R] = []
+        live = [state for state in states if not state.is_done]
         try:
             self.prepare(live)
             with self.ctx.lock:
                 decoder.check_open()
                 try:
-                    runs = self.begin(live)
-                    self.draft(runs)
+                    self.begin(live)
+                    self.draw(live)
                 finally:
                     self.end(live)
         except CapacityError:
-            unfinished = [run.draft for run in runs if not run.is_done]
-            for draft in unfinished if runs else [self.drafts[i] for i in live]:
-                draft.stopped = "capacity"
-        self._share_costs(perf_counter() - start, decoder.n_decodes - n_decodes)
-        return self.drafts
+            for state in live:
+                if not state.is_done:
+                    state.draft.stopped = "capacity"
+        drafts = [state.draft for state in states]
+        _share_costs(drafts, perf_counter() - start, decoder.n_decodes - n_decodes)
+        return drafts
 
-    def draft(self, runs: list[R]) -> None:
+    def draw(self, states: Sequence[S]) -> None:
         """Finish the drafts, token by token."""
-        while runs:
-            if all(run.unread for run in runs):
-                self.decode(runs)
-            for run in runs:
-                if not run.unread:
-                    run.draw()
-            runs = [run for run in runs if not run.is_done]
+        while states:
+            if all(state.unread for state in states):
+                self.decode(states)
+            for state in states:
+                if not state.unread:
+                    state.draw()
+            states = [state for state in states if not state.is_done]
 
-    def _share_costs(self, seconds: float, n_decodes: int) -> None:
-        """Divide the time by the steps of each draft; the first draft gets all decodes."""
-        drafts = self.drafts
-        steps = [len(draft.entropies) for draft in drafts]
-        if not any(steps):
-            steps = [1] * len(drafts)
-        for draft, n in zip(drafts, steps, strict=True):
-            draft.seconds = seconds * n / sum(steps)
-        drafts[0].n_decodes = n_decodes
+
+def _share_costs(drafts: Sequence[Draft], seconds: float, n_decodes: int) -> None:
+    """Divide the time by the steps of each draft; the first draft gets all decodes."""
+    steps = [len(draft.entropies) for draft in drafts]
+    if not any(steps):
+        steps = [1] * len(drafts)
+    for draft, n in zip(drafts, steps, strict=True):
+        draft.seconds = seconds * n / sum(steps)
+    drafts[0].n_decodes = n_decodes

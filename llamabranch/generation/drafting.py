@@ -1,0 +1,237 @@
+"""Who drafts for the texts of a context, what is learned from it, and the draft states that are kept."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..context import Context
+from ..context.context import text_context
+from ..context.radix_tree import n_common
+from ..errors import CapacityError
+from ..native import forkable_lock
+from ..sampling import SamplingParams
+from .config import SpeculativeConfig, checked_config
+from .drafter import NO_STATE, Drafter, DraftLength, DraftState, NullDrafter, checked_drafter
+from .length import FixedLength, draft_length
+from .loop import Loop, RunningText
+from .rules import Rule, rule_name
+from .stats import SpeculativeStats
+from .text import Text
+
+__all__ = ["Drafting"]
+
+
+class Drafting:
+    """How texts of a context are drafted for by one drafter, and what is learned from that.
+
+    The draft states of texts that may be continued are kept, so that no text is decoded twice. A text
+    without a state gets a fork of its nearest ancestor's, or a new one. ``observe`` tells a state how
+    many of the tokens it has seen are still those of its text. When the drafter's context runs out of
+    sequences, the states that were returned first are closed.
+
+    Threads may share one. A state belongs to the thread that uses it, or that marked it as being forked;
+    the lock is never held during a call of a state, since such a call may wait for a context's lock.
+
+    Args:
+        ctx: the context that generates.
+        drafter: proposes the drafts; None = none are drafted.
+        config: how much to draft.
+        batched: whether texts share decodes, as in an engine. Then memory that cannot drop a tail is not
+            drafted for.
+
+    Attributes:
+        loop: runs the texts.
+        stats: counts and times of all generations that have ended.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        drafter: Drafter | None = None,
+        config: SpeculativeConfig | None = None,
+        *,
+        batched: bool = False,
+    ) -> None:
+        self.ctx = text_context("target", ctx)
+        self.drafter = checked_drafter(drafter, ctx.model)
+        self.config = checked_config(config)
+        self.stats = SpeculativeStats()
+        self._lock = forkable_lock()
+        self._kept: weakref.WeakKeyDictionary[Text, _Kept] = weakref.WeakKeyDictionary()
+        if isinstance(self.drafter, NullDrafter) or (batched and not ctx.kv_cache.can_draft):
+            self.loop = Loop(ctx, FixedLength(0))  # without a drafter nothing is drafted
+        else:
+            self.loop = Loop(ctx, draft_length(self.config, self.drafter, ctx), self.drafter)
+
+    @classmethod
+    def of(
+        cls,
+        last: list[Drafting],
+        ctx: Context,
+        drafter: Drafter | None,
+        config: SpeculativeConfig,
+    ) -> Drafting:
+        """Return who drafts for branches that were forked from one: the ``last`` one, or a new one."""
+        if drafter is None:
+            return cls(ctx, None, config)
+        # By identity, since a drafter need not be hashable.
+        for found in last:
+            if found.drafter is drafter and found.config == config:
+                return found
+        made = cls(ctx, drafter, config)
+        while last:
+            last.pop().forget_all()  # its states may hold the sequences that the next ones need
+        last.append(made)
+        return made
+
+    @property
+    def length(self) -> DraftLength:
+        """The draft-length controller, which learns from all generations."""
+        return self.loop.length
+
+    def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
+        """Return a text to be run by itself; end that with ``close``."""
+        rule = self.config.rule if text.sampler.constraint is None else "seeded"
+        state = NO_STATE if self.loop.drafter is None else self._state(text, rule)
+        length = self.length.stream()
+        return RunningText(text, state, length, rule, stats, n_alternatives, alone=True)
+
+    def close(self, running: RunningText, *, keep: bool, is_changed: bool = False) -> None:
+        """Report its last steps; keep the draft state for the text's next generation, or free it.
+
+        ``is_changed``: somebody else has changed the text since its last round.
+        """
+        running.report()
+        text, state = running.text, running.state
+        if state is NO_STATE:
+            return
+        with self._lock:
+            kept = self._kept.pop(text, None)  # None: another thread has removed it
+            if kept is not None and keep and text.state != "pruned" and not text.ctx.closed:
+                kept.tokens = running.seen or kept.tokens if is_changed else list(text.shown)
+                kept.is_used = False
+                self._kept[text] = kept
+                return
+        state.close()
+
+    def add_stats(self, stats: SpeculativeStats) -> None:
+        """Add the counts and times of a generation that has ended."""
+        with self._lock:
+            self.stats.add(stats)
+
+    def explain(self) -> str:
+        """Return a description of how it drafts, with the measurements behind it and the acceptance."""
+        drafter = self.loop.drafter
+        if drafter is None:
+            return "plain decoding: there is no drafter"
+        stats = SpeculativeStats()
+        with self._lock:
+            stats.add(self.stats)
+        lines = [f"drafter: {drafter.name}; {self.length.explain()}"]
+        if stats.num_drafts:
+            low, high = stats.alpha_interval
+            drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
+            lines.append(
+                f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens were accepted, "
+                f"{stats.mean_acceptance_length:.2f} tokens a drafted round; of those tested "
+                f"{stats.alpha_hat:.0%} (95 % interval {low:.0%} to {high:.0%})"
+            )
+        if stats.stop_reasons:
+            reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])
+            lines.append("drafts ended by: " + ", ".join(f"{why} {n}" for why, n in reasons))
+        return "\n".join(lines)
+
+    # -- draft states ------------------------------------------------------------------------------
+
+    def _state(self, text: Text, rule: Rule) -> DraftState:
+        """Return the state that drafts for ``text`` after its last token."""
+        with self._lock:
+            pruned = [other for other in list(self._kept) if other.state == "pruned"]
+        for other in pruned:
+            self.forget(other)
+        found = self._use(text, text, rule, draws_alike=True)
+        if found is not None:
+            found.state.observe(n_common(found.tokens, text.shown))
+            return found.state
+        while True:
+            try:
+                state = self._make(text, rule)
+                break
+            except CapacityError:
+                if not self.forget_oldest():  # without room for a draft state it decodes plainly
+                    return NO_STATE
+        self.forget(text)
+        with self._lock:
+            self._kept[text] = _Kept(state, _made_for(text, rule))
+        return state
+
+    def _use(
+        self, holder: Text, text: Text, rule: Rule, *, draws_alike: bool = False
+    ) -> _Kept | None:
+        """Return what is kept for ``holder`` if it can draft for ``text``, marked as in use; or None.
+
+        It cannot once its prompt was cut short. ``draws_alike``: nor with another seed or other settings.
+        """
+        n = 4 if draws_alike else 2
+        with self._lock:
+            found = self._kept.get(holder)
+            if found is None or found.is_used or found.made_for[:n] != _made_for(text, rule)[:n]:
+                return None
+            found.is_used = True
+            return found
+
+    def _make(self, text: Text, rule: Rule) -> DraftState:
+        relative: Text | None = text  # with a new seed or new settings it forks its own state
+        while relative is not None:
+            found = self._use(relative, text, rule)
+            if found is not None:
+                try:
+                    state = found.state.fork(text)
+                    state.observe(n_common(found.tokens, text.shown))
+                    return state
+                finally:
+                    with self._lock:
+                        found.is_used = False
+                        is_kept = self._kept.get(relative) is found
+                    if not is_kept:  # another thread removed or replaced it meanwhile
+                        found.state.close()
+            relative = relative.parent
+        return self.drafter.start(text, rule_name(rule))
+
+    def forget(self, text: Text) -> None:
+        """Free the draft state that is kept for ``text``, if there is one."""
+        with self._lock:
+            kept = self._kept.pop(text, None)
+        if kept is not None and not kept.is_used:  # else whoever uses it closes it
+            kept.state.close()
+
+    def forget_oldest(self) -> bool:
+        """Free the state that was used least lately; False if none is kept, or all are in use."""
+        with self._lock:
+            kept = [text for text, its in list(self._kept.items()) if not its.is_used]
+        for text in kept[:1]:
+            self.forget(text)
+        return bool(kept)
+
+    def forget_all(self) -> None:
+        """Free all draft states that are kept."""
+        while self.forget_oldest():
+            pass
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A state, what it was made for, and the tokens of its text when it was returned."""
+
+    state: DraftState
+    made_for: tuple[Rule, int, int, SamplingParams]
+    tokens: Sequence[int] = ()
+    is_used: bool = True  # a thread drafts with it or forks it: no other may use it now
+
+
+def _made_for(text: Text, rule: Rule) -> tuple[Rule, int, int, SamplingParams]:
+    """Return the rule, up to where a state must have read, not drafted, the text, seed and settings."""
+    n_prompt = text.n_prompt if text.grammar is None else text.answer_start
+    return rule, n_prompt, text.seed, text.sampling

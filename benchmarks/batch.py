@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Series, Spread, Work, interleave, seed_of
+from llamabranch.bench.timing import Maker, Series, Spread, Timing, Work
+from llamabranch.bench.workloads import seed_of
 
 from . import llama_tools
-from .clocks import verify_costs
+from .clocks import interleave, verify_costs
 from .llama_tools import LlamaTools
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, series_json, table, title
@@ -107,7 +108,7 @@ class Batch:
         ctx, n_tokens = self._target, self._settings.tokens
 
         def make(run: int) -> Work:
-            def work(item: int) -> Sample:
+            def work(item: int) -> Timing:
                 sampling = self._sampling(run, item)
                 with lb.Branch.start(ctx, self._prompts[item], sampling=sampling) as root:
                     children = root.fork_many(n)
@@ -118,7 +119,7 @@ class Batch:
                         generated = sum(
                             sum(1 for _ in child.generate(n_tokens)) for child in children
                         )
-                    return Sample(generated, perf_counter() - start)
+                    return Timing(generated, perf_counter() - start)
 
             return work
 
@@ -132,7 +133,7 @@ class Batch:
             config = lb.SpeculativeConfig(draft_k="auto")
             engine = Engine(self._target, drafter, config, max_tokens=self._settings.tokens, seed=1)
 
-            def work(item: int) -> Sample:
+            def work(item: int) -> Timing:
                 first: dict[int, float] = {}
                 tokens = 0
 
@@ -149,7 +150,7 @@ class Batch:
                 if failed:
                     raise failed[0]
                 # From the first token on: the prompt is then evaluated, and that token needed no decode.
-                return Sample(tokens - len(first), end - min(first.values()))
+                return Timing(tokens - len(first), end - min(first.values()))
 
             return work
 
@@ -158,7 +159,7 @@ class Batch:
     def _batched(self, n: int, tools: LlamaTools, *, unified: bool) -> Maker:
         path, n_tokens = self._target.model.path, self._settings.tokens
 
-        def work(item: int) -> Sample:
+        def work(item: int) -> Timing:
             n_prompt = len(self._prompts[item])
             found = tools.batched(path, [n], n_prompt=n_prompt, n=n_tokens, unified=unified)
             return found[n]

@@ -1,14 +1,17 @@
-"""The seconds of calls: inside methods of one object, of one that is repeated, of decodes."""
+"""The seconds of calls: inside methods, of one that is repeated, of decodes, of methods in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 from llamabranch import Context
-from llamabranch.bench import Spread, verify_times
+from llamabranch.bench import timing
+from llamabranch.bench.timing import Maker, Series, Spread
+from llamabranch.bench.workloads import verify_times
 
-__all__ = ["CallClock", "median_time", "verify_costs"]
+__all__ = ["CallClock", "interleave", "median_time", "verify_costs"]
 
 
 class CallClock:
@@ -58,3 +61,17 @@ def verify_costs(
     """Return t(n) in seconds: the median of `verify_times` for each n. v(n) = t(n) / t(1)."""
     times = verify_times(ctx, sizes, n_prefix=n_prefix, repeats=repeats)
     return {n: Spread.of(seconds).median for n, seconds in times.items()}
+
+
+def interleave(makers: Mapping[str, Maker], *, n_runs: int, n_items: int) -> dict[str, Series]:
+    """Time all methods in turns, after each has warmed up on item 0, untimed and with separate state."""
+    for name, maker in makers.items():
+        show_progress(f"warming up: {name}")
+        maker(-1)(0)
+    return timing.interleave(makers, n_runs=n_runs, n_items=n_items, progress=show_progress)
+
+
+def show_progress(text: str) -> None:
+    """Show progress on one line of standard error, if that is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Series, interleave, plain, seed_of, speculative
+from llamabranch.bench.timing import Maker, Series, Timing
+from llamabranch.bench.workloads import plain, seed_of, speculative
 
 from . import llama_tools
+from .clocks import interleave
 from .llama_python import LlamaPython
 from .llama_tools import LlamaTools
 from .prompts import PROMPTS
@@ -104,7 +106,7 @@ def _compared(
     return makers
 
 
-def _each(work: Callable[[int, int], Sample]) -> Maker:
+def _each(work: Callable[[int, int], Timing]) -> Maker:
     return lambda run: lambda item: work(run, item)
 
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench import Spread, verify_times
+from llamabranch.bench.timing import Spread
+from llamabranch.bench.workloads import verify_times
 
 from . import llama_tools
 from .llama_tools import LlamaTools, ToolError, build_server

@@ -24,7 +24,7 @@ from time import perf_counter
 
 import llamabranch as lb
 from llamabranch import eval as evaluation
-from llamabranch.bench import Spread
+from llamabranch.bench.timing import Spread
 
 from .llama_tools import ToolError, build_perplexity
 from .report import Settings, emit, number, parser, pm, table, title

@@ -16,7 +16,8 @@ from pathlib import Path
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench import DecodeClock, Spread
+from llamabranch.bench.timing import Spread
+from llamabranch.bench.workloads import DecodeClock
 
 from .prompts import long_prompt
 from .report import Settings, emit, number, parser, percent, table, title

@@ -10,9 +10,10 @@ from __future__ import annotations
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, interleave
+from llamabranch.bench.timing import Maker, Timing
 
 from . import llama_tools
+from .clocks import interleave
 from .llama_tools import LlamaTools
 from .report import Settings, emit, parser, pm, series_json, table, title
 
@@ -98,10 +99,10 @@ def _engine(ctx: lb.Context, n: int, length: int, parallel: int | None = None) -
     engine = lb.Engine(ctx, sampling=sampling, max_tokens=length, parallel=parallel)
     requests = [lb.Request([2 + i, *range(30, 29 + _PROMPT)], id=str(i)) for i in range(n)]
 
-    def work(item: int) -> Sample:
+    def work(item: int) -> Timing:
         start = perf_counter()
         results = engine.generate(requests)
-        return Sample(sum(len(result.tokens) for result in results), perf_counter() - start)
+        return Timing(sum(len(result.tokens) for result in results), perf_counter() - start)
 
     return lambda run: work
 
@@ -117,7 +118,7 @@ def _batched(
 ) -> Maker:
     path = lb.hub.resolve(settings.target)
 
-    def work(item: int) -> Sample:
+    def work(item: int) -> Timing:
         return tools.batched(
             path,
             [n],

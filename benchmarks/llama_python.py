@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from llamabranch.bench import Sample
+from llamabranch.bench.timing import Timing
 
 from .llama_tools import has_amx
 
@@ -93,7 +93,7 @@ class LlamaPython:
         """Free it."""
         self._llama.close()
 
-    def generate(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> Sample:
+    def generate(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> Timing:
         """Time ``Llama.generate``: ids only. The first token, with the prompt, is not timed."""
         self._llama.set_seed(seed)
         end = self._llama.token_eos()
@@ -102,9 +102,9 @@ class LlamaPython:
         start = perf_counter()
         tokens += itertools.takewhile(lambda token: token != end, itertools.islice(generated, n))
         seconds = perf_counter() - start
-        return Sample(len(tokens) - 1, seconds, tuple(tokens[:n]))
+        return Timing(len(tokens) - 1, seconds, tuple(tokens[:n]))
 
-    def complete(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> Sample:
+    def complete(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> Timing:
         """Time ``Llama.create_completion``: text. Its prompt cache is warm: n tokens are n decodes."""
         ids = list(prompt)
         # Two tokens, so that the timed call must decode the last prompt token, as this library does.
@@ -115,12 +115,12 @@ class LlamaPython:
             )
             seconds = perf_counter() - start
             if not warm_up:
-                return Sample(answer["usage"]["completion_tokens"], seconds)
+                return Timing(answer["usage"]["completion_tokens"], seconds)
         raise AssertionError
 
     def complete_many(
         self, prompt: Sequence[int], n: int, tokens: int, temperature: float
-    ) -> Sample:
+    ) -> Timing:
         """Time ``n`` completions of a prompt that is not in the cache before the first."""
         ids = list(prompt)
         self._llama.reset()
@@ -131,7 +131,7 @@ class LlamaPython:
                 ids, max_tokens=tokens, temperature=temperature, top_k=40, seed=seed
             )
             made += answer["usage"]["completion_tokens"]
-        return Sample(made, perf_counter() - start)
+        return Timing(made, perf_counter() - start)
 
     def beam(self, prompt: Sequence[int], beams: int, tokens: int) -> float:
         """Return the seconds of a beam search without an end, one text after the other.

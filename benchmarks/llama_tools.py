@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 import llamabranch as lb
-from llamabranch.bench import Sample
+from llamabranch.bench.timing import Timing
 
 __all__ = [
     "LlamaTools",
@@ -65,7 +65,7 @@ class LlamaTools:
         self._n_ctx = n_ctx
         self.build_commit = ""  # set by the first ``bench``
 
-    def bench(self, model: Path, n: int, kv_type: str = "f16") -> Sample:
+    def bench(self, model: Path, n: int, kv_type: str = "f16") -> Timing:
         """Run ``llama-bench``: n decodes from an empty cache, after a warm-up; it samples nothing."""
         done = self._run(
             "llama-bench", "-m", model, "-p", 0, "-n", n, "-r", 1, "-t", self._threads,
@@ -74,7 +74,7 @@ class LlamaTools:
         try:
             found = json.loads(done.stdout)[0]
             self.build_commit = str(found["build_commit"])
-            return Sample(int(found["n_gen"]), float(found["samples_ns"][0]) / 1e9)
+            return Timing(int(found["n_gen"]), float(found["samples_ns"][0]) / 1e9)
         except (ValueError, LookupError, TypeError) as error:
             raise ToolError(
                 f"cannot parse the output of llama-bench: {done.stdout[-500:]!r}"
@@ -90,7 +90,7 @@ class LlamaTools:
         k: int,
         temperature: float,
         seed: int,
-    ) -> Sample:
+    ) -> Timing:
         """Run ``llama-speculative-simple`` with a draft model and drafts of at most ``k`` tokens."""
         return self._report(
             "llama-speculative-simple", "-m", target, "-md", draft, "--spec-type", "draft-simple",
@@ -99,7 +99,7 @@ class LlamaTools:
 
     def lookup(
         self, target: Path, prompt: str, n: int, *, k: int, temperature: float, seed: int
-    ) -> Sample:
+    ) -> Timing:
         """Run ``llama-lookup``: drafts from the n-grams of prompt and output."""
         return self._report(
             "llama-lookup", "-m", target, "--spec-draft-n-max", k,
@@ -116,7 +116,7 @@ class LlamaTools:
         unified: bool,
         kv_type: str = "f16",
         with_prompts: bool = False,
-    ) -> Mapping[int, Sample]:
+    ) -> Mapping[int, Timing]:
         """Run ``llama-batched-bench``: n decodes for each number of streams after a shared prompt.
 
         ``with_prompts``: each stream has a prompt of its own, and the time includes them.
@@ -136,12 +136,12 @@ class LlamaTools:
         for _ in range(_TRIES):
             output = self._run(*command).stdout
             lines = [json.loads(x) for x in output.splitlines() if x.startswith("{")]
-            found = {int(x["pl"]): Sample(int(x["pl"]) * int(x["tg"]), x[time]) for x in lines}
+            found = {int(x["pl"]): Timing(int(x["pl"]) * int(x["tg"]), x[time]) for x in lines}
             if set(found) == set(streams):
                 return found
         raise ToolError(f"cannot parse the output of llama-batched-bench: {output[-500:]!r}")
 
-    def _report(self, *command: object) -> Sample:
+    def _report(self, *command: object) -> Timing:
         """Run a program until its output has the report: a busy machine may lose the last lines."""
         for _ in range(_TRIES - 1):
             done = self._run(*command)
@@ -170,7 +170,7 @@ class LlamaTools:
         return done
 
 
-def parse_report(text: str) -> Sample:
+def parse_report(text: str) -> Timing:
     """Parse the report that ``llama-speculative-simple`` or ``llama-lookup`` prints at its end.
 
     A round yields its accepted tokens and one more, so there are (tokens - accepted) rounds.
@@ -192,7 +192,7 @@ def parse_report(text: str) -> Sample:
         num_accepted_tokens=int(accepted[1]),
         num_emitted_tokens=n,
     )
-    return Sample(n, n / speed, None, stats)
+    return Timing(n, n / speed, None, stats)
 
 
 def _program(folder: Path, name: str) -> Path | None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Series, interleave, plain, seed_of, speculative
+from llamabranch.bench.timing import Maker, Series, Timing
+from llamabranch.bench.workloads import plain, seed_of, speculative
 
 from . import llama_tools
+from .clocks import interleave
 from .llama_python import LlamaPython
 from .llama_tools import LlamaTools
 from .prompts import PROMPTS
@@ -168,7 +170,7 @@ def _programs(
     }
 
 
-def _each(work: Callable[[int, int], Sample]) -> Maker:
+def _each(work: Callable[[int, int], Timing]) -> Maker:
     return lambda run: lambda item: work(run, item)
 
 

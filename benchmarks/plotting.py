@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from llamabranch import ConfigError
-from llamabranch.bench import Spread
+from llamabranch.bench.timing import Spread
 from llamabranch.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench import Spread
+from llamabranch.bench.timing import Spread
 from llamabranch.cli.demo import PERSON, SCHEMA
 from llamabranch.speculative.auto import DrafterChoice
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 import llamabranch as lb
-from llamabranch.bench import Series, Spread
 from llamabranch.bench.machine import processor_name
+from llamabranch.bench.timing import Series, Spread
 
 from .prompts import PROMPTS
 

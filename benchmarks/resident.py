@@ -13,13 +13,14 @@ from functools import partial
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Spread, Work, interleave
+from llamabranch.bench.timing import Maker, Spread, Timing, Work
 from llamabranch.context.compaction import rewrite_in_order
 from llamabranch.engine.job import EngineSettings, Submission
 from llamabranch.engine.scheduler import Scheduler
 from llamabranch.generation.drafting import Drafting
 
 from . import llama_tools
+from .clocks import interleave
 from .llama_python import LlamaPython
 from .llama_server import LlamaServer
 from .prompts import PROMPTS
@@ -130,7 +131,7 @@ def _served(
     first: dict[str, list[float]],
 ) -> Maker:
     def make(run: int) -> Work:
-        def work(item: int) -> Sample:
+        def work(item: int) -> Timing:
             if ctx.prefix_cache is not None:
                 ctx.prefix_cache.clear()
             engine = lb.Engine(ctx, sampling=GREEDY, max_tokens=n_tokens)
@@ -140,7 +141,7 @@ def _served(
                 n += len(result.tokens)
                 first.setdefault(name, []).append(result.first_token_s or 0.0)
             evaluated[name] = engine.stats.prompt_tokens
-            return Sample(n, perf_counter() - start)
+            return Timing(n, perf_counter() - start)
 
         return work
 
@@ -148,13 +149,13 @@ def _served(
 
 
 def _by_llama(peer: LlamaPython, load: Load, n_tokens: int) -> Maker:
-    def work(item: int) -> Sample:
+    def work(item: int) -> Timing:
         start, n = perf_counter(), 0
         for prompt in load:
             n += (
                 1 + peer.generate(prompt, n_tokens, 0.0, 1).n_tokens
             )  # the first is not timed there
-        return Sample(n, perf_counter() - start)
+        return Timing(n, perf_counter() - start)
 
     return lambda run: work
 
@@ -166,7 +167,7 @@ def _by_server(
     evaluated: dict[str, int],
     first: dict[str, list[float]],
 ) -> Maker:
-    def work(item: int) -> Sample:
+    def work(item: int) -> Timing:
         server.generate([3, 5, 7], 1)  # the cache of its slot begins with another text
         start, n, n_read = perf_counter(), 0, 0
         for prompt in load:
@@ -175,7 +176,7 @@ def _by_server(
             n_read += answer.n_evaluated
             first.setdefault(SERVER, []).append(answer.first_s)
         evaluated[SERVER] = n_read
-        return Sample(n, perf_counter() - start)
+        return Timing(n, perf_counter() - start)
 
     return lambda run: work
 
@@ -275,11 +276,11 @@ def _each(work: Work) -> Maker:
 
 
 def _by_engine(ctx: lb.Context, requests: Sequence[lb.Request]) -> Work:
-    def work(item: int) -> Sample:
+    def work(item: int) -> Timing:
         engine = lb.Engine(ctx, sampling=GREEDY)
         start = perf_counter()
         n = sum(1 for event in engine.stream(requests) if event.emitted is not None)
-        return Sample(n, perf_counter() - start)
+        return Timing(n, perf_counter() - start)
 
     return work
 
@@ -288,11 +289,11 @@ def _by_async(ctx: lb.Context, requests: Sequence[lb.Request]) -> Work:
     async def read(engine: lb.AsyncEngine, request: lb.Request) -> int:
         return sum([1 async for e in engine.generate(request) if e.emitted is not None])
 
-    async def main() -> Sample:
+    async def main() -> Timing:
         async with lb.AsyncEngine(ctx, sampling=GREEDY) as engine:
             start = perf_counter()
             found = await asyncio.gather(*(read(engine, request) for request in requests))
-            return Sample(sum(found), perf_counter() - start)
+            return Timing(sum(found), perf_counter() - start)
 
     return lambda item: asyncio.run(main())
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 import llamabranch as lb
-from llamabranch.bench import Spread
+from llamabranch.bench.timing import Spread
 from llamabranch.context.logits import LogitsRow
 
 from .clocks import median_time

@@ -20,8 +20,9 @@ from types import TracebackType
 
 import llamabranch as lb
 from llamabranch import search
-from llamabranch.bench import Maker, Sample, Series, Work, interleave
+from llamabranch.bench.timing import Maker, Series, Timing, Work
 
+from .clocks import interleave
 from .llama_python import LlamaPython
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
@@ -134,30 +135,30 @@ def _beams(
     n_tokens = settings.tokens
     cells: list[int] = []
 
-    def ours(item: int) -> Sample:
+    def ours(item: int) -> Timing:
         start = perf_counter()
         with lb.Branch.start(ctx, prompts[item], sampling=sampling) as branch:
             search.beam_search(branch, beams, n_tokens)
-            return Sample(beams * n_tokens, perf_counter() - start)
+            return Timing(beams * n_tokens, perf_counter() - start)
 
-    def store(item: int) -> Sample:
+    def store(item: int) -> Timing:
         start = perf_counter()
         with lb.Branch.start(ctx, prompts[item], sampling=sampling) as branch:
             children = branch.fork_many(beams)
             stepped = lb.BranchStore(ctx)
             for _ in range(n_tokens):
                 stepped.step(children)
-            return Sample(beams * n_tokens, perf_counter() - start)
+            return Timing(beams * n_tokens, perf_counter() - start)
 
-    def peer(item: int) -> Sample:
+    def peer(item: int) -> Timing:
         if llama is None:
             raise ValueError("no Llama")
         seconds = llama.beam(prompts[item], beams, n_tokens)
-        return Sample(beams * n_tokens, seconds)
+        return Timing(beams * n_tokens, seconds)
 
     def face(dtype: str) -> Work:
-        def work(item: int) -> Sample:
-            return Sample(beams * n_tokens, hf.beam(dtype, prompts[item], beams, n_tokens))
+        def work(item: int) -> Timing:
+            return Timing(beams * n_tokens, hf.beam(dtype, prompts[item], beams, n_tokens))
 
         return work
 
@@ -201,13 +202,13 @@ def _best_of_n(
     sampling = _endless(ctx, lb.SamplingParams(temperature=0.8, seed=1))
     n, n_tokens = 8, settings.tokens
 
-    def ours(item: int) -> Sample:
+    def ours(item: int) -> Timing:
         start = perf_counter()
         with lb.Branch.start(ctx, prompt, sampling=sampling) as branch:
             search.best_of_n(branch, n, n_tokens)
-            return Sample(n * n_tokens, perf_counter() - start)
+            return Timing(n * n_tokens, perf_counter() - start)
 
-    def peer(item: int) -> Sample:
+    def peer(item: int) -> Timing:
         if llama is None:
             raise ValueError("no Llama")
         return llama.complete_many(prompt, n, n_tokens, 0.8)

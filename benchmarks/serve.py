@@ -29,7 +29,7 @@ from time import perf_counter, sleep
 from typing import NamedTuple, TypeVar
 
 import llamabranch as lb
-from llamabranch.bench import Spread
+from llamabranch.bench.timing import Spread
 
 from .llama_tools import ToolError, build_server
 from .prompts import PROMPTS

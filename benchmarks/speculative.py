@@ -14,18 +14,10 @@ from contextlib import contextmanager
 
 import llamabranch as lb
 from llamabranch import theory
-from llamabranch.bench import (
-    Maker,
-    Sample,
-    Series,
-    Work,
-    draft_cost,
-    interleave,
-    plain,
-    speculative,
-)
+from llamabranch.bench.timing import Maker, Series, Timing, Work
+from llamabranch.bench.workloads import draft_cost, plain, speculative
 
-from .clocks import verify_costs
+from .clocks import interleave, verify_costs
 from .drafters import AdversarialDrafter
 from .padded import cached_useless
 from .prompts import PROMPTS
@@ -135,10 +127,9 @@ class Cells:
             drafter: Callable[[], lb.Drafter | None],
             k: int | str,
             rule: str = "seeded",
-            cold: bool = False,
         ) -> Maker:
             config = lb.SpeculativeConfig(draft_k=k, rule=rule)
-            return speculative(ctx, prompts, n, sampling, drafter, config, cold=cold)
+            return speculative(ctx, prompts, n, sampling, drafter, config)
 
         makers = {PLAIN: plain(ctx, prompts, n, sampling), NONE: cell(lambda: None, 0)}
         for k in range(1, self._longest + 1):
@@ -146,7 +137,7 @@ class Cells:
         for name, drafter in self._drafters.items():
             makers.setdefault(self._named(name, self._k), cell(drafter, self._k))
             makers[self._named(name, AUTO)] = cell(drafter, AUTO)
-        makers[NEW] = cell(self._drafters[MODEL], AUTO, cold=True)
+        makers[NEW] = _new_for_each_prompt(cell(self._drafters[MODEL], AUTO))
         makers[COLD] = _without_profile(makers[NEW])
         if temperature > 0:  # at temperature 0 all rules give the same
             for rule in ("token", "block"):
@@ -282,6 +273,10 @@ class Cells:
         return {**series_json(each, base), "same_text": same, "compared_text": compared}
 
 
+def _new_for_each_prompt(maker: Maker) -> Maker:
+    return lambda run: lambda item: maker(run)(item)
+
+
 def _without_profile(maker: Maker) -> Maker:
     """Return ``maker`` without the profile that all other cells use and add to."""
 
@@ -298,7 +293,7 @@ def _without_profile(maker: Maker) -> Maker:
         with off():
             work = maker(run)
 
-        def timed(item: int) -> Sample:
+        def timed(item: int) -> Timing:
             with off():
                 return work(item)
 

@@ -29,19 +29,15 @@ import numpy as np
 import numpy.typing as npt
 
 import llamabranch as lb
-from llamabranch.bench import (
-    DecodeClock,
-    Sample,
-    Spread,
-    interleave,
-)
+from llamabranch.bench.timing import Spread, Timing
+from llamabranch.bench.workloads import DecodeClock
 from llamabranch.context.logits import LogitsRow
 from llamabranch.context.token_states import kept_states
 from llamabranch.generation.length import FixedLength
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
 
-from .clocks import CallClock, median_time
+from .clocks import CallClock, interleave, median_time
 from .plotting import Curve, save_plot
 from .prompts import PROMPTS, long_prompt
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
@@ -81,11 +77,11 @@ DECODE = "llama_decode"
 
 
 def ladder(
-    caption: str, loops: Mapping[str, Callable[[int], Sample]], runs: int, n_items: int
+    caption: str, loops: Mapping[str, Callable[[int], Timing]], runs: int, n_items: int
 ) -> dict[str, object]:
     """Time the loops in turn, print what each takes more than the one before, return it for JSON."""
 
-    def maker(loop: Callable[[int], Sample]) -> Callable[[int], Callable[[int], Sample]]:
+    def maker(loop: Callable[[int], Timing]) -> Callable[[int], Callable[[int], Timing]]:
         return lambda run: loop
 
     series = interleave(
@@ -124,13 +120,13 @@ def _plain(ctx: lb.Context, temperature: float, settings: Settings) -> dict[str,
     params = lb.SamplingParams(temperature=temperature, seed=1)
     prompts = PROMPTS[: settings.prompts]
 
-    def timed(loop: Loop) -> Callable[[int], Sample]:
-        def run(item: int) -> Sample:
+    def timed(loop: Loop) -> Callable[[int], Timing]:
+        def run(item: int) -> Timing:
             with lb.Branch.start(ctx, prompts[item], sampling=params) as branch:
                 branch.produce()
                 begin = perf_counter()
                 n = loop(branch, settings.tokens)
-                return Sample(n, perf_counter() - begin)
+                return Timing(n, perf_counter() - begin)
 
         return run
 
@@ -278,7 +274,7 @@ def _drafted(
         _text(target, prompt, params, settings.tokens) for prompt in PROMPTS[: settings.prompts]
     ]
 
-    def timed(rung: str) -> Callable[[int], Sample]:
+    def timed(rung: str) -> Callable[[int], Timing]:
         if rung == DRAFT:
             return lambda item: _drafts(drafter, texts[item])
         return lambda item: _bare(drafter, texts[item], rung)
@@ -302,7 +298,7 @@ def _text(ctx: lb.Context, prompt: str, params: lb.SamplingParams, n: int) -> Te
     return Text(branch, branch.tokens, n_prompt, kept_states(ctx, branch.seq_id, branch.tokens, 0))
 
 
-def _bare(drafter: Drafter, text: Text, rung: str) -> Sample:
+def _bare(drafter: Drafter, text: Text, rung: str) -> Timing:
     """Make llama.cpp's calls of the drafts and nothing else."""
     ctx, ahead = drafter.ctx, int(isinstance(drafter, lb.EagleDrafter))
     handle: Any = ctx.decoder.handle
@@ -339,10 +335,10 @@ def _bare(drafter: Drafter, text: Text, rung: str) -> Sample:
             decode(tokens[start:end], start - ahead)
         n_drafted += K
     handle.remove(0, -1, -1)
-    return Sample(n_drafted, seconds)
+    return Timing(n_drafted, seconds)
 
 
-def _drafts(drafter: Drafter, text: Text) -> Sample:
+def _drafts(drafter: Drafter, text: Text) -> Timing:
     """Draft."""
     state = drafter.start(text.branch.sequence, "seeded")
     state.propose(text.tokens[: text.n_prompt], FixedLength(1), 1)
@@ -353,7 +349,7 @@ def _drafts(drafter: Drafter, text: Text) -> Sample:
         state.observe(end)
     seconds = perf_counter() - begun
     state.close()
-    return Sample(n_drafted, seconds)
+    return Timing(n_drafted, seconds)
 
 
 # -- by folder -------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from time import perf_counter
 import numpy as np
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Series, Spread, Work, interleave
+from llamabranch.bench.timing import Maker, Series, Spread, Timing, Work
 
+from .clocks import interleave
 from .llama_server import LlamaServer
 from .llama_tools import ToolError, build_server
 from .report import Settings, emit, number, parser, pm, table, title
@@ -150,7 +151,7 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
         config = lb.SpeculativeConfig(draft_k=length)
         speculator = lb.Speculator(ctx, drafter(), config)
 
-        def generate(i: int) -> Sample:
+        def generate(i: int) -> Timing:
             params = lb.SamplingParams(temperature=temperature, seed=i)
             under = None if name == "free text" else grammar
             found = speculator.generate(
@@ -160,7 +161,7 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
                 decodes.setdefault(name, []).append(found.stats.target_forward_passes)
                 if under is not None and found.finish_reason == "stop":
                     parsed.setdefault(name, []).append(grammar.parse(found.text))
-            return Sample(len(found.tokens), found.elapsed_s, tuple(found.tokens), found.stats)
+            return Timing(len(found.tokens), found.elapsed_s, tuple(found.tokens), found.stats)
 
         return generate
 
@@ -169,12 +170,12 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
     if server is not None:
 
         def ask(run: int) -> Work:
-            def generate(i: int) -> Sample:
+            def generate(i: int) -> Timing:
                 answer = server.generate(
                     ctx.model.tokenize(prompts[i]), settings.tokens, json_schema=SCHEMA,
                     temperature=temperature, seed=i,
                 )  # fmt: skip
-                return Sample(answer.n_tokens, answer.generating_s)
+                return Timing(answer.n_tokens, answer.generating_s)
 
             return generate
 

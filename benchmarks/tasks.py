@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import llamabranch as lb
-from llamabranch.bench import Maker, Sample, Series, Work, interleave, plain, speculative
+from llamabranch.bench.timing import Maker, Series, Timing, Work
+from llamabranch.bench.workloads import plain, speculative
 
 from . import llama_tools
+from .clocks import interleave
 from .llama_tools import LlamaTools
 from .prompts import TASKS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
@@ -87,7 +89,7 @@ def _lookup(
     tools: LlamaTools, ctx: lb.Context, name: str, n: int, k: int, temperature: float
 ) -> Maker:
     def make(run: int) -> Work:
-        def work(item: int) -> Sample:
+        def work(item: int) -> Timing:
             return tools.lookup(
                 ctx.model.path, TASKS[name], n, k=k, temperature=temperature, seed=run + 2
             )

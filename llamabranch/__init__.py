@@ -11,7 +11,7 @@ from .lazy import attach
 
 __version__ = "0.3.0"
 
-# Names that earlier versions had here, by where they are now; who asks for one is told.
+# Names that earlier versions had here, by where they are now, as the AttributeError says.
 _FORMER = {
     "context": "Capabilities Usage",
     "cli.jsonl": "read_requests",

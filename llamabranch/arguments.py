@@ -18,22 +18,6 @@ from typing import TypeVar
 
 from .errors import ConfigError, LlamaBranchError
 
-__all__ = [
-    "bounded",
-    "choice",
-    "finite",
-    "flag",
-    "function",
-    "instance",
-    "items",
-    "nearest",
-    "placed",
-    "plain_int",
-    "real",
-    "shown",
-    "whole",
-]
-
 T = TypeVar("T")
 _LARGEST = int(sys.float_info.max)
 

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 
@@ -50,17 +49,6 @@ class LlamaBranchError(Exception):
         self.hint = hint
         if hint and sys.version_info >= (3, 11):
             self.add_note(f"hint: {hint}")
-
-    def __reduce__(self) -> tuple[Callable[..., LlamaBranchError], tuple[object, ...]]:
-        return _rebuild, (type(self), self.message, dict(self.__dict__))
-
-
-def _rebuild(
-    kind: type[LlamaBranchError], message: str, state: dict[str, object]
-) -> LlamaBranchError:
-    error = kind(message)
-    error.__dict__.update(state)
-    return error
 
 
 class ConfigError(LlamaBranchError, ValueError):

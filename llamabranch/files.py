@@ -17,8 +17,6 @@ from typing import IO
 
 from .errors import ConfigError
 
-__all__ = ["atomic_write", "check_writable", "path_of", "read_small", "sync"]
-
 _MOST_BYTES = 16 << 20
 
 
@@ -54,7 +52,7 @@ def atomic_write(
 
 
 def check_writable(path: Path) -> None:
-    """Raise the OSError of `atomic_write`, as far as it can be told before."""
+    """Raise the OSError of `atomic_write`, as far as it is known before."""
     _status(path)
     with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):  # without a name on Linux
         pass

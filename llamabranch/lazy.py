@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
-__all__ = ["attach"]
-
 
 def attach(
     package: str, file: str, former: Mapping[str, str] | None = None
@@ -24,7 +22,7 @@ def attach(
         file: its ``__file__``; the stub is beside it: ``from .module import name as name`` (of ``.``: a
             module, which is an attribute and not listed), and ``name: type`` for what the package itself
             defines.
-        former: where names are that the package had in earlier versions; who asks it for one is told.
+        former: where names are that the package had in earlier versions, for the AttributeError.
     """
     stub = ast.parse(Path(file).with_name("__init__.pyi").read_text(encoding="utf-8"))
     own: list[str] = []

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 from .hub import BUNDLED_TARGET, resolve
 
-__all__ = ["LoadOptions", "load"]
-
-
 # What llama-cpp-python's Llama has, and what to use here.
 _HINTS = {
     "embedding": "there are no embeddings here; Branch.hidden_states() has the states of a text's tokens",

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["SOURCES", "Token", "TreeLine", "visible"]
-
 # Where a token came from, but for plain decoding, and what that is called.
 SOURCES = {
     "drafted": "drafted and accepted",

@@ -23,16 +23,6 @@ from pathlib import Path
 from .files import atomic_write, check_writable, read_small
 from .native import available_cores, engine_versions, forkable_lock
 
-__all__ = [
-    "Entry",
-    "is_off",
-    "machine_key",
-    "profile_path",
-    "profile_problem",
-    "read_entry",
-    "write_entries",
-]
-
 Entry = dict[str, object]
 
 VERSION = 1
@@ -73,11 +63,11 @@ def machine_key() -> str:
 
 def read_entry(section: str, key: str) -> Entry | None:
     """Return the stored entry, or None."""
-    path, known = profile_path(), Entry()
+    path, stored = profile_path(), Entry()
     if path is not None:
         with contextlib.suppress(OSError):
-            known = _read(path)
-    entry = _section(known, section).get(key)
+            stored = _read(path)
+    entry = _section(stored, section).get(key)
     return entry if isinstance(entry, dict) else None
 
 
@@ -91,17 +81,17 @@ def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
         return
     # Where it cannot be written the next process measures again.
     with _lock, contextlib.suppress(OSError):
-        known = _read(path)
+        stored = _read(path)
         for name, key, entry in entries:
-            section = dict(_section(known, name))
+            section = dict(_section(stored, name))
             section.pop(key, None)
             section[key] = entry  # the newest comes last
             for old in list(section)[:-MAX_ENTRIES]:
                 del section[old]
-            known[name] = section
+            stored[name] = section
         _make_folder(path)
         with atomic_write(path, lasting=False) as file:
-            file.write(json.dumps({**known, "version": VERSION}, indent=1).encode())
+            file.write(json.dumps({**stored, "version": VERSION}, indent=1).encode())
 
 
 def profile_problem() -> str | None:
@@ -125,18 +115,18 @@ def _read(path: Path) -> dict[str, object]:
         OSError: it cannot be read, and is not to be replaced; or a later version wrote it.
     """
     try:
-        known = json.loads(read_small(path))
+        stored = json.loads(read_small(path))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    if not isinstance(known, dict) or not isinstance(known.get("version"), int):
+    if not isinstance(stored, dict) or not isinstance(stored.get("version"), int):
         return {}
-    if known["version"] > VERSION:
+    if stored["version"] > VERSION:
         raise OSError("a later version wrote it")
-    return known
+    return stored
 
 
-def _section(known: dict[str, object], name: str) -> dict[str, object]:
-    section = known.get(name)
+def _section(stored: dict[str, object], name: str) -> dict[str, object]:
+    section = stored.get(name)
     return section if isinstance(section, dict) else {}
 
 

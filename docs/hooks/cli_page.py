@@ -27,16 +27,16 @@ def options_of(command: Any) -> dict[str, list[Option]]:
             continue
         short = [name for name in param.opts if not name.startswith("--")]
         names = ", ".join(f"`{name}`" for name in (param.opts[0], *short[:1]))
-        told = re.sub(r"\s+", " ", param.help or "").replace("|", "\\|")
+        text = re.sub(r"\s+", " ", param.help or "").replace("|", "\\|")
         if not isinstance(param.default, (bool, tuple, list)) and param.default is not None:
-            told += f" Default: `{param.default}`."
-        rows.setdefault(param.rich_help_panel, []).append((names, told))
+            text += f" Default: `{param.default}`."
+        rows.setdefault(param.rich_help_panel, []).append((names, text))
     return rows
 
 
 def table(rows: list[Option]) -> str:
     """Return options as a table."""
-    lines = (f"|{names}|{told}|" for names, told in rows)
+    lines = (f"|{names}|{text}|" for names, text in rows)
     return "\n".join(("|option||", "|---|---|", *lines))
 
 

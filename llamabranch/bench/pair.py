@@ -279,7 +279,6 @@ class PairBench:
             first_run=first_run,
             n_runs=self._sweep.n_runs if n_runs is None else n_runs,
             n_items=len(self._prompts),
-            warm_up=False,
             progress=lambda text: self._progress(f"{what}: {text}" if text else ""),
         )
         base = found.pop(_PLAIN)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +20,11 @@ PAUSE_S = 0.01  # between two methods: the threads of the previous one still spi
 
 
 class Stopped(Exception):
-    """Raised by a ``Work`` that was asked to stop; its sample is not counted."""
+    """Raised by a ``Work`` that was asked to stop; its timing is not counted."""
 
 
 @dataclass(frozen=True)
-class Sample:
+class Timing:
     """One timed piece of work; ``seconds`` is the time that counts, for example without the prompt."""
 
     n_tokens: int
@@ -39,12 +38,8 @@ class Sample:
         return self.n_tokens / self.seconds if self.n_tokens and self.seconds > 0 else math.nan
 
 
-Work = Callable[[int], Sample]  # processes the item with that number
+Work = Callable[[int], Timing]  # processes the item with that number
 Maker = Callable[[int], Work]  # called at the start of the run with that number: fresh state
-
-
-def _known(found: Spread | Interval) -> dict[str, float | None]:
-    return {name: None if math.isnan(x) else x for name, x in vars(found).items()}
 
 
 @dataclass(frozen=True)
@@ -58,18 +53,18 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Return the spread of ``values``; nan if there are none."""
-        known = [value for value in values if not math.isnan(value)]
-        if not known:
+        valid = [value for value in values if not math.isnan(value)]
+        if not valid:
             return cls(math.nan, math.nan, math.nan)
-        return cls(statistics.median(known), min(known), max(known))
+        return cls(statistics.median(valid), min(valid), max(valid))
 
     def as_dict(self) -> dict[str, float | None]:
         """Return it for JSON."""
-        return _known(self)
+        return {name: None if math.isnan(x) else x for name, x in vars(self).items()}
 
 
 @dataclass(frozen=True)
-class Interval:
+class Interval(Spread):
     """The median of ratios with a distribution-free confidence interval.
 
     ``low`` and ``high`` are order statistics of ``n`` independent ratios. Each ratio is above or below
@@ -77,26 +72,23 @@ class Interval:
     that belongs to the sign test). Both are nan if ``n`` is too small: below 6 for 95 %.
     """
 
-    median: float
-    low: float
-    high: float
     n: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
         """Return the 95 % interval of the median of ``values``; nan values are ignored."""
-        known = sorted(value for value in values if not math.isnan(value))
-        n = len(known)
+        valid = sorted(value for value in values if not math.isnan(value))
+        n = len(valid)
         if n == 0:
             return cls(math.nan, math.nan, math.nan, 0)
         outside, below = 0, 0  # values outside on each side; 2^n times the probability of fewer
         while 2 * (below + math.comb(n, outside)) <= (1 - _CONFIDENCE) * 2**n:
             below += math.comb(n, outside)
             outside += 1
-        median = statistics.median(known)
+        median = statistics.median(valid)
         if outside == 0:
             return cls(median, math.nan, math.nan, n)
-        return cls(median, known[outside - 1], known[n - outside], n)
+        return cls(median, valid[outside - 1], valid[n - outside], n)
 
     @property
     def verdict(self) -> str:
@@ -105,29 +97,23 @@ class Interval:
             return "faster"
         return "slower" if self.high < 1 else "inconclusive"
 
-    def as_dict(self) -> dict[str, float | None]:
-        """Return it for JSON."""
-        return _known(self)
-
 
 @dataclass
 class Series:
-    """The runs of one method: of each run the samples of its items."""
+    """The runs of one method: of each run the timings of its items."""
 
-    runs: list[list[Sample]] = field(default_factory=list)
+    runs: list[list[Timing]] = field(default_factory=list)
 
     @property
-    def samples(self) -> list[Sample]:
+    def timings(self) -> list[Timing]:
         """Those of all runs."""
-        return [sample for run in self.runs for sample in run]
+        return [timing for run in self.runs for timing in run]
 
     @property
     def rates(self) -> list[float]:
         """Tokens a second of each run."""
-        return [
-            _n_tokens(run) / seconds if (seconds := _seconds(run)) else math.nan
-            for run in self.runs
-        ]
+        totals = ((sum(s.n_tokens for s in run), sum(s.seconds for s in run)) for run in self.runs)
+        return [Timing(n, seconds).rate for n, seconds in totals]
 
     @property
     def rate(self) -> Spread:
@@ -141,27 +127,27 @@ class Series:
 
     def interval(self, base: Series) -> Interval:
         """Return the speedup over ``base`` from the ratios of single items, which were timed in turns."""
-        pairs = zip(self.samples, base.samples, strict=True)
+        pairs = zip(self.timings, base.timings, strict=True)
         return Interval.of([mine.rate / theirs.rate for mine, theirs in pairs])
 
     @property
     def stats(self) -> SpeculativeStats:
         """Counts and times of all runs."""
         total = SpeculativeStats()
-        for sample in self.samples:
-            if sample.stats is not None:
-                total.add(sample.stats)
+        for timing in self.timings:
+            if timing.stats is not None:
+                total.add(timing.stats)
         return total
 
     @property
     def seconds(self) -> float:
         """Seconds of all runs."""
-        return _seconds(self.samples)
+        return sum(timing.seconds for timing in self.timings)
 
     @property
     def n_tokens(self) -> int:
         """Tokens of all runs."""
-        return _n_tokens(self.samples)
+        return sum(timing.n_tokens for timing in self.timings)
 
     @property
     def step_s(self) -> float:
@@ -170,23 +156,9 @@ class Series:
 
     def same_texts(self, other: Series) -> tuple[int, int]:
         """Return how many texts have exactly the tokens of ``other``, and how many were compared."""
-        texts = ((a.tokens, b.tokens) for a, b in zip(self.samples, other.samples, strict=True))
+        texts = ((a.tokens, b.tokens) for a, b in zip(self.timings, other.timings, strict=True))
         pairs = [(a, b) for a, b in texts if a is not None and b is not None]
         return sum(a == b for a, b in pairs), len(pairs)
-
-
-def _n_tokens(samples: Sequence[Sample]) -> int:
-    return sum(sample.n_tokens for sample in samples)
-
-
-def _seconds(samples: Sequence[Sample]) -> float:
-    return sum(sample.seconds for sample in samples)
-
-
-def show_progress(text: str) -> None:
-    """Show progress on one line of standard error, if that is a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 
 def interleave(
@@ -196,22 +168,17 @@ def interleave(
     n_items: int,
     budget_s: float = math.inf,
     first_run: int = 0,
-    warm_up: bool = True,
-    progress: Callable[[str], None] = show_progress,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Series]:
     """Time all methods on the same items, in turns.
 
-    Each first warms up on item 0, untimed and with separate state. A run gives every item to every
-    method, in order and, for every other item, in reverse order. Each run starts with fresh state; their
-    numbers, which determine the seeds, begin with ``first_run``. If a ``Work`` raises ``Stopped`` or its
-    decode is interrupted, the result holds only the items that all methods completed. No run begins after
-    the timed work has taken ``budget_s`` seconds.
+    A run gives every item to every method, in order and, for every other item, in reverse order. Each run
+    starts with fresh state; their numbers, which determine the seeds, begin with ``first_run``. If a
+    ``Work`` raises ``Stopped`` or its decode is interrupted, the result holds only the items that all
+    methods completed. No run begins after the timed work has taken ``budget_s`` seconds.
     """
     series = {name: Series() for name in makers}
     try:
-        for name, maker in makers.items() if warm_up else ():
-            progress(f"warming up: {name}")
-            maker(-1)(0)
         for run in range(n_runs):
             if sum(each.seconds for each in series.values()) >= budget_s:
                 break
@@ -219,14 +186,14 @@ def interleave(
             for item in range(n_items):
                 progress(f"run {run + 1} of {n_runs}, {item + 1} of {n_items}")
                 order = list(works) if (run + item) % 2 == 0 else list(reversed(works))
-                samples = {}
+                timings = {}
                 for name in order:
                     time.sleep(PAUSE_S)
-                    samples[name] = works[name](item)
+                    timings[name] = works[name](item)
                 for name, each in series.items():
                     if item == 0:
                         each.runs.append([])
-                    each.runs[-1].append(samples[name])
+                    each.runs[-1].append(timings[name])
     except (Stopped, DecodeInterruptedError):
         pass
     progress("")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from ..branch import Branch, Produced
 from ..context import Context
 from ..context.runner import DecodeHook
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats, Speculator
-from .timing import Maker, Sample, Stopped, Work
+from .timing import Maker, Stopped, Timing, Work
 
 Prompts = Sequence[Sequence[int]]  # token ids
 
@@ -25,16 +24,6 @@ def never() -> bool:
     return False
 
 
-def _timed(tokens: Iterable[Produced], stop: Callable[[], bool]) -> tuple[tuple[int, ...], float]:
-    """Return the tokens of a generation, and how many seconds they took."""
-    found, start = [], perf_counter()
-    for produced in tokens:
-        found.append(produced.token)
-        if stop():
-            raise Stopped
-    return tuple(found), perf_counter() - start
-
-
 def plain(
     ctx: Context,
     prompts: Prompts,
@@ -43,18 +32,8 @@ def plain(
     *,
     stop: Callable[[], bool] = never,
 ) -> Maker:
-    """Return plain decoding: one branch, token by token, with text. Each run sets its own seed."""
-
-    def make(run: int) -> Work:
-        def work(item: int) -> Sample:
-            seeded = sampling.replace(seed=seed_of(run, item))
-            with Branch.start(ctx, prompts[item], sampling=seeded) as branch:
-                tokens, seconds = _timed(branch.generate(n), stop)
-            return Sample(len(tokens), seconds, tokens)
-
-        return work
-
-    return make
+    """Return plain decoding, token by token, with text. Each run sets its own seed."""
+    return speculative(ctx, prompts, n, sampling, lambda: None, SpeculativeConfig(), stop=stop)
 
 
 def speculative(
@@ -65,28 +44,30 @@ def speculative(
     drafter: Callable[[], Drafter | None],
     config: SpeculativeConfig,
     *,
-    cold: bool = False,
     stop: Callable[[], bool] = never,
 ) -> Maker:
-    """Return decoding with a drafter that is new in every run (``cold``: for every prompt).
+    """Return decoding with a drafter that is new in every run.
 
     A drafter kept between runs would copy the text of the previous run. What "auto" learns stays with the
     context, as it does for a user. Evaluating the prompt with the draft model is timed.
     """
 
     def make(run: int) -> Work:
-        kept = Speculator(ctx, drafter(), config)
+        speculator = Speculator(ctx, drafter(), config)
 
-        def work(item: int) -> Sample:
-            speculator = Speculator(ctx, drafter(), config) if cold else kept
+        def work(item: int) -> Timing:
             seeded = sampling.replace(seed=seed_of(run, item))
             generation = speculator.generate(prompts[item], max_tokens=n, sampling=seeded)
+            start = perf_counter()
             try:
-                _, seconds = _timed(generation, stop)
+                for _ in generation:
+                    if stop():
+                        raise Stopped
             finally:
+                seconds = perf_counter() - start
                 generation.close()
             tokens = tuple(generation.tokens)
-            return Sample(len(tokens), seconds, tokens, generation.stats)
+            return Timing(len(tokens), seconds, tokens, generation.stats)
 
         return work
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError
-from llamabranch.bench import (
-    Machine,
-    PairBench,
-    Sweep,
-    profile_in_use,
-    profile_problem,
-)
+from llamabranch.bench.machine import Machine, profile_in_use, profile_problem
+from llamabranch.bench.pair import Cell, PairBench, PairReport, Sweep
 from llamabranch.model import Prompt
 
 from ..loading import LoadOptions
-from .bench_report import BenchReport
 from .bundles import option, with_bundles
-from .drafters import MTP, is_model, make_drafter, note_translation
+from .console import Console
+from .drafters import is_model, make_drafter
+from .formats import base_name, interval_text, number, spread_text
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .options import ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
 
@@ -103,22 +101,18 @@ def bench(
                 f"{profile_in_use()} cannot be written ({problem}): threads and exactness are "
                 "measured in every run"
             )
-        target_name, drafters = models.resolve(console)
-        of_target = LoadOptions(load_mtp=MTP in drafters, chat_template=chat.template)
-        context = models.open(target_name, console, stack, **of_target)
-        # Each run gets a new drafter, over the same contexts.
-        contexts = {
-            name: models.open_draft(name, context, console, stack, {})
-            for name in filter(is_model, drafters)
-        }
+        target_name, drafters = names = models.resolve(console)
+        of_target = LoadOptions(chat_template=chat.template)
+        context, drafter = models.open_pair(names, console, stack, of_target, {})
+        contexts = dict(zip(filter(is_model, drafters), drafter.contexts, strict=True))
 
         def new_drafter() -> lb.Drafter:
+            """Return what each run gets, over the same contexts."""
             return make_drafter(drafters, contexts.__getitem__)
 
-        note_translation(new_drafter(), context.model, console)
         params = sampling.without_eog(params, context.model)
         machine = Machine.now()
-        with InterruptHandler([context, *contexts.values()]) as interrupts:
+        with InterruptHandler([context, *drafter.contexts]) as interrupts:
             measured = PairBench(
                 context,
                 new_drafter if drafters else None,
@@ -135,7 +129,7 @@ def bench(
             target=context,
             target_name=target_name,
             drafters=drafters,
-            draft_models=[each.model for each in new_drafter().contexts],
+            draft_models=[each.model for each in drafter.contexts],
             temperature=params.temperature,
             n_prompts=len(texts),
             n_tokens=sweep.n_tokens,
@@ -176,3 +170,191 @@ def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
     }
     found = [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
     return [*found, *(arg for text in models.settings or () for arg in ("-S", text))]
+
+
+# -- what is printed at the end -----------------------------------------------------------------------
+
+_NOTHING_DRAFTED = (
+    "Inconclusive: nothing was drafted, so all settings are plain decoding and differ by noise. Give "
+    "prompts that the drafter can continue, or another --draft."
+)
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """The measurements of a pair, and the settings and machine they were made with.
+
+    ``machine`` is its state before the measurement, ``options`` are those of the command line for the
+    setting to use.
+    """
+
+    report: PairReport
+    machine: Machine
+    target: lb.Context
+    target_name: str
+    drafters: Sequence[str]
+    draft_models: Sequence[lb.Model]
+    temperature: float
+    n_prompts: int
+    n_tokens: int
+    n_runs: int
+    options: Sequence[str]
+
+    def command(self) -> str | None:
+        """Return the command line of the setting to use, None where none is established."""
+        best, arguments = self.report.best, ["llamabranch", "generate", "-m", self.target_name]
+        if best is not None:
+            arguments += ["--draft", "+".join(self.drafters), "--draft-max", str(best.length)]
+            arguments += ["-S", f"rule={best.rule}"] if self.temperature > 0 else []
+        elif self.report.verdict == "slower":
+            arguments += ["--draft", "none"]
+        else:
+            return None
+        return shlex.join([*arguments, *self.options])
+
+    def _advice(self) -> str:
+        report, found = self.report, self.report.confirmed
+        if not self.drafters:
+            return "There is no drafter, so there is nothing to choose."
+        if report.verdict == "nothing compared":
+            return "Nothing was compared."
+        if report.verdict == "nothing drafted" or (found is not None and not found.drafts):
+            return _NOTHING_DRAFTED
+        if found is None:
+            return "Inconclusive: it was interrupted before the best setting was measured again."
+        n, setting = found.interval.n, f"draft length {found.length} and rule {found.rule}"
+        ends = interval_text(found.interval).replace("-", "no 95 % interval from so few")
+        gain = f"{found.interval.median:.2f} ({ends}) times plain decoding"
+        if report.verdict == "faster":
+            return f"Best: {setting}, {gain}. Use"
+        if report.verdict == "slower":
+            return f"Drafting does not pay here: at best, with {setting}, it is {gain}. Use"
+        more = max(4 * self.n_runs, math.ceil(12 / self.n_prompts))
+        quiet = self.machine.complaint(self.target.n_threads) or "nothing else running"
+        return (
+            f"Inconclusive: with {setting} drafting is {gain}, by {n} pair{'s' * (n != 1)} of texts: no "
+            "setting is named unless all of the interval lies above 1. To decide it, measure more: "
+            f"--runs {more}, longer texts (-n), more prompts; {quiet}. Until then plain decoding "
+            "(--draft none) is the safe choice."
+        )
+
+    # -- text --------------------------------------------------------------------------------------
+
+    def print(self, console: Console) -> None:
+        """Print everything that was measured."""
+        report, model, n_threads = self.report, self.target.model, self.target.n_threads
+        drafters = " + ".join(map(base_name, self.drafters)) or "none"
+        console.line(
+            f"target {model.name} ({model.n_params / 1e6:.1f}M, {model.file_type}), drafter {drafters}; "
+            f"temperature {self.temperature:g}, {'GPU' if model.on_gpu else 'CPU'}, threads {n_threads}, "
+            f"{self.n_prompts} prompts x {self.n_tokens} tokens, medians of {self.n_runs} runs (lowest "
+            "to highest)"
+        )
+        console.line()
+        console.line(self.machine.describe(n_threads))
+        if report.t:
+            console.line()
+            one = f"which takes {1e3 * report.t[1]:.3f} ms"
+            console.line(f"v(n): a target decode of n tokens over one of 1, {one}")
+            intervals = report.v_intervals.values()
+            lows, highs = (
+                [number(getattr(each, end), 2) for each in intervals] for end in ("low", "high")
+            )
+            rows = [("v(n)", *(f"{v:.2f}" for v in report.v.values()))]
+            rows += [("95 % low", "", *lows), ("95 % high", "", *highs)]
+            console.table(("n", *map(str, report.v)), rows)
+        if report.plain.runs:
+            console.line()
+            console.line(f"Plain decoding: {spread_text(report.plain.rate, 1)} tokens a second")
+        if report.lengths:
+            console.line(
+                f"A drafted token costs c = {number(report.c, 3)} of a target step and is accepted "
+                f"with probability a = {number(report.a, 2)} when it is tested."
+            )
+        rule = " (rule seeded)" if self.temperature > 0 else ""
+        self._table(console, f"Draft lengths{rule}:", report.lengths, with_rule=False)
+        self._table(console, "Rules:", report.rules)
+        confirmed = [] if report.confirmed is None else [report.confirmed]
+        self._table(console, "The best setting, measured again:", confirmed)
+        console.line()
+        console.line(self._advice())
+        command = self.command()
+        if command is not None:
+            console.line()
+            console.write(f"  {command}\n")
+
+    def _table(
+        self, console: Console, title: str, cells: Sequence[Cell], *, with_rule: bool = True
+    ) -> None:
+        if not cells:
+            return
+        rows = [
+            (
+                f"{cell.length}, {cell.rule}" if with_rule else cell.length,
+                spread_text(cell.series.rate, 1),
+                spread_text(cell.speedup, 2),
+                interval_text(cell.interval),
+                number(self.report.predicted(cell), 2),
+                number(100 * cell.stats.draft_acceptance_rate, 1, " %"),
+                number(cell.stats.mean_acceptance_length, 2),
+            )
+            for cell in cells
+        ]
+        columns = (
+            "length, rule" if with_rule else "length", "tokens a second", "x plain", "95 %", "theory",
+            "accepted / drafted", "tokens a round",
+        )  # fmt: skip
+        console.line()
+        console.line(title)
+        console.table(columns, rows)
+
+    # -- JSON --------------------------------------------------------------------------------------
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        report, best, confirmed = self.report, self.report.best, self.report.confirmed
+        names = ("temperature", "n_prompts", "n_tokens", "n_runs")
+        return {
+            "target": _described(self.target.model),
+            "drafters": list(self.drafters),
+            "draft_models": [_described(model) for model in self.draft_models],
+            **{name: getattr(self, name) for name in names},
+            "n_threads": self.target.n_threads,
+            "machine": self.machine.as_dict(),
+            "profile": profile_in_use(),
+            "batch_invariant": self.target.capabilities.batch_invariant,
+            "interrupted": report.stopped,
+            "t1_s": report.t.get(1),
+            "v": report.v,
+            "v_interval": {n: each.as_dict() for n, each in report.v_intervals.items()},
+            "c": report.c,
+            "a": report.a,
+            "plain": {"tokens_per_s": report.plain.rate.as_dict()} if report.plain.runs else None,
+            "lengths": [self._cell(cell) for cell in report.lengths],
+            "rules": [self._cell(cell) for cell in report.rules],
+            "theory": [{"draft_length": k, "speedup": gain} for k, gain in report.theory()],
+            "confirmed": None if confirmed is None else self._cell(confirmed),
+            "verdict": report.verdict,
+            "best": None if best is None else self._cell(best),
+            "command": self.command(),
+        }
+
+    def _cell(self, cell: Cell) -> dict[str, Any]:
+        same, compared = cell.series.same_texts(cell.base)
+        return {
+            "draft_length": cell.length,
+            "rule": cell.rule,
+            "tokens_per_s": cell.series.rate.as_dict(),
+            "speedup": cell.speedup.as_dict(),
+            "speedup_interval": cell.interval.as_dict(),
+            "theory": self.report.predicted(cell),
+            "same_text": same,
+            "compared_text": compared,
+            "stats": cell.stats.as_dict(),
+        }
+
+
+def _described(model: lb.Model) -> dict[str, Any]:
+    names = ("name", "n_params", "file_type")
+    about = {name: getattr(model, name) for name in names}
+    return {**about, "file": model.path.name, "bytes": model.size_bytes}

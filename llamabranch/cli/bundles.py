@@ -72,8 +72,8 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
         command(**arguments, **values)
 
     # One line for each paragraph, for --help to wrap at any width.
-    told = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.__doc__ or ""))
-    run.__name__, run.__doc__ = command.__name__, told
+    doc = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.__doc__ or ""))
+    run.__name__, run.__doc__ = command.__name__, doc
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.first = frozenset(first)  # type: ignore[attr-defined]

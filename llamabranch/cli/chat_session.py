@@ -187,9 +187,11 @@ class ChatSession:
         name = name.lstrip("-").replace("-", "_")
         name = _SETTINGS.get(name, name)
         if not name:
-            known = {f.name: getattr(self.chat.sampling, f.name) for f in fields(lb.SamplingParams)}
-            known["max_tokens"] = self.chat.max_tokens
-            rows = [(name, str(value)) for name, value in known.items()]
+            values = {
+                f.name: getattr(self.chat.sampling, f.name) for f in fields(lb.SamplingParams)
+            }
+            values["max_tokens"] = self.chat.max_tokens
+            rows = [(name, str(value)) for name, value in values.items()]
             self._console.table(("setting", "value"), rows, left=("value",))
             return
         self.chat.set(**{name: setting_value(value.strip())})

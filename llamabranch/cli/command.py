@@ -84,13 +84,13 @@ class Command(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments; an unknown option gets a hint."""
         params: list[Any] = list(self.params)
-        known = {n: p for p in params for n in (*p.opts, *p.secondary_opts) if n.startswith("-")}
+        options = {n: p for p in params for n in (*p.opts, *p.secondary_opts) if n.startswith("-")}
         if "--help-all" in args:
             ctx.meta[_ALL] = True
             args = ["--help"]
-        if any(name in known for name in _PROMPTS):
-            args = spread_out(args, known)
-        args = self._without_what_is_so(args, known)
+        if any(name in options for name in _PROMPTS):
+            args = spread_out(args, options)
+        args = self._without_what_is_so(args, options)
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
@@ -100,10 +100,10 @@ class Command(TyperCommand):
                 if hint is not None:
                     raise UsageError(f"No such option: {name} ({hint})", ctx) from None
                 close = getattr(error, "possibilities", None) or ()
-                error.possibilities = [n for n in close if n in known]  # type: ignore[attr-defined]
+                error.possibilities = [n for n in close if n in options]  # type: ignore[attr-defined]
             raise
 
-    def _without_what_is_so(self, args: Sequence[str], known: dict[str, Any]) -> list[str]:
+    def _without_what_is_so(self, args: Sequence[str], options: dict[str, Any]) -> list[str]:
         """Return the arguments without those that change nothing; refuse unknown short names.
 
         Click would read an unknown option of one dash as a short one with text behind it.
@@ -112,7 +112,7 @@ class Command(TyperCommand):
         for argument in args:
             is_value, takes_value = takes_value, False
             if not is_value and argument.startswith("-"):
-                param = known.get(argument)
+                param = options.get(argument)
                 takes_value = param is not None and not param.is_flag
                 if param is None and self.name == "serve" and argument in _TRUE_ANYWAY:
                     continue
@@ -125,8 +125,8 @@ class Command(TyperCommand):
 _ALL = "llamabranch.help_all"
 
 
-def spread_out(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return the arguments with ``--prompts`` before every prompt, and ``known`` options with dashes.
+def spread_out(arguments: Sequence[str], options: Collection[str]) -> list[str]:
+    """Return the arguments with ``--prompts`` before every prompt, and names of ``options`` with dashes.
 
     A prompt that begins with a dash is given as ``--prompts=-...``. ``--auto-regressive``, the name of
     the papers, is ``--draft none``.
@@ -139,15 +139,15 @@ def spread_out(arguments: Sequence[str], known: Collection[str]) -> list[str]:
                 break
             name, equals, value = argument.partition("=")
             dashed = name.replace("_", "-")
-            if dashed in known:
+            if dashed in options:
                 name = dashed
             in_prompts, n_prompts = name in _PROMPTS, len(equals)
-            if dashed == "--auto-regressive" and "--draft" in known:
+            if dashed == "--auto-regressive" and "--draft" in options:
                 found += ["--draft", "none"]
             elif not in_prompts or equals:
                 found.append(name + equals + value)
         elif in_prompts:
-            found += ["--prompts" if "--prompts" in known else "--prompt", argument]
+            found += ["--prompts" if "--prompts" in options else "--prompt", argument]
             n_prompts += 1
         else:
             found.append(argument)

@@ -17,7 +17,7 @@ from llamabranch import ConfigError, pictures
 from ..files import atomic_write
 from .bundles import option, with_bundles
 from .console import Console, Progress
-from .eval_text import open_for_chunks
+from .eval_text import divergence_tables, open_for_chunks
 from .files import check_new_file, read_prompt_file
 from .formats import decimal_size, number
 from .interrupts import EXIT_FAILURE
@@ -145,27 +145,10 @@ def _tables(found: Comparison) -> Iterator[tuple[str, Rows]]:
             ("greedy next texts agree, %", number(100 * t["agreement"], 1), ""),
         ]  # fmt: skip
         return
-    its = found.divergence.statistics
-    yield "Numbers", [
-        ("", "value", "±"),
-        *(
-            (name, *(number(factor * x, digits) for x in value))
-            for name, value, digits, factor in (
-                ("perplexity of A", its.base_perplexity, 6, 1),
-                ("perplexity of B", its.perplexity, 6, 1),
-                ("log of their ratio", its.log_ratio, 6, 1), ("mean KL(A, B), nats", its.mean, 6, 1),
-                ("mean change of probability, %", its.p_change, 3, 100),
-                ("root mean square change, %", its.p_change_rms, 3, 100),
-                ("same most probable token, %", its.same_top, 3, 100),
-            )
-        ),
-        ("mean KL(B, A), nats", number(found.reverse, 6), ""),
-        ("correlation of the losses", number(its.correlation, 6), ""),
-    ]  # fmt: skip
-    fractions = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
-    percentiles = [number(found.divergence.percentile(f), 6) for f in fractions]
-    names = ["median", *(f"{100 * f:g} %" for f in fractions[1:-1]), "maximum"]
-    yield "Percentiles", [("", *names), ("KL(A, B)", *percentiles)]
+    (names, *numbers), percentiles = divergence_tables(found.divergence)
+    reverse = ("mean KL(B, A), nats", number(found.reverse, 6), "")
+    yield "Numbers", [("A is the base", *names[1:]), *numbers, reverse]
+    yield "Percentiles", percentiles
     yield "The worst tokens", [
         ("KL", "before", "token", "after", "A's top", "B's top"),
         *((number(t.kl, 3), t.before, t.text, t.after, t.top_a, t.top_b) for t in found.worst),

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import zip_longest
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+import llamabranch as lb
 from llamabranch import Engine, Request, Result, SpeculativeStats
-from llamabranch.bench import Interval, Maker, Sample, Series, Stopped, Work, interleave
+from llamabranch.bench.timing import Interval, Maker, Series, Stopped, Timing, Work, interleave
 
 from .formats import interval_text
 from .interrupts import InterruptHandler
 
+Logits = npt.NDArray[np.float32]
+
+_RUNS = (1, 2, 3, 5, 9, 17, 33)  # tokens in a decode: their number decides how logits are rounded
+_SLACK = 2.0  # the decodes of the two texts may have rounded by more than those tried here
+_MOVES = [2.0**i for i in range(-20, 6)]  # that are tried, in logits
+# The truncations that may drop a token, and the value that switches each off.
+_TRUNCATIONS: dict[str, float] = {
+    "top_n_sigma": -1.0, "top_k": 0, "typical_p": 1.0, "top_p": 1.0, "min_p": 0.0,
+    "xtc_probability": 0.0,
+}  # fmt: skip
 MOST_PAIRS = 9  # the fewest with which one outlier on either side does not widen the 95 % interval
 
 
@@ -44,11 +59,45 @@ class Runs:
 
 
 @dataclass(frozen=True)
+class FirstDifference:
+    """The first token in which a drafted text and the plain one differ, and what decided between them.
+
+    Attributes:
+        position: the index of that token, from 0 = the first generated one.
+        tokens: what the plain and the drafted text have there; None where that text had ended.
+        gap: how far logits must move relative to each other for one token to be drawn instead of the
+            other; infinite if no such move was found.
+        difference: how far they do move here when the text is decoded in runs of other lengths; 0 in a
+            batch-invariant context.
+        decided_by: "logits" (at temperature 0), "scores" (log-probability plus noise), the setting that
+            drops one of the tokens, such as "top_p" (several are joined by "+"), or "nothing": no move
+            that was tried decides it.
+    """
+
+    position: int
+    tokens: tuple[int | None, int | None]
+    gap: float
+    difference: float
+    decided_by: str
+
+    @property
+    def explained(self) -> bool:
+        """Whether rounding explains it: the gap is at most twice the measured difference."""
+        return self.gap <= _SLACK * self.difference
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON types."""
+        return {**asdict(self), "explained": self.explained}
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Drafted against plain decoding of the same requests with the same seed."""
+    """Drafted against plain decoding, which ``engine`` does, of the same requests with the same seed."""
 
     drafted: Runs
     plain: Runs
+    engine: Engine
+    requests: Sequence[Request]
 
     @property
     def speedup(self) -> float:
@@ -72,16 +121,16 @@ class Comparison:
         """Whether both gave the same tokens."""
         return self.drafted.tokens == self.plain.tokens
 
-    @property
-    def divergence(self) -> dict[str, Any] | None:
-        """Where the first two texts that differ part: ``position`` and ``tokens``, plain and drafted.
-
-        A token is None where that text had ended.
-        """
-        for pair in zip(self.plain.tokens, self.drafted.tokens, strict=True):
-            for position, tokens in enumerate(zip_longest(*pair)):
+    @cached_property
+    def first_difference(self) -> FirstDifference | None:
+        """Where the first two texts that differ part; decodes what they have in common some times."""
+        requests = {str(request.id): request for request in self.requests}
+        for result, drafted in zip(self.plain.results, self.drafted.tokens, strict=True):
+            for position, tokens in enumerate(zip_longest(result.tokens, drafted)):
                 if tokens[0] != tokens[1]:
-                    return {"position": position, "tokens": tokens}
+                    return _first_difference(
+                        self.engine, requests[result.id], result, position, tokens
+                    )
         return None
 
     def explain(self) -> str:
@@ -93,12 +142,14 @@ class Comparison:
             )
         if verdict != "inconclusive":
             return "Drafting is slower than plain decoding here." * (verdict == "slower")
-        told = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
+        message = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
         if math.isnan(interval.low):
-            told = f"fewer than 6 pairs of runs ({interval.n}) have no interval: generate less (-n)"
+            message = (
+                f"fewer than 6 pairs of runs ({interval.n}) have no interval: generate less (-n)"
+            )
         return (
-            f"Inconclusive: {told}. Stop other programs on the machine, or measure several prompts with "
-            "`llamabranch bench`."
+            f"Inconclusive: {message}. Stop other programs on the machine, or measure several prompts "
+            "with `llamabranch bench`."
         )
 
 
@@ -118,14 +169,14 @@ def compare(
     results: dict[Engine, Sequence[Result]] = {}
 
     def maker(engine: Engine) -> Maker:
-        def work(_: int) -> Sample:
+        def work(_: int) -> Timing:
             if interrupts.requested:
                 raise Stopped
             before = engine.stats.elapsed_s
             found = engine.generate(requests)
             results.setdefault(engine, found)
             n_tokens = sum(len(result.tokens) for result in found)
-            return Sample(n_tokens, engine.stats.elapsed_s - before)
+            return Timing(n_tokens, engine.stats.elapsed_s - before)
 
         def make(_: int) -> Work:
             return work
@@ -134,11 +185,108 @@ def compare(
 
     found = interleave(
         {"drafted": maker(drafting), "plain": maker(plain)},
-        n_runs=MOST_PAIRS, n_items=1, budget_s=budget_s, warm_up=False,
+        n_runs=MOST_PAIRS, n_items=1, budget_s=budget_s,
         progress=lambda text: progress(text and f"comparing: {text.partition(',')[0]}"),
     )  # fmt: skip
     if interrupts.requested or not found["plain"].runs:
         return None
     return Comparison(
-        Runs(found["drafted"], results[drafting]), Runs(found["plain"], results[plain])
+        Runs(found["drafted"], results[drafting]),
+        Runs(found["plain"], results[plain]),
+        plain,
+        requests,
     )
+
+
+# -- why two texts differ ------------------------------------------------------------------------------
+
+
+def _first_difference(
+    engine: Engine,
+    request: Request,
+    plain: Result,
+    position: int,
+    tokens: tuple[int | None, int | None],
+) -> FirstDifference:
+    """Return what decided a token: the sampler draws again from logits that are moved."""
+    ctx, params = engine.target, request.sampling or engine.sampling
+    prompt, prefix = ctx.model.prompt_tokens(request.prompt), plain.tokens[:position]
+    rows = _rows(ctx, [*prompt, *prefix], len(prompt))
+    row = rows[0]  # decoded token by token, as plain decoding does
+
+    def sampler(**settings: object) -> lb.sampling.Sampler:
+        made = lb.sampling.Sampler(ctx.model, params.replace(**settings), _grammar(request))
+        return made.replay(prompt, prefix)
+
+    def could_be(using: lb.sampling.Sampler, logits: Logits) -> lb.Distribution | None:
+        with contextlib.suppress(lb.errors.GrammarError, lb.ConfigError):
+            return using.distribution(logits, len(prompt) + position, plain.seed)
+        return None
+
+    def drawn(logits: Logits) -> int | None:
+        found = could_be(usual, logits)
+        return None if found is None else found.draw(plain.seed, len(prompt) + position)
+
+    def decided(token: int | None) -> tuple[float, str]:
+        """Return how far logits must move for ``token`` (None: one that ends the text), and why."""
+        wanted = ctx.model.eog_tokens if token is None else [token]
+        if not wanted or drawn(row) in wanted:
+            return 0.0, ""
+        raised = max(wanted, key=lambda each: float(row[each]))
+        direction = np.full_like(row, -1.0)
+        direction[raised] = 1.0
+        move = _least_move(lambda far: drawn(row + np.float32(far) * direction) in wanted)
+        return 2 * move, "nothing" if move == math.inf else reason(raised)
+
+    def reason(token: int) -> str:
+        if params.temperature == 0 or _has(could_be(usual, row), token):
+            return "logits" if params.temperature == 0 else "scores"
+        needed = {name: off for name, off in _TRUNCATIONS.items() if getattr(params, name) != off}
+        for name in list(needed):  # that must be off together for it to be drawn
+            fewer = {other: off for other, off in needed.items() if other != name}
+            if _has(could_be(sampler(**fewer), row), token):
+                needed = fewer
+        return "+".join(needed) or "scores"
+
+    usual = sampler()
+    difference = max(float(np.ptp(row - other)) for other in rows)
+    gap, decided_by = max(map(decided, tokens))
+    return FirstDifference(position, tokens, gap, difference, decided_by)
+
+
+def _grammar(request: Request) -> lb.Grammar | None:
+    given = request.grammar
+    return lb.Grammar(given) if isinstance(given, str) else given
+
+
+def _has(found: lb.Distribution | None, token: int) -> bool:
+    return found is not None and token in found.ids.tolist()
+
+
+def _least_move(wins: Callable[[float], bool]) -> float:
+    """Return the least move that wins; infinite if none does that is tried."""
+    high = next(filter(wins, _MOVES), math.inf)
+    low = high / 2
+    for _ in range(12 if high < math.inf else 0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if wins(middle) else (middle, high)
+    return high
+
+
+def _rows(ctx: lb.Context, text: Sequence[int], start: int) -> list[Logits]:
+    """Return the logits after a text, float32 (V,), decoded from ``start`` on in runs of each length.
+
+    The last run is padded, as a draft is longer than what is accepted of it.
+    """
+    start = max(1, start if start < len(text) else len(text) - _RUNS[-1])
+    rows = []
+    with lb.Branch.start(ctx, text[:start]) as branch:
+        row = branch.logits
+        for n in (n for n in _RUNS if n == 1 or len(text) + n <= ctx.n_ctx_seq):
+            branch.rewind(start)
+            for i in range(start, len(text), n):
+                run = text[i : i + n]
+                padding = [run[-1]] * (n - len(run))
+                row = branch.extend([*run, *padding], logits="all")[len(run) - 1]
+            rows.append(row)
+    return rows

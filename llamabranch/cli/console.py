@@ -42,7 +42,7 @@ class Console:
     Args:
         silent: standard output carries one JSON object, and nothing that is printed.
         to_stderr: print to standard error.
-        verbose: more is told, and llama.cpp's log shown.
+        verbose: say more, and show llama.cpp's log.
 
     Attributes:
         on_loading: called with the name of a model and how much of it is loaded.
@@ -152,8 +152,8 @@ class Console:
 
     def error(self, message: str, hint: str | None = None) -> None:
         """Print an error as one line, and its hint, to standard error."""
-        told = " ".join(message.split())
-        self._remark(Text("error: ", style="bold red").append(told, style="not bold"))
+        line = " ".join(message.split())
+        self._remark(Text("error: ", style="bold red").append(line, style="not bold"))
         if hint:
             self._remark(Text("hint: ", style="bold").append(hint, style="not bold"))
 

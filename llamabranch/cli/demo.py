@@ -13,7 +13,7 @@ from typing import Any
 
 import llamabranch as lb
 from llamabranch import hub
-from llamabranch.bench import Machine
+from llamabranch.bench.machine import Machine
 from llamabranch.pictures import Token, TreeLine
 from llamabranch.search import select
 

@@ -1,6 +1,6 @@
 """``llamabranch doctor``: what is installed, on what machine, and whether both work together.
 
-llama.cpp is imported late: what can be told without it is printed before, whatever is wrong with it.
+llama.cpp is imported late: what is found without it is printed before, whatever is wrong with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .interrupts import EXIT_FAILURE
 from .options import ModelOptions, OutputOptions, Threads
 
 if TYPE_CHECKING:
-    from llamabranch.bench import Machine
+    from llamabranch.bench.machine import Machine
 
 PROMPT = "Once upon a time there was a king"
 N_TOKENS = 32
@@ -58,7 +58,7 @@ _COST_OF_EXACT = ". --kv-type f16 gives it up, and may read long prompts in half
 
 
 class Check(NamedTuple):
-    """A trial, whether it went as it should, and what was seen."""
+    """A test, whether it went as it should, and what was seen."""
 
     name: str
     passed: bool
@@ -88,7 +88,7 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
         speeds: dict[str, float] = {}
         advice: list[str] = []
         try:
-            from llamabranch.bench import Machine
+            from llamabranch.bench.machine import Machine
 
             machine = Machine.now()
             tell("machine", _described(machine))
@@ -169,7 +169,7 @@ def _caches() -> dict[str, str]:
 
 
 def _described(machine: Machine) -> dict[str, str]:
-    from llamabranch.bench import free_memory_bytes, processor_flags
+    from llamabranch.bench.machine import free_memory_bytes, processor_flags
 
     flags, free = processor_flags(), free_memory_bytes()
     return {
@@ -192,7 +192,7 @@ def _build(context: lb.Context, machine: Machine) -> dict[str, str]:
 
 
 def _context(context: lb.Context) -> dict[str, str]:
-    from llamabranch.bench import profile_in_use, profile_problem
+    from llamabranch.bench.machine import profile_in_use, profile_problem
 
     can, problem = context.capabilities, profile_problem()
     cost = _COST_OF_EXACT if can.batch_invariant else ""
@@ -209,16 +209,16 @@ def _context(context: lb.Context) -> dict[str, str]:
 
 
 def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
-    trials: dict[str, Callable[[], tuple[bool, str]]] = {
+    tests: dict[str, Callable[[], tuple[bool, str]]] = {
         "four texts in one batch": lambda: _batch_is_exact(target),
         "speculative decoding": lambda: _drafts_are_exact(target, draft),
         "a saved branch": lambda: _saved_branch_goes_on(target),
         "the cache's accounting": lambda: _audit(target),
     }
     checks = []
-    for name, trial in trials.items():
+    for name, test in tests.items():
         try:
-            checks.append(Check(name, *trial()))
+            checks.append(Check(name, *test()))
         except LlamaBranchError as error:
             checks.append(_failed(name, error))
     return checks
@@ -230,25 +230,24 @@ def _audit(ctx: lb.Context) -> tuple[bool, str]:
 
 
 def _batch_is_exact(ctx: lb.Context) -> tuple[bool, str]:
-    sampling = [lb.SamplingParams(temperature=0.8, seed=seed) for seed in range(4)]
-    requests = [lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=each) for each in sampling]
-    together = [result.tokens for result in lb.Engine(ctx).generate(requests)]
-    alone = [lb.Engine(ctx).generate([request])[0].tokens for request in requests]
-    return _exact(ctx, alone == together, "the text that each has alone")
+    requests = [_request(seed) for seed in range(4)]
+    alone = [text for request in requests for text in _texts(lb.Engine(ctx), request)]
+    return _exact(ctx, alone == _texts(lb.Engine(ctx), *requests), "the text that each has alone")
 
 
 def _drafts_are_exact(target: lb.Context, draft: lb.Context) -> tuple[bool, str]:
-    sampling = lb.SamplingParams(temperature=0.8, seed=1)
-    config = lb.SpeculativeConfig(draft_k=4)
-    speculators = (
-        lb.Speculator(target, each, config)
-        for each in (lb.ModelDrafter(draft), lb.speculative.NullDrafter())
-    )
-    drafted, plain = (
-        each.generate(PROMPT, max_tokens=N_TOKENS, sampling=sampling).finish().tokens
-        for each in speculators
-    )
-    return _exact(target, drafted == plain, "the text of plain decoding")
+    drafting = lb.Engine(target, lb.ModelDrafter(draft), lb.SpeculativeConfig(draft_k=4))
+    same = _texts(drafting, _request(1)) == _texts(lb.Engine(target, None), _request(1))
+    return _exact(target, same, "the text of plain decoding")
+
+
+def _request(seed: int) -> lb.Request:
+    sampling = lb.SamplingParams(temperature=0.8, seed=seed)
+    return lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=sampling)
+
+
+def _texts(engine: lb.Engine, *requests: lb.Request) -> list[list[int]]:
+    return [result.tokens for result in engine.generate(requests)]
 
 
 def _exact(ctx: lb.Context, same: bool, what: str) -> tuple[bool, str]:
@@ -307,7 +306,7 @@ def advise(
         flags: of the processor; None = this machine's.
         tools: programs of GPU drivers that are installed; None = this machine's.
     """
-    from llamabranch.bench import processor_flags
+    from llamabranch.bench.machine import processor_flags
 
     flags = processor_flags() if flags is None else flags
     found = []

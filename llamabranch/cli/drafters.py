@@ -130,7 +130,7 @@ def note_translation(drafter: Drafter, target: Model, console: Console) -> None:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PossibleDraft:
     """A model that could draft for a target.
 
     Attributes:
@@ -148,7 +148,7 @@ class Candidate:
     listed: bool
 
 
-def candidates(target: str) -> list[Candidate]:
+def possible_drafts(target: str) -> list[PossibleDraft]:
     """Return the models that could draft for a target that is on this machine, the fittest first.
 
     First the draft that models.txt lists, then the models of the same vocabulary on this machine, from
@@ -178,16 +178,16 @@ def candidates(target: str) -> list[Candidate]:
             except lb.errors.ModelLoadError:
                 continue
             if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
-                found.append(Candidate(name, each, _size(each), way, name == listed))
+                found.append(PossibleDraft(name, each, _size(each), way, name == listed))
     entry = None if listed is None else hub.find_entry(listed)
     if entry is not None and entry.path is None and not any(each.listed for each in found):
-        found.append(Candidate(entry.name, None, entry.size_bytes, "unknown", True))
+        found.append(PossibleDraft(entry.name, None, entry.size_bytes, "unknown", True))
     return sorted(found, key=lambda each: (each.drafts_by == "text", not each.listed))
 
 
 def _fittest(target: str) -> str | None:
     """Return the name of the fittest draft, downloaded if it must be and may be, or None."""
-    for each in candidates(target):
+    for each in possible_drafts(target):
         if each.path is None:
             try:
                 hub.resolve(each.name, download=None)

@@ -118,11 +118,12 @@ def _score_tasks(
         return
     answers: list[dict[str, Any]] = []
     results: list[tuple[str, list[TaskResult]]] = []
-    with _SampleFile(reading, tasks) as file:
+    with ExitStack() as stack:
+        file = _SampleFile(reading, tasks, stack)
         names = models.names(console)
         for name in names:
             hub.resolve(name, download=None)
-        if reading.kept_file is not None and len(names) > 1:
+        if reading.output_file is not None and len(names) > 1:
             raise ConfigError("--output is for one model", hint="give one file for each run")
         try:
             for name in names:
@@ -181,8 +182,8 @@ def _run(
 class _SampleFile:
     """The samples of tasks, one JSON object a line; with ``resume`` those that are there are ``done``."""
 
-    def __init__(self, reading: ReadingOptions, tasks: list[Task]) -> None:
-        self._path = path = reading.kept_file
+    def __init__(self, reading: ReadingOptions, tasks: list[Task], stack: ExitStack) -> None:
+        self._path = path = reading.output_file
         self.done: dict[str, list[Sample]] = {task.name: [] for task in tasks}
         self._models: set[str] = set()
         self._file: IO[str] | None = None
@@ -190,7 +191,7 @@ class _SampleFile:
         if earlier is not None:
             self._read(earlier, tasks)
         if path is not None:
-            self._file = path.open("a", encoding="utf-8")
+            self._file = stack.enter_context(path.open("a", encoding="utf-8"))
 
     def _read(self, path: Path, tasks: list[Task]) -> None:
         """Read what is done; the last line, which may have been cut, is removed."""
@@ -233,13 +234,6 @@ class _SampleFile:
         if self._file is not None:
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._file.flush()
-
-    def __enter__(self) -> _SampleFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def _model_key(ctx: Context) -> str:

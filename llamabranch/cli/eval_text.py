@@ -73,7 +73,7 @@ class ReadingOptions:
         "Write the log-probabilities to this file, for --against and llama-perplexity.",
         *("--save-logits", "--save-all-logits", "--kl-divergence-base"),
     )
-    kept_file: Path | None = option(
+    output_file: Path | None = option(
         None,
         "Write the results to this file, also when interrupted; of tasks, each item on a line.",
         *("--output", "-o"),
@@ -88,7 +88,7 @@ class ReadingOptions:
         Raises:
             ConfigError: a file is there, and is not to be resumed; or none is named to resume.
         """
-        path = self.kept_file
+        path = self.output_file
         if path is None and self.resume:
             raise ConfigError("--resume needs --output, where the results are kept")
         if path is None or (self.resume and path.is_file()):
@@ -157,7 +157,7 @@ class Checkpoint:
 
     def __init__(self, reading: ReadingOptions, kind: str) -> None:
         self.data: dict[str, Any] = {}
-        self.path = path = reading.kept_file
+        self.path = path = reading.output_file
         self._kind, self._saved_s = kind, perf_counter()
         earlier = reading.resumed_file()
         if earlier is None:
@@ -202,18 +202,18 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
     if logits is not None:
         if reading.text_file or reading.chunks or stride or save_to:
             hint = "--against MODEL compares several"
-            told = f"{logits} holds the text and its chunks, and is compared with one model"
-            raise ConfigError(told, hint=hint)
+            message = f"{logits} holds the text and its chunks, and is compared with one model"
+            raise ConfigError(message, hint=hint)
     else:
         if stride is not None and (save_to is not None or reading.chunks is not None):
             raise ConfigError("--stride goes with neither --save-logits nor --chunks")
         text = reading.text()
-    kept = Checkpoint(reading, "perplexity" if logits is None else "kld")
-    if save_to is not None and not kept.data:
+    checkpoint = Checkpoint(reading, "perplexity" if logits is None else "kld")
+    if save_to is not None and not checkpoint.data:
         hint = f"--against {save_to} reads it; to write, name another file, or delete it"
         check_new_file(save_to, hint=hint)
     kind: type[Perplexity | KLDivergence] = Perplexity if logits is None else KLDivergence
-    earlier: Any = kind.from_dict(kept.data) if kept.data else None
+    earlier: Any = kind.from_dict(checkpoint.data) if checkpoint.data else None
     found: Perplexity | KLDivergence | None = earlier
     shown: list[Progress] = []
 
@@ -223,9 +223,9 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         if not shown:
             n_before = 0 if earlier is None else earlier.n_done
             shown.append(Progress(console, "chunks", done.n_chunks, n_before))
-        told = f"perplexity {number(done.value, 4)}" if isinstance(done, Perplexity) else ""
-        shown[0].show(done.n_done, told)
-        kept.save(done.as_dict)
+        message = f"perplexity {number(done.value, 4)}" if isinstance(done, Perplexity) else ""
+        shown[0].show(done.n_done, message)
+        checkpoint.save(done.as_dict)
 
     options: Any = {"progress": note, "resume": earlier}
     with ExitStack() as stack:
@@ -244,7 +244,7 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         finally:
             console.progress("")
             if found is not None and found.n_done:
-                kept.save(found.as_dict, now=True)
+                checkpoint.save(found.as_dict, now=True)
                 _print(console, ctx, found)
 
 
@@ -262,6 +262,16 @@ def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> 
 
 
 def _print_divergence(console: Console, found: KLDivergence) -> None:
+    for names, *rows in divergence_tables(found):
+        console.table(names, rows)
+        console.line()
+    console.line(f"{found.n_tokens} tokens, {found.n_done} of {found.n_chunks} chunks", "dim")
+    if found.n_tokens < 100:
+        console.note("fewer than 100 tokens: llama-perplexity gives no statistics for so few")
+
+
+def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
+    """Return the statistics and the percentiles as tables, each with a first row of names."""
     its = found.statistics
     rows: list[tuple[str, Uncertain, float]] = [
         ("perplexity", its.perplexity, 1),
@@ -275,22 +285,20 @@ def _print_divergence(console: Console, found: KLDivergence) -> None:
         ("mean change of probability, %", its.p_change, 100),
         ("root mean square change, %", its.p_change_rms, 100),
     ]
-    console.table(
-        ("", "value", "±"),
-        [
-            (name, *(number(factor * v, 6 if factor == 1 else 3) for v in each))
-            for name, each, factor in rows
-        ],
-    )
-    console.line()
+    statistics = [
+        (name, *(number(factor * v, 6 if factor == 1 else 3) for v in each))
+        for name, each, factor in rows
+    ]
     kls = (number(found.percentile(f), 5) for f in _FRACTIONS.values())
     changes = (number(100 * found.p_change_percentile(f), 3) for f in _FRACTIONS.values())
-    rows_ = [("KL divergence", *kls), ("change of probability, %", *changes)]
-    console.table(("percentiles", *_FRACTIONS), rows_)
-    console.line()
-    console.line(f"{found.n_tokens} tokens, {found.n_done} of {found.n_chunks} chunks", "dim")
-    if found.n_tokens < 100:
-        console.note("fewer than 100 tokens: llama-perplexity gives no statistics for so few")
+    return [
+        [("", "value", "±"), *statistics],
+        [
+            ("percentiles", *_FRACTIONS),
+            ("KL divergence", *kls),
+            ("change of probability, %", *changes),
+        ],
+    ]
 
 
 # -- several models ------------------------------------------------------------------------------------
@@ -310,7 +318,7 @@ def compare_models(
     names = list(dict.fromkeys(names if base is None else [base, *names]))
     if len(names) < 2:
         raise ConfigError("--against compares with another model", hint="-m names one")
-    kept = Checkpoint(reading, "quants")
+    checkpoint = Checkpoint(reading, "quants")
     files = {name: lb.hub.parts(lb.hub.resolve(name, download=None)) for name in names}
     sizes = {name: sum(part.stat().st_size for part in parts) for name, parts in files.items()}
     if base is not None:
@@ -321,20 +329,20 @@ def compare_models(
         "models": names, "file": str(reading.text_file), "chunks": chunks, "window": window,
         "kv_type": models.kv_type or "f16",
     }  # fmt: skip
-    if kept.data and kept.data.get("settings") != settings:
-        told = f"{kept.path} is of other models, another text or other settings"
-        raise ConfigError(told, hint="resume with the same command")
-    rows: dict[str, dict[str, Any]] = dict(kept.data.get("rows", {}))
+    if checkpoint.data and checkpoint.data.get("settings") != settings:
+        message = f"{checkpoint.path} is of other models, another text or other settings"
+        raise ConfigError(message, hint="resume with the same command")
+    rows: dict[str, dict[str, Any]] = dict(checkpoint.data.get("rows", {}))
     with tempfile.TemporaryDirectory() as folder:
         # The base's log-probabilities, which the others are compared with.
         logits = Path(folder, "logits")
-        if kept.path is not None:
-            logits = kept.path.with_name(kept.path.name + ".logits")
-            if not kept.data:
+        if checkpoint.path is not None:
+            logits = checkpoint.path.with_name(checkpoint.path.name + ".logits")
+            if not checkpoint.data:
                 check_new_file(logits)
             if base not in rows:
                 logits.unlink(missing_ok=True)
-        kept.save(lambda: {"settings": settings, "rows": rows}, now=True)
+        checkpoint.save(lambda: {"settings": settings, "rows": rows}, now=True)
         try:
             for name in (name for name in names if name not in rows):
                 with ExitStack() as opened:
@@ -342,7 +350,7 @@ def compare_models(
                     shown = Progress(console, f"chunks, {base_name(name)}", chunks)
                     row = _row(ctx, name, text, window, chunks, base, logits, shown)
                 rows[name] = {**row, "size_bytes": sizes[name]}
-                kept.save(lambda: {"settings": settings, "rows": rows}, now=True)
+                checkpoint.save(lambda: {"settings": settings, "rows": rows}, now=True)
             logits.unlink(missing_ok=True)
         finally:
             console.progress("")

@@ -31,8 +31,8 @@ def check_new_file(path: Path, *, hint: str = "name another file, or delete it")
                 raise ConfigError(f"{path} already exists", hint=hint)
             return
         if path.is_symlink():
-            told = f"{path} is a link to a file that does not exist"
-            raise ConfigError(told, hint="name the file itself")
+            message = f"{path} is a link to a file that does not exist"
+            raise ConfigError(message, hint="name the file itself")
         check_writable(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
@@ -72,8 +72,8 @@ def load_function(place: str) -> Callable[[str], bool]:
     except Exception as error:
         raise ConfigError(f"{file} cannot be run: {error!r}") from error
     if name not in names:
-        known = [n for n, value in names.items() if callable(value) and not n.startswith("_")]
-        raise ConfigError(f"{file} has no {name!r}", hint=nearest(name, known, "it has"))
+        callables = [n for n, value in names.items() if callable(value) and not n.startswith("_")]
+        raise ConfigError(f"{file} has no {name!r}", hint=nearest(name, callables, "it has"))
     return cast("Callable[[str], bool]", names[name])
 
 

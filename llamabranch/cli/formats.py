@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llamabranch.bench import Interval, Spread
+    from llamabranch.bench.timing import Interval, Spread
 
 
 def base_name(name: str) -> str:

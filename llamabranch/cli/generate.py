@@ -75,7 +75,7 @@ class BatchOptions(DraftOptions):
 
 
 @dataclass(frozen=True)
-class JobOptions:
+class ResultOptions:
     """What is generated for each prompt, and where the results go."""
 
     panel: ClassVar[str] = OUTPUT
@@ -143,7 +143,7 @@ def generate(
     chat: ChatOptions,
     text: TextOptions,
     models: BatchOptions,
-    job: JobOptions,
+    job: ResultOptions,
     output: OutputOptions,
 ) -> None:
     """Generate text from one prompt or many, and show what drafting did.
@@ -198,7 +198,7 @@ def _requests(
     prompts: ManyPrompts,
     text: TextOptions,
     models: BatchOptions,
-    job: JobOptions,
+    job: ResultOptions,
     *,
     is_flat: bool,
 ) -> tuple[list[Request], SamplingParams]:

@@ -9,7 +9,7 @@ from time import monotonic
 import typer
 
 from llamabranch import Engine, Event, Request, Result
-from llamabranch.bench import Machine
+from llamabranch.bench.machine import Machine
 from llamabranch.speculative import NullDrafter
 
 from .comparison import Comparison
@@ -129,10 +129,10 @@ class GenerateReport:
         for text in self._order or ():
             if text in self._held:
                 self._give(self._held.pop(text))
-        stats, told = self.engine.stats, self.engine.explain()
+        stats, message = self.engine.stats, self.engine.explain()
         if not self._is_plain:
-            told = f"drafter: {self.engine.drafter.name}; {told}"
-        self._counted = stats.tokens_per_s, self._rows(), stats.as_dict(), told
+            message = f"drafter: {self.engine.drafter.name}; {message}"
+        self._counted = stats.tokens_per_s, self._rows(), stats.as_dict(), message
 
     def _give(self, result: Result) -> None:
         """Write a result to the file, or print it, or keep it for the JSON object."""
@@ -150,13 +150,15 @@ class GenerateReport:
         if error is not None and not self._console.silent:
             self._console.error(f"{label}: {error.message}", error.hint)
         if result.finish_reason == "constraint":
-            told = "the constraint allows no token there, and the text may be incomplete"
-            self._console.note(f"warning: {label}: {told}")
+            message = "the constraint allows no token there, and the text may be incomplete"
+            self._console.note(f"warning: {label}: {message}")
         if result.grammar is not None and result.finish_reason in ("length", "capacity"):
             is_short = result.finish_reason == "length"
             limit, more = ("-n", "it") if is_short else ("the context", "--ctx-size")
-            told = f"{limit} ended the text before its grammar: it may be incomplete; raise {more}"
-            self._console.note(f"warning: {label}: {told}")
+            message = (
+                f"{limit} ended the text before its grammar: it may be incomplete; raise {more}"
+            )
+            self._console.note(f"warning: {label}: {message}")
 
     def _print(self, result: Result, request: Request, label: str) -> None:
         if self._streams:
@@ -228,7 +230,10 @@ class GenerateReport:
         found, can = self.comparison, self.engine.target.capabilities
         if found is None:
             return {}
-        results = found.plain.results
+        results, where = (
+            found.plain.results,
+            found.first_difference if self.expects_same_text else None,
+        )
         plain: dict[str, object] = {"tokens_per_s": found.plain.rate}
         if self._is_flat:
             plain |= {"text": results[0].text, "tokens": results[0].tokens}
@@ -245,7 +250,7 @@ class GenerateReport:
             "same_text_expected": self.expects_same_text,
             "batch_invariant": can.batch_invariant,
             "batch_invariant_reason": can.batch_invariant_reason,
-            "divergence": found.divergence if self.expects_same_text else None,
+            "divergence": where and where.as_dict(),
         }
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -311,12 +316,15 @@ class GenerateReport:
             return f"same text: not expected (rule {self.rule} is lossless in distribution)"
         if compared.same_text:
             return ""
-        can, told = self.engine.target.capabilities, "The texts differ."
-        if found := compared.divergence:
-            plain, drafted = map(self._piece, found["tokens"])
-            told += f" First difference at token {found['position']}: plain decoding generated {plain}, "
-            told += f"with drafts {drafted}."
-        its, why = f"{told} This context is", can.batch_invariant_reason
+        can, message = self.engine.target.capabilities, "The texts differ."
+        if found := compared.first_difference:
+            plain, drafted = map(self._piece, found.tokens)
+            message += (
+                f" First difference at token {found.position}: plain decoding generated {plain}, with "
+                f"drafts {drafted} (decided by {found.decided_by}: logits must move by {found.gap:.3g} "
+                f"for that, and between decodes here they move by {found.difference:.3g})."
+            )
+        its, why = f"{message} This context is", can.batch_invariant_reason
         if can.batch_invariant:
             return f"{its} batch-invariant ({why}): this is a bug in llamabranch."
         return (

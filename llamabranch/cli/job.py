@@ -58,14 +58,14 @@ class JobLengths:
         _check_ids(requests)
         lengths = list(map(_n_prompt, requests)) if lengths is None else lengths
         limits = [max_tokens if r.max_tokens is None else r.max_tokens for r in requests]
-        known = [
+        runnable = [
             (request, length, inf if limit is None else limit)
             for request, length, limit in zip(requests, lengths, limits, strict=True)
             if length <= most
         ]
-        longest = max((length + n for _, length, n in known), default=0.0)
-        sizes = (min(most, length + (_SHORT if isinf(n) else n)) for _, length, n in known)
-        first = known[:_N_COMPARED]
+        longest = max((length + n for _, length, n in runnable), default=0.0)
+        sizes = (min(most, length + (_SHORT if isinf(n) else n)) for _, length, n in runnable)
+        first = runnable[:_N_COMPARED]
         shared = _n_shared([request for request, _, _ in first])
         own = sum(length + n / 2 for _, length, n in first) / max(1, len(first)) - shared
         n_texts = sum(request.n for request in requests)
@@ -105,9 +105,9 @@ class JobLengths:
 
             lengths = list(map(length, requests))
         if len(requests) == 1 and lengths[0] > most:
-            told = "--n-ctx is" if n_ctx else "the model is made for"
+            limit = "--n-ctx is" if n_ctx else "the model is made for"
             raise CacheFullError(
-                f"the prompt has {lengths[0]:,.0f} tokens, {told} {most:,.0f}",
+                f"the prompt has {lengths[0]:,.0f} tokens, {limit} {most:,.0f}",
                 hint="shorten the prompt, or raise --n-ctx",
             )
         return cls.of(requests, max_tokens, lengths, most)

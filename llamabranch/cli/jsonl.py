@@ -171,8 +171,8 @@ def _grammar(data: Mapping[str, Any]) -> lb.Grammar | None:
     schema = data.get("json_schema")
     if schema is not None:
         if not isinstance(schema, (str, dict)):
-            told = "json_schema must be an object or the name of a file"
-            raise ConfigError(f"{told}, not {schema!r:.40}")
+            message = "json_schema must be an object or the name of a file"
+            raise ConfigError(f"{message}, not {schema!r:.40}")
         if isinstance(schema, str) and not schema.lstrip().startswith("{"):
             try:
                 schema = Path(schema).read_text(encoding="utf-8")

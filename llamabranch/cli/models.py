@@ -120,7 +120,7 @@ def _list_local(console: Console) -> None:
 
 
 def _show(names: Sequence[str], console: Console) -> None:
-    from .drafters import candidates  # which needs NumPy and llama.cpp
+    from .drafters import possible_drafts  # which needs NumPy and llama.cpp
 
     paths = [hub.resolve(name, download=None) for name in names]
     with ExitStack() as stack:
@@ -138,7 +138,7 @@ def _show(names: Sequence[str], console: Console) -> None:
         elif not is_head and models[0].can_generate:
             answer["drafts"] = [
                 {**asdict(each), "path": None if each.path is None else str(each.path)}
-                for each in candidates(names[0])
+                for each in possible_drafts(names[0])
             ]
         shown = [base_name(name) for name in names]
         columns = list(map(_shown, facts))
@@ -165,20 +165,22 @@ def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, A
     if is_head:
         fault = first.head_fault(second)
         path, reason = "none", fault
-        told = f"{second.name} is a head that cannot draft for the first: {fault}."
+        verdict = f"{second.name} is a head that cannot draft for the first: {fault}."
         if not fault:
             path, reason = "hidden states", "the head fits the hidden states of the first"
-            told = f"{second.name} is a head that fits the hidden states of the first: it can draft for "
-            told += "it. Whether it was trained for it, only the acceptance shows."
-        return {"compatible": not fault, "path": path, "reason": reason, "told": told}
+            verdict = (
+                f"{second.name} is a head that fits the hidden states of the first: it can draft "
+            )
+            verdict += "for it. Whether it was trained for it, only the acceptance shows."
+        return {"compatible": not fault, "path": path, "reason": reason, "told": verdict}
     report = first.compatibility(second)
-    told = {
+    verdict = {
         "tokens": f"These two can speculate together, token by token: {report.reason}.",
         "text": f"These two can speculate together through the text only: {report.reason}. Every draft "
         "is then tokenized again, which costs time, and fewer tokens are accepted.",
     }.get(report.path, f"These two cannot speculate together: {report.reason}")
     names = ("compatible", "path", "reason")
-    return {**{name: getattr(report, name) for name in names}, "told": told}
+    return {**{name: getattr(report, name) for name in names}, "told": verdict}
 
 
 def _print_drafts(console: Console, found: Sequence[Mapping[str, Any]]) -> None:

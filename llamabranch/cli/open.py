@@ -117,7 +117,7 @@ def open(
         )  # fmt: skip
         server.front = front_of(loom)
         console.on_loading = loom.loading
-        _tell(loom, server.url, console, browser=page.browser)
+        _show_link(loom, server.url, console, browser=page.browser)
         server.run()
 
 
@@ -141,22 +141,22 @@ def _listening(port: int, make: Callable[[ServeSettings], Server], console: Cons
     return make(ServeSettings(port=0, shutdown_timeout_s=0.0))
 
 
-def _tell(loom: Loom, url: str, console: Console, *, browser: bool) -> None:
+def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None:
     """Print the link, and another one at each Enter."""
 
     def link() -> str:
         return f"{url}/#{loom.guard.link()}"
 
-    def show(told: dict[str, object]) -> None:
-        console.line(f"the page: {told['link']}")
-        console.answer(told)
+    def show(found: dict[str, object]) -> None:
+        console.line(f"the page: {found['link']}")
+        console.answer(found)
 
-    first, path, key = link(), loom.live.journal.path, loom.guard.key
+    first, path, key = link(), loom.journal.path, loom.guard.key
     show({"link": first, "url": url, "key": key, "file": str(path)})
     if not console.silent:
         console.note(f"document: {path}; scripts send Authorization: Bearer {key}")
-    if loom.live.journal.read_only is not None:
-        console.note(f"{path.name} is read-only: {loom.live.journal.read_only}")
+    if loom.journal.read_only is not None:
+        console.note(f"{path.name} is read-only: {loom.journal.read_only}")
 
     def listen() -> None:
         with suppress(OSError, ValueError):

@@ -186,9 +186,9 @@ class ModelOptions:
             if not (name and equals):
                 raise ConfigError(f"-S takes NAME=VALUE, such as typical_p=0.9, not {text!r}")
             name = name.strip().replace("-", "_")
-            known = set().union(*kinds.values())
-            if name not in known:
-                hint = nearest(name, sorted(known), "settings")
+            names = set().union(*kinds.values())
+            if name not in names:
+                hint = nearest(name, sorted(names), "settings")
                 raise ConfigError(f"-S has no setting {name!r}", hint=hint)
             if name in kinds[kind]:
                 found[name] = setting_value(value)
@@ -223,8 +223,8 @@ class ModelOptions:
             with lb.Model(hub.resolve(name, download=None), vocab_only=True) as model:
                 options["n_ctx"] = trained_length(model)
             if options["n_ctx"] is None:
-                told = f"{name} does not say what length it was trained for"
-                raise ConfigError(told, hint="-c N sets one")
+                message = f"{name} does not say what length it was trained for"
+                raise ConfigError(message, hint="-c N sets one")
         with console.loading(name) as progress:
             context = lb.load(name, progress=progress, verbose=console.verbose, **options)
             return stack.enter_context(context)
@@ -256,8 +256,8 @@ class DraftOptions(ModelOptions):
     def config(self) -> lb.SpeculativeConfig:
         """Return the settings of drafting; ConfigError for a value out of range."""
         if self.draft_length != "auto" and not self.draft_length.lstrip("-").isdecimal():
-            told = f"{self.draft_length!r} is neither a number nor auto"
-            raise typer.BadParameter(told, param_hint="--draft-max")
+            message = f"{self.draft_length!r} is neither a number nor auto"
+            raise typer.BadParameter(message, param_hint="--draft-max")
         length = "auto" if self.draft_length == "auto" else int(self.draft_length)
         return lb.SpeculativeConfig(**{"draft_k": length, **self.set("drafting")})
 

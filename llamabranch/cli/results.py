@@ -113,8 +113,8 @@ class ResultFile:
                     if not isinstance(record.get("job"), dict):
                         raise ValueError("it does not record its settings")
                 except (ValueError, KeyError, RecursionError) as error:
-                    told = f"{self.path}, line {number}: invalid result: {error}"
-                    raise ConfigError(told) from error
+                    message = f"{self.path}, line {number}: invalid result: {error}"
+                    raise ConfigError(message) from error
                 self._n_bytes += len(line)
                 yield record
 
@@ -127,8 +127,8 @@ class ResultFile:
     def _check(self) -> None:
         for theirs in self._jobs:
             found = [
-                told.format(theirs.get(name), self.job[name])
-                for name, told in _SETTINGS.items()
+                message.format(theirs.get(name), self.job[name])
+                for name, message in _SETTINGS.items()
                 if self.job[name] not in (None, theirs.get(name))
             ]
             if found:

@@ -17,8 +17,6 @@ from ..errors import VocabularyMismatchError
 from .logits_file import Codes, LogitsFile
 from .perplexity import Chunked, Floats, check_room, exp, read_chunks, with_bos
 
-__all__ = ["KLDivergence", "KLStatistics", "Uncertain", "compare_coded", "divergence"]
-
 _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
 KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
 P_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001, 0.0)

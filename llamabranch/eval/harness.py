@@ -37,8 +37,6 @@ except ImportError:
 else:
     _MISSING = False
 
-__all__ = ["LlamaBranchLM"]
-
 _WITHOUT_EFFECT: dict[str, object] = {
     "num_beams": 1, "num_return_sequences": 1, "do_sample": None, "use_cache": True,
 }  # fmt: skip
@@ -183,8 +181,8 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         pairs = []
         for _asked, context, after in requests:
             if len(after) > self.max_length:
-                told = f"a continuation has {len(after)} tokens, max_length is {self.max_length}"
-                raise ConfigError(told, hint="raise max_length and n_ctx")
+                message = f"a continuation has {len(after)} tokens, max_length is {self.max_length}"
+                raise ConfigError(message, hint="raise max_length and n_ctx")
             window = (context + after)[-(self.max_length + 1) :]  # the last token is no input
             pairs.append((window[: -len(after)], [after]))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
@@ -250,8 +248,8 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         n_new = given.pop("max_gen_toks")
         room = self.max_length - n_new
         if room < 1:
-            told = f"{n_new} tokens to generate leave no room: max_length is {self.max_length}"
-            raise ConfigError(told, hint="raise max_length and n_ctx, or lower max_gen_toks")
+            message = f"{n_new} tokens to generate leave no room: max_length is {self.max_length}"
+            raise ConfigError(message, hint="raise max_length and n_ctx, or lower max_gen_toks")
         tokens = self.tok_encode(str(context))[-room:] or [self.prefix_token_id]
         # A stop string in what the model thinks ends nothing.
         stop = () if self._think_end_token else tuple(text for text in until if text)
@@ -272,8 +270,8 @@ def _sampling(given: Mapping[str, object]) -> SamplingParams:
         if own in known:
             settings[own] = value
         elif name not in _WITHOUT_EFFECT or _WITHOUT_EFFECT[name] not in (None, value):
-            told = f"a task asks for {name}={value!r}, which has no counterpart here"
-            raise ConfigError(told, hint="override it: gen_kwargs={...}")
+            message = f"a task asks for {name}={value!r}, which has no counterpart here"
+            raise ConfigError(message, hint="override it: gen_kwargs={...}")
     return SamplingParams().replace(**settings)
 
 

@@ -24,8 +24,6 @@ from typing_extensions import Self
 from ..errors import ConfigError
 from ..files import path_of
 
-__all__ = ["Codes", "LogitsFile", "encode"]
-
 _MAGIC = b"_logits_"
 _HEAD = len(_MAGIC) + 12  # bytes before the tokens
 _RANGE = np.float32(16.0)  # nats that a row reaches below its largest log-probability
@@ -129,8 +127,8 @@ class LogitsFile:
             if not n_done:
                 file.write(header)
             elif file.read(len(header)) != header or path.stat().st_size < found._at(n_done):
-                told = f"{path} was begun with another text, window or number of chunks"
-                raise ConfigError(told, hint="begin anew")
+                message = f"{path} was begun with another text, window or number of chunks"
+                raise ConfigError(message, hint="begin anew")
             else:
                 file.truncate(found._at(n_done))
             stack.pop_all()

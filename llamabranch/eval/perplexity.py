@@ -22,10 +22,6 @@ from ..errors import CacheFullError, ConfigError
 from ..model import Model, TokenIds, token_list
 from .logits_file import LogitsFile
 
-__all__ = [
-    "Chunked", "Floats", "Perplexity", "check_room", "exp", "perplexity", "read_chunks", "with_bos",
-]  # fmt: skip
-
 Floats = npt.NDArray[np.float64]
 # Called with the number of a chunk, the index of one of its tokens, the token after that, and the logits
 # that it is scored by, which are valid until it returns; what it returns is kept.

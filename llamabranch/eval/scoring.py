@@ -14,8 +14,6 @@ from ..context.logits import LogitsRow
 from ..errors import CacheFullError, ConfigError
 from ..model import Model, TokenIds, token_list
 
-__all__ = ["Score", "ScoreRequest", "encode_pair", "score"]
-
 ScoreRequest = tuple[str | TokenIds, Sequence[str | TokenIds]]
 
 _MEANT = "requests must be a list of pairs: a context and a list of continuations"
@@ -135,18 +133,18 @@ def _wanted(ctx: Context, name: str, request: ScoreRequest, parse_special: bool)
         if isinstance(context, str) and isinstance(continuation, str):
             before, after = encode_pair(model, context, continuation, parse_special=parse_special)
         elif isinstance(context, str) or isinstance(continuation, str):
-            told = f"{name} mixes text and token ids"
-            raise ConfigError(told, hint="give both as text, or as ids")
+            message = f"{name} mixes text and token ids"
+            raise ConfigError(message, hint="give both as text, or as ids")
         else:
             before = model.prompt_tokens(context)
             after = token_list(continuation)
             model.check_tokens(after)
         if not after:
-            told = f"{name}: {continuation!r:.60} has no tokens of its own after its context"
-            raise ConfigError(told, hint="it must not be empty, and mostly begins with a space")
+            message = f"{name}: {continuation!r:.60} has no tokens of its own after its context"
+            raise ConfigError(message, hint="it must not be empty, and mostly begins with a space")
         if (n := len(before) + len(after)) > most:
-            told = f"{name} has {n} tokens, the context has room for {most}"
-            raise CacheFullError(told, hint="open the context with a larger n_ctx")
+            message = f"{name} has {n} tokens, the context has room for {most}"
+            raise CacheFullError(message, hint="open the context with a larger n_ctx")
         found.append(Wanted(None, [*before, *after], len(before)))
     return found
 

@@ -21,8 +21,6 @@ from ..files import path_of
 from .perplexity import exp
 from .scoring import Score, score
 
-__all__ = ["Item", "Sample", "Task", "TaskResult", "find_task", "run_task", "task_names"]
-
 _SUITE = Path(__file__).parent / "suite"
 _Z = 1.959963984540054  # of a 95 % interval
 

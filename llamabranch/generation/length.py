@@ -55,6 +55,7 @@ class _Record:
         self._drawn = deque([-1], maxlen=64)  # the latest buckets of which tokens were considered
         self.step_s = 0.0  # seconds of a draft step
         self.n_drafts = self.n_tested = self.n_accepted = 0
+        self.reach = 0  # as many tokens may come after its latest draft, if that was accepted whole
         self.pause = 0  # rounds before it is tried again; 0 = it is called in every round
         self.waited = self.waited_s = 0.0  # rounds of the pause, and their seconds
 
@@ -68,6 +69,8 @@ class _Record:
         draft, n_accepted = done.draft, done.n_accepted + bool(done.followed)
         n_tested = min(n_accepted + 1, len(draft.tokens) + (done.followed is not None))
         self.n_drafts += 1
+        if draft.tokens:
+            self.reach = (2 * len(draft.tokens) + 1) * (done.n_accepted == len(draft.tokens))
         self.n_tested, self.n_accepted = self.n_tested + n_tested, self.n_accepted + n_accepted
         for i, entropy in enumerate(draft.entropies):
             at = bucket(entropy)
@@ -138,7 +141,7 @@ class AutoLength(DraftLength):
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
     WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
-    FIRST_K = 7  # tokens of a copied draft at first; later at most twice the largest timed decode
+    FIRST_K = 3  # tokens of a copied draft until longer ones are timed
     MARGIN = 1.03  # speedup that must be expected of drafts, since times are noisy
     REFRESH = 64  # rounds after which a plain step measures t(n) again
     PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials
@@ -200,10 +203,11 @@ class AutoLength(DraftLength):
         rate = max(1.0, self._best(record)[1]) / costs[0]
         if is_free and not is_new:  # not every round has something to copy: what counts was reached
             rate = max(1.0 / costs[0], learned.gained / learned.spent_s)
-        most = 2 * max(learned.seconds, default=1) - 1  # a time far beyond those seen says little
+        # Times beyond those seen say little: they are measured where all that costs less was accepted.
+        most = max(self.FIRST_K, record.reach, max(learned.seconds, default=1) - 1)
         return replace(
             self._stop,
-            most_tokens=max(self.FIRST_K, most) if is_free else 1 if record.pause else self.limit,
+            most_tokens=most if is_free else 1 if record.pause else self.limit,
             acceptance=rates,
             costs=costs,
             mean=mean,

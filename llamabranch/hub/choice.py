@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from ..errors import ConfigError
 from .spec import is_safe_path
 
-__all__ = ["DEFAULT_TAGS", "choose", "is_model", "model_sets"]
-
 DEFAULT_TAGS = ("Q4_K_M", "Q8_0")  # where no tag is given: the first that exists, then any model
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})", re.ASCII)
@@ -56,9 +54,10 @@ def choose(
         raise ConfigError(f"{where} has no GGUF model", hint=_offer(safe))
     for wanted in DEFAULT_TAGS if tag is None else (tag,):
         # The end of a name tells the quantization; its middle may be the name of the model.
-        for matches in (_ends_with, _contains):
+        for after in ("$", r"(?![A-Za-z0-9_])"):
+            pattern = re.compile(_bounded(wanted) + after, re.ASCII | re.IGNORECASE)
             for each in models:
-                if matches(_stem_and_shard(each[0])[0], wanted):
+                if pattern.search(_stem_and_shard(each[0])[0]):
                     return _complete(each, where)
     if tag is None:
         return _complete(models[0], where)
@@ -101,14 +100,6 @@ def _stem_and_shard(path: str) -> tuple[str, tuple[int, int] | None]:
     if found is None:
         return stem, None
     return found["stem"], (int(found["index"]), int(found["count"]))
-
-
-def _ends_with(stem: str, tag: str) -> bool:
-    return bool(re.search(_bounded(tag) + "$", stem, re.ASCII | re.IGNORECASE))
-
-
-def _contains(stem: str, tag: str) -> bool:
-    return bool(re.search(_bounded(tag) + r"(?![A-Za-z0-9_])", stem, re.ASCII | re.IGNORECASE))
 
 
 def _bounded(tag: str) -> str:

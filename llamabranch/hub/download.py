@@ -13,74 +13,96 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigError, DownloadError, LlamaBranchError, UnsupportedError
 from ..files import atomic_write
-from .caches import hub_cache
+from .caches import find, hub_cache
 from .choice import choose
 from .spec import HubSpec, is_safe_path
-
-__all__ = ["DownloadPlan", "download", "plan_download"]
 
 _SPARE_BYTES = 64 << 20  # left free on the disk
 _LARGEST_OVER_HTTP = 50 * 10**9
 
 
 @dataclass(frozen=True)
-class DownloadPlan:
-    """What a download would fetch.
+class _Files:
+    """The files of a model, and which of them are here.
 
     Attributes:
         spec: what was asked for.
         commit: the commit that it is at now.
-        files: the model's files, all shards in order, and their bytes.
+        sizes: the bytes of its files, all shards in order.
         missing: those that are not in the cache.
-        partial_bytes: how much of the missing ones is there from an interrupted download.
-        cache: the folder of the cache.
+        n_partial: bytes of the missing ones that an interrupted download left.
+        folder: the repository's in the cache, with ``blobs``, ``refs`` and ``snapshots``.
     """
 
     spec: HubSpec
     commit: str
-    files: Mapping[str, int]
-    missing: Mapping[str, int]
-    partial_bytes: int
-    cache: Path
-
-    @property
-    def folder(self) -> Path:
-        """The repository's folder in the cache, with ``blobs``, ``refs`` and ``snapshots``."""
-        return self.cache / ("models--" + self.spec.repository.replace("/", "--"))
+    sizes: Mapping[str, int]
+    missing: Sequence[str]
+    n_partial: int
+    folder: Path
 
     @property
     def first(self) -> str:
         """The file to load: of a model in shards the first."""
-        return next(iter(self.files))
+        return next(iter(self.sizes))
 
     @property
-    def missing_bytes(self) -> int:
+    def n_missing(self) -> int:
         """Bytes to download, without what an interrupted download left."""
-        return sum(self.missing.values()) - self.partial_bytes
-
-    def path_of(self, file: str) -> Path:
-        """Return where a file will be."""
-        return self.folder / "snapshots" / self.commit / file
-
-    def partial_of(self, sha256: str) -> Path:
-        """Return where a file is until it is complete."""
-        return self.folder / "blobs" / f"{sha256}.incomplete"
+        return sum(self.sizes[name] for name in self.missing) - self.n_partial
 
 
-def plan_download(spec: HubSpec) -> DownloadPlan:
-    """Ask the hub which files ``spec`` names, how large they are and which are missing.
+def download(spec: HubSpec) -> Path:
+    """Ask the hub which files ``spec`` names, download what is missing, and return the path to load.
+
+    What another program has of them is taken instead. What was downloaded before an interruption is used
+    again. Two processes that want the same file share one download: the second waits for the first. The
+    size is announced on standard error; huggingface_hub shows its bar on a terminal.
 
     Raises:
         UnsupportedError: huggingface_hub is not installed.
         ConfigError: the repository has no such tag or file.
-        DownloadError: the hub cannot be reached, or refuses.
+        DownloadError: the hub cannot be reached or refuses, the bytes are not those that it announced, or
+            the cache cannot be written or the disk is full. No file has its name then.
     """
+    files = _look_up(spec)
+    if files.missing:
+        if local := find(replace(spec, file=files.first, tag=None)):
+            return local.path
+        _announce(files)
+        _check_space(files)
+    for name in files.missing:
+        try:
+            with _requests(f"{spec.repository}/{name}"):
+                _download_file(files, name)
+        except OSError as error:
+            raise DownloadError(
+                f"cannot write to {error.filename or files.folder.parent}: {error.strerror or error}",
+                hint="free some space, or set HF_HUB_CACHE to a folder that can be written",
+            ) from error
+    reference = files.folder / "refs" / (spec.revision or "main")
+    if reference.name != files.commit:
+        with contextlib.suppress(OSError):  # a convenience of later look-ups
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(reference) as opened:
+                opened.write(files.commit.encode())
+    return files.folder / "snapshots" / files.commit / files.first
+
+
+def note(text: str) -> None:
+    """Print a line on standard error, if there is one."""
+    with contextlib.suppress(OSError, AttributeError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _look_up(spec: HubSpec) -> _Files:
     where = spec.repository
     with _requests(where):
         import huggingface_hub
@@ -88,74 +110,58 @@ def plan_download(spec: HubSpec) -> DownloadPlan:
         info = huggingface_hub.HfApi(endpoint=_endpoint()).model_info(
             where, revision=spec.revision, files_metadata=True
         )
-    commit = str(info.sha)
+    commit, listed = str(info.sha), {str(item.rfilename): item for item in info.siblings or ()}
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise DownloadError(f"the hub gives no commit of {where}")
-    listed = {str(item.rfilename): item for item in info.siblings or ()}
     names = choose(filter(is_safe_path, listed), spec.tag, file=spec.file, where=where)
-    files = {name: int(listed[name].size or 0) for name in names}
-    plan = DownloadPlan(spec, commit, files, {}, 0, hub_cache())
-    missing = {name: size for name, size in files.items() if not plan.path_of(name).is_file()}
+    folder = hub_cache() / ("models--" + where.replace("/", "--"))
+    missing = [name for name in names if not (folder / "snapshots" / commit / name).is_file()]
     n_partial = 0
     for name in missing:
         with contextlib.suppress(OSError):
-            sha256 = getattr(listed[name].lfs, "sha256", None)
-            n_partial += plan.partial_of(str(sha256)).stat().st_size
-    return replace(plan, missing=missing, partial_bytes=n_partial)
+            n_partial += _partial(folder, getattr(listed[name].lfs, "sha256", None)).stat().st_size
+    sizes = {name: int(listed[name].size or 0) for name in names}
+    return _Files(spec, commit, sizes, missing, n_partial, folder)
 
 
-def download(plan: DownloadPlan) -> Path:
-    """Download what is missing and return the path of the model; of one in shards the first.
+def _partial(folder: Path, sha256: str | None) -> Path:
+    """Return where a file is until it is complete."""
+    return folder / "blobs" / f"{sha256}.incomplete"
 
-    What was downloaded before an interruption is used again. Two processes that want the same file share
-    one download: the second waits for the first. huggingface_hub shows its bar on a terminal.
 
-    Raises:
-        DownloadError: the hub cannot be reached or refuses, the bytes are not those that it announced, or
-            the cache cannot be written or the disk is full. No file has its name then.
-    """
-    _check_space(plan)
-    for file in plan.missing:
-        try:
-            with _requests(f"{plan.spec.repository}/{file}"):
-                _download_file(plan, file)
-        except OSError as error:
-            raise DownloadError(
-                f"cannot write to {error.filename or plan.cache}: {error.strerror or error}",
-                hint="free some space, or set HF_HUB_CACHE to a folder that can be written",
-            ) from error
-    reference = plan.folder / "refs" / (plan.spec.revision or "main")
-    if reference.name != plan.commit:
-        with contextlib.suppress(OSError):  # a convenience of later look-ups
-            reference.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(reference) as opened:
-                opened.write(plan.commit.encode())
-    return plan.path_of(plan.first)
+def _announce(files: _Files) -> None:
+    """Tell what is about to be downloaded, how large it is and where it goes."""
+    parts = f" in {len(files.sizes)} parts" if len(files.sizes) > 1 else ""
+    rest = ", the rest of an interrupted download" if files.n_partial else ""
+    n = files.n_missing
+    size = f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+    name = f"{files.spec.repository}/{files.first}"
+    note(f"downloading {name}{parts}: {size}{rest}, to {files.folder.parent}")
 
 
 # -- one file -----------------------------------------------------------------------------------------
 
 
-def _download_file(plan: DownloadPlan, file: str) -> None:
+def _download_file(files: _Files, file: str) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    repository, endpoint = plan.spec.repository, _endpoint()
-    url = hf_hub_url(repository, file, revision=plan.commit, endpoint=endpoint)
+    repository, commit, endpoint = files.spec.repository, files.commit, _endpoint()
+    url = hf_hub_url(repository, file, revision=commit, endpoint=endpoint)
     metadata = get_hf_file_metadata(url, endpoint=endpoint)
     sha256, size = str(metadata.etag), metadata.size
     if not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise DownloadError(f"the hub gives no checksum of {file}", hint="use another mirror")
     if size is not None and size <= _LARGEST_OVER_HTTP:
-        _stream_blob(plan, url, sha256, size)
+        _stream_blob(files.folder, url, sha256, size)
     # Where the blob is there it makes the link in the snapshot.
     path = hf_hub_download(
-        repository, file, revision=plan.commit, cache_dir=plan.cache, endpoint=endpoint
+        repository, file, revision=commit, cache_dir=files.folder.parent, endpoint=endpoint
     )
     if not os.path.islink(path):  # without links the snapshot has a copy
-        (plan.folder / "blobs" / sha256).unlink(missing_ok=True)
+        (files.folder / "blobs" / sha256).unlink(missing_ok=True)
 
 
-def _stream_blob(plan: DownloadPlan, url: str, sha256: str, size: int) -> None:
+def _stream_blob(folder: Path, url: str, sha256: str, size: int) -> None:
     """Put the file at ``blobs/SHA``: download what is not here yet, check it, rename it.
 
     The hub redirects to where the file is, each time with a fresh signature: a later attempt may come
@@ -167,10 +173,10 @@ def _stream_blob(plan: DownloadPlan, url: str, sha256: str, size: int) -> None:
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
-    part = plan.partial_of(sha256)
-    blob, lock = part.with_name(sha256), plan.cache / ".locks" / plan.folder.name / f"{sha256}.lock"
-    for folder in (blob.parent, lock.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+    part = _partial(folder, sha256)
+    blob, lock = part.with_name(sha256), folder.parent / ".locks" / folder.name / f"{sha256}.lock"
+    for each in (blob.parent, lock.parent):
+        each.mkdir(parents=True, exist_ok=True)
     # The lock is that of `hf_hub_download`: other programs wait for us, and we for them.
     with WeakFileLock(lock):
         if blob.is_file():
@@ -202,12 +208,12 @@ def _sha256(path: Path) -> str:
 # -- the disk and the hub ------------------------------------------------------------------------------
 
 
-def _check_space(plan: DownloadPlan) -> None:
-    folder = next(each for each in (plan.cache, *plan.cache.parents) if each.exists())
+def _check_space(files: _Files) -> None:
+    folder = next(each for each in files.folder.parents if each.exists())
     free = shutil.disk_usage(folder).free
-    if plan.missing_bytes + _SPARE_BYTES > free:
+    if files.n_missing + _SPARE_BYTES > free:
         raise DownloadError(
-            f"{plan.spec} needs {plan.missing_bytes / 1e9:.2f} GB, and {folder} has "
+            f"{files.spec} needs {files.n_missing / 1e9:.2f} GB, and {folder} has "
             f"{free / 1e9:.2f} GB left",
             hint="free some space, choose a smaller quantization, or set HF_HUB_CACHE to another disk",
         )

@@ -7,11 +7,9 @@ package brings in one quantization gets the others here: ``smollm2-135m:Q8_0`` i
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from ..arguments import nearest
@@ -19,11 +17,9 @@ from ..errors import ConfigError, UnsupportedError
 from ..files import atomic_write
 from .caches import find, own_cache
 from .catalogue import CatalogueEntry, catalogue, find_entry
-from .download import DownloadPlan, plan_download
 from .download import download as download_files
+from .download import note
 from .spec import HubSpec
-
-__all__ = ["fetch", "resolve"]
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -59,11 +55,13 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = Fal
     found = _look_up(name_or_path)
     if isinstance(found, Path):
         return found
-    if _is_offline():
-        raise _missing(os.fspath(name_or_path), is_offline=download is not False)
-    if not _download_allowed(download):
-        raise _missing(os.fspath(name_or_path))
-    return _download(found)
+    is_offline = _flag("HF_HUB_OFFLINE") is True
+    allowed = _flag("LLAMABRANCH_DOWNLOAD") if download is None else download
+    if allowed is None:
+        allowed = sys.stderr is not None and sys.stderr.isatty()
+    if is_offline or not allowed:
+        raise _missing(os.fspath(name_or_path), is_offline=is_offline and download is not False)
+    return download_files(found)
 
 
 def fetch(name: str | os.PathLike[str]) -> Path:
@@ -88,71 +86,27 @@ def fetch(name: str | os.PathLike[str]) -> Path:
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
     spec = _hub_spec(name)
-    if _is_offline() or spec is None or spec.tag or spec.file:
+    if _flag("HF_HUB_OFFLINE") is True or spec is None or spec.tag or spec.file:
         return resolve(name, download=True)
     found = _look_up(name)
     try:
-        return _download(spec)
+        return download_files(spec)
     except UnsupportedError:
         if isinstance(found, Path):
             return found
         raise
 
 
-def _is_offline() -> bool:
-    return _flag("HF_HUB_OFFLINE") is True
-
-
-def _download_allowed(asked: bool | None) -> bool:
-    """Return whether a model that is missing may be downloaded now.
-
-    ``asked`` decides, then the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0); otherwise it may
-    if standard error is a terminal, where the size is announced.
-    """
-    if asked is None:
-        asked = _flag("LLAMABRANCH_DOWNLOAD")
-    if asked is None:
-        return sys.stderr is not None and sys.stderr.isatty()
-    return asked
-
-
-def _download(spec: HubSpec) -> Path:
-    plan = plan_download(spec)
-    if plan.missing:
-        if local := find(replace(spec, file=plan.first, tag=None)):
-            return local.path
-        _announce(plan)
-    return download_files(plan)
-
-
-def _announce(plan: DownloadPlan) -> None:
-    """Tell what is about to be downloaded, how large it is and where it goes."""
-    parts = f" in {len(plan.files)} parts" if len(plan.files) > 1 else ""
-    rest = ", the rest of an interrupted download" if plan.partial_bytes else ""
-    n = plan.missing_bytes
-    size = f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
-    name = f"{plan.spec.repository}/{plan.first}"
-    _note(f"downloading {name}{parts}: {size}{rest}, to {plan.cache}")
-
-
-def _note(text: str) -> None:
-    """Print a line on standard error, if there is one."""
-    with contextlib.suppress(OSError, AttributeError):
-        print(text, file=sys.stderr, flush=True)
-
-
 def _flag(name: str) -> bool | None:
     given = os.environ.get(name, "").strip().lower()
     if not given:
         return None
-    if given in _TRUE:
-        return True
-    if given in _FALSE:
-        return False
+    if given in (*_TRUE, *_FALSE):
+        return given in _TRUE
     raise ConfigError(f"{name} must be 1 or 0, not {given!r}")
 
 
-def _missing(name: str, *, is_offline: bool = False) -> ConfigError:
+def _missing(name: str, *, is_offline: bool) -> ConfigError:
     """Return the error for a model that is not here and needed now; the hint tells how to get it."""
     entry = find_entry(name)
     size = "" if entry is None else f" ({entry.size})"
@@ -237,7 +191,7 @@ def _quantize(source: Path, path: Path, file_type: str) -> None:
     """Make ``path`` from ``source``, whole or not at all."""
     from ..native.quantize import quantize  # which needs llama.cpp
 
-    _note(f"making {path.name} from {source}, once, in {path.parent}")
+    note(f"making {path.name} from {source}, once, in {path.parent}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:

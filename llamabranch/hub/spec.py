@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 
-__all__ = ["HubSpec", "is_safe_path"]
-
 # llama.cpp's rule: letters, digits and _, with single dots and dashes between them.
 _NAME = r"[A-Za-z0-9_]+(?:[.-][A-Za-z0-9_]+)*"
 _SPEC = re.compile(

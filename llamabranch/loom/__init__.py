@@ -8,8 +8,7 @@ pair.py        two models on one text: KL divergence, lockstep, spans of unequal
 comparing.py   the same for the page, as it is found
 report.py      the report of `llamabranch compare`
 formats.py     other looms' files, JSON, Markdown
-page.py        the page's own files, its policy, the exported HTML
-guard.py       who may call
+page.py        the page's own files, its policy, who may call, the exported HTML
 loom.py        a document over a server's process, and what operations are made of
 operations.py  what the page can be asked to do
 api.py         the routes

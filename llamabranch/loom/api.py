@@ -36,7 +36,7 @@ def front_of(loom: Loom) -> Front:
 
     routes = {path: bound(handler) for path, handler in _ROUTES.items()}
     routes["POST /loom/do"] = do
-    return Front(loom.guard.check, loom.guard.headers, routes, loom.live.close)
+    return Front(loom.guard.check, loom.guard.headers, routes, loom.close)
 
 
 async def _static(loom: Loom, call: Exchange) -> None:
@@ -53,18 +53,18 @@ async def _session(loom: Loom, call: Exchange) -> None:
 
 
 async def _doc(loom: Loom, call: Exchange) -> None:
-    document, live, wanted = loom.document, loom.live, call.query.get("branch")
+    document, wanted = loom.document, call.query.get("branch")
     if wanted is not None:
         await call.reply({"branch": loom.branch(loom.node(wanted))})
         return
     shown = [*document.shown()]
     current = document.current
-    state = {"state": "generating"} if loom.live.running else {}
+    state = {"state": "generating"} if loom.running else {}
     await call.reply({
-        "boot": live.boot, "rev": document.rev, **loom.models(), **state,
-        "file": live.file, "current": current if current in {n.id for n in shown} else None,
+        "boot": loom.boot, "rev": document.rev, **loom.models(), **state,
+        "file": loom.file, "current": current if current in {n.id for n in shown} else None,
         "settings": loom.settings, **document.counts(), "nodes": document.listed(),
-        "jobs": [job.as_dict() for job in live.running],
+        "jobs": [job.as_dict() for job in loom.running],
         "notes": {n.id: n.note for n in shown if n.note},
         "kl": {n.id: pair.mean_kl(n.compare[-1]) for n in shown if n.compare},
     })  # fmt: skip
@@ -82,19 +82,18 @@ async def _tokens(loom: Loom, call: Exchange) -> None:
     parts, top = node.stretches(start, end), query.get("top") == "1"
     owners = dict.fromkeys([owner for owner, _, _ in parts] + [node])
     kept = {str(name): [raw for o in owners for raw in getattr(o, name)] for name in KEPT}
-    await call.reply({
-        "node": document.told(node), **document.columns(parts, top=top), "at": start,
-        "owner": [(owner.id, owner.made.at + a) for owner, a, _ in parts], **({} if top else kept),
-    })  # fmt: skip
+    columns = [document.columns(*part, top=top) for part in parts]
+    found = {"node": document.node_fields(node), "at": start, "parts": columns}
+    await call.reply(found if top else found | kept)
 
 
 async def _next(loom: Loom, call: Exchange) -> None:
-    """Tell what could follow the first ``at`` tokens of a text."""
+    """Report what could follow the first ``at`` tokens of a text."""
     node, document = loom.node(call.query.get("node")), loom.document
     at = call.query.get("at", "")
-    one = await loom.live.following(node.tokens(int(at) if at.isdecimal() else None))
+    one = await loom.following(node.tokens(int(at) if at.isdecimal() else None))
     found = () if one is None else one.alternatives
-    loom.live.learn(a.token for a in found)
+    loom.learn(a.token for a in found)
     top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in found]
     await call.reply({"h": None if one is None else short(one.entropy), "top": top})
 
@@ -120,14 +119,14 @@ async def _find(loom: Loom, call: Exchange) -> None:
 
 async def _events(loom: Loom, call: Exchange) -> None:
     last = dict(call.scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
-    await loom.live.stream(call, last or call.query.get("since", ""))
+    await loom.stream(call, last or call.query.get("since", ""))
 
 
 async def _export(loom: Loom, call: Exchange) -> None:
     query = call.query
     node = loom.node(query["node"]) if query.get("node") else None
     kind = query.get("format", "json")
-    title = loom.live.journal.path.name.removesuffix(".loom.jsonl")
+    title = loom.journal.path.name.removesuffix(".loom.jsonl")
     top = 3 if kind == "html" and query.get("top") != "10" else 10
     data, name, mime = await asyncio.to_thread(
         formats.export, loom.document, kind, node, title=title, top=top,
@@ -145,11 +144,12 @@ async def _import(loom: Loom, call: Exchange) -> None:
         formats.read, data, _MOST_NODES, model.fingerprint
     )
     nodes = loom.make(await asyncio.to_thread(loom.copied, found))
-    await loom.live.confirm()
-    told = [f"{n_lost:,} nodes without a way to a root were left out."] if n_lost else []
-    roots = [loom.document.told(node) for node in nodes if node.parent is None]
+    await loom.confirm()
+    warnings = [f"{n_lost:,} nodes without a way to a root were left out."] if n_lost else []
+    roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
     await call.reply({
-        "rev": loom.document.rev, "nodes": roots, "count": len(nodes), "format": kind, "told": told,
+        "rev": loom.document.rev, "nodes": roots, "count": len(nodes), "format": kind,
+        "warnings": warnings,
     })  # fmt: skip
 
 

@@ -29,7 +29,7 @@ async def compare(loom: Loom, do: Do, node: Node, at: int) -> dict[str, object]:
     same = same_vocabulary(loom.service.model, partner.model)
     if do.op == "compare" and do.mode == "read":
         found = _Comparison(loom, partner, node, do)
-        return loom.started(loom.live.start("compare", found.read if same else found.spans, node))
+        return loom.started(loom.start("compare", found.read if same else found.spans, node))
     if not same:
         raise HttpError(409, f"{_UNEQUAL}: they cannot share a step")
     writer = "B" if do.op == "continue" else do.writer
@@ -37,14 +37,14 @@ async def compare(loom: Loom, do: Do, node: Node, at: int) -> dict[str, object]:
     await loom.request(Node(made, node), do.max_tokens)
     (new,) = loom.make([made], do.cid)
     found = _Comparison(loom, partner, new, do)
-    return loom.started(loom.live.start("compare", found.write, node, [new]), [new])
+    return loom.started(loom.start("compare", found.write, node, [new]), [new])
 
 
 class _Comparison:
     """What was found of a node's tokens from a position on."""
 
     def __init__(self, loom: Loom, partner: Context, node: Node, do: Do) -> None:
-        self._live = loom.live
+        self._loom = loom
         self._both = loom.service.ctx, partner
         self._node = node
         self._do = do
@@ -57,37 +57,37 @@ class _Comparison:
     async def read(self, job: Job) -> None:
         """Let both read all tokens of the node."""
 
-        def tell(at: int, places: list[Place]) -> bool:
-            self._live.call(self._take, at, places)
+        def report(at: int, places: list[Place]) -> bool:
+            self._loom.call(self._take, at, places)
             return job.is_stopped
 
         tokens, first = self._node.tokens(), max(1, self._node.made.at)
         params = self._params if self._node.made.seed is not None else None
-        await asyncio.to_thread(read_pair, self._both, tokens, first, params, tell)
+        await asyncio.to_thread(read_pair, self._both, tokens, first, params, report)
         self._end(job)
 
     async def write(self, job: Job) -> None:
         """Let one write and the other read; where they part, let B go on by itself if that is asked."""
 
-        def tell(place: Place) -> bool:
-            self._live.call(self._wrote, place)
+        def report(place: Place) -> bool:
+            self._loom.call(self._wrote, place)
             return job.is_stopped
 
         def parted(token: int) -> bool:
-            self._live.call(self._part, job, token)
+            self._loom.call(self._part, job, token)
             return job.is_stopped
 
-        live, most = self._live, self._do.max_tokens
+        loom, most = self._loom, self._do.max_tokens
         await asyncio.to_thread(
             write_pair, self._both, self._node.tokens(), self._params, most,
-            int(self._node.made.by == "B"), tell, parted if self._do.mode == "part" else None,
+            int(self._node.made.by == "B"), report, parted if self._do.mode == "part" else None,
         )  # fmt: skip
         self._end(job)
         for each in job.nodes:
             reason = "stopped" if job.is_stopped else "length" if len(each.ids) >= most else "stop"
-            live.add(Ended(id=each.id, reason=reason))
+            loom.add(Ended(id=each.id, reason=reason))
         if self._partner is not None:
-            await live.score(self._partner)
+            await loom.score(self._partner)
 
     async def spans(self, job: Job) -> None:
         """Let both read the text, each with its own tokens."""
@@ -97,23 +97,23 @@ class _Comparison:
             "compared, KL divergences cannot"
         )
         sums = totals(found)
-        data = self._told(0, {"spans": found, "totals": sums, "why": why})
-        self._live.emit("compare", data)
-        self._live.keep(self._node, "compare", data)
+        data = self._event(0, {"spans": found, "totals": sums, "why": why})
+        self._loom.emit("compare", data)
+        self._loom.keep(self._node, "compare", data)
         job.result = {"mode": "read", "n": len(found), **sums}
 
-    def _told(self, at: int, found: Mapping[str, object]) -> dict[str, object]:
+    def _event(self, at: int, found: Mapping[str, object]) -> dict[str, object]:
         return {"node": self._node.id, "at": at, "mode": self._do.mode, **found}
 
     def _take(self, at: int, places: Sequence[Place]) -> None:
         """Take what was found of tokens from a position on."""
-        live, node, first = self._live, self._node, at - self._node.made.at
+        loom, node, first = self._loom, self._node, at - self._node.made.at
         for i, place in enumerate(places, first):
             if node.lp[i] is None:
-                live.take(node, [place.score], node.src[i], i)
+                loom.take(node, [place.score], node.src[i], i)
         tops = [[(a.token, short(a.logprob)) for a in p.other.alternatives] for p in places]
-        live.learn([token for top in tops for token, _ in top])
-        pieces = live.document.pieces
+        loom.learn([token for top in tops for token, _ in top])
+        pieces = loom.document.pieces
         columns: dict[str, list[object]] = {
             "kl": [short(p.kl) for p in places], "klr": [short(p.klr) for p in places],
             "lpA": [short(p.score.logprob) for p in places], "same": [p.same for p in places],
@@ -128,36 +128,36 @@ class _Comparison:
         draws = ((at + i, p.draw) for i, p in enumerate(places) if p.draw not in (None, p.token))
         if self._first_seed is None:
             self._first_seed = next(draws, (None, None))[0]
-        live.emit("compare", self._told(at, columns))
+        loom.emit("compare", self._event(at, columns))
 
     def _wrote(self, place: Place) -> None:
         """Take a token that was written, and what was found of it."""
-        self._live.take(self._node, [place.score], "s")
-        self._live.send_tokens()
+        self._loom.take(self._node, [place.score], "s")
+        self._loom.send_tokens()
         self._take(self._node.end - 1, [place])
 
     def _part(self, job: Job, token: int) -> None:
         """Take a token that B writes by itself."""
-        live, made, partner = self._live, self._node.made, self._partner
+        loom, made, partner = self._loom, self._node.made, self._partner
         if self._first_seed is None:
             return
         if partner is None:
             new = structs.replace(
-                made, id=live.document.name(), parent=self._node.id, at=self._first_seed, by="B",
+                made, id=loom.document.name(), parent=self._node.id, at=self._first_seed, by="B",
                 a=made.a or made.r,
             )  # fmt: skip
-            live.add(new)
-            self._partner = partner = live.document.nodes[new.id]
+            loom.add(new)
+            self._partner = partner = loom.document.nodes[new.id]
             partner.job = job.id
             job.nodes.append(partner)
-            live.tell(partner)
+            loom.send_nodes(partner)
         start = len(partner.ids)
-        for record in live.plain(partner.id, [token], "s", at=start):
-            live.journal.add(record)
-        live.note(partner, start, start + 1)
+        for record in loom.plain(partner.id, [token], "s", at=start):
+            loom.journal.add(record)
+        loom.note(partner, start, start + 1)
 
     def _end(self, job: Job) -> None:
-        """Tell the means and where they part first, and keep it with the node."""
+        """Report the means and where they part first, and keep it with the node."""
         columns, n = self._columns, len(self._columns.get("kl", ()))
         means = {
             name: short(
@@ -172,7 +172,7 @@ class _Comparison:
             "mode": self._do.mode, "n": n, "first_seed": self._first_seed, "partner": None, **partner,
             "first_greedy": self._at + same.index(False) if False in same else None, **means,
         }  # fmt: skip
-        data = self._told(self._at, {**columns, **partner})
+        data = self._event(self._at, {**columns, **partner})
         if partner:
-            self._live.emit("compare", data)
-        self._live.keep(self._node, "compare", data)
+            self._loom.emit("compare", data)
+        self._loom.keep(self._node, "compare", data)

@@ -284,13 +284,12 @@ class Document:
     def put(node: Node, new: Tokens) -> None:
         """Put tokens into a node, behind its own or in their place."""
         # The ids last: who reads in another thread finds numbers for all of them.
-        columns = (new.lp, new.h, new.rk, list(new.src), new.top, new.ids)
-        n = len(new.ids)
-        if not 0 <= new.at <= len(node.ids) or any(len(each) != n for each in columns):
+        columns, n = ("lp", "h", "rk", "src", "top", "ids"), len(new.ids)
+        is_whole = all(len(getattr(new, name)) == n for name in columns)
+        if not 0 <= new.at <= len(node.ids) or not is_whole:
             raise ValueError(f"tokens of {node.id} do not fit")
-        held = (node.lp, node.h, node.rk, node.src, node.top, node.ids)
-        for column, its in zip(held, columns, strict=True):
-            column[new.at : new.at + n] = its  # type: ignore[index]
+        for name in columns:
+            getattr(node, name)[new.at : new.at + n] = getattr(new, name)
 
     def name(self, i: int = 0) -> str:
         """Return the name of the next node, or of one of those after it."""
@@ -316,14 +315,8 @@ class Document:
         for action in self.done:
             for node, name, _, value in action.changes:
                 if name != "hidden" and not node.hidden:
-                    told = {
-                        "id": node.id,
-                        "name": name,
-                        "value": value,
-                        "r": action.r,
-                        "a": action.r,
-                    }
-                    yield msgspec.convert(told, Change)
+                    change = {"id": node.id, "name": name, "value": value, "a": action.r}
+                    yield msgspec.convert(change | {"r": action.r}, Change)
         if self.current is not None and not self.nodes[self.current].hidden:
             yield Change(id=self.current, name="current")
 
@@ -359,7 +352,7 @@ class Document:
         """Return how many actions can be undone and done again."""
         return {"undo": len(self.done), "redo": len(self.undone)}
 
-    def told(self, node: Node) -> dict[str, object]:
+    def node_fields(self, node: Node) -> dict[str, object]:
         """Return all of a node but its tokens; ``flags`` has what is there besides them, as bits."""
         made, ended = node.made, node.ended
         marks = node.deleted, made.seam, node.rounds, node.compare, node.bookmark, node.note
@@ -370,32 +363,28 @@ class Document:
             "text": self.text(node)[:_SHOWN], "seed": made.seed, "sampling": made.sampling,
             "stop": made.stop, "digest": ended.digest or None if ended else None,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
-            "note": node.note, "job": node.job, **node.summary(),
+            "note": node.note, "job": node.job, "hidden": node.hidden, **node.summary(),
         }  # fmt: skip
 
     def listed(self) -> dict[str, list[object]]:
         """Return all nodes in columns, without what only few have."""
         names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
         names += ["lp", "h", "known"]
-        told = [self.told(node) for node in self.shown()]
-        columns = {name: [each[name] for each in told] for name in names}
-        if len(told) > _MANY:
+        nodes = [self.node_fields(node) for node in self.shown()]
+        columns = {name: [each[name] for each in nodes] for name in names}
+        if len(nodes) > _MANY:
             columns["text"] = [str(text)[:_LISTED] for text in columns["text"]]
         return columns
 
-    def columns(self, parts: Sequence[tuple[Node, int, int]], *, top: bool) -> dict[str, object]:
-        """Return the tokens of stretches, see `Node.stretches`, one after the other."""
-        names = ("ids", "lp", "h", "rk")
-        found: dict[str, object] = {
-            name: [x for node, a, b in parts for x in getattr(node, name)[a:b]] for name in names
-        }
-        ids = [token for node, a, b in parts for token in node.ids[a:b]]
-        found["at"] = parts[0][0].made.at + parts[0][1] if parts else 0
-        found["text"] = [self.pieces[token] for token in ids]
-        found["src"] = "".join(s for node, a, b in parts for s in node.src[a:b])
+    def columns(self, node: Node, a: int, b: int, *, top: bool) -> dict[str, object]:
+        """Return own tokens of a node from ``a`` to ``b``."""
+        cut, pieces = slice(a, b), self.pieces
+        found: dict[str, object] = {n: getattr(node, n)[cut] for n in ("ids", "lp", "h", "rk")}
+        found |= {"node": node.id, "at": node.made.at + a, "src": "".join(node.src[cut])}
+        found["text"] = [pieces[token] for token in node.ids[cut]]
         if top:
-            tops = [decoded(raw) for node, a, b in parts for raw in node.top[a:b]]
-            found["top"] = [[(t, p, self.pieces[t]) for t, p in each] for each in tops]
+            tops = map(decoded, node.top[cut])
+            found["top"] = [[(t, p, pieces[t]) for t, p in each] for each in tops]
         return found
 
 

@@ -61,7 +61,7 @@ class _Shape(NamedTuple):
     """How a loom writes a document.
 
     Attributes:
-        fields: its name of each thing that `_told` tells of a node.
+        fields: its name of each thing that `_fields` gives of a node.
         around: returns the whole, given the document, its title, the segments, and the nodes as JSON.
         is_nested: nodes hold their children, so they come as objects with commas between; else as a map.
         has_tokens: each token is a node.
@@ -142,7 +142,7 @@ def export(
         raise ConfigError(f"format must be one of {_NAMES}, not {kind!r:.40}")
     parts = segments(document, has_tokens=shape.has_tokens, has_one_root=shape.has_one_root)
     nodes = _nested(parts, shape) if shape.is_nested else _encode(
-        {part.id: _told(parts, i, shape) for i, part in enumerate(parts)}
+        {part.id: _fields(parts, i, shape) for i, part in enumerate(parts)}
     )  # fmt: skip
     return _encode(shape.around(document, title, parts, nodes)), f"{safe}.{kind}.json", _JSON
 
@@ -168,12 +168,12 @@ def _bullets(parts: Sequence[Segment]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _told(parts: Sequence[Segment], i: int, shape: _Shape) -> Values:
+def _fields(parts: Sequence[Segment], i: int, shape: _Shape) -> Values:
     """Return a node with the fields that a loom writes; nested ones without those that are None."""
     part = parts[i]
     node, last = part.node, part.last
     lp = (node.lp[part.a] if node and part.b > part.a else None) or 0.0
-    told: dict[str, object] = {
+    found: dict[str, object] = {
         "id": part.id, "text": part.text, "no": False,
         "parent": parts[part.parent].id if part.parent >= 0 else None,
         "children": [parts[child].id for child in part.children],
@@ -183,7 +183,7 @@ def _told(parts: Sequence[Segment], i: int, shape: _Shape) -> Values:
         "finished": last is not None and last.reason == "stop",
     }  # fmt: skip
     fields = shape.fields.items()
-    return {n: told[key] for n, key in fields if told[key] is not None or not shape.is_nested}
+    return {n: found[key] for n, key in fields if found[key] is not None or not shape.is_nested}
 
 
 def _nested(parts: Sequence[Segment], shape: _Shape) -> bytes:
@@ -198,7 +198,7 @@ def _nested(parts: Sequence[Segment], shape: _Shape) -> bytes:
             continue
         if out and out[-1].endswith(b"}"):
             out.append(b",")
-        out.append(_encode(_told(parts, i, shape))[:-1] + b',"children":[')
+        out.append(_encode(_fields(parts, i, shape))[:-1] + b',"children":[')
         waiting += [b"]}", *reversed(parts[i].children)]
     return b"".join(out)
 

@@ -26,6 +26,7 @@ from ..engine import Request, Result
 from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
 from ..serve.exchange import Exchange
+from ..serve.generation import all_choices
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest, short
@@ -53,7 +54,7 @@ class Job:
     nodes: list[Node] = field(default_factory=list)
     kind: str | None = None
     state: str = "running"
-    told: str | None = None
+    message: str | None = None
     result: dict[str, object] | None = None
     error: dict[str, object] | None = None
     at: int = 0  # where a search begins
@@ -64,7 +65,7 @@ class Job:
     def as_dict(self) -> dict[str, object]:
         """Return what the page gets."""
         nodes = [node.id for node in self.nodes]
-        names = ("id", "op", "node", "kind", "state", "told", "result", "error")
+        names = ("id", "op", "node", "kind", "state", "message", "result", "error")
         return {name: getattr(self, name) for name in names} | {"nodes": nodes}
 
 
@@ -120,10 +121,11 @@ class Live:
         for each in self._news:
             each.set()
 
-    def tell(self, *nodes: Node) -> None:
-        """Send what nodes are now."""
+    def send_nodes(self, *nodes: Node, cid: str = "") -> None:
+        """Send what nodes are now; ``cid`` is of the action that has made them."""
         for node in nodes:
-            self.emit("node", {"rev": self.document.rev, "node": self.document.told(node)})
+            found = self.document.node_fields(node)
+            self.emit("node", {"rev": self.document.rev, "node": found, "cid": cid})
 
     async def stream(self, call: Exchange, since: str) -> None:
         """Send all events after ``since``, and from now on those that come."""
@@ -161,7 +163,7 @@ class Live:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(lambda: function(*args))
 
-    def tell_undo(self) -> None:
+    def send_undo(self) -> None:
         """Send how many actions can be undone and done again."""
         self.emit("set", {"rev": self.document.rev, **self.document.counts()})
 
@@ -184,8 +186,8 @@ class Live:
             await asyncio.to_thread(self.journal.sync)
         if self.journal.error is not None:
             self.emit("set", {"file": self.file})
-            told = f"{self.journal.error}; the page keeps what is not saved, and tries again"
-            raise HttpError(507, told, kind="disk_error")
+            message = f"{self.journal.error}; the page keeps what is not saved, and tries again"
+            raise HttpError(507, message, kind="disk_error")
         if before is not None:
             self.emit("set", {"file": self.file})
 
@@ -197,10 +199,11 @@ class Live:
         self.document = Document()
         self.journal = Journal(path, self.document)
         self.document.rev = max(rev, self.document.rev)
+        self.emit("reset", {})
 
     @property
     def file(self) -> dict[str, object]:
-        """What the page tells of the file."""
+        """What is shown of the file."""
         journal = self.journal
         saved = journal.error is None and not self._unwritten
         return {
@@ -245,8 +248,7 @@ class Live:
         """Send the tokens that no event has reported yet."""
         waiting, self._unsent = self._unsent, {}
         for node, (a, b) in waiting.items():
-            columns = self.document.columns([(node, a, b)], top=True)
-            self.emit("tokens", {"node": node.id, **columns})
+            self.emit("tokens", self.document.columns(node, a, b, top=True))
 
     # -- jobs ------------------------------------------------------------------------------------------
 
@@ -284,7 +286,7 @@ class Live:
                 self.add(Ended(id=node.id, reason="stopped" if job.is_stopped else "error"))
         self.add()
         self.journal.write()
-        self.tell(*job.nodes)
+        self.send_nodes(*job.nodes)
         self.emit("job", job.as_dict())
         await asyncio.to_thread(self.journal.sync)
 
@@ -358,13 +360,13 @@ class Live:
         return [*([pieces] if pieces else ()), *([new] if n else ())]
 
     def _on_round(self, node: Node, trace: RoundTrace) -> None:
-        """Keep and tell a round of speculation."""
+        """Keep and send a round of speculation."""
         following, draft, pieces = trace.following, trace.draft, self.document.pieces
         if following is None:
             return
         self.learn([*draft, following.token])
         lps = [*map(short, trace.logprobs), *[None] * len(draft)]
-        told = {
+        found = {
             "node": node.id, "at": trace.position, "round": len(node.rounds) + 1,
             "draft": [(t, pieces[t], lp) for t, lp in zip(draft, lps, strict=False)],
             "accepted": trace.n_accepted, "rejected": trace.n_rejected,
@@ -373,8 +375,8 @@ class Live:
             "src": _SOURCES.get(following.source, "s"), "drafter": trace.drafter,
             "ms": (round(1e3 * trace.draft_s, 3), round(1e3 * trace.verify_s, 3)),
         }  # fmt: skip
-        self.keep(node, "rounds", told)
-        self.emit("round", told)
+        self.keep(node, "rounds", found)
+        self.emit("round", found)
 
     async def generate(self, job: Job, work: Sequence[tuple[Node, Request]]) -> None:
         """Run requests to their ends, each for a node of its own."""
@@ -460,27 +462,20 @@ class Live:
 
     async def scored_path(self, tokens: Sequence[int], start: int) -> list[tuple[TokenScore, int]]:
         """Return scores of tokens from ``start`` on, each with its position."""
-        request = Request(
-            [*tokens], f"loom-{next(self._numbers)}", max_tokens=0, prompt_logprobs=MOST_TOP,
-            logprobs_from=max(1, start),
-        )  # fmt: skip
-        async for _, _, result in self._steps([request]):
-            if result is not None:
-                if result.error is not None:
-                    raise http_error(result.error)
-                scored = enumerate(result.prompt_logprobs or ())
-                return [(one, i) for i, one in scored if one is not None]
-        return []
+        first = max(1, start)
+        request = Request([*tokens], max_tokens=0, prompt_logprobs=MOST_TOP, logprobs_from=first)
+        (choice,) = await all_choices(self.service, [request])
+        scored = enumerate(choice.result.prompt_logprobs or ())
+        return [(one, i) for i, one in scored if one is not None]
 
     async def following(self, tokens: Sequence[int]) -> Produced | None:
         """Return what follows a text, with the most probable tokens; it is never the end."""
         request = self.service.next_request(tokens, MOST_TOP)
-        named = replace(request, id=f"loom-{next(self._numbers)}")
-        found = [one async for _, drawn, _ in self._steps([named]) for one in drawn]
-        return found[0] if found else None
+        (choice,) = await all_choices(self.service, [request])
+        return next(iter(choice.result.emitted), None)
 
     async def replay(self, job: Job, node: Node, request: Request) -> None:
-        """Generate a node's text again and tell the first difference."""
+        """Generate a node's text again and report the first difference."""
         first = node.n_given
         old = [*zip(node.ids[first:], node.lp[first:], strict=True)]
         new: list[tuple[int, float | None]] = []

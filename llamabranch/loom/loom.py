@@ -33,14 +33,14 @@ from .document import (
     decoded,
 )
 from .formats import Item
-from .guard import Guard
 from .live import MOST_TOP, Job, Live
+from .page import Guard
 from .pair import same_vocabulary, vocabulary_hash
 from .searching import Kind, SearchOptions
 
 __all__ = ["Do", "Loom"]
 
-_MOST_TOLD = 500  # nodes of one action, each by an event
+_MOST_SENT = 500  # nodes of one action, each by an event; their tokens
 
 
 class Do(Struct, kw_only=True):
@@ -77,15 +77,13 @@ class Do(Struct, kw_only=True):
     set: dict[str, object] = {}
 
 
-class Loom:
+class Loom(Live):
     """One document in the browser.
 
     Args:
-        path: of the document's file.
+        path, service_of, read_only: as for `Live`.
         port: where the server listens.
-        service_of: returns the server's service, None while the model loads.
         partner_of: returns the context of the model to compare with; None = there is none.
-        read_only: never write the file.
         draft: what drafts, by name.
         settings_file: where the page's settings are kept.
 
@@ -104,38 +102,27 @@ class Loom:
         draft: str = "none",
         settings_file: Path,
     ) -> None:
+        super().__init__(path, service_of, read_only=read_only)
         self.guard = Guard(port)
-        self.live = Live(path, service_of, read_only=read_only)
         self.partner_of = partner_of
-        self._service_of = service_of
         self._draft = draft
-        self._loading = {"told": "loading the model"}
+        self._loading = {"message": "loading the model"}
         self._settings_file = settings_file
 
-    @property
-    def document(self) -> Document:
-        """The nodes; another object when a file was read again."""
-        return self.live.document
-
-    @property
-    def service(self) -> Service:
-        """The server's service. Raises HttpError while the model loads."""
-        return self.live.service
-
     def ready(self) -> None:
-        """Tell the tabs that the model is there; a file of another model is not written."""
+        """Report to the tabs that the model is there; a file of another model is not written."""
         model, ctx = self.service.model, self.service.ctx
-        head, journal = self.document.head, self.live.journal
+        head, journal = self.document.head, self.journal
         if head is None and journal.read_only is None:
-            self.live.add(Head(
+            self.add(Head(
                 model=model.name, fingerprint=model.fingerprint, vocab=vocabulary_hash(model),
                 kv_type=ctx.kv_type,
             ))  # fmt: skip
         elif head is not None and head.fingerprint != model.fingerprint:
-            told = f"it is of the model {head.model}, this one is {model.name}"
-            journal.read_only = journal.read_only or told
-        self.live.emit("model", self.models())
-        self.live.emit("set", {"file": self.live.file})
+            message = f"it is of the model {head.model}, this one is {model.name}"
+            journal.read_only = journal.read_only or message
+        self.emit("model", self.models())
+        self.emit("set", {"file": self.file})
 
     def models(self) -> dict[str, object]:
         """Return what is reported of the models, and what they do."""
@@ -143,18 +130,18 @@ class Loom:
         if service is None:
             models = {"A": None, "B": None}
             return {"state": "loading", "models": models, "loading": self._loading}
-        a, b = _told(service.ctx) | {"draft": self._draft}, None
+        a, b = _model_fields(service.ctx) | {"draft": self._draft}, None
         if partner is not None:
             same = same_vocabulary(service.model, partner.model)
-            b = _told(partner) | {"same_vocabulary": same}
+            b = _model_fields(partner) | {"same_vocabulary": same}
         return {"state": "ready", "models": {"A": a, "B": b}, "loading": None}
 
     def loading(self, name: str, share: float) -> None:
-        """Tell how much of a model is loaded; from any thread."""
-        told = f"loading {Path(name).stem}: {100 * share:.0f} %"
-        if told != self._loading["told"]:
-            self._loading = {"told": told}
-            self.live.call(self.live.emit, "model", {"loading": self._loading})
+        """Report how much of a model is loaded; from any thread."""
+        message = f"loading {Path(name).stem}: {100 * share:.0f} %"
+        if message != self._loading["message"]:
+            self._loading = {"message": message}
+            self.call(self.emit, "model", {"loading": self._loading})
 
     def again(self, cid: str) -> dict[str, object] | None:
         """Return the answer to what was asked for before, also by another process; None = it was not."""
@@ -162,8 +149,8 @@ class Loom:
         if r is None:
             return None
         nodes = [n for n in document.shown() if (n.made.a or n.made.r) == r]
-        told = [document.told(node) for node in nodes]
-        return {"nodes": told, **({"node": told[0]} if told else {})}
+        found = [document.node_fields(node) for node in nodes]
+        return {"nodes": found, **({"node": found[0]} if found else {})}
 
     def node(self, name: str | None) -> Node:
         """Return a node that is shown. Raises HttpError if there is none."""
@@ -174,14 +161,9 @@ class Loom:
 
     def check_writable(self) -> None:
         """Raise HttpError if the document is read-only."""
-        if self.live.journal.read_only is not None:
-            told = f"the document is read-only: {self.live.journal.read_only}"
-            raise HttpError(409, told, kind="read_only")
-
-    def reopen(self, path: Path) -> None:
-        """Read a file in the place of the document."""
-        self.live.open(path)
-        self.live.emit("reset", {})
+        if self.journal.read_only is not None:
+            message = f"the document is read-only: {self.journal.read_only}"
+            raise HttpError(409, message, kind="read_only")
 
     @property
     def settings(self) -> dict[str, object]:
@@ -198,9 +180,9 @@ class Loom:
             with atomic_write(self._settings_file) as file:
                 file.write(msgspec.json.encode(kept))
         except OSError as error:
-            told = f"the settings cannot be kept: {error.strerror or error}"
-            raise HttpError(507, told, kind="disk_error") from None
-        self.live.emit("set", {"rev": self.document.rev, "settings": kept})
+            message = f"the settings cannot be kept: {error.strerror or error}"
+            raise HttpError(507, message, kind="disk_error") from None
+        self.emit("set", {"rev": self.document.rev, "settings": kept})
 
     # -- nodes -----------------------------------------------------------------------------------------
 
@@ -240,26 +222,28 @@ class Loom:
 
     def make(self, records: Iterable[Record], cid: str = "") -> list[Node]:
         """Add nodes and their tokens as one action, which ``cid`` has asked for; return them."""
-        live, document = self.live, self.document
         nodes: list[Node] = []
         first = 0
         for record in records:
             if isinstance(record, (Made, Change)):
                 record.a, record.cid = first, "" if first else cid
-            live.journal.add(record)
+            self.journal.add(record)
             if isinstance(record, Made):
                 first = first or record.r
-                nodes.append(document.nodes[record.id])
-        if len(nodes) > _MOST_TOLD:
-            live.emit("reset", {})
+                nodes.append(self.document.nodes[record.id])
+        if len(nodes) > _MOST_SENT:
+            self.emit("reset", {})
         else:
-            live.tell(*nodes)
-        live.tell_undo()
+            self.send_nodes(*nodes, cid=cid)
+            if sum(len(node.ids) for node in nodes) <= _MOST_SENT:
+                for node in nodes:  # so that no tab has to ask for them
+                    self.emit("tokens", self.document.columns(node, 0, len(node.ids), top=True))
+        self.send_undo()
         return nodes
 
     def started(self, job: Job, nodes: Sequence[Node] = ()) -> dict[str, object]:
         """Return the answer of an operation that goes on."""
-        return {"job": job.id, "nodes": [self.document.told(node) for node in nodes]}
+        return {"job": job.id, "nodes": [self.document.node_fields(node) for node in nodes]}
 
     def branch(self, node: Node) -> str:
         """Return a branch of the API with a node's text and settings."""
@@ -271,14 +255,14 @@ class Loom:
         return branch.id
 
     def start_scoring(self, *nodes: Node) -> Job:
-        """Rate what has no numbers yet in these nodes' texts, one after the other."""
+        """Score what has no numbers yet in these nodes' texts, one after the other."""
 
         async def work(job: Job) -> None:
             for node in nodes:
                 if not job.is_stopped:
-                    await self.live.score(node)
+                    await self.score(node)
 
-        return self.live.start("score", work, nodes[0])
+        return self.start("score", work, nodes[0])
 
     def copied(self, found: Document | Sequence[Item]) -> list[Record]:
         """Return the records of what was read from another file, under names that are free here."""
@@ -296,9 +280,9 @@ class Loom:
                     pieces = self.document.learn(self.service.model, [*record.ids, *named])
                     records += [pieces] if pieces else []
                 case Kept():
-                    told = msgspec.json.decode(record.data, type=dict[str, object])
-                    told["node"] = names[record.id]
-                    record.data = Raw(msgspec.json.encode(told))
+                    data = msgspec.json.decode(record.data, type=dict[str, object])
+                    data["node"] = names[record.id]
+                    record.data = Raw(msgspec.json.encode(data))
                 case Ended() | Change(name="bookmark" | "note" | "deleted"):
                     pass
                 case _:
@@ -308,7 +292,7 @@ class Loom:
         return records
 
     def _from_texts(self, items: Sequence[Item]) -> list[Record]:
-        model, live = self.service.model, self.live
+        model = self.service.model
         records: list[Record] = []
         ends: list[int] = []
         for i, item in enumerate(items):
@@ -324,7 +308,7 @@ class Loom:
                 ids += new
                 lps += [lp] if len(new) == 1 else [None] * len(new)
             records.append(Made(id=name, parent=parent, at=at, kind="imported", by=item.by))
-            records += live.plain(name, ids, "p" if root else "t", lps)
+            records += self.plain(name, ids, "p" if root else "t", lps)
             ends.append(at + len(ids))
             if item.bookmark:
                 records.append(Change(id=name, name="bookmark"))
@@ -333,7 +317,7 @@ class Loom:
         return records
 
 
-def _told(ctx: Context) -> dict[str, object]:
+def _model_fields(ctx: Context) -> dict[str, object]:
     model = ctx.model
     return {
         "name": Path(model.path).stem, "n_vocab": model.n_vocab, "n_ctx": ctx.n_ctx_seq,

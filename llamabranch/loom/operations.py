@@ -21,11 +21,11 @@ __all__ = ["Operations"]
 _MOST_ANSWERS = 1000
 _FEW = 64  # tokens whose reading is not reported
 _LOOK_S, _FRAME_S = 0.02, 0.016
-Told = dict[str, object]
+Answer = dict[str, object]
 
 
 class _Operation(NamedTuple):
-    run: Callable[[Loom, Do, Node, int], Coroutine[object, object, Told]]
+    run: Callable[[Loom, Do, Node, int], Coroutine[object, object, Answer]]
     needs_node: bool = False
     needs_file: bool = True  # that can be written
 
@@ -35,9 +35,9 @@ class Operations:
 
     def __init__(self, loom: Loom) -> None:
         self._loom = loom
-        self._answers: OrderedDict[str, asyncio.Future[Told]] = OrderedDict()
+        self._answers: OrderedDict[str, asyncio.Future[Answer]] = OrderedDict()
 
-    async def do(self, do: Do) -> Told:
+    async def do(self, do: Do) -> Answer:
         """Return the answer to an operation.
 
         Raises:
@@ -55,7 +55,7 @@ class Operations:
                 self._answers.pop(do.cid, None)
             raise
 
-    async def _perform(self, do: Do) -> Told:
+    async def _perform(self, do: Do) -> Answer:
         operation, loom = _OPERATIONS.get(do.op), self._loom
         before = loom.again(do.cid)
         if before is not None:
@@ -74,29 +74,29 @@ class Operations:
             raise HttpError(400, f"at must be 1 to {node.end}, not {at}", param="at")
         body = await operation.run(loom, do, node, at)
         if needs_file:
-            await loom.live.confirm()
+            await loom.confirm()
         return body
 
 
 # -- texts -----------------------------------------------------------------------------------------
 
 
-async def _type(loom: Loom, do: Do, node: Node, at: int) -> Told:
+async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     document, text = loom.document, do.text or ""
     if do.edit:
         n, text = _same_tokens(document, node.tokens()[at:], text)
         at += n
         if not text and at == node.end:
-            return {"node": document.told(node), "same": True}
+            return {"node": document.node_fields(node), "same": True}
     ids, seam = await _tokenized(loom, do, node, at, text)
     if do.node is None and not ids:
         raise HttpError(400, "the text is empty", param="text")
     loom.service.check_room([*node.tokens(at), *ids], 0)
     name, (kind, src) = document.name(), ("typed", "t") if do.node else ("prompt", "p")
     made = Made(id=name, parent=do.node, at=at, kind=kind, seam=seam)
-    (new,) = loom.make([made, *loom.live.plain(name, ids, src)], do.cid)
+    (new,) = loom.make([made, *loom.plain(name, ids, src)], do.cid)
     job = loom.start_scoring(new)
-    return {"node": document.told(new), "same": False, "job": job.id}
+    return {"node": document.node_fields(new), "same": False, "job": job.id}
 
 
 def _same_tokens(document: Document, ids: list[int], text: str) -> tuple[int, str]:
@@ -125,29 +125,29 @@ async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tupl
     return ids, whole != part + ids
 
 
-async def _score(loom: Loom, do: Do, node: Node, at: int) -> Told:
-    """Rate a node's text, or a text after it that is not kept."""
+async def _score(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    """Score a node's text, or a text after it that is not kept."""
     if do.text is None and do.node is None:
         raise HttpError(400, "score needs a node or a text", param="node")
     if do.text is None:
         return loom.started(loom.start_scoring(node))
-    live, document = loom.live, loom.document
+    document = loom.document
     ids, seam = await _tokenized(loom, do, node, at, do.text)
     tokens = [*node.tokens(at), *ids]
     loom.service.check_room(tokens, 0)
     seen = Node(Made(id="", parent=do.node, at=at), node)
-    for record in live.plain("", ids, "t"):
+    for record in loom.plain("", ids, "t"):
         if isinstance(record, Tokens):
             document.put(seen, record)
         else:
-            live.journal.add(record)
+            loom.journal.add(record)
     if len(tokens) > 1 and ids:
-        for one, position in await live.scored_path(tokens, max(1, at)):
-            document.put(seen, live.scored("", [one], "t", position - at))
-    return {"tokens": document.columns([(seen, 0, len(ids))], top=True), "seam": seam}
+        for one, position in await loom.scored_path(tokens, max(1, at)):
+            document.put(seen, loom.scored("", [one], "t", position - at))
+    return {"tokens": document.columns(seen, 0, len(ids), top=True), "seam": seam}
 
 
-async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Told:
+async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if do.resume:
         if node.reason != "interrupted":
             raise HttpError(409, "only a text that was interrupted can be resumed", param="node")
@@ -163,9 +163,7 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Told:
     return _begin(loom, do, loom.make(made, do.cid), do.max_tokens)
 
 
-def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Told:
-    live = loom.live
-
+def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
     async def work(job: Job) -> None:
         if do.op == "fork":  # the page paints its token before decoding takes all cores
             await asyncio.sleep(_FRAME_S)
@@ -176,16 +174,16 @@ def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Told:
                 count = loom.service.n_cached(nodes[0].tokens())
                 left = nodes[0].end - await asyncio.wait_for(count, _LOOK_S)
         if left > _FEW:
-            job.told = f"{left} tokens to read again"
-            live.emit("job", job.as_dict())
-        await live.generate(job, requests)
+            job.message = f"{left} tokens to read again"
+            loom.emit("job", job.as_dict())
+        await loom.generate(job, requests)
 
     for node in nodes:
         node.ended = None
-    return loom.started(live.start(do.op, work, nodes[0].parent, nodes), nodes)
+    return loom.started(loom.start(do.op, work, nodes[0].parent, nodes), nodes)
 
 
-async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Told:
+async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if do.token is None:
         raise HttpError(400, "fork needs a token", param="token")
     loom.service.model.check_tokens([do.token])
@@ -193,7 +191,7 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Told:
     if do.max_tokens == 0:
         made.seed = None
     await loom.request(Node(made, node), do.max_tokens)
-    records = loom.live.plain(made.id, [do.token], "t")
+    records = loom.plain(made.id, [do.token], "t")
     for owner, i, _ in node.stretches(at, at + 1):  # what is known of the place
         top = [*zip(decoded(owner.top[i]), range(1, 99), strict=False)]
         for found in ((p, rank) for (token, p), rank in top if token == do.token):
@@ -205,11 +203,11 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Told:
     if new.lp[0] is None:
         loom.start_scoring(new)
     if do.max_tokens == 0:
-        return {"nodes": [loom.document.told(new)]}
+        return {"nodes": [loom.document.node_fields(new)]}
     return _begin(loom, do, [new], do.max_tokens)
 
 
-async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Told:
+async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if node.made.seed is None or node.reason == "running" or node.made.by != "A":
         raise HttpError(409, "only a text that A has generated can be replayed", param="node")
     is_cut = node.reason in ("stopped", "interrupted", "error")
@@ -217,31 +215,31 @@ async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Told:
     request = await loom.request(node, n, again=True)
 
     async def work(job: Job) -> None:
-        await loom.live.replay(job, node, request)
+        await loom.replay(job, node, request)
 
-    return loom.started(loom.live.start("replay", work, node))
+    return loom.started(loom.start("replay", work, node))
 
 
 # -- searches --------------------------------------------------------------------------------------
 
 
-async def _search(loom: Loom, do: Do, node: Node, at: int) -> Told:
-    live, ctx = loom.live, loom.service.ctx
+async def _search(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    ctx = loom.service.ctx
     tokens, sampling = node.tokens(at), loom.params(loom.made(do, 0, "search", at))
     loom.service.check_room(tokens, 1)
     asked = do.options or SearchOptions()
 
     async def work(job: Job) -> None:
-        watch, job.at = Watch(live, job), at
+        watch, job.at = Watch(loom, job), at
         found = await asyncio.to_thread(search, ctx, tokens, sampling, do.kind, asked, watch)
-        live.keep(node, "searches", watch.end(found))
+        loom.keep(node, "searches", watch.end(found))
 
-    return loom.started(live.start("search", work, node, kind=do.kind))
+    return loom.started(loom.start("search", work, node, kind=do.kind))
 
 
-async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Told:
+async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Take a text that a search has found, or a script's whole tree of branches."""
-    document, live, records = loom.document, loom.live, list[Record]()
+    document, records = loom.document, list[Record]()
     if do.branch is not None:
         given = loom.service.branches[do.branch]
         while given.parent is not None:
@@ -253,9 +251,9 @@ async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Told:
             records.append(
                 Made(id=name, parent=parent, at=each.fork_position, kind="branch", by="script")
             )
-            records += live.plain(name, each.tokens[each.fork_position :], "s" if parent else "p")
+            records += loom.plain(name, each.tokens[each.fork_position :], "s" if parent else "p")
     else:
-        job = live.jobs.get(do.job or "")
+        job = loom.jobs.get(do.job or "")
         if job is None or job.node is None or not job.places:
             raise HttpError(404, "there is no such search", param="job")
         if not 0 < do.leaf < len(job.places):
@@ -265,29 +263,28 @@ async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Told:
             ids.pop()
         name = document.name()
         records.append(Made(id=name, parent=job.node, at=job.at, kind="search", by="A"))
-        records += live.plain(name, ids, "s")
+        records += loom.plain(name, ids, "s")
     nodes = loom.make(records, do.cid)
     return loom.started(loom.start_scoring(*nodes), nodes)
 
 
-async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Told:
-    jobs = loom.live.jobs
+async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    jobs = loom.jobs
     if do.job is not None and do.job not in jobs:
         raise HttpError(404, f"there is no job {do.job[:40]!r}", param="job")
     chosen = [jobs[do.job]] if do.job is not None else [*jobs.values()]
-    return {"stopped": loom.live.stop(chosen)}
+    return {"stopped": loom.stop(chosen)}
 
 
 # -- marks, undo, the file -------------------------------------------------------------------------
 
 
-async def _set(loom: Loom, do: Do, node: Node, at: int) -> Told:
-    live = loom.live
-    if do.current and live.journal.read_only is None:
-        live.add(Change(id=node.id, name="current"))
+async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    if do.current and loom.journal.read_only is None:
+        loom.add(Change(id=node.id, name="current"))
     if do.current:
         loom.document.current = node.id
-        live.emit("set", {"rev": loom.document.rev, "current": node.id})
+        loom.emit("set", {"rev": loom.document.rev, "current": node.id})
     records: list[Record] = []
     if do.bookmark is not None:
         records.append(Change(id=node.id, name="bookmark", value=do.bookmark))
@@ -296,71 +293,68 @@ async def _set(loom: Loom, do: Do, node: Node, at: int) -> Told:
     return _changed(loom, do, node, records)
 
 
-async def _delete(loom: Loom, do: Do, node: Node, at: int) -> Told:
+async def _delete(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     return _changed(loom, do, node, [Change(id=node.id, name="deleted", value=not do.restore)])
 
 
-def _changed(loom: Loom, do: Do, node: Node, records: list[Record]) -> Told:
+def _changed(loom: Loom, do: Do, node: Node, records: list[Record]) -> Answer:
     if records:
         loom.make(records, do.cid)
-        loom.live.tell(node)
+        loom.send_nodes(node)
     return {}
 
 
-async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Told:
-    document, live, again = loom.document, loom.live, do.op == "redo"
+async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    document, again = loom.document, do.op == "redo"
     actions = document.undone if again else document.done
     if not actions:
         raise HttpError(409, f"there is nothing to {do.op}")
     action = actions[-1]
     touched = [*dict.fromkeys(node for node, *_ in action.changes)]
-    live.stop(live.jobs[node.job] for node in touched if node.job in live.jobs)
-    live.add(Undo(of=action.r, again=again, cid=do.cid))
-    live.tell(*(node for node in touched if not node.hidden))
-    hidden = [node.id for node in touched if node.hidden]
-    if hidden:
-        live.emit("hide", {"rev": document.rev, "nodes": hidden})
-    live.tell_undo()
-    told = {"op": action.op, "nodes": [node.id for node in touched]}
-    return {"redone" if again else "undone": told, **document.counts()}
+    loom.stop(loom.jobs[node.job] for node in touched if node.job in loom.jobs)
+    loom.add(Undo(of=action.r, again=again, cid=do.cid))
+    loom.send_nodes(*touched)
+    loom.send_undo()
+    done = {"op": action.op, "nodes": [node.id for node in touched]}
+    return {"redone" if again else "undone": done, **document.counts()}
 
 
-async def _settings(loom: Loom, do: Do, node: Node, at: int) -> Told:
+async def _settings(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.settings = {k: v for k, v in (loom.settings | do.set).items() if v is not None}
     return {"settings": loom.settings}
 
 
 def _check_idle(loom: Loom) -> None:
-    if loom.live.running:
+    if loom.running:
         raise HttpError(409, "something is being generated: stop it first")
 
 
-async def _compact(loom: Loom, do: Do, node: Node, at: int) -> Told:
+async def _compact(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Write the file again without what was undone, and read it."""
-    await loom.live.confirm()
+    await loom.confirm()
     _check_idle(loom)
-    journal = loom.live.journal
+    journal = loom.journal
     try:
         journal.rewrite(loom.document.records())
     except OSError as error:
-        told = f"the file cannot be written again: {error.strerror or error}"
-        raise HttpError(507, told, kind="disk_error") from None
-    loom.reopen(journal.path)
+        message = f"the file cannot be written again: {error.strerror or error}"
+        raise HttpError(507, message, kind="disk_error") from None
+    loom.open(journal.path)
     return {}
 
 
-async def _reread(loom: Loom, do: Do, node: Node, at: int) -> Told:
+async def _reread(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Copy the document with this model's tokens, and open the copy."""
     _check_idle(loom)
-    items, path = items_of(loom.document), loom.live.journal.path
+    items, path = items_of(loom.document), loom.journal.path
     stem = path.name.removesuffix(".loom.jsonl")
     names = (f"{stem}.{i}.loom.jsonl" for i in range(2, 1000))
     path = next(p for p in map(path.with_name, names) if not p.exists())
-    loom.reopen(path)
+    loom.open(path)
     loom.ready()
     loom.make(await asyncio.to_thread(loom.copied, items))
-    await loom.live.confirm()
-    loom.live.emit("reset", {})
+    await loom.confirm()
+    loom.emit("reset", {})
     return {"file": path.name}
 
 

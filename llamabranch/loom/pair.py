@@ -62,9 +62,9 @@ class Place(NamedTuple):
 
     Attributes:
         token: its id.
-        score: A's rating of it, with the most probable tokens.
+        score: A's score of it, with the most probable tokens.
         kl, klr: KL(A, B) and KL(B, A), nats.
-        other: B's rating.
+        other: B's score.
         same: whether both find the same token most probable.
         draw: what B would draw there; None where that was not asked for.
     """
@@ -104,16 +104,16 @@ def read_pair(
     tokens: Sequence[int],
     start: int,
     params: SamplingParams | None,
-    tell: Callable[[int, list[Place]], bool],
+    report: Callable[[int, list[Place]], bool],
 ) -> None:
-    """Let both models read a text; tell what they find of its tokens from ``start`` on.
+    """Let both models read a text; report what they find of its tokens from ``start`` on.
 
     Args:
         pair: contexts of A and B.
         tokens: ids, of which at least the first one is not compared.
         start: where to begin, at least 1.
         params: settings with the seed for what B would draw; None = nothing is drawn.
-        tell: called with a position and what was found from there on; a true result ends it.
+        report: called with a position and what was found from there on; a true result ends it.
     """
     models = pair[0].model, pair[1].model
     draws = None if params is None else Sampler(models[1], params, None)
@@ -134,7 +134,7 @@ def read_pair(
                     draw = rows[1][i].draw(draws, params.seed or 0, at + i)
                     draws.accept(token)
                 found.append(compared(models, (rows[0][i], rows[1][i]), token, draw))
-            if tell(at, found):
+            if report(at, found):
                 return
             last = [rows[0][-1], rows[1][-1]]
 
@@ -145,7 +145,7 @@ def write_pair(
     params: SamplingParams,
     max_tokens: int,
     writer: int,
-    tell: Callable[[Place], bool],
+    report: Callable[[Place], bool],
     parted: Callable[[int], bool] | None = None,
 ) -> None:
     """Let one model write and the other read the same tokens in the same steps.
@@ -156,7 +156,7 @@ def write_pair(
         params: settings, with the seed; both draw with it.
         max_tokens: the most tokens.
         writer: 0 = A writes, 1 = B does.
-        tell: called with each token; a true result ends it.
+        report: called with each token; a true result ends it.
         parted: called with each token that B writes by itself, from the first place on where it draws
             another one; a true result ends it. None = it goes on reading.
     """
@@ -176,7 +176,7 @@ def write_pair(
             if chosen.is_stop:
                 break
             rows = LogitsRow(a.logits), LogitsRow(b.logits)
-            if tell(compared(models, rows, chosen.token, drawn[1].token)):
+            if report(compared(models, rows, chosen.token, drawn[1].token)):
                 break
             for branch in both:
                 branch.extend([chosen.token])
@@ -195,7 +195,7 @@ class Span(NamedTuple):
     Attributes:
         tokens: of A, from and to.
         at, end: its bytes.
-        bits: under A and B; None where a model does not rate its first token.
+        bits: under A and B; None where a model does not score its first token.
         agree: whether the most probable next texts agree where it ends; None where one is not known.
     """
 
@@ -207,15 +207,15 @@ class Span(NamedTuple):
 
 
 def totals(found: Sequence[Span]) -> dict[str, Number]:
-    """Return bytes and bits of what both models rate, bits per byte, and the share that agrees."""
+    """Return bytes and bits of what both models score, bits per byte, and the share that agrees."""
     known = [span for span in found if None not in span.bits]
     n = sum(span.end - span.at for span in known)
-    told: dict[str, Number] = {"bytes": n}
+    sums: dict[str, Number] = {"bytes": n}
     for name, i in (("A", 0), ("B", 1)):
         bits = math.fsum(span.bits[i] or 0.0 for span in known)
-        told |= {f"bits{name}": short(bits), f"bpb{name}": short(bits / n) if n else None}
+        sums |= {f"bits{name}": short(bits), f"bpb{name}": short(bits / n) if n else None}
     agree = [span.agree for span in found if span.agree is not None]
-    return told | {"agreement": short(sum(agree) / len(agree)) if agree else None}
+    return sums | {"agreement": short(sum(agree) / len(agree)) if agree else None}
 
 
 def spans(pair: tuple[Context, Context], tokens: Sequence[int]) -> list[Span]:

@@ -181,7 +181,7 @@ def _read(
     found: Comparison,
     pair: tuple[Context, Context],
     part: list[int],
-    told: list[int],
+    shown: list[int],
     *,
     coded: bool,
 ) -> None:
@@ -208,13 +208,14 @@ def _read(
         else:
             change = math.exp(other.logprob) - math.exp(score.logprob)
             its = -other.logprob, -score.logprob, place.kl, change, float(place.same)
-        around = told[max(0, i + 1 - _AROUND) : i + 1], told[i + 2 : i + 2 + _AROUND]
+        around = shown[max(0, i + 1 - _AROUND) : i + 1], shown[i + 2 : i + 2 + _AROUND]
         before, after = (_text(a.model, ids) for ids in around)
         tops = [_text(a.model, [each.alternatives[0].token]) for each in (score, other)]
         quarter = 1 + 4 * (i - first) // (len(part) - 1 - first)
         text = _text(a.model, [token])
-        told_of = Token(its[2], place.klr, quarter, _kind(text), before, text, after, *tops)
-        found.tokens.append(told_of)
+        found.tokens.append(
+            Token(its[2], place.klr, quarter, _kind(text), before, text, after, *tops)
+        )
         return its
 
     numbers = KLDivergence(len(part), 1, "", "")

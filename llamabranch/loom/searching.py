@@ -64,7 +64,7 @@ class SearchOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Watch(SearchObserver):
-    """Looks at a search while it runs, in its thread, and tells what is new in its tree."""
+    """Looks at a search while it runs, in its thread, and reports what is new in its tree."""
 
     def __init__(self, live: Live, job: Job) -> None:
         self.live = live
@@ -80,7 +80,7 @@ class Watch(SearchObserver):
         return self.job.is_stopped
 
     def look(self, stats: SearchStats, **more: object) -> None:
-        """Tell what is new."""
+        """Report what is new."""
         if self.root is None:
             return
         add, changed = [], []
@@ -91,19 +91,19 @@ class Watch(SearchObserver):
                 self._index[node] = i = len(self.job.places)
                 self.job.places.append(node)
                 self._seen.append(state)
-                add.append(self._told(i, node))
+                add.append(self._line(i, node))
             elif self._seen[i] != state:
                 self._seen[i] = state
                 changed.append([i, *state])
-        told: dict[str, object] = {
+        found: dict[str, object] = {
             "job": self.job.id, "step": stats.steps, "add": add, "set": changed,
             "stats": stats.as_dict(), "sizes": [*self.effective_sizes], **more,
         }  # fmt: skip
-        self.live.call(self.live.emit, "search", told)
+        self.live.call(self.live.emit, "search", found)
         self._looked = perf_counter()
 
     def end(self, found: SearchResult) -> dict[str, object]:
-        """Tell the rest; return what is kept of the search, with as much of its tree as is kept."""
+        """Report the rest; return what is kept of the search, with as much of its tree as is kept."""
         votes = {str(answer): n for answer, n in found.votes.items()}
         self.look(found.stats, **({"votes": votes} if votes else {}))
         best = [
@@ -112,11 +112,11 @@ class Watch(SearchObserver):
             if h.node is not None
         ]
         self.job.result = {"hypotheses": best, "votes": votes, "stats": found.stats.as_dict()}
-        lines = [self._told(i, node) for i, node in enumerate(self.job.places[:_MOST_OUTLINE])]
+        lines = [self._line(i, node) for i, node in enumerate(self.job.places[:_MOST_OUTLINE])]
         head = {"job": self.job.id, "kind": self.job.kind, "at": self.job.at}
         return {**head, "lines": lines, **self.job.result}
 
-    def _told(self, i: int, node: SearchNode) -> list[object]:
+    def _line(self, i: int, node: SearchNode) -> list[object]:
         parent = -1 if node.parent is None else self._index[node.parent]
         text = node.text if node.parent is not None else ""
         return [

@@ -8,16 +8,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import cast
+from typing import TYPE_CHECKING
 
 from ..errors import JobError, LlamaBranchError, UnsupportedError
 from .folder import Folder
-from .ledger import Ledger, LedgerHandle
+from .ledger import Ledger
 
-__all__ = ["cluster", "data_context", "import_ray", "make_ledger", "translated"]
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 
-def make_ledger() -> LedgerHandle:
+def make_ledger() -> ActorHandle:
     """Return a new ledger for `WorkerOptions`: with it a row that ends its process becomes an error.
 
     It ends with the program that made it. Only for ``map_batches``: whole jobs have their own.
@@ -33,7 +34,7 @@ def make_ledger() -> LedgerHandle:
     actor = ray.remote(Ledger).options(
         num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
     )
-    return cast(LedgerHandle, actor.remote())
+    return actor.remote()
 
 
 def import_ray() -> ModuleType:

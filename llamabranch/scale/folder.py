@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import pyarrow.fs
     import ray.data
 
-__all__ = ["File", "Folder", "input_files", "make_sink"]
-
 _ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
 
@@ -100,19 +98,19 @@ def input_files(
         ConfigError: there are none, or not all are Parquet, or not all are JSON lines.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
-    known: list[tuple[str, File]] = []
+    found: list[tuple[str, File]] = []
     for path in given:
         is_pattern = "://" not in path and any(c in path for c in "*?[")
         for name in sorted(glob(path)) if is_pattern else [path]:
             filesystem, resolved = _resolve(name, filesystem)
             for file in _files(filesystem, resolved):
                 kind = _ENDINGS.get(posixpath.splitext(file.path)[1])
-                known += [] if kind is None else [(kind, file)]
-    if not known or filesystem is None:
+                found += [] if kind is None else [(kind, file)]
+    if not found or filesystem is None:
         raise ConfigError(f"there is no .parquet or .jsonl file in {', '.join(map(str, given))}")
-    if len({kind for kind, _ in known}) > 1:
+    if len({kind for kind, _ in found}) > 1:
         raise ConfigError("the input has files of both formats", hint="give one of them at a time")
-    return sorted(file for _, file in known), known[0][0], filesystem
+    return sorted(file for _, file in found), found[0][0], filesystem
 
 
 def _resolve(

@@ -33,8 +33,6 @@ from .staging import Input, count_rows
 if TYPE_CHECKING:
     import pyarrow.fs
 
-__all__ = ["JobOptions", "JobReport", "generate", "score"]
-
 _MOST = 1e15
 _WORKERS_A_HELPER = 8  # workers for each process that reads, and each that writes
 _ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
@@ -198,37 +196,37 @@ class _Job:
 
     def run(self, stage: type[Generate | Score], seed: int | None) -> JobReport:
         """Run what is left of the job."""
-        known = self._folder.read_json("job.json")
-        if self._output.paths() or known is not None:
+        earlier = self._folder.read_json("job.json")
+        if self._output.paths() or earlier is not None:
             if not self._options.get("resume", False):
                 raise ConfigError(
                     f"{self._output.path} already exists",
                     hint="continue it with resume=True (--resume), or name another folder",
                 )
-            if known is None:
+            if earlier is None:
                 raise ConfigError(f"{self._output.path} is not the folder of a job")
         with cluster(self._options.get("address"), self._most, self._cpus):
-            return self._run_connected(stage, seed, known)
+            return self._run_connected(stage, seed, earlier)
 
     def _run_connected(
         self,
         stage: type[Generate | Score],
         seed: int | None,
-        known: Mapping[str, object] | None,
+        earlier: Mapping[str, object] | None,
     ) -> JobReport:
         ray = import_ray()
         with translated(self._output):
             facts = ray.get(ray.remote(_model_facts).options(num_cpus=0).remote(self._model))
         if seed is None:
-            before = None if known is None else known.get("seed")
+            before = None if earlier is None else earlier.get("seed")
             seed = before if isinstance(before, int) else random_seed()
         settings = {**self._settings, **facts, "seed": seed}
         n_rows = 0
-        if known is not None:
-            n_rows = whole("rows, in job.json,", known.get("rows"), 1)
-            _check_same(known, {**settings, "rows": n_rows}, self._output.path)
+        if earlier is not None:
+            n_rows = whole("rows, in job.json,", earlier.get("rows"), 1)
+            _check_same(earlier, {**settings, "rows": n_rows}, self._output.path)
         with translated(self._output):
-            if known is None:
+            if earlier is None:
                 self._folder.delete()  # of a job that never began
                 n_rows = self._input.stage(self._folder / "prompts", self._block_rows)
                 self._folder.write_json("job.json", {**settings, "rows": n_rows})
@@ -328,12 +326,12 @@ def _model_facts(model: str) -> dict[str, object]:
     return {"model": fingerprint, "versions": {"llamabranch": own, **engine_versions()}}
 
 
-def _check_same(known: Mapping[str, object], settings: Mapping[str, object], path: str) -> None:
+def _check_same(earlier: Mapping[str, object], settings: Mapping[str, object], path: str) -> None:
     """Check that a job is resumed with what it was made with."""
     different = [
         name
-        for name in sorted({*known, *settings})
-        if json.dumps(known.get(name)) != json.dumps(settings.get(name))
+        for name in sorted({*earlier, *settings})
+        if json.dumps(earlier.get(name)) != json.dumps(settings.get(name))
     ]
     if different:
         raise ConfigError(

@@ -10,25 +10,12 @@ none does if the whole node is gone, which is not a row's fault.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-__all__ = ["MOST_DEATHS", "Ledger", "LedgerHandle", "Row"]
 
 MOST_DEATHS = 3  # of worker processes while they ran a row; then the row is reported as an error
 
 Row = int | str  # the id of a row
-
-
-class _Method(Protocol):
-    def remote(self, *args: object) -> Awaitable[object]: ...
-
-
-class LedgerHandle(Protocol):
-    """The handle of the actor that keeps a job's `Ledger`: its methods with ``remote``."""
-
-    def __getattr__(self, name: str) -> _Method: ...
 
 
 def _living_nodes() -> set[str]:

@@ -21,11 +21,6 @@ from ..sampling import Grammar, SamplingParams
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = [
-    "GenerateRows", "Record", "RowOptions", "ScoreRows", "describe", "error_record",
-    "output_table", "read_rows",
-]  # fmt: skip
-
 Record = dict[str, object]
 
 
@@ -43,16 +38,7 @@ class RowOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class GenerateRows:
-    """Rows with a prompt, to be continued.
-
-    Args:
-        max_tokens: the limit of rows without one.
-        sampling: the settings; a row's ``seed`` replaces theirs.
-        stop: strings that end a text, for rows that have none.
-        grammar: a grammar, or GBNF, for rows that have none.
-        n: texts for each row; more than one gives columns of lists.
-        chat: wrap each prompt in the model's chat template.
-        parse_special: parse control tokens written in a prompt; a row's own can turn it off.
+    """Rows with a prompt, to be continued: `Generate` explains the fields, which a row's own replace.
 
     Raises:
         ConfigError: ``max_tokens`` or ``n`` is out of range, or the grammar is invalid.

@@ -24,7 +24,7 @@ from ..errors import ConfigError, DecodeError, LlamaBranchError, ModelLoadError
 from ..hub import resolve
 from ..loading import LoadOptions, load
 from ..speculative import ModelDrafter, NullDrafter
-from .ledger import MOST_DEATHS, LedgerHandle, Row
+from .ledger import MOST_DEATHS, Row
 from .rows import (
     GenerateRows,
     Record,
@@ -37,8 +37,7 @@ from .rows import (
 
 if TYPE_CHECKING:
     import pyarrow
-
-__all__ = ["Generate", "Score", "WorkerOptions"]
+    from ray.actor import ActorHandle
 
 _CELLS_PER_TEXT = 512  # of the cache, unless n_ctx is given
 _LEAST_CELLS = 2048
@@ -59,7 +58,7 @@ class WorkerOptions:
 
     streams: int = 8
     draft: str | None = None
-    ledger: LedgerHandle | None = None
+    ledger: ActorHandle | None = None
     fingerprint: str | None = None
     stall_s: float = 600.0
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import pyarrow
     import pyarrow.fs
 
-__all__ = ["Input", "count_rows"]
-
 _PART_BYTES = 64 << 20  # of the input, for each part of Ray's sort
 _N_SAMPLED = 1000  # rows that tell the types of the columns
 _PROBLEM = "llamabranch_problem"  # a column: why rows cannot be those of a job
@@ -97,8 +95,8 @@ class Input:
         schema = pa.schema([*fields, (_PROBLEM, pa.string())])
         kind = schema.field(self.id_column).type
         if kind not in (pa.int64(), pa.string()):
-            told = f"ids, in the column {self.id_column!r}, are integers or text, not {kind}"
-            raise ConfigError(told)
+            message = f"ids, in the column {self.id_column!r}, are integers or text, not {kind}"
+            raise ConfigError(message)
         return schema
 
     def table(self, given: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
@@ -149,8 +147,8 @@ def _array(
     try:
         return pa.array(values, kind)
     except (pa.ArrowException, OverflowError, UnicodeError) as error:
-        told = f"the column {name!r} holds values of several types, or too large ones: {error}"
-        raise ConfigError(told) from None
+        message = f"the column {name!r} holds values of several types, or too large ones: {error}"
+        raise ConfigError(message) from None
 
 
 def _n_checked(folder: Folder, id_column: str) -> int:
@@ -165,6 +163,6 @@ def _n_checked(folder: Folder, id_column: str) -> int:
     counts = ids.value_counts()
     repeated = counts.filter(pc.greater(counts.field("counts"), 1))
     if len(repeated):
-        told = f"two rows have the id {repeated[0]['values'].as_py()!r}"
-        raise ConfigError(told, hint="ids must be unique")
+        message = f"two rows have the id {repeated[0]['values'].as_py()!r}"
+        raise ConfigError(message, hint="ids must be unique")
     return len(ids)

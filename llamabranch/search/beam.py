@@ -127,11 +127,8 @@ class _Search:
 
     def run(self) -> None:
         sequences = self._sequences
-        first = sequences.sequence(sequences.root)
-        if first is None:
-            raise ConfigError("the root has no sequence")
         with sequences.ctx.lock:
-            root = self._best_scores(first)
+            root = self._best_scores(sequences.branch.sequence)
         continuations: list[list[Scored]] = [[root] for _ in self._groups]
         for n_tokens in range(1, self._max_tokens + 1):
             self._choose(continuations, n_tokens)

@@ -18,7 +18,7 @@ from ..branch import Branch, Produced
 from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
 from ..generation.drafter import DraftLength, DraftState, propose
 from ..generation.length import FixedLength, draft_length
-from ..generation.loop import Loop, RunningText
+from ..generation.loop import CommonNoise, Loop, RunningText
 from ..generation.output import OutputBuffer
 from ..sampling.noise import derive_seed
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
@@ -168,10 +168,17 @@ class Continuations:
     Args:
         sequences: the sequences.
         drafter: proposes tokens; it changes no text. None = plain decoding.
+        common: where all texts draw with one seed; only without a drafter.
     """
 
-    def __init__(self, sequences: SearchSequences, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        sequences: SearchSequences,
+        drafter: Drafter | None = None,
+        common: CommonNoise | None = None,
+    ) -> None:
         self._sequences = sequences
+        self._common = common
         if not sequences.ctx.kv_cache.can_draft:
             drafter = None
         length: DraftLength = FixedLength(0)
@@ -224,7 +231,9 @@ class Continuations:
         Raises:
             CapacityError, DecodeError: as in every search, close the `SearchSequences` then.
         """
-        self._shares = boundary is None and self._loop.drafter is None
+        is_plain = self._loop.drafter is None
+        stateless = self._sequences.branch.sequence.sampler.is_stateless
+        self._shares = boundary is None and (is_plain or stateless)
         boundary = boundary or Boundary()
         after = after or self._sequences.end_step
         self._is_full = False
@@ -276,7 +285,7 @@ class Continuations:
     def _add(self, line: Continuation, produced: Sequence[Produced], boundary: Boundary) -> None:
         """Add the tokens of a round to a text, up to the end of its segment."""
         if line.equals:
-            self._part(line, produced[0], boundary)
+            self._part(line, boundary)
         for one in produced:
             if boundary.is_before(line, one):
                 self._close_segment(line)
@@ -290,24 +299,19 @@ class Continuations:
                 self._close_segment(line)
                 return
 
-    def _part(self, line: Continuation, one: Produced, boundary: Boundary) -> None:
-        """Let those of equal texts go on by themselves that have drawn another token than ``one``."""
-        running, end = line.running, self._sequences.branch.position + len(line.output.tokens)
-        if running is None or line.branch is None:
+    def _part(self, line: Continuation, boundary: Boundary) -> None:
+        """Let those of equal texts go on by themselves that have drawn another token than ``line``."""
+        if line.running is None or line.branch is None:
             return
-        groups: dict[int, list[Continuation]] = {one.token: []}
-        drawn = {}
-        for each, its in zip(line.equals, running.others, strict=True):
-            groups.setdefault(its.token, []).append(each)
-            drawn[its.token] = its
-        line.equals = groups.pop(one.token)
-        running.other_seeds = [each.seed for each in line.equals]
-        for token, (leader, *rest) in groups.items():
+        line.equals, apart = line.running.part(line.equals)
+        for drawn, (leader, *rest) in apart:
             leader.equals = rest
-            for each in (leader, *rest):
-                each.add(drawn[token])
+            for one in drawn:
+                for each in () if leader.is_finished else (leader, *rest):
+                    each.add(one)
             branch = None
             if not leader.is_finished:
+                end = self._sequences.branch.position + len(leader.output.tokens) - 1
                 branch = self._sequences.part(line.branch, end)
                 if branch is None:
                     self._waiting.appendleft(leader)
@@ -428,6 +432,7 @@ class Continuations:
             branch.sequence, _RULE, self.stats, drafts=root is not None, like=root
         )
         line.running.other_seeds = [each.seed for each in line.equals]
+        line.running.common = self._common
         if line.tokens:  # it goes on after its last token
             branch.sequence.append(line.tokens[-1], -line.logprobs[-1], None)
         else:

@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..arguments import bounded, choice, flag, function, real, whole
+from ..arguments import bounded, choice, finite, flag, function, real, whole
 from ..branch import Branch
 from ..context.logits import LogitsRow
 from ..errors import ConfigError, DecodeInterruptedError, GrammarError
 from ..generation.text import Text
-from ..model import Model, stop_strings
+from ..model import stop_strings
 from ..sampling import Distribution, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.noise import RULE, uniform
@@ -335,106 +335,178 @@ def run_particles(
     sequences: SearchSequences, n: int, max_tokens: int, draws: Draws, options: Filter
 ) -> SearchResult:
     """Run ``smc`` over ``sequences`` with the given random numbers."""
-    proposal, stop = options.proposal, options.stop
-    weigh = _Weigh(sequences.ctx.model, options.potentials, options.critic)
-    first = sequences.sequence(sequences.root)
-    if first is None:
-        raise ConfigError("the root has no sequence")
-    with sequences.ctx.lock:
-        following = {sequences.root: Following(first, options.power_at(0, max_tokens))}
-    start, state = weigh.prefix(""), None
-    if options.constraint is not None:
-        state = ConstraintState(options.constraint, sequences.ctx.model, stop)
-    group = [_Particle(sequences.root, "", start, start, state=state)] * n
-    sizes: list[float] = []
-    if sequences.observer is not None:
-        sequences.observer.effective_sizes = sizes
-    following_power = options.power
-
-    def read(_: SearchNode, sequence: Text) -> Following:
-        return Following(sequence, following_power)
-
-    for step in range(max_tokens + 1):
-        power, following_power = (options.power_at(step + i, max_tokens) for i in (0, 1))
-        moved = []
-        for slot, particle in enumerate(group):
-            if particle.reason is None:
-                after = following.get(particle.node)
-                if after is None or particle.log_weight == -math.inf or not after.is_possible:
-                    particle = particle._replace(log_weight=-math.inf, twist=0.0, reason="stop")
-                elif step == max_tokens:
-                    particle = weigh.forced_end(particle, after)
-                else:
-                    source: Distribution | Following = after
-                    if proposal is not None:
-                        source = _proposed(proposal, particle.text, after.target)
-                    is_cut = step + 1 == max_tokens and not options.force_end
-                    token, drawn = _drawn(particle, source, step, slot, draws, options, is_cut)
-                    if token is None:
-                        particle = particle._replace(log_weight=-math.inf, twist=0.0, reason="stop")
-                    else:
-                        particle = _moved(
-                            sequences, weigh, drawn, after, source, token, is_cut, stop
-                        )
-                        risen = options.power if particle.reason else following_power
-                        particle = _raised(particle, after, token, risen - power)
-            moved.append(particle)
-        group, size = _resample(moved, step, draws, options.threshold, options.resampling)
-        sizes.append(size)
-        running = [p for p in group if p.reason is None and p.log_weight > -math.inf]
-        if sequences.end_step() or not running:
-            break
-        nodes = list(dict.fromkeys(p.node for p in running))  # equal texts share one
-        try:
-            rows = sequences.advance(nodes, read)
-        except DecodeInterruptedError as error:
-            sequences.was_cancelled(error)
-            break
-        following = dict(zip(nodes, rows, strict=True))
-    sequences.stats.count_constraint(options.constraint)
-    return _result(sequences, group, sizes, stop)
+    return _Run(sequences, max_tokens, draws, options).run(n)
 
 
-class _Weigh:
-    """The log-weights that potentials and the critic give to texts."""
+class _Run:
+    """The particles of one search: how they are drawn, weighed and resampled."""
 
     def __init__(
-        self,
-        model: Model,
-        potentials: Sequence[Potential],
-        critic: Callable[[str], float] | None,
+        self, sequences: SearchSequences, max_tokens: int, draws: Draws, options: Filter
     ) -> None:
-        self.model = model
-        self._potentials = list(potentials)
-        self._critic = critic
+        self._sequences = sequences
+        self._model = sequences.ctx.model
+        self._max_tokens = max_tokens
+        self._draws = draws
+        self._options = options
 
-    def prefix(self, text: str) -> float:
-        return self._sum([p.prefix(text) for p in self._potentials])
+    def run(self, n: int) -> SearchResult:
+        """Run ``n`` particles to their ends."""
+        sequences, options = self._sequences, self._options
+        root, power = sequences.root, options.power_at(0, self._max_tokens)
+        with sequences.ctx.lock:
+            following = {root: Following(sequences.branch.sequence, power)}
+        start, state = self._potential("prefix", ""), None
+        if options.constraint is not None:
+            state = ConstraintState(options.constraint, self._model, options.stop)
+        group = [_Particle(root, "", start, start, state=state)] * n
+        sizes: list[float] = []
+        if sequences.observer is not None:
+            sequences.observer.effective_sizes = sizes
 
-    def complete(self, text: str) -> float:
-        return self._sum([p.complete(text) for p in self._potentials])
+        def read(_: SearchNode, sequence: Text) -> Following:
+            return Following(sequence, power)
 
-    def twist(self, text: str) -> float:
-        found = 0.0 if self._critic is None else real("what the critic returns", self._critic(text))
-        if not math.isfinite(found):
-            raise ConfigError(f"the critic must return finite log-weights, not {found}")
-        return found
+        for step in range(self._max_tokens + 1):
+            moved = [self._moved(p, following.get(p.node), step, i) for i, p in enumerate(group)]
+            group, size = self._resampled(moved, step)
+            sizes.append(size)
+            running = [p for p in group if p.reason is None and p.log_weight > -math.inf]
+            if sequences.end_step() or not running:
+                break
+            nodes = list(dict.fromkeys(p.node for p in running))  # equal texts share one
+            power = options.power_at(step + 1, self._max_tokens)
+            try:
+                rows = sequences.advance(nodes, read)
+            except DecodeInterruptedError as error:
+                sequences.was_cancelled(error)
+                break
+            following = dict(zip(nodes, rows, strict=True))
+        sequences.stats.count_constraint(options.constraint)
+        return _result(sequences, group, sizes, options.stop)
 
-    def forced_end(self, particle: _Particle, after: Following) -> _Particle:
+    # -- a step of a particle ----------------------------------------------------------------------
+
+    def _moved(
+        self, particle: _Particle, after: Following | None, step: int, slot: int
+    ) -> _Particle:
+        """Return a particle continued by a token, or ended; one that has ended stays as it is."""
+        if particle.reason is not None:
+            return particle
+        dead = particle._replace(log_weight=-math.inf, twist=0.0, reason="stop")
+        if after is None or particle.log_weight == -math.inf or not after.is_possible:
+            return dead
+        if step == self._max_tokens:
+            return self._forced_end(particle, after)
+        options = self._options
+        source: Distribution | Following = after
+        if options.proposal is not None:
+            source = _proposed(options.proposal, particle.text, after.target)
+        is_cut = step + 1 == self._max_tokens and not options.force_end
+        token, particle = self._drawn(particle, source, step, slot, is_cut)
+        if token is None:
+            return dead
+        weight = particle.log_weight - particle.twist + after.log_mass
+        if isinstance(source, Distribution) and source is not after.target:
+            weight += after.target.logprob(token) - source.logprob(token)
+        node = self._sequences.follow(particle.node, token, after.logprob(token))
+        text, reason, twist = particle.text + node.text, None, 0.0
+        if self._model.is_eog(token) or completes_stop(node, options.stop):
+            reason = "stop"
+        elif is_cut:
+            reason = "length"
+        if reason is None:
+            log_prefix = self._potential("prefix", text)
+        else:
+            ended_text = text
+            for mark in options.stop:
+                ended_text = ended_text.split(mark)[0]
+            log_prefix = self._potential("complete", ended_text)
+        weight += log_prefix - particle.log_prefix
+        if reason is None and weight > -math.inf and options.critic is not None:
+            twist = finite("what the critic returns", options.critic(text))
+        moved = particle._replace(
+            node=node, text=text, log_weight=weight + twist, log_prefix=log_prefix, twist=twist,
+            reason=reason,
+        )  # fmt: skip
+        return self._raised(moved, after, token, step)
+
+    def _drawn(
+        self,
+        particle: _Particle,
+        source: Distribution | Following,
+        step: int,
+        slot: int,
+        is_cut: bool,
+    ) -> tuple[int | None, _Particle]:
+        """Return the next token, None if the constraint allows none, and the particle, weighted for it.
+
+        ``is_cut``: the text ends there if it does not end by itself.
+        """
+        state = particle.state
+        if state is None:
+            return self._draws.token(source, step, slot), particle
+        target = source if isinstance(source, Distribution) else source.target
+        order = self._draws.order(target, step, slot)
+
+        def allows(token: int) -> bool:
+            return state.after(token, is_last=is_cut) is not None
+
+        token, log_weight = weighted_draw(target, order, allows, self._options.max_rejects)
+        after = None if token is None else state.after(token, is_last=is_cut)
+        return token, particle._replace(log_weight=particle.log_weight + log_weight, state=after)
+
+    def _raised(self, particle: _Particle, after: Following, token: int, step: int) -> _Particle:
+        """Return ``particle`` after ``token``, with the power that holds from now on."""
+        options = self._options
+        power = options.power
+        if particle.reason is None:
+            power = options.power_at(step + 1, self._max_tokens)
+        rise = power - options.power_at(step, self._max_tokens)
+        if after.power == 1.0 and not rise:
+            return particle
+        log_base = particle.log_base + after.log_base(token)
+        weight = particle.log_weight + rise * log_base
+        return particle._replace(log_weight=weight, log_base=log_base)
+
+    def _forced_end(self, particle: _Particle, after: Following) -> _Particle:
         """Return ``particle`` ended by an EOG token that was not drawn."""
         weight = particle.log_weight - particle.twist
-        weight += self.complete(particle.text) - particle.log_prefix
-        weight += after.log_end(self.model.eog_tokens)
+        weight += self._potential("complete", particle.text) - particle.log_prefix
+        weight += after.log_end(self._model.eog_tokens)
         if weight > -math.inf and particle.state is not None and not particle.state.may_end():
             weight = -math.inf
         return particle._replace(log_weight=weight, twist=0.0, reason="length")
 
-    @staticmethod
-    def _sum(values: Sequence[float]) -> float:
-        found = [real("what a potential returns", value) for value in values]
+    def _potential(self, method: str, text: str) -> float:
+        """Return the log-weight of a text that the potentials give by one of their methods."""
+        found = [
+            real("what a potential returns", getattr(each, method)(text))
+            for each in self._options.potentials
+        ]
         if any(value != value or value == math.inf for value in found):
             raise ConfigError("a potential must return log-weights below infinity, not NaN")
         return sum(found)
+
+    def _resampled(self, group: list[_Particle], step: int) -> tuple[list[_Particle], float]:
+        """Replace light particles by copies of heavy ones, if the weights have become too unequal.
+
+        Returns:
+            the particles, and their effective number before that.
+        """
+        options = self._options
+        log_weights = [p.log_weight for p in group]
+        mean = log_mean(log_weights)
+        if mean == -math.inf:
+            return group, 0.0
+        weights = np.exp(np.array(log_weights) - mean)
+        weights /= weights.sum()
+        size = effective_size(weights)
+        is_enough = not size < options.threshold * len(group) * (1.0 - 1e-12)
+        if is_enough or all(p.reason is not None for p in group):
+            return group, size
+        chosen = ancestors(options.resampling, weights, lambda i: self._draws.uniform(step, i))
+        return [group[i]._replace(log_weight=mean) for i in chosen], size
 
 
 def _log_sum(x: npt.NDArray[np.float64]) -> float:
@@ -455,105 +527,6 @@ def _proposed(proposal: Proposal, text: str, target: Distribution) -> Distributi
             hint="mix it with the target, for example 0.9 x yours + 0.1 x target",
         )
     return source
-
-
-def _drawn(
-    particle: _Particle,
-    source: Distribution | Following,
-    step: int,
-    slot: int,
-    draws: Draws,
-    options: Filter,
-    is_cut: bool,
-) -> tuple[int | None, _Particle]:
-    """Return the next token, None if the constraint allows none, and the particle before it, weighted.
-
-    ``is_cut``: see ``_moved``.
-    """
-    state = particle.state
-    if state is None:
-        return draws.token(source, step, slot), particle
-    target = source if isinstance(source, Distribution) else source.target
-    order = draws.order(target, step, slot)
-
-    def allows(token: int) -> bool:
-        return state.after(token, is_last=is_cut) is not None
-
-    token, log_weight = weighted_draw(target, order, allows, options.max_rejects)
-    if token is None:
-        return None, particle
-    after = state.after(token, is_last=is_cut)
-    return token, particle._replace(log_weight=particle.log_weight + log_weight, state=after)
-
-
-def _moved(
-    sequences: SearchSequences,
-    weigh: _Weigh,
-    particle: _Particle,
-    after: Following,
-    source: Distribution | Following,
-    token: int,
-    is_cut: bool,
-    stop: Sequence[str],
-) -> _Particle:
-    """Return ``particle`` continued by ``token``, which was drawn from ``source``.
-
-    ``is_cut``: the text ends there if it does not end by itself.
-    """
-    weight = particle.log_weight - particle.twist + after.log_mass
-    if isinstance(source, Distribution) and source is not after.target:
-        weight += after.target.logprob(token) - source.logprob(token)
-    node = sequences.follow(particle.node, token, after.logprob(token))
-    text = particle.text + node.text
-    reason = None
-    if weigh.model.is_eog(token) or completes_stop(node, stop):
-        reason = "stop"
-    elif is_cut:
-        reason = "length"
-    if reason is None:
-        log_prefix = weigh.prefix(text)
-    else:
-        ended_text = text
-        for mark in stop:
-            ended_text = ended_text.split(mark)[0]
-        log_prefix = weigh.complete(ended_text)
-    weight += log_prefix - particle.log_prefix
-    twist = weigh.twist(text) if reason is None and weight > -math.inf else 0.0
-    return particle._replace(
-        node=node, text=text, log_weight=weight + twist, log_prefix=log_prefix, twist=twist,
-        reason=reason,
-    )  # fmt: skip
-
-
-def _raised(particle: _Particle, after: Following, token: int, rise: float) -> _Particle:
-    """Return ``particle`` after ``token``, with a power that is larger by ``rise`` from now on."""
-    if after.power == 1.0 and not rise:
-        return particle
-    log_base = particle.log_base + after.log_base(token)
-    weight = particle.log_weight + rise * log_base
-    return particle._replace(log_weight=weight, log_base=log_base)
-
-
-def _resample(
-    group: list[_Particle], step: int, draws: Draws, threshold: float, scheme: str
-) -> tuple[list[_Particle], float]:
-    """Replace light particles by copies of heavy ones, if the weights have become too unequal.
-
-    Returns:
-        the particles, and their effective number before that.
-    """
-    log_weights = [p.log_weight for p in group]
-    mean = log_mean(log_weights)
-    if mean == -math.inf:
-        return group, 0.0
-    weights = np.exp(np.array(log_weights) - mean)
-    weights /= weights.sum()
-    size = effective_size(weights)
-    is_enough = not size < threshold * len(group) * (1.0 - 1e-12)
-    if is_enough or all(p.reason is not None for p in group):
-        return group, size
-    chosen = ancestors(scheme, weights, lambda i: draws.uniform(step, i))
-    return [group[i]._replace(log_weight=mean) for i in chosen], size
 
 
 def _result(

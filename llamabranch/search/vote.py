@@ -14,7 +14,7 @@ from ..errors import ConfigError, LlamaBranchWarning, warn
 from ..model import stop_strings
 from ..sampling.noise import uniform
 from ..speculative import Drafter
-from .checks import MOST_TEXTS, check_start, first_seed, token_limit
+from .checks import MOST_TEXTS, check_start, common_noise, first_seed, token_limit
 from .continuations import Continuation, Continuations, numbered
 from .result import Hypothesis, SearchResult
 from .sequences import OnStep, SearchSequences
@@ -37,6 +37,7 @@ def vote(
     agreement: float = 0.75,
     confidence: float | None = None,
     width: int | None = None,
+    entropy: float = 0.0,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
@@ -59,7 +60,7 @@ def vote(
             as those before did (for large ``n`` the rule of Aggarwal et al. 2023, 2305.11860).
         width: the most texts that are generated at a time; None = 4 with ``confidence``, else as many as
             there are sequences for. It changes no text.
-        stop, seed, drafter, on_step: as for ``best_of_n``.
+        entropy, stop, seed, drafter, on_step: as for ``best_of_n``.
 
     Returns:
         all texts, those with the most frequent answer first, the most probable of them at the front;
@@ -96,13 +97,22 @@ def vote(
         width = whole("width", width, 1, MOST_TEXTS)
     function("answer", answer)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
+    common = common_noise(entropy, seed, drafter)
+    if common is not None and confidence is not None and confidence < 1.0:
+        raise ConfigError(
+            "confidence below 1 counts on independent texts, which those with entropy are not",
+            hint="confidence=1.0 does not",
+        )
     ballot = _Ballot(answer, n, confidence)
     lines: list[Continuation] = []
 
     def is_over() -> bool:
         return sequences.end_step() or ballot.decides(lines)
 
-    with SearchSequences(branch, on_step) as sequences, Continuations(sequences, drafter) as texts:
+    with (
+        SearchSequences(branch, on_step) as sequences,
+        Continuations(sequences, drafter, common) as texts,
+    ):
         if width is not None:
             sequences.capacity = min(sequences.capacity, width)
         wanted = min(2, n) if adaptive else n

@@ -18,25 +18,19 @@ import numpy.typing as npt
 import pytest
 
 import llamabranch as lb
-from benchmarks import llama_tools
-from benchmarks.clocks import CallClock, verify_costs
+from benchmarks import answer_tasks, answers, llama_tools
+from benchmarks.clocks import CallClock, interleave, verify_costs
 from benchmarks.drafters import AdversarialDrafter
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
+from benchmarks.paired import holm, mcnemar
+from benchmarks.paired import interval as paired_interval
 from benchmarks.prompts import PROMPTS
 from benchmarks.readme import answer_in, questions
 from benchmarks.report import is_padded
 from benchmarks.step import OTHER, Work, measure, seconds_by_part, step_cost
-from llamabranch.bench import (
-    DecodeClock,
-    Interval,
-    Maker,
-    Sample,
-    Series,
-    Spread,
-    Stopped,
-    interleave,
-    verify_times,
-)
+from llamabranch.bench import timing
+from llamabranch.bench.timing import Interval, Maker, Series, Spread, Stopped, Timing
+from llamabranch.bench.workloads import DecodeClock, verify_times
 from llamabranch.native import core
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +94,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "search",
         "step",
         "evaluation",
+        "constraints",
+        "siblings",
     ],
 )
 def test_benchmark_ends_with_one_json_line(name: str, cache: Path) -> None:
@@ -148,6 +144,77 @@ def test_results_of_the_readme_are_measured(cache: Path) -> None:
     assert all(results[name]["same_texts"] == 1 for name in list(results)[:4])
 
 
+@needs_gguf
+def test_answers_go_on_with_the_plan_of_the_file(cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    first = program("answers", cache, "--out", str(out))["results"]
+    lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [line["plan"] for line in lines[:5]] == list(answer_tasks.TASKS)
+    assert [(line["task"], line["item"]) for line in lines[5:]] == [
+        (task, i) for i in (0, 1) for task in answer_tasks.TASKS
+    ]
+    assert program("answers", cache, "--out", str(out))["results"] == first
+    assert len(out.read_text("utf-8").splitlines()) == len(lines)
+    assert isinstance(first, dict)
+    for line in lines[5:]:
+        methods = line["methods"]
+        if line["task"] in answers.ANSWERS:  # the lossless stop changes no answer
+            lossless, whole = methods["vote of 8, lossless stop"], methods[answers.VOTE]
+            assert lossless["answer"] == whole["answer"]
+            assert lossless["tokens"] <= 8 * whole["tokens"]
+        assert all(x["valid"] for name, x in methods.items() if name == "rejection" and x["text"])
+    assert len(first["planned"]) == len(answers.PLANNED)
+    assert all(0.0 <= x["p"] <= x["p_holm"] <= 1.0 for x in first["planned"])
+
+
+@pytest.mark.parametrize("task", answer_tasks.TASKS)
+def test_items_have_a_right_answer_that_is_valid(task: str) -> None:
+    prompts = set()
+    for seed in range(40):
+        level = answer_tasks.LEVELS[task][seed % 3]
+        asked = answer_tasks.item(task, seed, level)
+        prompts.add(asked.prompt)
+        right = {
+            "problems": f" 1 + 1 = {asked.answer}", "dates": f" so = {asked.answer}",
+            "records": f" {asked.answer}",
+        }.get(task, asked.answer)  # fmt: skip
+        if asked.answer:
+            assert asked.is_right(right) and asked.is_valid(right) and not asked.is_right("")
+            if asked.constraint is not None:
+                lb.search.check_constraint(asked.constraint, [right])
+                assert not asked.constraint.complete(right[:-1])
+        assert asked.answer == answer_tasks.item(task, seed, level).answer
+    assert len(prompts) > 30
+
+
+def test_words_keep_the_rules_of_letters() -> None:
+    begin, without = answer_tasks.Words(2, "b"), answer_tasks.Words(2, without="e")
+    acrostic = answer_tasks.Words(3, "cat")
+    lb.search.check_constraint(begin, [" big boats"])
+    lb.search.check_constraint(without, [" cat dog"])
+    lb.search.check_constraint(acrostic, [" cow ant tiger"])
+    for wrong in (" big", " big big", " big boats back", " big cats", "big boats", " Big boats"):
+        assert not begin.complete(wrong)
+    assert not begin.prefix(" big boats b") and not begin.prefix(" big c")
+    assert not without.prefix(" cat we") and not acrostic.prefix(" cow b")
+
+
+def test_paired_tests_are_exact() -> None:
+    assert mcnemar(0, 0) == mcnemar(3, 3) == 1.0
+    assert mcnemar(6, 0) == mcnemar(0, 6) == 2 / 64
+    assert mcnemar(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert paired_interval([1.0] * 5) == (1.0, 1.0)
+    low, high = paired_interval([0.0, 1.0] * 50)
+    assert low == pytest.approx(0.4, abs=0.02) and high == pytest.approx(0.6, abs=0.02)
+
+
+def test_low_confidence_is_compared_within_a_question() -> None:
+    right = [[True, False], [True, True], [False, True]]
+    assert answers.auroc(right, [[2.0, 1.0], [0.0, 9.0], [3.0, 3.0]]) == 0.75
+    assert math.isnan(answers.auroc([[True]], [[1.0]]))
+
+
 def test_word_problems_are_forty_with_whole_numbers() -> None:
     asked = questions()
     assert len({question for question, _ in asked}) == len(asked) == 40
@@ -177,9 +244,9 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
         def make(run: int) -> object:
             made.append((name, run))
 
-            def work(item: int) -> Sample:
+            def work(item: int) -> Timing:
                 seen.append(f"{name}{item}")
-                return Sample(1, 0.5)
+                return Timing(1, 0.5)
 
             return work
 
@@ -193,23 +260,23 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
 
 def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
     def contestant(last: int) -> Maker:
-        def work(item: int) -> Sample:
+        def work(item: int) -> Timing:
             if item > last:
                 raise Stopped
-            return Sample(1, 0.5)
+            return Timing(1, 0.5)
 
         return lambda run: work
 
     found = interleave({"a": contestant(2), "b": contestant(1)}, n_runs=2, n_items=4)
     assert [len(run) for run in found["a"].runs] == [2]
     assert [len(run) for run in found["b"].runs] == [2]
-    at_once = interleave({"a": contestant(-1)}, n_runs=2, n_items=4, warm_up=False)
+    at_once = timing.interleave({"a": contestant(-1)}, n_runs=2, n_items=4)
     assert at_once["a"].runs == []
 
 
 def test_ratio_is_the_median_of_ratios_within_a_run() -> None:
     def series(*seconds: float) -> Series:
-        return Series([[Sample(12, s)] for s in seconds])
+        return Series([[Timing(12, s)] for s in seconds])
 
     slow_machine_in_run_two = series(1.0, 4.0, 1.0), series(2.0, 8.0, 3.0)
     fast, slow = slow_machine_in_run_two
@@ -248,7 +315,7 @@ def test_too_few_pairs_have_no_interval_and_no_verdict() -> None:
 
 def test_interval_of_a_series_compares_item_by_item() -> None:
     def series(*seconds: float) -> Series:
-        return Series([[Sample(10, s) for s in seconds[i::2]] for i in range(2)])
+        return Series([[Timing(10, s) for s in seconds[i::2]] for i in range(2)])
 
     found = series(1, 1, 1, 1, 1, 1).interval(series(2, 3, 2, 3, 2, 3))
     assert (found.low, found.median, found.high, found.n) == (2.0, 2.5, 3.0, 6)

@@ -17,18 +17,12 @@ from toys import write_toy
 from typer.testing import Result
 
 import llamabranch as lb
-from llamabranch.bench import (
-    Cell,
-    Machine,
-    PairBench,
-    PairReport,
-    Sample,
-    Series,
-    Sweep,
-    profile_problem,
-)
-from llamabranch.cli.bench_report import BenchReport
+from llamabranch.bench.machine import Machine
+from llamabranch.bench.pair import Cell, PairBench, PairReport, Sweep
+from llamabranch.bench.timing import Series, Timing
+from llamabranch.cli.bench import BenchReport
 from llamabranch.cli.console import Console
+from llamabranch.profile import profile_problem
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
 SMALL = ("--quick", "--max-tokens", "12")
@@ -230,7 +224,7 @@ def _cell(length: int | str, rule: str, *speedups: float, n_drafted: int = 50) -
 
     def series(rates: list[float], drafted: int) -> Series:
         stats = lb.SpeculativeStats(num_drafts=drafted, num_draft_tokens=drafted)
-        return Series([[Sample(100, 100 / rate, stats=stats)] for rate in rates])
+        return Series([[Timing(100, 100 / rate, stats=stats)] for rate in rates])
 
     base = [10.0] * len(speedups)
     return Cell(length, rule, series([10 * x for x in speedups], n_drafted), series(base, 0))
@@ -318,8 +312,8 @@ def _advice(ctx: lb.Context, report: PairReport, load: float | None = 0.0) -> Be
     )
 
 
-def _printed(told: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
-    told.print(Console())
+def _printed(report: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
+    report.print(Console())
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -333,36 +327,36 @@ def test_advice_of_one_pair_is_to_measure_more(
 
 
 def test_advice_follows_the_verdict(ctx: lb.Context, capsys: pytest.CaptureFixture[str]) -> None:
-    told = _advice(ctx, _decided(*[1.5] * 12))
-    shown = _printed(told, capsys)
+    report = _advice(ctx, _decided(*[1.5] * 12))
+    shown = _printed(report, capsys)
     assert "Best: draft length 3 and rule seeded, 1.50 (1.50 to 1.50) times plain" in shown
-    assert shown.endswith(str(told.command()))
-    program, command, *arguments = shlex.split(str(told.command()))
+    assert shown.endswith(str(report.command()))
+    program, command, *arguments = shlex.split(str(report.command()))
     assert (program, command) == ("llamabranch", "generate")
     assert arguments[:2] == ["-m", "tale-target"]
     again = commands.run("generate", "Once", *arguments, "-n", "4")
     assert again.exit_code == 0, again.stderr
 
-    told = _advice(ctx, _decided(*[0.5] * 12))
-    shown = _printed(told, capsys)
+    report = _advice(ctx, _decided(*[0.5] * 12))
+    shown = _printed(report, capsys)
     assert "Drafting does not pay here" in shown
-    assert "--draft none" in str(told.command())
+    assert "--draft none" in str(report.command())
 
-    told = _advice(ctx, _decided(*[0.9, 1.2] * 6))
-    shown = _printed(told, capsys)
+    report = _advice(ctx, _decided(*[0.9, 1.2] * 6))
+    shown = _printed(report, capsys)
     assert "Inconclusive: with draft length 3 and rule seeded" in shown
     assert "1.05 (0.90 to 1.20) times plain decoding, by 12 pairs of texts" in shown
     assert "--runs 12" in shown
     assert "busy" not in shown
-    assert told.command() is None
+    assert report.command() is None
     assert "Best" not in shown
 
     busy = _advice(ctx, _decided(*[0.9, 1.2] * 6), load=9.0)
     assert "The timings are noisy: " in _printed(busy, capsys)
 
-    told = _advice(ctx, PairReport(lengths=[_cell("auto", "seeded", 1.3, n_drafted=0)]))
-    assert "nothing was drafted" in _printed(told, capsys)
-    assert told.command() is None
+    report = _advice(ctx, PairReport(lengths=[_cell("auto", "seeded", 1.3, n_drafted=0)]))
+    assert "nothing was drafted" in _printed(report, capsys)
+    assert report.command() is None
 
 
 def test_times_of_a_decode_have_intervals_too() -> None:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import Result
 
 import llamabranch as lb
-from llamabranch.bench import Machine
+from llamabranch.bench.machine import Machine
 from llamabranch.cli import doctor
 
 FLAGS = frozenset({"avx", "avx2", "fma", "f16c"})

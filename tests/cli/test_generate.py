@@ -15,7 +15,7 @@ from toys import CHAT_TEMPLATE, Vocabulary, write_toy
 
 import llamabranch as lb
 from llamabranch import hub
-from llamabranch.cli.comparison import Comparison, compare
+from llamabranch.cli.comparison import Comparison, FirstDifference, compare
 from llamabranch.cli.interrupts import InterruptHandler
 
 ESCAPE = "\x1b["
@@ -326,25 +326,45 @@ def _flawed(*arguments: Any, **options: Any) -> Comparison | None:
     return found
 
 
+ALL = ("--top-k", "0", "--top-p", "1", "--min-p", "0")  # every token can be drawn
+
+
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "decided_by", "message"),
     [
-        ((), "This context is batch-invariant (measured"),
-        (("--temp", "0", "--kv-type", "f16"), "This context is not batch-invariant ("),
+        (ALL, "scores", "This context is batch-invariant (measured"),
+        ((*ALL, "--top-k", "2"), "top_k", "This context is batch-invariant (measured"),
+        ((), "top_k+top_p+min_p", "This context is batch-invariant (measured"),
+        (("--temp", "0", "--kv-type", "f16"), "logits", "This context is not batch-invariant ("),
     ],
 )
-def test_texts_that_differ_are_reported_with_place_and_tokens(
-    more: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+def test_texts_that_differ_are_reported_with_place_tokens_and_what_decided(
+    more: tuple[str, ...], decided_by: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("llamabranch.cli.generate")
     monkeypatch.setattr(module, "compare", _flawed)
     arguments = ("--compare", "-n", "12", "-s", "7", *FIXED, *more)
     found = speculate(*arguments)
     assert found["same_text"] is False
-    assert found["divergence"] == {"position": 5, "tokens": [0, found["tokens"][5]]}
+    divergence = found["divergence"]
+    assert list(divergence) == [
+        "position", "tokens", "gap", "difference", "decided_by", "explained",
+    ]  # fmt: skip
+    assert (divergence["position"], divergence["tokens"]) == (5, [0, found["tokens"][5]])
+    # Token 0 was not drawn: much more than rounding is needed for that.
+    assert divergence["decided_by"] == decided_by
+    assert divergence["gap"] > 2 * divergence["difference"] and divergence["explained"] is False
+    is_exact = "f16" not in more
+    assert divergence["difference"] == 0 or not is_exact
     shown = said_by("speculate", *arguments)
-    assert "First difference at token 5: " in shown and told in shown
-    assert ("bug in llamabranch" in shown) == (not more)
+    assert "First difference at token 5: " in shown and message in shown
+    assert f"decided by {decided_by}: logits must move by" in shown
+    assert ("bug in llamabranch" in shown) == is_exact
+
+
+def test_rounding_explains_a_gap_of_twice_the_difference_at_most() -> None:
+    found = [FirstDifference(5, (1, 2), gap, 0.05, "logits").as_dict() for gap in (0.1, 0.11)]
+    assert [each["explained"] for each in found] == [True, False]
 
 
 class TimedEngine(lb.Engine):
@@ -391,10 +411,10 @@ def test_verdict_needs_the_whole_interval_and_noise_is_no_answer(
     assert found is not None
     assert found.interval.n == n_pairs
     assert found.verdict == verdict
-    told = found.explain()
-    assert told.startswith("Inconclusive") == (verdict in ("inconclusive", "nothing drafted"))
+    message = found.explain()
+    assert message.startswith("Inconclusive") == (verdict in ("inconclusive", "nothing drafted"))
     if verdict == "inconclusive":
-        assert ("fewer than 6" in told) == (n_pairs < 6) and "`llamabranch bench`" in told
+        assert ("fewer than 6" in message) == (n_pairs < 6) and "`llamabranch bench`" in message
 
 
 # -- which model drafts --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fake_hub import FakeHub, serve
 
 import llamabranch as lb
 from llamabranch import hub as names
-from llamabranch.cli.drafters import candidates
+from llamabranch.cli.drafters import possible_drafts
 
 TARGET, DRAFT = "me/tale-target-GGUF", "me/tale-draft-GGUF"
 COMMIT = "c" * 40
@@ -34,6 +34,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     for name in ("HOME", "HF_HOME", "HF_HUB_CACHE", "LLAMABRANCH_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serve() as served:
         monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
         for repository, name in ((TARGET, "tale-target"), (DRAFT, "tale-draft")):
@@ -246,7 +247,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_candidates_are_those_of_the_vocabulary_first_and_of_about_a_tenth_of_the_size(
     target: Path,
 ) -> None:
-    found = candidates(str(target))
+    found = possible_drafts(str(target))
     assert [(each.name, each.drafts_by) for each in found] == [
         ("me/drafts/fitting-Q8_0.gguf", "tokens"),
         ("me/drafts/larger-Q8_0.gguf", "tokens"),
@@ -270,7 +271,7 @@ def test_another_quantization_of_the_target_is_no_draft(target: Path) -> None:
     toys.write_llama(same, vocab="bytes", n_layer=12, n_ff=512, weights="f32")
     (other,) = target.parent.rglob("too-large-Q8_0.gguf")
     assert other.stat().st_size < same.stat().st_size / 2
-    assert other not in [each.path for each in candidates(str(same))]
+    assert other not in [each.path for each in possible_drafts(str(same))]
 
 
 def test_draft_auto_copies_from_the_text_where_no_model_fits(target: Path) -> None:
@@ -284,8 +285,8 @@ def test_draft_auto_copies_from_the_text_where_no_model_fits(target: Path) -> No
 def test_bundled_draft_is_offered_to_its_own_vocabulary_only(tmp_path: Path) -> None:
     large = toys.write_llama(tmp_path / "large.gguf", vocab="bytes", n_layer=8, n_ff=8192)
     assert large.stat().st_size > 4 * names.resolve(names.BUNDLED_DRAFT).stat().st_size
-    assert names.BUNDLED_DRAFT not in [each.name for each in candidates(str(large))]
-    found = {each.name: each.drafts_by for each in candidates(names.BUNDLED_TARGET)}
+    assert names.BUNDLED_DRAFT not in [each.name for each in possible_drafts(str(large))]
+    found = {each.name: each.drafts_by for each in possible_drafts(names.BUNDLED_TARGET)}
     assert found[names.BUNDLED_DRAFT] == "tokens"
 
 
@@ -295,7 +296,7 @@ def test_listed_draft_that_is_not_here_is_asked_for_first(
     snapshot = target.parent / f"HF_HUB_CACHE/models--Qwen--Qwen3-4B-GGUF/snapshots/{COMMIT}"
     snapshot.mkdir(parents=True)
     target.rename(snapshot / "Qwen3-4B-Q4_K_M.gguf")
-    first, *others = candidates("qwen3-4b")
+    first, *others = possible_drafts("qwen3-4b")
     assert (first.name, first.path, first.drafts_by) == ("qwen3-0.6b", None, "unknown")
     assert others[0].name == "me/drafts/fitting-Q8_0.gguf"
     monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "0")  # it may not be downloaded: the next one drafts
@@ -312,4 +313,4 @@ def test_show_lists_what_could_draft(target: Path, tmp_path: Path) -> None:
     assert "me/drafts/fitting-Q8_0.gguf" in run("models", "show", target).stdout
     assert "drafts" not in answer("models", "show", "tale-target", "tale-draft")
     bare = toys.write_llama(tmp_path / "bare.gguf", vocab="none")
-    assert candidates(str(bare)) == []
+    assert possible_drafts(str(bare)) == []

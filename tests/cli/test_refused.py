@@ -181,8 +181,8 @@ def test_target_that_is_empty_fails_and_one_without_a_draft_says_what_drafts(
     tmp_path: Path,
 ) -> None:
     path = write_toy(tmp_path / "other.gguf", vocab="bytes")
-    told = f"no smaller model here drafts for {path}: copying from the text"
-    assert told in said_by("speculate", "--target", path, "-n", "4")
+    message = f"no smaller model here drafts for {path}: copying from the text"
+    assert message in said_by("speculate", "--target", path, "-n", "4")
     (tmp_path / "empty.gguf").touch()
     result = run("speculate", "--target", tmp_path / "empty.gguf")
     assert result.exit_code == 1 and "the file is empty" in result.stderr

@@ -145,13 +145,13 @@ def test_a_constraint_is_a_function_of_a_file(tmp_path: Path) -> None:
     assert re.fullmatch(r" [a-df-z ]{8,12}\.", both["results"][0]["text"])
     weighted = answer("search", PROMPT, "--method", "smc", *given, "--stop", ".", "--ignore-eos")
     assert all("e" not in h["text"] for h in weighted["hypotheses"])
-    for wrong, told in (
+    for wrong, message in (
         (["--constraint", f"{rules}:no_f"], "has no 'no_f'"),
         (["--constraint", f"{tmp_path}/absent.py:no_e"], "cannot read"),
         (["--constraint", f"{rules}:no_e", "--grammar", f"{rules}:broken"], "one constraint"),
         (["--constraint", f"{rules}:broken"], "ZeroDivisionError"),
     ):
         result = run("generate", "-p", PROMPT, "-n", "3", *wrong)
-        assert result.exit_code != 0 and told in result.stderr
+        assert result.exit_code != 0 and message in result.stderr
     refused = run("search", PROMPT, "--constraint", f"{rules}:no_e")
     assert refused.exit_code == 2 and "--method smc" in refused.stderr

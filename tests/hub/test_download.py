@@ -43,6 +43,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("LLAMABRANCH_CACHE", str(tmp_path / "own"))
     monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
+    # Read when huggingface_hub is imported: a test of evaluation may have been offline then.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serve() as served:
         monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
         served.add(REPOSITORY, {Q8_0: DATA, F16: DATA[::-1], "README.md": b"a tale"})

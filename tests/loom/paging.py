@@ -206,11 +206,15 @@ class Paged:
         return self.client.get("/loom/doc").json()
 
     def tokens(self, node: str, **more: object) -> Any:
-        """Return the tokens of a node."""
+        """Return the tokens of a node, those of all its owners in one."""
         query = {"node": node, **{key: str(value) for key, value in more.items()}}
         answer = self.client.get("/loom/tokens", params=query)
         assert answer.status_code == 200, answer.text
-        return answer.json()
+        found = answer.json()
+        parts = found.pop("parts")
+        for name in ("ids", "lp", "h", "rk", "text", *(("top",) if "top" in more else ())):
+            found[name] = [value for part in parts for value in part[name]]
+        return found | {"src": "".join(part["src"] for part in parts)}
 
     def text(self, node: str) -> str:
         """Return the text of a node, from its root on."""

@@ -11,7 +11,7 @@ import pytest
 from browsing import Server, begin, idle, server, state, visiting
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page, Route
+    from playwright.sync_api import APIResponse, Browser, Page, Route
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,8 @@ def test_tokens_have_their_numbers(page: Page) -> None:
         "node => fetch(`/loom/tokens?node=${node}&path=1`).then(answer => answer.json())",
         chosen_node(page),
     )
-    assert known == pytest.approx([lp for lp in stored["lp"] if lp is not None], rel=1e-2, abs=1e-3)
+    numbers = [lp for part in stored["parts"] for lp in part["lp"] if lp is not None]
+    assert known == pytest.approx(numbers, rel=1e-2, abs=1e-3)
     surprises = [i for i, lp in zip(indices[1:], known, strict=True) if lp < math.log(0.05)]
     for key, i in (("}", surprises[0]), ("{", surprises[-1])):  # behind the first comes the last
         page.locator("#text").press(key)
@@ -190,6 +191,27 @@ def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
     page.wait_for_function("() => !/sun rose/.test(document.querySelector('#rows').textContent)")
 
 
+def test_a_fork_is_shown_before_its_answer(page: Page) -> None:
+    begin(page)
+    page.locator(".shoot").first.click()
+    idle(page)
+    page.locator("#text").press("End")
+    page.locator("[data-alternative]").nth(2).wait_for()
+    before = chosen_node(page)
+    held: list[tuple[Route, APIResponse]] = []
+    page.route("**/loom/do", lambda route: held.append((route, route.fetch())), times=1)
+    page.locator("[data-alternative]:not([aria-current])").first.click()
+    page.wait_for_function(
+        "node => document.querySelector('#tree [aria-selected=true]').dataset.node !== node",
+        arg=before,
+    )
+    fork = chosen_node(page)
+    for route, answer in held:
+        route.fulfill(response=answer)
+    idle(page)
+    assert held and chosen_node(page) == fork
+
+
 def test_two_tabs_show_the_same(chromium: Browser, tmp_path: Path) -> None:
     with (
         server(tmp_path) as served,
@@ -249,7 +271,8 @@ def test_ghosts_are_not_in_the_text(page: Page) -> None:
         "node => fetch(`/loom/tokens?node=${node}&path=1`).then(answer => answer.json())",
         chosen_node(page),
     )
-    assert "".join(text for text in stored["text"] if isinstance(text, str)) == plain
+    texts = [text for part in stored["parts"] for text in part["text"]]
+    assert "".join(text for text in texts if isinstance(text, str)) == plain
     judged = any(each["accepted"] < len(each["draft"]) for each in stored["rounds"])
     assert (page.locator("#text .ghost").count() > 0) == judged
     page.locator("#text").press("x")

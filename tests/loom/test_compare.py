@@ -167,7 +167,7 @@ def test_the_command_prints_and_writes_a_report(file: Path, tmp_path: Path) -> N
     page = tmp_path / "report.html"
     done = run(TARGET, DRAFT, "--text", file, "--output", page)
     assert done.exit_code == 0, done.output
-    for part in ("perplexity of A", "KL(B, A)", "The worst", "quarter 1", "until they part"):
+    for part in ("perplexity of the base", "KL(B, A)", "The worst", "quarter 1", "until they part"):
         assert part in done.output or part == "The worst"
     html = page.read_text("utf-8")
     assert "The worst tokens" in html and "<script" not in html

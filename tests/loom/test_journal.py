@@ -247,7 +247,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
 
     with Paged(tmp_path) as page:
         page.type(START)
-        journal: Any = page.loom.live.journal
+        journal: Any = page.loom.journal
         journal._file = disk = Full(journal._file)
         told = page.do("type", 507, text="not saved")["error"]
         assert told["type"] == "disk_error" and "No space" in told["message"]

@@ -114,7 +114,10 @@ def test_an_alternative_reads_no_prompt_token(page: Paged, root: Any) -> None:
     told = page.tokens(first["id"], top=1)
     at = 4
     token = next(t for t, _, _ in told["top"][at] if t != told["ids"][at])
-    answer = page.done("fork", node=first["id"], at=told["at"] + at, token=token, max_tokens=8)
+    place = told["at"] + at
+    answer = page.done("fork", node=first["id"], at=place, token=token, max_tokens=8, cid="taken")
+    (made,) = page.of("node", cid="taken")  # what a tab shows before it has the answer
+    assert made["node"]["id"] == answer["nodes"][0]["id"]
     fork = page.tokens(answer["nodes"][0]["id"])
     assert fork["src"][0] == "t" and fork["ids"][0] == token and len(fork["ids"]) > 1
     lps = {t: lp for t, lp, _ in told["top"][at]}

@@ -82,7 +82,7 @@ def test_a_link_works_once(page: Paged) -> None:
 def test_a_link_ends_after_five_minutes(page: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     token = page.loom.guard.link()
     now = page.loom.guard._links[token]
-    monkeypatch.setattr("llamabranch.loom.guard.monotonic", lambda: now + 0.1)
+    monkeypatch.setattr("llamabranch.loom.page.monotonic", lambda: now + 0.1)
     answer = ask(page, "/loom/session", "POST", f'{{"token": "{token}"}}', Origin=page.url)
     assert answer.status == 401
 

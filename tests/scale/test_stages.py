@@ -115,14 +115,14 @@ def test_file_that_is_not_the_jobs_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         ("raise RuntimeError('out of order')", "the engine failed: out of order"),
         ("raise lb.errors.DecodeError('it failed', code=-3)", "the engine failed: it failed"),
         ("threading.Event().wait()", "no progress for 0.2 s"),
     ],
 )
-def test_worker_with_a_broken_engine_ends_its_process(broken: str, told: str) -> None:
+def test_worker_with_a_broken_engine_ends_its_process(broken: str, message: str) -> None:
     code = f"""
 import asyncio, threading
 import llamabranch as lb
@@ -138,4 +138,4 @@ print("it went on")
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert told in done.stderr
+    assert message in done.stderr

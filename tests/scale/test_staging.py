@@ -57,10 +57,10 @@ def test_input_that_has_no_schema_is_refused(
 ) -> None:
     job, rows = given(tmp_path, *lines)
     try:
-        told = job.table(rows, job.schema(rows)).to_pylist()[0]["llamabranch_problem"]
+        found = job.table(rows, job.schema(rows)).to_pylist()[0]["llamabranch_problem"]
     except ConfigError as error:
-        told = error.message
-    assert message in str(told)
+        found = error.message
+    assert message in str(found)
 
 
 def test_input_files_are_those_of_one_format(tmp_path: Path) -> None:

@@ -253,6 +253,51 @@ def test_texts_that_part_keep_their_probabilities_and_states(ctx: Context) -> No
         assert found.stats.tokens_decoded < sum(len(h.tokens) for h in found.hypotheses)
 
 
+def common(root: Branch, index: int, n: int, entropy: float) -> list[int]:
+    """Return the tokens of a text that draws with the root's seed where the model is certain."""
+    own = root.seed if index == 0 else derive_seed(root.seed, index)
+    tokens: list[int] = []
+    with root.fork() as branch:
+        while len(tokens) < n:
+            branch.reseed(root.seed if branch.entropy() <= entropy else own)
+            one = branch.step()
+            if one.is_stop:
+                break
+            tokens.append(one.token)
+    return tokens
+
+
+@pytest.mark.parametrize("n_seq_max", [2, 4, 8])
+def test_texts_share_the_draws_of_which_the_model_is_certain(
+    target: lb.Model, n_seq_max: int
+) -> None:
+    """Which noise a text draws with depends on the text before it alone, so its distribution stays."""
+    with (
+        Context(target, n_ctx=512, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True) as ctx,
+        Branch.start(ctx, STORY, temperature=0.9, seed=5) as root,
+    ):
+        decoded = []
+        for entropy in (0.0, 1.5, 1e9):
+            found = search.best_of_n(root, 5, 16, entropy=entropy)
+            assert sorted(h.tokens for h in found.hypotheses) == sorted(
+                common(root, i, 16, entropy) for i in range(5)
+            )
+            decoded.append(found.stats.tokens_decoded)
+        assert len({tuple(h.tokens) for h in found.hypotheses}) == 1
+        assert search.best_of_n(root, 5, 16).stats.tokens_decoded == decoded[0] >= decoded[1]
+        assert found.hypotheses[0].tokens == alone(root, 0, 16)
+        ctx.audit()
+
+
+def test_entropy_is_refused_where_texts_are_drafted(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        with pytest.raises(ConfigError, match="drafter"):
+            search.best_of_n(root, 2, 4, entropy=0.5, drafter=SuffixDrafter())
+        for wrong in (-0.1, float("nan"), "0.5", True):
+            with pytest.raises(ConfigError, match="entropy"):
+                search.best_of_n(root, 2, 4, entropy=wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.smollm2
 def test_eight_samples_of_a_real_model_share_tokens() -> None:
     shared = apart = 0

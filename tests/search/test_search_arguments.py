@@ -66,10 +66,11 @@ VOTE: dict[str, Values] = {
     "agreement": (*NUMBER, *BIG, 0, -1, 1.5),
     "confidence": (*(v for v in NUMBER if v is not None), *BIG, 0, 0.5, 1.5),
     "width": tuple(v for v in COUNT if v is not None),
+    "entropy": (*NUMBER, -1.0, 10**400),
 }
 BEST: dict[str, Values] = {
     "n": COUNT, "score": (1, None, "best", [], np.array(["mean"]), b"sum"), "reward": FUNCTION,
-    "reject_every": (0, -1, 2.5, True, "3", [1]),
+    "reject_every": (0, -1, 2.5, True, "3", [1]), "entropy": (*NUMBER, -1.0, 10**400),
 }  # fmt: skip
 STEPS: dict[str, Values] = {
     "reward": (*FUNCTION, None), "n": COUNT, "method": NAME, "beam_width": (*COUNT, 3),

@@ -277,3 +277,12 @@ def test_early_votes_of_a_real_model_generate_fewer_tokens() -> None:
                 n_whole += sum(len(h.tokens) for h in whole.hypotheses)
                 n_early += sum(len(h.tokens) for h in early.hypotheses)
     assert n_early < n_whole
+
+
+def test_a_vote_of_texts_that_share_draws(ctx: Context) -> None:
+    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
+        found = search.vote(root, first_word, 8, 4, entropy=1e9)
+        assert len({tuple(h.tokens) for h in found.hypotheses}) == 1
+        assert search.vote(root, first_word, 8, 4, entropy=1e9, confidence=1.0).answer
+        with pytest.raises(ConfigError, match="independent"):
+            search.vote(root, first_word, 8, 4, entropy=0.5, confidence=0.95)

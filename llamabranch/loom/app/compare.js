@@ -4,13 +4,14 @@ import { $, fill, h, label, redraw, short, tell, visible } from "./dom.js";
 import { choose } from "./lenses.js";
 import { act, fetchPath, listeners } from "./net.js";
 import { pathOf, pieces, select, store, view } from "./store.js";
-import { shownPath, textView } from "./text.js";
+import { keptPath, shownPath, textView } from "./text.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
 /** @type {ReturnType<typeof textView>} */ let column;
+const parted = keptPath();
 /** @type {Path | null} */ let from = null;
-/** @type {Path} */ let shown = pathOf(null, null);
+/** @type {Path} */ let underB = pathOf(null, null);
 
 /** Comparisons of the shown path. */
 const compares = () => pieces(store.current, store.end).flatMap(({ id }) => store.nodes.get(id)?.compares ?? []);
@@ -21,19 +22,14 @@ const partner = () => compares().findLast(({ partner: id }) => store.nodes.has(i
 /** The text of the second column: that of the partner, or the same tokens with B's numbers. */
 function secondPath() {
   const other = partner();
-  if (other) {
-    const c = pathOf(other, null);
-    if (c.missing >= 0) void fetchPath(other, c.missing);
-    if (c.n !== shown.n || from !== null) [shown, from] = [c, null];
-    return shown;
-  }
-  const c = shownPath();
-  if (from === c) return shown;
+  const c = other ? parted(other, null) : shownPath();
+  if (other && c.missing >= 0) void fetchPath(other, c.missing);
+  if (other || from === c) return other ? c : underB;
   from = c;
-  shown = Object.create(c, {
+  underB = Object.create(c, {
     lp: { value: c.lpB }, h: { value: c.hB }, rk: { value: new Float32Array(c.n).fill(NaN) }, lpB: { value: c.lp },
   });
-  return shown;
+  return underB;
 }
 
 /** Spans between common byte boundaries: bits under A and under B. @param {Record<string, any>} compare */
@@ -64,11 +60,9 @@ function drawCompare() {
   $("head-a").textContent = `A  ${A?.name ?? ""}`;
   $("head-b").textContent = `B  ${B.name}${partner() ? "" : " on the same text"}`;
   const unequal = compares().findLast((each) => each.spans);
-  const table = $("spans") ?? scroller.appendChild(h("div", { id: "spans" }));
   b.hidden = unequal != null;
-  if (unequal && table.of !== unequal) fill(table, spanTable(unequal));
-  else if (!unequal) fill(table);
-  table.of = unequal;
+  if ($("spans").of !== unequal) fill($("spans"), unequal && spanTable(unequal));
+  $("spans").of = unequal;
   if (!unequal) column.draw();
 }
 
@@ -78,8 +72,7 @@ function follow() {
   const top = $("text").parentElement.getBoundingClientRect().top;
   const first = [...$("text").querySelectorAll("[data-token]")].find((each) => each.getBoundingClientRect().bottom > top);
   if (!first) return;
-  const count = (/** @type {Path} */ c, /** @type {number} */ to) => c.text.slice(0, to).join("").length;
-  const characters = count(shownPath(), Number(first.dataset.token));
+  const characters = shownPath().text.slice(0, Number(first.dataset.token)).join("").length;
   const c = secondPath();
   let j = 0;
   for (let sum = 0; j < c.n - 1 && sum < characters; j++) sum += c.text[j].length;
@@ -101,11 +94,10 @@ export function startCompare() {
   $("text").parentElement.addEventListener("scroll", follow, { passive: true });
   listeners.push((name, { op, state, result }) => {
     if (name !== "job" || op !== "compare" || state !== "done" || !result) return;
-    const told = [];
-    if (result.kl != null) told.push(`mean KL(A, B) ${short(result.kl)} nats`, `same top token ${short(100 * result.same)} %`);
-    if (result.first_greedy != null) told.push(`another one first at ${result.first_greedy}`);
-    if (result.first_seed != null) told.push(`with A's seed B draws another token at ${result.first_seed}`);
-    tell(visible(`${result.n} tokens compared${told.length ? ": " + told.join(", ") : ""}.`));
+    const { n, kl, same, first_greedy: greedy, first_seed: seed } = result;
+    const facts = [kl != null && `mean KL(A, B) ${short(kl)} nats, same top token ${short(100 * same)} %`,
+      greedy != null && `another one first at ${greedy}`, seed != null && `with A's seed B draws another token at ${seed}`];
+    tell([`${n} tokens compared`, facts.filter(Boolean).join(", ")].filter(Boolean).join(": ") + ".");
     redraw(["compare"]);
   });
   return drawCompare;

@@ -40,9 +40,7 @@ export const radios = (id, values, chosen) => fill($(id), values.map(([value, ti
   h("label", {}, h("input", { type: "radio", name: id, value, onchange: () => chosen(value) }), h("span", {}, title))));
 
 /** Check one of a group's radio buttons. @param {string} id @param {string} value */
-export function check(id, value) {
-  for (const input of $(id).querySelectorAll("input")) input.checked = input.value === value;
-}
+export const check = (id, value) => void ($(id).querySelector(`[value=${value}]`).checked = true);
 
 const UNSEEN = /[\p{C}\p{Z}]/gu;
 const KEPT = " \n\t\u200c\u200d";

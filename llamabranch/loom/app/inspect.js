@@ -1,9 +1,9 @@
 // @ts-check
 // The inspector: one token with its numbers and alternatives, B's view of it, where it came from, its branch.
-import { $, attribute, fill, h, plural, redraw, short, visible } from "./dom.js";
-import { SOURCES, binClass } from "./lenses.js";
+import { $, attribute, fill, h, plural, short, visible } from "./dom.js";
+import { SOURCES, looks } from "./lenses.js";
 import { act } from "./net.js";
-import { FLAGS, ownerOf, pieceBytes, select, store, view } from "./store.js";
+import { FLAGS, look, ownerOf, pieceBytes, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
 import { named, moveTo, shownPath, topsAt } from "./text.js";
 
@@ -31,26 +31,20 @@ export async function take(i, token) {
   const segment = segmentOf(ownerOf(c, i), i + 1);
   const others = segment?.from === i ? (segment.parent?.children ?? []) : following(node, i);
   const there = others.find(({ first, from }) => first.tokens.n > from - first.at && first.tokens.ids[from - first.at] === token);
-  if (there) select(there.node.id);
-  else {
-    const answer = await act("fork", { node, at: i, token, max_tokens: 24 });
-    if (!answer) return;
-    select(answer.nodes[0].id);
-  }
-  Object.assign(view, { pinned: -1, cursor: i });
-  redraw(["text", "inspect"]);
+  const show = (/** @type {{id: string}} */ { id }) => {
+    select(id);
+    look({ pinned: -1, cursor: i });
+  };
+  if (there) show(there.node);
+  else await act("fork", { node, at: i, token, max_tokens: 24 }, show);
 }
 
 /** @param {string} name @param {...any} value */
 const fact = (name, ...value) => [h("dt", {}, name), h("dd", {}, ...value)];
 
-function numbers(/** @type {import("./store.js").Path} */ c, /** @type {number} */ i) {
-  return h("dl", { class: "numbers" },
-    h("div", {}, fact("probability", percent(c.lp[i]))),
-    h("div", {}, fact("rank", c.rk[i] || "–")),
-    h("div", {}, fact("entropy", short(c.h[i]), h("small", {}, " nats"))),
-    h("div", {}, fact("choices", short(Math.exp(c.h[i])))));
-}
+const numbers = (/** @type {import("./store.js").Path} */ c, /** @type {number} */ i) => h("dl", { class: "numbers" }, [
+  fact("probability", percent(c.lp[i])), fact("rank", c.rk[i] || "–"), fact("entropy", short(c.h[i]), h("small", {}, " nats")),
+  fact("choices", short(Math.exp(c.h[i])))].map((each) => h("div", {}, each)));
 
 /** The ten most probable tokens as buttons. @param {import("./store.js").Path} c @param {number} i */
 function alternatives(c, i) {
@@ -107,7 +101,7 @@ function origin(c, i) {
 
 /** @type {any} */ let drawnFor = null;
 
-function drawInspector() {
+export function drawInspector() {
   const c = shownPath();
   const i = inspected();
   const box = $("token");
@@ -124,17 +118,9 @@ function drawInspector() {
   const isNext = i === c.n;
   const focused = /** @type {any} */ (document.activeElement)?.dataset?.alternative;
   fill(box,
-    h("h2", {}, isNext ? "What could follow" : h("span", { class: binClass(c, i) }, named(c.pieces[i])),
+    h("h2", {}, isNext ? "What could follow" : h("span", { class: looks(c, i).class }, named(c.pieces[i])),
       view.pinned >= 0 && h("small", {}, "pinned")),
     !isNext && numbers(c, i), alternatives(c, i), !isNext && [second(c, i), origin(c, i)]);
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
   attribute($("token-pane"), "data-position", i);
-}
-
-export function startInspector() {
-  $("token-pane").addEventListener("mouseleave", () => {
-    view.hover = -1;
-    redraw(["inspect"]);
-  });
-  return drawInspector;
 }

@@ -1,6 +1,6 @@
 // @ts-check
 // The instrument: rounds of speculation with their totals, searches as outlines that can be adopted.
-import { $, attribute, fill, h, plural, redraw, set, short, tell, visible } from "./dom.js";
+import { $, attribute, fill, h, plural, redraw, short, tell, visible } from "./dom.js";
 import { act, listeners } from "./net.js";
 import { pieces, select, store, texts } from "./store.js";
 import { moveTo, named } from "./text.js";
@@ -60,18 +60,14 @@ function drawRounds(/** @type {Loose[]} */ all) {
   return h("div", { class: "panel" }, h("div", { class: "totals" },
     h("p", {}, `${sum.drafted} drafted = ${sum.accepted} accepted + ${sum.rejected} rejected + ${sum.unreached} not reached.`),
     h("p", {}, `${short(1 + sum.accepted / all.length)} tokens a round; ${short((100 * sum.draft) / (spent || 1))} % of the time for drafts.`),
-    h("p", { class: "dim" }, "Accepted, by place in the draft, percent:"),
-    bars(sum.byPosition.map(([yes, n]) => [(100 * yes) / n, `${yes} of ${n}`]), "Accepted, by place in the draft, percent")),
+    bars("Accepted, by place in the draft, percent", sum.byPosition.map(([yes, n]) => [(100 * yes) / n, `${yes} of ${n}`]))),
   h("ol", { class: "rounds", role: "list", tabIndex: 0, "aria-label": "Rounds" },
     all.slice(-LISTED).map((round, i, some) => roundLine(round, i === (at < 0 ? some.length - 1 : at)))));
 }
 
-/** Numbers as bars: [height in percent or number, title]. @param {[number, string][]} values @param {string} name */
-function bars(values, name) {
-  const most = Math.max(100, ...values.map(([value]) => value));
-  return h("ol", { class: "positions", "aria-label": name }, values.map(([value, title]) =>
-    h("li", { "--share": `${(100 * value) / most}%`, title }, short(Math.round(value)))));
-}
+/** Percentages as bars: [height, title]. @param {string} name @param {[number, string][]} values */
+const bars = (name, values) => [h("p", { class: "dim" }, `${name}:`), h("ol", { class: "positions", "aria-label": name },
+  values.map(([value, title]) => h("li", { "--share": `${value}%`, title }, short(Math.round(value)))))];
 
 /** Lines of a search from the top down, the best first; what alone goes on is one line. @param {Search} search */
 function outline({ nodes, children }) {
@@ -104,26 +100,24 @@ function drawSearch(/** @type {Search} */ search) {
       `${short(stats.tokens_decoded)} tokens decoded, ${short(stats.tokens_shared)} shared, ${short(stats.elapsed_s)} s`),
     h("p", {}, state === "running" && h("button", { type: "button", onclick: () => act("stop", { job }) }, "Stop"),
       h("button", { type: "button", onclick: () => { searches.delete(job); redraw(["live"]); } }, "Close")),
-    sizes.length > 0 && [h("p", { class: "dim" }, "Effective number of particles, by step, percent of the most:"),
-      bars(sizes.slice(-9).map((size) => [(100 * size) / Math.max(...sizes), `effective size ${short(size)}`]),
-        "Effective number of particles, by step")],
+    sizes.length > 0 && bars("Effective number of particles, by step, percent of the most",
+      sizes.slice(-9).map((size) => [(100 * size) / Math.max(...sizes), `effective size ${short(size)}`])),
     counted.length > 0 && h("table", {}, h("tbody", {}, counted.map(([answer, n]) =>
       h("tr", {}, h("th", { scope: "row" }, visible(answer)), h("td", {}, plural(n, "vote"))))))),
     h("ol", { class: "outline", role: "list" }, outline(search).map(([[i, , , , lp, score, visits, status], text, n, depth]) => {
-      const told = [score != null && `score ${short(score)}`, visits > 0 && plural(visits, "visit"), plural(n, "token"),
+      const facts = [score != null && `score ${short(score)}`, visits > 0 && plural(visits, "visit"), plural(n, "token"),
         lp != null && `log p ${short(lp)}`].filter(Boolean).join(", ");
       return h("li", { class: status, "--level": Math.min(depth, 12) },
         h("button", { type: "button", title: `${status}. Enter adopts it as a branch.`, onclick: () => adopt(job, i) },
           h("span", { class: "mark" }, { open: "○", pruned: "×", finished: "●" }[/** @type {string} */ (status)] ?? ""),
-          h("span", {}, visible(text) || "start"), h("small", {}, told)));
+          h("span", {}, visible(text) || "start"), h("small", {}, facts)));
     })));
 }
 
 async function adopt(/** @type {string} */ job, /** @type {number} */ leaf) {
   const answer = await act("adopt", { job, leaf });
-  const last = answer?.nodes?.at(-1);
-  if (!last) return;
-  select(last.id);
+  if (!answer) return;
+  select(answer.nodes.at(-1).id);
   tell("Adopted: it is a branch of the document now.");
 }
 
@@ -136,10 +130,9 @@ function drawLive() {
   $("live-line").textContent = search && !latest ? `${search.kind.replace(/_/g, " ")}: ${plural(search.nodes.length, "place")}`
     : latest ? `${sentence(latest)} · ${sum.accepted} of ${sum.drafted} accepted${rate}`
       : rate.slice(3);
-  $("pause").hidden = !isOpen;
-  set($("fold"), { "aria-expanded": String(isOpen) });
   const body = $("live-body");
-  body.hidden = !isOpen;
+  body.hidden = $("pause").hidden = !isOpen;
+  attribute($("fold"), "aria-expanded", String(isOpen));
   if (!isOpen) return;
   const key = `${all.length} ${latest?.node} ${at} ${searches.size} ${search?.nodes.length} ${JSON.stringify(search?.stats)} ${
     store.jobs.get(search?.job ?? "")?.state}`;
@@ -167,19 +160,19 @@ export function freeze() {
 }
 
 /** What an event tells of a search. @param {Loose} data */
-function searched({ job, add, set: changed, stats, sizes, votes }) {
+function searched({ job, add, set: changed, ...rest }) {
   if (!searches.has(job)) {
     searches.set(job, { job, kind: store.jobs.get(job)?.kind ?? "search", nodes: [], children: [], stats: {}, sizes: [],
       votes: {} });
     fold(true);
   }
   const search = /** @type {Search} */ (searches.get(job));
-  for (const node of add ?? []) {
+  for (const node of add) {
     search.nodes[node[0]] = node;
     if (node[1] >= 0) (search.children[node[1]] ??= []).push(node[0]);
   }
-  for (const [i, ...rest] of changed ?? []) search.nodes[i]?.splice(5, 3, ...rest);
-  Object.assign(search, { stats: stats ?? search.stats, sizes: sizes ?? search.sizes, votes: votes ?? search.votes });
+  for (const [i, ...state] of changed) search.nodes[i]?.splice(5, 3, ...state);
+  Object.assign(search, rest);
 }
 
 export function startLive() {

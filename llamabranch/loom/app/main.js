@@ -3,17 +3,17 @@
 import { $, attribute, check, fill, h, later, paints, plural, radios, redraw, tell, visible, visibleTexts } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, net } from "./net.js";
-import { FLAGS, Tokens, select, stateOf, store, texts, view } from "./store.js";
+import { FLAGS, Tokens, look, select, stateOf, store, texts, view } from "./store.js";
 import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
 import { moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
-import { inspected, startInspector, takeAt } from "./inspect.js";
+import { drawInspector, inspected, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
 import { compare, startCompare } from "./compare.js";
 import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
 
 const exported = () => "exported" in document.documentElement.dataset;
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-const isDark = () => (document.documentElement.dataset.theme ?? (prefersDark.matches ? "dark" : "light")) === "dark";
+const isDark = () => (document.documentElement.style.colorScheme || (prefersDark.matches ? "dark" : "light")) === "dark";
 
 const staying = later(250);
 /** @type {Set<string | null>} nodes whose texts were looked at */ const seen = new Set();
@@ -49,6 +49,14 @@ async function go(fields = {}) {
 
 // --- typing ---
 
+/** What Ctrl+Enter and Escape do in a box. @param {any} box @param {() => void} submit @param {() => void} [leave] */
+function onSubmit(box, submit, leave = () => {}) {
+  box.onkeydown = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "Escape") leave();
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
+  };
+}
+
 /** Open the box: it types after a position, or edits all that follows. @param {number} at @param {boolean} edit */
 function type(at, edit) {
   if (view.typingAt >= 0 || exported() || document.documentElement.dataset.state === "read-only") return;
@@ -60,10 +68,9 @@ function type(at, edit) {
   const waiting = later(200);
   let asked = 0;
   const close = () => {
-    view.typingAt = -1;
+    look({ typingAt: -1 });
     form.remove();
     waiting(null);
-    redraw(["text", "inspect"]);
     $("text").focus();
   };
   const keep = async (/** @type {boolean} */ more) => {
@@ -90,26 +97,23 @@ function type(at, edit) {
     h("button", { type: "button", onclick: () => keep(false) }, "Keep ", h("kbd", {}, "Esc")),
     h("button", { type: "button", onclick: close }, "Discard")));
   box.oninput = () => waiting(score);
-  box.onkeydown = (/** @type {KeyboardEvent} */ event) => {
-    if (event.key === "Escape") void keep(false);
-    else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) void keep(true);
-  };
-  view.typingAt = at;
+  onSubmit(box, () => keep(true), () => keep(false));
+  look({ typingAt: at });
   $("after").prepend(form);
-  redraw(["text"]);
   box.focus();
   box.scrollIntoView({ block: "nearest" });
 }
 
-/** Begin a new text. @param {string} text @param {Record<string, any>} fields */
-async function begin(text, fields = {}) {
+/** Begin a new text. */
+async function begin() {
+  const text = $("begin").value;
   const answer = text.trim() && (await act("type", { node: null, text }));
   if (!answer) return $("begin").focus();
   $("begin").value = "";
   select(answer.node.id);
   drawState();
   $("text").focus();
-  await go(fields);
+  await go();
 }
 
 // --- dialogs ---
@@ -119,7 +123,7 @@ async function begin(text, fields = {}) {
  * @param {any[]} [more] what else is in it */
 function ask(title, fields, verb, done, more = []) {
   const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), ...more,
-    fields.map(([name, told, value, choices]) => h("label", {}, h("span", {}, told), choices
+    fields.map(([name, words, value, choices]) => h("label", {}, h("span", {}, words), choices
       ? h("select", { name }, choices.map((/** @type {string} */ each) => h("option", { value: each }, each.replace(/_/g, " "))))
       : h(name === "note" ? "textarea" : "input", { name, value: value ?? "", spellcheck: false, autocomplete: "off" }))),
     h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
@@ -156,7 +160,7 @@ async function bring(/** @type {any} */ file) {
   if (!file) return;
   const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => tell(error.message));
   if (!answer) return;
-  tell(`${plural(answer.count, "node")} imported. ${(answer.told ?? []).join(" ")}`);
+  tell(`${plural(answer.count, "node")} imported. ${(answer.warnings ?? []).join(" ")}`);
   $("dialog").close();
 }
 
@@ -166,10 +170,7 @@ const selected = () => store.nodes.get(store.current ?? "");
 const run = {
   ...treeMoves,
   ...Object.fromEntries(Object.entries(textMoves).map(([name, move]) => [`text.${name}`, move])),
-  pin: () => {
-    view.pinned = view.pinned >= 0 ? -1 : inspected();
-    redraw(["inspect"]);
-  },
+  pin: () => look({ pinned: view.pinned >= 0 ? -1 : inspected() }),
   continue: () => go(),
   options: () => ask("Continue with options", [["n", "how many", 3], ["max_tokens", "tokens", 24],
     ["sampling.temperature", "temperature"], ["sampling.top_k", "top k"], ["sampling.top_p", "top p"],
@@ -184,8 +185,7 @@ const run = {
   lens: () => turn(1),
   lensBack: () => turn(-1),
   ghosts: () => {
-    view.ghosts = !view.ghosts;
-    redraw(["text"]);
+    look({ ghosts: !view.ghosts });
     tell(view.ghosts ? "Rejected drafts are shown." : "Rejected drafts are hidden.");
   },
   search: () => ask("Search from here", [["kind", "kind", "", ["beam", "best_of_n", "smc", "vote", "steps", "tree"]],
@@ -221,8 +221,8 @@ const run = {
   redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
   find: () => $("find").focus(),
   export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
-    h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, told]) => h("li", {},
-      h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, told)))),
+    h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
+      h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
     h("label", {}, h("span", {}, "import a file of any of these"),
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
@@ -261,27 +261,27 @@ function drawState() {
   if (state === "ready" && root.dataset.state !== state) staying(stay);
   root.dataset.state = state;
   const { theme, widths } = doc.settings ?? {};
-  if (theme) root.dataset.theme = theme;
+  root.style.colorScheme = theme ?? "";
   for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
   const { A, B } = doc.models;
   const file = doc.file.name ?? "llamabranch";
-  if ($("file").textContent !== file) document.title = `${visible(file)} · llamabranch`;
+  if (doc.file.name) document.title = `${visible(file)} · llamabranch`;
   $("file").textContent = visible(file);
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
   fill($("models"), A && h("span", {}, B ? h("b", {}, "A ") : null, visible(A.name)), B && h("span", {}, h("b", {}, "B "), visible(B.name)),
     A?.batch_invariant === false && h("span", { class: "badge", title: "Sums depend on what else is in the batch." }, "replay may differ"));
   $("theme").textContent = isDark() ? "Light" : "Dark";
-  const job = [...store.jobs.values()].find((each) => each.state === "running" && each.told);
-  const told = {
+  const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
+  const message = {
     "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the fresh link.",
     "connection-lost": "The connection is lost. Trying again; what you type is kept.",
     "disk-error": `The file cannot be written: ${doc.file.error}. Nothing is discarded.`,
     "read-only": exported() ? "" : doc.file.read_only,
-    "reading-again": job?.told,
+    "reading-again": job?.message,
   }[state];
-  $("bar").hidden = !told;
-  if ($("bar").textContent !== (told ?? "")) {
-    fill($("bar"), visible(told ?? ""), state === "read-only" && /model/.test(told ?? "")
+  $("bar").hidden = !message;
+  if ($("bar").textContent !== (message ?? "")) {
+    fill($("bar"), visible(message ?? ""), state === "read-only" && /model/.test(message ?? "")
       && h("button", { type: "button", onclick: () => act("reread") }, "Read with this model"));
   }
   const canWrite = !["no-session", "connection-lost", "model-loading", "read-only"].includes(state);
@@ -294,20 +294,15 @@ function drawState() {
   $("empty").hidden = !empty;
   for (const id of ["columns", "legend", "actions"]) $(id).hidden = empty;
   $("start").disabled = !canWrite;
-  $("loading").textContent = state === "model-loading" ? (doc.loading?.told ?? "The model is being loaded …") : "";
+  $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
   if (empty && was) $("begin").focus();
   $("card-draft").textContent = A?.draft === "none" ? "Start with --draft auto." : "A small model guesses, the large one accepts or rejects.";
   $("card-models").textContent = B ? `${visible(A?.name)} and ${visible(B.name)} on one text.` : "Start with --compare MODEL2.";
 }
 
-const CARDS = {
-  sentence: "Once upon a time there was a little fox who", draft: "The old king called his three sons and said",
-  models: "The moral of the story is that",
-};
-
-/** Fill the box as a card says. @param {"sentence" | "draft" | "models"} card */
-function fillBox(card) {
-  $("begin").value = CARDS[card];
+/** Fill the box as a card says. @param {{value: string, dataset: DOMStringMap}} card */
+function fillBox({ value, dataset: { card } }) {
+  $("begin").value = value;
   $("begin").focus();
   if (card === "draft") choose("source"), fold(true);
   if (card === "models" && store.doc.models.B) choose("divergence");
@@ -317,7 +312,7 @@ function widen(/** @type {string} */ side, /** @type {number} */ width) {
   const splitter = $(`split-${side}`);
   const [low, high] = [Number(splitter.ariaValueMin), Number(splitter.ariaValueMax)];
   const wide = Math.max(low, Math.min(high, width));
-  splitter.setAttribute("aria-valuenow", String(wide));
+  splitter.ariaValueNow = String(wide);
   $("main").style.setProperty(`--${side}`, `${wide}px`);
   return wide;
 }
@@ -325,48 +320,43 @@ function widen(/** @type {string} */ side, /** @type {number} */ width) {
 function startPanes() {
   for (const side of ["left", "right"]) {
     const splitter = $(`split-${side}`);
-    const keep = (/** @type {number} */ width) =>
-      setting("widths", { ...store.doc.settings.widths, [side]: widen(side, width) });
-    const now = () => Number(splitter.getAttribute("aria-valuenow"));
+    const move = (/** @type {number} */ x) => widen(side, side === "left" ? x : innerWidth - x);
+    const keep = (/** @type {number} */ x) => setting("widths", { ...store.doc.settings.widths, [side]: move(x) });
     widen(side, side === "left" ? 300 : 280);
-    splitter.onkeydown = (/** @type {KeyboardEvent} */ event) => {
-      const by = { ArrowLeft: -20, ArrowRight: 20 }[event.key];
-      if (by) keep(now() + (side === "left" ? by : -by));
+    splitter.onkeydown = (/** @type {KeyboardEvent} */ { key }) => {
+      const by = { ArrowLeft: -20, ArrowRight: 20 }[key], width = Number(splitter.ariaValueNow);
+      if (by) keep((side === "left" ? width : innerWidth - width) + by);
     };
     splitter.onpointerdown = (/** @type {PointerEvent} */ event) => splitter.setPointerCapture(event.pointerId);
-    splitter.onpointermove = (/** @type {PointerEvent} */ event) => {
-      if (splitter.hasPointerCapture(event.pointerId)) widen(side, side === "left" ? event.clientX : innerWidth - event.clientX);
-    };
-    splitter.onpointerup = () => keep(now());
+    splitter.onpointermove = (/** @type {PointerEvent} */ event) =>
+      splitter.hasPointerCapture(event.pointerId) && move(event.clientX);
+    splitter.onpointerup = (/** @type {PointerEvent} */ event) => keep(event.clientX);
   }
-  const show = (/** @type {string} */ pane) => {
+  radios("panes", [["tree", "Tree"], ["text", "Text"], ["token", "Token"]], (pane) => {
     $("main").dataset.pane = pane;
     redraw(["tree", "text", "minimap"]);
-  };
-  radios("panes", [["tree", "Tree"], ["text", "Text"], ["token", "Token"]], show);
+  });
   check("panes", "text");
 }
 
-const BUTTONS = [["continue", "Continue"], ["type", "Type"], ["edit", "Edit"], ["replay", "Replay"], ["search", "Search"],
-  ["compare", "Compare"], ["stop", "Stop"]];
+const BUTTONS = ["Continue", "Type", "Edit", "Replay", "Search", "Compare", "Stop"];
 
 /** Put the parts together; nothing is asked of a server. */
 export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), choose);
   choose(LENSES[0].name);
   startPanes();
-  fill($("actions"), BUTTONS.map(([name, told]) => h("button", { type: "button", "data-action": name,
-    "data-model": ["stop", "compare"].includes(name) ? null : "" }, told, " ", h("kbd", {}, keysOf(name)[0]?.replace("Escape", "Esc")))));
+  fill($("actions"), BUTTONS.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
+    "data-model": ["Stop", "Compare"].includes(title) ? null : "" }, title, " ",
+  h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
-    const { action, card } = /** @type {any} */ (event.target).closest?.("[data-action], [data-card]")?.dataset ?? {};
-    if (action) run[action]();
-    if (card) fillBox(card);
+    const button = /** @type {any} */ (event.target).closest?.("[data-action], [data-card]");
+    if (button?.dataset.card) fillBox(button);
+    else if (button) run[button.dataset.action]();
   });
   $("text").addEventListener("dblclick", () => run.type());
-  $("start").onclick = () => begin($("begin").value);
-  $("begin").onkeydown = (/** @type {KeyboardEvent} */ event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) void begin($("begin").value);
-  };
+  $("start").onclick = begin;
+  onSubmit($("begin"), begin);
   const tree = startTree(moveTo);
   paints("state", drawState);
   paints("place", () => staying(stay));
@@ -374,7 +364,7 @@ export function start() {
   paints("text", startText());
   paints("compare", startCompare());
   paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin)));
-  paints("inspect", startInspector());
+  paints("inspect", drawInspector);
   paints("live", startLive());
   paints("minimap", tree.minimap);
   startKeys(run, takeAt);

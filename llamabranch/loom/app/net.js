@@ -1,7 +1,7 @@
 // @ts-check
 // The server: session, requests, one event stream. Requests go to the page's own origin only.
 import { busy, plural, redraw, short, tell } from "./dom.js";
-import { hideNodes, putCompare, putDoc, putNode, putRound, putTokens, store } from "./store.js";
+import { putCompare, putDoc, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
 let links = 0; // that were exchanged: what was asked before the last one tells nothing of its session
@@ -16,7 +16,7 @@ export const backend = {
     busy(1);
     try {
       const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...init });
-      if (!net.connected && events?.readyState === EventSource.OPEN) found(); // only a request was lost
+      if (!net.connected && events?.readyState === EventSource.OPEN) connection(true); // only a request was lost
       const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
       if (answer.ok) return body;
       if (answer.status === 401 && link === links) {
@@ -38,40 +38,50 @@ export function get(/** @type {string} */ path, /** @type {Record<string, any>} 
 
 let count = 0;
 const tab = Math.random().toString(36).slice(2, 10);
+/** @type {Map<string, (node: any) => void>} what waits for the first node of an action, by the action's id */
+const beginnings = new Map();
+
+/** @param {string} cid of the action that made a node @param {any} node */
+function begun(cid, node) {
+  beginnings.get(cid)?.(node);
+  beginnings.delete(cid);
+}
 
 /** Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
- * server refuses is told in the footer, and the answer is null.
- * @param {string} op @param {Record<string, any>} [fields] @returns {Promise<any>} */
-export async function act(op, fields = {}) {
-  const body = JSON.stringify({ cid: `${tab}-${Date.now().toString(36)}-${count++}`, op, ...fields });
+ * server refuses is shown in the footer, and the answer is null.
+ * @param {string} op @param {Record<string, any>} [fields]
+ * @param {(node: any) => void} [first] called with the node it makes: the event comes before the answer, which waits
+ * for the disk @returns {Promise<any>} */
+export async function act(op, fields = {}, first) {
+  const cid = `${tab}-${Date.now().toString(36)}-${count++}`;
+  const body = JSON.stringify({ cid, op, ...fields });
+  if (first) beginnings.set(cid, first);
   for (let wait = 250; ; wait = Math.min(4000, 2 * wait)) {
     try {
       const answer = await backend.ask("/loom/do", { method: "POST", body });
-      for (const node of answer.nodes ?? (answer.node ? [answer.node] : [])) if (node.id) putNode(node);
-      const { job, nodes = [] } = answer; // a job runs from now on, until an event tells that it has ended
-      if (job && !store.jobs.has(job)) store.jobs.set(job, { id: job, op, state: "running", nodes: nodes.map(({ id }) => id) });
-      redraw(["state", "tree", "text"]);
+      const { job, nodes = answer.node ? [answer.node] : [] } = answer; // events tell the same, mostly before
+      const unseen = nodes.filter((/** @type {any} */ { id }) => id && !store.nodes.has(id)).map(putNode);
+      if (nodes.length) begun(cid, nodes[0]);
+      const runs = job && !store.jobs.has(job);
+      if (runs) store.jobs.set(job, { id: job, op, state: "running", nodes: nodes.map(({ id }) => id) });
+      if (runs || unseen.length) redraw(["state", "tree", "text"]);
       return answer;
     } catch (error) {
       const { message, status } = /** @type {any} */ (error);
       if (status && status !== 401) {
+        beginnings.delete(cid);
         tell(message);
         return null;
       }
-      if (!status) lost(); // without a session it waits for a fresh link
+      if (!status) connection(false); // without a session it waits for a fresh link
       await new Promise((resolve) => setTimeout(resolve, wait));
     }
   }
 }
 
-function lost() {
-  net.connected = false;
-  redraw(["state"]);
-}
-
-/** The connection is there again: what is shown is drawn, and what it lacks fetched. */
-function found() {
-  net.connected = true;
+/** The connection is lost, or there again: what is shown is drawn, and what it lacks fetched. @param {boolean} is */
+function connection(is) {
+  net.connected = is;
   redraw(["state", "tree", "text", "inspect"]);
 }
 
@@ -92,7 +102,8 @@ async function once(key, fetched) {
   fetching.add(key);
   await fetched().catch((error) => {
     if (error.status) return;
-    lost();
+    net.connected = false;
+    redraw(["state"]);
     setTimeout(() => redraw(["tree", "text", "inspect"]), 1000); // asks for it again
   });
   fetching.delete(key);
@@ -101,16 +112,8 @@ async function once(key, fetched) {
 /** Fetch tokens of a path, with the ten most probable at each place if it is asked for.
  * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top] */
 export const fetchPath = (node, from, n, top) => once(`${node}:${from}:${top}`, async () => {
-  const { at, owner, rounds, compare, ...columns } = await get("/loom/tokens", { node, path: 1, from, n, top });
-  const count = columns.ids.length;
-  owner.forEach(([id, start], /** @type {number} */ i) => {
-    const begin = Math.max(start - at, 0);
-    const end = Math.min((owner[i + 1]?.[1] ?? Infinity) - at, count);
-    if (end <= begin) return;
-    const names = ["ids", "text", "lp", "h", "rk", "src", "top"];
-    putTokens({ node: id, at: at + begin,
-      ...Object.fromEntries(names.map((name) => [name, columns[name]?.slice(begin, end)])) });
-  });
+  const { parts, rounds, compare } = await get("/loom/tokens", { node, path: 1, from, n, top });
+  parts.forEach(putTokens);
   rounds?.forEach(putRound);
   compare?.forEach(putCompare);
   redraw(top ? ["inspect"] : ["tree", "text", "inspect", "live", "compare", "legend"]);
@@ -124,9 +127,8 @@ export const fetchNext = (key, node, at) => once(key, async () => {
 
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
 const EVENTS = {
-  node: ({ node }) => (putNode(node), ["tree", "text", "inspect"]),
-  hide: ({ nodes }) => (hideNodes(nodes), ["tree", "text", "inspect", "minimap"]),
-  tokens: (data) => (putTokens(data), ["tree", "text", "inspect", "legend", "minimap"]),
+  node: ({ node, cid }) => (putNode(node), begun(cid, node), ["tree", "text", "inspect"]),
+  tokens: (data) => (putTokens(data), ["tree", "text", "inspect", "legend"]),
   round: (data) => (putRound(data), ["live"]),
   compare: (data) => (putCompare(data), ["text", "inspect", "compare", "tree", "legend"]),
   search: () => ["live"],
@@ -138,8 +140,8 @@ const EVENTS = {
   },
   job: (data) => {
     store.jobs.set(data.id, data);
-    const told = data.error?.message ?? data.result?.message;
-    if (told) tell(told);
+    const message = data.error?.message ?? data.result?.message;
+    if (message) tell(message);
     return ["state", "live"];
   },
   model: (data) => (Object.assign(store.doc, data), ["state"]),
@@ -154,9 +156,9 @@ const EVENTS = {
 function listen(since) {
   const source = new EventSource(`/loom/events?since=${since}`);
   events = source;
-  source.onopen = found;
+  source.onopen = () => connection(true);
   source.onerror = () => {
-    lost();
+    connection(false);
     if (source.readyState === EventSource.CLOSED) setTimeout(() => resume(), 1000);
   };
   for (const [name, handle] of Object.entries(EVENTS)) {

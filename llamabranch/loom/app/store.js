@@ -10,6 +10,7 @@ const CACHED_TOPS = 2000;
 
 const NUMBERS = ["ids", "lp", "h", "rk"];
 const COMPARED = ["kl", "klr", "lpB", "hB", "same", "draw"];
+const COLUMNS = [...NUMBERS, ...COMPARED];
 
 /** Numbers of tokens in typed arrays that grow; what is not known is NaN. */
 export class Tokens {
@@ -27,7 +28,7 @@ export class Tokens {
   grow(/** @type {number} */ n) {
     if (n > this.ids.length) {
       const bigger = new Tokens(Math.max(n, 2 * this.ids.length));
-      for (const name of [...NUMBERS, ...COMPARED]) {
+      for (const name of COLUMNS) {
         bigger[name].set(this[name]);
         this[name] = bigger[name];
       }
@@ -61,7 +62,7 @@ export class Tokens {
   append(other, from, to) {
     const at = this.n;
     this.grow(at + to - from);
-    for (const name of [...NUMBERS, ...COMPARED]) this[name].set(other[name].subarray(from, to), at);
+    for (const name of COLUMNS) this[name].set(other[name].subarray(from, to), at);
     for (let i = from; i < to; i++) {
       this.pieces[at + i - from] = other.pieces[i];
       this.src[at + i - from] = other.src[i];
@@ -92,17 +93,24 @@ export const store = {
 /** What the reader looks at: the cursor and the token under the mouse as positions, -1 is none. */
 export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, compare: false, limit: 320 };
 
+/** Change what the reader looks at. @param {Partial<typeof view>} changes */
+export function look(changes) {
+  Object.assign(view, changes);
+  redraw(["text", "inspect"]);
+}
+
 /** Show a node, up to a position. @param {string} node @param {number | null} [end] */
 export function select(node, end = null) {
   if (store.current === node && store.end === end) return;
   Object.assign(store, { current: node, end });
-  Object.assign(view, { cursor: -1, hover: -1, pinned: -1 });
-  redraw(["place", "tree", "text", "inspect", "live", "compare", "minimap", "legend"]);
+  look({ cursor: -1, hover: -1, pinned: -1 });
+  redraw(["place", "tree", "live", "compare", "minimap", "legend"]);
 }
 
 /** @param {Loose} from a node as the server sends it */
 export function putNode(from) {
   const old = store.nodes.get(from.id);
+  if (from.hidden) return hide(from.id);
   if (old) {
     const { n } = old;
     if (old.flags !== from.flags || old.at !== from.at) store.revision++;
@@ -137,18 +145,14 @@ export function putDoc(doc) {
   store.revision++;
 }
 
-export function hideNodes(/** @type {string[]} */ ids) {
-  for (const id of ids) {
-    const node = store.nodes.get(id);
-    if (!node) continue;
-    store.nodes.delete(id);
-    if (store.current === id) {
-      const parent = store.nodes.get(node.parent ?? "");
-      store.current = parent?.id ?? null;
-      store.end = parent && node.at < parent.at + parent.n ? node.at : null;
-    }
-  }
+function hide(/** @type {string} */ id) {
+  const node = store.nodes.get(id);
+  if (!node || !store.nodes.delete(id)) return;
   store.revision++;
+  if (store.current !== id) return;
+  const parent = store.nodes.get(node.parent ?? "");
+  store.current = parent?.id ?? null;
+  store.end = parent && node.at < parent.at + parent.n ? node.at : null;
 }
 
 /** @param {Loose} columns of a stretch of one node, at absolute positions */
@@ -272,11 +276,10 @@ export const pieceBytes = (piece) =>
 export function stateOf(net) {
   const { doc, jobs } = store;
   const running = [...jobs.values()].filter((job) => job.state === "running");
-  if (!net.session) return "no-session";
-  if (!net.connected) return "connection-lost";
-  if (doc.file.error) return "disk-error";
-  if (doc.state === "loading") return "model-loading";
-  if (running.some((job) => job.told)) return "reading-again";
-  if (running.length) return "generating";
-  return doc.file.read_only ? "read-only" : "ready";
+  /** @type {Record<string, any>} */ const states = {
+    "no-session": !net.session, "connection-lost": !net.connected, "disk-error": doc.file.error,
+    "model-loading": doc.state === "loading", "reading-again": running.some(({ message }) => message),
+    generating: running.length, "read-only": doc.file.read_only,
+  };
+  return Object.keys(states).find((name) => states[name]) ?? "ready";
 }

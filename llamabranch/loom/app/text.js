@@ -2,33 +2,36 @@
 // The text of a path, token by token: blocks with measured heights, of which the visible tokens are elements; the
 // cursor; continuations that could follow.
 import { $, attribute, fill, h, label, later, plural, redraw, set, short, visible, visibleTexts } from "./dom.js";
-import { SOURCES, binClass, cueOf, lens } from "./lenses.js";
+import { SOURCES, lens, looks } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { FLAGS, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
+import { FLAGS, look, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
 const BLOCK = 512, LARGEST = 1024; // tokens: a block ends at a line end between the two
 const TOKEN_HEIGHT = 4.5; // px that a token adds, about
-const AROUND = 40; // tokens that are elements above and below the visible ones
+const RUN = 48; // tokens of a long text that become elements together, as they come into view
 const MARGIN = 600; // px of blocks that are text above and below the visible ones
 const SHOOTS = 6, SHOOT_TOKENS = 24;
 const SURPRISE = Math.log(0.05);
 
-/** @type {Path} */ let path = pathOf(null, null);
-let pathKey = "";
-
-/** The path that is shown; it is put together again when something of it has changed. */
-export function shownPath() {
-  const parts = pieces(store.current, view.typingAt >= 0 ? view.typingAt : store.end);
-  const key = parts.map(({ id, to }) => `${id}:${to}:${store.nodes.get(id)?.tokens.version}`).join();
-  if (key !== pathKey) {
-    pathKey = key;
-    path = pathOf(store.current, view.typingAt >= 0 ? view.typingAt : store.end);
-  }
-  return path;
+/** What puts a path together, again only when something of it has changed.
+ * @returns {(id: string | null, end: number | null) => Path} */
+export function keptPath() {
+  let path = pathOf(null, null);
+  let drawn = "";
+  return (id, end) => {
+    const key = pieces(id, end).map(({ id: owner, to }) => `${owner}:${to}:${store.nodes.get(owner)?.tokens.version}`).join();
+    if (key !== drawn) [path, drawn] = [pathOf(id, end), key];
+    return path;
+  };
 }
+
+const kept = keptPath();
+
+/** The path that is shown. */
+export const shownPath = () => kept(store.current, view.typingAt >= 0 ? view.typingAt : store.end);
 
 /** Where actions begin: after the cursor, or where the path ends. */
 export function place() {
@@ -38,12 +41,8 @@ export function place() {
 
 /** What a screen reader says of a token. @param {Path} c @param {number} i */
 function spoken(c, i) {
-  const p = Math.exp(c.lp[i]);
-  const parts = [`'${c.shown[i]}'`];
-  if (!Number.isNaN(p)) parts.push(`${short(100 * p)} percent`);
-  if (c.rk[i]) parts.push(`rank ${c.rk[i]}`);
-  if (c.src[i]) parts.push(/** @type {any} */ (SOURCES)[c.src[i]]);
-  return parts.join(", ");
+  const p = Math.exp(c.lp[i]), source = /** @type {any} */ (SOURCES)[c.src[i]];
+  return [`'${c.shown[i]}'`, p >= 0 && `${short(100 * p)} percent`, c.rk[i] > 0 && `rank ${c.rk[i]}`, source].filter(Boolean).join(", ");
 }
 
 /** Make or change the element of a token: its colour, cue and name.
@@ -51,20 +50,17 @@ function spoken(c, i) {
 function tokenElement(c, i, old, extra = "", prefix = "t") {
   const element = old ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1, "data-token": i,
     id: `${prefix}${i}` });
-  const text = c.shown[i];
-  if (element.textContent !== text) element.textContent = text;
-  const name = `${binClass(c, i)}${extra}${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${
-    /^\n+$/.test(text) ? " line" : ""}`;
-  if (element.className !== name) element.className = name;
-  set(element, { ...told(c, i), "aria-label": spoken(c, i) });
+  const text = c.shown[i], attributes = figures(c, i);
+  attributes.class += `${extra}${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${/^\n+$/.test(text) ? " line" : ""}`;
+  set(element, { ...attributes, textContent: text, "aria-label": spoken(c, i) });
   return element;
 }
 
-/** Log-probability and cue of a token. @param {import("./store.js").Tokens} c @param {number} i */
-const told = (c, i) => ({ "data-lp": Number.isNaN(c.lp[i]) ? null : Number(c.lp[i].toPrecision(8)), "data-cue": cueOf(c, i) });
+/** Class, cue and log-probability of a token. @param {import("./store.js").Tokens} c @param {number} i */
+const figures = (c, i) => ({ ...looks(c, i), "data-lp": Number.isNaN(c.lp[i]) ? null : Number(c.lp[i].toPrecision(8)) });
 
 /** A token that is not in the list. @param {import("./store.js").Tokens} c @param {number} i @param {string} text */
-export const tokenSpan = (c, i, text) => h("span", { class: binClass(c, i), ...told(c, i) }, text);
+export const tokenSpan = (c, i, text) => h("span", figures(c, i), text);
 
 /** Rejected and never judged drafts by the position before which they stand. @param {Path} c */
 function ghostsOf(c) {
@@ -114,78 +110,71 @@ export function textView(box, source, prefix) {
       while (to < c.n && to - from < LARGEST && !c.text[to - 1].endsWith("\n")) to++;
       const block = (blocks[count] ??= box.appendChild(h("div", { role: "none" })));
       if (!block.firstChild) block.style.height = `${(to - from) * TOKEN_HEIGHT}px`;
-      Object.assign(block, { from, to, shown: [from, to] });
+      Object.assign(block, { from, to });
       from = to;
     }
     for (const block of blocks.splice(count)) block.remove();
   }
 
-  /** The first token of a block that ends below a height; the block is one run of text. @param {any} node
-   * @param {Path} c @param {any} block @param {number} y */
-  function tokenAt(node, c, block, y) {
-    const starts = [0];
-    for (let i = block.from; i < block.to; i++) starts.push(starts[i - block.from] + c.shown[i].length);
-    let low = 0, high = block.to - block.from;
-    const range = document.createRange();
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      range.setStart(node, starts[middle]);
-      range.setEnd(node, Math.min(Math.max(starts[middle] + 1, starts[middle + 1]), node.length));
-      if (range.getBoundingClientRect().bottom < y) low = middle + 1;
-      else high = middle;
+  /** The runs of a block, each one text at first. @param {Path} c @param {any} block */
+  function runsOf(c, block) {
+    const size = c.n <= view.limit ? LARGEST : RUN;
+    const count = Math.ceil((block.to - block.from) / size);
+    while (block.children.length > count) block.lastChild.remove();
+    for (let i = 0; i < count; i++) {
+      const run = block.children[i] ?? block.appendChild(h("span", { role: "none" }));
+      run.from = block.from + i * size;
+      run.to = Math.min(block.to, run.from + size);
+      if (!run.firstChild) run.textContent = textOf(c, run);
     }
-    return block.from + low;
+    return [...block.children];
   }
 
-  const run = (/** @type {Path} */ c, /** @type {number} */ from, /** @type {number} */ to) =>
-    document.createTextNode(c.shown.slice(from, to).join(""));
+  const textOf = (/** @type {Path} */ c, /** @type {any} */ run) => c.shown.slice(run.from, run.to).join("");
 
-  /** Choose which tokens of a block are elements, by what is visible. @param {Path} c @param {any} block */
-  function choose(c, block) {
-    if (c.n <= view.limit) return;
-    const { top, bottom } = scroller.getBoundingClientRect();
-    const text = run(c, block.from, block.to);
-    block.replaceChildren(text);
-    const first = tokenAt(text, c, block, top), last = tokenAt(text, c, block, bottom);
-    const from = Math.max(block.from, first - AROUND);
-    block.shown = [from, Math.min(block.to, Math.max(last + AROUND, from), from + view.limit)];
-    if (last === first && (last === block.from || last === block.to)) block.shown = [block.from, block.from];
+  /** The tokens of a run as elements, those that are there kept. @param {Path} c @param {any} run
+   * @param {Map<number, any>} ghosts @param {Map<number, string>} marks @param {Map<number, any>} kept */
+  function drawRun(c, run, ghosts, marks, kept) {
+    const content = [];
+    for (let i = run.from; i < run.to; i++) {
+      const extra = (marks.get(i) ?? "") + (i === view.cursor && prefix === "t" ? " cursor" : "");
+      const element = tokenElement(c, i, elements.get(i), extra, prefix);
+      attribute(element, "aria-selected", i === view.cursor ? "true" : "false");
+      kept.set(i, element);
+      if (ghosts.has(i)) content.push(ghosts.get(i));
+      content.push(element);
+    }
+    const now = run.childNodes;
+    if (now.length !== content.length || content.some((node, i) => now[i] !== node)) run.replaceChildren(...content);
   }
 
-  /** @param {boolean} [moved] the view was scrolled: see anew which tokens are visible */
-  function draw(moved = false) {
+  function draw() {
     const c = source();
     const anew = c !== drawn || width !== box.clientWidth;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
     if (anew) cut(c);
     [drawn, width] = [c, box.clientWidth];
     const { top, bottom } = scroller.getBoundingClientRect();
+    const isNear = (/** @type {DOMRect} */ place, /** @type {number} */ margin) =>
+      place.bottom > top - margin && place.top < bottom + margin;
     const places = blocks.map((block) => block.getBoundingClientRect());
+    const runs = blocks.flatMap((block, i) => {
+      const near = isNear(places[i], MARGIN);
+      block.style.height = near ? "" : `${places[i].height}px`;
+      if (!near) block.replaceChildren();
+      return near ? runsOf(c, block) : [];
+    });
+    const isShort = c.n <= view.limit;
+    const seen = runs.map((run) => isShort || isNear(run.getBoundingClientRect(), 0));
     const ghosts = ghostsOf(c), marks = marksOf(c);
     /** @type {Map<number, any>} */ const kept = new Map();
-    blocks.forEach((block, place) => {
-      const isFar = places[place].bottom < top - MARGIN || places[place].top > bottom + MARGIN;
-      block.style.height = isFar ? `${places[place].height}px` : "";
-      if (isFar) return block.replaceChildren();
-      if (anew || moved || !block.firstChild) choose(c, block);
-      const [from, to] = block.shown;
-      const content = [];
-      if (from > block.from) content.push(run(c, block.from, from));
-      for (let i = from; i < to; i++) {
-        const extra = (marks.get(i) ?? "") + (i === view.cursor && prefix === "t" ? " cursor" : "");
-        const element = tokenElement(c, i, elements.get(i), extra, prefix);
-        attribute(element, "aria-selected", i === view.cursor ? "true" : "false");
-        kept.set(i, element);
-        if (ghosts.has(i)) content.push(ghosts.get(i));
-        content.push(element);
-      }
-      if (to < block.to) content.push(run(c, to, block.to));
-      const now = block.childNodes;
-      if (now.length !== content.length || content.some((node, i) => now[i] !== node)) block.replaceChildren(...content);
+    runs.forEach((run, i) => {
+      if (seen[i] && kept.size + run.to - run.from <= view.limit) drawRun(c, run, ghosts, marks, kept);
+      else if (run.firstElementChild || run.textContent !== textOf(c, run)) run.textContent = textOf(c, run);
     });
     elements = kept;
-    if (anew && c.n > LARGEST) requestAnimationFrame(() => draw(true)); // heights are known now
-    if (anew && atEnd && !moved && view.cursor < 0) scroller.scrollTop = scroller.scrollHeight;
+    if (anew && atEnd && view.cursor < 0) scroller.scrollTop = scroller.scrollHeight;
+    if (anew && !isShort) draw(); // it is known now what is where
     attribute(box, "aria-activedescendant", elements.has(view.cursor) ? `${prefix}${view.cursor}` : null);
   }
 
@@ -194,14 +183,15 @@ export function textView(box, source, prefix) {
     if (source() !== drawn) draw();
     const block = blocks.find(({ to }) => i < to);
     if (block && !elements.has(i)) {
-      const share = (i - block.from) / (block.to - block.from);
-      scroller.scrollTop = block.offsetTop + share * block.offsetHeight - scroller.clientHeight / 2;
-      draw(true);
+      block.scrollIntoView({ block: "nearest" });
+      draw();
+      [...block.children].find((run) => i < run.to)?.scrollIntoView({ block: "center" });
+      draw();
     }
     elements.get(i)?.scrollIntoView({ block: where });
   }
 
-  scroller.addEventListener("scroll", () => draw(true), { passive: true });
+  scroller.addEventListener("scroll", draw, { passive: true });
   return { draw, reveal, element: (/** @type {number} */ i) => elements.get(i) };
 }
 
@@ -210,9 +200,7 @@ export function textView(box, source, prefix) {
 /** Put the cursor on a token, or nowhere. @param {number} i */
 export function moveTo(i) {
   const { n } = shownPath();
-  view.cursor = i < 0 || n === 0 ? -1 : Math.min(i, n); // n: behind the last token
-  view.hover = -1;
-  redraw(["text", "inspect"]);
+  look({ cursor: i < 0 || n === 0 ? -1 : Math.min(i, n), hover: -1 }); // n: behind the last token
   if (view.cursor >= 0) main.reveal(Math.min(view.cursor, n - 1));
 }
 
@@ -245,11 +233,8 @@ function drawShoots() {
   view.limit = shown.length || view.compare ? 180 : 320;
   while (box.children.length > shown.length) box.lastChild.remove();
   shown.forEach((segment, i) => {
-    if (!box.children[i]) {
-      box.append(h("button", { type: "button", class: "shoot",
-        onclick: () => goTo(box.children[i].segment) }));
-    }
-    const button = box.children[i];
+    const button = box.children[i]
+      ?? box.appendChild(h("button", { type: "button", class: "shoot", onclick: () => goTo(button.segment) }));
     const { tokens, at, text, n, id } = segment.first;
     const begin = segment.from - at;
     const wanted = Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from);
@@ -270,7 +255,6 @@ function drawShoots() {
 
 export function startText() {
   main = textView($("text"), shownPath, "t");
-  $("after").append(h("div", { id: "shoots" }));
   const box = $("text");
   const resting = later(80);
   const over = (/** @type {any} */ event) => Number(event.target.closest?.("[data-token]")?.dataset.token ?? -1);
@@ -287,6 +271,7 @@ export function startText() {
       moveTo(Math.max(0, view.cursor + Math.sign(event.deltaY)));
     },
   });
+  set($("token-pane"), { onmouseleave: () => rest(-1) });
   new ResizeObserver(() => redraw(["text"])).observe(box.parentElement);
   return () => {
     const c = shownPath();
@@ -296,22 +281,16 @@ export function startText() {
   };
 }
 
-/** The ten most probable tokens at a position of the path; they are fetched if they are not here. @param {number} i */
+/** The ten most probable tokens at a position of the path, or behind it; they are fetched if they are not here.
+ * @param {number} i */
 export function topsAt(i) {
   const c = shownPath();
   const owner = ownerOf(c, i);
-  const top = owner ? store.tops.get(`${owner}:${i}`) : undefined;
-  if (i === c.n) return nextTops(i);
-  if (!top && store.current && owner) void fetchPath(store.current, Math.max(0, i - 8), 32, 1);
-  return top;
-}
-
-/** The ten most probable tokens behind the path. @param {number} i */
-function nextTops(i) {
-  const key = `next ${store.current}:${i}`;
+  const key = i === c.n ? `next ${store.current}:${i}` : `${owner}:${i}`;
   const top = store.tops.get(key);
-  if (!top && store.current) void fetchNext(key, store.current, i);
-  return top;
+  if (top || !store.current) return top;
+  if (i === c.n) void fetchNext(key, store.current, i);
+  else if (owner) void fetchPath(store.current, Math.max(0, i - 8), 32, 1);
 }
 
 /** A token as it is named in a sentence. @param {import("./store.js").Piece} piece */

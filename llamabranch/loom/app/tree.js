@@ -1,7 +1,7 @@
 // @ts-check
 // The tree: stretches without forks as rows of a pool, find, the minimap.
 import { $, attribute, h, label, later, plural, redraw, set, visible } from "./dom.js";
-import { LENSES, binOf, lens } from "./lenses.js";
+import { binOf, lens } from "./lenses.js";
 import { fetchPath, get } from "./net.js";
 import { FLAGS, holder, select, store, texts } from "./store.js";
 
@@ -25,18 +25,11 @@ const isHidden = (/** @type {Node} */ node) => !store.showDeleted && (node.flags
 
 /** Cut the nodes into segments. */
 function build() {
-  /** @type {Map<string, Node[]>} */ const forks = new Map();
-  const heads = [];
-  for (const node of store.nodes.values()) {
-    if (isHidden(node)) continue;
-    const parent = holder(node);
-    if (!parent) heads.push(node);
-    else if (forks.has(parent.id)) forks.get(parent.id)?.push(node);
-    else forks.set(parent.id, [node]);
-  }
+  const shown = [...store.nodes.values()].filter((node) => !isHidden(node));
+  const forks = Map.groupBy(shown, (node) => holder(node)?.id ?? "");
   for (const list of forks.values()) list.sort((a, b) => a.at - b.at);
   byNode = new Map();
-  roots = heads.map((node) => begun(node, 0, null));
+  roots = (forks.get("") ?? []).map((node) => firstOf(node, 0, null));
   /** @type {[Segment, number][]} a segment, and how many forks of its first node are before it */
   const waiting = roots.map((root) => [root, 0]);
   for (let next = waiting.pop(); next; next = waiting.pop()) {
@@ -57,11 +50,11 @@ function build() {
         continue;
       }
       if (cut < end) {
-        children.push(begun(node, cut, segment));
+        children.push(firstOf(node, cut, segment));
         waiting.push([children[0], after]);
       }
       for (; skipped < after; skipped++) {
-        const child = begun(all[skipped], cut, segment);
+        const child = firstOf(all[skipped], cut, segment);
         children.push(child);
         waiting.push([child, 0]);
       }
@@ -71,7 +64,7 @@ function build() {
 }
 
 /** @param {Node} node @param {number} from @param {Segment | null} parent @returns {Segment} */
-const begun = (node, from, parent) => ({
+const firstOf = (node, from, parent) => ({
   key: `${node.id}@${from}`, first: node, node, parts: [node], from, to: from, level: (parent?.level ?? 0) + 1, parent, children: [],
 });
 
@@ -120,66 +113,59 @@ export function following(id, end) {
 /** Show a path up to the end of a segment: null where its node ends. @param {Segment} segment */
 export const goTo = ({ node, to }) => select(node.id, to < node.at + node.n ? to : null);
 
-function setOpen(/** @type {Segment} */ segment, /** @type {boolean} */ open) {
-  if (open) closed.delete(segment.key);
-  else closed.add(segment.key);
+function setOpen(/** @type {Segment} */ { key }, /** @type {boolean} */ open) {
+  closed[open ? "delete" : "add"](key);
   unfold();
   redraw(["tree"]);
 }
+
+/** What is done with the chosen segment. @param {(segment: Segment) => void} what */
+const chosen = (what) => () => {
+  const segment = segmentOf(store.current);
+  if (segment) what(segment);
+};
 
 /** What keys do in the tree. @type {Record<string, () => void>} */
 export const treeMoves = {
   up: () => step(-1),
   down: () => step(1),
-  left: () => {
-    const segment = segmentOf(store.current);
-    if (segment?.children.length && !closed.has(segment.key)) setOpen(segment, false);
-    else if (segment?.parent) goTo(segment.parent);
-  },
-  right: () => {
-    const segment = segmentOf(store.current);
-    if (segment && closed.has(segment.key)) setOpen(segment, true);
-    else if (segment?.children.length) goTo(segment.children[0]);
-  },
+  left: chosen((segment) => {
+    if (segment.children.length && !closed.has(segment.key)) setOpen(segment, false);
+    else if (segment.parent) goTo(segment.parent);
+  }),
+  right: chosen((segment) => {
+    if (closed.has(segment.key)) setOpen(segment, true);
+    else if (segment.children.length) goTo(segment.children[0]);
+  }),
   first: () => rows.length && goTo(rows[0]),
   last: () => rows.length && goTo(rows[rows.length - 1]),
-  toggle: () => {
-    const segment = segmentOf(store.current);
-    if (segment) setOpen(segment, closed.has(segment.key));
-  },
-  children: () => {
-    const segment = segmentOf(store.current);
-    if (!segment) return;
-    closed.delete(segment.key);
+  toggle: chosen((segment) => setOpen(segment, closed.has(segment.key))),
+  children: chosen((segment) => {
     for (const child of segment.children) closed.add(child.key);
-    unfold();
-    redraw(["tree"]);
-  },
-  hoist: () => {
-    const segment = segmentOf(store.current);
-    hoisted = hoisted || !segment ? null : segment.key;
-    unfold();
-    redraw(["tree"]);
-  },
+    setOpen(segment, true);
+  }),
+  hoist: chosen((segment) => {
+    hoisted = hoisted ? null : segment.key;
+    setOpen(segment, true);
+  }),
 };
 
 function step(/** @type {number} */ by) {
   const segment = segmentOf(store.current);
-  const place = segment ? rows.indexOf(segment) : -1;
-  const next = rows[Math.max(0, Math.min(rows.length - 1, place + by))];
+  const next = rows[(segment ? rows.indexOf(segment) : -1) + by];
   if (next) goTo(next);
 }
 
 /** The text a row begins with. @param {Segment} segment */
 function wording({ parts, from }) {
-  let told = "";
+  let words = "";
   for (const { tokens, text, at } of parts) {
     const begin = Math.max(0, from - at);
-    if (told.length > 60) break;
-    if (tokens.n > begin) told += texts(tokens.pieces.slice(begin, begin + 24)).join("");
-    else if (begin === 0) told += text;
+    if (words.length > 60) break;
+    if (tokens.n > begin) words += texts(tokens.pieces.slice(begin, begin + 24)).join("");
+    else if (begin === 0) words += text;
   }
-  return told || (from > parts[0].at ? "…" : "");
+  return words || (from > parts[0].at ? "…" : "");
 }
 
 /** Mean bin of a segment and where its worst token is, in the current lens. @param {Segment} segment */
@@ -202,7 +188,7 @@ function strip({ first, parts, from, to }) {
       if (strength > most) [most, worst] = [strength, (at + i - from) / Math.max(1, to - from)];
     }
   }
-  if (known && lens === LENSES[3]) return { bin: counts.indexOf(Math.max(...counts)), worst: -1 };
+  if (known && lens.name === "source") return { bin: counts.indexOf(Math.max(...counts)), worst: -1 };
   return { bin: known ? Math.round(sum / known) : -1, worst };
 }
 
@@ -225,27 +211,21 @@ function drawRow(row, segment, place, chosen) {
   const { node, children, level } = segment;
   const family = segment.parent?.children ?? roots;
   const isClosed = closed.has(segment.key);
-  const [twist, words, line] = row.children;
+  const [, words, line] = row.children;
   const { bin, worst } = strip(segment);
   const marks = (node.flags & FLAGS.bookmark ? " ★" : "") + (node.flags & FLAGS.note ? " ✎" : "")
     + (isClosed ? `  ${children.length}` : "");
   const top = rows[0]?.level ?? 1;
-  row.hidden = false;
-  row.style.transform = `translateY(${place * ROW}px)`;
-  row.style.setProperty("--level", String(Math.min(level - top, 14)));
   set(row, {
-    id: `row-${place}`, "data-row": place, "data-node": node.id, "aria-level": level, "aria-posinset": family.indexOf(segment) + 1,
-    "aria-setsize": family.length, "aria-selected": segment === chosen ? "true" : "false",
+    hidden: false, "--top": `${place * ROW}px`, "--level": String(Math.min(level - top, 14)),
+    id: `row-${place}`, "data-row": place, "data-node": node.id, "aria-level": level,
+    "aria-posinset": family.indexOf(segment) + 1, "aria-setsize": family.length, "aria-selected": segment === chosen ? "true" : "false",
     "aria-expanded": children.length ? String(!isClosed) : null,
     class: `row${node.flags & FLAGS.deleted ? " gone" : ""}${node.reason === "running" ? " running" : ""}`,
   });
-  attribute(twist, "class", children.length ? `twist ${isClosed ? "shut" : "open"}` : "twist");
-  const told = label(wording(segment).trimStart().slice(0, 80)) || "…";
-  if (words.textContent !== told) words.textContent = told;
-  attribute(words, "data-marks", marks.trim() || null);
-  attribute(line, "class", `strip b${bin < 0 ? "x" : bin}`);
-  line.style.setProperty("--length", `${Math.min(100, 8 + 14 * Math.log2(1 + segment.to - segment.from))}%`);
-  line.style.setProperty("--worst", worst < 0 ? "-9px" : `${100 * worst}%`);
+  set(words, { textContent: label(wording(segment).trimStart().slice(0, 80)) || "…", "data-marks": marks.trim() || null });
+  set(line, { class: `strip b${bin < 0 ? "x" : bin}`, "--worst": worst < 0 ? "-9px" : `${100 * worst}%`,
+    "--length": `${Math.min(100, 8 + 14 * Math.log2(1 + segment.to - segment.from))}%` });
 }
 
 /** @type {any} */ let shownRow = null;
@@ -284,10 +264,7 @@ function drawTree() {
   for (let i = 0; i < pool.children.length; i++) {
     const row = pool.children[i];
     if (i < count) drawRow(row, rows[begin + i], begin + i, chosen);
-    else {
-      row.hidden = true;
-      row.removeAttribute("id");
-    }
+    else set(row, { hidden: true, id: "" });
   }
   attribute(box, "aria-activedescendant", place >= begin && place < begin + count ? `row-${place}` : null);
   resting(fetchRows);
@@ -305,8 +282,7 @@ function drawMinimap() {
   canvas.height = height * scale;
   const pen = canvas.getContext("2d");
   const style = getComputedStyle(canvas);
-  let longest = 1;
-  for (const { to } of rows) longest = Math.max(longest, to);
+  const longest = rows.reduce((most, { to }) => Math.max(most, to), 1);
   const high = (canvas.height - 2) / Math.max(1, rows.length);
   const chosen = segmentOf(store.current);
   rows.forEach((segment, i) => {
@@ -360,5 +336,6 @@ export function startTree(moveTo) {
     if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1);
     if (event.key === "Escape") $("tree").focus();
   };
-  return { tree: drawTree, minimap: drawMinimap };
+  const calm = later(100);
+  return { tree: drawTree, minimap: () => calm(drawMinimap) };
 }

@@ -226,7 +226,7 @@ def _compaction(settings: Settings, ctx: lb.Context) -> dict[str, float]:
     for name, by_state in (("copying K/V", True), ("decoding again", False)):
 
         def compact(by_state: bool = by_state) -> None:
-            rewrite_in_order(ctx.kv_cache, ctx.decoder, ctx.sequences.holders(), by_state=by_state)
+            rewrite_in_order(ctx.decoder, ctx.sequences.holders(), by_state=by_state)
 
         with ctx.lock:
             found[name] = statistics.median(_us(compact) / 1e3 for _ in range(5))

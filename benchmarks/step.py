@@ -33,7 +33,7 @@ from llamabranch.bench.timing import Spread, Timing
 from llamabranch.bench.workloads import DecodeClock
 from llamabranch.context.logits import LogitsRow
 from llamabranch.context.token_states import kept_states
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import FixedLength
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
 
@@ -172,9 +172,11 @@ def _fused(branch: lb.Branch, n: int, *, measured: bool) -> int:
     """Decode and draw in the compiled core, and nothing else."""
     handle, seq_id, token = branch.ctx.decoder.handle, branch.seq_id, branch.produce().token
     sampler = _compiled(branch.sequence.sampler)
-    start = branch.position
+    start, stepper = branch.position, handle.stepper
+    if stepper is None:
+        raise SystemExit("the compiled core is not available")
     for position in range(start, start + n):
-        if handle.step(token, position, seq_id, sampler, branch.seed, DRAW, measured):
+        if stepper.step(token, position, seq_id, sampler, branch.seed, DRAW, measured):
             raise SystemExit("llama_decode failed")
         token = max(0, sampler.choice.token)  # -1: Python would have decided; the time is the same
     handle.remove(seq_id, start, -1)

@@ -22,7 +22,7 @@ _FORMER = {
     "UnsupportedError UsageError VocabularyMismatchError",
     "hub": "CatalogueEntry catalogue resolve",
     "model.text": "TextDecoder",
-    "model.vocabulary": "VocabularyReport",
+    "model": "VocabularyReport",
     "sampling": "Sampler",
     "speculative": "Draft NullDrafter PromptLookupDrafter",
 }

@@ -56,3 +56,12 @@ class TreeLine:
 def visible(text: str) -> str:
     """Return text with characters that cannot be seen, or reorder what is around them, as their code."""
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+
+
+def last_words(text: str, n: int) -> str:
+    """Return the last ``n`` characters of a text at most, from the beginning of a word on."""
+    if len(text) <= n:
+        return text
+    tail = text[-n:]
+    space = tail.find(" ", 0, n // 2)
+    return "..." + (tail[space + 1 :] if space >= 0 else tail)

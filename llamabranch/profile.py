@@ -61,13 +61,13 @@ def machine_key() -> str:
     return f"{platform.node()} {platform.machine()} {available_cores()} cores, {engine}"
 
 
-def read_entry(section: str, key: str) -> Entry | None:
-    """Return the stored entry, or None."""
+def read_entry(section: str, key: str | None) -> Entry | None:
+    """Return the stored entry, or None; so too for the key None, under which nothing is kept."""
     path, stored = profile_path(), Entry()
     if path is not None:
         with contextlib.suppress(OSError):
             stored = _read(path)
-    entry = _section(stored, section).get(key)
+    entry = None if key is None else _section(stored, section).get(key)
     return entry if isinstance(entry, dict) else None
 
 

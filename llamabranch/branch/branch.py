@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, SupportsIndex, cast
 
@@ -26,6 +25,7 @@ from ..generation.generation import Generation
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
+from ..pictures import last_words
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.distribution import log_base
@@ -164,17 +164,7 @@ class Branch:
         score = ""
         with suppress(BranchStateError):  # no generated tokens, or some without a surprisal
             score = f", perplexity {self.perplexity():.2f}"
-        return f"<{about}: {self._last_words()!r}{score}>"
-
-    def _last_words(self, n: int = 24) -> str:
-        """Return the last ``n`` characters of its text at most, from the beginning of a word on."""
-        tokens = self.sequence.shown[-n:]  # a token that is shown has a character at least
-        text = b"".join(map(self.ctx.model.piece, tokens)).decode("utf-8", "replace")
-        if len(text) <= n and len(tokens) == self.position:
-            return text
-        tail = text[-n:]
-        space = tail.find(" ", 0, n // 2)
-        return "..." + (tail[space + 1 :] if space >= 0 else tail)
+        return f"<{about}: {last_words(self.text, 24)!r}{score}>"
 
     @property
     def seq_id(self) -> int:
@@ -295,16 +285,8 @@ class Branch:
             BranchStateError: there are no such tokens, or some were appended without a surprisal.
             ConfigError: an unknown ``since``.
         """
-        counted = self._scored(since)
-        if not counted:
-            raise BranchStateError(
-                f"no token was generated since the {since}: there is no perplexity",
-                hint="generate or extend first; log_likelihood() is 0 there",
-            )
-        try:
-            return math.exp(math.fsum(counted) / len(counted))
-        except OverflowError:
-            return math.inf
+        with self._lock:
+            return scorer.perplexity(self.sequence, since)
 
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
         """Return the sum of log p of the committed tokens, under the model's own distribution.
@@ -312,37 +294,26 @@ class Branch:
         0 where there are none. Every token lowers it: it compares texts of equal length, ``perplexity``
         others. ``since`` and errors are as there; ``base``: "nats" or "bits".
         """
-        divisor = log_base(base)
-        try:
-            return math.fsum(-surprisal for surprisal in self._scored(since)) / divisor
-        except OverflowError:
-            return -math.inf
+        with self._lock:
+            return scorer.log_likelihood(self.sequence, since) / log_base(base)
 
     def score(self, text: str | TokenIds, top: int = 0) -> list[TokenScore]:
         """Rate a given text as the continuation of this branch, which does not change.
-
-        Under the model's own distribution, before any sampling setting; a grammar does not matter.
 
         Args:
             text: token ids, or text, tokenized by itself, without a BOS token or control tokens.
             top: how many of the most probable tokens to give for each token.
 
         Returns:
-            for each token its log-probability, rank and entropy, and the most probable tokens there.
+            for each token its log-probability, rank and entropy, and the most probable tokens there: of
+            the model's own distribution, before any sampling setting and the grammar.
 
         Raises:
-            BranchStateError: pruned or empty. ConfigError: no tokens. TokenizeError: a bad id.
-            CacheFullError, DecodeError: the branch is as before.
+            BranchStateError, ConfigError, TokenizeError, CacheFullError, DecodeError: it is as before.
         """
         with self._lock:
             wanted = scorer.Wanted(self.sequence, scorer.continuation(self.ctx.model, text))
             return scorer.score(self.ctx, [wanted], top=whole("top", top, 0))[0]
-
-    def _scored(self, since: str) -> list[float]:
-        """Return the surprisals of the tokens since the prompt or the fork, nats."""
-        choice("since", since, ("fork", "prompt"))
-        with self._lock:
-            return self.sequence.scored(self.fork_position if since == "fork" else 0)
 
     # -- moving ------------------------------------------------------------------------------------
 
@@ -353,9 +324,7 @@ class Branch:
             TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            tokens = token_list(tokens)
-            self.sequence.check_prefill(tokens)
-            self.sequence.read(tokens)
+            self.sequence.read(token_list(tokens), as_prompt=True)
 
     def append(self, text: str | TokenIds, *, parse_special: bool = True) -> None:
         """Append text that the model reads but did not generate, such as the next message of a user.
@@ -377,9 +346,7 @@ class Branch:
             if isinstance(text, str):
                 model = self.ctx.model
                 text = model.tokenize(text, add_special=False, parse_special=parse_special)
-            tokens = token_list(text)
-            self.sequence.check_read(tokens)
-            self.sequence.read(tokens)
+            self.sequence.read(token_list(text))
 
     def produce(self) -> Produced:
         """Return the next token, a pure function of logits, settings, seed and position; change nothing.
@@ -472,10 +439,8 @@ class Branch:
             start: the first position, 0 to ``position`` - 1.
 
         Raises:
-            BranchStateError: the branch is empty or pruned.
-            ConfigError: no such layer or position.
-            UnsupportedError: llama.cpp gives no inner layers of this architecture, or a head that reads
-                others drafts for the context.
+            BranchStateError: empty or pruned. ConfigError: no such layer or position.
+            UnsupportedError: llama.cpp does not give the layer, or a head reads others.
             CapacityError: no free sequence or cells to decode tokens once more.
         """
         with self._lock:
@@ -511,21 +476,19 @@ class Branch:
     def fork(self) -> Branch:
         """Return a child that continues from the same state.
 
-        It shares the K/V of the prefix; all other state is its own. It draws like its parent until
-        reseeded.
+        It shares the K/V of the prefix, and draws like its parent until reseeded.
 
         Raises:
             SequencesExhaustedError: no sequence is free. BranchStateError: pruned.
         """
         with self._lock:
-            sequence = self.sequence
-            sequence.check_usable()
+            self.sequence.check_usable()
             with suppress(CapacityError):  # else each decodes the last token when it is needed
-                sequence.settle()
-            sampler = sequence.sampler
+                self.sequence.settle()
+            sampler = self.sequence.sampler
             if sampler.constraint is not None:  # it is that of a generation
                 sampler = sampler.constrained(None)
-            return Branch(self.ctx, sampler.clone(), sequence.seed, parent=self)
+            return Branch(self.ctx, sampler.clone(), self.seed, parent=self)
 
     def fork_many(self, n: int) -> list[Branch]:
         """Return ``n`` children, each reseeded: the i-th draws from a seed derived from ours and i.
@@ -545,9 +508,8 @@ class Branch:
             for child in children:
                 child.prune()
             if isinstance(error, SequencesExhaustedError):
-                raise SequencesExhaustedError.of_forks(
-                    n, len(children), self.ctx.n_seq_max
-                ) from None
+                n_free, n_all = len(children), self.ctx.n_seq_max
+                raise SequencesExhaustedError.of_forks(n, n_free, n_all) from None
             raise
         return children
 
@@ -686,28 +648,18 @@ class Branch:
 
     @classmethod
     def restore(cls, ctx: Context, snapshot: Snapshot, *, trusted: bool = False) -> Branch:
-        """Return a root that continues from the snapshot, in the same or another context.
-
-        In batch-invariant contexts it generates bit for bit what the saved branch would.
+        """Return a root that continues from the snapshot, in the same or another context, bit for bit.
 
         Raises:
             SnapshotError: it is of another model, K/V type or rope setting, or inconsistent.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
-        text_context("ctx", ctx)
         instance("snapshot", snapshot, Snapshot)
-        with ctx.lock:
-            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
-            try:
-                fill(branch.sequence, snapshot, trusted=trusted)
-            except BaseException:
-                branch.sequence.release()
-                raise
-            return branch
+        return cls._restored(ctx, lambda: snapshot, trusted)
 
     @classmethod
     def load(cls, ctx: Context, path: str | os.PathLike[str], *, trusted: bool = False) -> Branch:
-        """Return the branch that ``save`` wrote, as a root; see ``restore``.
+        """Return the branch that ``save`` wrote, as a root; see ``restore``, also for other errors.
 
         The file may come from an untrusted source: everything in it is checked before use.
 
@@ -716,10 +668,19 @@ class Branch:
                 layout. Only for files of which you know that nobody forged them.
 
         Raises:
-            SnapshotError: no such file, damaged, failed a check, or not for this context.
+            SnapshotError: no such file, damaged, or it failed a check.
             UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
-            SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
+        return cls._restored(ctx, lambda: Snapshot.read(path, ctx), trusted)
+
+    @classmethod
+    def _restored(cls, ctx: Context, get: Callable[[], Snapshot], trusted: bool) -> Branch:
         text_context("ctx", ctx)
         with ctx.lock:
-            return cls.restore(ctx, Snapshot.read(path, ctx), trusted=trusted)
+            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
+            try:
+                fill(branch.sequence, get(), trusted=trusted)
+            except BaseException:
+                branch.sequence.release()
+                raise
+            return branch

@@ -1,4 +1,4 @@
-"""Scores of given texts: ``score``, and ``read`` for whoever needs the rows of logits themselves.
+"""Scores of texts: ``score``, and ``read`` for whoever needs the rows of logits themselves.
 
 All texts become one tree of tokens, in which what several begin with is decoded once. It is read depth
 first, in groups that fit into the free cells and sequences. Where sequences share cells, a group is
@@ -10,19 +10,30 @@ a batch-invariant context the numbers do not depend, to the bit, on which texts 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from ..arguments import choice
 from ..context import Context
 from ..context.logits import LogitsRow, TokenScore
-from ..context.radix_tree import n_common
+from ..context.prefix_cache import n_common
 from ..context.runner import Batch
-from ..errors import ConfigError
+from ..errors import BranchStateError, ConfigError
 from ..generation.text import Text
 from ..model import Model, TokenIds, token_list
 
-__all__ = ["Cost", "Visit", "Wanted", "continuation", "read", "score"]
+__all__ = [
+    "Cost",
+    "Visit",
+    "Wanted",
+    "continuation",
+    "log_likelihood",
+    "perplexity",
+    "read",
+    "score",
+]
 
 # How many decodes the tokens of a group fill, at most: more leave fewer half empty, and need more cells.
 _DECODES = 4
@@ -66,6 +77,42 @@ def continuation(model: Model, text: str | TokenIds) -> list[int]:
         raise ConfigError("nothing to score: no tokens")
     model.check_tokens(tokens)
     return tokens
+
+
+def perplexity(text: Text, since: str) -> float:
+    """Return that of the tokens that a text has generated; see `Branch`."""
+    found = _surprisals(text, since)
+    if not found:
+        raise BranchStateError(
+            f"no token was generated since the {since}: there is no perplexity",
+            hint="generate or extend first; log_likelihood() is 0 there",
+        )
+    try:
+        return math.exp(math.fsum(found) / len(found))
+    except OverflowError:
+        return math.inf
+
+
+def log_likelihood(text: Text, since: str) -> float:
+    """Return that of the tokens that a text has generated, nats; see `Branch`."""
+    try:
+        return math.fsum(-surprisal for surprisal in _surprisals(text, since))
+    except OverflowError:
+        return -math.inf
+
+
+def _surprisals(text: Text, since: str) -> list[float]:
+    choice("since", since, ("fork", "prompt"))
+    start = text.fork_position if since == "fork" else 0
+    positions = text.generated_positions(max(start, 1))  # nothing predicts the very first token
+    found = [text.surprisals[position - text.n_prompt] for position in positions]
+    if any(map(math.isnan, found)):
+        # Tokens of ``append_unscored`` have NaN, which would make any comparison false.
+        raise BranchStateError(
+            f"{sum(map(math.isnan, found))} of {len(found)} tokens have no surprisal",
+            hint="they were appended without their logits; extend a new branch with them",
+        )
+    return found
 
 
 def score(ctx: Context, wanted: Sequence[Wanted], *, top: int = 0) -> list[list[TokenScore]]:
@@ -181,20 +228,16 @@ class _Reading:
         roots: list[_Node] = []
         for texts in by_base.values():
             base, low = texts[0].base, len(self._paths)
-            if isinstance(base, Text):
-                self._show_first(base, texts)
+            if isinstance(base, Text):  # the logits that are there already
+                base.check_usable()
+                base.settle()
+                row = base.logits_row()
+                for text in texts:
+                    self._show(text, base.position, row)
             self._add_paths(base.position, [text for text in texts if not text.is_done])
             roots += self._nodes(base, low, len(self._paths), base.position)
         self._report()
         self._walk(roots)
-
-    def _show_first(self, base: Text, texts: Sequence[_Text]) -> None:
-        """Show the logits that are there already."""
-        base.check_usable()
-        base.settle()
-        row = base.logits_row()
-        for text in texts:
-            self._show(text, base.position, row)
 
     def _add_paths(self, start: int, texts: Sequence[_Text]) -> None:
         """Add the paths of texts that continue the same, which has ``start`` tokens."""
@@ -347,7 +390,9 @@ class _Reading:
             tokens = paths[0].tokens[node.start : node.end]
             if as_tree:
                 members = [seqs[i] for i in range(node.low, node.high)]
-                batch.add_shared(members, node.start, tokens, first - node.start)
+                batch.add(
+                    members[0], tokens, first - node.start, position=node.start, members=members
+                )
             else:
                 batch.add(seqs[node.low], tokens, first - node.start)
             shown += [(texts, position) for position in range(first, node.end)]
@@ -359,7 +404,7 @@ class _Reading:
                     self._show(text, position + 1, row)
 
         batch.decode(self._ctx.decoder, read=show)
-        self.n_tokens += len(batch.tokens)
+        self.n_tokens += len(batch.entries)
 
     def _show(self, text: _Text, i: int, row: LogitsRow) -> None:
         """Show a row if it is the one before the next token of ``text``: not if it was shown before."""

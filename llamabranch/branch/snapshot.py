@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import TypeVar
 
@@ -91,8 +91,7 @@ class KVCompatibility:
 def _rope(ctx: Context) -> str:
     """Return the RoPE settings: stored keys are already rotated by them."""
     options = ctx.params.native()  # in llama.cpp's numbers
-    names = [f.name for f in fields(options) if f.name.startswith(("rope_", "yarn_"))]
-    parts = [f"{name}={getattr(options, name):g}" for name in names]
+    parts = [f"{k}={v:g}" for k, v in options.items() if k.startswith(("rope_", "yarn_"))]
     scaling = f"{ctx.model.architecture}.rope.scaling."
     trained = ctx.model.metadata.get(f"{scaling}original_context_length", "")
     if trained.isdigit() and ctx.model.metadata.get(f"{scaling}type") != "yarn":

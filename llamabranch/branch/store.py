@@ -12,7 +12,6 @@ from ..context.logits import LogitsRow
 from ..context.runner import Batch
 from ..errors import BranchStateError, ConfigError
 from ..generation.output import Produced
-from ..generation.text import Text
 from ..model import TokenIds, token_list
 from .branch import Branch
 from .scorer import Wanted, continuation, score
@@ -39,7 +38,7 @@ class BranchStore:
             ConfigError: a branch of another context, or no tokens for one.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
-        self._read(prompts, Text.check_prefill)
+        self._read(prompts, as_prompt=True)
 
     def append(self, texts: Mapping[Branch, TokenIds]) -> None:
         """Append tokens that each branch reads, as `Branch.append`, in as few decodes as possible.
@@ -48,18 +47,14 @@ class BranchStore:
             ConfigError: a branch of another context, or no tokens for one.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
-        self._read(texts, Text.check_read)
+        self._read(texts, as_prompt=False)
 
-    def _read(
-        self,
-        texts: Mapping[Branch, TokenIds],
-        check: Callable[[Text, Sequence[int]], None],
-    ) -> None:
+    def _read(self, texts: Mapping[Branch, TokenIds], *, as_prompt: bool) -> None:
         with self._ctx.lock:
             work = {branch: token_list(tokens) for branch, tokens in _pairs(texts)}
             for branch, tokens in work.items():
                 self._check(branch)
-                check(branch.sequence, tokens)
+                branch.sequence.check_read(tokens, as_prompt=as_prompt)
             rows = self._decode(work)
             for branch, tokens in work.items():
                 branch.sequence.append_prompt(tokens, rows[branch])

@@ -19,33 +19,24 @@ _LONGEST = 60  # characters of an edge's text
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
-def _has_score(branch: Branch) -> bool:
-    """Return whether it has generated tokens since its fork."""
-    return branch.position > max(branch.fork_position, branch.n_prompt)
+def _score(label: str, value: Callable[[Branch], float]) -> Callable[[Branch], str]:
+    """Return the column of a figure of the tokens that were generated since the fork."""
 
+    def shown(branch: Branch) -> str:
+        if branch.position <= max(branch.fork_position, branch.n_prompt):
+            return ""
+        try:
+            return f"{label} {value(branch):.2f}"
+        except BranchStateError:  # tokens that were appended without a score
+            return f"{label} -"
 
-def _log_likelihood(branch: Branch) -> str:
-    if not _has_score(branch):
-        return ""
-    try:
-        return f"log p {branch.log_likelihood('fork'):.2f}"
-    except BranchStateError:  # tokens that were appended without a score
-        return "log p -"
-
-
-def _perplexity(branch: Branch) -> str:
-    if not _has_score(branch):
-        return ""
-    try:
-        return f"perplexity {branch.perplexity('fork'):.2f}"
-    except BranchStateError:
-        return "perplexity -"
+    return shown
 
 
 COLUMNS: dict[str, Callable[[Branch], str]] = {
     "fork": lambda branch: "" if branch.parent is None else f"at {branch.fork_position}",
-    "logprob": _log_likelihood,
-    "perplexity": _perplexity,
+    "logprob": _score("log p", lambda branch: branch.log_likelihood("fork")),
+    "perplexity": _score("perplexity", lambda branch: branch.perplexity("fork")),
     "position": lambda branch: f"ends at {branch.position}",
     "seed": lambda branch: f"seed {branch.seed}",
     "seq_id": lambda branch: f"seq {branch.seq_id}",

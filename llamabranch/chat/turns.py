@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ..branch import Branch
 from ..context import Context
-from ..context.radix_tree import n_common
+from ..context.prefix_cache import n_common
 from ..errors import CacheFullError, CapacityError, SequencesExhaustedError
 from ..sampling import SamplingParams
 

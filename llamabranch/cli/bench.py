@@ -23,7 +23,7 @@ from .console import Console
 from .drafters import is_model, make_drafter
 from .formats import base_name, interval_text, number, spread_text
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
-from .options import ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
+from .options import LENGTH, ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
 
 # A story, instructions, a program, a dialogue: acceptance depends on the kind of text.
 PROMPTS = (
@@ -43,7 +43,7 @@ class SizeOptions:
     max_tokens: int | None = option(
         None,
         "Tokens for each prompt.  [default: 64]",
-        *("--n-predict", "--max-tokens", "--predict", "-n"),
+        *LENGTH,
         min=1,
         first=True,
     )

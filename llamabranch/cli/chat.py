@@ -21,6 +21,7 @@ from .console import Console
 from .files import read_standard_input, read_text
 from .interrupts import EXIT_FAILURE
 from .options import (
+    LENGTH,
     TEXT,
     DraftOptions,
     OutputOptions,
@@ -65,7 +66,7 @@ class TurnOptions:
         None,
         "Tokens of an answer at most; -1: until the model ends it or the context is full.  "
         f"[default: -1; {_N_PLAIN} without a chat template]",
-        *("--n-predict", "--max-tokens", "--predict", "-n"),
+        *LENGTH,
         first=True,
     )
     stop: list[str] | None = option(None, "End an answer at this text; may be repeated.")

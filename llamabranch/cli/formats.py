@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich import filesize
+
 if TYPE_CHECKING:
     from llamabranch.bench.timing import Interval, Spread
 
@@ -24,10 +26,7 @@ def number(value: float, digits: int, unit: str = "") -> str:
 
 def decimal_size(n_bytes: float) -> str:
     """Format a number of bytes in decimal units."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= scale:
-            return f"{n_bytes / scale:.2f} {unit}"
-    return f"{n_bytes:.0f} B"
+    return filesize.decimal(round(n_bytes), precision=2)
 
 
 def interval_text(found: Interval | Spread, digits: int = 2) -> str:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # The headings of --help.
 TEXT, SAMPLING, DRAFTING, OUTPUT, MODEL = "Text", "Sampling", "Drafting", "Output", "Model"
 
+LENGTH = ("--n-predict", "--max-tokens", "--predict", "-n")  # the option of how many tokens
+
 _FUNCTION = re.compile(r".+\.py:\w+")  # FILE.py:NAME
 DEFAULTS = SamplingParams()
 DEFAULT_PROMPT = "Once upon a time"
@@ -465,7 +467,7 @@ class TextOptions(SamplingOptions):
     max_tokens: int | None = option(
         128,
         "Tokens to generate; -1: until the model ends the text or the context is full.",
-        *("--n-predict", "--max-tokens", "--predict", "-n"),
+        *LENGTH,
         callback=limit,
         rich_help_panel=TEXT,
         first=True,

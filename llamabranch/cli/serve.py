@@ -18,6 +18,7 @@ from .bundles import option, with_bundles
 from .drafters import COPYING, has_model
 from .files import read_text
 from .options import (
+    LENGTH,
     MODEL,
     DraftOptions,
     OutputOptions,
@@ -122,7 +123,7 @@ class ServedModels(DraftOptions):
     max_tokens: int | None = option(
         -1,
         "The limit of texts whose request has none; -1: the context.",
-        *("--n-predict", "--max-tokens", "--predict", "-n"),
+        *LENGTH,
         callback=limit,
         rich_help_panel="Server",
     )

@@ -1,9 +1,9 @@
 """One K/V cache that many sequences share: tokens in, logits out."""
 
-from .capabilities import Capabilities
 from .cell_table import Usage
 from .context import Context
 from .logits import TokenScore
+from .opening import Capabilities
 from .params import ContextParams
 
 __all__ = [

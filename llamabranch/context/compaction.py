@@ -11,9 +11,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..errors import DecodeInterruptedError, SnapshotError
 from ..native import call_in_thread
-from .memory import Memory, State
-from .prefix_cache import PrefixCache
-from .radix_tree import RadixTree
+from .memory import Memory
+from .prefix_cache import KeptText, KeptTexts, PrefixCache
 from .runner import Runner, decode_run
 
 __all__ = ["Replayable", "rewrite_in_order"]
@@ -21,32 +20,28 @@ __all__ = ["Replayable", "rewrite_in_order"]
 
 @runtime_checkable
 class Replayable(Protocol):
-    """A holder that knows which tokens its sequence holds."""
+    """A holder that knows which tokens its sequence holds.
 
-    @property
-    def seq_id(self) -> int:
-        """The sequence that is held."""
+    Attributes:
+        seq_id: the sequence that is held.
+        position: how many tokens it holds.
+        tokens: their ids.
+    """
 
-    @property
-    def position(self) -> int:
-        """How many tokens it holds."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Their ids."""
+    seq_id: int
+    position: int
+    tokens: list[int]
 
 
 class _Step(NamedTuple):
-    """Write a sequence: share the first ``n_shared`` tokens of ``source``, then write the others."""
+    """Write a text: share the first ``n_shared`` tokens of ``source``, then write the others."""
 
-    seq_id: int
-    tokens: list[int]
+    text: KeptText
     source: int
     n_shared: int
 
 
 def rewrite_in_order(
-    memory: Memory,
     runner: Runner,
     holders: Iterable[object],
     prefixes: PrefixCache | None = None,
@@ -58,8 +53,7 @@ def rewrite_in_order(
     The context does not know the tokens of raw sequences, nor of those a verification is using.
 
     Args:
-        memory: the cells.
-        runner: decodes the tokens where their K/V cannot be copied.
+        runner: has the cells, and decodes the tokens where their K/V cannot be copied.
         holders: the holders of sequences.
         prefixes: the prefix cache. What it keeps is lost where tokens are decoded again.
         by_state: copy the K/V where that is exact; otherwise decode again.
@@ -67,13 +61,14 @@ def rewrite_in_order(
     Raises:
         KeyboardInterrupt, DecodeInterruptedError: only after every sequence has its cells again.
     """
+    memory = runner.memory
     owners = [holder for holder in holders if isinstance(holder, Replayable)]
     held = {owner.seq_id: memory.next_position(owner.seq_id) for owner in owners}
     if any(seq_id not in held for seq_id in memory.usage().sequences):
         return False
     if any(held[owner.seq_id] > owner.position for owner in owners):
         return False
-    texts = [(owner.seq_id, owner.tokens[: held[owner.seq_id]]) for owner in owners]
+    texts = [KeptText(owner.tokens[: held[owner.seq_id]], owner.seq_id) for owner in owners]
     if by_state and memory.can_move:
         kept = [] if prefixes is None else prefixes.texts()
         if _copy(memory, _plan([*texts, *kept]), kept):
@@ -81,67 +76,63 @@ def rewrite_in_order(
     if prefixes is not None:
         prefixes.clear()
     memory.clear()
-    _decode_again(memory, runner, _plan(texts))
+    _decode_again(runner, _plan(texts))
     return True
 
 
-def _plan(texts: Iterable[tuple[int, list[int]]]) -> list[_Step]:
+def _plan(texts: Iterable[KeptText]) -> list[_Step]:
     """Return in which order to write the sequences; a prefix comes before what continues it."""
-    tree: RadixTree[int] = RadixTree()
+    written = KeptTexts()
     plan = []
-    for seq_id, tokens in sorted(texts, key=lambda text: len(text[1])):
-        n, source = tree.find(tokens)
-        plan.append(_Step(seq_id, tokens, -1 if source is None else source, n))
-        if n < len(tokens):
-            tree.insert(tokens, seq_id)
+    for text in sorted(texts, key=lambda text: len(text.tokens)):
+        n, source = written.find(text.tokens)
+        plan.append(_Step(text, -1 if source is None else source.seq_id, n))
+        if n < len(text.tokens):
+            written.add(text)
     return plan
 
 
-def _copy(memory: Memory, plan: list[_Step], kept: list[tuple[int, list[int]]]) -> bool:
+def _copy(memory: Memory, plan: list[_Step], kept: list[KeptText]) -> bool:
     """Copy the K/V of all sequences out of the cache and back; False if llama.cpp refuses.
 
     It runs in a thread of its own, so that Ctrl-C waits until it is complete.
     """
-    done = False
 
-    def move() -> None:
-        nonlocal done
+    def move() -> bool:
         try:
-            pieces: dict[int, State] = {
-                step.seq_id: memory.piece(step.seq_id, step.n_shared)
-                for step in plan
-                if step.n_shared < len(step.tokens)
+            pieces = {
+                text: memory.piece(text.seq_id, n) for text, _, n in plan if n < len(text.tokens)
             }
             hidden = memory.hidden
-            rows = {} if hidden is None else {s.seq_id: hidden.all_of(s.seq_id) for s in plan}
+            rows = {} if hidden is None else {t.seq_id: hidden.all_of(t.seq_id) for t, _, _ in plan}
             memory.clear()
-            for seq_id, _ in kept:
-                memory.keep(seq_id)
-            for seq_id, tokens, source, n in plan:
+            for text in kept:
+                memory.keep(text.seq_id)
+            for text, source, n in plan:
                 if n:
-                    memory.fork(source, seq_id, n)
-                if seq_id in pieces:
-                    memory.place(seq_id, pieces.pop(seq_id), n, len(tokens) - n)
+                    memory.fork(source, text.seq_id, n)
+                if text in pieces:
+                    memory.place(text.seq_id, pieces.pop(text), n, len(text.tokens) - n)
             if hidden is not None:
                 for seq_id, found in rows.items():
                     hidden.set_all(seq_id, found)
-            done = True
+            return True
         except (SnapshotError, MemoryError):
-            return
+            return False
 
-    call_in_thread(move)
-    return done
+    return call_in_thread(move)
 
 
-def _decode_again(memory: Memory, runner: Runner, plan: list[_Step]) -> None:
+def _decode_again(runner: Runner, plan: list[_Step]) -> None:
     """Decode the tokens of all sequences into the empty cache."""
+    memory = runner.memory
     interruption: KeyboardInterrupt | DecodeInterruptedError | None = None
-    for seq_id, tokens, source, n in plan:
+    for text, source, n in plan:
         if n:
-            memory.fork(source, seq_id, n)
-        while memory.next_position(seq_id) < len(tokens):
+            memory.fork(source, text.seq_id, n)
+        while memory.next_position(text.seq_id) < len(text.tokens):
             try:
-                decode_run(runner, tokens[n:], seq_id, "none")
+                decode_run(runner, text.tokens[n:], text.seq_id, "none")
             except (KeyboardInterrupt, DecodeInterruptedError) as error:
                 interruption = error
     if interruption is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,19 +14,18 @@ from typing_extensions import Self, TypeVar, Unpack
 from ..arguments import choice, instance, plain_int, real, shown, whole
 from ..errors import BranchStateError, ConfigError, ExactnessWarning, UnsupportedError, warn
 from ..model import Model, Prompt, TokenIds, token_list
+from ..native import release_threads
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base, number_array
 from ..sampling.params import settings_of
-from .capabilities import Capabilities
 from .cell_table import Usage
 from .compaction import rewrite_in_order
 from .logits import LogitsRow
-from .memory import END, Memory
-from .opening import open_native
+from .memory import END
+from .opening import Capabilities, open_native
 from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams
 from .prefix_cache import PrefixCache
-from .runner import Runner, decode_run
-from .saved_prefixes import SavedPrefixes
+from .runner import decode_run
 from .sequence_ids import SequenceIds
 from .threads import stopped_after
 
@@ -112,22 +110,25 @@ class Context:
             meant = "give the context that generates, for example lb.load(), not its model or name"
             instance("target", target, Context, meant)
         given = ContextParams(**options) if params is None else replace(params, **options)
-        opened = open_native(model, given, target)
-        handle, resolved, native = opened.handle, opened.params, opened.params.native()
+        # The decoder turns tokens into rows of logits; for branches, not for users. So is the K/V cache:
+        # which sequence holds which cells, and what can be done with it.
+        resolved, self.capabilities, self.decoder = open_native(model, given, target)
+        self.kv_cache = self.decoder.memory
+        handle, native = self.decoder.handle, resolved.native()
         self.model, self.target = model, target
         self.kv_type = resolved.kv_type
         self.n_ctx, self.n_ctx_seq = handle.n_ctx, handle.n_ctx_seq
         self.n_batch, self.n_outputs_max = handle.n_batch, handle.n_outputs_max
         self.n_vocab = model.n_vocab
         self._owns_model = owns_model
-        self._lock = handle.lock
-        self.capabilities, self._memory = opened.capabilities, opened.memory
-        self.n_seq_max = native.n_seq_max
-        self.n_threads, self.n_threads_batch = native.n_threads, native.n_threads_batch
+        # Held by every call on this context or a branch of it, but for counts such as `n_seq_free`.
+        self.lock = handle.lock
+        self.n_seq_max = handle.n_seq_max
+        self.n_threads: int = native["n_threads"]
+        self.n_threads_batch: int = native["n_threads_batch"]
         self.params = resolved
-        self._memory.compact = lambda: self.compact()  # whatever that is then
-        self._runner = Runner(handle, self._memory, opened.n_trained, opened.encoder)
-        self.sequences = SequenceIds(self._memory, self._lock, self._check_raw, lambda: self.closed)
+        self.kv_cache.compact = lambda: self.compact()  # whatever that is then
+        self.sequences = SequenceIds(self.kv_cache, self._check_raw)
         # Kept by packages above while it is open; not for users.
         self.attached: dict[str, _Attached] = {}
         self.prefix_cache = None
@@ -139,15 +140,14 @@ class Context:
         self.release_threads()
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
-        saved = SavedPrefixes(cache_ram) if cache_ram else None
-        return PrefixCache(self._memory, self.sequences, saved, self._runner)
+        return PrefixCache(self.decoder, self.sequences, cache_ram)
 
     # -- life --------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
         """True after ``close()`` of the context or its model."""
-        return self._runner.handle.closed
+        return self.decoder.handle.closed
 
     def close(self) -> None:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
@@ -155,9 +155,9 @@ class Context:
         self.attached.clear()
         for each in attached:
             each.close()
-        self._runner.handle.close_children()  # heads: not under this lock, they have their own
-        with self._lock:
-            self._runner.close()
+        self.decoder.handle.close_children()  # heads: not under this lock, they have their own
+        with self.lock:
+            self.decoder.close()
         if self._owns_model:
             if not self.model.closed:
                 self.model.handle.name = "context"  # what was closed, for ClosedError
@@ -198,7 +198,7 @@ class Context:
         ten times as long, until the first thread calls this or ends. A new context and an ``AsyncEngine``
         do it in the thread that creates them.
         """
-        self._runner.handle.release_threads()
+        release_threads()
 
     def interrupt(self) -> None:
         """Stop the decode running in another thread; if none is running, the next one stops at once.
@@ -208,11 +208,11 @@ class Context:
         between the operations of its graph; with recurrent memory, or layers on a GPU, the decode
         stops between micro-batches (``n_ubatch`` tokens).
         """
-        self._runner.handle.stop()
+        self.decoder.handle.stop()
 
     def resume(self) -> None:
         """Undo an ``interrupt`` that has stopped no decode yet: the next one runs."""
-        self._runner.handle.resume()
+        self.decoder.handle.resume()
 
     @contextmanager
     def time_limit(self, seconds: float) -> Iterator[None]:
@@ -227,25 +227,10 @@ class Context:
         seconds = real("a time limit", seconds)
         if not seconds > 0:
             raise ConfigError(f"a time limit is a positive number of seconds, not {seconds!r}")
-        with stopped_after(self._runner.handle, seconds):
+        with stopped_after(self.decoder.handle, seconds):
             yield
 
     # -- for the layers above: the lock is held --------------------------------------------------------
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Held by every call on this context or a branch of it, but for counts such as `n_seq_free`."""
-        return self._lock
-
-    @property
-    def decoder(self) -> Runner:
-        """Tokens in, rows of logits out; for branches, not for users."""
-        return self._runner
-
-    @property
-    def kv_cache(self) -> Memory:
-        """Which sequence holds which cells, and what can be done with it; not for users."""
-        return self._memory
 
     @property
     def n_seq_free(self) -> int:
@@ -257,21 +242,19 @@ class Context:
 
         Nothing needs to be done with non-unified KV.
         """
-        if self._memory.forks_copy:
+        if self.kv_cache.forks_copy:
             return True
-        return rewrite_in_order(
-            self._memory, self._runner, self.sequences.holders(), self.prefix_cache
-        )
+        return rewrite_in_order(self.decoder, self.sequences.holders(), self.prefix_cache)
 
     def fits(self, seq_id: int, n: int) -> int:
         """Return how many of ``n`` drafted tokens can be verified in one decode after a sequence."""
         n = min(n, self.n_outputs_max - 1)
-        return self._memory.fits(n, lambda: self.sequences.count_free(used=(seq_id,)))
+        return self.kv_cache.fits(n, lambda: self.sequences.count_free(used=(seq_id,)))
 
     def keep_prefixes(self) -> None:
         """Open the prefix cache, unless ``prefix_cache`` was given or it would take sequences."""
-        with self._lock:
-            can = self._memory.can_draft and not self._memory.forks_copy
+        with self.lock:
+            can = self.kv_cache.can_draft and not self.kv_cache.forks_copy
             if can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES:
                 self.prefix_cache = self.prefix_cache or self._open_prefix_cache(0)
 
@@ -288,10 +271,10 @@ class Context:
 
     def usage(self) -> Usage:
         """Return how full the cache is."""
-        with self._lock:
-            self._runner.check_open()
+        with self.lock:
+            self.decoder.check_open()
             self.sequences.collect()
-            return self._memory.usage()
+            return self.kv_cache.usage()
 
     def audit(self) -> None:
         """Compare the accounting with llama.cpp's own positions.
@@ -302,13 +285,13 @@ class Context:
         if self.target is not None and self.model.shares_memory:
             self.target.audit()  # its lock comes before this context's
             return
-        with self._lock:
-            self._runner.check_open()
+        with self.lock:
+            self.decoder.check_open()
             self.sequences.collect()
-            self._memory.audit()
+            self.kv_cache.audit()
 
     def _check_raw(self, *seq_ids: int) -> list[int]:
-        self._runner.check_open()
+        self.decoder.check_open()
         if self.model.shares_memory:
             raise UnsupportedError(
                 f"{self.model.name} has no memory of its own: it reads that of its target",
@@ -343,20 +326,20 @@ class Context:
                 the tokens were decoded and this memory cannot drop them
                 (``capabilities.can_truncate``); the same holds after Ctrl-C.
         """
-        with self._lock:
+        with self.lock:
             (seq_id,) = self._check_raw(seq_id)
             choice("logits", logits, ("last", "all", "none"))
             tokens = token_list(tokens)
             if not tokens:
                 raise ConfigError("nothing to decode: no tokens")
             self.model.check_tokens(tokens)
-            end = self._memory.next_position(seq_id)
+            end = self.kv_cache.next_position(seq_id)
             if plain_int(position) != end:
                 raise ConfigError(
                     f"sequence {seq_id} ends at position {end}, so tokens cannot go to {shown(position)}",
                     hint=f"decode at position {end}, or remove positions with kv_cache_remove first",
                 )
-            self._keep_last_rows(decode_run(self._runner, tokens, seq_id, logits))
+            self._keep_last_rows(decode_run(self.decoder, tokens, seq_id, logits))
             self._last_end = end + len(tokens)
 
     def _keep_last_rows(self, rows: list[LogitsRow]) -> None:
@@ -367,7 +350,7 @@ class Context:
             row.users += 1
 
     def _row(self, row: int) -> LogitsRow:
-        self._runner.check_open()
+        self.decoder.check_open()
         n = len(self._last_rows)
         number = plain_int(row)
         if number is None or not -n <= number < n:
@@ -383,7 +366,7 @@ class Context:
         Raises:
             ConfigError: that decode kept no such row.
         """
-        with self._lock:
+        with self.lock:
             return np.array(self._row(row).array)
 
     def sample(self, params: SamplingParams | None = None, row: int = -1) -> int:
@@ -397,7 +380,7 @@ class Context:
             ConfigError: a temperature above 0 and no seed.
             UnsupportedError: settings that need the tokens so far.
         """
-        with self._lock:
+        with self.lock:
             params = settings_of(params)
             if params.uses_history or params.logits_processor is not None:
                 raise UnsupportedError(
@@ -415,14 +398,14 @@ class Context:
 
     def model_entropy(self, base: str = "nats", logits: Logits | None = None) -> float:
         """Return the entropy of softmax(logits) in "nats" or "bits"; default: the last row."""
-        with self._lock:
+        with self.lock:
             return self._row_or(logits).entropy() / log_base(base)
 
     def model_surprisal(
         self, token: SupportsIndex, base: str = "nats", logits: Logits | None = None
     ) -> float:
         """Return -log p(token) under softmax(logits) in "nats" or "bits"; default: the last row."""
-        with self._lock:
+        with self.lock:
             token = self.model.token_id(token)
             return -self._row_or(logits).logprob(token) / log_base(base)
 
@@ -439,10 +422,10 @@ class Context:
 
         The previous content of ``dst`` is dropped.
         """
-        with self._lock:
+        with self.lock:
             src, dst = self._check_raw(src, dst)
             if src != dst:
-                self._memory.fork(src, dst)
+                self.kv_cache.fork(src, dst)
 
     def kv_cache_remove(self, seq_id: int, start: int = 0, end: int = -1) -> None:
         """Drop the positions [start, end) of a sequence; end -1 = to the end.
@@ -450,18 +433,18 @@ class Context:
         Raises:
             UnsupportedError: this memory cannot drop a part of a sequence; nothing has changed.
         """
-        with self._lock:
+        with self.lock:
             (seq_id,) = self._check_raw(seq_id)
             start, end = whole("start", start), whole("end", end)
             if start < 0 or end < -1 or (end != -1 and end < start):
                 raise ConfigError(f"no such range of positions: [{shown(start)}, {shown(end)})")
             stop = END if end == -1 else end
-            length = self._memory.next_position(seq_id)
+            length = self.kv_cache.next_position(seq_id)
             if start >= min(stop, length):
                 return
             partial = start > 0 or stop < length
             # A partial sliding window would accept the removal and then compute from missing cells.
-            if (partial and not self._memory.can_cut(seq_id, start)) or not self._memory.drop(
+            if (partial and not self.kv_cache.can_cut(seq_id, start)) or not self.kv_cache.drop(
                 seq_id, start, END if stop >= length else stop
             ):
                 raise UnsupportedError(
@@ -471,11 +454,11 @@ class Context:
 
     def kv_seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence that no branch holds."""
-        with self._lock:
+        with self.lock:
             (seq_id,) = self._check_raw(seq_id)
             for other in range(self.n_seq_max):
                 if other != seq_id and other not in self.sequences:
-                    self._memory.drop(other, 0)
+                    self.kv_cache.drop(other, 0)
 
     def kv_cache_clear(self) -> None:
         """Empty the whole cache.
@@ -483,7 +466,7 @@ class Context:
         Raises:
             BranchStateError: a branch still uses it.
         """
-        with self._lock:
+        with self.lock:
             self._check_raw()
             n_branches = self.sequences.n_held
             if n_branches:
@@ -493,13 +476,13 @@ class Context:
                 )
             if self.prefix_cache is not None:
                 self.prefix_cache.clear()
-            self._memory.clear()
+            self.kv_cache.clear()
 
     def kv_cache_size(self, seq_id: int) -> int:
         """Return how many tokens a sequence holds."""
-        with self._lock:
-            self._runner.check_open()
-            return self._memory.cells.length(self._check_seq(seq_id))
+        with self.lock:
+            self.decoder.check_open()
+            return self.kv_cache.cells.length(self._check_seq(seq_id))
 
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False

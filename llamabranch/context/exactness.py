@@ -20,7 +20,7 @@ from ..model import Model
 from ..native import engine_versions, system_info
 from ..profile import is_off, read_entry, write_entries
 from .params import INVARIANT_KV_TYPES, ContextParams
-from .runner import Runner
+from .runner import Batch, Runner, decode_run
 
 __all__ = ["Exactness", "exactness_of"]
 
@@ -53,9 +53,15 @@ def exactness_of(
     if params.batch_invariant is False:
         return Exactness(0, reason="not asked for")
     n_ubatch = params.n_ubatch or runner.handle.n_batch
-    reason = _why_not_invariant(model, params)
-    if is_head:
-        reason = reason or "not measured for a head, which needs the states of its target"
+    reason = ""
+    if model.on_gpu:
+        reason = "layers may run on a GPU"
+    elif model.memory_type not in ("attention", "sliding-window"):
+        reason = f"not established for {model.memory_type} memory"
+    elif params.flash_attention is False:
+        reason = "flash attention is off"
+    elif is_head:
+        reason = "not measured for a head, which needs the states of its target"
     slides, limit = model.memory_type == "sliding-window", ""
     if params.kv_type not in INVARIANT_KV_TYPES:  # f16 differs only after 500 tokens
         limit = f"the K/V type is {params.kv_type}, not bf16 or q8_0"
@@ -81,17 +87,6 @@ def exactness_of(
         reason = f"{limit}; {reason}"
         rows = rows if params.kv_type in INVARIANT_KV_TYPES else 0
     return Exactness(rows, variation, reason)
-
-
-def _why_not_invariant(model: Model, params: ContextParams) -> str:
-    """Return the rule that excludes exact batches, "" if none does and measuring tells."""
-    if model.on_gpu:
-        return "layers may run on a GPU"
-    if model.memory_type not in ("attention", "sliding-window"):
-        return f"not established for {model.memory_type} memory"
-    if params.flash_attention is False:
-        return "flash attention is off"
-    return ""
 
 
 def _measured(
@@ -146,7 +141,7 @@ def _key(model: Model, setting: str) -> str | None:
 
 
 def _read(key: str | None) -> Exactness | None:
-    entry = (None if key is None else read_entry(_SECTION, key)) or {}
+    entry = read_entry(_SECTION, key) or {}
     rows, variation = entry.get("rows"), entry.get("total_variation")
     if type(rows) is int and rows >= 0 and type(variation) is float and 0 <= variation <= 1:
         return Exactness(rows, variation)
@@ -158,7 +153,7 @@ def _measure(runner: Runner, model: Model, sizes: Sequence[int], n_alone: int) -
     alone: list[npt.NDArray[np.float32]] = []
     try:
         for token in own:
-            alone.append(runner.decode([token], [0], [True])[0].array.copy())
+            alone.append(decode_run(runner, [token], 0, "last")[0].array.copy())
         variation = max(_variation(runner, own, alone, n) for n in sizes)
         if not variation:
             return Exactness(0, 0.0)
@@ -190,11 +185,14 @@ def _variation(
     if runner.memory.cells.n_seq_max < 2:  # the others follow in the same one
         is_own.sort(reverse=True)
     mine, other = iter(own), iter(others)
-    tokens = [next(mine) if is_mine else next(other) for is_mine in is_own]
-    seqs = [0 if is_mine or runner.memory.cells.n_seq_max < 2 else 1 for is_mine in is_own]
     # llama.cpp aborts on more rows in one decode than it has room for.
     compared = [i for i in range(n) if is_own[i]][-runner.handle.n_outputs_max :]
-    rows = runner.decode(tokens, seqs, [i in compared for i in range(n)])
+    batch = Batch()
+    for i, is_mine in enumerate(is_own):
+        seq_id = 0 if is_mine or runner.memory.cells.n_seq_max < 2 else 1
+        token = next(mine) if is_mine else next(other)
+        batch.add(seq_id, [token], "last" if i in compared else "none")
+    rows = [row for run in batch.decode(runner) for row in run]
     expected = alone[n_own - len(compared) : n_own]
     found = 0.0
     for row, there in zip(rows, expected, strict=True):

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError
 from ..native import ContextHandle, heads
 from .cell_table import CellTable
 
@@ -55,32 +54,23 @@ class HiddenStates:
         layers: Sequence[int],
         is_read: Callable[[], bool] | None,
     ) -> None:
-        bad = [layer for layer in layers if not 0 <= layer <= handle.n_layer]
-        if bad:
-            raise ConfigError(f"there is no layer {bad[0]}: the model has {handle.n_layer}")
-        self._sources = [heads.ExtractedRows(handle, layer) for layer in layers]
-        self.width = sum(source.width for source in self._sources)
+        heads.extract(handle, layers, True)
+        n = handle.n_layer
+        widths = [handle.n_embd if layer < n else handle.n_embd_out for layer in layers]
+        ends = np.cumsum([0, *widths]).tolist()
+        # A list: the layers of a file may repeat.
+        self._columns = list(zip(layers, map(slice, ends, ends[1:]), strict=False))
+        self.width = ends[-1]
         self.is_read = is_read or (lambda: True)
         self.is_for_head = is_read is not None
         self._handle = handle
         self._cells = cells
         self.layers = tuple(layers)
         self._rows: dict[int, Rows] = {}
-        self.turn(on=True)
 
     def columns(self, layer: int) -> slice:
         """Return which numbers of a row are those of one of its layers."""
-        before = self.layers.index(layer)
-        start = sum(source.width for source in self._sources[:before])
-        return slice(start, start + self._sources[before].width)
-
-    def turn(self, *, on: bool) -> None:
-        """Turn the extraction on or off. The logits buffer moves with the next decode."""
-        handle = self._handle
-        inner = {layer for layer in self.layers if layer < handle.n_layer}
-        if on or handle.n_layer in self.layers:
-            heads.extract_nextn(handle, on and handle.n_layer in self.layers, masked=False)
-        heads.extract_layers(handle, inner, on)
+        return dict(self._columns)[layer]
 
     def record(self, first: int, n: int) -> None:
         """Keep the rows of the decode of ``n`` tokens that has just succeeded.
@@ -88,11 +78,8 @@ class HiddenStates:
         ``first`` is the write index of its first token; the others follow in the order of the batch.
         """
         found = np.empty((n, self.width), dtype=np.float32)
-        low = 0
-        for source in self._sources:
-            high = low + source.width
-            found[:, low:high] = source.rows()[:n]
-            low = high
+        for layer, columns in self._columns:
+            found[:, columns] = heads.extracted_rows(self._handle, layer, n)
         if len(self._rows) > 2 * self._cells.n_cells:
             self._forget_unused()  # first: the table does not have a tree's cells yet
         self._rows.update(zip(range(first, first + n), found, strict=True))

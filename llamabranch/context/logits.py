@@ -23,17 +23,24 @@ _NOTHING = np.empty(0, dtype=np.float32)
 _UNKNOWN = math.nan  # compared by identity: a measured value may be NaN too
 
 
-class Alternative(tuple[int, float]):
+class _Pair(NamedTuple):
+    token: int
+    logprob: float
+
+
+class Alternative(_Pair):
     """One of the most probable tokens at a place: a pair (token, log-probability) that knows its text.
 
     Attributes:
+        token: its id.
+        logprob: its log-probability, nats.
         text: that of the token alone; bytes that are no character by themselves are shown as U+FFFD.
     """
 
     text: str
 
     def __new__(cls, token: int, logprob: float, text: str = "") -> Alternative:
-        self = super().__new__(cls, (token, logprob))
+        self = super().__new__(cls, token, logprob)
         self.text = text
         return self
 
@@ -42,16 +49,6 @@ class Alternative(tuple[int, float]):
 
     def __repr__(self) -> str:
         return f"({self.token}, {self.logprob!r}, {self.text!r})"
-
-    @property
-    def token(self) -> int:
-        """Its id."""
-        return self[0]
-
-    @property
-    def logprob(self) -> float:
-        """Its log-probability, nats."""
-        return self[1]
 
 
 class TokenScore(NamedTuple):
@@ -227,8 +224,8 @@ class LogitsRow:
         The draw is for the position after the row's token: nobody draws from a row for another one.
         """
         found = compiled.choice
-        if measured and found.best >= 0:
-            self._best, self._logsumexp, self._entropy = found.best, found.logsumexp, found.entropy
+        if measured:
+            self.note(found.best, found.logsumexp, found.entropy)
         if found.token >= 0:
             self._drawn = (compiled, seed, found.token)
 

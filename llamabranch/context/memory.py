@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CacheFullError, DecodeError, SnapshotError
-from ..native import ContextHandle, StateLayout, last_log_lines, max_sequences
-from .cell_order import CellOrder
+from ..native import ContextHandle, StateLayout, max_sequences
 from .cell_table import CellTable, Usage
 from .hidden_states import HiddenStates
 
-__all__ = ["END", "MOST_WITH_WINDOW", "Memory", "NonUnified", "States", "Windowed"]
+__all__ = ["END", "MOST_WITH_WINDOW", "CellOrder", "Memory", "NonUnified", "States", "Windowed"]
 
 State = npt.NDArray[np.uint8]
 Span = tuple[int, int]  # the first and the last position of a sequence
@@ -32,12 +31,76 @@ _MOVED = max_sequences() - 2  # holds the cells that are being moved, and nothin
 _RECLAIMED_PART = 8  # of the cache: what the prefix cache evicts, at least, when cells are needed
 
 
+class CellOrder:
+    """Keeps the cells of every sequence in the order of its tokens.
+
+    llama.cpp's attention sums over cells in the order of their indices. A sequence whose later token is
+    in a lower cell than an earlier one gets the same logits except for rounding, and rounding differences
+    can change the sampled token. llama.cpp fills the lowest free cells first, so a hole below the cells
+    of a living sequence is what would break the order.
+    In a batch-invariant context such cells are therefore *quarantined* when they become free: tagged with
+    a sequence id that is never used otherwise. They are released when no living sequence has cells above
+    them, or when the cache is full: then all sequences are decoded again, in order (``compaction.py``).
+    Where that is impossible, the cells are freed and the order is no longer guaranteed.
+
+    Args:
+        handle, cells: of the memory.
+        seq_id: the sequence that tags them; where it is negative none are quarantined.
+    """
+
+    def __init__(self, handle: ContextHandle, cells: CellTable, seq_id: int) -> None:
+        self.is_kept = seq_id >= 0
+        self._handle = handle
+        self._cells = cells
+        self._seq_id = seq_id
+        self._lowest: int | None = None  # the write index of the oldest quarantined cell
+        self.n_cells = 0
+        self.in_order = True  # False once quarantined cells had to be freed below a living sequence
+
+    def quarantine(self, seq_id: int, start: int, end: int) -> None:
+        """Quarantine the cells that a drop of [start, end) would free below a living sequence."""
+        if not self.is_kept:
+            return
+        cells = self._cells
+        end_of_seq = cells.next_position(seq_id)
+        high = min(end, end_of_seq)
+        start = cells.first_position(seq_id, start)
+        if not 0 <= start < high:
+            return
+        # Of a sequence's cells those of later positions were written later.
+        newest = cells.newest(but=seq_id)
+        if high == end_of_seq and newest <= cells.write_index(seq_id, start):
+            return
+        low, n_cells = cells.exclusive(seq_id, start, high)
+        if low is None:
+            return
+        write_index = cells.write_index(seq_id, low)
+        if high < end_of_seq or newest > write_index:
+            self._handle.copy(seq_id, self._seq_id, low, high)
+            self._lowest = write_index if self._lowest is None else min(self._lowest, write_index)
+            self.n_cells += n_cells
+
+    def release_if_unneeded(self) -> None:
+        """Release the quarantined cells if no living sequence has cells above them."""
+        if self._lowest is not None and self._cells.newest() < self._lowest:
+            self._handle.remove(self._seq_id, 0, -1)
+            self._lowest, self.n_cells = None, 0
+
+    def release(self) -> None:
+        """Release the quarantined cells although sequences have cells above them: order is lost."""
+        self._handle.remove(self._seq_id, 0, -1)
+        self._lowest, self.n_cells, self.in_order = None, 0, False
+
+    def reset(self) -> None:
+        """Record that the cache is empty: whatever is written next is in order."""
+        self._lowest, self.n_cells, self.in_order = None, 0, True
+
+
 class Memory:
     """Attention memory, one cache for all sequences (llama.cpp's unified KV); other kinds differ from it.
 
     Args:
-        handle: the native context whose memory it is.
-        n_seq_max: how many sequences there are.
+        handle: the native context whose memory it is; an attribute too.
         state_layout: how llama.cpp serialises the state of a sequence; None if that is not known.
         keeps_order: whether the cells of every sequence are kept in the order of its tokens.
 
@@ -45,9 +108,10 @@ class Memory:
         cells: which sequence holds which of them.
         hidden: the hidden states of its tokens, while a head reads them.
         prefix_seq_ids: the sequences of the prefix cache.
+        spare_seq_ids: beyond those of the context: cells can refer to them, but they cannot be decoded.
         evict: of the prefix cache: frees at least that many cells, returns how many.
         compact: writes all sequences again, in order and without holes; False if that is impossible.
-        order: keeps cells in order; None if nothing does.
+        order: of the cells, which is kept or not.
         can_draft: whether rejected tokens can be dropped, so that drafts are verified in place.
         forks_copy: whether a fork copies K/V; otherwise it costs nothing.
     """
@@ -58,11 +122,11 @@ class Memory:
     def __init__(
         self,
         handle: ContextHandle,
-        n_seq_max: int,
         state_layout: StateLayout | None = None,
         *,
         keeps_order: bool = False,
     ) -> None:
+        n_seq_max = handle.n_seq_max
         self.state_layout = state_layout
         self.cells = CellTable(handle.n_ctx, n_seq_max)
         self.next_position = self.cells.next_position
@@ -70,12 +134,13 @@ class Memory:
         self.append: Callable[..., None] = self.cells.append
         self.hidden: HiddenStates | None = None
         self.prefix_seq_ids: set[int] = set()
+        self.spare_seq_ids = range(n_seq_max, _MOVED)
         self.evict: Callable[[int], int] = lambda _n: 0
         self.compact: Callable[[], bool] = lambda: False
-        self.order: CellOrder | None = None
-        if keeps_order and n_seq_max < max_sequences():  # the quarantined cells need a sequence id
-            self.order = CellOrder(handle, self.cells, max_sequences() - 1)
-        self._handle = handle
+        # The quarantined cells need a sequence id.
+        keeps_order = keeps_order and n_seq_max < max_sequences()
+        self.order = CellOrder(handle, self.cells, max_sequences() - 1 if keeps_order else -1)
+        self.handle = handle
 
     # -- what is written ---------------------------------------------------------------------------
 
@@ -122,7 +187,7 @@ class Memory:
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         try:
-            self._handle.copy(source, target, 0, n if n < n_held else -1)
+            self.handle.copy(source, target, 0, n if n < n_held else -1)
             self.cells.copy(source, target, 0, n)
         except BaseException:
             self._remove(target, 0, END)
@@ -147,31 +212,28 @@ class Memory:
 
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
         """Drop positions [start, end) of a sequence; False if this memory cannot."""
-        if self.order is not None:
-            self.order.quarantine(seq_id, start, end)
+        self.order.quarantine(seq_id, start, end)
         try:
             is_done = self._remove(seq_id, start, end)
         except BaseException:  # cells and table must change together
             self._remove(seq_id, start, end)
             raise
-        if self.order is not None:
-            self.order.release_if_unneeded()
+        self.order.release_if_unneeded()
         return is_done
 
     def _remove(self, seq_id: int, start: int, end: int) -> bool:
         """Remove positions from llama.cpp's memory and the table; may be repeated if interrupted."""
-        if not self._handle.remove(seq_id, start, -1 if end == END else end):
+        if not self.handle.remove(seq_id, start, -1 if end == END else end):
             return False
         self.cells.remove(seq_id, start, end)
         return True
 
     def clear(self) -> None:
         """Drop everything; what the prefix cache keeps too."""
-        self._handle.clear()
+        self.handle.clear()
         self.cells.clear()
         self.prefix_seq_ids.clear()
-        if self.order is not None:
-            self.order.reset()
+        self.order.reset()
 
     # -- verification ------------------------------------------------------------------------------
 
@@ -204,8 +266,8 @@ class Memory:
         if self.prefix_seq_ids:
             # More than is needed now, so that compactions are rare.
             wanted = max(n - self.n_vacant, self.cells.n_cells // _RECLAIMED_PART)
-            freed = self.evict(wanted - self.n_quarantined)
-        if self.order is None or not self.order.n_cells or (freed and self.n_vacant >= n):
+            freed = self.evict(wanted - self.order.n_cells)
+        if not self.order.n_cells or (freed and self.n_vacant >= n):
             return freed > 0
         if not self.compact():
             self.order.release()
@@ -224,7 +286,7 @@ class Memory:
     def n_vacant(self) -> int:
         """Number of cells that hold nothing and are not quarantined."""
         cells = self.cells
-        return cells.n_cells - cells.n_used(range(cells.n_sequences)) - self.n_quarantined
+        return cells.n_cells - cells.n_used(range(cells.n_sequences)) - self.order.n_cells
 
     @property
     def n_free(self) -> int:
@@ -235,19 +297,9 @@ class Memory:
     @property
     def is_placement_exact(self) -> bool:
         """Whether it changes no bit of a text's logits which cells the text has."""
-        return self.forks_copy or self.order is not None
-
-    @property
-    def n_quarantined(self) -> int:
-        """Number of cells that are free, but not used again yet so that cells stay in order."""
-        return 0 if self.order is None else self.order.n_cells
+        return self.forks_copy or self.order.is_kept
 
     # -- the prefix cache --------------------------------------------------------------------------
-
-    @property
-    def spare_seq_ids(self) -> range:
-        """Ids beyond those of the context: cells can refer to them, but they cannot be decoded."""
-        return range(self.cells.n_seq_max, _MOVED)
 
     def keep(self, seq_id: int) -> None:
         """Count a sequence as one of the prefix cache, which may be beyond those of the context."""
@@ -258,7 +310,7 @@ class Memory:
 
     def state(self, seq_id: int) -> State:
         """Return the K/V of a sequence as llama.cpp writes it, uint8 (n,), a copy."""
-        return self._handle.state(seq_id)
+        return self.handle.state(seq_id)
 
     def set_state(self, seq_id: int, state: State, n_tokens: int) -> bool:
         """Fill an empty sequence with the state of ``n_tokens``; False if there are no cells for it.
@@ -266,19 +318,16 @@ class Memory:
         Raises:
             SnapshotError: llama.cpp refuses it. The sequence may then hold anything: drop it.
         """
-        if not self._handle.set_state(seq_id, state):
-            refusal = _refusal()
-            if "available cells" in str(refusal) or "not enough cells" in str(refusal):
+        try:
+            self.handle.set_state(seq_id, state)
+        except SnapshotError as refusal:
+            if "available cells" in refusal.message or "not enough cells" in refusal.message:
                 return False
-            raise refusal
-        if self._handle.position_range(seq_id)[1] != n_tokens - 1:
+            raise
+        if self.handle.position_range(seq_id)[1] != n_tokens - 1:
             raise SnapshotError("llama.cpp holds other positions than the snapshot has")
         self.append(seq_id, n_tokens)
         return True
-
-    def _restore(self, seq_id: int, state: State) -> None:
-        if not self._handle.set_state(seq_id, state):
-            raise _refusal()
 
     @property
     def can_copy(self) -> bool:
@@ -289,7 +338,7 @@ class Memory:
     @property
     def can_move(self) -> bool:
         """True if all cells can be copied out and back so that their order is kept."""
-        return self.can_copy and self.order is not None and self.order.in_order
+        return self.can_copy and self.order.is_kept and self.order.in_order
 
     def piece(self, seq_id: int, start: int) -> State:
         """Return the K/V of a sequence from position ``start`` on, for ``place``; a copy.
@@ -299,11 +348,11 @@ class Memory:
         """
         if self.state_layout is None:
             raise SnapshotError("llama.cpp writes K/V in an unknown form")
-        self._handle.copy(seq_id, _MOVED, start, -1)
+        self.handle.copy(seq_id, _MOVED, start, -1)
         try:
-            return self.state_layout.with_owner(self._handle.state(_MOVED))
+            return self.state_layout.with_owner(self.handle.state(_MOVED))
         finally:
-            self._handle.remove(_MOVED, 0, -1)
+            self.handle.remove(_MOVED, 0, -1)
 
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
         """Write a ``piece`` of ``n_tokens`` into the next free cells, at ``start``, the sequence's end.
@@ -311,9 +360,9 @@ class Memory:
         Raises:
             SnapshotError: llama.cpp refuses it.
         """
-        self._restore(_MOVED, state)
-        self._handle.copy(_MOVED, seq_id, start, -1)
-        self._handle.remove(_MOVED, 0, -1)
+        self.handle.set_state(_MOVED, state)
+        self.handle.copy(_MOVED, seq_id, start, -1)
+        self.handle.remove(_MOVED, 0, -1)
         self.cells.append(seq_id, n_tokens)
 
     # -- accounts ----------------------------------------------------------------------------------
@@ -321,8 +370,6 @@ class Memory:
     def usage(self) -> Usage:
         """Return how full the cache is."""
         usage, order = self.cells.usage(self.prefix_seq_ids), self.order
-        if order is None:
-            return usage
         return replace(usage, cells_reserved=order.n_cells, in_order=order.in_order)
 
     def audit(self) -> None:
@@ -333,7 +380,7 @@ class Memory:
         """
         for seq_id in range(self.cells.n_sequences):
             held = self.first_position(seq_id), self.next_position(seq_id) - 1
-            ours, theirs = self._compared(seq_id, held, self._handle.position_range(seq_id))
+            ours, theirs = self._compared(seq_id, held, self.handle.position_range(seq_id))
             if ours != theirs:
                 raise DecodeError(
                     f"sequence {seq_id} should hold positions {ours}, in llama.cpp it holds {theirs}"
@@ -355,14 +402,15 @@ class Windowed(Memory):
     decode must be one micro-batch then, since nothing can be done between two of them.
 
     Args:
-        handle, n_seq_max, state_layout: see `Memory`.
+        handle, state_layout: see `Memory`.
         window: its size.
     """
 
     def __init__(
-        self, handle: ContextHandle, n_seq_max: int, state_layout: StateLayout | None, window: int
+        self, handle: ContextHandle, state_layout: StateLayout | None, window: int
     ) -> None:
-        super().__init__(handle, n_seq_max, state_layout)
+        super().__init__(handle, state_layout)
+        self.spare_seq_ids = range(handle.n_seq_max, MOST_WITH_WINDOW)  # the others are shadows
         self._window = window
         self._shadowed: dict[int, int] = {}  # up to which position each shadow holds its sequence
         self.append = self._append
@@ -379,10 +427,10 @@ class Windowed(Memory):
         held = self._shadowed.get(seq_id, 0)
         if held < outside and held < end:
             try:
-                self._handle.copy(seq_id, _shadow(seq_id), held, end)
+                self.handle.copy(seq_id, _shadow(seq_id), held, end)
                 self._shadowed[seq_id] = end
             except BaseException:
-                self._handle.remove(_shadow(seq_id), held, -1)
+                self.handle.remove(_shadow(seq_id), held, -1)
                 self._shadowed[seq_id] = held
                 raise
 
@@ -392,7 +440,7 @@ class Windowed(Memory):
         Not all are after a restore: the state of a sequence has only those of the window at its end.
         """
         first = max(0, self.first_position(seq_id), n - self._window + 1)
-        return not n or self._handle.position_range(seq_id)[0] <= first
+        return not n or self.handle.position_range(seq_id)[0] <= first
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         super()._fork(source, target, n, n_held)
@@ -406,7 +454,7 @@ class Windowed(Memory):
         """Remove positions, of the shadow too."""
         held = self._shadowed.get(seq_id, 0)
         if start < held:
-            self._handle.remove(_shadow(seq_id), start, -1 if end == END else end)
+            self.handle.remove(_shadow(seq_id), start, -1 if end == END else end)
         is_done = super()._remove(seq_id, start, end)
         if start < held:
             self._shadowed[seq_id] = min(held, self.next_position(seq_id))
@@ -417,13 +465,8 @@ class Windowed(Memory):
         super().clear()
         self._shadowed.clear()
 
-    @property
-    def spare_seq_ids(self) -> range:
-        """Ids that are not those of shadows."""
-        return range(self.cells.n_seq_max, MOST_WITH_WINDOW)
-
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
-        if self._handle.position_range(_shadow(seq_id))[1] >= self._shadowed.get(seq_id, 0):
+        if self.handle.position_range(_shadow(seq_id))[1] >= self._shadowed.get(seq_id, 0):
             raise DecodeError(f"cells that sequence {seq_id} has left are kept")
         if self.can_cut(seq_id, ours[1] + 1):
             ours = (theirs[0], ours[1])  # a restored one has the window at its end only
@@ -440,10 +483,9 @@ class NonUnified(Memory):
 
     forks_copy = True
 
-    def __init__(
-        self, handle: ContextHandle, n_seq_max: int, state_layout: StateLayout | None = None
-    ) -> None:
-        super().__init__(handle, n_seq_max, state_layout)
+    def __init__(self, handle: ContextHandle, state_layout: StateLayout | None = None) -> None:
+        super().__init__(handle, state_layout)
+        self.spare_seq_ids = range(0)  # only the sequences of the context have cells
         self._n_cells_seq = handle.n_ctx_seq
         self._with_holes: set[int] = set()  # sequences that were cut in their middle
 
@@ -454,16 +496,16 @@ class NonUnified(Memory):
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         try:
-            self._restore(target, self._handle.state(source))
+            self.handle.set_state(target, self.handle.state(source))
             if n < n_held:
-                self._handle.remove(target, n, -1)
+                self.handle.remove(target, n, -1)
             self.cells.append(target, n)
             if self.hidden is not None:
                 self.hidden.set_all(target, self.hidden.of(source, 0, n))
             if source in self._with_holes:
                 self._with_holes.add(target)
         except BaseException:
-            self._handle.remove(target, 0, -1)
+            self.handle.remove(target, 0, -1)
             self.cells.remove(target, 0, END)
             raise
 
@@ -499,18 +541,13 @@ class NonUnified(Memory):
             hint="create the context with a larger n_ctx, which is divided among the sequences",
         )
 
-    @property
-    def spare_seq_ids(self) -> range:
-        """None: only the sequences of the context have cells."""
-        return range(0)
-
     def piece(self, seq_id: int, start: int) -> State:
         """Return the K/V of a whole sequence: nothing is shared, so no part is asked for."""
-        return self._handle.state(seq_id)
+        return self.handle.state(seq_id)
 
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
         """Write a ``piece`` into the empty sequence."""
-        self._restore(seq_id, state)
+        self.handle.set_state(seq_id, state)
         self.cells.append(seq_id, n_tokens)
 
     def usage(self) -> Usage:
@@ -522,25 +559,10 @@ class NonUnified(Memory):
 class States(Memory):
     """Memory whose tail cannot be dropped: recurrent, hybrid, or a window whose cells are used again.
 
-    A sequence is forked whole, or not at all.
-
-    Args:
-        handle, n_seq_max, state_layout: see `Memory`.
-        has_cells_only: no part of it is a state, which only the sequences of the context have.
+    A sequence is forked whole, or not at all. A recurrent state is one of a sequence of the context.
     """
 
     can_draft = False
-
-    def __init__(
-        self,
-        handle: ContextHandle,
-        n_seq_max: int,
-        state_layout: StateLayout | None = None,
-        *,
-        has_cells_only: bool = False,
-    ) -> None:
-        super().__init__(handle, n_seq_max, state_layout)
-        self._has_cells_only = has_cells_only
 
     def usable(self, n_common: int, n_held: int) -> int:
         """Return ``n_common`` if that is all of the sequence, else 0."""
@@ -553,7 +575,7 @@ class States(Memory):
     def cut(self, seq_id: int, n: int) -> int:
         """Drop the whole sequence, unless it holds no more than ``n`` tokens, in llama.cpp too."""
         held = self.next_position(seq_id)
-        if held <= n and self._handle.position_range(seq_id)[1] == held - 1:
+        if held <= n and self.handle.position_range(seq_id)[1] == held - 1:
             return held
         self.drop(seq_id, 0)
         return 0
@@ -562,19 +584,8 @@ class States(Memory):
         """Return how many tokens can be verified: on a fork, which takes a sequence."""
         return n if n and count_free() else 0
 
-    @property
-    def spare_seq_ids(self) -> range:
-        """Ids that cells can refer to, if these are all there is."""
-        return super().spare_seq_ids if self._has_cells_only else range(0)
-
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
         return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is where a sequence ends
-
-
-def _refusal() -> SnapshotError:
-    """Return the error for a state that llama.cpp has just refused, with the reason it has logged."""
-    reason = "; ".join(last_log_lines()) or "no reason given"
-    return SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
 
 
 def _shadow(seq_id: int) -> int:

@@ -1,23 +1,60 @@
-"""Opening the native context, of a model or of a head: parameters, trials of what it can do, threads."""
+"""Opening the native context, of a model or of a head: parameters, trials of what it can do, threads.
+
+`Capabilities` is the report; what callers do with a memory they ask of the `Memory` that fits it.
+"""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ..errors import BranchStateError, UnsupportedError
 from ..model import Model
-from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
-from .capabilities import Capabilities, probe, probe_sharing_head
+from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
 from .cell_table import Usage
+from .exactness import exactness_of
 from .kv_type import faster_kv_type
-from .memory import Memory
+from .memory import MOST_WITH_WINDOW, Memory, NonUnified, States, Windowed
 from .params import ContextParams, warn_of_length
-from .runner import Runner
+from .runner import Runner, decode_run
 from .threads import ThreadTuner
 
-__all__ = ["Opened", "open_native"]
+__all__ = ["Capabilities", "open_native"]
+
+
+_BESIDE = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What this context's memory can do; determined when it is created.
+
+    Args:
+        can_truncate: the tail of a sequence can be dropped, of any length. (A sequence restored from a
+            snapshot has only the end of a sliding window: a branch that drops more is decoded again.)
+        can_share: sequences can share cells; otherwise (``kv_unified=False``) a fork copies them.
+        sliding_window: size of the attention window in tokens, 0 if there is none.
+        recurrent: some of the memory is a state instead of cells.
+        batch_invariant: a token's logits do not depend, to the bit, on what else is in the batch or the
+            cache. (One exception, reported by ``usage().in_order``: the cache ran full while raw
+            sequences or an unfinished prompt prevented compaction, see ``compaction.py``.)
+        batch_invariant_reason: why, or why not.
+        exact_rows: the most rows of a decode of which each has, to the bit, the logits it has alone, as
+            measured; ``n_batch`` where no size was found that differs, 0 where it was not measured.
+            With a sliding window this is all that is known: cells that are used again may change order.
+        total_variation: the largest, as measured, between the distributions of the next token of a row
+            in a batch and alone: 0.0 where they are equal, None where it was not measured.
+    """
+
+    can_truncate: bool
+    can_share: bool
+    sliding_window: int
+    recurrent: bool
+    batch_invariant: bool
+    batch_invariant_reason: str
+    exact_rows: int = 0
+    total_variation: float | None = None
 
 
 class Target(Protocol):
@@ -26,54 +63,40 @@ class Target(Protocol):
     model: Model
     capabilities: Capabilities
     params: ContextParams
-
-    @property
-    def decoder(self) -> Runner:
-        """What decodes in it."""
+    decoder: Runner
 
     def usage(self) -> Usage:
         """Return how full it is."""
 
 
-class Opened(NamedTuple):
-    """A native context, tried out and empty.
+def open_native(
+    model: Model, given: ContextParams, target: Target | None
+) -> tuple[ContextParams, Capabilities, Runner]:
+    """Create the native context of ``model``, or of it as a head of ``target``, tried out and empty.
 
-    Attributes:
-        handle: its handle.
-        params: with every default resolved.
-        capabilities, memory: what it can do, and its memory.
-        n_trained: the length beyond which a text warns; None if none does.
-        encoder: of a head, if it has one.
+    Errors: see `Context`.
+
+    Returns:
+        the parameters with every default resolved, what it can do, and what decodes in it.
     """
-
-    handle: ContextHandle
-    params: ContextParams
-    capabilities: Capabilities
-    memory: Memory
-    n_trained: int | None
-    encoder: heads.Encoder | None
-
-
-def open_native(model: Model, given: ContextParams, target: Target | None) -> Opened:
-    """Create the native context of ``model``, or of it as a head of ``target``; errors: see `Context`."""
     if target is not None:
         given = _head_params(model, target, given)
     else:
         _check_generates(model)
     given.resolve(model)  # its errors come before a warning
     n_trained = _trained_length(model, given)
-    handle, params, found, memory = _probed(model, given, target)
+    params, found, memory = _probed(model, given, target)
     try:
         if params.cache_ram and not memory.can_copy:
             raise UnsupportedError(
                 f"cache_ram is not possible with {model.memory_type} memory, which cannot be copied",
                 hint="leave cache_ram out; prefix_cache works without it",
             )
-        encoder = None if target is None else _open_head(handle, model, target)
+        encoded = 0 if target is None else _open_head(memory.handle, model, target)
     except BaseException:
-        handle.close()
+        memory.handle.close()
         raise
-    return Opened(handle, params, found, memory, n_trained, encoder)
+    return params, found, Runner(memory, n_trained, encoded)
 
 
 def _check_generates(model: Model) -> None:
@@ -81,14 +104,14 @@ def _check_generates(model: Model) -> None:
     if model.architecture == "eagle3" and not model.vocab_only:
         raise UnsupportedError(
             f"{model.name} is an EAGLE-3 head: it computes only beside its target",
-            hint="give the target's context: Context(head, target=ctx), or load(name, target=ctx)",
+            hint=_BESIDE,
         )
     if model.vocab_only or not model.can_generate:
         kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
         hint = None
         if model.n_mtp_layers and not model.vocab_only:
             kind += ", its MTP layers compute only beside their target"
-            hint = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
+            hint = _BESIDE
         raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
 
 
@@ -107,7 +130,7 @@ def _trained_length(model: Model, given: ContextParams) -> int | None:
 
 def _probed(
     model: Model, given: ContextParams, target: Target | None
-) -> tuple[ContextHandle, ContextParams, Capabilities, Memory]:
+) -> tuple[ContextParams, Capabilities, Memory]:
     """Create the native context and try out what it can do; twice where that changes its parameters.
 
     Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
@@ -117,16 +140,13 @@ def _probed(
     reason = ""
     variation: float | None = None
     while True:
-        changes_logits = model.memory_type != "recurrent" and resolved.threads_change_logits
-        threads = given.n_threads, given.n_threads_batch
-        tuner = ThreadTuner(model, *threads, changes_logits=changes_logits)
-        params = tuner.filled(resolved)
+        tuner = ThreadTuner(model, resolved)
+        params = tuner.params
         handle = _create(model, params.native(), target)
         try:
             if target is not None and model.shares_memory:  # trials need memory
-                n_seq_max = params.native().n_seq_max
-                return handle, params, *probe_sharing_head(handle, target.capabilities, n_seq_max)
-            found, memory = probe(handle, model, params, is_head=target is not None)
+                return params, *_probe_sharing_head(handle, target.capabilities)
+            found, memory = _probe(handle, model, params, is_head=target is not None)
             if not found.batch_invariant and resolved is first and target is None:
                 again = _adapted(model, resolved, given, found)
                 if again is not None:
@@ -143,9 +163,8 @@ def _probed(
             tuner.tune(handle)
         except BaseException as error:
             handle.close()
-            unified = given.unified_instead()
-            if unified is not None and isinstance(error, UnsupportedError):
-                return _probed(model, unified, target)
+            if given.kv_unified == "auto" and isinstance(error, UnsupportedError):
+                return _probed(model, replace(given, kv_unified=True), target)
             raise
         if reason:
             if found.batch_invariant:
@@ -154,7 +173,7 @@ def _probed(
                 reason = f"by {at_once}{more}: {reason}"
                 variation = 0.0
             found = replace(found, batch_invariant_reason=reason, total_variation=variation)
-        return handle, tuner.filled(resolved), found, memory
+        return tuner.params, found, memory
 
 
 def _adapted(
@@ -167,7 +186,9 @@ def _adapted(
     """
     if resolved.batch_invariant is True:
         rows = found.exact_rows
-        if model.memory_type == "attention" and rows >= max(2, resolved.least_ubatch):
+        # Without unified KV llama.cpp computes a token of every sequence at once.
+        least = 2 if resolved.kv_unified else max(2, resolved.n_seq_max or 0)
+        if model.memory_type == "attention" and rows >= least:
             return replace(resolved, n_ubatch=rows)
         hint = (
             "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
@@ -197,12 +218,17 @@ def _create(model: Model, native: NativeContextParams, target: Target | None) ->
                 f"{model.name} shares the memory of its target, and opening it would empty that",
                 hint="open it before anything is decoded, or prune all branches first",
             )
-        head = HeadOf(target.decoder.handle, not model.target_layers, model.shares_memory)
-        return ContextHandle(model.handle, native, head)
+        return ContextHandle(
+            model.handle,
+            native,
+            target.decoder.handle,
+            uses_mtp=not model.target_layers,
+            shares_memory=model.shares_memory,
+        )
 
 
-def _open_head(handle: ContextHandle, model: Model, target: Target) -> heads.Encoder | None:
-    """Let the target keep its hidden states; return the head's encoder, if it has one."""
+def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
+    """Let the target keep its hidden states; return how many of each token an encoder reads, else 0."""
     layers = model.target_layers or (target.model.n_layer,)
     reader = weakref.ref(handle)
 
@@ -212,9 +238,7 @@ def _open_head(handle: ContextHandle, model: Model, target: Target) -> heads.Enc
 
     with target.decoder.handle.lock:
         width = target.decoder.watch_hidden(layers, is_read).width
-    if not model.target_layers:
-        return None
-    return heads.Encoder(handle, width, min(handle.n_outputs_max, handle.n_chunk))
+    return width if model.target_layers else 0
 
 
 def _head_params(model: Model, target: Target, given: ContextParams) -> ContextParams:
@@ -231,18 +255,23 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
             hint="`llamabranch models show TARGET HEAD` shows whether one can draft for the other",
         )
+    given = replace(
+        given,
+        n_threads=given.n_threads or theirs.n_threads,
+        n_threads_batch=given.n_threads_batch or theirs.n_threads_batch,
+    )
     if model.shares_memory:
         if given.prefix_cache:
             raise UnsupportedError("a head that reads the memory of its target caches no prefixes")
         return replace(
-            given.with_memory_of(theirs),
+            given,
+            kv_unified=theirs.kv_unified,
+            swa_full=theirs.swa_full,
             n_ctx=target.decoder.handle.n_ctx,
             n_seq_max=theirs.n_seq_max,
             kv_type=theirs.kv_type,
             flash_attention=theirs.flash_attention,
             batch_invariant=False,
-            n_threads=given.n_threads or theirs.n_threads,
-            n_threads_batch=given.n_threads_batch or theirs.n_threads_batch,
         )
     # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
     n_layers = max(1, model.n_mtp_layers)
@@ -250,6 +279,80 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
         given,
         n_ctx=given.n_ctx or target.decoder.handle.n_ctx * n_layers,
         n_seq_max=given.n_seq_max or min((theirs.n_seq_max or 1) * n_layers, max_sequences()),
-        n_threads=given.n_threads or theirs.n_threads,
-        n_threads_batch=given.n_threads_batch or theirs.n_threads_batch,
     )
+
+
+def _probe(
+    handle: ContextHandle, model: Model, params: ContextParams, *, is_head: bool = False
+) -> tuple[Capabilities, Memory]:
+    """Find out what an empty context can do, by short trials; return that, and its memory, empty.
+
+    Args:
+        params: what the context was created with, resolved.
+        is_head: the context computes a head, not the model's trunk.
+    """
+    # A head has attention only, whatever the trunk has whose file it is in.
+    recurrent = model.memory_type in ("recurrent", "hybrid") and not is_head
+    # llama.cpp reports a removal as done although cells that the window needs are gone already, and
+    # later decodes would attend to an incomplete window. They stay where the cache has them
+    # (``swa_full``) and can hold them (``Windowed``).
+    window = model.n_swa if model.memory_type == "sliding-window" else 0
+    memory = Memory(handle) if handle.kv_unified else NonUnified(handle)
+    runner = Runner(memory)
+    decode_run(runner, [3 % model.n_vocab, 10 % model.n_vocab], 0, "none")
+    layout = StateLayout.learn(handle.state(0), n_tokens=2)
+    can_truncate = memory.drop(0, 1)
+    if layout is not None and layout.is_cells_only:
+        window = 0  # no layer uses it
+    if window:
+        can_truncate &= params.swa_full and handle.n_seq_max <= MOST_WITH_WINDOW
+        can_truncate &= layout is not None and layout.has_window
+    memory.clear()
+    exactness = exactness_of(runner, model, params, is_head=is_head)
+    n_ubatch = params.n_ubatch or handle.n_batch
+    invariant = exactness.rows >= n_ubatch and model.memory_type == "attention"
+    if not handle.kv_unified:
+        _check_copies(layout)
+        memory = NonUnified(handle, layout)
+    elif not can_truncate:
+        memory = States(handle, layout)
+        if recurrent:
+            memory.spare_seq_ids = range(0)  # cells alone can belong to others than the context's
+    elif window:
+        memory = Windowed(handle, layout, window)
+    else:
+        memory = Memory(handle, layout, keeps_order=invariant and not is_head)
+    found = Capabilities(
+        can_truncate=can_truncate,
+        can_share=handle.kv_unified,
+        sliding_window=window,
+        recurrent=recurrent,
+        batch_invariant=invariant,
+        batch_invariant_reason=exactness.reason,
+        exact_rows=exactness.rows,
+        total_variation=exactness.total_variation,
+    )
+    return found, memory
+
+
+def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Capabilities, Memory]:
+    """Return what a head can do that reads the memory of its target: it has none to try out."""
+    if not handle.kv_unified:
+        _check_copies(None)
+    found = replace(
+        target,
+        can_truncate=False,
+        batch_invariant=False,
+        exact_rows=0,
+        total_variation=None,
+        batch_invariant_reason="not established for a head that reads the K/V of its target",
+    )
+    return found, States(handle)
+
+
+def _check_copies(layout: StateLayout | None) -> None:
+    """Raise UnsupportedError where the cells of a sequence of non-unified KV cannot be copied."""
+    if layout is None or not layout.is_cells_only:
+        raise UnsupportedError(
+            "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
+        )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
 from ..arguments import choice, real, whole
 from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
 from ..native import NativeContextParams, available_cores, max_sequences
-from ..native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
+from ..native.context import FLASH_ATTENTION, KV_TYPES, NATIVE_NAMES, ROPE_SCALING
 from .kv_type import faster_kv_type
 
 __all__ = [
@@ -172,21 +172,17 @@ class ContextParams:
             ConfigError: values that do not fit together.
             UnsupportedError: ``kv_unified=False`` with memory that is not plain attention.
         """
-        n_ctx = self.n_ctx
-        unified = self.kv_unified
+        is_attention, unified = model.memory_type == "attention", self.kv_unified
         if unified == "auto":
             n_chunk = min(self.n_batch, self.n_ubatch or self.n_batch)
-            n = self.n_seq_max or _SEQUENCES_WITH_MEMORY
-            unified = model.memory_type != "attention" or n > n_chunk
+            unified = not is_attention or (self.n_seq_max or _SEQUENCES_WITH_MEMORY) > n_chunk
         is_shared = unified and model.memory_type in ("attention", "sliding-window")
         n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
         n_seq_max = self.n_seq_max or min(n_seq_max, self.n_batch)
         kv_unified = bool(unified) or n_seq_max == 1  # which is the same for one sequence
-        if n_ctx is None:
-            trained = self.trained_length(model)
-            # llama.cpp has no smaller cache than its step of 256.
-            n_ctx = DEFAULT_N_CTX if trained is None else max(_STEP, min(DEFAULT_N_CTX, trained))
-            n_ctx *= 1 if kv_unified else n_seq_max
+        # llama.cpp has no smaller cache than its step of 256.
+        usual = max(_STEP, min(DEFAULT_N_CTX, self.trained_length(model) or DEFAULT_N_CTX))
+        n_ctx = self.n_ctx or usual * (1 if kv_unified else n_seq_max)
         n_batch = min(self.n_batch, n_ctx)
         if n_seq_max > n_batch:
             raise ConfigError(
@@ -202,9 +198,9 @@ class ContextParams:
                 f"n_seq_max must be at most {MOST_WITH_PREFIXES} with a prefix cache, not {n_seq_max}",
                 hint="the prefix cache needs sequence ids of its own",
             )
-        n_ubatch = n_batch if self.n_ubatch is None else min(self.n_ubatch, n_batch)
+        n_ubatch = min(self.n_ubatch or n_batch, n_batch)
         if not kv_unified:
-            if model.memory_type != "attention":
+            if not is_attention:
                 raise UnsupportedError(
                     f"kv_unified=False is not possible with {model.memory_type} memory",
                     hint="leave it out: it is for plain attention memory",
@@ -260,59 +256,19 @@ class ContextParams:
             return None
         return model.n_ctx_train
 
-    @property
-    def least_ubatch(self) -> int:
-        """The least ``n_ubatch``; of resolved parameters.
-
-        Without unified KV llama.cpp computes a token of every sequence at once.
-        """
-        return 1 if self.kv_unified else self.n_seq_max or 1
-
-    def unified_instead(self) -> ContextParams | None:
-        """Return these with unified KV, if "auto" leaves the choice; else None."""
-        return replace(self, kv_unified=True) if self.kv_unified == "auto" else None
-
-    def with_memory_of(self, other: ContextParams) -> ContextParams:
-        """Return these for a context that reads the memory of another one."""
-        return replace(self, kv_unified=other.kv_unified, swa_full=other.swa_full)
-
-    @property
-    def threads_change_logits(self) -> bool:
-        """True if logits can depend, by rounding, on the number of threads; of resolved parameters.
-
-        llama.cpp's flash attention splits 512 and more cells of F16 or F32 K/V into one part for each
-        thread.
-        """
-        many = self.n_ctx is None or self.n_ctx > _STEP
-        return self.kv_type in ("f16", "f32") and self.flash_attention is not False and many
-
     def native(self) -> NativeContextParams:
         """Return llama.cpp's parameters; these must be resolved, the threads included."""
-        numbers = (self.n_ctx, self.n_seq_max, self.n_ubatch, self.n_outputs_max)
-        n_ctx, n_seq_max, n_ubatch, n_outputs_max = (n or 0 for n in numbers)
-        return NativeContextParams(
-            n_ctx=n_ctx,
-            n_seq_max=n_seq_max,
-            n_batch=self.n_batch,
-            n_ubatch=n_ubatch,
-            n_outputs_max=n_outputs_max,
-            n_threads=self.n_threads or available_cores(),
-            n_threads_batch=self.n_threads_batch or self.n_threads or available_cores(),
-            flash_attn_type=FLASH_ATTENTION[self.flash_attention],
-            type_k=KV_TYPES[self.kv_type],
-            type_v=KV_TYPES[self.kv_type],
-            swa_full=self.swa_full,
-            offload_kqv=self.offload_kqv,
-            kv_unified=bool(self.kv_unified),
-            rope_scaling_type=ROPE_SCALING[self.rope_scaling],
-            rope_freq_base=self.rope_freq_base,
-            rope_freq_scale=self.rope_freq_scale,
-            yarn_ext_factor=self.yarn_ext_factor,
-            yarn_attn_factor=self.yarn_attn_factor,
-            yarn_beta_fast=self.yarn_beta_fast,
-            yarn_beta_slow=self.yarn_beta_slow,
-            yarn_orig_ctx=self.yarn_orig_ctx,
-        )
+        kv_type, n_threads = KV_TYPES[self.kv_type], self.n_threads or available_cores()
+        same = {f.name: getattr(self, f.name) for f in fields(self) if f.name in NATIVE_NAMES}
+        return {
+            "rope_scaling_type": ROPE_SCALING[self.rope_scaling],
+            **same,
+            "n_threads": n_threads,
+            "n_threads_batch": self.n_threads_batch or n_threads,
+            "flash_attn_type": FLASH_ATTENTION[self.flash_attention],
+            "type_k": kv_type,
+            "type_v": kv_type,
+        }
 
 
 _RANGES = {

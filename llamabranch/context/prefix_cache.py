@@ -12,28 +12,141 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from time import perf_counter
 
 from ..errors import SnapshotError
-from .memory import END, Memory
-from .radix_tree import RadixTree
+from .hidden_states import PackedStates
+from .memory import END, State
 from .runner import Runner
-from .saved_prefixes import SavedPrefixes, SavedText
 from .sequence_ids import SequenceIds
 
-__all__ = ["MIN_SHARED", "PrefixCache"]
+__all__ = ["MIN_SHARED", "KeptText", "KeptTexts", "PrefixCache", "n_common"]
 
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 
+_tokens = attrgetter("tokens")
 
-class _Text:
-    """A cached prefix and the sequence that refers to its cells."""
 
-    def __init__(self, tokens: list[int]) -> None:
+class KeptText:
+    """A text, the sequence that refers to its cells, or what was copied of them.
+
+    Attributes:
+        tokens: its token ids; nobody changes them while the text is in a collection.
+        seq_id: the sequence; -1: none.
+        state: the K/V of all its tokens, uint8 (n,), where it is outside the cache.
+        hidden: then, with a head, their hidden states too.
+    """
+
+    def __init__(self, tokens: list[int], seq_id: int = -1) -> None:
         self.tokens = tokens
-        self.seq_id = -1
+        self.seq_id = seq_id
+        self.state: State | None = None
+        self.hidden: PackedStates | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """The memory that it takes outside the cache."""
+        n = 0 if self.state is None else self.state.nbytes
+        return n if self.hidden is None else n + self.hidden.rows.nbytes
+
+
+class KeptTexts:
+    """Different texts, the least recently used first; finding one costs as much as reading it."""
+
+    def __init__(self) -> None:
+        self._sorted: list[KeptText] = []  # by tokens: those that begin alike are neighbours
+        self._used: OrderedDict[KeptText, None] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def __iter__(self) -> Iterator[KeptText]:
+        return iter(list(self._used))
+
+    def __contains__(self, text: KeptText) -> bool:
+        return text in self._used
+
+    def find(self, tokens: Sequence[int]) -> tuple[int, KeptText | None]:
+        """Return how many of ``tokens`` a text begins with, and such a text."""
+        tokens, n, found = list(tokens), 0, None
+        at = bisect_left(self._sorted, tokens, key=_tokens)
+        for text in self._sorted[max(0, at - 1) : at + 1]:
+            common = n_common(text.tokens, tokens)
+            if common > n:
+                n, found = common, text
+        return n, found
+
+    def find_whole(self, tokens: Sequence[int]) -> tuple[int, KeptText | None]:
+        """Return the length of the longest text that ``tokens`` begin with, and that text."""
+        beginning = list(tokens)
+        while at := bisect_right(self._sorted, beginning, key=_tokens):
+            text = self._sorted[at - 1]
+            n = n_common(text.tokens, beginning)
+            if n == len(text.tokens):
+                return n, text
+            del beginning[n:]  # the longest is no longer: it would be between the two
+        return 0, None
+
+    def add(self, text: KeptText) -> None:
+        """Add a text that is not empty, and not there; it is the last one used."""
+        insort(self._sorted, text, key=_tokens)
+        self._used[text] = None
+
+    def use(self, text: KeptText) -> None:
+        """Record that a text was used; nothing if it is not there."""
+        if text in self._used:
+            self._used.move_to_end(text)
+
+    def cut(self, text: KeptText, n: int) -> bool:
+        """Shorten a text to its first ``n`` tokens; False, and no change, if another begins with them."""
+        del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
+        is_new = self.find(text.tokens[:n])[0] < n
+        if is_new:
+            text.tokens = text.tokens[:n]
+        insort(self._sorted, text, key=_tokens)
+        return is_new
+
+    def remove(self, text: KeptText) -> None:
+        """Remove a text.
+
+        Raises:
+            KeyError: it is not there.
+        """
+        del self._used[text]
+        del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
+
+
+class SavedTexts(KeptTexts):
+    """At most ``max_bytes`` of K/V and hidden states; the least recently used texts go first.
+
+    Attributes:
+        n_bytes: the size of what is held.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self.n_bytes = 0
+        self.max_bytes = max_bytes
+
+    def add(self, text: KeptText) -> None:
+        """Hold a text that does not begin another one; one that it continues is dropped."""
+        n, known = self.find(text.tokens)
+        if known is not None and n == len(known.tokens):
+            self.remove(known)
+        super().add(text)
+        self.n_bytes += text.n_bytes
+        while self.n_bytes > self.max_bytes:
+            self.remove(next(iter(self)))
+
+    def remove(self, text: KeptText) -> None:
+        """Forget a text; a second time does nothing."""
+        if text in self:
+            super().remove(text)
+            self.n_bytes -= text.n_bytes
 
 
 class PrefixCache:
@@ -42,36 +155,29 @@ class PrefixCache:
     ``ContextParams.prefix_cache`` tells which contexts have one.
 
     Args:
-        memory: the cells.
+        runner: has the cells, frees some for K/V that comes back, and measures how long reading takes.
         sequences: of the context: cached texts take some where the memory has no other ids.
-        saved: where the K/V of texts goes when their cells are evicted; None: it is lost.
-        runner: frees cells for K/V that comes back, and measures how long reading takes.
+        cache_ram: bytes of host memory for the K/V of texts whose cells are evicted; 0: it is lost.
 
     Attributes:
         n_hits: how often the beginning of a text was found.
         n_hit_tokens: how many tokens those were together.
         n_evicted: how many cells were freed because others needed them.
         n_restored: how many tokens came back from ``saved``.
+        saved: what is in host memory.
 
     Where the memory cannot be cut (recurrent, hybrid, sliding window), a text is of use only to texts
     that begin with all of it.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        sequences: SequenceIds,
-        saved: SavedPrefixes | None,
-        runner: Runner,
-    ) -> None:
-        self._memory = memory
+    def __init__(self, runner: Runner, sequences: SequenceIds, cache_ram: int) -> None:
+        self._memory = memory = runner.memory
         self._sequences = sequences
-        self.saved = saved
+        self.saved = SavedTexts(cache_ram)
         self._runner = runner
         self._restore_s = math.nan  # seconds for each token that came back
         self._spare_seq_ids = list(memory.spare_seq_ids)  # a heap
-        self._tree: RadixTree[_Text] = RadixTree()
-        self._kept: OrderedDict[_Text, None] = OrderedDict()  # least recently used first
+        self._kept = KeptTexts()
         self.n_hits = 0
         self.n_hit_tokens = 0
         self.n_evicted = 0
@@ -83,30 +189,28 @@ class PrefixCache:
         """Return the number of cached prefixes."""
         return len(self._kept)
 
-    def texts(self) -> list[tuple[int, list[int]]]:
-        """Return the sequence and the tokens of every cached prefix."""
-        return [(text.seq_id, text.tokens) for text in self._kept]
+    def texts(self) -> list[KeptText]:
+        """Return every cached prefix."""
+        return list(self._kept)
 
     def n_common(self, tokens: Sequence[int]) -> int:
         """Return how many of ``tokens``, from the first on, could be shared."""
         n = self._find(tokens)[0]
-        return n if self._worth_restoring(tokens, n) is None else self._n_saved(tokens)
+        return self._worth_restoring(tokens, n)[0] or n
 
     def take(self, seq_id: int, tokens: Sequence[int]) -> int:
         """Share the longest kept prefix of ``tokens`` with an empty sequence; return its length."""
         n, text = self._find(tokens)
-        saved = self._worth_restoring(tokens, n)
+        n_saved, saved = self._worth_restoring(tokens, n)
         if saved is not None:
-            n_restored = self._restore(seq_id, saved, self._n_saved(tokens))
-            if n_restored:
-                return n_restored
+            if self._restore(seq_id, saved, n_saved):
+                return n_saved
             n, text = self._find(tokens)  # others may have made room
         n = 0 if text is None else self._memory.fork(text.seq_id, seq_id, n)
         if text is None or not n:
             return 0
-        self._kept.move_to_end(text)
-        self.n_hits += 1
-        self.n_hit_tokens += n
+        self._kept.use(text)
+        self._count_hit(n)
         return n
 
     def transfer_text(self, tokens: Sequence[int], is_full: bool) -> int | None:
@@ -120,9 +224,9 @@ class PrefixCache:
             a sequence that is held; None if ``take`` is to copy, or there is nothing to take.
         """
         n, text = self._find(tokens)
-        if text is None or self._worth_restoring(tokens, n) is not None:
+        if text is None or self._worth_restoring(tokens, n)[0]:
             return None
-        self._kept.move_to_end(text)  # so that another text makes room
+        self._kept.use(text)  # so that another text makes room
         n_lost = len(text.tokens) - n
         if n_lost and not (is_full and (n_lost < n or len(self._kept) == 1)):
             return None
@@ -132,76 +236,73 @@ class PrefixCache:
         if n_lost:
             self._save(text)
             self._memory.drop(text.seq_id, n)
-        self._tree.remove(text.tokens)
-        del self._kept[text]
-        self.n_hits += 1
-        self.n_hit_tokens += n
+        self._kept.remove(text)
+        self._count_hit(n)
         return text.seq_id
 
-    def _find(self, tokens: Sequence[int]) -> tuple[int, _Text | None]:
-        n, text = self._tree.find(tokens)
+    def _count_hit(self, n: int) -> None:
+        self.n_hits += 1
+        self.n_hit_tokens += n
+
+    def _find(self, tokens: Sequence[int]) -> tuple[int, KeptText | None]:
+        n, text = self._kept.find(tokens)
         if text is not None and self._memory.usable(n, len(text.tokens)) < n:
-            n, text = self._tree.find_whole(tokens)
+            n, text = self._kept.find_whole(tokens)
         return (n, text) if n >= MIN_SHARED else (0, None)
 
     # -- host memory -------------------------------------------------------------------------------
 
-    def _n_saved(self, tokens: Sequence[int]) -> int:
-        return 0 if self.saved is None else self.saved.find(tokens)[0]
-
-    def _worth_restoring(self, tokens: Sequence[int], n_kept: int) -> SavedText | None:
+    def _worth_restoring(
+        self, tokens: Sequence[int], n_kept: int
+    ) -> tuple[int, KeptText] | tuple[int, None]:
         """Return the saved text that has more of ``tokens`` than is kept, if copying it back pays.
 
-        It pays where it takes less time than reading what is not kept, as both were measured.
+        And before it, how many; else 0. It pays where it takes less time than reading what is not kept,
+        as both were measured.
         """
-        if self.saved is None:
-            return None
         n, text = self.saved.find(tokens)
         if text is None or n < n_kept + MIN_SHARED:
-            return None
+            return 0, None
         restore_s = self._restore_s * len(text.tokens)
         read_s = self._runner.read_s * (n - n_kept)
-        return None if restore_s > read_s else text  # nan: not measured yet
+        return (0, None) if restore_s > read_s else (n, text)  # nan: not measured yet
 
-    def _restore(self, seq_id: int, text: SavedText, n: int) -> int:
-        """Give an empty sequence the first ``n`` tokens of a saved text; return how many it has then."""
-        memory, saved = self._memory, self.saved
-        if saved is None:
-            return 0
-        n_tokens = len(text.tokens)
+    def _restore(self, seq_id: int, text: KeptText, n: int) -> bool:
+        """Give an empty sequence the first ``n`` tokens of a saved text; False if that is impossible."""
+        memory, n_tokens = self._memory, len(text.tokens)
         self._runner.make_room(n_tokens)
-        if memory.n_vacant < n_tokens:
-            return 0
+        if text.state is None or memory.n_vacant < n_tokens:
+            return False
         start = perf_counter()
         try:
             memory.place(seq_id, text.state, 0, n_tokens)
             if memory.hidden is not None and text.hidden is not None:
                 memory.hidden.restore(seq_id, text.hidden)
         except SnapshotError:
-            saved.drop(text)
-            return 0
+            self.saved.remove(text)
+            return False
         took = (perf_counter() - start) / n_tokens
         known = self._restore_s
         self._restore_s = took if known != known else 0.7 * known + 0.3 * took
         if n < n_tokens:
             memory.drop(seq_id, n)
-        saved.touch(text)
-        self.n_hits += 1
-        self.n_hit_tokens += n
+        self.saved.use(text)
+        self._count_hit(n)
         self.n_restored += n
-        return n
+        return True
 
-    def _save(self, text: _Text) -> None:
+    def _save(self, text: KeptText) -> None:
         """Copy the K/V of a text to host memory before its cells are freed."""
-        saved, layout = self.saved, self._memory.state_layout
-        if saved is None or layout is None:
-            return
+        layout, hidden = self._memory.state_layout, self._memory.hidden
         n = len(text.tokens)
-        hidden = self._memory.hidden
-        row = 0 if hidden is None else 4 * hidden.width
-        if saved.find(text.tokens)[0] < n and saved.accepts(layout.max_bytes(n) + n * row):
-            rows = None if hidden is None else hidden.packed(text.seq_id)
-            saved.put(list(text.tokens), self._memory.piece(text.seq_id, 0), rows)
+        n_bytes = 0 if hidden is None else 4 * hidden.width * n
+        if layout is None or n_bytes + layout.max_bytes(n) > self.saved.max_bytes:
+            return
+        if self.saved.find(text.tokens)[0] < n:
+            copy = KeptText(text.tokens)
+            copy.state = self._memory.piece(text.seq_id, 0)
+            copy.hidden = None if hidden is None else hidden.packed(text.seq_id)
+            self.saved.add(copy)
 
     # -- keeping and evicting ----------------------------------------------------------------------
 
@@ -220,11 +321,11 @@ class PrefixCache:
             return False
         n, known = self._find(tokens)
         if known is not None and n == len(tokens):
-            self._kept.move_to_end(known)
+            self._kept.use(known)
             return False
         if known is not None and n == len(known.tokens) and self._memory.usable(n, len(tokens)):
             self._drop(known)  # the new text continues it
-        text = _Text(list(tokens))
+        text = KeptText(list(tokens))
         transfers = is_last and self._memory.forks_copy  # which saves the copy
         allocated = seq_id if transfers else self._allocate(text)
         while allocated is None:
@@ -237,11 +338,10 @@ class PrefixCache:
             self._sequences.transfer(seq_id, text)
         else:
             self._memory.fork(seq_id, allocated)
-        self._tree.insert(text.tokens, text)
-        self._kept[text] = None
+        self._kept.add(text)
         return transfers
 
-    def _allocate(self, text: _Text) -> int | None:
+    def _allocate(self, text: KeptText) -> int | None:
         """Return an empty sequence for a text, None if there is none."""
         if not self._memory.spare_seq_ids:
             return self._sequences.allocate_if_free(text)
@@ -256,7 +356,7 @@ class PrefixCache:
         Some may be quarantined afterwards, until the cache is compacted.
         """
         freed = 0
-        for text in list(self._kept):
+        for text in self._kept:
             if freed >= n_cells:
                 break
             first, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
@@ -266,7 +366,10 @@ class PrefixCache:
             keep = self._memory.usable(max(first, n_tokens - (n_cells - freed)), n_tokens)
             freed += min(n_alone, n_tokens - keep)
             self._save(text)
-            self._cut(text, keep if keep >= MIN_SHARED else 0)
+            if keep >= MIN_SHARED and self._kept.cut(text, keep):
+                self._memory.drop(text.seq_id, keep)
+            else:
+                self._drop(text)
         self.n_evicted += freed
         return freed
 
@@ -282,30 +385,31 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Give up everything, what is saved in host memory too."""
-        if self.saved is not None:
-            self.saved.clear()
-        for text in list(self._kept):
+        for text in self.saved:
+            self.saved.remove(text)
+        for text in self._kept:
             self._drop(text)
 
-    def _cut(self, text: _Text, n: int) -> None:
-        """Keep only the first ``n`` tokens of a text; nothing if another text has these too."""
-        self._tree.remove(text.tokens)
-        if n and self._tree.find(text.tokens[:n])[0] < n:
-            self._memory.drop(text.seq_id, n)
-            text.tokens = text.tokens[:n]
-            self._tree.insert(text.tokens, text)
-        else:
-            self._end(text)
-
-    def _drop(self, text: _Text) -> None:
-        self._tree.remove(text.tokens)
-        self._end(text)
-
-    def _end(self, text: _Text) -> None:
-        del self._kept[text]
+    def _drop(self, text: KeptText) -> None:
+        self._kept.remove(text)
         self._memory.drop(text.seq_id, 0)
         self._memory.prefix_seq_ids.discard(text.seq_id)
         if self._memory.spare_seq_ids:
             heapq.heappush(self._spare_seq_ids, text.seq_id)
         else:
             self._sequences.free(text.seq_id)
+
+
+def n_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the common prefix of two lists."""
+    n = min(len(left), len(right))
+    if left[:n] == right[:n]:
+        return n
+    low, high = 0, n  # they agree up to low, and differ before high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

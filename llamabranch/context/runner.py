@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
-from ..native import ContextHandle, heads
+from ..native import heads, staging
 from ..native.context import DecodeHook
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
@@ -36,6 +36,9 @@ Read = Callable[[int, list[LogitsRow]], None]
 # llama.cpp's, None where these are in the wanted order.
 Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
 
+# A token; its position, -1 = at the end of its sequence; this; whether its row is wanted; the members.
+Entry = tuple[int, int, int, bool, Sequence[int]]
+
 _FULL = 1  # llama_decode's return codes
 _REFUSED = -1
 _INTERRUPTED = 2
@@ -47,50 +50,41 @@ class Runner:
     """Decodes batches, records them in the memory, and copies rows of logits before they are overwritten.
 
     Args:
-        handle: the native context.
-        memory: where the tokens are written.
+        memory: where the tokens are written; its native context decodes them.
         n_trained: positions the model was trained for, beyond which it warns; None to never warn.
-        encoder: of a head that does not read hidden states as they are: what they go through.
+        encoded: of a head whose encoder reads the hidden states: their numbers for a token; else 0.
 
     Attributes:
         n_trained: the position beyond which a sequence warns.
         n_decodes: how many there were.
+        n_chunk: the most tokens of a decode that can be interrupted.
+        most_hidden: the most numbers that the hidden states of a token can have, of all layers together.
         read_s: seconds for each token of a long chunk, smoothed; NaN before the first.
     """
 
     def __init__(
         self,
-        handle: ContextHandle,
         memory: Memory,
         n_trained: int | None = None,
-        encoder: heads.Encoder | None = None,
+        encoded: int = 0,
     ) -> None:
-        self.handle = handle
+        self.handle = handle = memory.handle
         self.memory = memory
         self.n_decodes = 0
+        self.n_chunk = handle.n_chunk
+        self.most_hidden = handle.n_layer * handle.n_embd + handle.n_embd_out
         self.read_s = math.nan
         # No sequence can exceed it where the cells end before.
         self.n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
         self._row_bytes = 4 * handle.n_vocab
         self._live: list[LogitsRow] = []
         self._places: list[int] | None = None  # of the last rows in llama.cpp's order, if another
-        self.encoder = encoder
-
-    @property
-    def n_chunk(self) -> int:
-        """The most tokens of a decode that can be interrupted."""
-        return self.handle.n_chunk
+        self._encoded = encoded
 
     def hook(self, around: DecodeHook | None) -> DecodeHook | None:
         """Let ``around`` call each decode from now on (see ``ContextHandle``); return the one before."""
         before, self.handle.around = self.handle.around, around
         return before
-
-    @property
-    def most_hidden(self) -> int:
-        """The most numbers that the hidden states of one token can have, of all layers together."""
-        handle = self.handle
-        return handle.n_layer * handle.n_embd + handle.n_embd_out
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""
@@ -104,7 +98,7 @@ class Runner:
     def make_room(self, n: int) -> None:
         """Free quarantined and cached cells if ``n`` cells would not be free otherwise."""
         memory = self.memory
-        if (memory.n_quarantined or memory.prefix_seq_ids) and memory.n_vacant < n:
+        if (memory.order.n_cells or memory.prefix_seq_ids) and memory.n_vacant < n:
             memory.reclaim(n)
 
     # -- the transaction ---------------------------------------------------------------------------
@@ -179,7 +173,7 @@ class Runner:
         hidden = self.memory.hidden
         if hidden is not None and not hidden.is_read():
             self.memory.hidden = None
-            hidden.turn(on=False)
+            heads.extract(self.handle, hidden.layers, False)
         live = self._live
         if not live:
             return
@@ -242,13 +236,13 @@ class Runner:
         position = memory.next_position(seq_id)
         if position >= self.n_trained:
             self._warn_beyond_trained()
-        compiled, measured = None, True
-        if sampler is not None and handle.can_step:
+        compiled, measured, stepper = None, True, handle.stepper
+        if sampler is not None and stepper is not None:
             compiled, measured = sampler.row_sampler, sampler.params.logprobs
-        if compiled is not None:
-            submit = partial(handle.step, token, position, seq_id, compiled, seed, DRAW, measured)
+        if compiled is not None and stepper is not None:
+            submit = partial(stepper.step, token, position, seq_id, compiled, seed, DRAW, measured)
         else:
-            submit = partial(self._submit_one, seq_id, token, position)
+            submit = partial(self._submit, [(token, position, seq_id, True, ())], None)
         piece = (1, 1, submit, partial(memory.append, seq_id, 1), None)
         expires = () if expiring is None else (expiring,)
         row = self.transact((piece,), {seq_id: position}, expires)[0]
@@ -256,125 +250,87 @@ class Runner:
             row.note_step(compiled, seed, measured)
         return row
 
-    def _submit_one(self, seq_id: int, token: int, position: int) -> int:
-        handle = self.handle
-        handle.tokens[0] = token
-        handle.positions[0] = position
-        handle.seqs[0] = seq_id
-        handle.wants_logits[0] = 1
-        return handle.decode(1)
-
     def decode(
         self,
-        tokens: Sequence[int],
-        seqs: Sequence[int],
-        wants_logits: Sequence[bool],
+        entries: Sequence[Entry],
         expiring: Sequence[LogitsRow] = (),
         states: States | None = None,
         read: Read | None = None,
-        *,
-        positions: Sequence[int] = (),
-        members: Sequence[Sequence[int]] = (),
     ) -> list[LogitsRow]:
-        """Decode tokens in as few decodes as possible; return the rows.
+        """Decode the tokens of a `Batch` in as few decodes as possible; return the rows.
 
         Args:
-            tokens, seqs, wants_logits: of each token its id, its sequence, and whether its row is wanted.
+            entries: the tokens, at least one.
             expiring: rows that need not survive, because these replace them.
             states: what a head reads with each token, float32 (n, n_embd).
             read: called after each decode with the number of rows before it and its own, which are
                 valid until it returns; no row is copied or returned then.
-            positions: of each token; by default each goes to the end of its sequence. If they are given,
-                the memory does not record the tokens, and no cells are freed for them, since compaction
-                would find texts with an unknown end. A head that reads its target's memory writes none.
-            members: the sequences of each token of a tree; ``seqs`` has the first of each.
-                ``Memory.adopt`` the accepted path, then drop the other sequences.
 
         Raises:
             CacheFullError, DecodeError: all sequences are as before. And what ``read`` raises.
         """
-        written = [seq_id for group in members for seq_id in group] if positions else seqs
+        is_recorded = entries[0][1] < 0
+        if is_recorded:
+            written = [seq_id for _, _, seq_id, _, _ in entries]
+        else:
+            written = [seq_id for _, _, _, _, group in entries for seq_id in group]
         starts = {seq_id: self.memory.next_position(seq_id) for seq_id in dict.fromkeys(written)}
-        is_recorded = not positions
-        if not positions:
-            ends, positions = dict(starts), []
-            for seq_id in seqs:
-                positions.append(ends[seq_id])
+        if is_recorded:
+            ends, placed = dict(starts), []
+            for token, _, seq_id, wants, group in entries:
+                placed.append((token, ends[seq_id], seq_id, wants, group))
                 ends[seq_id] += 1
-        if max(positions) >= self.n_trained:
+            entries = placed
+        if max(entry[1] for entry in entries) >= self.n_trained:
             self._warn_beyond_trained()
-        bounds = list(self._bounds(wants_logits))
-        if len(bounds) > 1 and is_recorded:
+        parts = list(self._parts(entries))
+        if is_recorded and len(parts) > 1:
             expiring = ()
-            self.make_room(len(tokens))
+            self.make_room(len(entries))
         pieces = (
-            self._piece(
-                tokens[part],
-                positions[part],
-                wants_logits[part],
-                seqs[part],
-                members[part],
-                None if states is None else states[part],
-                is_recorded,
-            )
-            for part in bounds
+            self._piece(entries[part], None if states is None else states[part], is_recorded)
+            for part in parts
         )
         return self.transact(pieces, starts, expiring, read, reclaims=is_recorded)
 
-    def _bounds(self, wants_logits: Sequence[bool]) -> Iterator[slice]:
+    def _parts(self, entries: Sequence[Entry]) -> Iterator[slice]:
         """Yield which tokens each decode has: as many, and as many rows, as one can have."""
         most, most_rows = self.handle.n_chunk, self.handle.n_outputs_max
         low = n_rows = 0
-        for i, wants in enumerate(wants_logits):
+        for i, (_, _, _, wants, _) in enumerate(entries):
             if i - low == most or n_rows + wants > most_rows:
                 yield slice(low, i)
                 low, n_rows = i, 0
             n_rows += wants
-        yield slice(low, len(wants_logits))
+        yield slice(low, len(entries))
 
-    def _piece(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        wants_logits: Sequence[bool],
-        seqs: Sequence[int],
-        members: Sequence[Sequence[int]],
-        states: States | None,
-        is_recorded: bool,
-    ) -> Piece:
+    def _piece(self, entries: Sequence[Entry], states: States | None, is_recorded: bool) -> Piece:
         """Return one decode of at most n_batch tokens, in an order that llama.cpp can decode."""
         places: list[int] | None = None
+        seqs = [seq_id for _, _, seq_id, _, _ in entries]
+        wants_logits = [wants for _, _, _, wants, _ in entries]
         order = self.memory.arranged(seqs)
         if order is not None:
             wanted = [i for i in order if wants_logits[i]]
             places = sorted(range(len(wanted)), key=wanted.__getitem__)
-            tokens = [tokens[i] for i in order]
-            positions = [positions[i] for i in order]
-            wants_logits = [wants_logits[i] for i in order]
+            entries = [entries[i] for i in order]
             seqs = [seqs[i] for i in order]
             states = None if states is None else states[order]
-        submit = partial(self._submit, tokens, positions, wants_logits, seqs, members, states)
         record = partial(self.memory.record, seqs if is_recorded else ())
-        return len(tokens), sum(wants_logits), submit, record, places
+        submit = partial(self._submit, entries, states)
+        return len(entries), sum(wants_logits), submit, record, places
 
-    def _submit(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        wants_logits: Sequence[bool],
-        seqs: Sequence[int],
-        members: Sequence[Sequence[int]],
-        states: States | None,
-    ) -> int:
-        """Decode tokens, each of its sequence, or of its ``members``; return llama.cpp's code."""
-        handle, n = self.handle, len(tokens)
+    def _submit(self, entries: Sequence[Entry], states: States | None) -> int:
+        """Decode tokens, each of its sequence, or of its members; return llama.cpp's code."""
+        handle, n = self.handle, len(entries)
+        tokens, positions, seqs, wants_logits, members = zip(*entries, strict=True)
         handle.tokens[:n] = tokens
         handle.positions[:n] = positions
         handle.wants_logits[:n] = wants_logits
         handle.seqs[:n] = seqs
         if states is not None:
             handle.states[:n] = states
-        if members:
+        if members[0]:
             return handle.decode_tree(n, members)
         begun = perf_counter()
         code = handle.decode(n)
@@ -406,17 +362,12 @@ class Runner:
                 "another head drafts for this context already", hint="close its context first"
             )
         self.handle.forget_rows()
+        hidden = HiddenStates(self.handle, self.memory.cells, layers, is_read)
         if before is not None:
-            before.turn(on=False)
-            self.memory.hidden = None
-        try:
-            self.memory.hidden = HiddenStates(self.handle, self.memory.cells, layers, is_read)
-        except BaseException:
-            if before is not None:
-                before.turn(on=True)
-                self.memory.hidden = before
-            raise
-        return self.memory.hidden
+            gone = [layer for layer in before.layers if layer not in layers]
+            heads.extract(self.handle, gone, False)
+        self.memory.hidden = hidden
+        return hidden
 
     def final_states(self, tokens: Sequence[int], seq_id: int) -> States:
         """Decode tokens at the end of a sequence; return the states after the output norm, (n, n_embd).
@@ -432,7 +383,7 @@ class Runner:
         try:
             for low in range(0, len(tokens), most):
                 part = tokens[low : low + most]
-                self.decode(part, [seq_id] * len(part), [True] * len(part))
+                decode_run(self, part, seq_id, "all")
                 found.append(heads.embedding_rows(handle, len(part)))
         finally:
             self._live = []
@@ -445,12 +396,12 @@ class Runner:
 
         For a head, which reads them with the next token of its draft.
         """
-        rows = heads.nextn_rows(self.handle, n)
+        rows = heads.extracted_rows(self.handle, self.handle.n_layer, n)
         return rows.copy() if self._places is None else rows[self._places]
 
     def use_mtp_layer(self, number: int) -> None:
         """Compute with another MTP layer from the next decode on; 0 = the first, which is the default."""
-        heads.use_mtp_layer(self.handle, number)
+        staging.functions["set_layer_offset"](self.handle.ptr, number)
 
     def encode(self, features: States) -> States:
         """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.
@@ -460,14 +411,15 @@ class Runner:
         Raises:
             DecodeError: llama.cpp cannot compute them; nothing has changed.
         """
-        encoder = self.encoder
-        if encoder is None:
+        if not self._encoded:
             return features
+        handle = self.handle
+        most = min(handle.n_outputs_max, handle.n_chunk)
         self._protect_rows(0, ())
-        self.handle.forget_rows()
+        handle.forget_rows()
         parts = []
-        for low in range(0, len(features), encoder.n_max):
-            code, states = encoder.encode(features[low : low + encoder.n_max])
+        for low in range(0, len(features), most):
+            code, states = heads.encode(handle, features[low : low + most], self._encoded)
             if code == _INTERRUPTED:
                 self.handle.resume()
                 raise DecodeInterruptedError("the encoding was interrupted", code=code)
@@ -481,50 +433,41 @@ class Batch:
     """Runs of tokens, each at the end of a sequence, decoded in the order in which they were added.
 
     Attributes:
-        tokens, seqs, wants: for each token its id, its sequence, and whether its logits are wanted.
-        positions, members: of a batch of shared runs for each token its position and its sequences.
+        entries: for each token what the decode needs.
         n_rows: for each run how many rows it gets.
     """
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.seqs: list[int] = []
-        self.wants: list[bool] = []
-        self.positions: list[int] = []
-        self.members: list[Sequence[int]] = []
+        self.entries: list[Entry] = []
         self.n_rows: list[int] = []
 
-    def add(self, seq_id: int, tokens: Sequence[int], logits: str | int = "last") -> None:
+    def add(
+        self,
+        seq_id: int,
+        tokens: Sequence[int],
+        logits: str | int = "last",
+        *,
+        position: int = -1,
+        members: Sequence[int] = (),
+    ) -> None:
         """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
 
         Args:
             seq_id: the sequence.
             tokens: ids, at least one.
             logits: the rows wanted: "all", "last" or "none", or those from a token of this number on.
+            position: of the first token. If it is given, for all runs of the batch, the memory does not
+                record the tokens, and no cells are freed for them, since compaction would find texts with
+                an unknown end. A head that reads its target's memory writes none.
+            members: the sequences to which the tokens belong, ``seq_id`` first, if these are several.
         """
         n = len(tokens)
         if isinstance(logits, str):
             logits = 0 if logits == "all" else n - (logits == "last")
-        n_rows = max(0, n - logits)
-        self.tokens += tokens
-        self.seqs += [seq_id] * n
-        self.wants += [False] * (n - n_rows) + [True] * n_rows
-        self.n_rows.append(n_rows)
-
-    def add_shared(
-        self, members: Sequence[int], position: int, tokens: Sequence[int], first_row: int
-    ) -> None:
-        """Add tokens that belong to several sequences, see ``Runner.decode``; then no others.
-
-        Args:
-            members: the sequences.
-            position: of the first token, the same in all of them.
-            tokens: ids, at least one.
-            first_row: the number of the first token whose logits are wanted.
-        """
-        self.add(members[0], tokens, first_row)
-        self.positions += range(position, position + len(tokens))
-        self.members += [members] * len(tokens)
+        for i, token in enumerate(tokens):
+            at = -1 if position < 0 else position + i
+            self.entries.append((token, at, seq_id, i >= logits, members))
+        self.n_rows.append(max(0, n - logits))
 
     def decode(
         self,
@@ -536,9 +479,8 @@ class Batch:
     ) -> list[list[LogitsRow]]:
         """Decode all runs, or none if that fails; return the rows of each. See ``Runner.decode``."""
         rows: list[LogitsRow] = []
-        if self.tokens:
-            runs = self.tokens, self.seqs, self.wants, list(expiring), states, read
-            rows = runner.decode(*runs, positions=self.positions, members=self.members)
+        if self.entries:
+            rows = runner.decode(self.entries, list(expiring), states, read)
         given = iter(rows)
         return [list(islice(given, n)) for n in self.n_rows]
 

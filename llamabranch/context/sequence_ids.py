@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 import weakref
 from collections import deque
@@ -39,31 +38,20 @@ class SequenceIds:
 
     Args:
         memory: its sequences are allocated, and emptied when they are freed.
-        lock: the context's; every call takes it.
         check: raises where nothing may be allocated, and calls ``collect``.
-        is_closed: whether the context is.
 
     Attributes:
         evict: frees a sequence that the prefix cache holds; returns whether it did.
         transfer_text: evicts one that holds first tokens of those given, see ``PrefixCache``.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        lock: threading.RLock,
-        check: Callable[[], object],
-        is_closed: Callable[[], bool],
-    ) -> None:
+    def __init__(self, memory: Memory, check: Callable[[], object]) -> None:
         self.n_seq_max = memory.cells.n_seq_max
         self.evict: Callable[[], bool] = lambda: False
-        self.transfer_text: Callable[[Sequence[int], bool], int | None] = lambda _tokens, _is_full: (
-            None
-        )
+        self.transfer_text: Callable[[Sequence[int], bool], int | None] = lambda *_: None
         self._memory = memory
-        self._lock = lock
+        self._lock = memory.handle.lock  # every call takes it
         self._check = check
-        self._is_closed = is_closed
         self._holders: dict[int, weakref.ref[object]] = {}
         self._collected: deque[int] = deque()
         self._evictables: list[weakref.ref[Evictable]] = []  # the one to evict from last comes last
@@ -155,27 +143,22 @@ class SequenceIds:
                 return begun
             while self._is_full() and self.n_cached and self.evict():
                 pass
-            while self._is_full() and self._ask(self._with_those_in_use(used)):
+            used = self._with_those_in_use(used)
+            while self._is_full() and any(each.evict(used) for each in self._living_evictables()):
                 pass
             if self._is_full():
                 _collect_garbage()  # an unreferenced branch may be in a reference cycle
                 self.collect(noted=False)
             seq_id = self.allocate_if_free(holder)
-            if seq_id is None:
-                raise self._exhausted()
-            return seq_id
-
-    def _ask(self, used: Collection[int]) -> bool:
-        return any(each.evict(used) for each in self._living_evictables())
-
-    def _exhausted(self) -> SequencesExhaustedError:
-        holders = "; ".join(f"{s} by {ref()!r}" for s, ref in sorted(self._holders.items()))
-        raw = [s for s in range(self.n_seq_max) if s not in self._holders]
-        return SequencesExhaustedError(
-            f"all {self.n_seq_max} sequences are taken: {holders or 'none by branches'}"
-            + (f"; {raw} by raw calls" if raw else ""),
-            hint="prune a branch, or create the context with a larger n_seq_max",
-        )
+            if seq_id is not None:
+                return seq_id
+            holders = "; ".join(f"{s} by {ref()!r}" for s, ref in sorted(self._holders.items()))
+            raw = [s for s in range(self.n_seq_max) if s not in self._holders]
+            raise SequencesExhaustedError(
+                f"all {self.n_seq_max} sequences are taken: {holders or 'none by branches'}"
+                + (f"; {raw} by raw calls" if raw else ""),
+                hint="prune a branch, or create the context with a larger n_seq_max",
+            )
 
     def allocate_if_free(self, holder: object) -> int | None:
         """Allocate the highest sequence that is neither allocated nor in use; None if there is none.
@@ -197,7 +180,7 @@ class SequenceIds:
         """Free a sequence, if it is allocated, and empty it."""
         with self._lock:
             if seq_id in self._holders:
-                if not self._is_closed():
+                if not self._memory.handle.closed:
                     self._memory.drop(seq_id, 0)
                 del self._holders[seq_id]
 

@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ..model import Model
 from ..native import ContextHandle, available_cores
@@ -27,6 +28,7 @@ from .params import ContextParams
 __all__ = ["ThreadTuner", "candidates", "stopped_after"]
 
 _SECTION = "threads"
+_LEAST_CELLS = 256  # of flash attention; more of them are split among the threads
 
 _BLOCK_S = 0.005  # seconds of decodes with each number of threads ...
 _BLOCK_DECODES = 24  # ... but at most this many decodes ...
@@ -44,8 +46,7 @@ def candidates(cores: int) -> list[int]:
     return sorted({1, max(1, cores // 2), cores})
 
 
-@dataclass(frozen=True)
-class _Timing:
+class _Timing(NamedTuple):
     """Mean seconds of a decode, inf if none ended in time, and whether the cores were idle."""
 
     seconds: float
@@ -58,49 +59,43 @@ class ThreadTuner:
     Measurements on idle cores are stored for this machine and model (see ``profile.py``); a later
     context decodes a few tokens to check that they still hold. Measurements made while other programs
     used the cores are used, but not stored.
+
+    Args:
+        model, params: of the context; ``params`` are resolved, but for the threads that were not given.
+
+    Attributes:
+        params: with the numbers that were chosen.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        n_threads: int | None,
-        n_threads_batch: int | None,
-        *,
-        changes_logits: bool,
-    ) -> None:
-        self._model = model
-        self._fixed = changes_logits
-        self._given_batch = n_threads_batch
+    def __init__(self, model: Model, params: ContextParams) -> None:
+        self._model, self._given_batch = model, params.n_threads_batch
+        splits = params.kv_type in ("f16", "f32") and params.flash_attention is not False
+        is_large = params.n_ctx is None or params.n_ctx > _LEAST_CELLS
+        self._changes_logits = model.memory_type != "recurrent" and splits and is_large
         self._cores = available_cores()
+        is_open = params.n_threads is None and not (self._changes_logits and self._given_batch)
         # CPU threads do not matter for layers on a GPU.
-        self._measures = n_threads is None and self._cores > 1 and not model.on_gpu and not is_off()
-        if changes_logits and n_threads_batch is not None:
-            self._measures = False
+        self._measures = is_open and self._cores > 1 and not model.on_gpu and not is_off()
         self._kept = self._read() if self._measures else None
-        if n_threads is None:
-            n_threads = self._cores
-            if self._kept is not None and max(self._kept[:2]) == 1 and not changes_logits:
-                n_threads = 1  # the stored best is one thread: start no others to measure again
-        self.n_threads = n_threads
-        self.n_threads_batch = n_threads if n_threads_batch is None else n_threads_batch
-
-    def filled(self, params: ContextParams) -> ContextParams:
-        """Return ``params`` with the numbers that were chosen."""
-        return replace(params, n_threads=self.n_threads, n_threads_batch=self.n_threads_batch)
+        n_threads = params.n_threads or self._cores
+        if self._kept is not None and max(self._kept[:2]) == 1 and not self._changes_logits:
+            n_threads = 1  # the stored best is one thread: start no others to measure again
+        n_batch = self._given_batch or n_threads
+        self.params = replace(params, n_threads=n_threads, n_threads_batch=n_batch)
 
     def tune(self, handle: ContextHandle) -> None:
         """Choose, on an empty context that was created with these numbers; it is empty afterwards."""
-        if not self._measures or self.n_threads == 1:
+        if not self._measures or self.params.n_threads == 1:
             return
         try:
             _trial_decode(handle, 1)  # untimed: it loads the weights from disk into memory
-            n_threads, n_threads_batch = self._still_good(handle) or self._measure(handle)
+            n_threads, n_batch = self._still_good(handle) or self._measure(handle)
         finally:
             handle.clear()
-        if not self._fixed:
-            self.n_threads = n_threads
-        self.n_threads_batch = self._given_batch or n_threads_batch
-        handle.set_threads(self.n_threads, self.n_threads_batch)
+        n_threads = self._cores if self._changes_logits else n_threads
+        n_batch = self._given_batch or n_batch
+        self.params = replace(self.params, n_threads=n_threads, n_threads_batch=n_batch)
+        handle.set_threads(n_threads, n_batch)
 
     # -- what is kept ------------------------------------------------------------------------------
 
@@ -113,10 +108,7 @@ class ThreadTuner:
 
     def _read(self) -> tuple[int, int, float] | None:
         """Return the stored numbers of threads, and the seconds of the decode that is timed again."""
-        key = self._key()
-        entry = None if key is None else read_entry(_SECTION, key)
-        if entry is None:
-            return None
+        entry = read_entry(_SECTION, self._key()) or {}
         one, many = entry.get("n_threads"), entry.get("n_threads_batch")
         times = entry.get("step_ms" if one != 1 else "batch_ms")
         if not (type(one) is int and type(many) is int and isinstance(times, dict)):
@@ -130,7 +122,7 @@ class ThreadTuner:
         if self._kept is None:
             return None
         one, many, seconds = self._kept
-        n_tokens, n_threads = (1, one) if one != 1 else (_batch_size(handle), many)
+        n_tokens, n_threads = (1, one) if one != 1 else (min(_BATCH, handle.n_batch), many)
         if _time(handle, n_tokens, n_threads).seconds > _STALE * seconds:
             return None
         return one, many
@@ -141,7 +133,7 @@ class ThreadTuner:
         numbers = candidates(self._cores)
         singles = {n: _time(handle, 1, n) for n in numbers}
         one = _best(singles)
-        n_tokens = _batch_size(handle)
+        n_tokens = min(_BATCH, handle.n_batch)
         if self._given_batch is not None or n_tokens == 1:
             return one, one
         batches = {n: _time(handle, n_tokens, n) for n in numbers}
@@ -159,10 +151,6 @@ class ThreadTuner:
             }
             write_entries([(_SECTION, key, entry)])
         return one, many
-
-
-def _batch_size(handle: ContextHandle) -> int:
-    return min(_BATCH, handle.n_batch)
 
 
 def _best(timings: dict[int, _Timing]) -> int:
@@ -189,24 +177,20 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
     time.sleep(_PAUSE_S)
     handle.set_threads(n_threads, n_threads)
     handle.clear()
-    n, spent, cpu = 0, 0.0, 0.0
+    n, spent = 0, 0.0
     most = min(_BLOCK_DECODES, handle.n_ctx_seq // n_tokens - 1)
-    first_cpu, first = time.process_time(), time.perf_counter()
+    cpu, start = time.process_time(), time.perf_counter()
     with stopped_after(handle, _BLOCK_LIMIT_S):
         # The first starts the threads and builds the graph.
-        in_time = _trial_decode(handle, n_tokens) is not None
-        while in_time and n < most and (n < _BLOCK_LEAST or spent < _BLOCK_S):
-            cpu_start = time.process_time()
+        seconds = _trial_decode(handle, n_tokens)
+        if seconds is not None:
+            cpu, start = time.process_time(), time.perf_counter()
+        while seconds is not None and n < most and (n < _BLOCK_LEAST or spent < _BLOCK_S):
             seconds = _trial_decode(handle, n_tokens, (n + 1) * n_tokens)
-            in_time = seconds is not None
-            if seconds is not None:
-                n += 1
-                spent += seconds
-                cpu += time.process_time() - cpu_start
-    if n == 0:  # none finished in time: whether the cores were idle is known all the same
-        cpu, waited = time.process_time() - first_cpu, time.perf_counter() - first
-        return _Timing(math.inf, idle=cpu >= _IDLE * waited * n_threads)
-    return _Timing(spent / n, idle=cpu >= _IDLE * spent * n_threads)
+            n, spent = (n, spent) if seconds is None else (n + 1, spent + seconds)
+    # Whether the cores were idle is known even if none finished in time.
+    cpu, waited = time.process_time() - cpu, time.perf_counter() - start
+    return _Timing(spent / n if n else math.inf, idle=cpu >= _IDLE * waited * n_threads)
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from contextlib import suppress
 from ..branch import Branch
 from ..context import Context
 from ..context.memory import END
-from ..context.prefix_cache import MIN_SHARED
-from ..context.radix_tree import n_common
+from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from .job import Job, JobState, Key, Submission
 

@@ -7,7 +7,7 @@ loop.py         the texts that run, and one step of any number of them
 verify.py       which drafted tokens are accepted, from the logits of one decode
 rules.py        the rules for that: pure functions over distributions and random numbers
 drafter.py      the interfaces of drafters, of their draft states and of draft lengths; when a draft ends
-length.py       how many tokens to draft: a fixed number, or as many as raise the throughput
+length.py       how many tokens to draft: as many as raise the throughput
 drafting.py     who drafts, what is learned, and the draft states that are kept between generations
 generation.py   one generation, round by round, as an iterator
 config.py       the settings of speculative decoding

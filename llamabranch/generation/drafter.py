@@ -30,6 +30,7 @@ __all__ = [
     "DraftRequest",
     "DraftState",
     "Drafter",
+    "FixedLength",
     "NullDrafter",
     "NullState",
     "Round",
@@ -193,11 +194,13 @@ class DraftLength(ABC):
         limit: the most tokens a draft may have.
         reads_entropy: whether it decides or learns by entropies; else they may be NaN.
         reason: why ``goes_on`` last returned False: "length", "entropy" or "goodput".
+        n_before: how many tokens another drafter has made of the draft; those of this one follow them.
     """
 
     limit: int
     reads_entropy: bool
     reason = "length"
+    n_before = 0
 
     def stream(self) -> DraftLength:
         """Return one for another stream, which shares what is learned."""
@@ -222,10 +225,11 @@ class DraftLength(ABC):
 
         ``entropy`` in nats is that of the distribution it would be drawn from; NaN = not known.
         """
-        rule = self.stop_rule(n_drafted) if n_drafted < self.limit else None
-        reason = "" if rule is None else rule.reason(n_drafted, entropy)
+        n = self.n_before + n_drafted
+        rule = self.stop_rule(n) if n < self.limit else None
+        reason = "" if rule is None else rule.reason(n, entropy)
         self.reason = reason or "length"
-        return n_drafted < self.limit and not reason
+        return n < self.limit and not reason
 
     @abstractmethod
     def stop_rule(self, n_drafted: int) -> StopRule | None:
@@ -250,6 +254,25 @@ class DraftLength(ABC):
     @abstractmethod
     def explain(self) -> str:
         """Return a description of what it does, with the numbers behind it."""
+
+
+class FixedLength(DraftLength):
+    """Always ``k`` tokens, or fewer where the entropy is above ``entropy_stop`` (nats)."""
+
+    def __init__(self, k: int, entropy_stop: float | None = None) -> None:
+        self.limit = k
+        self.reads_entropy = entropy_stop is not None
+        self._rule = None if entropy_stop is None else StopRule(entropy_stop)
+
+    def stop_rule(self, n_drafted: int) -> StopRule | None:
+        """Return the entropy limit, None without one."""
+        return self._rule
+
+    def explain(self) -> str:
+        """Return the fixed number and the entropy limit."""
+        stop = "" if self._rule is None else f", fewer above {self._rule.most_entropy:g} nats"
+        each = f"always {self.limit} tokens a draft{stop}" if self.limit else "no drafts"
+        return f"{each}: the length is fixed"
 
 
 class DraftState(Protocol):

@@ -8,19 +8,27 @@ from dataclasses import dataclass
 
 from ..context import Context
 from ..context.context import text_context
-from ..context.radix_tree import n_common
+from ..context.prefix_cache import n_common
 from ..errors import CapacityError
 from ..native import forkable_lock
 from ..sampling import SamplingParams
 from .config import SpeculativeConfig, checked_config
-from .drafter import NO_STATE, Drafter, DraftLength, DraftState, NullDrafter, checked_drafter
-from .length import FixedLength, draft_length
+from .drafter import (
+    NO_STATE,
+    Drafter,
+    DraftLength,
+    DraftState,
+    FixedLength,
+    NullDrafter,
+    checked_drafter,
+)
+from .length import AutoLength
 from .loop import Loop, RunningText
 from .rules import Rule, rule_name
 from .stats import SpeculativeStats
 from .text import Text
 
-__all__ = ["Drafting"]
+__all__ = ["Drafting", "draft_length"]
 
 
 class Drafting:
@@ -235,3 +243,12 @@ def _made_for(text: Text, rule: Rule) -> tuple[Rule, int, int, SamplingParams]:
     """Return the rule, up to where a state must have read, not drafted, the text, seed and settings."""
     n_prompt = text.n_prompt if text.grammar is None else text.answer_start
     return rule, n_prompt, text.seed, text.sampling
+
+
+def draft_length(
+    config: SpeculativeConfig, drafter: Drafter | None = None, ctx: Context | None = None
+) -> DraftLength:
+    """Return the draft length that ``config`` sets; "auto" goes on with what was learned on ``ctx``."""
+    if isinstance(config.draft_k, int):
+        return FixedLength(config.draft_k, config.entropy_stop)
+    return AutoLength(config, drafter, ctx)

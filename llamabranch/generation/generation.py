@@ -55,7 +55,10 @@ class Emission:
 
     def end(self, *, decodes: bool) -> None:
         """Leave the text with exactly what was given out; ``decodes`` as in `Text.end_at`."""
-        self._text.end_at(self._base + len(self._output.tokens), decodes=decodes)
+        # Of a text that is forgotten with its context, the sampler may be freed already.
+        with suppress(ClosedError):
+            if not self._text.ctx.closed:
+                self._text.end_at(self._base + len(self._output.tokens), decodes=decodes)
         self._version = self._text.version
 
 
@@ -196,10 +199,8 @@ def _run(
                             is_changed = emission.resume()
             finally:
                 try:
-                    if release is None and not text.ctx.closed:
-                        # Of a text that is forgotten too, the sampler may be freed already.
-                        with suppress(ClosedError):
-                            emission.end(decodes=output.finish_reason is not None)
+                    if release is None:
+                        emission.end(decodes=output.finish_reason is not None)
                 finally:
                     drafting.close(running, keep=release is None, is_changed=is_changed)
         except LlamaBranchError as error:

@@ -1,4 +1,4 @@
-"""How many tokens to draft: a fixed number, or as many as raise the throughput, learned while it runs."""
+"""How many tokens to draft: as many as raise the throughput, learned while it runs."""
 
 from __future__ import annotations
 
@@ -17,29 +17,10 @@ from ..native import forkable_lock
 from .config import SpeculativeConfig
 from .drafter import Drafter, DraftLength, NullDrafter, Round, StopRule, bucket
 
-__all__ = ["AutoLength", "FixedLength", "draft_length"]
+__all__ = ["AutoLength"]
 
 # Acceptance is learned in buckets of entropy, nats: their middles, and one for those not known.
 _MIDDLES = (0.02, 0.07, 0.15, 0.3, 0.6, 1.2, 2.4, 4.8, 0.7)
-
-
-class FixedLength(DraftLength):
-    """Always ``k`` tokens, or fewer where the entropy is above ``entropy_stop`` (nats)."""
-
-    def __init__(self, k: int, entropy_stop: float | None = None) -> None:
-        self.limit = k
-        self.reads_entropy = entropy_stop is not None
-        self._rule = None if entropy_stop is None else StopRule(entropy_stop)
-
-    def stop_rule(self, n_drafted: int) -> StopRule | None:
-        """Return the entropy limit, None without one."""
-        return self._rule
-
-    def explain(self) -> str:
-        """Return the fixed number and the entropy limit."""
-        stop = "" if self._rule is None else f", fewer above {self._rule.most_entropy:g} nats"
-        each = f"always {self.limit} tokens a draft{stop}" if self.limit else "no drafts"
-        return f"{each}: the length is fixed"
 
 
 class _Record:
@@ -302,12 +283,3 @@ class AutoLength(DraftLength):
                 f"target's step, about {share:.0%} are accepted ({record.n_accepted} of "
                 f"{record.n_tested} tested){expected}\na target decode of {', '.join(v)}"
             )
-
-
-def draft_length(
-    config: SpeculativeConfig, drafter: Drafter | None = None, ctx: Context | None = None
-) -> DraftLength:
-    """Return the draft length that ``config`` sets; "auto" goes on with what was learned on ``ctx``."""
-    if isinstance(config.draft_k, int):
-        return FixedLength(config.draft_k, config.entropy_stop)
-    return AutoLength(config, drafter, ctx)

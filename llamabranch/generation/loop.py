@@ -137,7 +137,8 @@ class RunningText:
     def _drawn(self, row: LogitsRow) -> Produced:
         text, common = self.text, self.common
         if common is not None and row.entropy() <= common.entropy:
-            one = self._described(text.drawn_as(common.seed, row), row)
+            token = row.draw(text.sampler, common.seed, len(text.tokens), measured=False)
+            one = self._described(text.describe(token, row)[0], row)
             self.others = [[one] for _ in self.other_seeds]
         else:
             one = self._described(text.produce_from(row), row)
@@ -622,9 +623,9 @@ class Loop:
         ]
         for each, tokens in zip(running, texts, strict=True):
             batch.add(each.text.seq_id, tokens, "all")
-        room = ctx.n_outputs_max - len(batch.tokens) - len(readers)
+        room = ctx.n_outputs_max - len(batch.entries) - len(readers)
         for reader in readers:
-            left, wants_rows = ctx.n_batch - len(batch.tokens), reader.wants_rows
+            left, wants_rows = ctx.n_batch - len(batch.entries), reader.wants_rows
             if wants_rows:
                 left = min(left, 1 + max(0, room))
             unread = reader.unread()

@@ -135,21 +135,6 @@ class Text:
             yield from range(at, read_from)
             at = max(at, read_to)
 
-    def scored(self, start: int) -> list[float]:
-        """Return the surprisals of generated tokens from ``start`` on, nats, but of the very first token.
-
-        Raises:
-            BranchStateError: some have none, which would make any comparison false.
-        """
-        positions = self.generated_positions(max(start, 1))
-        found = [self.surprisals[position - self.n_prompt] for position in positions]
-        if any(map(math.isnan, found)):
-            raise BranchStateError(
-                f"{sum(map(math.isnan, found))} of {len(found)} tokens have no surprisal",
-                hint="they were appended without their logits; extend a new branch with them",
-            )
-        return found
-
     def replayed(self, sampler: Sampler) -> Sampler:
         """Return a copy of ``sampler``, with its settings, that has accepted the tokens."""
         n = self.answer_start
@@ -299,11 +284,6 @@ class Text:
         self._produced, self._incomplete_after = self.describe(token, row)
         return self._produced
 
-    def drawn_as(self, seed: int, row: LogitsRow) -> Produced:
-        """Return what another seed draws next; nothing changes."""
-        token = row.draw(self.sampler, seed, len(self.tokens), measured=False)
-        return self.describe(token, row)[0]
-
     def describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``.
 
@@ -358,8 +338,9 @@ class Text:
         expiring = self.expiring_rows()
         return decode_run(self._decoder, tokens, self.seq_id, "last", expiring)[-1]
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Decode tokens and append them to what was read; check them before."""
+    def read(self, tokens: Sequence[int], *, as_prompt: bool = False) -> None:
+        """Decode tokens, after ``check_read``, and append them to what was read."""
+        self.check_read(tokens, as_prompt=as_prompt)
         self.append_prompt(tokens, self.decode_run(tokens))
 
     def truncate(self, position: int) -> None:
@@ -375,25 +356,18 @@ class Text:
 
     # -- tokens ------------------------------------------------------------------------------------
 
-    def check_read(self, tokens: Sequence[int]) -> None:
-        """Raise unless ``append_prompt`` may follow the decode of ``tokens``."""
+    def check_read(self, tokens: Sequence[int], *, as_prompt: bool = False) -> None:
+        """Raise unless ``append_prompt`` may follow the decode of ``tokens``, here or in the prompt."""
         self.check_usable()
         if not tokens:
-            raise ConfigError("nothing to append: no tokens")
-        self.ctx.model.check_tokens(tokens)
-        self.settle()
-
-    def check_prefill(self, tokens: Sequence[int]) -> None:
-        """Raise unless decoded ``tokens`` may be appended to the prompt."""
-        self.check_usable()
-        if not tokens:
-            raise ConfigError("nothing to prefill: no tokens")
-        if len(self.tokens) > self.n_prompt:
+            raise ConfigError(f"nothing to {'prefill' if as_prompt else 'append'}: no tokens")
+        if as_prompt and len(self.tokens) > self.n_prompt:
             raise BranchStateError(
                 "prefill comes before anything is generated",
                 hint="append adds text that the model reads; extend and commit add text as if generated",
             )
-        self.check_read(tokens)
+        self.ctx.model.check_tokens(tokens)
+        self.settle()
 
     def append_prompt(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Append decoded tokens that were read, not generated; ``row`` follows them, if it was kept.

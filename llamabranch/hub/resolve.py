@@ -189,7 +189,7 @@ def _made_here(name_or_path: str | os.PathLike[str]) -> tuple[CatalogueEntry, st
 
 def _quantize(source: Path, path: Path, file_type: str) -> None:
     """Make ``path`` from ``source``, whole or not at all."""
-    from ..native.quantize import quantize  # which needs llama.cpp
+    from ..native.model import quantize  # which needs llama.cpp
 
     note(f"making {path.name} from {source}, once, in {path.parent}")
     try:

@@ -20,7 +20,7 @@ __all__ = ["Operations"]
 
 _MOST_ANSWERS = 1000
 _FEW = 64  # tokens whose reading is not reported
-_LOOK_S, _FRAME_S = 0.02, 0.016
+_LOOK_S = 0.02
 Answer = dict[str, object]
 
 
@@ -165,8 +165,6 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
     async def work(job: Job) -> None:
-        if do.op == "fork":  # the page paints its token before decoding takes all cores
-            await asyncio.sleep(_FRAME_S)
         requests = [(node, await loom.request(node, max(0, max_tokens))) for node in nodes]
         left = 0
         if nodes[0].end > _FEW:

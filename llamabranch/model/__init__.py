@@ -2,9 +2,9 @@
 
 from .chat import Message, Prompt, chat_messages, is_chat
 from .model import Model
+from .pairs import VocabularyReport
 from .text import NO_TOKEN, StopStrings, TextDecoder, TokenIds, stop_strings, token_list
 from .tools import ToolCall
-from .vocabulary import VocabularyReport
 
 __all__ = [
     "NO_TOKEN",

@@ -78,7 +78,11 @@ def _message(message: Message) -> dict[str, object]:
     has_calls = bool(message.get("tool_calls"))
     if not isinstance(content, str) and not (content is None and has_calls):
         raise ConfigError(f"the content of a message must be text, not {content!r:.40}")
-    _check_unicode([message["role"], content])
+    try:
+        for text in (message["role"], content):
+            str(text).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"a message is not valid Unicode: {error}") from None
     return {**message, "content": content}
 
 
@@ -90,14 +94,6 @@ def _part(part: object) -> str:
             hint="images and sounds are not supported",
         )
     return text
-
-
-def _check_unicode(values: Iterable[object]) -> None:
-    for value in values:
-        try:
-            str(value).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"a message is not valid Unicode: {error}") from None
 
 
 def plain_messages(messages: Iterable[Mapping[str, object]]) -> list[tuple[str, str]]:

@@ -76,8 +76,10 @@ class ControlText:
             if isinstance(value, str):
                 if key != "content" and value.isidentifier():  # a role, a type, the name of a tool
                     return value
-                places = self._places(value, removed)
-                return _replaced(value, places, stand_in) if places else value
+                characters = list(value)
+                for i in self._places(value, removed):
+                    characters[i] = stand_in(characters[i])
+                return "".join(characters)
             if isinstance(value, Mapping):
                 return {guarded(name, ""): guarded(one, str(name)) for name, one in value.items()}
             if isinstance(value, (list, tuple)):
@@ -139,18 +141,13 @@ class ControlText:
             return tokenize(restored, True)
         tokens: list[int] = []
         at, strips = 0, False
-        for match in [
-            *own,
-            None,
-        ]:  # as llama.cpp does it: the text between control tokens by itself
+        for match in (*own, None):  # as llama.cpp does it: what is between control tokens by itself
             piece = text[at : match.start() if match else None]
             control = self._tokens[match.group()] if match else None
             piece = piece.lstrip(_SPACE) if strips else piece
             piece = piece.rstrip(_SPACE) if control and control.strips_before else piece
             found = tokenize(piece.translate(stand_ins), False) if piece else []
-            if not self._ids.isdisjoint(
-                found
-            ):  # user-defined ones are parsed in any text: cut it there
+            if not self._ids.isdisjoint(found):  # user-defined: parsed in any text, so cut it there
                 parts = re.split(f"(?<=[{''.join(map(chr, stand_ins))}])", piece)
                 found = [t for part in parts for t in tokenize(part.translate(stand_ins), False)]
             tokens += found
@@ -171,13 +168,6 @@ def _has_prefix(ordered: Sequence[str], prefix: str) -> bool:
     """Return whether a text of a sorted list begins with ``prefix``."""
     at = bisect_left(ordered, prefix)
     return at < len(ordered) and ordered[at].startswith(prefix)
-
-
-def _replaced(text: str, places: Iterable[int], stand_in: Callable[[str], str]) -> str:
-    characters = list(text)
-    for i in places:
-        characters[i] = stand_in(characters[i])
-    return "".join(characters)
 
 
 def _one_of(texts: Sequence[str]) -> str:

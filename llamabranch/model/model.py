@@ -12,15 +12,14 @@ from typing import SupportsIndex, cast
 from ..arguments import choice, function, instance, items, plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from ..files import path_of
-from ..native import ModelHandle, ModelOptions, amx_works, staging, uses_amx
+from ..native import ModelHandle, amx_works, staging, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_parts
+from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText, ControlToken
-from .heads import FILES_OF_HEADS, head_kind, is_head_only, why_no_eagle, why_no_mtp
 from .templates import ChatTemplate
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
-from .vocabulary import VocabularyReport, compare
 
 __all__ = ["Model"]
 
@@ -77,7 +76,7 @@ class Model:
         self.path = path_of(path)
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
-        load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
+        load_mtp = bool(load_mtp) or pairs.head_kind(header) == "mtp-only"
         if extra_buffers == "auto":
             extra_buffers = not uses_amx()
         elif extra_buffers and uses_amx() and not amx_works():
@@ -87,7 +86,9 @@ class Model:
                 hint="extra_buffers='auto' does not repack them",
             )
         self.extra_buffers = bool(extra_buffers)
-        options = ModelOptions(
+        self._handle = ModelHandle(
+            self.path,
+            progress,
             n_gpu_layers=n_gpu_layers,
             use_mmap=use_mmap,
             use_mlock=use_mlock,
@@ -96,7 +97,6 @@ class Model:
             use_extra_bufts=self.extra_buffers,
             load_mtp=load_mtp,
         )
-        self._handle = ModelHandle(self.path, options, progress)
         self.loads_mtp = load_mtp
         self.vocab_only = vocab_only
         self.n_vocab = self._handle.n_vocab
@@ -104,17 +104,11 @@ class Model:
             self._handle.close()
             raise ModelLoadError(f"{self.path} has an empty vocabulary")
         # Comparing two vocabularies of 128k tokens takes a second.
-        self._reports: weakref.WeakKeyDictionary[Model, VocabularyReport] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._reports = weakref.WeakKeyDictionary[Model, pairs.VocabularyReport]()
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[str | None] = [None] * self.n_vocab
-        self._eog_tokens = frozenset(self._find_eog_tokens())
-
-    def _find_eog_tokens(self) -> list[int]:
-        if not self.has_text:
-            return []
-        return [token for token in range(self.n_vocab) if self._handle.is_eog(token)]
+        tokens = range(self.n_vocab if self.has_text else 0)
+        self._eog_tokens = frozenset(token for token in tokens if self._handle.is_eog(token))
 
     # -- lifetime ----------------------------------------------------------------------------------
 
@@ -195,7 +189,7 @@ class Model:
 
         They compute only if the model was loaded with ``load_mtp``.
         """
-        return self.handle.n_mtp_layers()
+        return staging.n_mtp_layers(self.handle.ptr)
 
     @property
     def shares_memory(self) -> bool:
@@ -205,7 +199,7 @@ class Model:
     @cached_property
     def target_layers(self) -> tuple[int, ...]:
         """For an EAGLE-3 head: which layers of its target it reads; () for all other models."""
-        return self.handle.target_layers() if self.architecture == "eagle3" else ()
+        return staging.target_layers(self.handle.ptr) if self.architecture == "eagle3" else ()
 
     @cached_property
     def n_embd(self) -> int:
@@ -233,7 +227,7 @@ class Model:
     def can_generate(self) -> bool:
         """True if it is a decoder that predicts the next token (not an embedding model)."""
         handle = self.handle
-        if self.n_mtp_layers and is_head_only(read_parts(self.path)):
+        if self.n_mtp_layers and pairs.is_head_only(read_parts(self.path)):
             return False
         return bool(handle.number("has_decoder")) and (
             not handle.number("has_encoder") and self.memory_type != "none"
@@ -301,13 +295,13 @@ class Model:
         return found
 
     def _no_token(self, token: object) -> TokenizeError:
-        is_number = plain_int(token) is not None
+        hint = (
+            "a token is an integer id: tokenize(text) returns the ids of a text, produce().token is one; "
+            "messages are dictionaries with role and content"
+        )
         return TokenizeError(
             f"token {shown(token)} is not in the vocabulary (0 to {self.n_vocab - 1})",
-            hint=None
-            if is_number
-            else "a token is an integer id: tokenize(text) returns the ids of a "
-            "text, produce().token is one; messages are dictionaries with role and content",
+            hint=hint if plain_int(token) is None else None,
         )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
@@ -347,11 +341,10 @@ class Model:
             if self.bos is not None and tokens[:2] == [self.bos] * 2 and self._adds_bos:
                 del tokens[0]  # the text begins with it
         elif isinstance(prompt, TEXT_TYPES) or not isinstance(prompt, Iterable):
+            is_text = isinstance(prompt, TEXT_TYPES)
             raise ConfigError(
                 f"a prompt must be text, a list of token ids or messages, not {prompt!r:.40}",
-                hint="decode bytes first: prompt.decode()"
-                if isinstance(prompt, TEXT_TYPES)
-                else None,
+                hint="decode bytes first: prompt.decode()" if is_text else None,
             )
         else:
             tokens = token_list(cast(TokenIds, prompt))
@@ -397,17 +390,13 @@ class Model:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise TokenizeError(f"the text is not valid Unicode: {error}") from error
-        if text and self.vocab_type == "spm" and not self._spm_knows_bytes:
+        if text and self.vocab_type == "spm" and b"<0x00>" not in self._vocabulary_texts:
             self._check_spm_text(text)
         return self.handle.tokenize(data, add_special, parse_special)
 
     @cached_property
     def _vocabulary_texts(self) -> frozenset[bytes]:
         return frozenset(self._handle.token_text(token) for token in range(self.n_vocab))
-
-    @cached_property
-    def _spm_knows_bytes(self) -> bool:
-        return b"<0x00>" in self._vocabulary_texts
 
     def _check_spm_text(self, text: str) -> None:
         # Without byte tokens llama.cpp throws on any character that is not a token.
@@ -471,7 +460,7 @@ class Model:
         Raises:
             ModelLoadError: no such file, or not a GGUF.
         """
-        return cls.head_kind(path) in FILES_OF_HEADS
+        return cls.head_kind(path) in pairs.FILES_OF_HEADS
 
     @staticmethod
     def head_kind(path: str | PathLike[str]) -> str:
@@ -484,7 +473,7 @@ class Model:
         Raises:
             ModelLoadError: no such file, or not a GGUF.
         """
-        return head_kind(read_parts(path_of(path)))
+        return pairs.head_kind(read_parts(path_of(path)))
 
     def head_fault(self, head: Model) -> str:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.
@@ -494,8 +483,8 @@ class Model:
         of the same shape drafts, but little of its drafts is accepted.
         """
         if head.architecture == "eagle3":
-            return why_no_eagle(head, self)
-        return why_no_mtp(head, self)
+            return pairs.why_no_eagle(head, self)
+        return pairs.why_no_mtp(head, self)
 
     # -- chat --------------------------------------------------------------------------------------
 
@@ -629,21 +618,17 @@ class Model:
 
     @cached_property
     def _control_text(self) -> ControlText:
-        return ControlText(
-            {
-                text: ControlToken(token, before, after)
-                for text, token, before, after in self.handle.control_tokens()
-            }
-        )
+        found = self.handle.control_tokens()
+        return ControlText({text: ControlToken(*known) for text, known in found.items()})
 
     # -- pairs -------------------------------------------------------------------------------------
 
-    def compatibility(self, draft: Model) -> VocabularyReport:
+    def compatibility(self, draft: Model) -> pairs.VocabularyReport:
         """Return whether ``draft`` can draft for this model token by token; if not, with the reason."""
         instance("draft", draft, Model)
         report = self._reports.get(draft)
         if report is None:
-            report = self._reports[draft] = compare(self, draft)
+            report = self._reports[draft] = pairs.compare(self, draft)
         return report
 
     def entry(self, token: int) -> tuple[bytes, bool]:

@@ -14,7 +14,6 @@ import platform
 import re
 import subprocess
 import sys
-import threading
 import weakref
 from ast import literal_eval
 from collections.abc import Mapping, Sequence
@@ -25,14 +24,13 @@ from pathlib import Path
 from time import monotonic
 
 from ..errors import ConfigError, UnsupportedError
-from ..native import forkable_lock
+from ..native import call_in_thread, forkable_lock
 
 __all__ = ["ChatTemplate"]
 
 _LIMIT_S = 10.0  # an ordinary conversation takes some milliseconds
 _MEMORY_BYTES = 1 << 30
 _START_S = 60.0  # on a busy machine
-_POLL_S = 0.2
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 
 
@@ -145,34 +143,29 @@ class _Worker:
 
     def ask(self, request: bytes, limit_s: float) -> dict[str, str] | None:
         """Return the reply; None if a limit, or something else, has ended the worker."""
-        process = self._process
+        process, end = self._process, monotonic() + limit_s
         stdin, stdout = process.stdin, process.stdout
         if stdin is None or stdout is None:  # both are pipes
             return None
-        answered, claim = threading.Event(), threading.Lock()
-        watch = threading.Thread(
-            target=_watch,
-            args=(process, answered, claim, limit_s),
-            name="chat-template-limit",
-            daemon=True,
-        )
-        try:
-            watch.start()
+
+        def exchange() -> bytes:
             with suppress(OSError):  # it has ended: there is no reply either
                 stdin.write(request + b"\n")
                 stdin.flush()
-            line = stdout.readline()
-            in_time = claim.acquire(blocking=False)
-            reply = json.loads(line) if line.endswith(b"\n") and in_time else None
-        except (
-            BaseException
-        ):  # Ctrl-C too: what it may still write must not answer the next request
-            self._stop()
-            raise
+            return stdout.readline()
+
+        def is_to_stop() -> bool:
+            return monotonic() > end or _resident_bytes(process.pid) > _MEMORY_BYTES
+
+        line = b""
+        try:
+            line = call_in_thread(exchange, stop=process.kill, is_to_stop=is_to_stop)
         finally:
-            answered.set()
-        if reply is None:
-            self._stop()
+            if not line.endswith(
+                b"\n"
+            ):  # Ctrl-C too: what it may write must not answer the next request
+                self._stop()
+        reply: dict[str, str] | None = json.loads(line) if line.endswith(b"\n") else None
         return reply
 
 
@@ -186,26 +179,6 @@ def _stop(process: subprocess.Popen[bytes], pid: int) -> None:
             with suppress(OSError):  # of what could not be written any more
                 pipe.close()
     process.wait()
-
-
-def _watch(
-    process: subprocess.Popen[bytes],
-    answered: threading.Event,
-    claim: threading.Lock,
-    limit_s: float,
-) -> None:
-    """Kill the process if it has not answered after ``limit_s``, or takes too much memory until then.
-
-    Who gets ``claim`` first decides: the answer is taken, or the process is killed, never both.
-    """
-    end = monotonic() + limit_s
-    while (left := end - monotonic()) > 0:
-        if answered.wait(min(left, _POLL_S)):
-            return
-        if _resident_bytes(process.pid) > _MEMORY_BYTES:
-            break
-    if claim.acquire(blocking=False):
-        process.kill()
 
 
 def _resident_bytes(pid: int) -> int:

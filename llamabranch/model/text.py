@@ -113,25 +113,25 @@ class StopStrings:
 
     def __init__(self, stops: str | Sequence[str]) -> None:
         self._stops = stop_strings(stops)
-        self._held = ""
+        self.held = ""  # the text that is held back
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
         """Return the text that can be emitted now; sets ``found`` at the first stop string."""
         if not self._stops or self.found is not None:
             return text if self.found is None else ""
-        self._held += text
+        self.held += text
         # The first one that is complete counts, so that it does not matter how the text was split.
         places = [
-            (at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0
+            (at + len(stop), at, stop) for stop in self._stops if (at := self.held.find(stop)) >= 0
         ]
         if places:
             _, at, self.found = min(places)
-            shown, self._held = self._held[:at], ""
+            shown, self.held = self.held[:at], ""
             return shown
         keep = max(self._overlap(stop) for stop in self._stops)
-        cut = len(self._held) - keep
-        shown, self._held = self._held[:cut], self._held[cut:]
+        cut = len(self.held) - keep
+        shown, self.held = self.held[:cut], self.held[cut:]
         return shown
 
     def show(self, text: str, *, last: bool) -> str:
@@ -139,19 +139,14 @@ class StopStrings:
         shown = self.feed(text)
         return shown + self.flush() if last else shown
 
-    @property
-    def held(self) -> str:
-        """The text that is held back."""
-        return self._held
-
     def _overlap(self, stop: str) -> int:
         """Return how many characters at the end of the held text could be the start of ``stop``."""
-        for n in range(min(len(stop) - 1, len(self._held)), 0, -1):
-            if stop.startswith(self._held[-n:]):
+        for n in range(min(len(stop) - 1, len(self.held)), 0, -1):
+            if stop.startswith(self.held[-n:]):
                 return n
         return 0
 
     def flush(self) -> str:
         """Return the held text: the stream has ended without a stop string."""
-        held, self._held = self._held, ""
+        held, self.held = self.held, ""
         return held

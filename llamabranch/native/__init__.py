@@ -6,31 +6,29 @@ that this package reports, because llama.cpp calls ``abort()`` on most invalid a
 
 from . import core, heads, staging
 from .attention import attention_seconds
-from .context import ContextHandle, HeadOf, NativeContextParams
+from .context import ContextHandle, NativeContextParams, release_threads
 from .handle import forkable_lock
+from .interrupts import call_in_thread
 from .library import (
     amx_works,
     available_cores,
     engine_versions,
-    last_log_lines,
+    logged_reason,
     max_sequences,
     set_log_level,
     supports_gpu_offload,
     system_info,
     uses_amx,
 )
-from .model import ModelHandle, ModelOptions
+from .model import ModelHandle
 from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle, softmax_agrees
 from .state_layout import StateLayout
-from .thread_call import call_in_thread
 
 __all__ = [
     "CandidateBuffer",
     "ContextHandle",
     "GrammarHandle",
-    "HeadOf",
     "ModelHandle",
-    "ModelOptions",
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",
@@ -42,8 +40,9 @@ __all__ = [
     "engine_versions",
     "forkable_lock",
     "heads",
-    "last_log_lines",
+    "logged_reason",
     "max_sequences",
+    "release_threads",
     "set_log_level",
     "softmax_agrees",
     "staging",

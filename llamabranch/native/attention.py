@@ -11,8 +11,6 @@ from llama_cpp import llama_cpp as C
 
 from .context import KV_TYPES
 
-__all__ = ["attention_seconds"]
-
 _F32, _F16 = 0, 1  # ggml_type
 _MASK_ROWS = 64  # rows of the mask that are there at least
 _BYTES = 1 << 20  # for what describes the tensors and the graph

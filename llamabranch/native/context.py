@@ -5,24 +5,22 @@ The caller checks the arguments: llama.cpp aborts the process on almost every in
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
-from ..errors import ConfigError, UsageError
-from . import core, staging, thread_teams
+from ..errors import ConfigError, SnapshotError, UsageError
+from . import core, staging
 from .handle import Handle, forkable_lock, generation
-from .interrupts import is_interrupted
-from .library import last_log_lines, libc, recorded_log
+from .interrupts import call_in_thread, in_main_thread, is_interrupted
+from .library import address_of, libc, logged_reason, recorded_log
 from .model import ModelHandle
 from .state_layout import State, with_streams, without_streams
 
@@ -58,54 +56,30 @@ _is_asked_to_stop = ctypes.cast(libc.strlen, C.ggml_abort_callback)
 # runs in a thread of its own, so that Ctrl-C can stop it.
 _WORTH_A_THREAD = 1e10
 _first_team: int | None = None  # generation() of the process that first used several threads
-_POLL_S = 0.1  # how often to look for a signal that did not wake the waiting thread
 _INTERRUPTED = 2  # llama_decode's return code
 
-
-@dataclass(frozen=True)
-class NativeContextParams:
-    """What llama_context_params takes, checked and complete, under llama.cpp's names."""
-
-    n_ctx: int
-    n_seq_max: int
-    n_batch: int
-    n_ubatch: int
-    n_outputs_max: int
-    n_threads: int
-    n_threads_batch: int
-    flash_attn_type: int
-    type_k: int
-    type_v: int
-    swa_full: bool
-    offload_kqv: bool
-    kv_unified: bool
-    rope_scaling_type: int
-    rope_freq_base: float
-    rope_freq_scale: float
-    yarn_ext_factor: float
-    yarn_attn_factor: float
-    yarn_beta_fast: float
-    yarn_beta_slow: float
-    yarn_orig_ctx: int
+# A thread that calls llama.cpp with n_threads > 1 gets a team of OpenMP threads, which wait for its next
+# call. libgomp counts the waiting ones of all threads: once there are more than cores, none of them spins
+# any longer, and every barrier of a graph takes system calls. A decode of 0.6 ms then takes 7 (two cores,
+# one waiting helper of another thread). So a thread that transfers work to another one releases its team.
+_pause_teams = getattr(C._lib, "omp_pause_resource_all", None)  # missing: llama.cpp without OpenMP
+_SOFT = 1
 
 
-@dataclass(frozen=True)
-class HeadOf:
-    """For a context that computes a head: what it reads.
-
-    Attributes:
-        target: the context whose hidden states are read.
-        uses_mtp: compute the MTP layers of the model instead of its trunk.
-        shares_memory: its decodes read the K/V of the target, so both have one lock.
-    """
-
-    target: ContextHandle
-    uses_mtp: bool
-    shares_memory: bool
+# What llama_context_params takes, checked and complete, by the names that llama.cpp has for its fields.
+NativeContextParams = dict[str, Any]
+NATIVE_NAMES = frozenset(dir(C.llama_context_params))
 
 
 class ContextHandle(Handle):
     """A llama_context with its batch buffers and a view of its logits.
+
+    Args:
+        model: whose llama_context it is.
+        options: of it, by llama.cpp's names.
+        target: for a head, the context whose hidden states it reads.
+        uses_mtp: compute the MTP layers of the model instead of its trunk.
+        shares_memory: its decodes read the K/V of the target, so both have one lock.
 
     Without ``kv_unified`` each sequence has a part of ``n_ctx_seq`` cells: then ``copy`` and ids from
     ``n_seq_max`` on abort the process. Hold ``lock`` while using the handle; freeing acquires it too.
@@ -124,12 +98,24 @@ class ContextHandle(Handle):
     row_capacity: int
 
     def __init__(
-        self, model: ModelHandle, options: NativeContextParams, head: HeadOf | None = None
+        self,
+        model: ModelHandle,
+        options: NativeContextParams,
+        target: ContextHandle | None = None,
+        *,
+        uses_mtp: bool = False,
+        shares_memory: bool = False,
     ) -> None:
-        if head is not None:
+        params = C.llama_context_default_params()
+        for name, value in options.items():
+            setattr(params, name, value)
+        params.no_perf = True
+        if target is not None:
             staging.check_available()
-        _check_threads(max(options.n_threads, options.n_threads_batch))
-        self.lock = head.target.lock if head is not None and head.shares_memory else forkable_lock()
+            params.ctx_type = int(uses_mtp)
+            params.ctx_other = target.ptr
+        _check_threads(max(options["n_threads"], options["n_threads_batch"]))
+        self.lock = target.lock if target is not None and shares_memory else forkable_lock()
         self._stop = bytearray(2)
         self._stop_address = ctypes.c_char.from_buffer(self._stop)
         stop, lock = self._stop, self.lock
@@ -139,24 +125,21 @@ class ContextHandle(Handle):
             with lock:
                 C.llama_free(ptr)
 
-        params = _llama_params(options, head)
         with recorded_log():
             made = self.make(
                 lambda: C.llama_init_from_model(model.ptr, params),
                 free,
                 name="context",
-                parent=model,
-                second_parent=None if head is None else head.target,
+                parents=(model,) if target is None else (model, target),
             )
         if not made:
-            reason = "; ".join(last_log_lines()) or "no reason given"
             raise ConfigError(
-                f"llama.cpp cannot create the context: {reason}",
+                f"llama.cpp cannot create the context: {logged_reason()}",
                 hint="lower n_ctx, or use another kv_type or flash_attention",
             )
         ptr = self.unchecked_ptr
         _close_at_exit(self)
-        self._address = ctypes.cast(ptr, ctypes.c_void_p).value
+        self._address = address_of(ptr)
         self._memory = C.llama_get_memory(ptr)
         self.has_memory = bool(self._memory)
         self.n_vocab = model.n_vocab
@@ -166,22 +149,26 @@ class ContextHandle(Handle):
         self.n_embd_out = model.number("n_embd_out")
         self.n_ctx = int(C.llama_n_ctx(ptr))
         self.n_ctx_seq = int(C.llama_n_ctx_seq(ptr))
-        self.kv_unified = options.kv_unified
-        self.n_batch = min(int(C.llama_n_batch(ptr)), options.n_batch)
-        self.n_outputs_max = options.n_outputs_max
-        self.is_head = head is not None
+        self.kv_unified = options["kv_unified"]
+        self.n_batch = min(int(C.llama_n_batch(ptr)), options["n_batch"])
+        self.n_outputs_max = options["n_outputs_max"]
+        self.is_head = target is not None
         self._open_batch(self.n_batch)
-        self._n_seq_max = options.n_seq_max
+        self.n_seq_max = options["n_seq_max"]
         self.forget_rows()
+        self._allow_stops(model, options["n_ubatch"])
+
+    def _allow_stops(self, model: ModelHandle, n_ubatch: int) -> None:
+        """Let decodes be stopped: inside, or where that is impossible between those of a micro-batch."""
         # A graph over recurrent memory also moves the states of sequences that are not in the batch: if
         # it stopped half way, these would be wrong. GPU backends do not call the abort callback.
         moves_states = C.llama_model_is_recurrent(model.ptr) or C.llama_model_is_hybrid(model.ptr)
         self.stops_inside = not moves_states and not model.on_gpu
+        self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, n_ubatch)
         self.n_watched = max(2, int(_WORTH_A_THREAD / max(1, model.number("n_params"))))
-        self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options.n_ubatch)
         if not moves_states:
             stop_at = ctypes.cast(ctypes.byref(self._stop_address), ctypes.c_void_p)
-            C.llama_set_abort_callback(ptr, _is_asked_to_stop, stop_at)
+            C.llama_set_abort_callback(self.unchecked_ptr, _is_asked_to_stop, stop_at)
 
     def _open_batch(self, n: int) -> None:
         """Make the arrays of the batch, and what decodes it in the compiled core."""
@@ -202,12 +189,12 @@ class ContextHandle(Handle):
             self.states = np.zeros((n, self.n_embd_out), dtype=np.float32)
             self._batch.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             staging.functions["set_nextn"](self.unchecked_ptr, True, True)
-        self.stepper: core.Stepper | None = None  # where the compiled core can decode
-        if core.Stepper.supports(C.llama_batch):
-            self.stepper = core.Stepper(
-                decode=_address_of(C._lib.llama_decode),
-                get_logits=_address_of(C._lib.llama_get_logits),
-                ctx=self._address or 0,
+        self._stepper: core.Stepper | None = None  # where the compiled core can decode
+        if core.available:
+            self._stepper = core.Stepper(
+                decode=address_of(C._lib.llama_decode),
+                get_logits=address_of(C._lib.llama_get_logits),
+                ctx=self._address,
                 stop=ctypes.addressof(self._stop_address),
                 batch=self._batch,
             )
@@ -227,78 +214,35 @@ class ContextHandle(Handle):
         if self._stop[0]:
             return _INTERRUPTED
         self._batch.n_tokens = n
-        if n >= self.n_watched and self.stops_inside and _hears_signals():
+        if n >= self.n_watched and self.stops_inside and in_main_thread():
             return self._decode_apart()
         code: int = C.llama_decode(self.unchecked_ptr, self._batch)
         return code
 
     @property
-    def can_step(self) -> bool:
-        """True if ``step`` may be called: the compiled core is there, and no hook is to see decodes.
+    def stepper(self) -> core.Stepper | None:
+        """What decodes and draws in one call; None without the core, or if a hook is to see decodes.
 
         The core calls llama.cpp by address: past ``around``, and past a binding that was replaced.
         """
-        has_core = self.stepper is not None and C.llama_decode is _llama_decode
-        return has_core and self.around is None
-
-    def step(
-        self,
-        token: int,
-        position: int,
-        seq_id: int,
-        sampler: core.RowSampler,
-        seed: int,
-        purpose: int,
-        measured: bool,
-    ) -> int:
-        """Decode one token, measure its row if asked and draw the next one, in one native call.
-
-        Returns:
-            llama_decode's code. If it is 0, ``rows(1)`` is the row and ``sampler.choice`` what it holds.
-        """
-        if self.stepper is None:
-            raise RuntimeError("the compiled core is not available")
-        return self.stepper.step(token, position, seq_id, sampler, seed, purpose, measured)
+        is_seen = self.around is not None or C.llama_decode is not _llama_decode
+        return None if is_seen else self._stepper
 
     def _decode_apart(self) -> int:
-        """Decode in another thread, so that this one can receive Ctrl-C and stop the decode.
-
-        Python runs signal handlers only in the main thread, between two Python instructions: never while
-        that thread is inside llama.cpp.
-        """
-        codes: list[int] = []
-        finished = threading.Lock()
-
-        def run() -> None:
-            code = -3  # if the call itself raises
-            try:
-                code = C.llama_decode(self.unchecked_ptr, self._batch)
-            finally:
-                codes.append(code)
-                finished.release()
-
-        _release_team()  # that one gets a team of its own
-        interruption: BaseException | None = None
-        finished.acquire()
+        """Decode in another thread, so that this one can receive Ctrl-C and stop the decode."""
+        release_threads()  # that one gets a team of its own
         try:
-            _thread.start_new_thread(run, ())
-        except RuntimeError:  # no thread can be started, for example while the interpreter exits
-            run()
-        except BaseException as error:  # raised by a signal handler; the thread has started
-            interruption = error
-        while not codes:  # whatever is raised: the context must not be used before it returns
-            try:
-                if interruption is not None or is_interrupted():
-                    self.stop()
-                finished.acquire(timeout=_POLL_S)
-            except BaseException as error:
-                interruption = error
-        if interruption is not None:
+            code = call_in_thread(
+                lambda: int(C.llama_decode(self.unchecked_ptr, self._batch)),
+                stop=self.stop,
+                is_to_stop=is_interrupted,
+            )
+        except BaseException:
             self.resume()
-            raise interruption
-        if codes[0] == 0 and is_interrupted():  # it had ended before it could be stopped
+            raise
+        if code == 0 and is_interrupted():  # it had ended before it could be stopped
             self.resume()
-        return codes[0]
+        return code
 
     def stop(self) -> None:
         """Stop the running decode, or the next one; it returns 2. Can be called from any thread."""
@@ -341,11 +285,7 @@ class ContextHandle(Handle):
         self.rows_address = None
         self._rows = np.empty((0, self.n_vocab), dtype=np.float32)
         # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
-        self.row_capacity = self._n_seq_max
-
-    def release_threads(self) -> None:
-        """Let another thread call next without delay."""
-        _release_team()
+        self.row_capacity = self.n_seq_max
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
         """Set the threads for single tokens and for batches: at most as many as at creation."""
@@ -384,29 +324,21 @@ class ContextHandle(Handle):
         written = int(C.llama_state_seq_get_data(self.ptr, address, size, seq_id))
         if written != size:
             return state[:0]
-        return state if self.kv_unified else without_streams(state, seq_id, self._n_seq_max)
+        return state if self.kv_unified else without_streams(state, seq_id, self.n_seq_max)
 
-    def set_state(self, seq_id: int, state: State) -> bool:
-        """Restore the state of a sequence; False if llama.cpp failed: its content is then undefined."""
+    def set_state(self, seq_id: int, state: State) -> None:
+        """Restore the state of a sequence.
+
+        Raises:
+            SnapshotError: llama.cpp refuses it, with the reason. Its content is then undefined.
+        """
         if not self.kv_unified:
-            state = with_streams(state, self._n_seq_max)
-        address = state.ctypes.data_as(_uint8_p)
-        arguments = self.ptr, address, len(state), seq_id
-        if C.llama_state_seq_set_data(*arguments) == len(state):
-            return True
-        with recorded_log():  # once more, for the reason
-            return bool(C.llama_state_seq_set_data(*arguments) == len(state))
-
-
-def _llama_params(options: NativeContextParams, head: HeadOf | None) -> Any:
-    params = C.llama_context_default_params()
-    for field in fields(options):
-        setattr(params, field.name, getattr(options, field.name))
-    params.no_perf = True
-    if head is not None:
-        params.ctx_type = int(head.uses_mtp)
-        params.ctx_other = head.target.ptr
-    return params
+            state = with_streams(state, self.n_seq_max)
+        arguments = self.ptr, state.ctypes.data_as(_uint8_p), len(state), seq_id
+        if C.llama_state_seq_set_data(*arguments) != len(state):
+            with recorded_log():  # once more, for the reason
+                if C.llama_state_seq_set_data(*arguments) != len(state):
+                    raise SnapshotError(f"llama.cpp cannot take the K/V: {logged_reason()}")
 
 
 _open: weakref.WeakSet[ContextHandle] = weakref.WeakSet()
@@ -425,18 +357,13 @@ def _close_all() -> None:
         handle.close()
 
 
-def _address_of(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+def release_threads() -> None:
+    """Release this thread's team, so that another thread decodes without delay; the next call makes one.
 
-
-def _hears_signals() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def _release_team() -> None:
-    """Release this thread's helpers; not in a child by fork(), which has none of its parent's."""
-    if _first_team == generation():
-        thread_teams.release()
+    Not in a child by fork(), which has none of its parent's.
+    """
+    if _first_team == generation() and _pause_teams is not None:
+        _pause_teams(_SOFT)
 
 
 def _check_threads(n: int) -> None:

@@ -15,11 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = [
-    "LIBRARY", "RowSampler", "Stepper", "address_of", "available", "description", "measure", "pieces",
-    "softmax",
-]  # fmt: skip
+from llama_cpp import llama_cpp as C
 
 # What CMakeLists.txt builds. A folder of its own: beside this file Python would take it for a module.
 LIBRARY = Path(__file__).parent / "lib"
@@ -72,34 +68,18 @@ class _Choice(ctypes.Structure):
     )
 
 
-class _Batch(ctypes.Structure):
-    _fields_ = (
-        ("n_tokens", ctypes.c_int32),
-        ("token", ctypes.c_void_p),
-        ("embd", ctypes.c_void_p),
-        ("pos", ctypes.c_void_p),
-        ("n_seq_id", ctypes.c_void_p),
-        ("seq_id", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-    )
-
-
 class _Decoder(ctypes.Structure):
     _fields_ = (
         ("decode", ctypes.c_void_p),
         ("get_logits", ctypes.c_void_p),
         ("ctx", ctypes.c_void_p),
         ("stop", ctypes.c_void_p),
-        ("batch", _Batch),
+        ("batch", C.llama_batch),
         ("logits", ctypes.c_void_p),
     )
 
 
-def _layout() -> int:
-    layout = 0
-    for structure in (RowMeasure, _Sampler, _Choice, _Decoder):
-        layout = 256 * layout + ctypes.sizeof(structure)
-    return layout
+_BATCH = ["n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits"]  # of llama_batch
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
@@ -115,7 +95,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         variant = (library.lb_variant() or b"").decode()
     except (OSError, AttributeError) as error:
         return None, f"unusable ({error}): NumPy"
-    if layout != _layout():
+    expected = 0
+    for structure in (RowMeasure, _Sampler, _Choice, _Decoder):
+        expected = 256 * expected + ctypes.sizeof(structure)
+    if layout != expected or [field[0] for field in C.llama_batch._fields_] != _BATCH:
         return None, "built from another version: NumPy"
     pointer, i32, u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
     library.lb_measure.argtypes = [pointer, i32, i32, pointer]
@@ -289,10 +272,7 @@ class Stepper:
         decode, get_logits: the addresses of llama_decode and llama_get_logits.
         ctx: of the llama_context.
         stop: of the byte that forbids to begin a decode.
-        batch: the llama_batch to use, a ctypes structure; it must outlive this object.
-
-    Attributes:
-        at: the address of these, for other functions of ``core.c``.
+        batch: the llama_batch to use, a ctypes structure; what it refers to must outlive this object.
     """
 
     def __init__(
@@ -305,20 +285,10 @@ class Stepper:
             get_logits=get_logits,
             ctx=ctx,
             stop=stop,
-            batch=_Batch.from_buffer_copy(batch),
+            batch=batch,
         )
-        self.at = ctypes.addressof(self._decoder)
+        self._at = ctypes.addressof(self._decoder)
         self._step = _library.lb_step
-
-    @staticmethod
-    def supports(batch: type[ctypes.Structure]) -> bool:
-        """Return True if ``batch`` is laid out as the core expects a llama_batch."""
-        names = [field[0] for field in batch._fields_]
-        return (
-            _library is not None
-            and names == [field[0] for field in _Batch._fields_]
-            and ctypes.sizeof(batch) == ctypes.sizeof(_Batch)
-        )
 
     def step(
         self,
@@ -336,11 +306,6 @@ class Stepper:
             llama_decode's code; unless it is 0, ``choice`` is as before.
         """
         code: int = self._step(
-            self.at, token, position, seq_id, sampler.at, seed, purpose, measured, sampler.out
+            self._at, token, position, seq_id, sampler.at, seed, purpose, measured, sampler.out
         )
         return code
-
-    @property
-    def rows_address(self) -> int:
-        """Where the logits of the last decode lie."""
-        return self._decoder.logits or 0

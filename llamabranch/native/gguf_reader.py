@@ -16,8 +16,6 @@ from typing import NamedTuple, NoReturn
 
 from ..errors import ModelLoadError
 
-__all__ = ["Header", "TensorInfo", "Value", "read_header", "read_parts"]
-
 Value = bool | int | float | str | list[int] | list[float]
 
 # GGUF value types with a fixed size: number and struct code.
@@ -85,6 +83,12 @@ class Header:
     def integer(self, key: str, default: int = 0) -> int:
         """Return the value, or that of the first layer."""
         return next(iter(self.integers(key)), default)
+
+    def head_sizes(self, n_head: int) -> tuple[int, int]:
+        """Return the sizes of keys and values of one of ``n_head`` heads."""
+        usual = self.integer("embedding_length") // n_head
+        key, value = (self.integer(f"attention.{kind}_length", usual) for kind in ("key", "value"))
+        return key, value
 
 
 class _Reader:
@@ -224,25 +228,19 @@ def _header(reader: _Reader, tensors: bool) -> Header:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         _reject("its header has no general.architecture")
-    found = [_tensor(reader) for _ in range(n_tensors)] if tensors else []
+    found = []
+    for _ in range(n_tensors if tensors else 0):
+        name, n_dimensions = reader.blob().decode("utf-8", "replace"), reader.number("I")
+        if n_dimensions > _MAX_DIMENSIONS:
+            _reject(f"the tensor {name!r} has {n_dimensions} dimensions", _DOWNLOAD_HINT)
+        shape = tuple(reader.number("Q") for _ in range(n_dimensions))
+        found.append(TensorInfo(name, shape, reader.number("I"), reader.number("Q")))
     if found:
         alignment = metadata.get("general.alignment", 32)
-        _check_end(reader, found, alignment if isinstance(alignment, int) else 32)
+        step = alignment if isinstance(alignment, int) else 32
+        start = -(-reader.at // step) * step if step > 0 else reader.at
+        missing = start + max(tensor.end for tensor in found) - reader.size
+        if missing > 0:
+            reason = f"the file is truncated: its last {missing} bytes are missing"
+            _reject(reason, _DOWNLOAD_HINT)
     return Header(architecture, metadata, reader.tokens, found)
-
-
-def _tensor(reader: _Reader) -> TensorInfo:
-    name = reader.blob().decode("utf-8", "replace")
-    n_dimensions = reader.number("I")
-    if n_dimensions > _MAX_DIMENSIONS:
-        _reject(f"the tensor {name!r} has {n_dimensions} dimensions", _DOWNLOAD_HINT)
-    shape = tuple(reader.number("Q") for _ in range(n_dimensions))
-    return TensorInfo(name, shape, reader.number("I"), reader.number("Q"))
-
-
-def _check_end(reader: _Reader, tensors: Sequence[TensorInfo], alignment: int) -> None:
-    """Reject a file that ends before its last tensor; the reader is at the end of the header."""
-    start = -(-reader.at // alignment) * alignment if alignment > 0 else reader.at
-    missing = start + max(tensor.end for tensor in tensors) - reader.size
-    if missing > 0:
-        _reject(f"the file is truncated: its last {missing} bytes are missing", _DOWNLOAD_HINT)

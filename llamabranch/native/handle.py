@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ClosedError
-from .thread_call import call_in_thread
+from .interrupts import call_in_thread
 
 _generation = 0  # how many times this process and its ancestors were forked since the import
 _locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
@@ -45,7 +45,7 @@ def _release(
     free: Callable[[Any], None],
     ptr: Any,
     born: int,
-    _parents: tuple[Handle | None, Handle | None],
+    _parents: Sequence[Handle],
 ) -> None:
     alive.clear()
     # A child of fork() inherits the address but not llama.cpp's threads: only the parent frees it.
@@ -69,19 +69,16 @@ class Handle:
         free: Callable[[Any], None],
         *,
         name: str,
-        parent: Handle | None = None,
-        second_parent: Handle | None = None,
+        parents: Sequence[Handle] = (),
     ) -> None:
         self.unchecked_ptr = ptr
         self.name = name
         self._generation = _generation
         self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._alive = alive = [True]  # empty once freed; asked in every call, so no function
-        parents = parent, second_parent
         self._finalizer = weakref.finalize(self, _release, alive, free, ptr, _generation, parents)
-        for each in parents:
-            if each is not None:
-                each._children.add(self)
+        for parent in parents:
+            parent._children.add(self)
 
     def make(
         self,
@@ -89,8 +86,7 @@ class Handle:
         free: Callable[[Any], None],
         *,
         name: str,
-        parent: Handle | None = None,
-        second_parent: Handle | None = None,
+        parents: Sequence[Handle] = (),
         run: Callable[[Callable[[], None]], None] = call_in_thread,
     ) -> bool:
         """Initialise this handle with the pointer that ``create`` returns; return False if it is NULL.
@@ -103,9 +99,7 @@ class Handle:
             nonlocal ptr
             ptr = create()
             if ptr:  # from here on it is freed with this object
-                Handle.__init__(
-                    self, ptr, free, name=name, parent=parent, second_parent=second_parent
-                )
+                Handle.__init__(self, ptr, free, name=name, parents=parents)
 
         try:
             run(call)

@@ -1,23 +1,33 @@
-"""Holds Ctrl-C back while a change is under way, so that it cannot come in the middle of one.
+"""Ctrl-C: while a call into llama.cpp lasts, and held back while a change is under way.
 
 Python runs signal handlers in the main thread, between any two of its instructions, and what they raise
-comes out there. Inside ``with HeldInterrupts():`` the handler of SIGINT still runs at once, whoever has
-set it, but what it raises comes at the end of the block; a decode in ``ContextHandle.decode`` that
-takes long is stopped at once.
+comes out there: never while that thread is inside llama.cpp, so long calls run in a thread of their own.
+If the main thread is just then inside a Python callback that C has called, ctypes prints the
+KeyboardInterrupt and drops it. llama.cpp calls its log and progress callbacks all the time while it
+loads, so a Ctrl-C would often be lost. In another thread callbacks get no KeyboardInterrupt, and the
+waiting main thread does.
+
+Inside ``with HeldInterrupts():`` the handler of SIGINT still runs at once, whoever has set it, but what
+it raises comes at the end of the block; a decode in ``ContextHandle.decode`` that takes long is stopped
+at once.
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # signal.signal takes 20 times as long
+import _thread
+import contextlib
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from time import monotonic
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
-__all__ = ["HeldInterrupts", "is_interrupted"]
+T = TypeVar("T")
+_POLL_S = 0.1  # how often to look for a signal that did not wake the waiting thread
 
 _PATIENCE_S = 1.0  # a Ctrl-C this long after the first one is not held: something takes too long
 
@@ -39,7 +49,7 @@ class HeldInterrupts:
         self.is_over = False
 
     def __enter__(self) -> HeldInterrupts:
-        if _in_main_thread():
+        if in_main_thread():
             outer = _active()
             if outer is not None:
                 return outer
@@ -49,12 +59,7 @@ class HeldInterrupts:
                 _signal.signal(signal.SIGINT, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         previous = self._previous
         if previous is None:
             return
@@ -83,13 +88,12 @@ class HeldInterrupts:
 
 def is_interrupted() -> bool:
     """Return whether a ``HeldInterrupts`` of this thread holds something."""
-    if not _in_main_thread():
-        return False
-    held = _active()
+    held = _active() if in_main_thread() else None
     return held is not None and held.caught is not None
 
 
-def _in_main_thread() -> bool:
+def in_main_thread() -> bool:
+    """Return whether this is the thread in which Python runs signal handlers."""
     # While the interpreter ends, generators may still be closed, but `threading` is cleared already.
     return not sys.is_finalizing() and threading.current_thread() is threading.main_thread()
 
@@ -98,3 +102,61 @@ def _active() -> HeldInterrupts | None:
     """Return the outermost block that the main thread is in."""
     held = getattr(_signal.getsignal(signal.SIGINT), "__self__", None)
     return held if isinstance(held, HeldInterrupts) and not held.is_over else None
+
+
+def call_in_thread(
+    call: Callable[[], T],
+    *,
+    messages: SimpleQueue[Any] | None = None,
+    on_message: Callable[[Any], None] | None = None,
+    stop: Callable[[], None] = lambda: None,
+    is_to_stop: Callable[[], bool] = lambda: False,
+) -> T:
+    """Run ``call`` in another thread, wait for it, and return, or raise, what it does.
+
+    If the waiting thread is interrupted, it calls ``stop``, waits until ``call`` has returned, and then
+    raises the exception. The caller frees what ``call`` has created by then.
+
+    Args:
+        call: the function to run.
+        messages: ``call`` puts messages here; each is passed to ``on_message``, in the waiting thread and
+            in order.
+        on_message: receives a message; an exception in it stops ``call`` as an interruption does.
+        stop: asks ``call`` to return soon.
+        is_to_stop: whether something that interrupts nothing asks for that; looked at while it waits.
+    """
+    queue: SimpleQueue[Any] = SimpleQueue() if messages is None else messages
+    results: list[T] = []
+    errors: list[BaseException] = []
+    claim = threading.Lock()  # of the call, or of the interruption that comes before it has begun
+
+    def run() -> None:
+        if claim.acquire(blocking=False):
+            try:
+                results.append(call())
+            except BaseException as error:
+                errors.append(error)
+            queue.put(None)  # wakes the waiting thread
+
+    try:
+        try:
+            _thread.start_new_thread(run, ())
+        except RuntimeError:  # no thread can be started, for example while the interpreter exits
+            run()
+        while not (results or errors) or not queue.empty():
+            if is_to_stop():
+                stop()
+            with contextlib.suppress(Empty):
+                message = queue.get(timeout=_POLL_S)
+                if message is not None and on_message is not None:
+                    on_message(message)
+    except BaseException:
+        stop()
+        while not (results or errors or claim.acquire(blocking=False)):
+            # Ignore further Ctrl-C: nothing may continue before llama.cpp has returned.
+            with contextlib.suppress(BaseException):
+                queue.get(timeout=_POLL_S)
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -70,17 +70,17 @@ def set_log_level(level: str) -> None:
     _choose_callback()
 
 
-def last_log_lines(n: int = 3) -> list[str]:
-    """Return llama.cpp's last ``n`` errors, oldest first; if there are none, its last warnings."""
+def logged_reason(unknown: str = "no reason given") -> str:
+    """Return why something has just failed: llama.cpp's last three errors; if none, its last warnings."""
     with _recent_lock:
         recent = list(_recent)
     errors = [line for severity, line in recent if severity >= _ERROR]
-    return (errors or [line for _, line in recent])[-n:]
+    return "; ".join((errors or [line for _, line in recent])[-3:]) or unknown
 
 
 @contextmanager
 def recorded_log() -> Iterator[None]:
-    """Record llama.cpp's warnings and errors inside, for `last_log_lines`; earlier ones are dropped."""
+    """Record llama.cpp's warnings and errors inside, for `logged_reason`; earlier ones are dropped."""
     global _n_recording
     with _recent_lock:
         _recent.clear()
@@ -142,6 +142,11 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def address_of(pointer: Any) -> int:
+    """Return the address of a function, or of what a pointer points to."""
+    return ctypes.cast(pointer, ctypes.c_void_p).value or 0
 
 
 def supports_gpu_offload() -> bool:

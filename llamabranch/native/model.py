@@ -1,11 +1,10 @@
-"""llama_model and its vocabulary."""
+"""llama_model, its vocabulary, and llama_model_quantize."""
 
 from __future__ import annotations
 
 import ctypes
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,9 +15,10 @@ from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError, TokenizeError
 from . import core, staging
+from .gguf_check import check_header
 from .handle import Handle
-from .library import last_log_lines, recorded_log, supports_gpu_offload
-from .thread_call import call_in_thread
+from .interrupts import call_in_thread
+from .library import address_of, logged_reason, recorded_log, supports_gpu_offload
 
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
@@ -32,24 +32,25 @@ _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """What llama_model_params takes; ``use_mmap`` and ``use_mlock`` make its load_mode."""
-
-    n_gpu_layers: int
-    use_mmap: bool
-    use_mlock: bool
-    check_tensors: bool
-    vocab_only: bool
-    use_extra_bufts: bool
-    load_mtp: bool
-
-
 class ModelHandle(Handle):
-    """A loaded GGUF file. The caller has checked its header."""
+    """A loaded GGUF file. The caller has checked its header.
+
+    Args:
+        path: the file.
+        progress: called with 0.0 to 1.0 while it is loaded.
+        use_mmap, use_mlock, load_mtp: see `Model`.
+        options: other fields of llama_model_params, by llama.cpp's names.
+    """
 
     def __init__(
-        self, path: Path, options: ModelOptions, progress: Callable[[float], None] | None
+        self,
+        path: Path,
+        progress: Callable[[float], None] | None,
+        *,
+        use_mmap: bool,
+        use_mlock: bool,
+        load_mtp: bool,
+        **options: int,
     ) -> None:
         stopped = False
         fractions: SimpleQueue[float] = SimpleQueue()
@@ -64,7 +65,15 @@ class ModelHandle(Handle):
             nonlocal stopped
             stopped = True
 
-        params = _llama_params(options)
+        params = C.llama_model_default_params()
+        params.load_mode = (C.LLAMA_LOAD_MODE_MMAP if use_mmap else 0) | (
+            C.LLAMA_LOAD_MODE_MLOCK if use_mlock else 0
+        )
+        if load_mtp:
+            staging.check_available()
+            params.load_mtp = True
+        for name, value in options.items():
+            setattr(params, name, value)
         params.progress_callback = C.llama_progress_callback(on_progress)
         with recorded_log():
             loaded = self.make(
@@ -74,13 +83,13 @@ class ModelHandle(Handle):
                 run=partial(call_in_thread, messages=fractions, on_message=progress, stop=stop),
             )
         if not loaded:
-            reason = "; ".join(last_log_lines()) or "no reason given"
-            raise ModelLoadError(f"llama.cpp cannot load {path}: {reason}")
+            raise ModelLoadError(f"llama.cpp cannot load {path}: {logged_reason()}")
         ptr = self.unchecked_ptr
-        self.on_gpu = options.n_gpu_layers != 0 and supports_gpu_offload()
+        self.on_gpu = params.n_gpu_layers != 0 and supports_gpu_offload()
         self._vocab = C.llama_model_get_vocab(ptr)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
-        self.architecture = self._architecture()
+        name = _text(partial(C.llama_model_meta_val_str, ptr, b"general.architecture"))
+        self.architecture = name or "unknown"
         self.vocab_type = _VOCAB_TYPES.get(int(C.llama_vocab_type(self._vocab)), "unknown")
 
     @property
@@ -94,18 +103,8 @@ class ModelHandle(Handle):
         """Return llama_model_<what>() as an integer: n_params, size, n_layer, n_swa, ..."""
         return int(getattr(C, f"llama_model_{what}")(self.ptr))
 
-    def target_layers(self) -> tuple[int, ...]:
-        """Return which layers of its target it reads as a head; () if it is none."""
-        return staging.target_layers(self.ptr) if staging.available else ()
-
-    def n_mtp_layers(self) -> int:
-        """Return how many MTP layers it has."""
-        return staging.n_mtp_layers(self.ptr)
-
     def description(self) -> str:
-        buffer = ctypes.create_string_buffer(512)
-        C.llama_model_desc(self.ptr, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
+        return _text(partial(C.llama_model_desc, self.ptr))
 
     def file_type(self, value: str) -> str:
         """Return the name of a value of ``general.file_type`` in the metadata.
@@ -122,25 +121,11 @@ class ModelHandle(Handle):
 
     def metadata(self) -> dict[str, str]:
         """Return the GGUF file's scalar metadata, as llama.cpp formats it."""
-        found = {}
-        for i in range(C.llama_model_meta_count(self.ptr)):
-            key = self._meta(C.llama_model_meta_key_by_index, i)
-            found[key] = self._meta(C.llama_model_meta_val_str_by_index, i)
-        return found
-
-    def _architecture(self) -> str:
-        buffer = ctypes.create_string_buffer(256)
-        key = b"general.architecture"
-        size = C.llama_model_meta_val_str(self.ptr, key, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace") if size >= 0 else "unknown"
-
-    def _meta(self, read: Callable[..., int], index: int) -> str:
-        buffer = ctypes.create_string_buffer(1024)
-        size = read(self.ptr, index, buffer, len(buffer))
-        if size >= len(buffer):
-            buffer = ctypes.create_string_buffer(size + 1)
-            read(self.ptr, index, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
+        key, value = C.llama_model_meta_key_by_index, C.llama_model_meta_val_str_by_index
+        return {
+            _text(partial(key, self.ptr, i)): _text(partial(value, self.ptr, i))
+            for i in range(C.llama_model_meta_count(self.ptr))
+        }
 
     # -- vocabulary: the caller checks the ids -------------------------------------------------------
 
@@ -159,15 +144,15 @@ class ModelHandle(Handle):
     def is_control(self, token: int) -> bool:
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
-    def control_tokens(self) -> list[tuple[str, int, bool, bool]]:
-        """Return what ``parse_special`` parses: text, id, whether it drops spaces before and after it.
+    def control_tokens(self) -> dict[str, tuple[int, bool, bool]]:
+        """Return what ``parse_special`` parses, by text: id, whether it drops spaces before and after it.
 
         Some files mark control tokens as user-defined, which llama.cpp parses in any text. Those that
         look like ``<|im_start|>`` count, as they do for llama.cpp's converter.
         """
         parsed = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN
         defined = C.LLAMA_TOKEN_ATTR_USER_DEFINED
-        found = []
+        found = {}
         for token in range(self.n_vocab):
             attributes = C.llama_vocab_get_attr(self.vocab, token)
             if not attributes & (parsed | defined):
@@ -175,7 +160,7 @@ class ModelHandle(Handle):
             text = self.token_text(token).decode("utf-8", "replace")
             if text and (attributes & parsed or _LOOKS_LIKE_CONTROL.fullmatch(text)):
                 before = bool(attributes & C.LLAMA_TOKEN_ATTR_LSTRIP)
-                found.append((text, token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)))
+                found[text] = token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)
         return found
 
     def token_text(self, token: int) -> bytes:
@@ -192,9 +177,8 @@ class ModelHandle(Handle):
 
     def pieces(self) -> list[bytes]:
         """Return all pieces; those of control tokens as llguidance marks them: 0xFF and their text."""
-        found = core.pieces(
-            _address_of(C._lib.llama_token_to_piece), self.vocab_address, self.n_vocab
-        )
+        to_piece = address_of(C._lib.llama_token_to_piece)
+        found = core.pieces(to_piece, self.vocab_address, self.n_vocab)
         if found is None:
             found = [self.piece(token, special=False) for token in range(self.n_vocab)]
         for token, piece in enumerate(found):
@@ -205,12 +189,12 @@ class ModelHandle(Handle):
     @property
     def vocab_address(self) -> int:
         """Where the llama_vocab lies, valid while the model is open."""
-        return ctypes.cast(self.vocab, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+        return address_of(self.vocab)
 
     @property
     def tokenize_address(self) -> int:
         """Where the function llama_tokenize lies."""
-        return _address_of(C._lib.llama_tokenize)
+        return address_of(C._lib.llama_tokenize)
 
     def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
         room = len(text) + 8
@@ -283,20 +267,32 @@ class ModelHandle(Handle):
             room = n
 
 
-def _llama_params(options: ModelOptions) -> Any:
-    params = C.llama_model_default_params()
-    params.n_gpu_layers = options.n_gpu_layers
-    params.load_mode = (C.LLAMA_LOAD_MODE_MMAP if options.use_mmap else 0) | (
-        C.LLAMA_LOAD_MODE_MLOCK if options.use_mlock else 0
-    )
-    params.check_tensors = options.check_tensors
-    params.vocab_only = options.vocab_only
-    params.use_extra_bufts = options.use_extra_bufts
-    if options.load_mtp:
-        staging.check_available()
-        params.load_mtp = True
-    return params
+def quantize(source: Path, path: Path, file_type: str) -> None:
+    """Write the model of ``source`` to ``path`` with weights of ``file_type``, a name such as "Q8_0".
+
+    Quantized weights are quantized again: what they lack of the original does not come back.
+
+    Raises:
+        ModelLoadError: ``source`` is no model that llama.cpp reads, or ``path`` cannot be written.
+    """
+    check_header(source)
+    params = C.llama_model_quantize_default_params()
+    params.ftype = next(number for number, name in FILE_TYPES.items() if name == file_type)
+    params.allow_requantize = True
+    names = str(source).encode(), str(path).encode()
+    with recorded_log():
+        failed = call_in_thread(lambda: bool(C.llama_model_quantize(*names, params)))
+    if failed:
+        raise ModelLoadError(
+            f"llama.cpp cannot make {path.name} from {source.name}: {logged_reason()}"
+        )
 
 
-def _address_of(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+def _text(read: Callable[[Any, int], int]) -> str:
+    """Return the text that ``read`` writes into a buffer; "" if there is none."""
+    buffer = ctypes.create_string_buffer(1024)
+    size = read(buffer, len(buffer))
+    if size >= len(buffer):
+        buffer = ctypes.create_string_buffer(size + 1)
+        read(buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace") if size >= 0 else ""

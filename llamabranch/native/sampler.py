@@ -15,7 +15,7 @@ from typing_extensions import Self
 from ..errors import GrammarError
 from . import core
 from .handle import Handle
-from .library import last_log_lines, recorded_log
+from .library import logged_reason, recorded_log
 from .model import ModelHandle
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -25,7 +25,7 @@ class SamplerHandle(Handle):
     """One llama_sampler, usually a chain."""
 
     def __init__(self, ptr: Any, model: ModelHandle) -> None:
-        super().__init__(ptr, C.llama_sampler_free, name="sampler", parent=model)
+        super().__init__(ptr, C.llama_sampler_free, name="sampler", parents=(model,))
         self._model = model
 
     @classmethod
@@ -135,11 +135,11 @@ class GrammarHandle(SamplerHandle):
     its log.
     """
 
-    def __init__(self, model: ModelHandle, gbnf: str, root: str = "root") -> None:
+    def __init__(self, model: ModelHandle, gbnf: str) -> None:
         with recorded_log():
-            ptr = C.llama_sampler_init_grammar(model.vocab, gbnf.encode(), root.encode())
+            ptr = C.llama_sampler_init_grammar(model.vocab, gbnf.encode(), b"root")
         if not ptr:
-            reason = "; ".join(last_log_lines()) or "llama.cpp printed the reason to standard error"
+            reason = logged_reason("llama.cpp printed the reason to standard error")
             raise GrammarError(f"llama.cpp rejects the grammar: {reason}")
         super().__init__(ptr, model)
 

@@ -14,24 +14,6 @@ from llama_cpp import llama_cpp as C
 
 from ..errors import UnsupportedError
 
-__all__ = [
-    "KNOWN_RELEASE",
-    "LAYER_INPUTS",
-    "MTP_CHAINS",
-    "MTP_LAYERS",
-    "NEXTN_OUTPUT",
-    "SHARING_HEAD",
-    "SHARING_TARGET",
-    "STAGING",
-    "available",
-    "check_available",
-    "functions",
-    "look_up",
-    "n_mtp_layers",
-    "reason",
-    "target_layers",
-]
-
 KNOWN_RELEASE = "llama-cpp-python 0.3.36"
 
 # Architectures whose graph has the inputs of its layers, and those whose graph has the state before the
@@ -111,7 +93,6 @@ def n_mtp_layers(model: Any) -> int:
 
 def target_layers(model: Any) -> tuple[int, ...]:
     """Return which layers of its target a head reads; () if it reads none."""
-    check_available()
-    n = int(functions["n_target_layers"](model))
+    n = int(functions["n_target_layers"](model)) if available else 0
     address = functions["target_layers"](model) if n else None
     return tuple((ctypes.c_int32 * n).from_address(address)) if address else ()

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -80,23 +82,15 @@ class StateLayout:
     @classmethod
     def learn(cls, state: State, n_tokens: int) -> StateLayout | None:
         """Return the layout of a state of ``n_tokens`` tokens, None if it is an unknown one."""
-        for kinds in _COMBINATIONS:
-            for extension in _EXTENSIONS:
-                for has_values in (True, False):
-                    reader = _Reader(state, n_tokens)
-                    try:
-                        return reader.read(kinds, extension, has_values)
-                    except SnapshotError:
-                        continue
+        for kinds, extension, has_values in product(_COMBINATIONS, _EXTENSIONS, (True, False)):
+            with suppress(SnapshotError):
+                return _Reader(state, n_tokens).read(kinds, extension, has_values)
         return None
 
     @property
     def flash_attention(self) -> bool | None:
         """True if flash attention is on (V is then not transposed); None without attention."""
-        for part in self.parts:
-            if part.kind != _RECURRENT:
-                return not part.transposed
-        return None
+        return next((not part.transposed for part in self.parts if part.kind != _RECURRENT), None)
 
     @property
     def needs_cells(self) -> bool:

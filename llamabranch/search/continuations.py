@@ -16,8 +16,8 @@ from copy import deepcopy
 from ..arguments import whole
 from ..branch import Branch, Produced
 from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
-from ..generation.drafter import DraftLength, DraftState, propose
-from ..generation.length import FixedLength, draft_length
+from ..generation.drafter import DraftLength, DraftState, FixedLength, propose
+from ..generation.drafting import draft_length
 from ..generation.loop import CommonNoise, Loop, RunningText
 from ..generation.output import OutputBuffer
 from ..sampling.noise import derive_seed

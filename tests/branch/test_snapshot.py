@@ -222,10 +222,10 @@ def test_a_refusal_by_llama_cpp_leaves_nothing(
     snapshot = lb.Branch.start(small_ctx, [2, 3, 4], seed=1).snapshot()
     set_state = ContextHandle.set_state
 
-    def refuse(handle: ContextHandle, seq_id: int, state: np.ndarray) -> bool:
+    def refuse(handle: ContextHandle, seq_id: int, state: np.ndarray) -> None:
         if fills:
             set_state(handle, seq_id, state)
-        return False
+        raise SnapshotError("llama.cpp cannot take the K/V")
 
     monkeypatch.setattr(ContextHandle, "set_state", refuse)
     with pytest.raises(SnapshotError, match="cannot take"):
@@ -241,7 +241,7 @@ def test_interrupted_loading_leaves_nothing(
     snapshot = lb.Branch.start(small_ctx, [2, 3, 4], seed=1).snapshot()
     set_state = ContextHandle.set_state
 
-    def interrupt(handle: ContextHandle, seq_id: int, state: np.ndarray) -> bool:
+    def interrupt(handle: ContextHandle, seq_id: int, state: np.ndarray) -> None:
         set_state(handle, seq_id, state)
         raise KeyboardInterrupt
 

@@ -17,7 +17,7 @@ from conftest import DATA
 
 import llamabranch as lb
 from llamabranch import Branch, Chat, Context
-from llamabranch.context.radix_tree import n_common
+from llamabranch.context.prefix_cache import n_common
 
 # Its rendering of earlier turns changes when a later one comes: only the last answer is complete.
 CHANGING = (

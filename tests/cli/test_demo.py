@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 
 import commands
 import pytest
@@ -109,8 +110,8 @@ def test_demo_on_busy_cores_takes_as_many_threads_as_batches_do(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(tuner: ThreadTuner, handle: ContextHandle) -> None:
-        if tuner.n_threads > 1:  # not given
-            tuner.n_threads, tuner.n_threads_batch = 2, 1
+        if tuner.params.n_threads != 1:  # not given
+            tuner.params = replace(tuner.params, n_threads=2, n_threads_batch=1)
             handle.set_threads(2, 1)
 
     monkeypatch.setattr(ThreadTuner, "tune", busy)

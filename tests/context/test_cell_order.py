@@ -14,9 +14,8 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.context.cell_order import CellOrder
-from llamabranch.context.memory import Memory
-from llamabranch.errors import CacheFullError
+from llamabranch.context.memory import CellOrder, Memory
+from llamabranch.errors import CacheFullError, SnapshotError
 
 Logits = npt.NDArray[np.float32]
 Replay = Callable[[Sequence[int]], Logits]
@@ -44,9 +43,8 @@ def small(target: lb.Model) -> Iterator[Context]:
 
 
 def order_of(ctx: Context) -> CellOrder:
-    found = ctx.kv_cache.order
-    assert found is not None
-    return found
+    assert ctx.kv_cache.order.is_kept
+    return ctx.kv_cache.order
 
 
 def random_tokens(rng: np.random.Generator, n: int) -> list[int]:
@@ -163,7 +161,7 @@ def test_shared_cells_are_not_reserved(ctx: Context) -> None:
 
 def test_context_that_is_not_batch_invariant_reserves_nothing(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1, kv_type="f16") as ctx:
-        assert ctx.kv_cache.order is None
+        assert not ctx.kv_cache.order.is_kept
         low, high = Branch.start(ctx, [5] * 100), Branch.start(ctx, [6] * 100)
         low.rewind(10)
         high.extend([7] * 100)
@@ -317,12 +315,12 @@ def test_interrupted_copy_of_the_cells_is_finished_first(
     handle = small.decoder.handle
     set_state, n_set = handle.set_state, 0
 
-    def interrupted(seq_id: int, state: npt.NDArray[np.uint8]) -> bool:
+    def interrupted(seq_id: int, state: npt.NDArray[np.uint8]) -> None:
         nonlocal n_set
         n_set += 1
         if n_set == 2:
             _thread.interrupt_main()
-        return set_state(seq_id, state)
+        set_state(seq_id, state)
 
     monkeypatch.setattr(handle, "set_state", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -342,10 +340,12 @@ def test_refused_state_is_decoded_again(
     handle = small.decoder.handle
     set_state, n_set = handle.set_state, 0
 
-    def refused(seq_id: int, state: npt.NDArray[np.uint8]) -> bool:
+    def refused(seq_id: int, state: npt.NDArray[np.uint8]) -> None:
         nonlocal n_set
         n_set += 1
-        return n_set < 2 and set_state(seq_id, state)
+        if n_set == 2:
+            raise SnapshotError("llama.cpp cannot take the K/V")
+        set_state(seq_id, state)
 
     monkeypatch.setattr(handle, "set_state", refused)
     n_before = small.decoder.n_decodes

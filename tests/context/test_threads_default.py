@@ -55,7 +55,7 @@ def keep(model: lb.Model, path: Path, **entry: object) -> None:
 def _key(model: lb.Model) -> str:
     from llamabranch.context.threads import ThreadTuner
 
-    key = ThreadTuner(model, 1, None, changes_logits=False)._key()
+    key = ThreadTuner(model, lb.ContextParams(n_threads=1))._key()
     assert key is not None
     return key
 

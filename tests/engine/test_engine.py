@@ -121,7 +121,7 @@ def assert_clean(*contexts: Context) -> None:
         assert ctx.n_seq_free == ctx.n_seq_max
         ctx.audit()
         cell_order = ctx.kv_cache.order
-        assert cell_order is None or (cell_order.in_order and cell_order.n_cells == 0), ctx
+        assert cell_order.in_order and cell_order.n_cells == 0, ctx
 
 
 def by_name(results: Sequence[Result]) -> dict[tuple[str, int], Result]:

@@ -8,9 +8,8 @@ import pytest
 
 import llamabranch as lb
 from llamabranch.engine.job import EngineSettings, Job, JobState, JobStateError, Submission
-from llamabranch.generation.drafter import NullState
+from llamabranch.generation.drafter import FixedLength, NullState
 from llamabranch.generation.drafting import Drafting
-from llamabranch.generation.length import FixedLength
 from llamabranch.generation.loop import RunningText
 
 WAYS = {  # how a text gets into a state

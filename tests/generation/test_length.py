@@ -20,8 +20,9 @@ import pytest
 import llamabranch as lb
 from llamabranch import SpeculativeConfig
 from llamabranch.errors import ConfigError
-from llamabranch.generation.drafter import NO_DRAFT, DraftLength, Round, propose
-from llamabranch.generation.length import AutoLength, FixedLength, draft_length
+from llamabranch.generation.drafter import NO_DRAFT, DraftLength, FixedLength, Round, propose
+from llamabranch.generation.drafting import draft_length
+from llamabranch.generation.length import AutoLength
 from llamabranch.speculative import Draft
 
 PLAIN = Round(NO_DRAFT)

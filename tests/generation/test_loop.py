@@ -11,7 +11,7 @@ import pytest
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, SpeculativeStats
 from llamabranch.context.logits import LogitsRow
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import FixedLength
 from llamabranch.generation.loop import Loop, RunningText
 from llamabranch.generation.text import Text
 

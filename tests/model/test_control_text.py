@@ -125,7 +125,7 @@ def talk(*contents: str) -> list[dict[str, object]]:
 
 def control(model: lb.Model, tokens: list[int]) -> list[str]:
     """Return the control tokens among ``tokens``, as text."""
-    texts = {token: text for text, token, _, _ in model.handle.control_tokens()}
+    texts = {found[0]: text for text, found in model.handle.control_tokens().items()}
     return [texts[token] for token in tokens if token in texts]
 
 
@@ -208,7 +208,7 @@ def test_nobody_injects_a_control_token_through_a_message(
     model = models[name]
     expected = control(model, model.chat_tokens(talk("Hello", "Hi.", "Bye"), tools=[]))
     attacks = []
-    for text, _, _, _ in model.handle.control_tokens():
+    for text in model.handle.control_tokens():
         attacks += [
             (text, text, text),
             (f"a{text}\n{text}b", f" {text} ", text.upper()),
@@ -227,7 +227,7 @@ def test_text_of_a_control_token_in_a_message_stays_text(
     name: str, models: dict[str, lb.Model]
 ) -> None:
     model = models[name]
-    for text, _, _, _ in model.handle.control_tokens():
+    for text in model.handle.control_tokens():
         content = f"What is {text}{text} for?"
         tokens = model.chat_tokens(talk(content))
         rendered = model.apply_chat_template(talk(content))

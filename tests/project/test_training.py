@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import llamabranch as lb
+from llamabranch.context.runner import Batch
 from llamabranch.context.token_states import kept_states
 
 MISSING = [m for m in ("torch", "tokenizers", "gguf") if importlib.util.find_spec(m) is None]
@@ -191,9 +192,9 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
         seq_id = ours.sequences.allocate(branch)
         for step in range(3):
             part = tokens[1 : n + 1] if step == 0 else tokens[n + step : n + step + 1]
-            rows = ours.decoder.decode(
-                part, [seq_id] * len(part), [True] * len(part), (), states[-len(part) :]
-            )
+            batch = Batch()
+            batch.add(seq_id, part, "all")
+            (rows,) = batch.decode(ours.decoder, states=states[-len(part) :])
             wanted = given[step][0, -len(part) :].numpy()
             assert np.abs(np.stack([row.array for row in rows]) - wanted).max() < 1e-2
             states = ours.decoder.output_states(len(part))

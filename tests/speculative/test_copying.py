@@ -11,8 +11,7 @@ import pytest
 import llamabranch
 from llamabranch import Branch, Context, Model, SamplingParams
 from llamabranch.errors import SequencesExhaustedError
-from llamabranch.generation.drafter import DraftLength
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import DraftLength, FixedLength
 from llamabranch.speculative import (
     Draft,
     Drafter,

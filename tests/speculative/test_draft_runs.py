@@ -9,7 +9,7 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams
 from llamabranch.errors import DecodeInterruptedError
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import FixedLength
 
 TALE = "Once upon a time there was a king who had three daughters, and the youngest"
 WARM = SamplingParams(seed=7)

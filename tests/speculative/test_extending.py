@@ -12,8 +12,7 @@ import pytest
 import llamabranch as lb
 from llamabranch import ConfigError, SpeculativeConfig
 from llamabranch.errors import TokenizeError
-from llamabranch.generation.drafter import Draft, DraftLength, NullState, propose
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import Draft, DraftLength, FixedLength, NullState, propose
 
 PROMPT = "Once upon a time there was a king"
 FIXED = SpeculativeConfig(draft_k=4)

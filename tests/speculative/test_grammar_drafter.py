@@ -27,7 +27,7 @@ from llamabranch import (
     SuffixDrafter,
 )
 from llamabranch.errors import GrammarError
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import FixedLength
 from llamabranch.speculative import PromptLookupDrafter
 from llamabranch.speculative.auto import DrafterChoice
 

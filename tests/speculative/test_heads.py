@@ -24,8 +24,7 @@ import llamabranch as lb
 from llamabranch.cli import app
 from llamabranch.context.token_states import kept_states
 from llamabranch.errors import DecodeInterruptedError
-from llamabranch.generation.drafter import DraftRequest
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import DraftRequest, FixedLength
 from llamabranch.native import heads, staging
 from llamabranch.speculative.drafters.head import HeadState
 
@@ -998,8 +997,8 @@ def test_wrong_widths_are_refused_before_llama_cpp(eagle: Pair) -> None:
     ):
         with pytest.raises((lb.ConfigError, ValueError)):
             head.decoder.encode(features)  # type: ignore[arg-type]
-    with pytest.raises(lb.ConfigError, match="no layer 6"):
-        heads.extract_layers(eagle.ctx.decoder.handle, [6], True)
+    with pytest.raises(lb.ConfigError, match="no layer 7"):
+        heads.extract(eagle.ctx.decoder.handle, [7], True)
 
 
 @pytest.mark.parametrize("missing", ["set_layer", "get_nextn"])

@@ -169,3 +169,13 @@ def test_drafter_of_another_vocabulary_is_refused_when_it_is_given(
             with pytest.raises(lb.errors.VocabularyMismatchError):
                 session.next_token(drafter)
             assert drain(session) == expected[1:]
+
+
+def test_text_that_is_appended_after_the_last_token_stays(ctx: Context) -> None:
+    with Branch.start(ctx, PROMPT, sampling=WARM) as branch:
+        session = InferenceSession(ctx, branch)
+        assert session.next_token() is not None
+        branch.append(", she said")
+        tokens = branch.tokens
+        session.close()
+        assert branch.tokens == tokens

@@ -19,8 +19,7 @@ from drafts import FIXED, GREEDY, PROMPTS, WARM
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.context.logits import LogitsRow
-from llamabranch.generation.drafter import DraftLength, Round
-from llamabranch.generation.length import FixedLength
+from llamabranch.generation.drafter import DraftLength, FixedLength, Round
 from llamabranch.generation.text import Text
 from llamabranch.speculative import Draft
 

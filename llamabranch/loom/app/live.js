@@ -1,6 +1,6 @@
 // @ts-check
 // The instrument: rounds of speculation with their totals, searches as outlines that can be adopted.
-import { $, attribute, fill, h, plural, redraw, short, tell, visible } from "./dom.js";
+import { $, attribute, fill, h, label, plural, redraw, short, tell, visible } from "./dom.js";
 import { act, listeners } from "./net.js";
 import { pieces, select, store, texts } from "./store.js";
 import { moveTo, named } from "./text.js";
@@ -110,7 +110,7 @@ function drawSearch(/** @type {Search} */ search) {
       return h("li", { class: status, "--level": Math.min(depth, 12) },
         h("button", { type: "button", title: `${status}. Enter adopts it as a branch.`, onclick: () => adopt(job, i) },
           h("span", { class: "mark" }, { open: "○", pruned: "×", finished: "●" }[/** @type {string} */ (status)] ?? ""),
-          h("span", {}, visible(text) || "start"), h("small", {}, facts)));
+          h("span", {}, label(text) || "start"), h("small", {}, facts)));
     })));
 }
 

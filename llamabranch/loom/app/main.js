@@ -2,7 +2,7 @@
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
 import { $, attribute, check, fill, h, later, paints, plural, radios, redraw, tell, visible, visibleTexts } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
-import { act, backend, connect, net } from "./net.js";
+import { act, backend, connect, get, net } from "./net.js";
 import { FLAGS, Tokens, look, select, stateOf, store, texts, view } from "./store.js";
 import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
 import { moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
@@ -66,7 +66,6 @@ function type(at, edit) {
     "aria-label": edit ? "Edit what follows" : "Type from here" });
   const preview = h("p", { class: "preview", "aria-hidden": "true" });
   const waiting = later(200);
-  let asked = 0;
   const close = () => {
     look({ typingAt: -1 });
     form.remove();
@@ -82,9 +81,9 @@ function type(at, edit) {
     if (more) await go();
   };
   const score = async () => {
-    const mine = ++asked;
-    const answer = box.value ? await act("score", { node, at, text: box.value }) : { tokens: null };
-    if (mine !== asked || !answer) return;
+    const text = box.value;
+    const answer = text ? await act("score", { node, at, text }) : { tokens: null };
+    if (text !== box.value || !answer) return;
     if (!answer.tokens) return fill(preview);
     const columns = new Tokens();
     columns.write(0, answer.tokens);
@@ -114,6 +113,32 @@ async function begin() {
   drawState();
   $("text").focus();
   await go();
+}
+
+// --- find ---
+
+/** @type {any[]} */ let hits = [];
+let hit = -1;
+
+/** Find text in all nodes; a number of results, the first is shown. */
+async function find() {
+  const q = $("find").value;
+  const { found, more } = await get("/loom/find", { q }).catch(() => ({ found: [], more: false }));
+  if (q !== $("find").value) return;
+  [hits, hit] = [found, -1];
+  $("found").textContent = q && `${found.length}${more ? "+" : ""}`;
+  attribute($("found"), "aria-label", plural(found.length, "place"));
+}
+
+function nextHit(/** @type {number} */ by) {
+  if (!hits.length) return;
+  hit = (hit + by + hits.length) % hits.length;
+  const { node, at, text } = hits[hit];
+  const segment = segmentOf(node, at + 1);
+  if (segment) goTo(segment);
+  moveTo(at);
+  $("found").textContent = `${hit + 1} / ${hits.length}`;
+  attribute($("found"), "title", visible(text));
 }
 
 // --- dialogs ---
@@ -248,7 +273,7 @@ const run = {
 /** Keep a setting on the server. @param {string} name @param {any} value */
 function setting(name, value) {
   store.doc.settings = { ...store.doc.settings, [name]: value };
-  redraw(["state"]);
+  redraw(["state", "minimap"]);
   if (!exported()) void act("settings", { set: { [name]: value } });
 }
 
@@ -296,7 +321,7 @@ function drawState() {
   $("start").disabled = !canWrite;
   $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
   if (empty && was) $("begin").focus();
-  $("card-draft").textContent = A?.draft === "none" ? "Start with --draft auto." : "A small model guesses, the large one accepts or rejects.";
+  $("card-draft").textContent = A?.draft === "none" ? "Start with --draft auto." : "A draft guesses tokens, the model accepts or rejects.";
   $("card-models").textContent = B ? `${visible(A?.name)} and ${visible(B.name)} on one text.` : "Start with --compare MODEL2.";
 }
 
@@ -357,7 +382,13 @@ export function start() {
   $("text").addEventListener("dblclick", () => run.type());
   $("start").onclick = begin;
   onSubmit($("begin"), begin);
-  const tree = startTree(moveTo);
+  const typing = later(60);
+  $("find").oninput = () => typing(find);
+  $("find").onkeydown = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1);
+    if (event.key === "Escape") $("tree").focus();
+  };
+  const tree = startTree();
   paints("state", drawState);
   paints("place", () => staying(stay));
   paints("tree", tree.tree);

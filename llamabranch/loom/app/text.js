@@ -10,7 +10,7 @@ import { following, goTo } from "./tree.js";
 /** @typedef {import("./store.js").Path} Path */
 
 const BLOCK = 512, LARGEST = 1024; // tokens: a block ends at a line end between the two
-const TOKEN_HEIGHT = 4.5; // px that a token adds, about
+const CHARACTER = 340; // square px that a character covers, about
 const RUN = 48; // tokens of a long text that become elements together, as they come into view
 const MARGIN = 600; // px of blocks that are text above and below the visible ones
 const SHOOTS = 6, SHOOT_TOKENS = 24;
@@ -109,8 +109,8 @@ export function textView(box, source, prefix) {
       let to = Math.min(c.n, from + BLOCK);
       while (to < c.n && to - from < LARGEST && !c.text[to - 1].endsWith("\n")) to++;
       const block = (blocks[count] ??= box.appendChild(h("div", { role: "none" })));
-      if (!block.firstChild) block.style.height = `${(to - from) * TOKEN_HEIGHT}px`;
       Object.assign(block, { from, to });
+      if (!block.firstChild) block.style.height = `${(textOf(c, block).length * CHARACTER) / box.clientWidth}px`;
       from = to;
     }
     for (const block of blocks.splice(count)) block.remove();

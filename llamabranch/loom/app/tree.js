@@ -1,8 +1,8 @@
 // @ts-check
-// The tree: stretches without forks as rows of a pool, find, the minimap.
-import { $, attribute, h, label, later, plural, redraw, set, visible } from "./dom.js";
+// The tree: stretches without forks as rows of a pool, the minimap.
+import { $, attribute, h, label, later, redraw, set } from "./dom.js";
 import { binOf, lens } from "./lenses.js";
-import { fetchPath, get } from "./net.js";
+import { fetchPath } from "./net.js";
 import { FLAGS, holder, select, store, texts } from "./store.js";
 
 /** @typedef {import("./store.js").Node} Node */
@@ -295,46 +295,12 @@ function drawMinimap() {
   });
 }
 
-/** @type {any[]} */ let hits = [];
-let hit = -1;
-let searching = 0;
-let showToken = (/** @type {number} */ _position) => {};
-
-/** Find text in all nodes; a number of results, the first is shown. @param {string} q */
-async function find(q) {
-  const mine = ++searching;
-  const { found, more } = await get("/loom/find", { q }).catch(() => ({ found: [], more: false }));
-  if (mine !== searching) return;
-  [hits, hit] = [found, -1];
-  $("found").textContent = q && `${found.length}${more ? "+" : ""}`;
-  attribute($("found"), "aria-label", plural(found.length, "place"));
-}
-
-function nextHit(/** @type {number} */ by) {
-  if (!hits.length) return;
-  hit = (hit + by + hits.length) % hits.length;
-  const { node, at, text } = hits[hit];
-  const segment = segmentOf(node, at + 1);
-  if (segment) goTo(segment);
-  showToken(at);
-  $("found").textContent = `${hit + 1} / ${hits.length}`;
-  attribute($("found"), "title", visible(text));
-}
-
-/** @param {(position: number) => void} moveTo puts the cursor on a token */
-export function startTree(moveTo) {
-  showToken = moveTo;
+export function startTree() {
   $("tree").addEventListener("scroll", () => redraw(["tree"]), { passive: true });
   new ResizeObserver(() => redraw(["tree", "minimap"])).observe($("tree-pane"));
   $("minimap").onclick = (/** @type {MouseEvent} */ event) => {
     const place = Math.floor((event.offsetY / $("minimap").clientHeight) * rows.length);
     if (rows[place]) goTo(rows[place]);
-  };
-  const typing = later(60);
-  $("find").oninput = () => typing(() => find($("find").value));
-  $("find").onkeydown = (/** @type {KeyboardEvent} */ event) => {
-    if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1);
-    if (event.key === "Escape") $("tree").focus();
   };
   const calm = later(100);
   return { tree: drawTree, minimap: () => calm(drawMinimap) };

@@ -167,7 +167,7 @@ class _CopyState:
         self._index_new(tokens)
         match, guess = self._guess(limit)
         if match is not None and length.consider(draft.drafter):
-            rule = length.stop_rule(0) if length.reads_entropy else None
+            rule = length.stop_rule(length.n_before) if length.reads_entropy else None
             if rule is not None and rule.weighs:
                 self._weigh(draft, match.follow(self._index.tokens, limit, 0.0), rule, limit)
             else:

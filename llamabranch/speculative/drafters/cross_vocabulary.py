@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from ...branch import Branch
-from ...context.radix_tree import n_common
+from ...context.prefix_cache import n_common
 from ...errors import CapacityError, TokenizeError
 from ...generation.drafter import Draft, DraftLength, DraftState
 from ...generation.text import Text

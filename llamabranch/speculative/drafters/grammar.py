@@ -9,7 +9,7 @@ from time import perf_counter
 from ...arguments import instance
 from ...context import Context
 from ...errors import GrammarError
-from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullState, StopRule
+from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullDrafter
 from ...generation.text import Text
 from ...model import Model
 from ...sampling import Distribution
@@ -37,7 +37,8 @@ class GrammarDrafter(Drafter):
         for name, each in (("values", values), ("plain", plain)):
             if each is not None:
                 instance(name, each, Drafter)  # type: ignore[type-abstract]
-        self.values, self.plain = values, plain or values
+        self.values: Drafter = values or NullDrafter()
+        self.plain = plain or self.values
 
     @classmethod
     def copying(cls) -> GrammarDrafter:
@@ -47,30 +48,29 @@ class GrammarDrafter(Drafter):
     @property
     def name(self) -> str:
         """ "grammar", or "grammar+" and the name of ``values``."""
-        return "grammar" if self.values is None else f"grammar+{self.values.name}"
+        none = isinstance(self.values, NullDrafter)
+        return "grammar" if none else f"grammar+{self.values.name}"
 
     @property
     def estimates(self) -> frozenset[str]:
         """Those of ``values``."""
-        return frozenset() if self.values is None else self.values.estimates
+        return self.values.estimates
 
     @property
     def contexts(self) -> list[Context]:
         """Those of ``values``."""
-        return [] if self.values is None else self.values.contexts
+        return self.values.contexts
 
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if ``values`` or ``plain`` cannot draft for ``target``."""
-        for each in (self.values, self.plain):
-            if each is not None:
-                each.check(target)
+        self.values.check(target)
+        self.plain.check(target)
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state, with one of ``values``."""
-        drafter = self.plain if target.grammar is None else self.values
-        values = NullState() if drafter is None else drafter.start(target, rule)
         if target.grammar is None:
-            return values
+            return self.plain.start(target, rule)
+        values = self.values.start(target, rule)
         try:
             state = target.grammar.start(target.ctx.model, forcing=True)
         except BaseException:
@@ -92,7 +92,9 @@ class _ForcedState:
         start = perf_counter()
         try:
             for token in tokens[self._n_seen :]:
-                _accept(self._grammar, token)
+                if not self._grammar.allows(token):
+                    raise GrammarError(f"the grammar does not allow token {token} here")
+                self._grammar.accept(token)
                 self._n_seen += 1
             grammar = self._grammar.clone()
             if grammar.forced():
@@ -142,9 +144,11 @@ class _ForcedState:
         limit: int,
     ) -> bool:
         """Add what ``values`` proposes and the grammar allows; return whether the draft may go on."""
-        n = len(draft.tokens)
-        rest = _Rest(length, n)
-        found = self._values.propose([*tokens, *draft.tokens], rest, limit - n)
+        n = length.n_before = len(draft.tokens)
+        try:
+            found = self._values.propose([*tokens, *draft.tokens], length, limit - n)
+        finally:
+            length.n_before = 0
         draft.stopped = found.stopped
         draft.n_decodes += found.n_decodes
         draft.n_read += found.n_read
@@ -183,33 +187,3 @@ class _ForcedState:
 
     def close(self) -> None:
         self._values.close()
-
-
-def _accept(grammar: GrammarState, token: int) -> None:
-    if not grammar.allows(token):
-        raise GrammarError(f"the grammar does not allow token {token} here")
-    grammar.accept(token)
-
-
-class _Rest(DraftLength):
-    """A draft length for the rest of a draft that has ``n`` tokens already."""
-
-    def __init__(self, length: DraftLength, n: int) -> None:
-        self._length = length
-        self._n = n
-        self.limit = length.limit - n
-        self.reads_entropy = length.reads_entropy
-
-    def consider(self, drafter: str) -> bool:
-        return self._length.consider(drafter)
-
-    def goes_on(self, n_drafted: int, entropy: float) -> bool:
-        goes_on = self._length.goes_on(self._n + n_drafted, entropy)
-        self.reason = self._length.reason
-        return goes_on
-
-    def stop_rule(self, n_drafted: int) -> StopRule | None:
-        return self._length.stop_rule(self._n + n_drafted)
-
-    def explain(self) -> str:
-        return self._length.explain()

@@ -117,7 +117,15 @@ class HeadState(RunState):
             rows = np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
         self._first, self._features = first, rows  # the number of the first pair, (n, width)
         self.unread = self.behind(0)[0]
-        self._sampler = self._text_sampler()
+        if not self._reader.is_stateless:
+            n = self._n_prompt
+            if self._n_accepted is None:
+                self._reader = self._reader.replay(tokens[:n], tokens[n:])
+            else:
+                for token in tokens[self._n_accepted :]:
+                    self._reader.accept(token)
+            self._n_accepted = len(tokens)
+        self._sampler = self._reader
 
     def _skip(self, n: int) -> None:
         """Begin again with pair ``n``."""
@@ -147,18 +155,6 @@ class HeadState(RunState):
             self._ctx.decoder.check_open()
             self.cut(n_tokens)
             del self.tokens[n_tokens:]
-
-    def _text_sampler(self) -> Sampler:
-        """Return the sampler that follows the text, once it has accepted all of it."""
-        if not self._reader.is_stateless:
-            n, tokens = self._n_prompt, self.text
-            if self._n_accepted is None:
-                self._reader = self._reader.replay(tokens[:n], tokens[n:])
-            else:
-                for token in tokens[self._n_accepted :]:
-                    self._reader.accept(token)
-            self._n_accepted = len(tokens)
-        return self._reader
 
     # -- a draft -----------------------------------------------------------------------------------
 

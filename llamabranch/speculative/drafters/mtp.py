@@ -14,6 +14,7 @@ import numpy as np
 from ...arguments import instance
 from ...context import Context
 from ...context.logits import LogitsRow
+from ...context.runner import Batch
 from ...sampling import SamplingParams
 from .head import MOST_ROWS, HeadDrafter, HeadState, States
 
@@ -117,17 +118,15 @@ class MTPDrafter(HeadDrafter):
         if not self.ctx.model.shares_memory:
             return super().decode(states)
         decoder = self.ctx.decoder
-        rows = decoder.decode(
-            [state.unread[-1] for state in states],
-            [state.target.seq_id for state in states],
-            [True] * len(states),
-            states=np.concatenate([state.inputs()[-1:] for state in states]),
-            positions=[len(state.text) - 1 for state in states],
+        batch = Batch()
+        for state in states:
+            batch.add(state.target.seq_id, state.unread[-1:], position=len(state.text) - 1)
+        rows = batch.decode(
+            decoder, states=np.concatenate([state.inputs()[-1:] for state in states])
         )
-        for state, row, hidden in zip(
-            states, rows, decoder.output_states(len(states)), strict=True
-        ):
-            state.note_read(row, hidden)
+        hidden = decoder.output_states(len(states))
+        for state, (row,), its in zip(states, rows, hidden, strict=True):
+            state.note_read(row, its)
         return None
 
     def close(self) -> None:

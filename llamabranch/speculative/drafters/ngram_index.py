@@ -109,12 +109,28 @@ def doubling(shortest: int, longest: int) -> tuple[int, ...]:
     return (*lengths, longest)
 
 
-def _furthest(places: list[Place], tokens: Sequence[int], n: int, limit: int) -> Match:
-    """Return the longest match among ``places``, which all follow the last ``n`` of ``tokens``."""
-    best, kept = n, places
-    limit = min(limit, len(tokens))
-    if n < limit:
-        kept = []
+def _longest(
+    lengths: Sequence[int],
+    tokens: Sequence[int],
+    find: Callable[[bytes, int], list[Place]],
+    most: int,
+) -> Match | None:
+    """Return the longest suffix of ``tokens`` for which ``find`` has places, None if there is none.
+
+    That of the longest n-gram that occurred and, where there are gaps between ``lengths``, those places
+    that agree furthest back, up to the longest length.
+    """
+    best, longest = 0, b""
+    for n in lengths:
+        gram = array("i", tokens[-n:]).tobytes()
+        if n > len(tokens) or not find(gram, 1):  # so nothing longer occurred either
+            break
+        best, longest = n, gram
+    kept = find(longest, most) if best else []
+    limit = min(lengths[-1], len(tokens)) if lengths else 0
+    if best < limit:  # these agree further back than that, perhaps
+        places, kept = kept, []
+        n = best
         for place in places:
             sequence, position = place
             m, most = n, min(limit, position)
@@ -124,24 +140,7 @@ def _furthest(places: list[Place], tokens: Sequence[int], n: int, limit: int) ->
                 best, kept = m, [place]
             elif m == best:
                 kept.append(place)
-    return Match(best, kept)
-
-
-def _longest(
-    lengths: Sequence[int], tokens: Sequence[int], find: Callable[[bytes], list[Place]]
-) -> Match | None:
-    """Return the longest suffix of ``tokens`` for which ``find`` has places, None if there is none.
-
-    That of the longest n-gram that occurred and, where there are gaps between ``lengths``, those places
-    that agree furthest back, up to the longest length.
-    """
-    longest, places = 0, list[Place]()
-    for n in lengths:
-        found = find(array("i", tokens[-n:]).tobytes()) if n <= len(tokens) else []
-        if not found:  # so nothing longer occurred either
-            break
-        longest, places = n, found
-    return _furthest(places, tokens, longest, lengths[-1]) if places else None
+    return Match(best, kept) if kept else None
 
 
 class TokenIndex:
@@ -174,6 +173,10 @@ class TokenIndex:
         self._tokens += added
         self._bytes += array("i", added).tobytes()
 
+    def tail(self, n: int) -> bytes:
+        """Return the last ``n`` tokens, as bytes."""
+        return bytes(self._bytes[-n * _WIDTH :])
+
     def rewind(self, n_tokens: int) -> None:
         """Keep the first ``n_tokens``."""
         del self._tokens[n_tokens:], self._bytes[n_tokens * _WIDTH :]
@@ -189,7 +192,7 @@ class TokenIndex:
 
         It takes the newest ``most`` places.
         """
-        return _longest(self._lengths, self._tokens, lambda gram: self.places(gram, most))
+        return _longest(self._lengths, self._tokens, self.places, most)
 
     def places(self, gram: bytes, most: int, first: int = 0) -> list[Place]:
         """Return where a gram, given as bytes, was followed: the newest places, from ``first`` on."""
@@ -213,6 +216,7 @@ class Segment:
 
     def __init__(self, context: Iterable[int]) -> None:
         self.text = TokenIndex((), context)
+        self.known: set[bytes] = set()  # the shortest n-grams that tokens of it follow
         self.start = len(self.text)
         self.closed = False
 
@@ -252,6 +256,7 @@ class SharedIndex:
                 if segment is None or segment.closed or len(segment.text) >= self._size:
                     segment = Segment(tokens[max(0, position - self._lengths[-1]) : position])
                     self._segments.append(segment)
+                segment.known.add(segment.text.tail(self._lengths[0]))
                 segment.text.extend((tokens[position],))
                 self._n_tokens += 1
                 if self._n_tokens > self._max_tokens:
@@ -265,15 +270,16 @@ class SharedIndex:
             skip: the segment of the sequence itself, which is not searched.
         """
 
-        def find(gram: bytes) -> list[Place]:
+        def find(gram: bytes, most: int) -> list[Place]:
             found: list[Place] = []
+            shortest = gram[-self._lengths[0] * _WIDTH :]
             for segment in reversed(self._segments):
-                if segment is not skip and len(found) < self._most:
-                    found += segment.text.places(gram, self._most - len(found), segment.start)
+                if shortest in segment.known and segment is not skip and len(found) < most:
+                    found += segment.text.places(gram, most - len(found), segment.start)
             return found
 
         with self._lock:
-            return _longest(self._lengths, tokens, find)
+            return _longest(self._lengths, tokens, find, self._most)
 
     def _forget(self) -> None:
         """Forget the oldest token."""

@@ -200,8 +200,14 @@ class RunDrafter(Drafter, Generic[S]):
             for state in live:
                 if not state.is_done:
                     state.draft.stopped = "capacity"
-        drafts = [state.draft for state in states]
-        _share_costs(drafts, perf_counter() - start, decoder.n_decodes - n_decodes)
+        # The time is divided by the steps of each draft; the first draft gets all decodes.
+        drafts, seconds = [state.draft for state in states], perf_counter() - start
+        steps = [len(draft.entropies) for draft in drafts]
+        if not any(steps):
+            steps = [1] * len(drafts)
+        for draft, n in zip(drafts, steps, strict=True):
+            draft.seconds = seconds * n / sum(steps)
+        drafts[0].n_decodes = decoder.n_decodes - n_decodes
         return drafts
 
     def draw(self, states: Sequence[S]) -> None:
@@ -213,13 +219,3 @@ class RunDrafter(Drafter, Generic[S]):
                 if not state.unread:
                     state.draw()
             states = [state for state in states if not state.is_done]
-
-
-def _share_costs(drafts: Sequence[Draft], seconds: float, n_decodes: int) -> None:
-    """Divide the time by the steps of each draft; the first draft gets all decodes."""
-    steps = [len(draft.entropies) for draft in drafts]
-    if not any(steps):
-        steps = [1] * len(drafts)
-    for draft, n in zip(drafts, steps, strict=True):
-        draft.seconds = seconds * n / sum(steps)
-    drafts[0].n_decodes = n_decodes

@@ -1,26 +1,36 @@
-"""Whether a head drafts for a model: what must fit so that llama.cpp computes it."""
+"""Whether a model drafts for another one: equal vocabularies; of a head, what llama.cpp computes."""
 
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from ..native import staging
+from ..native.gguf_check import rotation_fault
 from ..native.gguf_reader import Header, read_parts
-from .vocabulary import Vocabulary, compare
 
-__all__ = ["FILES_OF_HEADS", "head_kind", "is_head_only", "why_no_eagle", "why_no_mtp"]
+__all__ = [
+    "FILES_OF_HEADS",
+    "VocabularyReport",
+    "compare",
+    "head_kind",
+    "is_head_only",
+    "why_no_eagle",
+    "why_no_mtp",
+]
 
 
 FILES_OF_HEADS = ("eagle3", "mtp-only")  # the kinds of files that are no models of their own
 
 
-class _Model(Vocabulary, Protocol):
+class _Model(Protocol):
     """The part of a model that is looked at."""
 
     path: Path
     loads_mtp: bool
+    n_vocab: int
 
     @property
     def name(self) -> str: ...
@@ -39,6 +49,74 @@ class _Model(Vocabulary, Protocol):
 
     @property
     def target_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def vocab_type(self) -> str: ...
+
+    @property
+    def has_text(self) -> bool: ...
+
+    @property
+    def bos(self) -> int | None: ...
+
+    @property
+    def eos(self) -> int | None: ...
+
+    def entry(self, token: int) -> tuple[bytes, bool]: ...
+
+
+@dataclass(frozen=True)
+class VocabularyReport:
+    """Whether two models have the same vocabulary.
+
+    ``n_vocab`` are the sizes (target, draft), ``n_different`` is the number of ids that mean
+    different tokens, ``first_difference`` is the smallest of them.
+    """
+
+    compatible: bool
+    reason: str
+    n_vocab: tuple[int, int]
+    n_different: int
+    first_difference: int | None
+    both_have_text: bool = True
+
+    @property
+    def path(self) -> str:
+        """How the second model can draft for the first: by "tokens", through the "text", or "none"."""
+        if self.compatible:
+            return "tokens"
+        return "text" if self.both_have_text else "none"
+
+    def __bool__(self) -> bool:
+        return self.compatible
+
+
+def compare(target: _Model, draft: _Model) -> VocabularyReport:
+    """Return whether ``draft`` can draft for ``target`` token by token, and if not, why."""
+    ours, theirs = target.n_vocab, draft.n_vocab
+    shared, n_different, first = min(ours, theirs), 0, None
+    if target.vocab_type != draft.vocab_type:
+        n_different = max(ours, theirs)
+        reason = f"tokenizer kinds differ: {target.vocab_type} and {draft.vocab_type}"
+    elif different := [t for t in range(shared) if target.entry(t) != draft.entry(t)]:
+        n_different, first = len(different), different[0]
+        reason = (
+            f"{n_different} of {shared} shared token ids differ, the first is {first}: "
+            f"{target.entry(first)[0]!r} and {draft.entry(first)[0]!r}"
+        )
+    elif (target.bos, target.eos) != (draft.bos, draft.eos):
+        reason = (
+            f"BOS and EOS tokens differ: {target.bos}, {target.eos} and {draft.bos}, {draft.eos}"
+        )
+    else:
+        # Models of one family pad their vocabularies differently; the padding is never drawn.
+        padding = (
+            f"the first {shared} tokens are equal; {abs(ours - theirs)} exist in one model only"
+        )
+        reason = f"the same {ours} tokens" if ours == theirs else padding
+        return VocabularyReport(True, reason, (ours, theirs), 0, None)
+    text = target.has_text and draft.has_text
+    return VocabularyReport(False, reason, (ours, theirs), n_different, first, text)
 
 
 def head_kind(header: Header) -> str:
@@ -100,8 +178,8 @@ def why_no_eagle(head: _Model, target: _Model) -> str:
         return staging.reason
     header = read_parts(head.path)
     width = header.integer("target_hidden_size")
-    if width != target.n_embd:
-        return f"it reads hidden states of {width} numbers, those of {target.name} have {target.n_embd}"
+    if reason := _width_fault(width, target):
+        return reason
     for layer in head.target_layers:
         if not 0 <= layer <= target.n_layer:
             return f"it reads layer {layer}, {target.name} has {target.n_layer}"
@@ -118,14 +196,11 @@ def _shape_fault(head: _Model, target: _Model, header: Header) -> str:
     """Return what of the head's own tensors llama.cpp would abort on, "" if nothing."""
     if head.n_layer != 1:
         return f"it has {head.n_layer} layers: llama.cpp computes heads of one"
-    n_head = header.integer("attention.head_count", 1)
-    usual = head.n_embd // max(1, n_head)
-    sizes = [header.integer(f"attention.{kind}_length", usual) for kind in ("key", "value")]
-    if sizes[0] != sizes[1]:
-        return f"its keys have {sizes[0]} numbers, its values {sizes[1]}"
-    rotated = header.integer("rope.dimension_count", sizes[0])
-    if not 0 < rotated <= sizes[0] or rotated % 2:
-        return f"rope.dimension_count is {rotated}, not an even part of the head size {sizes[0]}"
+    key, value = header.head_sizes(max(1, header.integer("attention.head_count", 1)))
+    if key != value:
+        return f"its keys have {key} numbers, its values {value}"
+    if reason := rotation_fault(header.integer("rope.dimension_count", key), key):
+        return reason
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     for name in ("token_embd.weight", "output.weight"):
         if name not in shapes and head.n_embd != target.n_embd:
@@ -164,12 +239,7 @@ def why_no_mtp(head: _Model, target: _Model) -> str:
             f"its MTP layers are those of a {head.architecture} model, "
             f"{target.name} is a {target.architecture} model"
         )
-    if head.n_embd != target.n_embd:
-        return (
-            f"it reads hidden states of {head.n_embd} numbers, those of {target.name} have "
-            f"{target.n_embd}"
-        )
-    return _vocabulary_fault(head, target)
+    return _width_fault(head.n_embd, target) or _vocabulary_fault(head, target)
 
 
 def _sharing_fault(head: _Model, target: _Model) -> str:
@@ -184,25 +254,22 @@ def _sharing_fault(head: _Model, target: _Model) -> str:
         )
     ours, theirs = read_parts(head.path), read_parts(target.path)
     width = ours.integer("embedding_length_out")
-    if width != target.n_embd:
-        return f"it reads hidden states of {width} numbers, those of {target.name} have {target.n_embd}"
+    if reason := _width_fault(width, target):
+        return reason
     n = theirs.integer("block_count")
     if [_of_layer(theirs, "attention.sliding_window_pattern", i) for i in (n - 2, n - 1)] != [1, 0]:
         return f"the last two layers of {target.name} are not one with a window and one without"
     for key in ("key_length", "value_length", "key_length_swa", "value_length_swa"):
-        sizes = [header.integer(f"attention.{key}") for header in (ours, theirs)]
-        if sizes[0] != sizes[1]:
-            return f"its {key} is {sizes[0]}, that of {target.name} is {sizes[1]}"
+        size, there = (header.integer(f"attention.{key}") for header in (ours, theirs))
+        if size != there:
+            return f"its {key} is {size}, that of {target.name} is {there}"
     for i in range(ours.integer("block_count")):
         read = n - 1 - _of_layer(ours, "attention.sliding_window_pattern", i)
-        counts = (
-            _of_layer(ours, "attention.head_count_kv", i),
-            _of_layer(theirs, "attention.head_count_kv", read),
-        )
-        if counts[0] != counts[1]:
+        count = _of_layer(ours, "attention.head_count_kv", i)
+        there = _of_layer(theirs, "attention.head_count_kv", read)
+        if count != there:
             return (
-                f"its layer {i} reads {counts[0]} K/V heads, layer {read} of {target.name} has "
-                f"{counts[1]}"
+                f"its layer {i} reads {count} K/V heads, layer {read} of {target.name} has {there}"
             )
     return ""
 
@@ -211,6 +278,12 @@ def _of_layer(header: Header, key: str, layer: int) -> int:
     """Return the value of one layer, of a key with one number or one for each layer."""
     values = header.integers(key)
     return int(values[layer if 0 <= layer < len(values) else 0]) if values else 0
+
+
+def _width_fault(width: int, target: _Model) -> str:
+    if width == target.n_embd:
+        return ""
+    return f"it reads hidden states of {width} numbers, those of {target.name} have {target.n_embd}"
 
 
 def _vocabulary_fault(head: _Model, target: _Model) -> str:

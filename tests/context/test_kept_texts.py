@@ -1,0 +1,64 @@
+"""Texts found by their beginnings, against a list that is searched from end to end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamabranch.context.prefix_cache import KeptText, KeptTexts
+
+TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+STEP = st.tuples(st.sampled_from(["add", "add", "use", "cut", "remove"]), TEXT, st.integers(1, 9))
+
+
+def n_same(left: list[int], right: list[int]) -> int:
+    n = 0
+    while n < min(len(left), len(right)) and left[n] == right[n]:
+        n += 1
+    return n
+
+
+@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+@given(steps=st.lists(STEP, max_size=30), asked=st.lists(TEXT, max_size=5))
+def test_what_is_found_is_what_a_search_finds(
+    steps: list[tuple[str, list[int], int]], asked: list[list[int]]
+) -> None:
+    kept = KeptTexts()
+    known: list[KeptText] = []  # the least recently used first
+    for deed, tokens, n in steps:
+        text = next((text for text in known if text.tokens == tokens), None)
+        others = [other.tokens for other in known if other is not text]
+        if text is None:
+            with pytest.raises(KeyError):
+                kept.remove(KeptText(tokens))
+            if deed == "add":
+                known.append(KeptText(tokens))
+                kept.add(known[-1])
+        elif deed == "use":
+            known.remove(text)
+            known.append(text)
+            kept.use(text)
+        elif deed == "cut" and n < len(tokens):
+            is_new = all(n_same(other, tokens[:n]) < n for other in others)
+            assert kept.cut(text, n) == is_new
+            assert text.tokens == (tokens[:n] if is_new else tokens)
+        elif deed == "remove":
+            known.remove(text)
+            kept.remove(text)
+        assert list(kept) == known and len(kept) == len(known)
+        for wanted in [*asked, tokens]:
+            n, found = kept.find(wanted)
+            assert n == max((n_same(text.tokens, wanted) for text in known), default=0)
+            assert (0 if found is None else n_same(found.tokens, wanted)) == n
+            wholes = [text for text in known if text.tokens == wanted[: len(text.tokens)]]
+            longest = max(wholes, key=lambda text: len(text.tokens), default=None)
+            expected = (0, None) if longest is None else (len(longest.tokens), longest)
+            assert kept.find_whole(wanted) == expected
+
+
+def test_nothing_is_found_where_nothing_is_kept() -> None:
+    kept = KeptTexts()
+    assert kept.find([1, 2]) == (0, None)
+    assert kept.find_whole([1, 2]) == (0, None)
+    assert kept.find([]) == (0, None)

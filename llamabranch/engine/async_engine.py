@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Literal, overload
+from typing import Literal, TypeAlias, overload
 
 from typing_extensions import TypeVar, Unpack
 
@@ -34,12 +34,16 @@ from .completion import (
     plan_chat,
     plan_texts,
 )
-from .engine import AnyRequest, Engine, Target, opened
-from .request import EngineStats, Event, Request, Result
+from .engine import AnyRequest, Engine, Target
+from .request import Event, Request, Result
 
-__all__ = ["AsyncEngine", "merged"]
+__all__ = ["AsyncEngine"]
 
 T = TypeVar("T", default=object)
+_On: TypeAlias = Literal[True]
+_Off: TypeAlias = Literal[False]
+_Chats = Messages | Conversations
+_Answer = Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]
 
 
 class AsyncEngine:
@@ -56,6 +60,10 @@ class AsyncEngine:
 
     Raises:
         ConfigError: as for ``Engine``.
+
+    Attributes:
+        engine: the engine; do not call its ``step``.
+        stats: totals over all requests so far.
     """
 
     def __init__(
@@ -72,26 +80,20 @@ class AsyncEngine:
         parallel: int | None = None,
         buffer: int = 256,
     ) -> None:
-        context = opened(target, drafter, parallel)
-        try:
-            context.keep_prefixes()
-            self._engine = Engine(
-                context,
-                drafter,
-                config,
-                sampling=sampling,
-                max_tokens=max_tokens,
-                seed=seed,
-                wait_s=wait_s,
-                max_waiting=max_waiting,
-                parallel=parallel,
-            )
-        except BaseException:
-            if context is not target:
-                context.close()
-            raise
-        self._engine.owns_target = context is not target
         self._buffer = whole("buffer", buffer, 1)
+        self.engine = Engine(
+            target,
+            drafter,
+            config,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            seed=seed,
+            wait_s=wait_s,
+            max_waiting=max_waiting,
+            parallel=parallel,
+        )
+        self.engine.target.keep_prefixes()
+        self.stats = self.engine.stats
         self._readers: dict[str, _Reader] = {}
         self._wake = threading.Condition()
         self._resumed: deque[str] = deque()
@@ -103,18 +105,8 @@ class AsyncEngine:
             name="AsyncEngine",
             daemon=True,
         )
-        self._engine.target.release_threads()
+        self.engine.target.release_threads()
         self._thread.start()
-
-    @property
-    def engine(self) -> Engine:
-        """The engine; do not call its ``step``."""
-        return self._engine
-
-    @property
-    def stats(self) -> EngineStats:
-        """Totals over all requests so far."""
-        return self._engine.stats
 
     async def generate(self, request: AnyRequest) -> AsyncIterator[Event]:
         """Yield the events of a request: each token, and the result of each of its texts.
@@ -131,7 +123,7 @@ class AsyncEngine:
                 for event in events:
                     yield event
 
-    async def steps(
+    def steps(
         self, *requests: AnyRequest, reports_tokens: bool = True
     ) -> AsyncGenerator[list[Event], None]:
         """Yield the events of requests as ``generate`` does, all that have come at once as one list.
@@ -146,22 +138,25 @@ class AsyncEngine:
         Raises:
             Exception: as ``generate``.
         """
-        n_texts = sum(each.n if isinstance(each, Request) else 1 for each in requests)
-        reader = _Reader(asyncio.get_running_loop(), self._buffer, n_texts)
+        return self._steps(_Reader(requests, self._buffer), reports_tokens=reports_tokens)
+
+    async def _steps(
+        self, reader: _Reader, *, reports_tokens: bool = True
+    ) -> AsyncGenerator[list[Event], None]:
         try:
             with self._wake:  # no step ends before the reader is known
                 if self._ends is not None or not self._thread.is_alive():
                     raise ClosedError("the engine is closed")
-                for request in requests:
-                    name = self._engine.add_request(request, reports_tokens=reports_tokens)
+                for number, request in enumerate(reader.requests):
+                    name = self.engine.add_request(request, reports_tokens=reports_tokens)
                     self._readers[name] = reader
-                    reader.names.append(name)
+                    reader.names[name] = number
                 self._tell()
             while reader.n_expected:
                 events = await reader.read()
                 reader.n_expected -= sum(event.result is not None for event in events)
                 yield events
-                reader.count_read(len(events))
+                reader.n_read += len(events)
                 if reader.is_paused:
                     reader.is_paused = False
                     with self._wake:
@@ -175,20 +170,20 @@ class AsyncEngine:
 
     @overload
     def complete(
-        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+        self, prompt: Prompts, *, stream: _Off = False, **options: Unpack[TextOptions[T]]
     ) -> Coroutine[None, None, list[Result[T]]]: ...
     @overload
     def complete(
-        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+        self, prompt: Prompt, *, stream: _Off = False, **options: Unpack[TextOptions[T]]
     ) -> Coroutine[None, None, Result[T]]: ...
     @overload
     def complete(
-        self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
+        self, prompt: Prompt | Prompts, *, stream: _On, **options: Unpack[TextOptions]
     ) -> AsyncGenerator[Event, None]: ...
     @overload
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool, **options: Unpack[TextOptions]
-    ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]: ...
+    ) -> _Answer: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
     ) -> Coroutine[None, None, Result | Sequence[Result]] | AsyncGenerator[Event, None]:
@@ -201,7 +196,7 @@ class AsyncEngine:
             LlamaBranchError: as ``Context.complete``: bad arguments when it is awaited, with ``stream``
                 when it is called; and as ``generate``.
         """
-        engine = self._engine
+        engine = self.engine
 
         def plan() -> Completion:
             return _no_drafter(plan_texts(engine.target, prompt, engine.sampling, **options))
@@ -210,45 +205,29 @@ class AsyncEngine:
 
     @overload
     def chat(
-        self,
-        messages: Conversations,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[ChatOptions[T]],
+        self, messages: Conversations, *, stream: _Off = False, **options: Unpack[ChatOptions[T]]
     ) -> Coroutine[None, None, list[Result[T]]]: ...
     @overload
     def chat(
-        self,
-        messages: Messages,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[ChatOptions[T]],
+        self, messages: Messages, *, stream: _Off = False, **options: Unpack[ChatOptions[T]]
     ) -> Coroutine[None, None, Result[T]]: ...
     @overload
     def chat(
-        self,
-        messages: Messages | Conversations,
-        *,
-        stream: Literal[True],
-        **options: Unpack[ChatOptions],
+        self, messages: _Chats, *, stream: _On, **options: Unpack[ChatOptions]
     ) -> AsyncGenerator[Event, None]: ...
     @overload
     def chat(
-        self, messages: Messages | Conversations, *, stream: bool, **options: Unpack[ChatOptions]
-    ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]: ...
+        self, messages: _Chats, *, stream: bool, **options: Unpack[ChatOptions]
+    ) -> _Answer: ...
     def chat(
-        self,
-        messages: Messages | Conversations,
-        *,
-        stream: bool = False,
-        **options: Unpack[ChatOptions],
+        self, messages: _Chats, *, stream: bool = False, **options: Unpack[ChatOptions]
     ) -> Coroutine[None, None, Result | Sequence[Result]] | AsyncGenerator[Event, None]:
         """Answer conversations as ``Context.chat`` does; see ``complete``.
 
         Raises:
             LlamaBranchError: as ``complete``, and ``Context.chat``.
         """
-        engine = self._engine
+        engine = self.engine
 
         def plan() -> Completion:
             return _no_drafter(plan_chat(engine.target, messages, engine.sampling, **options))
@@ -270,21 +249,16 @@ class AsyncEngine:
 
     async def _taken(self, completion: Completion) -> AsyncGenerator[Event, None]:
         """Yield the events of all prompts, as they come."""
-
-        async def numbered(number: int) -> AsyncGenerator[list[Event], None]:
-            async with aclosing(self.steps(completion.requests[number])) as steps:
-                async for events in steps:
-                    yield [completion.take(number, event) for event in events]
-
-        async with aclosing(merged([*map(numbered, range(len(completion.requests)))])) as steps:
+        reader = _Reader(completion.requests, self._buffer)
+        async with aclosing(self._steps(reader)) as steps:
             async for events in steps:
                 for event in events:
-                    yield event
+                    yield completion.take(reader.names[event.id], event)
 
     def abort(self, request_id: str) -> None:
         """End a request at its next step; its result holds what it has generated."""
         with self._wake:
-            self._engine.abort(request_id)
+            self.engine.abort(request_id)
             self._resumed.append(request_id)
             self._tell()
 
@@ -323,7 +297,7 @@ class AsyncEngine:
         for name in reader.names:
             if self._readers.get(name) is reader:
                 del self._readers[name]
-                self._engine.abort(name)
+                self.engine.abort(name)
                 self._tell()
 
     def _tell(self) -> None:
@@ -348,11 +322,11 @@ class AsyncEngine:
 
     def _turn(self) -> bool:
         """Run one step and transfer its events; False once everything has ended."""
-        engine = self._engine
+        engine = self.engine
         with self._wake:
             self._has_news = False
             while self._resumed:
-                engine.core.resume(self._resumed.popleft())
+                engine.core.scheduler.resume(self._resumed.popleft())
             ends = self._ends
             if ends == "abort":
                 engine.core.abort_all()
@@ -381,14 +355,14 @@ class AsyncEngine:
                     continue
                 if reader.send(its):
                     for each in reader.names:
-                        self._engine.core.pause(each)
+                        self.engine.core.scheduler.pause(each)
                 if not reader.n_running:
                     for each in reader.names:
                         del self._readers[each]
                 batches.setdefault(reader.loop, []).append((reader, its))
             if failure is not None:
                 for name, reader in self._readers.items():
-                    self._engine.abort(name)
+                    self.engine.abort(name)
                     reader.failure = failure
                     batches.setdefault(reader.loop, []).append((reader, []))
                 self._readers.clear()
@@ -402,7 +376,7 @@ class AsyncEngine:
 
     def _must_wait(self) -> bool:
         """Return whether the thread has nothing to do; the caller holds the condition."""
-        engine = self._engine
+        engine = self.engine
         idle = engine.core.is_stalled if engine.has_unfinished() else self._ends is None
         return idle and not self._has_news
 
@@ -413,69 +387,33 @@ def _no_drafter(plan: Completion) -> Completion:
     return plan
 
 
-async def merged(
-    sources: Sequence[AsyncGenerator[list[T], None]],
-) -> AsyncGenerator[list[T], None]:
-    """Yield what several sources yield, as it comes; none runs ahead of the reader."""
-    if len(sources) < 2:
-        for source in sources:
-            async with aclosing(source):
-                async for each in source:
-                    yield each
-        return
-    queue: asyncio.Queue[list[T] | BaseException | None] = asyncio.Queue(len(sources))
-
-    async def pump(source: AsyncGenerator[list[T], None]) -> None:
-        try:
-            async with aclosing(source):
-                async for each in source:
-                    await queue.put(each)
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    tasks = [asyncio.ensure_future(pump(source)) for source in sources]
-    n_left = len(sources)
-    try:
-        while n_left:
-            found = await queue.get()
-            if isinstance(found, BaseException):
-                raise found
-            if found is None:
-                n_left -= 1
-            else:
-                yield found
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class _Reader:
     """The events of one ``steps`` on their way from the thread to its task.
 
     Args:
-        loop: the event loop of the task.
-        limit: how many events may be unread before the requests are to be paused.
-        n_texts: how many texts the requests have.
+        requests: whose events they are.
+        buffer: how many events of a request may be unread before all of them are to be paused.
 
     Attributes:
+        loop: the event loop of the task.
         n_running: how many texts have not ended for the thread.
-        n_expected: how many results the task still expects.
+        n_expected, n_read: how many results the task still expects, and events it has read.
         is_paused: whether the requests are paused, because too many events were unread.
-        names: the ids of the requests.
+        names: the ids of the requests, with their places among them.
         failure: what the task gets instead of more events.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int, n_texts: int) -> None:
-        self.loop = loop
+    def __init__(self, requests: Sequence[AnyRequest], buffer: int) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.requests = requests
+        n_texts = sum(each.n if isinstance(each, Request) else 1 for each in requests)
         self.n_running = self.n_expected = n_texts
         self.is_paused = False
-        self.names: list[str] = []
+        self.names: dict[str, int] = {}
         self.failure: BaseException | None = None
-        self._limit = limit
+        self._limit = buffer * len(requests)
         self._n_sent = 0  # counted by the thread
-        self._n_read = 0  # counted by the task
+        self.n_read = 0  # counted by the task
         self._ready: list[Event] = []
         self._news = asyncio.Event()
 
@@ -483,7 +421,7 @@ class _Reader:
         """Count events that the thread transfers; True if the requests are to be paused."""
         self._n_sent += len(events)
         self.n_running -= sum(event.result is not None for event in events)
-        if self._n_sent - self._n_read < self._limit or self.is_paused:
+        if self._n_sent - self.n_read < self._limit or self.is_paused:
             return False
         self.is_paused = True
         return True
@@ -505,10 +443,6 @@ class _Reader:
         if not events and self.failure is not None:
             raise self.failure
         return events
-
-    def count_read(self, n: int) -> None:
-        """Count events that the task has read."""
-        self._n_read += n
 
 
 def _deliver(batch: list[tuple[_Reader, list[Event]]]) -> None:

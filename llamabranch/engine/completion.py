@@ -67,6 +67,7 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
     drafter: DrafterChoice  # not of an `AsyncEngine`, which has its own
 
 
+_AS_GIVEN = ("stop", "stop_tokens", "constraint", "n", "prompt_logprobs", "parse_special")
 _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotations__.keys()
 
 
@@ -102,11 +103,6 @@ class Completion:
 
     def __post_init__(self) -> None:
         self.found = [[] for _ in self.requests]
-
-    @property
-    def is_structured(self) -> bool:
-        """Whether a grammar constrains the texts."""
-        return bool(self.requests) and self.requests[0].grammar is not None
 
     def take(self, number: int, event: Event) -> Event:
         """Return an event of a prompt as the caller gets it, and keep its result."""
@@ -171,18 +167,14 @@ def plan_texts(
     scores = top_logprobs is not None or bool(options.get("logprobs"))
     if top_logprobs is None and params.logprobs:
         top_logprobs = 0
+    given_as_is = {name: value for name, value in options.items() if name in _AS_GIVEN}
     common = Request(
         "",
         max_tokens=max_tokens,
         sampling=params,
-        stop=options.get("stop", ()),
-        stop_tokens=options.get("stop_tokens", ()),
         grammar=_grammar(options),
-        constraint=options.get("constraint"),
-        n=options.get("n", 1),
         top_logprobs=top_logprobs,
-        prompt_logprobs=options.get("prompt_logprobs"),
-        parse_special=options.get("parse_special", True),
+        **given_as_is,  # type: ignore[arg-type]
     )
     if options.get("json_schema") is not None and (common.stop or common.stop_tokens):
         raise ConfigError(
@@ -284,7 +276,8 @@ def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result
     Raises:
         LlamaBranchError: no text has a token, and this is why; with ``stream`` after the last event.
     """
-    engine = _engine(ctx, plan.drafter, plan.is_structured)
+    structured = any(request.grammar is not None for request in plan.requests)
+    engine = _engine(ctx, plan.drafter, structured)
     if stream:
         return _events(engine, plan)
     for result in engine.generate(plan.requests):

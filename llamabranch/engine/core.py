@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from time import perf_counter, sleep
 
 from ..branch import Produced
-from ..context import Context
 from ..errors import (
     CacheFullError,
     CapacityError,
@@ -17,51 +15,17 @@ from ..errors import (
     DecodeInterruptedError,
     LlamaBranchError,
 )
-from ..generation.config import SpeculativeConfig
-from ..generation.drafting import Drafting
 from ..generation.loop import RunningText, Step
 from ..generation.text import Text
 from ..native.interrupts import HeldInterrupts
-from ..sampling import SamplingParams
-from ..sampling.noise import derive_seed
-from .job import Job, JobState, Submission, refusal
-from .request import EngineStats, Event, Request
+from ..speculative import SpeculativeStats
+from .job import EngineSettings, Job, JobState, Submission
+from .request import Event, Request, Result
 from .scheduler import Scheduler
 
-__all__ = ["EngineCore", "EngineSettings", "Seeds"]
+__all__ = ["EngineCore"]
 
 _POLL_S = 0.02  # how often to check whether others have freed a sequence
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What all requests of an engine have in common; see ``Engine``."""
-
-    target: Context
-    config: SpeculativeConfig
-    sampling: SamplingParams
-    max_tokens: int | None
-    wait_s: float
-    parallel: int | None = None
-
-
-@dataclass
-class Seeds:
-    """The seeds of an engine: ``seed``, and if it was not given, others after it.
-
-    Attributes:
-        seed: the first one.
-        repeats: it was given: all requests get it.
-    """
-
-    seed: int
-    repeats: bool
-    _n_drawn: int = 0
-
-    def draw(self) -> int:
-        """Return the seed, or, if none was given, another one each time: first that one itself."""
-        n, self._n_drawn = self._n_drawn, self._n_drawn + 1
-        return self.seed if self.repeats or not n else derive_seed(self.seed, n)
 
 
 class EngineCore:
@@ -70,22 +34,19 @@ class EngineCore:
     ``add`` and ``abort`` may be called from any thread, all else from one at a time.
 
     Args:
-        settings, drafting, seeds, stats: those of the engine.
+        settings: those of the engine.
         reports_tokens: whether there are events for tokens, besides those for results.
         expected: ids of requests that are not added yet, to which ``abort`` applies as well.
         redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
-        drafting: what it drafts with and learns from.
+        scheduler: which of its texts hold a sequence.
         n_added: how many requests were added.
     """
 
     def __init__(
         self,
         settings: EngineSettings,
-        drafting: Drafting,
-        seeds: Seeds,
-        stats: EngineStats,
         *,
         reports_tokens: bool = True,
         expected: Collection[str] = (),
@@ -93,14 +54,13 @@ class EngineCore:
     ) -> None:
         self.n_added = 0
         self._settings = settings
-        self.drafting = drafting
-        self._seeds = seeds
-        self._stats = stats
-        self._scheduler = Scheduler(settings.target, settings.parallel, self._shares)
+        self._stats = settings.stats
+        self.scheduler = Scheduler(settings.target, settings.parallel, self._shares)
         self._reports_tokens = reports_tokens
         self._expected = expected
-        self._seed = None if redraws else seeds.draw()
-        self._wait = _SequenceWait(settings.target, settings.wait_s)
+        self._seed = None if redraws else settings.draw_seed()
+        self._n_idle = 0  # polls for a sequence without a decode
+        self._n_decodes = -1
         self._added: deque[Submission] = deque()
         self._aborted: deque[Submission] = deque()
         self._aborted_ahead: set[str] = set()  # of those expected
@@ -118,15 +78,12 @@ class EngineCore:
         Raises:
             ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
         """
-        settings = self._settings
         submission = Submission(
             request,
             name,
             self.n_added,
-            settings.target.model,
-            settings.sampling,
-            settings.max_tokens,
-            self._seeds.draw() if self._seed is None else self._seed,
+            self._settings,
+            self._settings.draw_seed() if self._seed is None else self._seed,
             samples,
             reports_tokens=self._reports_tokens and reports_tokens,
         )
@@ -141,8 +98,11 @@ class EngineCore:
     ) -> None:
         """End the texts of a request that cannot be queued, with ``error``."""
         self.n_added += 1
+        seed = 0 if request.sampling is None else request.sampling.seed or 0
         for i in samples:
-            self._events.append(Event(name, i, result=refusal(request, name, i, error)))
+            stats = SpeculativeStats()
+            result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
+            self._events.append(Event(name, i, result=result))
 
     def abort(self, name: str) -> None:
         """End a request at the next step; its results hold what was generated.
@@ -158,7 +118,7 @@ class EngineCore:
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
-        self._aborted.extend(self._scheduler.unfinished() + list(self._added))
+        self._aborted.extend(self.scheduler.unfinished() + list(self._added))
 
     def __contains__(self, name: str) -> bool:
         """Return whether a request of this id is unfinished."""
@@ -167,21 +127,12 @@ class EngineCore:
     def _find(self, name: str) -> Submission | None:
         """Return the unfinished request of this id."""
         waiting = next((s for s in list(self._added) if s.name == name), None)
-        return waiting or self._scheduler.find(name)
-
-    def pause(self, name: str) -> None:
-        """Do not continue the texts of a request until ``resume``; others may take their cells."""
-        if self._scheduler.find(name) is not None:
-            self._scheduler.paused.add(name)
-
-    def resume(self, name: str) -> None:
-        """Continue the texts of a paused request."""
-        self._scheduler.resume(name)
+        return waiting or self.scheduler.find(name)
 
     @property
     def n_waiting(self) -> int:
         """How many requests have a text that has never had a sequence."""
-        return len(self._added) + self._scheduler.n_waiting
+        return len(self._added) + self.scheduler.n_waiting
 
     @property
     def n_ahead(self) -> int:
@@ -191,12 +142,12 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         """True if a request has no result yet, or an event has not been returned."""
-        return bool(self._added or self._events or self._failure or not self._scheduler.is_idle)
+        return bool(self._added or self._events or self._failure or not self.scheduler.is_idle)
 
     @property
     def is_stalled(self) -> bool:
         """True if nothing can go on until a paused request is resumed, or another is added."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return not (self._added or self._events or self._failure or self._aborted) and (
             scheduler.is_stalled
         )
@@ -224,7 +175,7 @@ class EngineCore:
         Raises:
             DecodeError: a decode failed. An interrupted one is repeated.
         """
-        while self._added or not self._scheduler.is_idle:
+        while self._added or not self.scheduler.is_idle:
             self.advance()
             failure, self._failure = self._failure, None
             if failure is not None and not isinstance(failure, DecodeInterruptedError):
@@ -260,12 +211,12 @@ class EngineCore:
     def _recover(self) -> None:
         """Queue all texts again after a step that was broken off; they go on after their last token."""
         ended = {(event.id, event.sample) for event in self._events if event.result is not None}
-        for submission in self._scheduler.unfinished():
+        for submission in self.scheduler.unfinished():
             for job in list(submission.jobs.values()):
                 if (job.name, job.sample) in ended:
                     with suppress(Exception):
-                        self._scheduler.finish(job)
-        self._scheduler.rebuild()
+                        self.scheduler.finish(job)
+        self.scheduler.rebuild()
         self._is_broken_off = False
 
     def close(self) -> None:
@@ -273,7 +224,7 @@ class EngineCore:
         with HeldInterrupts():
             self._added.clear()
             self._events.clear()
-            self._scheduler.close()
+            self.scheduler.close()
 
     def _step(self) -> None:
         running, reading = self._schedule()
@@ -288,7 +239,7 @@ class EngineCore:
         Returns:
             the texts that go on, and those whose prompt is read.
         """
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         while self._added:
             scheduler.add(self._added[0])
             self._added.popleft()
@@ -298,27 +249,40 @@ class EngineCore:
                 for job in scheduler.jobs_of(submission):
                     self._end(job, "cancelled")
             self._aborted.popleft()
-        if scheduler.has_queued:
-            n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
-            for job, error in scheduler.admit():
-                self._end(job, _reason(error), error)
-            self._stats.shared_prompt_tokens += scheduler.n_shared - n_shared
-            self._stats.cached_prompt_tokens += scheduler.n_cached - n_cached
+        n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
+        for job in scheduler.admit():
+            self._fail(job, job.error)
+        self._stats.shared_prompt_tokens += scheduler.n_shared - n_shared
+        self._stats.cached_prompt_tokens += scheduler.n_cached - n_cached
         if scheduler.no_sequence is None:
-            self._wait.reset()
-        elif not self._wait.poll():  # others hold all sequences of the context
+            self._n_idle = 0
+        elif not self._waits():  # others hold all sequences of the context
             while (waiting := scheduler.head()) is not None:
                 self._end(waiting, "capacity", scheduler.no_sequence)
         active, paused = scheduler.active, scheduler.paused
         running = [j for j in active if j.state is JobState.RUNNING and j.name not in paused]
         return running, [job for job in active if job.state is JobState.READING]
 
+    def _waits(self) -> bool:
+        """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
+
+        Polls are counted, not seconds, so that a suspended machine does not use up the time.
+        """
+        n_decodes = self._settings.target.decoder.n_decodes
+        if n_decodes != self._n_decodes:
+            self._n_decodes, self._n_idle = n_decodes, 0
+        if self._n_idle * _POLL_S >= self._settings.wait_s:
+            return False
+        self._n_idle += 1
+        sleep(_POLL_S)
+        return True
+
     def _run(self, running: list[Job], reading: list[Job]) -> Step:
         """Draft, decode once, and give each text what it has got."""
         texts = [
             (job.running, job.output.draft_limit) for job in running if job.running is not None
         ]
-        step = self.drafting.loop.step(texts, reading)
+        step = self._settings.drafting.loop.step(texts, reading)
         self._stats.target_forward_passes += step.n_tokens > 0
         self._stats.draft_forward_passes += step.n_draft_decodes
         return step
@@ -357,7 +321,7 @@ class EngineCore:
             if error is not None or job.state is JobState.RUNNING:
                 self._end(job, reason)
         elif error is not None:
-            self._end(job, _reason(error), error)
+            self._fail(job, error)
 
     def _part(self, job: Job, running: RunningText) -> None:
         """Give equal texts their tokens; those that have drawn another one go on by themselves."""
@@ -375,22 +339,24 @@ class EngineCore:
             try:
                 if reason is not None:
                     self._end(first, reason)
-                elif self._scheduler.part(first, job):
+                elif self.scheduler.part(first, job):
                     self._begin(first)
             except LlamaBranchError as error:
-                self._end(first, _reason(error), error)
+                self._fail(first, error)
 
     def _shares(self, text: Text) -> bool:
         """Return whether equal texts may be drawn from its rows; with drafts not if they have states."""
-        is_seeded = self._settings.config.rule == "seeded"
-        return self.drafting.loop.drafter is None or (is_seeded and text.sampler.is_stateless)
+        drafting = self._settings.drafting
+        is_seeded = drafting.config.rule == "seeded"
+        return drafting.loop.drafter is None or (is_seeded and text.sampler.is_stateless)
 
     def _begin(self, job: Job) -> list[Produced]:
         """Begin a text whose prompt is read; return what it emits: one token or none."""
-        settings, branch = self._settings, job.held
+        drafting, branch = self._settings.drafting, job.held
         job.constrain()
-        rule = settings.config.rule if job.constraint is None else "seeded"
-        drafts = self.drafting.loop.drafter is not None and job.output.finish_reason is None
+        loop = drafting.loop
+        rule = drafting.config.rule if job.constraint is None else "seeded"
+        drafts = loop.drafter is not None and job.output.finish_reason is None
         like, (source, n_shared) = None, job.shared
         if (
             source is not None
@@ -400,9 +366,7 @@ class EngineCore:
         ):
             like = source.running.state  # so the drafter, too, reads a shared prompt only once
         top = job.request.top_logprobs or 0
-        running = self.drafting.loop.open(
-            branch.sequence, rule, job.stats, top, drafts=drafts, like=like
-        )
+        running = loop.open(branch.sequence, rule, job.stats, top, drafts=drafts, like=like)
         if like is not None:
             running.state.observe(n_shared)
         running.on_round = job.request.on_round
@@ -413,10 +377,13 @@ class EngineCore:
 
     def _make_room(self, error: CacheFullError) -> None:
         """Preempt the newest request; end the last one as "capacity"."""
-        if self._scheduler.preempt() is not None:
+        if self.scheduler.preempt() is not None:
             self._stats.preemptions += 1
         else:
-            self._end(self._scheduler.active[0], "capacity", error)
+            self._end(self.scheduler.active[0], "capacity", error)
+
+    def _fail(self, job: Job, error: LlamaBranchError | None) -> None:
+        self._end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
 
     def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
         """Report the result of a text and of those that are equal, and free what they hold."""
@@ -427,39 +394,6 @@ class EngineCore:
                 self._events += each.break_off()
                 result = each.result(reason, error)
                 self._events.append(Event(each.name, each.sample, result=result))
-                self._scheduler.finish(each)
+                self.scheduler.finish(each)
                 self._stats.speculative.add(each.stats)
                 self._stats.generated_tokens += len(result.tokens)
-
-
-def _reason(error: LlamaBranchError) -> str:
-    return "capacity" if isinstance(error, CapacityError) else "error"
-
-
-class _SequenceWait:
-    """Waits for a sequence that others hold: while they decode, and for ``wait_s`` after that."""
-
-    def __init__(self, ctx: Context, wait_s: float) -> None:
-        self._ctx = ctx
-        self._wait_s = wait_s
-        self._n_idle = 0
-        self._n_decodes = -1
-
-    def reset(self) -> None:
-        """Start counting again: there was a sequence."""
-        self._n_idle = 0
-
-    def poll(self) -> bool:
-        """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
-
-        Polls are counted, not seconds, so that a suspended machine does not use up the time.
-        """
-        n_decodes = self._ctx.decoder.n_decodes
-        if n_decodes != self._n_decodes:
-            self._n_decodes = n_decodes
-            self._n_idle = 0
-        if self._n_idle * _POLL_S >= self._wait_s:
-            return False
-        self._n_idle += 1
-        sleep(_POLL_S)
-        return True

@@ -7,8 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from contextlib import ExitStack, closing
 from typing import cast
 
 from ..arguments import bounded, function, instance, whole
@@ -30,10 +29,11 @@ from ..sampling.noise import random_seed
 from ..sampling.params import settings_of
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.auto import DrafterChoice, auto_drafter
-from .core import EngineCore, EngineSettings, Seeds
-from .request import EngineStats, Event, Request, Result
+from .core import EngineCore
+from .job import EngineSettings
+from .request import Event, Request, Result
 
-__all__ = ["AnyRequest", "Engine", "Target", "opened"]
+__all__ = ["AnyRequest", "Engine", "Target"]
 
 Target = Context | Model | str | os.PathLike[str]
 Messages = Sequence[Message]
@@ -103,29 +103,32 @@ class Engine:
         parallel: int | None = None,
     ) -> None:
         self.owns_target = not isinstance(target, Context)
-        self.target = target = opened(target, drafter, parallel)
-        if drafter == "auto":
-            drafter = auto_drafter(target)
-        self._drafting = Drafting(target, drafter, config, batched=True)
-        self.drafter = self._drafting.drafter
-        self.config = self._drafting.config
-        self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
-        self.sampling = settings_of(sampling)
-        self._settings = EngineSettings(
-            target=target,
-            config=self.config,
-            sampling=self.sampling,
-            max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
-            wait_s=bounded("wait_s", wait_s, 0.0, math.inf),
-            parallel=None if parallel is None else whole("parallel", parallel, 1),
-        )
-        given = None if seed is None else whole("seed", seed)
-        self._seeds = Seeds(random_seed() if given is None else given, given is not None)
-        self.stats = EngineStats()
-        self._new_core = partial(
-            EngineCore, self._settings, self._drafting, self._seeds, self.stats
-        )
-        self.core = self._new_core(redraws=True)
+        self.target = target = _opened(target, drafter, parallel)
+        with ExitStack() as failing:
+            if self.owns_target:
+                failing.callback(target.close)
+            if drafter == "auto":
+                drafter = auto_drafter(target)
+            drafting = Drafting(target, drafter, config, batched=True)
+            self.drafter = drafting.drafter
+            self.config = drafting.config
+            self._max_waiting = (
+                None if max_waiting is None else whole("max_waiting", max_waiting, 0)
+            )
+            self.sampling = settings_of(sampling)
+            self._settings = EngineSettings(
+                target=target,
+                drafting=drafting,
+                sampling=self.sampling,
+                max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
+                wait_s=bounded("wait_s", wait_s, 0.0, math.inf),
+                parallel=None if parallel is None else whole("parallel", parallel, 1),
+                seed=random_seed() if seed is None else whole("seed", seed),
+                repeats=seed is not None,
+            )
+            failing.pop_all()
+        self.stats = self._settings.stats
+        self.core = EngineCore(self._settings, redraws=True)
         self._adding = threading.Lock()
         self._is_closed = False
         # Every call of ``stream`` has a core of its own, with its own ids. A core that is
@@ -136,11 +139,11 @@ class Engine:
     @property
     def seed(self) -> int:
         """The seed from which those of requests without one are derived."""
-        return self._seeds.seed
+        return self._settings.seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._seeds.seed, self._seeds.repeats = whole("seed", seed), True
+        self._settings.seed, self._settings.repeats = whole("seed", seed), True
 
     def __enter__(self) -> Engine:
         return self
@@ -260,13 +263,12 @@ class Engine:
         if on_event is not None:
             function("on_event", on_event)
         core = self._open(source, reports_tokens=on_event is not None)
-        with closing(self._run(core, source)) as steps:  # also if ``on_event`` raises
-            for events in steps:
-                for event in events:
-                    if on_event is not None:
-                        on_event(event)
-                    if event.result is not None:
-                        results.append(event.result)
+        with closing(self._run(core, source)) as events:  # also if ``on_event`` raises
+            for event in events:
+                if on_event is not None:
+                    on_event(event)
+                if event.result is not None:
+                    results.append(event.result)
         return sorted(results, key=lambda r: (order.get(r.id, len(order)), r.sample))
 
     def stream(self, requests: Requests, *, skip: _Skip = ()) -> Generator[Event, None, None]:
@@ -283,22 +285,16 @@ class Engine:
                 were read come before, with what they have, as "cancelled".
         """
         source = _Source(requests, skip)
-        return self._events(self._run(self._open(source), source))
-
-    @staticmethod
-    def _events(steps: Generator[list[Event], None, None]) -> Generator[Event, None, None]:
-        with closing(steps):
-            for events in steps:
-                yield from events
+        return self._run(self._open(source), source)
 
     def _open(self, source: _Source, *, reports_tokens: bool = True) -> EngineCore:
         self._check_open()
-        core = self._new_core(reports_tokens=reports_tokens, expected=source.expected)
+        core = EngineCore(self._settings, reports_tokens=reports_tokens, expected=source.expected)
         self._streams.append(weakref.ref(core, self._streams.remove))
         return core
 
-    def _run(self, core: EngineCore, source: _Source) -> Generator[list[Event], None, None]:
-        """Yield the events of each step until ``source`` and all requests have ended."""
+    def _run(self, core: EngineCore, source: _Source) -> Generator[Event, None, None]:
+        """Yield the events of all steps until ``source`` and all requests have ended."""
         ahead = max(2, self.target.n_seq_max)  # requests that wait, besides those that run
         try:
             while True:
@@ -312,15 +308,15 @@ class Engine:
                     events = core.step()
                 except DecodeInterruptedError:
                     core.abort_all()
-                    yield core.drain()
+                    yield from core.drain()
                     raise
-                yield events
+                yield from events
         finally:
             core.close()
 
     def explain(self) -> str:
         """Return a description of how it drafts and fills decodes, with the measurements behind it."""
-        loop = self._drafting.loop
+        loop = self._settings.drafting.loop
         if loop.drafter is not None:
             return loop.length.explain()
         if isinstance(self.drafter, NullDrafter):
@@ -328,7 +324,7 @@ class Engine:
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
 
 
-def opened(target: object, drafter: DrafterChoice, parallel: int | None) -> Context:
+def _opened(target: object, drafter: DrafterChoice, parallel: int | None) -> Context:
     """Return the context that generates, one of the engine's own unless it is given."""
     if not isinstance(target, (Model, str, os.PathLike)):
         return text_context("target", target)

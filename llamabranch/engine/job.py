@@ -5,26 +5,56 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
 
 from ..branch import Branch, Produced
+from ..context import Context
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import LlamaBranchError
+from ..generation.drafting import Drafting
 from ..generation.loop import RunningText
 from ..generation.output import OutputBuffer
 from ..generation.text import Text
-from ..model import Model
 from ..sampling import Grammar, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
 from ..sampling.noise import derive_seed, seed_from_text
 from ..speculative import SpeculativeStats
 from .openai import named_piece
-from .request import Event, Request, Result
+from .request import EngineStats, Event, Request, Result
 
-__all__ = ["Job", "JobState", "JobStateError", "Submission", "refusal"]
+__all__ = ["EngineSettings", "Job", "JobState", "JobStateError", "Submission"]
 
 Key = tuple[int, int, int]  # priority, number of the request, sample: the order of admission
+
+
+@dataclass
+class EngineSettings:
+    """What all requests of an engine have in common; see ``Engine``.
+
+    Attributes:
+        drafting: what it drafts with and learns from.
+        seed: the first one.
+        repeats: it was given: all requests get it.
+        stats: totals over all requests.
+    """
+
+    target: Context
+    drafting: Drafting
+    sampling: SamplingParams
+    max_tokens: int | None
+    wait_s: float
+    parallel: int | None
+    seed: int
+    repeats: bool
+    stats: EngineStats = field(default_factory=EngineStats)
+    _n_seeds: int = 0
+
+    def draw_seed(self) -> int:
+        """Return the seed, or, if none was given, another one each time: first that one itself."""
+        n, self._n_seeds = self._n_seeds, self._n_seeds + 1
+        return self.seed if self.repeats or not n else derive_seed(self.seed, n)
 
 
 class JobState(Enum):
@@ -57,8 +87,7 @@ class Submission:
         request: the request.
         name: its id.
         number: how many requests came before it.
-        model: tokenizes the prompt.
-        sampling, max_tokens, seed: the engine's, for what the request leaves out.
+        settings, seed: the engine's, for what the request leaves out.
         samples: the numbers of the texts to generate.
         reports_tokens: whether there are events for tokens; without them, and unless the request asks for
             them, no log-probabilities are computed.
@@ -79,9 +108,7 @@ class Submission:
         request: Request,
         name: str,
         number: int,
-        model: Model,
-        sampling: SamplingParams,
-        max_tokens: int | None,
+        settings: EngineSettings,
         seed: int,
         samples: Iterable[int],
         *,
@@ -91,19 +118,19 @@ class Submission:
         self.name = name
         self.number = number
         self.arrival = perf_counter()
-        self.model = model
+        self.model = model = settings.target.model
         self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
         self.n_waiting = len(self.samples)
         self.jobs: dict[int, Job] = {}
         self.is_aborted = False
-        params = request.sampling or sampling
+        params = request.sampling or settings.sampling
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self._params = params.replace(logprobs=logprobs)
         params_seed = self._params.seed
         self._seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
-        self._max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
+        self._max_tokens = settings.max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self._max_tokens, request.stop)  # raises for a bad stop string
         model.check_tokens(request.stop_tokens)
 
@@ -136,7 +163,7 @@ class Job:
         branch: the sequence it holds; None while it waits.
         running: its rounds; None until the prompt is read.
         n_decoded: how many tokens of its prompt the last step has read.
-        error: why those could not be taken.
+        error: why those could not be taken, or why it cannot be served at all.
         shared: the job whose cells its prompt begins with, and the number of those tokens.
         equals: other texts of the request that have been equal so far: they wait, and get its tokens.
         key: its place in the queue; of the running jobs the one with the largest is preempted first.
@@ -315,21 +342,17 @@ class Job:
 
     # -- its output ----------------------------------------------------------------------------------
 
-    # Of the next two, one line does it all: what comes between two lines loses no event.
+    # Of the next two, the last line does it all: what comes between two lines loses no event.
 
     def emit(self, one: Produced) -> list[Event]:
         """Add a token to the output; return the event of its text, if there is any."""
-        if not self.submission.reports_tokens:
-            self.output.add(one)
-            return []
-        return [Event(self.name, self.sample, it)] if (it := self.output.add(one)) else []
+        told, of = self.submission.reports_tokens, (self.name, self.sample)
+        return [Event(*of, it)] if (it := self.output.add(one)) and told else []
 
     def break_off(self) -> list[Event]:
         """End the text where it is; return the event of the text that was held back, if there is any."""
-        if not self.submission.reports_tokens:
-            self.output.break_off()
-            return []
-        return [Event(self.name, self.sample, it)] if (it := self.output.break_off()) else []
+        told, of = self.submission.reports_tokens, (self.name, self.sample)
+        return [Event(*of, it)] if (it := self.output.break_off()) and told else []
 
     def note_token(self) -> None:
         """Note that it got a token just now; after the last of its ``min_tokens`` it may end."""
@@ -380,19 +403,3 @@ class Job:
 
     def _since_arrival(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.submission.arrival
-
-
-def refusal(request: Request, name: str, sample: int, error: LlamaBranchError) -> Result:
-    """Return the result of a text that could not even be queued."""
-    params = request.sampling
-    return Result(
-        id=name,
-        sample=sample,
-        prompt=request.prompt,
-        text="",
-        tokens=[],
-        finish_reason="error",
-        seed=0 if params is None else params.seed or 0,
-        stats=SpeculativeStats(),
-        error=error,
-    )

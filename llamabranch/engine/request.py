@@ -103,16 +103,17 @@ class Request:
                 f"a prompt must be text, a list of token ids or messages, not {self.prompt!r:.40}",
                 hint="decode bytes first: prompt.decode()" if is_bytes else None,
             )
+        fields = self.__dict__  # from the end of this method on they are frozen
         if is_chat(self.prompt):
-            object.__setattr__(self, "prompt", tuple(chat_messages(self.prompt)))
+            fields["prompt"] = tuple(chat_messages(self.prompt))
         elif not isinstance(self.prompt, str) and any(type(t) is not int for t in self.prompt):
-            object.__setattr__(self, "prompt", token_list(cast(Sequence[int], self.prompt)))
+            fields["prompt"] = token_list(cast(Sequence[int], self.prompt))
         stop = [self.stop] if isinstance(self.stop, str) else items("stop", self.stop)
-        object.__setattr__(self, "stop", tuple(instance("a stop string", s, str) for s in stop))
+        fields["stop"] = tuple(instance("a stop string", s, str) for s in stop)
         if self.grammar is not None and not isinstance(self.grammar, (Grammar, str)):
             raise ConfigError(f"grammar must be a Grammar or GBNF, not {self.grammar!r:.40}")
         settings_of(self.sampling)
-        object.__setattr__(self, "n", whole("n", self.n, 1, _MOST_TEXTS))
+        fields["n"] = whole("n", self.n, 1, _MOST_TEXTS)
         if self.id is not None:
             instance("id", self.id, str)
         if self.on_round is not None:
@@ -121,15 +122,13 @@ class Request:
             ConstraintCalls(self.constraint)
         if not isinstance(self.parse_special, (bool, np.bool_)):
             raise ConfigError(f"parse_special must be True or False, not {self.parse_special!r}")
-        object.__setattr__(self, "priority", whole("priority", self.priority))
-        for name in (
-            "max_tokens", "top_logprobs", "prompt_logprobs", "logprobs_from", "continues",
-            "min_tokens",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None or name in ("logprobs_from", "continues", "min_tokens"):
-                object.__setattr__(self, name, whole(name, value, 0))
-        object.__setattr__(self, "stop_tokens", tuple(token_list(self.stop_tokens)))
+        fields["priority"] = whole("priority", self.priority)
+        for name in ("max_tokens", "top_logprobs", "prompt_logprobs"):
+            if fields[name] is not None:
+                fields[name] = whole(name, fields[name], 0)
+        for name in ("logprobs_from", "continues", "min_tokens"):
+            fields[name] = whole(name, fields[name], 0)
+        fields["stop_tokens"] = tuple(token_list(self.stop_tokens))
         is_ids = not isinstance(self.prompt, str) and not is_chat(self.prompt)
         if self.continues and not (is_ids and self.continues < len(self.prompt)):
             raise ConfigError(
@@ -281,31 +280,21 @@ class Result(Generic[T]):
         if stats:
             record["stats"] = self.stats.as_dict()
         if self.logprobs is not None:
-            record["logprobs"] = [_detail(one) for one in self.logprobs]
+            record["logprobs"] = [_scored(one) | {"source": one.source} for one in self.logprobs]
         if self.prompt_logprobs is not None:
             record["prompt_logprobs"] = [
-                None if one is None else _rating(one) for one in self.prompt_logprobs
+                None if one is None else _scored(one) | {"rank": one.rank}
+                for one in self.prompt_logprobs
             ]
         if self.error is not None:
             record["error"] = str(self.error)
         return record
 
 
-def _detail(token: Produced) -> dict[str, object]:
+def _scored(token: Produced | TokenScore) -> dict[str, object]:
     return {
         "token": token.token,
         "logprob": _finite(token.logprob),
-        "entropy": _finite(token.entropy),
-        "source": token.source,
-        "alternatives": [[a.token, _finite(a.logprob), a.text] for a in token.alternatives],
-    }
-
-
-def _rating(token: TokenScore) -> dict[str, object]:
-    return {
-        "token": token.token,
-        "logprob": _finite(token.logprob),
-        "rank": token.rank,
         "entropy": _finite(token.entropy),
         "alternatives": [[a.token, _finite(a.logprob), a.text] for a in token.alternatives],
     }

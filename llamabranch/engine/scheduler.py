@@ -98,6 +98,11 @@ class Scheduler:
         """Put a text that has begun into the queue."""
         heapq.heappush(self._queue, (job.key, job))
 
+    def pause(self, name: str) -> None:
+        """Do not continue the texts of a request until ``resume``; others may take their cells."""
+        if name in self._known:
+            self.paused.add(name)
+
     def resume(self, name: str) -> None:
         """Continue the texts of a paused request."""
         self.paused.discard(name)
@@ -148,11 +153,6 @@ class Scheduler:
         self.n_waiting = sum(s.n_waiting > 0 for s in self._known.values())
 
     @property
-    def has_queued(self) -> bool:
-        """Whether the queue holds anything; texts that have ended count until ``head`` meets them."""
-        return bool(self._queue)
-
-    @property
     def is_stalled(self) -> bool:
         """True if all that is unfinished is paused."""
         return not self._queue and all(
@@ -182,72 +182,23 @@ class Scheduler:
 
     # -- sequences -----------------------------------------------------------------------------------
 
-    def admit(self) -> list[tuple[Job, LlamaBranchError]]:
-        """Give sequences to waiting jobs; remove and return those that cannot be served, with the reason.
+    def admit(self) -> list[Job]:
+        """Give sequences to waiting jobs; remove and return those that cannot be served: see ``error``.
 
         If others hold every sequence of the context, the jobs stay queued; if no job is active then,
         ``no_sequence`` holds the error.
         """
-        refused: list[tuple[Job, LlamaBranchError]] = []
+        refused: list[Job] = []
         before, self.no_sequence = self.no_sequence, None
         while (job := self.head()) is not None:
             if self._joins(job):
                 heapq.heappop(self._queue)
                 continue
-            n_tokens = job.n_to_cache
-            if n_tokens > self._ctx.n_ctx_seq:
+            if not self._admit(job, before):
+                break
+            if job.error is not None:
                 heapq.heappop(self._queue)
-                refused.append((job, CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)))
-                continue
-            if self._limit is not None and len(self.active) >= self._limit:
-                if self._set_paused_aside():
-                    continue
-                break
-            if (self.active or before) and self._ctx.n_seq_free == 0:
-                if self._set_paused_aside():
-                    continue  # the queue has changed
-                self.no_sequence = None if self.active else before
-                break
-            source, n_shared = self._best_prefix(job)
-            shared = None if source is None else source.branch
-            if shared is not None and shared.sequence.n_cached < n_shared:
-                break  # the prefix it will share is still being decoded
-            if self.active and not self._has_room(n_tokens + 1 - n_shared):
-                if self._set_paused_aside():
-                    continue
-                break
-            wanted = [] if shared is not None else _not_scored(job)
-            try:
-                branch = Branch.create(
-                    self._ctx, job.sampling, job.request.grammar, beginning=wanted
-                )
-            except SequencesExhaustedError as error:
-                self.no_sequence = None if self.active else error
-                break
-            except LlamaBranchError as error:  # its grammar or sampling settings are invalid
-                heapq.heappop(self._queue)
-                refused.append((job, error))
-                continue
-            heapq.heappop(self._queue)
-            is_first = job.n_cached is None
-            if shared is not None:
-                branch.sequence.share_prefix(shared.sequence, n_shared)
-                job.shared = (source, n_shared)
-                self.n_shared += n_shared
-                job.admit(branch, n_shared)
-            else:
-                try:
-                    n_cached = branch.sequence.take_cached(wanted, job.n_read)
-                except GrammarError as error:  # forbids what the request continues
-                    branch.prune()
-                    refused.append((job, error))
-                    continue
-                n_cached = min(n_cached, len(job.prompt))
-                self.n_cached += n_cached
-                job.admit(branch, n_cached)
-            if is_first:
-                self._count_out(job.submission)
-            self.active.append(job)
+                refused.append(job)
         return refused
 
     def _joins(self, job: Job) -> bool:
@@ -290,15 +241,56 @@ class Scheduler:
         self.active.append(job)
         return True
 
+    def _admit(self, job: Job, before: SequencesExhaustedError | None) -> bool:
+        """Give the head of the queue a sequence, make room, or note its error; False: it has to wait."""
+        n_tokens, job.error = job.n_to_cache, None
+        if n_tokens > self._ctx.n_ctx_seq:
+            job.error = CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)
+            return True
+        is_limited = self._limit is not None and len(self.active) >= self._limit
+        if is_limited or ((self.active or before) and self._ctx.n_seq_free == 0):
+            self.no_sequence = None if self.active else before
+            return self._set_paused_aside()
+        source, n_cached = self._best_prefix(job)
+        shared = None if source is None else source.branch
+        if shared is not None and shared.sequence.n_cached < n_cached:
+            return False  # the prefix it will share is still being decoded
+        n_needed = sum(other.n_uncached + 1 for other in self.active)  # by the active jobs, next
+        if self.active and not self._ctx.kv_cache.has_room(n_tokens + 1 - n_cached, n_needed):
+            return self._set_paused_aside()
+        wanted = [] if shared is not None else _not_scored(job)
+        try:
+            branch = Branch.create(self._ctx, job.sampling, job.request.grammar, beginning=wanted)
+        except SequencesExhaustedError as error:
+            self.no_sequence = None if self.active else error
+            return False
+        except LlamaBranchError as error:  # its grammar or sampling settings are invalid
+            job.error = error
+            return True
+        if shared is not None:
+            branch.sequence.share_prefix(shared.sequence, n_cached)
+            job.shared = (source, n_cached)
+            self.n_shared += n_cached
+        else:
+            try:
+                n_cached = branch.sequence.take_cached(wanted, job.n_read)
+            except GrammarError as error:  # forbids what the request continues
+                branch.prune()
+                job.error = error
+                return True
+            n_cached = min(n_cached, len(job.prompt))
+            self.n_cached += n_cached
+        heapq.heappop(self._queue)
+        if job.n_cached is None:
+            self._count_out(job.submission)
+        job.admit(branch, n_cached)
+        self.active.append(job)
+        return True
+
     def _count_out(self, submission: Submission) -> None:
         """Note that a text has got its first sequence, or has ended without one."""
         submission.n_waiting -= 1
         self.n_waiting -= not submission.n_waiting
-
-    def _has_room(self, n: int) -> bool:
-        """Return whether ``n`` cells are free, besides those that the active jobs need next."""
-        n_needed = sum(other.n_uncached + 1 for other in self.active)
-        return self._ctx.kv_cache.has_room(n, n_needed)
 
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
         """Return the active job that shares the longest prefix with the prompt, and how many tokens.

@@ -26,7 +26,7 @@ from ..engine import Request, Result
 from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
 from ..serve.exchange import Exchange
-from ..serve.generation import all_choices
+from ..serve.generation import all_texts
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest, short
@@ -464,15 +464,15 @@ class Live:
         """Return scores of tokens from ``start`` on, each with its position."""
         first = max(1, start)
         request = Request([*tokens], max_tokens=0, prompt_logprobs=MOST_TOP, logprobs_from=first)
-        (choice,) = await all_choices(self.service, [request])
-        scored = enumerate(choice.result.prompt_logprobs or ())
+        (text,) = await all_texts(self.service, [request])
+        scored = enumerate(text.result.prompt_logprobs or ())
         return [(one, i) for i, one in scored if one is not None]
 
     async def following(self, tokens: Sequence[int]) -> Produced | None:
         """Return what follows a text, with the most probable tokens; it is never the end."""
         request = self.service.next_request(tokens, MOST_TOP)
-        (choice,) = await all_choices(self.service, [request])
-        return next(iter(choice.result.emitted), None)
+        (text,) = await all_texts(self.service, [request])
+        return next(iter(text.result.emitted), None)
 
     async def replay(self, job: Job, node: Node, request: Request) -> None:
         """Generate a node's text again and report the first difference."""

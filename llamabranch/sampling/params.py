@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, NamedTuple, get_args, get_origin, get_type_hints
 
 from typing_extensions import TypedDict
 
@@ -15,29 +16,17 @@ from ..errors import ConfigError, UnsupportedError
 __all__ = ["SamplingParams", "SamplingSettings", "check_names", "settings_of"]
 
 _FLOAT_MAX = (2 - 2**-23) * 2.0**127
+_INT_MAX = 2**31 - 1
 
-# Name: smallest value, largest value, and whether the smallest itself is excluded.
-_RANGES: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, 1e4, False),
-    "dynatemp_range": (0.0, 1e4, False),
-    "dynatemp_exponent": (0.0, 1e4, False),
-    "top_k": (-1, 2**31 - 1, False),
-    "top_p": (0.0, 1.0, True),
-    "min_p": (0.0, 1.0, False),
-    "typical_p": (0.0, 1.0, True),
-    "top_n_sigma": (-1.0, 1e4, False),
-    "xtc_probability": (0.0, 1.0, False),
-    "xtc_threshold": (0.0, 1.0, False),
-    "repeat_penalty": (0.0, 1e4, True),
-    "frequency_penalty": (-1e4, 1e4, False),
-    "presence_penalty": (-1e4, 1e4, False),
-    "penalty_last_n": (-1, 2**31 - 1, False),
-    "dry_multiplier": (0.0, 1e4, False),
-    "dry_base": (1.0, 1e4, False),
-    "dry_allowed_length": (1, 2**31 - 1, False),
-    "dry_penalty_last_n": (-1, 2**31 - 1, False),
-    "min_keep": (1, 2**31 - 1, False),
-}
+
+class _Range(NamedTuple):
+    """What a setting may be: from ``low`` to ``high``; ``is_open``: but not ``low`` itself."""
+
+    low: float
+    high: float
+    is_open: bool = False
+
+
 # What a call takes besides sampling settings, and which calls do.
 _ARGUMENTS = {
     **dict.fromkeys(("max_tokens", "stop"), "complete, chat, generate and Request"),
@@ -79,9 +68,6 @@ _HINTS = {
     "echo": "a result has both: result.prompt + result.text",
     "system": 'chat takes it as the first message: {"role": "system", "content": "..."}',
 }
-_INTEGERS = {
-    "top_k", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "min_keep",
-}  # fmt: skip
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -162,27 +148,27 @@ class SamplingParams:
         ConfigError: an unknown setting, or a value that is out of range or not a number.
     """
 
-    temperature: float = 0.8
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0
-    top_n_sigma: float = -1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    repeat_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    penalty_last_n: int = 64
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
+    temperature: Annotated[float, _Range(0.0, 1e4)] = 0.8
+    dynatemp_range: Annotated[float, _Range(0.0, 1e4)] = 0.0
+    dynatemp_exponent: Annotated[float, _Range(0.0, 1e4)] = 1.0
+    top_k: Annotated[int, _Range(-1, _INT_MAX)] = 40
+    top_p: Annotated[float, _Range(0.0, 1.0, is_open=True)] = 0.95
+    min_p: Annotated[float, _Range(0.0, 1.0)] = 0.05
+    typical_p: Annotated[float, _Range(0.0, 1.0, is_open=True)] = 1.0
+    top_n_sigma: Annotated[float, _Range(-1.0, 1e4)] = -1.0
+    xtc_probability: Annotated[float, _Range(0.0, 1.0)] = 0.0
+    xtc_threshold: Annotated[float, _Range(0.0, 1.0)] = 0.1
+    repeat_penalty: Annotated[float, _Range(0.0, 1e4, is_open=True)] = 1.0
+    frequency_penalty: Annotated[float, _Range(-1e4, 1e4)] = 0.0
+    presence_penalty: Annotated[float, _Range(-1e4, 1e4)] = 0.0
+    penalty_last_n: Annotated[int, _Range(-1, _INT_MAX)] = 64
+    dry_multiplier: Annotated[float, _Range(0.0, 1e4)] = 0.0
+    dry_base: Annotated[float, _Range(1.0, 1e4)] = 1.75
+    dry_allowed_length: Annotated[int, _Range(1, _INT_MAX)] = 2
+    dry_penalty_last_n: Annotated[int, _Range(-1, _INT_MAX)] = -1
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_keep: int = 1
+    min_keep: Annotated[int, _Range(1, _INT_MAX)] = 1
     seed: int | None = None
     logprobs: bool = True
     logits_processor: Callable[..., object] | None = None
@@ -190,11 +176,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        for name, (low, high, low_open) in _RANGES.items():
+        for name, is_int, (low, high, is_open) in _ranges():
             given = getattr(self, name)
-            value = whole(name, given) if name in _INTEGERS else real(name, given)
-            if not (low <= value <= high) or (low_open and value == low):
-                bracket = "(" if low_open else "["
+            value = whole(name, given) if is_int else real(name, given)
+            if not (low <= value <= high) or (is_open and value == low):
+                bracket = "(" if is_open else "["
                 raise ConfigError(
                     f"{name} must be in {bracket}{low:g}, {high:g}], not {shown(value)}"
                 )
@@ -283,14 +269,11 @@ class SamplingParams:
         ):
             raise ConfigError("logit_bias and dry_sequence_breakers must be lists")
         for pair in pairs:
-            if (
-                type(pair) is not list
-                or len(pair) != 2
-                or type(pair[0]) is not int
-                or type(pair[1]) not in (int, float, type(None))
-            ):
-                raise ConfigError("the logit bias must consist of numbers")
-            bias[pair[0]] = -math.inf if pair[1] is None else float(pair[1])
+            match pair:
+                case [int(token), int() | float() | None as added]:
+                    bias[token] = -math.inf if added is None else added
+                case _:
+                    raise ConfigError("the logit bias must consist of numbers")
         return cls().replace(**{**settings, "logit_bias": bias})
 
     @property
@@ -306,6 +289,14 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
         )
+
+
+@functools.cache
+def _ranges() -> list[tuple[str, bool, _Range]]:
+    """Return the settings that are numbers: whether they are integers, and what they may be."""
+    hints = get_type_hints(SamplingParams, include_extras=True).items()
+    numbers = [(name, get_args(hint)) for name, hint in hints if get_origin(hint) is Annotated]
+    return [(name, kind is int, limits) for name, (kind, limits) in numbers]
 
 
 def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingParams:

@@ -45,6 +45,7 @@ class Sampler:
     sampler itself.
 
     Attributes:
+        is_argmax: whether the result is always the largest logit, whatever tokens came before.
         constraint: the text under the constraint of a generation, None without one. It changes what is
             drawn, and no distribution.
     """
@@ -83,32 +84,24 @@ class Sampler:
         no_mask = self._history is None and self._grammar_state is None
         truncates_first = no_mask and self._truncation is not None and params.top_n_sigma <= 0
         self._checks_temperature = self._temperature_may_fail()
-        self._overflows = self._may_overflow()
+        # Penalties could push a logit out of the range of a 32-bit float.
+        is_large = self._logit_bound() > _SAFE or params.dry_multiplier > 1.0
+        self._overflows = params.uses_history and is_large
         self._first_k = params.top_k if truncates_first and params.top_k < model.n_vocab else 0
-        self._is_argmax = self._greedy and all(
-            step is None
-            for step in (
-                self._history,
-                self._truncation,
-                self._xtc,
-                self._grammar_state,
-                self._bias,
-                self._tokens,
-            )
-        )
-
+        steps = (self._history, self._truncation, self._xtc, self._grammar_state, self._bias)
+        self.is_argmax = self._greedy and all(s is None for s in (*steps, self._tokens))
         self._suits_core = core.available and self._is_common()
         self._row_sampler: core.RowSampler | None = None
 
     def _is_common(self) -> bool:
         """Return True if the compiled core knows all settings in use."""
         p = self.params
-        unknown = (self._history, self._xtc, self._tokens)
+        if (self._history, self._xtc, self._tokens) != (None, None, None):
+            return False
         if self._greedy:
-            return self._truncation is None and unknown == (None, None, None)
+            return self._truncation is None
         return (
-            unknown == (None, None, None)
-            and p.typical_p == 1.0
+            p.typical_p == 1.0
             and p.top_n_sigma <= 0.0
             and p.min_keep == 1
             and not self._checks_temperature
@@ -179,16 +172,11 @@ class Sampler:
         if self._greedy or (p.temperature == 1.0 and p.dynatemp_range == 0.0):
             return None
         # If nothing comes in between, the temperature is a part of the truncation chain: one call less.
-        joins = (
-            self._truncation is not None and self._xtc is None and not self._temperature_may_fail()
-        )
-        chain = (
-            self._truncation
-            if joins and self._truncation
-            else SamplerHandle.chain(self.model.handle)
-        )
+        joins = self._xtc is None and not self._temperature_may_fail()
+        joined = self._truncation if joins else None
+        chain = SamplerHandle.chain(self.model.handle) if joined is None else joined
         chain.add("temp_ext", p.temperature, p.dynatemp_range, p.dynatemp_exponent)
-        return None if joins else chain
+        return None if chain is joined else chain
 
     def _logit_bound(self) -> float:
         """Return an upper bound of the logits before the temperature divides them."""
@@ -197,11 +185,6 @@ class Sampler:
         bound += max(bias, default=0.0)
         repeat = self.params.repeat_penalty if self.params.penalises else 1.0
         return bound * max(repeat, 1.0 / max(repeat, _LEAST_NORMAL))
-
-    def _may_overflow(self) -> bool:
-        """Return True if penalties could push a logit out of the range of a 32-bit float."""
-        p = self.params
-        return p.uses_history and (self._logit_bound() > _SAFE or p.dry_multiplier > 1.0)
 
     def _temperature_may_fail(self) -> bool:
         """Return True if masked tokens or an overflow could make the temperature step fail."""
@@ -216,11 +199,6 @@ class Sampler:
         """True if accepted tokens do not change later distributions."""
         states = (self._history, self._grammar_state, self._tokens, self.constraint)
         return states == (None, None, None, None)
-
-    @property
-    def is_argmax(self) -> bool:
-        """True if the result is always the largest logit, whatever tokens came before."""
-        return self._is_argmax
 
     @property
     def row_sampler(self) -> core.RowSampler | None:
@@ -265,7 +243,7 @@ class Sampler:
             raise ConfigError(f"logits must have shape ({self.model.n_vocab},), not {logits.shape}")
         if self._tokens is not None:
             logits = self._process(logits, self._tokens)
-        if self._is_argmax:
+        if self.is_argmax:
             token = int(logits.argmax())
             if logits[token] != logits[token]:
                 raise ConfigError("no token can be drawn: the logits contain NaN")
@@ -291,7 +269,8 @@ class Sampler:
                 self._limit_penalised(logits)
         if self._truncation is not None:
             self._truncation.apply(buffer)
-        if self._xtc is not None and self._xtc_applies(position, seed):
+        chance = self.params.xtc_probability
+        if self._xtc is not None and uniform(seed, position, MIXTURE) < chance:
             self._drop_masked()
             self._xtc.apply(buffer)
         if self._temperature_step is not None:
@@ -453,9 +432,6 @@ class Sampler:
         high = p.temperature + p.dynatemp_range
         found: float = low + (high - low) * min(1.0, max(0.0, entropy)) ** p.dynatemp_exponent
         return max(found, _LEAST)  # 0 would be greedy
-
-    def _xtc_applies(self, position: int, seed: int) -> bool:
-        return uniform(seed, position, MIXTURE) < self.params.xtc_probability
 
     def allows(self, token: SupportsIndex) -> bool:
         """Return True unless the grammar forbids ``token`` at this position."""

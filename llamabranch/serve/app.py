@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from . import branches, chat, completions, utilities
 from .errors import HttpError
@@ -15,7 +15,7 @@ from .security import Guard
 from .service import Service
 from .settings import ServeSettings
 
-__all__ = ["Front", "make_app"]
+__all__ = ["App", "Front"]
 
 _ROUTES: dict[str, Callable[[Exchange, Service], Awaitable[None]]] = {
     "POST /v1/completions": completions.completions,
@@ -57,13 +57,8 @@ class Front(NamedTuple):
     close: Callable[[], Awaitable[None]]
 
 
-def make_app(
-    service_of: Callable[[], Service | None],
-    settings: ServeSettings,
-    log: Callable[[str], None],
-    front: Front | None = None,
-) -> ASGIApp:
-    """Return the application.
+class App:
+    """The application.
 
     Args:
         service_of: returns the service, None while the model is loaded.
@@ -71,45 +66,60 @@ def make_app(
         log: gets a line for each request, if the settings ask for it.
         front: what is in front of the API.
     """
-    guard = Guard(settings)
-    check, own = (guard.check, {}) if front is None else (front.check, front.routes)
-    handlers: dict[str, Callable[..., Awaitable[None]]] = {**own, **_ROUTES}
-    routes = []
-    for asked, handler in handlers.items():
-        method, *paths = asked.split()
-        routes += [(Route(path, handler, methods=[method]), asked) for path in paths]
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self,
+        service_of: Callable[[], Service | None],
+        settings: ServeSettings,
+        log: Callable[[str], None],
+        front: Front | None = None,
+    ) -> None:
+        self._service_of = service_of
+        self._settings = settings
+        self._log = log
+        self._front = front
+        self._guard = Guard(settings)
+        self._own = {} if front is None else front.routes
+        routes = [(asked, asked.split()) for asked in (*self._own, *_ROUTES)]
+        self._routes = [
+            (Route(path, self._answer, methods=[method]), asked)
+            for asked, (method, *paths) in routes
+            for path in paths
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, count it, and log it if the settings ask for that."""
         if scope["type"] != "http":
             return
-        service = service_of()
-        headers = guard.cors(scope) if front is None else [*front.headers]
+        service, front = self._service_of(), self._front
+        headers = self._guard.cors(scope) if front is None else [*front.headers]
         if service is not None and not service.is_exact:
             headers.append((b"x-batch-invariant", b"false"))
-        call = Exchange(scope, receive, send, settings, headers)
-        await call.run(answer(call))
+        call = Exchange(scope, receive, send, self._settings, headers)
+        await call.run(self._answer(call))
         if service is not None:
             if call.note == "disconnected":
                 service.counters.cancelled += 1
             else:
                 service.counters.requests[call.status] += 1
-        if settings.log_requests:
+        if self._settings.log_requests:
             line = f"{scope['method']} {scope['path']} {call.status} {1e3 * call.elapsed_s:.0f} ms"
-            log(f"{line} {call.note}".rstrip())
+            self._log(f"{line} {call.note}".rstrip())
 
-    async def answer(call: Exchange) -> None:
-        scope, service = call.scope, service_of()
+    async def _answer(self, call: Exchange) -> None:
+        scope, service = call.scope, self._service_of()
+        check = self._guard.check if self._front is None else self._front.check
         check(scope)
         if scope["method"] == "OPTIONS":
             await call.reply(b"")
             return
         status = 404
-        for route, asked in routes:
+        for route, asked in self._routes:
             match, found = route.matches(scope)
             if match is Match.FULL:
                 scope.update(found)
-                if asked in own:
-                    await own[asked](call)
+                if asked in self._own:
+                    await self._own[asked](call)
                     return
                 if service is None:
                     raise HttpError(503, "the model is being loaded")
@@ -120,5 +130,3 @@ def make_app(
             status = 405 if match is Match.PARTIAL else status
         told = "there is nothing at this path" if status == 404 else "this path takes other methods"
         raise HttpError(status, told)
-
-    return app

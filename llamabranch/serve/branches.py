@@ -23,7 +23,7 @@ from .fields import (
     limit_of,
     prompt_tokens,
 )
-from .generation import Choice, Update, Writer, all_choices, answer, usage
+from .generation import Update, Writer, all_texts, answer, usage
 from .nodes import Node
 from .service import Service
 
@@ -146,10 +146,10 @@ async def fork(call: Exchange, service: Service) -> None:
 
 async def _add(call: Exchange, service: Service, node: Node, top: int) -> None:
     with service.branches.room_for(1) as add:
-        choice = await _look(service, node, top)
+        text = await _look(service, node, top)
         add(node)
     shown = await _shown(service, node)
-    await call.reply({**shown, "next": node.next, **usage([choice])}, 201)
+    await call.reply({**shown, "next": node.next, **usage([text])}, 201)
 
 
 async def continue_(call: Exchange, service: Service) -> None:
@@ -179,7 +179,7 @@ async def continue_(call: Exchange, service: Service) -> None:
         await answer(call, service, [request], writer, stream=fields.stream)
 
 
-class _Writer(Writer):
+class _Writer(Writer[TextFields]):
     """Writes texts as children of a node, which they become when they have ended."""
 
     def __init__(
@@ -193,34 +193,34 @@ class _Writer(Writer):
         super().__init__(service, fields, "br", "branch.children")
         self._parent, self._sampling, self._add = parent, sampling, add
 
-    def body(self, choices: Sequence[Choice]) -> dict[str, object]:
+    def body(self, texts: Sequence[Update]) -> dict[str, object]:
         """Make the children and show them."""
-        children = [self._child(choice.whole) for choice in choices]
-        return {"object": "branch.children", "children": children, **usage(choices)}
+        children = [self._child(text) for text in texts]
+        return {"object": "branch.children", "children": children, **usage(texts)}
 
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return the new text of a child that is not yet one."""
-        return [{"object": "branch.chunk", **self.part(update, update.choice.index)}]
+        return [{"object": "branch.chunk", **self.part(update)}]
 
-    def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
+    def last_events(self, texts: Sequence[Update]) -> list[dict[str, object]]:
         """Return the children."""
-        return [self.body(choices)]
+        return [self.body(texts)]
 
     def _child(self, update: Update) -> dict[str, object]:
-        parent, result = self._parent, update.choice.result
+        parent, result = self._parent, update.result
         sampling = self._sampling.replace(seed=result.seed)
         child = Node(
             [*parent.tokens, *result.tokens], parent.n_read, sampling, parent.grammar, parent,
             parent.position, update.end["finish_reason"],
         )  # fmt: skip
         self._add(child)
-        return {**_described(self.service, child), **self.part(update, update.choice.index)}
+        return {**_described(self.service, child), **self.part(update)}
 
-    def part(self, update: Update, index: int) -> dict[str, object]:
+    def part(self, update: Update) -> dict[str, object]:
         """Return what has come of a child's text."""
         ids = [token.token for token in update.tokens]
-        found = {"index": index, "text": update.text, "tokens": ids, **update.end}
-        if update.choice.request.top_logprobs is not None:
+        found = {"index": update.index, "text": update.text, "tokens": ids, **update.end}
+        if update.request.top_logprobs is not None:
             found["logprobs"] = self.words.chat_logprobs(update.tokens, more=True)
         return found
 
@@ -241,13 +241,13 @@ async def score(call: Exchange, service: Service) -> None:
         requests.append(
             Request([*tokens, *more], max_tokens=0, prompt_logprobs=top, logprobs_from=n)
         )
-    choices = await all_choices(service, requests)
+    texts = await all_texts(service, requests)
     scores = []
-    for choice in choices:
-        scored = [one for one in choice.result.prompt_logprobs or () if one is not None]
+    for text in texts:
+        scored = [one for one in text.result.prompt_logprobs or () if one is not None]
         words = [service.vocabulary.scored(one) for one in scored]
         scores.append({"logprob": sum(one.logprob for one in scored), "tokens": words})
-    await call.reply({"object": "branch.scores", "scores": scores, **usage(choices)})
+    await call.reply({"object": "branch.scores", "scores": scores, **usage(texts)})
 
 
 async def get(call: Exchange, service: Service) -> None:
@@ -288,12 +288,12 @@ def _node(call: Exchange, service: Service) -> Node:
     return service.branches[call.path_param("id")]
 
 
-async def _look(service: Service, node: Node, top: int) -> Choice:
+async def _look(service: Service, node: Node, top: int) -> Update:
     """Find what may follow a node: one token is drawn and dropped."""
-    (choice,) = await all_choices(service, [service.next_request(node.tokens, top)])
-    for first in choice.result.emitted:
+    (text,) = await all_texts(service, [service.next_request(node.tokens, top)])
+    for first in text.result.emitted:
         node.next = {"entropy": first.entropy, "top": service.vocabulary.top(first.alternatives)}
-    return choice
+    return text
 
 
 async def _shown(service: Service, node: Node) -> dict[str, object]:

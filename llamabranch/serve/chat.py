@@ -11,7 +11,7 @@ from ..model.tools import CallParser, Conversation, Tools, conversation
 from .errors import HttpError
 from .exchange import Exchange
 from .fields import Limit, TextFields, Top, engine_requests, limit_of
-from .generation import Choice, Update, Writer, answer
+from .generation import Update, Writer, answer
 from .service import Service
 
 __all__ = ["ChatFields", "chat", "input_tokens"]
@@ -83,29 +83,30 @@ async def input_tokens(call: Exchange, service: Service) -> None:
     await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})
 
 
-class _Writer(Writer):
+class _Writer(Writer[ChatFields]):
     """Writes texts as OpenAI's messages."""
 
     def __init__(self, service: Service, fields: ChatFields, tools: Tools) -> None:
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
         super().__init__(service, fields, "chatcmpl", kind)
-        self._logprobs, self._tools = bool(fields.logprobs), tools
+        self._tools = tools
         self._parsers: dict[int, CallParser] = {}
 
-    def body(self, choices: Sequence[Choice]) -> object:
+    def body(self, texts: Sequence[Update]) -> object:
         """Return all messages."""
         if self.fields.verbose:
-            self.head["__verbose"] = {"prompt": self.words.joined(choices[0].prompt)}
-        return super().body(choices)
+            self.head["__verbose"] = {"prompt": self.words.joined(texts[0].prompt)}
+        return super().body(texts)
 
-    def part(self, update: Update, index: int) -> dict[str, object]:
+    def part(self, update: Update) -> dict[str, object]:
         """Return a whole message."""
-        choice = chat_choice(index, update.text, self._tools, update.end, self._scored(update))
-        return choice | self._ids(update, prompt_token_ids=update.choice.prompt)
+        scored, end = self._scored(update), update.end
+        choice = chat_choice(update.index, update.text, self._tools, end, scored)
+        return choice | self._ids(update, prompt_token_ids=update.prompt)
 
     def parts(self, update: Update) -> list[dict[str, object]]:
         """Return changes: the role first, then content or calls, then the reason of the end."""
-        index, result = update.choice.index, update.result
+        index, result = update.index, update.ended
         parser = self._parsers.get(index)
         deltas: list[dict[str, object]] = []
         if parser is None:
@@ -134,6 +135,6 @@ class _Writer(Writer):
         return {"token_ids": ids, **more} if self.fields.return_token_ids else {}
 
     def _scored(self, update: Update) -> list[dict[str, object]] | None:
-        if not self._logprobs:
+        if not self.fields.logprobs:
             return None
         return self.words.chat_logprobs(update.tokens, more=bool(self.fields.token_details))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from ..branch import Produced
 from ..context import TokenScore
@@ -13,7 +13,7 @@ from ..sampling import SamplingParams
 from .errors import HttpError
 from .exchange import Exchange
 from .fields import Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
-from .generation import Choice, Update, Writer, answer, timings
+from .generation import Update, Writer, answer, timings
 from .service import Service
 
 __all__ = ["CompletionFields", "completion", "completions", "sampling_of"]
@@ -36,6 +36,11 @@ class CompletionFields(TextFields, kw_only=True):
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
 
+    @property
+    def n_scored(self) -> int | None:
+        """How many of the most probable tokens are reported; None: no log-probabilities are."""
+        return self.n_probs if self.logprobs is None else self.logprobs
+
     async def tokens(self, service: Service, *, add_special: bool = True) -> list[list[int]]:
         """Return the token ids of the prompts."""
         if self.prompt is None:
@@ -48,10 +53,8 @@ class CompletionFields(TextFields, kw_only=True):
 async def completions(call: Exchange, service: Service) -> None:
     """Answer a request of OpenAI's."""
     fields = await call.json(CompletionFields)
-    n = fields.n or 1
-    logprobs = fields.n_probs if fields.logprobs is None else fields.logprobs
-    scored = fields.prompt_logprobs
-    if fields.best_of not in (None, n):
+    logprobs, scored = fields.n_scored, fields.prompt_logprobs
+    if fields.best_of not in (None, fields.n or 1):
         raise HttpError(400, "best_of is not supported, only n", param="best_of")
     if fields.stream and fields.echo and logprobs is not None:
         raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
@@ -65,10 +68,10 @@ async def completions(call: Exchange, service: Service) -> None:
     if fields.echo and logprobs is not None:
         scored = max(logprobs, scored or 0)
     requests = await engine_requests(
-        service, fields, prompts, n=n, max_tokens=max_tokens, top_logprobs=logprobs,
+        service, fields, prompts, n=fields.n, max_tokens=max_tokens, top_logprobs=logprobs,
         prompt_logprobs=scored,
     )  # fmt: skip
-    writer = _Writer(service, fields, logprobs, n, n_added)
+    writer = _Writer(service, fields, n_added)
     await answer(call, service, requests, writer, stream=bool(fields.stream))
 
 
@@ -92,49 +95,40 @@ class _Offsets:
         return found
 
 
-class _Writer(Writer):
+class _Writer(Writer[CompletionFields]):
     """Writes texts as OpenAI's choices.
 
     Args:
-        service, fields, logprobs, n: of the request.
+        service, fields: the model, and the request.
         n_added: how many first tokens of each prompt are not the client's: an echo leaves out the names
             of control tokens among them.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        fields: CompletionFields,
-        logprobs: int | None,
-        n: int,
-        n_added: Sequence[int],
-    ) -> None:
+    def __init__(self, service: Service, fields: CompletionFields, n_added: Sequence[int]) -> None:
         super().__init__(service, fields, "cmpl", "text_completion")
-        self._own = fields
-        self._logprobs = logprobs
-        self._n, self._n_added = n, n_added
+        self._n_added = n_added
         self._offsets: dict[int, _Offsets] = {}  # of each text
 
-    def part(self, update: Update, index: int) -> dict[str, object]:
+    def part(self, update: Update) -> dict[str, object]:
         """Return what has come of a text, or all of it, with the prompt where that is asked for."""
-        fields, place, prompt = self._own, update.choice.index, update.choice.prompt
-        echoed = self._echoed(update.choice) if update.is_first and fields.echo else []
+        fields, index, prompt = self.fields, update.index, update.prompt
+        echoed = self._echoed(update) if update.is_first and fields.echo else []
         echo = b"".join(echoed).decode("utf-8", "replace")
         if update.is_first:
-            self._offsets[place] = _Offsets(len(echo))
+            self._offsets[index] = _Offsets(len(echo))
         found = completion_choice(index, echo + update.text, update.end, None)
-        scores = None if update.result is None else update.result.prompt_logprobs
-        if self._logprobs is not None:
+        scores = None if update.ended is None else update.ended.prompt_logprobs
+        if fields.n_scored is not None:
             scored: list[tuple[int, Produced | TokenScore | None]] = [
                 (token.token, token) for token in update.tokens
             ]
             piece = self.service.model.piece
-            offsets = self._offsets[place].of(piece(token.token) for token in update.tokens)
+            offsets = self._offsets[index].of(piece(token.token) for token in update.tokens)
             if fields.echo and scores is not None:
                 scored = [*zip(prompt, scores, strict=True), *scored]
                 offsets = [*_Offsets().of(echoed), *offsets]
             found["logprobs"] = self.words.completion_logprobs(
-                scored, offsets, self._logprobs, as_ids=bool(fields.return_tokens_as_token_ids),
+                scored, offsets, fields.n_scored, as_ids=bool(fields.return_tokens_as_token_ids),
                 more=bool(fields.token_details),
             )  # fmt: skip
         if fields.return_token_ids:
@@ -145,9 +139,9 @@ class _Writer(Writer):
             found["prompt_logprobs"] = self.words.prompt_logprobs(scores)
         return found
 
-    def _echoed(self, choice: Choice) -> list[bytes]:
+    def _echoed(self, update: Update) -> list[bytes]:
         """Return the bytes of a prompt's tokens in the text."""
-        n, ids = self._n_added[choice.index // self._n], choice.prompt
+        n, ids = self._n_added[update.index // (self.fields.n or 1)], update.prompt
         own = [self.words.entry(token)[0] for token in ids[n:]]
         return [*map(self.service.model.piece, ids[:n]), *own]
 
@@ -167,51 +161,50 @@ async def completion(call: Exchange, service: Service) -> None:
     await answer(call, service, requests, writer, stream=bool(fields.stream))
 
 
-class _NativeWriter(Writer):
+class _NativeWriter(Writer[CompletionFields]):
     """Writes texts as llama-server does."""
 
     def __init__(self, service: Service, fields: CompletionFields, limit: int | None) -> None:
         super().__init__(service, fields, "cmpl", "text_completion")
-        self._own = fields
         self._limit = -1 if limit is None else limit
 
-    def body(self, choices: Sequence[Choice]) -> object:
+    def body(self, texts: Sequence[Update]) -> object:
         """Return one text, or all of several."""
-        found = [self._end(choice.whole) for choice in choices]
-        if self._own.response_fields:
-            found = [dict(_selected(each, self._own.response_fields)) for each in found]
+        found = [self._end(text) for text in texts]
+        if self.fields.response_fields:
+            found = [dict(_selected(each, self.fields.response_fields)) for each in found]
         return found[0] if len(found) == 1 else found
 
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return an event for each token, and one for the end."""
-        choice, tokens, rest = update.choice, update.tokens, update.text
-        found = [self.part(Update(choice, text=t.text, tokens=[t]), choice.index) for t in tokens]
-        if update.result is not None:
+        tokens, rest = update.tokens, update.text
+        found = [self.part(replace(update, text=one.text, tokens=[one])) for one in tokens]
+        if update.ended is not None:
             rest = rest.removeprefix("".join(one.text for one in tokens))  # held back until the end
-            found.append(self._end(Update(choice, text=rest, result=update.result)))
+            found.append(self._end(replace(update, text=rest, tokens=[])))
         return found
 
-    def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
+    def last_events(self, texts: Sequence[Update]) -> list[dict[str, object]]:
         """Return nothing more."""
         return []
 
-    def part(self, update: Update, index: int) -> dict[str, object]:
+    def part(self, update: Update) -> dict[str, object]:
         """Return what has come of a text."""
         found: dict[str, object] = {
-            "index": index,
+            "index": update.index,
             "content": update.text,
             "tokens": [token.token for token in update.tokens],
             "stop": False,
             "id_slot": -1,
         }
-        if self._own.n_probs:
+        if self.fields.n_probs:
             found["completion_probabilities"] = self.words.chat_logprobs(update.tokens)
         return found
 
     def _end(self, update: Update) -> dict[str, object]:
-        result, params = update.choice.result, update.choice.request.sampling
-        found = self.part(update, update.choice.index)
-        if not self._own.return_tokens:
+        result, params = update.result, update.request.sampling
+        found = self.part(update)
+        if not self.fields.return_tokens:
             found["tokens"] = []
         word = result.stop_reason if isinstance(result.stop_reason, str) else ""
         ended = "limit" if update.end["finish_reason"] == "length" else "word" if word else "eos"
@@ -224,8 +217,8 @@ class _NativeWriter(Writer):
             "tokens_predicted": len(result.tokens),
             "tokens_evaluated": result.num_prompt_tokens,
             "tokens_cached": result.num_cached_tokens,
-            "generation_settings": {**settings, **own, "stop": self._own.stops},
-            "prompt": self.words.joined(update.choice.prompt),
+            "generation_settings": {**settings, **own, "stop": self.fields.stops},
+            "prompt": self.words.joined(update.prompt),
             "has_new_line": "\n" in result.text,
             "truncated": False,
             "stop_type": ended,

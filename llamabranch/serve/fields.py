@@ -13,14 +13,14 @@ import re
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct
 
 from ..engine import Request
 from ..errors import LlamaBranchError
 from ..model import Model
-from ..sampling import SamplingParams
+from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
 from .errors import HttpError, http_error
 from .service import Service
@@ -47,62 +47,52 @@ _Parts = Annotated[list[int | str | PromptString], Meta(min_length=1)]
 Prompt = str | PromptString | Annotated[list[int | str | PromptString | _Parts], Meta(min_length=1)]
 
 
-class RefusedFields(Struct, kw_only=True, omit_defaults=True):
-    """What would change a text, or what is reported of it, and is not offered."""
+# What would change a text, or what is reported of it, and is not offered.
+_REFUSED = (
+    "functions", "function_call", "audio", "web_search_options", "mirostat", "post_sampling_probs",
+    "use_beam_search", "bad_words", "allowed_token_ids", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar", "include_stop_str_in_output", "truncate_prompt_tokens",
+    "suffix",
+)  # fmt: skip
+# The settings that clients give by the names of SamplingParams, and what others are called there.
+_SAME = {
+    name: kind
+    for name, kind in get_type_hints(SamplingSettings).items()
+    if name not in ("penalty_last_n", "logit_bias", "seed", "logprobs", "logits_processor")
+}
+_SETTINGS = {
+    **dict(zip(_SAME, _SAME, strict=True)), "repetition_penalty": "repeat_penalty",
+    "repeat_last_n": "penalty_last_n",
+}  # fmt: skip
+if TYPE_CHECKING:
+    _Named = Struct
+else:
+    _Named = defstruct(
+        "_Named",
+        [(name, object, None) for name in _REFUSED]
+        + [(name, kind | None, None) for name, kind in _SAME.items()],
+        kw_only=True,
+        omit_defaults=True,
+    )
 
-    functions: object = None
-    function_call: object = None
-    audio: object = None
-    web_search_options: object = None
-    mirostat: object = None
-    post_sampling_probs: object = None
-    use_beam_search: object = None
-    bad_words: object = None
-    allowed_token_ids: object = None
-    guided_json: object = None
-    guided_regex: object = None
-    guided_choice: object = None
-    guided_grammar: object = None
-    include_stop_str_in_output: object = None
-    truncate_prompt_tokens: object = None
-    suffix: object = None
+
+class SamplingFields(_Named, kw_only=True):
+    """How tokens are drawn: OpenAI's, llama-server's and vLLM's names."""
+
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    repeat_last_n: int | None = None
+    logit_bias: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
 
     def check(self) -> None:
-        """Raise HttpError if one is asked for."""
-        for name in RefusedFields.__struct_fields__:
+        """Raise HttpError if something is asked for that is not offered."""
+        for name in _REFUSED:
             if getattr(self, name) not in (None, False, "", [], {}):
                 _, guided, kind = name.rpartition("guided_")
                 instead = f': give structured_outputs {{"{kind}": ...}}' if guided else ""
                 raise HttpError(400, f"{name} is not supported{instead}", param=name)
-
-
-class SamplingFields(RefusedFields, kw_only=True):
-    """How tokens are drawn: OpenAI's, llama-server's and vLLM's names."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    repeat_penalty: float | None = None
-    repetition_penalty: float | None = None
-    repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    min_keep: int | None = None
-    logit_bias: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
 
     def sampling(
         self, model: Model, settings: ServeSettings, default: SamplingParams | None = None
@@ -138,14 +128,6 @@ class SamplingFields(RefusedFields, kw_only=True):
             model.check_tokens(tokens)
             found |= dict.fromkeys(tokens, added)
         return found | dict.fromkeys(model.eog_tokens if self.ignore_eos else (), -math.inf)
-
-
-# What the fields are called in SamplingParams, where nothing but the name may differ.
-_SETTINGS = {
-    name: name
-    for name in SamplingFields.__struct_fields__
-    if name != "seed" and hasattr(SamplingParams, name)
-} | {"repetition_penalty": "repeat_penalty", "repeat_last_n": "penalty_last_n"}
 
 
 class JsonSchema(Struct, kw_only=True):
@@ -218,11 +200,6 @@ class TextFields(SamplingFields, kw_only=True):
         """The stop strings; empty ones, which llama-server's clients send, end nothing."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return tuple(text for text in given if text)
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     async def text_grammar(self, schema: Mapping[str, object] | None = None) -> Grammar | None:
         """Return the grammar that the text must follow, None if there is none.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import count
+from typing import Generic, TypeVar, cast
 
 from ..branch import Produced
 from ..engine import Request, Result
@@ -18,49 +18,36 @@ from .exchange import Exchange
 from .fields import TextFields
 from .service import Service, seconds
 
-__all__ = ["Choice", "Update", "Writer", "all_choices", "answer", "timings", "usage"]
+__all__ = ["Update", "Writer", "all_texts", "answer", "timings", "usage"]
 
+F = TypeVar("F", bound=TextFields)
 _numbers = count()  # of requests to the engine, for their ids
 
 
 @dataclass
 class Update:
-    """What has come of a text; or all of it.
+    """What has come of one text of a request; or all of it.
 
     Attributes:
-        choice: the text.
+        index: of the text among all of the request.
+        request: its prompt and settings.
+        is_first: nothing has come before.
         text: of the text.
         tokens: of the text, without one that ends it.
-        result: where the text ends with it.
+        ended: where the text ends with it.
     """
-
-    choice: Choice
-    is_first: bool = False
-    text: str = ""
-    tokens: list[Produced] = field(default_factory=list)
-    result: Result | None = None
-
-    @property
-    def end(self) -> End:
-        """How the text has ended; None before."""
-        if self.result is None:
-            return {"finish_reason": None, "stop_reason": None}
-        return end_reason(self.result.finish_reason, self.result.stop_reason)
-
-
-@dataclass
-class Choice:
-    """One text of a request: its number, its prompt and settings, and how it ended."""
 
     index: int
     request: Request
-    is_begun: bool = False
+    is_first: bool = False
+    text: str = ""
+    tokens: list[Produced] = field(default_factory=list)
     ended: Result | None = None
 
-    @cached_property
-    def prompt(self) -> list[int]:
-        """The prompt's token ids: made once, for every event of a stream asks for them."""
-        return [token for token in self.request.prompt if isinstance(token, int)]
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The prompt's token ids."""
+        return cast(Sequence[int], self.request.prompt)
 
     @property
     def result(self) -> Result:
@@ -73,10 +60,17 @@ class Choice:
     def whole(self) -> Update:
         """All of it, once it has ended."""
         result = self.result
-        return Update(self, True, result.text, list(result.emitted), result)
+        return Update(self.index, self.request, True, result.text, list(result.emitted), result)
+
+    @property
+    def end(self) -> End:
+        """How the text has ended; None before."""
+        if self.ended is None:
+            return {"finish_reason": None, "stop_reason": None}
+        return end_reason(self.ended.finish_reason, self.ended.stop_reason)
 
 
-class Writer(ABC):
+class Writer(ABC, Generic[F]):
     """Writes texts in the form that an endpoint has; this one the ends of OpenAI's.
 
     Args:
@@ -84,42 +78,47 @@ class Writer(ABC):
         prefix, kind: of the answer's id, and what it is called.
     """
 
-    def __init__(self, service: Service, fields: TextFields, prefix: str, kind: str) -> None:
+    def __init__(self, service: Service, fields: F, prefix: str, kind: str) -> None:
         self.service = service
         self.fields = fields
         self.words = service.vocabulary
         self.head = service.head(prefix, kind)
 
     @abstractmethod
-    def part(self, update: Update, index: int) -> dict[str, object]:
+    def part(self, update: Update) -> dict[str, object]:
         """Return what has come of a text, or all of it, as one of the ``choices``."""
 
-    def body(self, choices: Sequence[Choice]) -> object:
+    def body(self, texts: Sequence[Update]) -> object:
         """Return an answer in one piece."""
-        parts = [self.part(each.whole, index) for index, each in enumerate(choices)]
-        return {**self.head, "choices": parts, **usage(choices)}
+        return {**self.head, "choices": [*map(self.part, texts)], **usage(texts)}
 
     def parts(self, update: Update) -> list[dict[str, object]]:
         """Return the ``choices`` of events, one of each, for what a step has brought."""
-        return [self.part(update, update.choice.index)]
+        return [self.part(update)]
 
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return the events of a stream for what a step has brought."""
         events: list[dict[str, object]] = [
             {**self.head, "choices": [part]} for part in self.parts(update)
         ]
-        if self.fields.timings_per_token and update.result is not None:
-            events[-1]["timings"] = timings(update.result)
+        if self.fields.timings_per_token and update.ended is not None:
+            events[-1]["timings"] = timings(update.ended)
         return events
 
-    def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
+    def last_events(self, texts: Sequence[Update]) -> list[dict[str, object]]:
         """Return the events that end a stream."""
-        event = {**self.head, "choices": [], **usage(choices)}
-        return [event] if self.fields.includes_usage else []
+        event = {**self.head, "choices": [], **usage(texts)}
+        options = self.fields.stream_options
+        return [event] if options is not None and options.include_usage else []
 
 
 async def answer(
-    call: Exchange, service: Service, requests: Sequence[Request], writer: Writer, *, stream: bool
+    call: Exchange,
+    service: Service,
+    requests: Sequence[Request],
+    writer: Writer[F],
+    *,
+    stream: bool,
 ) -> None:
     """Generate the texts of requests and send them, as they come or in one piece.
 
@@ -129,82 +128,72 @@ async def answer(
         HttpError, LlamaBranchError: a request is refused, or a text failed.
     """
     if not stream:
-        await call.reply(writer.body(await all_choices(service, requests)))
+        await call.reply(writer.body(await all_texts(service, requests)))
         return
-    choices = _choices(requests)
-    async with aclosing(_updates(service, requests, choices, reports_tokens=True)) as steps:
-        async for updates in steps:
-            await call.event([event for update in updates for event in writer.events(update)])
-    await call.event(writer.last_events(choices))
+
+    async def send(updates: Iterable[Update]) -> None:
+        await call.event([event for update in updates for event in writer.events(update)])
+
+    await call.event(writer.last_events(await all_texts(service, requests, send)))
     await call.end_stream()
 
 
-async def all_choices(service: Service, requests: Sequence[Request]) -> list[Choice]:
-    """Return all texts of requests once they have ended, in order."""
-    choices = _choices(requests)
-    async with aclosing(_updates(service, requests, choices, reports_tokens=False)) as steps:
-        async for _ in steps:
-            pass
-    return choices
-
-
-def _choices(requests: Sequence[Request]) -> list[Choice]:
-    of_each = [request for request in requests for _ in range(request.n)]
-    return [Choice(i, request) for i, request in enumerate(of_each)]
-
-
-async def _updates(
+async def all_texts(
     service: Service,
     requests: Sequence[Request],
-    choices: Sequence[Choice],
-    *,
-    reports_tokens: bool,
-) -> AsyncGenerator[list[Update], None]:
-    """Yield what has come of requests, the changes of each text together."""
-    first_of: dict[str, int] = {}
-    named = []
-    for request in requests:
-        named.append(replace(request, id=f"http-{next(_numbers)}"))
-        first_of[f"{named[-1].id}"] = sum(before.n for before in named[:-1])
-    left = len(choices)
-    service.n_texts += left
+    send: Callable[[Iterable[Update]], Awaitable[None]] | None = None,
+) -> list[Update]:
+    """Return all texts of requests once they have ended, in order.
+
+    ``send`` gets what each step has brought, the changes of a text together.
+
+    Raises:
+        HttpError, LlamaBranchError: a request is refused, or a text failed.
+    """
+    named = [replace(request, id=f"http-{next(_numbers)}") for request in requests]
+    texts = [(request, sample) for request in named for sample in range(request.n)]
+    places = {(request.id, sample): index for index, (request, sample) in enumerate(texts)}
+    begun: set[int] = set()
+    ended: dict[int, Update] = {}
+    service.n_texts += len(texts)
     try:
-        async with aclosing(service.engine.steps(*named, reports_tokens=reports_tokens)) as steps:
+        async with aclosing(service.engine.steps(*named, reports_tokens=bool(send))) as steps:
             async for events in steps:
                 changed: dict[int, Update] = {}
                 for event in events:
-                    index = first_of[event.id] + event.sample
-                    choice, update = choices[index], changed.get(index)
-                    if update is None:
-                        update = Update(choice, not choice.is_begun)
-                        changed[index], choice.is_begun = update, True
-                    one = event.emitted
+                    index, one = places[event.id, event.sample], event.emitted
+                    if index not in changed:
+                        changed[index] = Update(index, texts[index][0], index not in begun)
+                        begun.add(index)
+                    update = changed[index]
                     if one is not None:
                         update.text += one.text
                         if one.token >= 0 and not one.is_stop:
                             update.tokens.append(one)
                     if event.result is not None:
-                        left -= 1
                         service.n_texts -= 1
                         service.counters.add(event.result)
-                        choice.ended = update.result = _checked(event.result)
-                yield list(changed.values())
+                        update.ended = event.result
+                        ended[index] = update.whole
+                        _check(event.result)
+                if send is not None:
+                    await send(changed.values())
     finally:
-        service.n_texts -= left
+        service.n_texts -= len(texts) - len(ended)
+    return [ended[index] for index in sorted(ended)]
 
 
-def _checked(result: Result) -> Result:
-    """Return a result; raise if the text has failed, or found no room for its prompt."""
+def _check(result: Result) -> None:
+    """Raise if a text has failed, or found no room for its prompt."""
     if result.finish_reason in ("error", "cancelled"):
         raise http_error(result.error or HttpError(503, "the server is shutting down"))
     if result.error is not None and not result.tokens:
         raise http_error(result.error)
-    return result
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, object]:
+def usage(texts: Sequence[Update]) -> dict[str, object]:
     """Return OpenAI's ``usage``, and llama-server's ``timings`` of the first text."""
-    results = [choice.result for choice in choices]
+    results = [text.result for text in texts]
     prompts = [result for result in results if result.sample == 0]
     n_prompt = sum(result.num_prompt_tokens for result in prompts)
     n_completion = sum(len(result.tokens) for result in results)

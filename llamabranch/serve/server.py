@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ..engine import AsyncEngine
 from ..errors import ConfigError
 from ..startup import quit_interrupted
-from .app import Front, make_app
+from .app import App, Front
 from .service import Service
 from .settings import ServeSettings
 
@@ -108,13 +108,14 @@ class Server:
                 signal.signal(number, handler)
 
     async def _serve(self) -> None:
-        app = make_app(lambda: self.service, self.settings, self._log, self.front)
+        app = App(lambda: self.service, self.settings, self._log, self.front)
         config = uvicorn.Config(
             app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
             access_log=False, log_level="critical", server_header=False, proxy_headers=False,
             timeout_keep_alive=int(_IDLE_S), timeout_graceful_shutdown=1,
         )  # fmt: skip
-        server = _Uvicorn(config)
+        server = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # `_signals`
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
         engine: AsyncEngine | None = None
         try:
@@ -144,13 +145,6 @@ class Server:
         if service.n_texts:
             service.engine.shut_down(wait=False)  # the texts end, and their answers say so
             await asyncio.sleep(2 * _POLL_S)
-
-
-class _Uvicorn(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to ``Server``."""
-        yield
 
 
 class _Protocol(HttpToolsProtocol):

@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 
 import llamabranch as lb
-from llamabranch.engine.job import Job, JobState, JobStateError, Submission
+from llamabranch.engine.job import EngineSettings, Job, JobState, JobStateError, Submission
 from llamabranch.generation.drafter import FixedLength, NullState
+from llamabranch.generation.drafting import Drafting
 from llamabranch.generation.loop import RunningText
 
 WAYS = {  # how a text gets into a state
@@ -28,6 +29,11 @@ NEXT = {
 }
 
 
+def settings_of(ctx: lb.Context) -> EngineSettings:
+    drafting = Drafting(ctx, None, batched=True)
+    return EngineSettings(ctx, drafting, lb.SamplingParams(), 8, 0.0, None, 1, repeats=True)
+
+
 def act(job: Job, name: str, ctx: lb.Context) -> None:
     if name == "admit":
         job.admit(lb.Branch.create(ctx), 0)
@@ -43,9 +49,7 @@ def act(job: Job, name: str, ctx: lb.Context) -> None:
     ("state", "name"), list(product(JobState, ["admit", "begin", "preempt", "end"]))
 )
 def test_only_what_the_table_has_is_possible(ctx: lb.Context, state: JobState, name: str) -> None:
-    submission = Submission(
-        lb.Request("The king"), "a", 0, ctx.model, lb.SamplingParams(), 8, 1, [0]
-    )
+    submission = Submission(lb.Request("The king"), "a", 0, settings_of(ctx), 1, [0])
     job = submission.next_job()
     for step in WAYS[state]:
         act(job, step, ctx)
@@ -66,9 +70,7 @@ def test_only_what_the_table_has_is_possible(ctx: lb.Context, state: JobState, n
 
 
 def test_without_a_sequence_nothing_is_read(ctx: lb.Context) -> None:
-    submission = Submission(
-        lb.Request("The king"), "a", 0, ctx.model, lb.SamplingParams(), 8, 1, [0]
-    )
+    submission = Submission(lb.Request("The king"), "a", 0, settings_of(ctx), 1, [0])
     job = submission.next_job()
     with pytest.raises(JobStateError, match="holds no sequence"):
         job.unread()

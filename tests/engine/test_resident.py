@@ -431,9 +431,9 @@ def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
         with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
             scheduler = Scheduler(ctx, None, lambda text: False)
             request = Request([5, 6, 7], max_tokens=2)
+            settings = Engine(ctx, None, sampling=GREEDY)._settings
             for i in range(n_waiting):
-                name = str(i)
-                scheduler.add(Submission(request, name, i, tiny, GREEDY, 2, 0, [0]))
+                scheduler.add(Submission(request, str(i), i, settings, 0, [0]))
             admitting = count_calls(scheduler)
             assert len(scheduler.active) == 4
             waiting = count_calls(scheduler)

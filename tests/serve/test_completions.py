@@ -13,7 +13,7 @@ from toys import write_toy
 
 import llamabranch as lb
 from llamabranch.serve import fields
-from llamabranch.serve.generation import Choice
+from llamabranch.serve.generation import Update
 
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 42}
 
@@ -117,9 +117,9 @@ def test_stream_joined_is_the_answer_in_one_piece(api: Any, ctx: lb.Context) -> 
 
 def test_stream_makes_the_prompt_once() -> None:
     """A long one, made anew for every token, would hold up the event loop."""
-    choice = Choice(0, lb.Request([5, 6, 7]))
-    assert choice.prompt == [5, 6, 7]
-    assert choice.prompt is choice.prompt
+    text = Update(0, lb.Request([5, 6, 7]))
+    assert text.prompt == [5, 6, 7]
+    assert text.prompt is text.prompt
 
 
 def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
@@ -320,7 +320,7 @@ def test_what_is_refused(api: Any, body: dict[str, Any], status: int, told: str)
 
 def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
     """Nor are those that llama-server's clients send in every request."""
-    names = fields.RefusedFields.__struct_fields__
+    names = fields._REFUSED
     habits = {"samplers": ["top_k", "temperature"], "lora": [], "t_max_predict_ms": 0}
     for path in ("/v1/completions", "/completion", "/v1/chat/completions"):
         asked: dict[str, Any] = {"max_tokens": 1, "prompt": "x"}

@@ -8,7 +8,8 @@ run on its own sampler.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from graphlib import CycleError, TopologicalSorter
 
 from ...errors import GrammarError
 
@@ -42,7 +43,7 @@ class Gbnf:
         GrammarError: with line, column and reason.
     """
 
-    def __init__(self, text: str, root: str = "root") -> None:
+    def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
         self._depth = 0
@@ -58,15 +59,15 @@ class Gbnf:
             self._rule()
         if not self.rules:
             raise GrammarError("the grammar does not parse: it has no rule")
-        if root not in self._numbers:
-            raise GrammarError(f"the grammar has no rule {root!r}, its start symbol")
+        if "root" not in self._numbers:
+            raise GrammarError("the grammar has no rule 'root', its start symbol")
         # An undefined name is allowed if only a rule that was replaced used it, and no later rule is
         # defined.
         used = {symbol for ways in self.rules.values() for way in ways for symbol in way}
         for name, number in self._numbers.items():
             if number not in self.rules and (number in used or number < self._end):
                 raise GrammarError(f"the grammar does not parse: the rule {name!r} is not defined")
-        self.root = self._numbers[root]
+        self.root = self._numbers["root"]
         self._names = {number: name for name, number in self._numbers.items()}
         self._check_left_recursion()
 
@@ -321,7 +322,7 @@ class Gbnf:
     def _check_left_recursion(self) -> None:
         """Reject left recursion: what llama.cpp rejects, and what it overlooks and then loops forever."""
         direct = {n for n, ways in self.rules.items() if [] in ways}  # all that llama.cpp considers
-        nullable = _closure(self.rules, lambda way, known: all(x in known for x in way))
+        nullable = _nullable(self.rules)
         for empty, forbids_last in ((direct, True), (nullable, False)):
             firsts = {n: list(_leftmost(ways, empty)) for n, ways in self.rules.items()}
             component = _components({n: [to for to, _ in found] for n, found in firsts.items()})
@@ -365,15 +366,11 @@ class Gbnf:
                 if number not in reached:
                     reached.append(number)
                     todo.append(number)
-        component = _components({number: uses[number] for number in reached})
-        is_recursive = len(set(component.values())) < len(reached)
-        return reached, is_recursive or any(number in uses[number] for number in reached)
-
-    @property
-    def endless(self) -> bool:
-        """True if no finite text completes the grammar."""
-        ends = _closure(self.rules, lambda s, known: all(x is None or x in known for x in s))
-        return self.root not in ends
+        try:
+            TopologicalSorter({number: uses[number] for number in reached}).prepare()
+        except CycleError:
+            return reached, True
+        return reached, False
 
 
 def _capped(digits: str) -> int:
@@ -391,10 +388,8 @@ def _leftmost(ways: Iterable[Sequence], empty: set[int]) -> Iterable[tuple[int, 
                 break
 
 
-def _closure(
-    rules: dict[int, list[Sequence]], holds: Callable[[Sequence, set[int]], bool]
-) -> set[int]:
-    """Return the smallest set of rules with an alternative that ``holds``, given that set."""
+def _nullable(rules: dict[int, list[Sequence]]) -> set[int]:
+    """Return the rules that match the empty text: the smallest set with an alternative within it."""
     users: dict[int, set[int]] = {n: set() for n in rules}
     for number, ways in rules.items():
         for way in ways:
@@ -405,7 +400,7 @@ def _closure(
     todo = list(rules)
     while todo:
         number = todo.pop()
-        if number not in known and any(holds(way, known) for way in rules[number]):
+        if number not in known and any(known.issuperset(way) for way in rules[number]):
             known.add(number)
             todo.extend(users[number])
     return known

@@ -13,7 +13,7 @@ from ...errors import ConfigError, GrammarError
 from ...model import Model
 from . import schema as json_schemas
 from .gbnf import NO_FORCING, Gbnf
-from .guidance import Matcher, check_grammar, lark_grammar, regex_grammar, schema_grammar
+from .guidance import Matcher, compiled
 from .sampler_matcher import SamplerMatcher
 
 __all__ = ["Grammar", "GrammarState"]
@@ -89,26 +89,19 @@ class Grammar:
                 if found:
                     return found
             raise _refusal(schema, reason, self.whitespace)
-        if self.kind == "regex":
-            found = regex_grammar(self.source)
-        elif self.kind == "choice":
-            found = regex_grammar("|".join(map(_literal, _choices(self.source))))
-        else:
-            found = lark_grammar(self.source)
-        check_grammar(found)
-        return found
+        if self.kind == "choice":
+            return compiled("regex", "|".join(map(_literal, _choices(self.source))))
+        return compiled(self.kind, self.source)
 
     def _compile_gbnf(self) -> str:
         parsed = Gbnf(self.source)
         object.__setattr__(self, "token_texts", tuple(parsed.token_texts))
         if parsed.names_tokens:
             return ""
-        found = lark_grammar(parsed.lark)
         try:
-            check_grammar(found)
+            return compiled("lark", parsed.lark)
         except GrammarError:  # for instance a range that is empty: llama.cpp takes it
             return ""
-        return found
 
     @classmethod
     def from_json_schema(
@@ -231,11 +224,9 @@ class Grammar:
 def _of_schema(schema: dict[str, object], whitespace: str) -> tuple[str, str]:
     """Return the grammar of a schema, or "" and why it is refused."""
     try:
-        found = schema_grammar(schema, whitespace)
-        check_grammar(found)
+        return compiled("json_schema", json.dumps(schema, ensure_ascii=False), whitespace), ""
     except GrammarError as error:
         return "", str(error)
-    return found, ""
 
 
 def _refusal(schema: dict[str, object], reason: str, whitespace: str) -> GrammarError:

@@ -5,7 +5,6 @@ It is imported when the first grammar is made. A failure inside it becomes a Gra
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -22,13 +21,7 @@ if TYPE_CHECKING:
 
     from ...model import Model
 
-__all__ = [
-    "Matcher",
-    "check_grammar",
-    "lark_grammar",
-    "regex_grammar",
-    "schema_grammar",
-]
+__all__ = ["Matcher", "compiled"]
 
 T = TypeVar("T")
 Mask = npt.NDArray[np.uint32]
@@ -42,39 +35,28 @@ _tokenizers: weakref.WeakKeyDictionary[Model, LLTokenizer] = weakref.WeakKeyDict
 _lock = forkable_lock()
 
 
-def schema_grammar(schema: dict[str, object], whitespace: str) -> str:
-    """Return the grammar of a JSON schema."""
+def compiled(kind: str, source: str, whitespace: str = "any") -> str:
+    """Return a grammar as llguidance reads it: of a "lark" text, a "regex" or a "json_schema".
+
+    Raises:
+        GrammarError: llguidance refuses it.
+    """
     from llguidance import LLMatcher
 
     item, key = _SEPARATORS[whitespace]
     options: JsonCompileOptions = {
         "whitespace_flexible": whitespace == "any", "item_separator": item, "key_separator": key,
     }  # fmt: skip
-    text = json.dumps(schema, ensure_ascii=False)
-    return _guarded(lambda: LLMatcher.grammar_from_json_schema(text, overrides=options))
-
-
-def regex_grammar(pattern: str) -> str:
-    """Return the grammar of a regular expression."""
-    from llguidance import LLMatcher
-
-    return _guarded(lambda: LLMatcher.grammar_from_regex(pattern))
-
-
-def lark_grammar(lark: str) -> str:
-    """Return the grammar of a text in llguidance's dialect of Lark."""
-    from llguidance import LLMatcher
-
-    return _guarded(lambda: LLMatcher.grammar_from_lark(lark))
-
-
-def check_grammar(grammar: str) -> None:
-    """Raise GrammarError unless llguidance accepts ``grammar``."""
-    from llguidance import LLMatcher
-
-    reason = _guarded(lambda: LLMatcher.validate_grammar(grammar))
+    of_kind: dict[str, Callable[[], str]] = {
+        "lark": lambda: LLMatcher.grammar_from_lark(source),
+        "regex": lambda: LLMatcher.grammar_from_regex(source),
+        "json_schema": lambda: LLMatcher.grammar_from_json_schema(source, overrides=options),
+    }
+    found = _guarded(of_kind[kind])
+    reason = _guarded(lambda: LLMatcher.validate_grammar(found))
     if reason:
         raise _refusal(reason)
+    return found
 
 
 def _guarded(call: Callable[[], T]) -> T:
@@ -122,7 +104,7 @@ class Matcher:
 
     Args:
         model: whose tokens it matches.
-        grammar: one that ``check_grammar`` accepts.
+        grammar: one that ``compiled`` has returned.
 
     Raises:
         GrammarError: the grammar names a token that the vocabulary lacks, or no text satisfies it.

@@ -199,7 +199,7 @@ def test_where_no_decode_ends_in_time_busy_cores_are_left_to_others() -> None:
 @several_cores
 def test_two_threads_on_one_core_are_not_chosen(tmp_path: Path) -> None:
     # Both threads share a core here, so each wait of one for the other lasts until it is descheduled.
-    # More load on the machine only makes two threads worse, so this cannot fail at random.
+    # Load that comes and goes between two timings can make two look faster once, but not mostly.
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("cannot pin a process to a core here")
     script = """
@@ -209,9 +209,12 @@ def test_two_threads_on_one_core_are_not_chosen(tmp_path: Path) -> None:
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {min(cores)})
         os.sched_getaffinity = lambda pid: set(list(cores)[:2])  # two cores, one of them taken
-        with lb.load(n_ctx=256) as ctx:
-            assert ctx.n_threads == 1, ctx.params
-            assert ctx.usage().cells_used == 0
+        chosen = []
+        for _ in range(7):
+            with lb.load(n_ctx=256) as ctx:
+                chosen.append(ctx.n_threads)
+                assert ctx.usage().cells_used == 0
+        assert chosen.count(1) > 3, chosen
     """
     environment = {**os.environ, "LLAMABRANCH_PROFILE": str(tmp_path / "profile.json")}
     subprocess.run(

@@ -305,7 +305,7 @@ def _parse(metadata: bytes) -> Snapshot:
         pending = bytes.fromhex(_field(about, "pending", str))
         finish_reason = _maybe(about, "finish_reason", str)
         # A character has at most four bytes, so three can be pending.
-        if len(pending) > 3 or finish_reason not in (None, "stop", "length"):
+        if len(pending) > 3 or finish_reason not in (None, "stop", "length", "constraint"):
             raise ValueError("pending bytes or finish_reason are invalid")
         sampling = SamplingParams.from_dict(_field(about, "sampling", dict))
         layers = _maybe(about, "hidden_layers", list) or []

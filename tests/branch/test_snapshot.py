@@ -133,6 +133,15 @@ def test_everything_is_kept(ctx: lb.Context, other_ctx: lb.Context, tmp_path: Pa
     assert loaded.perplexity() == branch.perplexity()
 
 
+def test_a_text_that_a_constraint_ended_is_kept(
+    ctx: lb.Context, other_ctx: lb.Context, tmp_path: Path
+) -> None:
+    branch = _started(ctx, seed=1)
+    list(branch.generate(constraint=lambda text: len(text) < 5))
+    branch.save(tmp_path / "x.branch")
+    assert lb.Branch.load(other_ctx, tmp_path / "x.branch").finish_reason == "constraint"
+
+
 def test_a_split_character_is_completed(toy: lb.Model) -> None:
     with lb.Context(toy, n_ctx=256, n_threads=1) as ctx:
         branch = lb.Branch.start(ctx, "a", seed=1)

@@ -29,7 +29,7 @@ class _Record:
     def __init__(self, *, estimates: bool) -> None:
         self.estimates = estimates  # its entropies are its own estimates of its tokens' surprisals
         # A copy ends where the text differs, of which its estimate knows nothing: it is too sure.
-        self._prior = [math.exp(-1.25 * nats) if estimates else 0.5 for nats in _MIDDLES]
+        self._prior = [0.9 * math.exp(-1.25 * nats) if estimates else 0.5 for nats in _MIDDLES]
         weight, self._keep = (3.0, 0.95) if estimates else (1.0, 0.99)
         self._tested = [weight] * len(_MIDDLES)  # tokens of each bucket, the older the less
         self._accepted = [weight * chance for chance in self._prior]

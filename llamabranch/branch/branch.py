@@ -301,7 +301,8 @@ class Branch:
         """Rate a given text as the continuation of this branch, which does not change.
 
         Args:
-            text: token ids, or text, tokenized by itself, without a BOS token or control tokens.
+            text: token ids, or text, tokenized by itself, without a BOS token or control tokens: begin it
+                with a space where the text needs one.
             top: how many of the most probable tokens to give for each token.
 
         Returns:

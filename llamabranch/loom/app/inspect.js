@@ -3,7 +3,7 @@
 import { $, attribute, fill, h, plural, short, visible } from "./dom.js";
 import { SOURCES, looks } from "./lenses.js";
 import { act } from "./net.js";
-import { FLAGS, look, ownerOf, pieceBytes, select, store, view } from "./store.js";
+import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
 import { named, moveTo, shownPath, topsAt } from "./text.js";
 
@@ -81,7 +81,7 @@ function origin(c, i) {
   const node = store.nodes.get(ownerOf(c, i) ?? "");
   if (!node) return null;
   const piece = c.pieces[i];
-  const bytes = pieceBytes(piece);
+  const bytes = Array.isArray(piece) ? piece : typeof piece === "string" ? [...new TextEncoder().encode(piece)] : [];
   const shared = Array.isArray(piece) || c.text[i] === "";
   const round = node.rounds.find(({ at, draft }) => i >= at && i <= at + draft.length);
   const sampling = Object.entries(node.sampling ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");

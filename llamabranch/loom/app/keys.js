@@ -1,7 +1,6 @@
 // @ts-check
 // Keys: one table of actions with their keys, which can be changed or switched off; they act in the tree and the text.
 import { $, h, tell } from "./dom.js";
-import { act } from "./net.js";
 import { store } from "./store.js";
 
 /** @type {[string, string, string, string[]][]} name, where it acts, what it does, keys */
@@ -68,16 +67,9 @@ export function startKeys(run, take) {
   });
 }
 
-/** @param {string} name @param {string[] | null} keys null: those it had at first */
-async function remap(name, keys) {
-  const all = { ...store.doc.settings.keys, [name]: keys };
-  if (keys === null) delete all[name];
-  store.doc.settings.keys = all;
-  await act("settings", { set: { keys: all } });
-}
-
-/** The table of keys in the help: a button waits for the new key; Delete switches the action off. */
-export function keyTable() {
+/** The table of keys in the help: a button waits for the new key; Delete switches the action off.
+ * @param {(name: string, value: any) => Promise<void>} setting keeps one */
+export function keyTable(setting) {
   const rows = ACTIONS.map(([name, where, title]) => {
     const button = h("button", { type: "button" });
     const show = () => {
@@ -96,7 +88,10 @@ export function keyTable() {
       const other = ACTIONS.find(([each, place]) =>
         each !== name && keysOf(each).includes(key) && (!place || !where || place === where));
       if (other && key !== "Delete") tell(`${key} is the key of “${other[2]}”.`);
-      else if (event.key !== "Escape") await remap(name, key === "Delete" ? [] : key === "Backspace" ? null : [key]);
+      else if (event.key !== "Escape") {
+        const { [name]: _, ...others } = store.doc.settings.keys ?? {};
+        await setting("keys", key === "Backspace" ? others : { ...others, [name]: key === "Delete" ? [] : [key] });
+      }
       show();
     };
     return h("tr", {}, h("th", { scope: "row" }, title, where && h("small", {}, ` in the ${where}`)), h("td", {}, button));

@@ -251,7 +251,7 @@ const run = {
     h("label", {}, h("span", {}, "import a file of any of these"),
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
-    h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable()]),
+    h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable(setting)]),
   menu: () => ask("Menu", [], "", () => {}, [h("ul", { class: "menu" },
     ["options", "search", "compare", "ghosts", "bookmark", "note", "delete", "hoist", "deleted", "export", "new", "compact", "help"].map((name) =>
       h("li", {}, h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
@@ -271,10 +271,10 @@ const run = {
 };
 
 /** Keep a setting on the server. @param {string} name @param {any} value */
-function setting(name, value) {
+async function setting(name, value) {
   store.doc.settings = { ...store.doc.settings, [name]: value };
   redraw(["state", "minimap"]);
-  if (!exported()) void act("settings", { set: { [name]: value } });
+  if (!exported()) await act("settings", { set: { [name]: value } });
 }
 
 // --- what is around: state, header, panes ---
@@ -325,14 +325,6 @@ function drawState() {
   $("card-models").textContent = B ? `${visible(A?.name)} and ${visible(B.name)} on one text.` : "Start with --compare MODEL2.";
 }
 
-/** Fill the box as a card says. @param {{value: string, dataset: DOMStringMap}} card */
-function fillBox({ value, dataset: { card } }) {
-  $("begin").value = value;
-  $("begin").focus();
-  if (card === "draft") choose("source"), fold(true);
-  if (card === "models" && store.doc.models.B) choose("divergence");
-}
-
 function widen(/** @type {string} */ side, /** @type {number} */ width) {
   const splitter = $(`split-${side}`);
   const [low, high] = [Number(splitter.ariaValueMin), Number(splitter.ariaValueMax)];
@@ -376,8 +368,13 @@ export function start() {
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
     const button = /** @type {any} */ (event.target).closest?.("[data-action], [data-card]");
-    if (button?.dataset.card) fillBox(button);
-    else if (button) run[button.dataset.action]();
+    const { action, card } = button?.dataset ?? {};
+    if (action) run[action]();
+    if (!card) return;
+    $("begin").value = button.value; // the box is filled as the card says
+    $("begin").focus();
+    if (card === "draft") choose("source"), fold(true);
+    if (card === "models" && store.doc.models.B) choose("divergence");
   });
   $("text").addEventListener("dblclick", () => run.type());
   $("start").onclick = begin;

@@ -1,16 +1,9 @@
 // @ts-check
 // The page in an exported file: the document is in its data block, nothing is requested, nothing is written.
-import { $, redraw, tell } from "./dom.js";
-import { backend, fetchDoc, net } from "./net.js";
+import { $, tell } from "./dom.js";
+import { backend, fetchDoc } from "./net.js";
 import { FLAGS, putCompare, putNode, putRound, putTokens, store, texts } from "./store.js";
 import { start } from "./main.js";
-
-/** @param {string} text base64 of gzip of JSON */
-async function unpack(text) {
-  const bytes = Uint8Array.from(atob(text.trim()), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return JSON.parse(await new Response(stream).text());
-}
 
 /** Places where a text is, by node. @param {string} q */
 function findIn(q) {
@@ -60,14 +53,14 @@ function apply(records) {
 }
 
 async function readExport() {
-  const data = await unpack($("loom-data").textContent);
+  const bytes = Uint8Array.from(atob($("loom-data").textContent.trim()), (c) => c.charCodeAt(0)); // gzip of JSON
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const data = JSON.parse(await new Response(stream).text());
   document.documentElement.dataset.exported = "";
   backend.ask = answering(data);
   start();
-  await fetchDoc();
+  await fetchDoc(); // what it draws is drawn after this
   apply(data.records);
-  redraw(["state", "tree", "text", "inspect", "live", "minimap", "legend"]);
-  net.connected = true;
   if (!store.current) tell("The exported document is empty.");
 }
 

@@ -112,11 +112,8 @@ export function putNode(from) {
   const old = store.nodes.get(from.id);
   if (from.hidden) return hide(from.id);
   if (old) {
-    const { n } = old;
     if (old.flags !== from.flags || old.at !== from.at) store.revision++;
-    Object.assign(old, from);
-    old.n = Math.max(n, from.n); // tokens may have come before this
-    return old;
+    return Object.assign(old, from, { n: Math.max(old.n, from.n) }); // tokens may have come before this
   }
   const node = /** @type {Node} */ ({ tokens: NONE, rounds: [], compares: [], ...from });
   store.nodes.set(node.id, node);
@@ -181,8 +178,7 @@ export function putRound(/** @type {Loose} */ round) {
 export function putCompare(/** @type {Loose} */ compare) {
   const node = store.nodes.get(compare.node);
   if (!node) return;
-  node.compares = node.compares.filter((each) => each.at !== compare.at || each.mode !== compare.mode);
-  node.compares.push(compare);
+  node.compares = [...node.compares.filter((each) => each.at !== compare.at || each.mode !== compare.mode), compare];
   for (let i = (compare.lpB?.length ?? 0) - 1, owner = node; i >= 0; i--) {
     while (compare.at + i < owner.at && owner.parent) owner = store.nodes.get(owner.parent) ?? owner;
     owner.tokens.compare(compare.at + i - owner.at, compare, i);
@@ -205,10 +201,7 @@ export function pieces(id, end) {
   let node = id ? store.nodes.get(id) : undefined;
   let to = node ? Math.min(end ?? Infinity, node.at + node.n) : 0;
   while (node) {
-    if (to > node.at) {
-      parts.push({ id: node.id, from: node.at, to });
-      to = node.at;
-    }
+    if (to > node.at) parts.push({ id: node.id, from: node.at, to });
     to = Math.min(to, node.at);
     node = node.parent ? store.nodes.get(node.parent) : undefined;
   }
@@ -225,12 +218,11 @@ export function pathOf(id, end) {
   path.missing = -1;
   for (const { id: owner, from, to } of owners) {
     const { tokens, at } = /** @type {Node} */ (store.nodes.get(owner));
-    if (tokens.n < to - at) {
-      path.missing = Math.max(from, at + tokens.n);
-      if (tokens.n > from - at) path.append(tokens, from - at, tokens.n);
-      break;
-    }
-    path.append(tokens, from - at, to - at);
+    const there = Math.min(tokens.n, to - at);
+    if (there > from - at) path.append(tokens, from - at, there);
+    if (there === to - at) continue;
+    path.missing = Math.max(from, at + there);
+    break;
   }
   path.text = texts(path.pieces);
   path.shown = visibleTexts(path.text);
@@ -267,10 +259,6 @@ export function texts(all) {
 
 /** A piece by itself. @param {Piece} piece */
 export const pieceText = (piece) => texts([piece])[0];
-
-/** The bytes of a piece. @param {Piece} piece */
-export const pieceBytes = (piece) =>
-  Array.isArray(piece) ? piece : typeof piece === "string" ? [...new TextEncoder().encode(piece)] : [];
 
 /** The state of the page, the most pressing first. @param {{session: boolean, connected: boolean}} net */
 export function stateOf(net) {

@@ -45,17 +45,6 @@ function spoken(c, i) {
   return [`'${c.shown[i]}'`, p >= 0 && `${short(100 * p)} percent`, c.rk[i] > 0 && `rank ${c.rk[i]}`, source].filter(Boolean).join(", ");
 }
 
-/** Make or change the element of a token: its colour, cue and name.
- * @param {Path} c @param {number} i @param {any} [old] @param {string} [extra] @param {string} [prefix] */
-function tokenElement(c, i, old, extra = "", prefix = "t") {
-  const element = old ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1, "data-token": i,
-    id: `${prefix}${i}` });
-  const text = c.shown[i], attributes = figures(c, i);
-  attributes.class += `${extra}${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${/^\n+$/.test(text) ? " line" : ""}`;
-  set(element, { ...attributes, textContent: text, "aria-label": spoken(c, i) });
-  return element;
-}
-
 /** Class, cue and log-probability of a token. @param {import("./store.js").Tokens} c @param {number} i */
 const figures = (c, i) => ({ ...looks(c, i), "data-lp": Number.isNaN(c.lp[i]) ? null : Number(c.lp[i].toPrecision(8)) });
 
@@ -132,14 +121,17 @@ export function textView(box, source, prefix) {
 
   const textOf = (/** @type {Path} */ c, /** @type {any} */ run) => c.shown.slice(run.from, run.to).join("");
 
-  /** The tokens of a run as elements, those that are there kept. @param {Path} c @param {any} run
+  /** The tokens of a run as elements with colour, cue and name, those that are there kept. @param {Path} c @param {any} run
    * @param {Map<number, any>} ghosts @param {Map<number, string>} marks @param {Map<number, any>} kept */
   function drawRun(c, run, ghosts, marks, kept) {
     const content = [];
     for (let i = run.from; i < run.to; i++) {
-      const extra = (marks.get(i) ?? "") + (i === view.cursor && prefix === "t" ? " cursor" : "");
-      const element = tokenElement(c, i, elements.get(i), extra, prefix);
-      attribute(element, "aria-selected", i === view.cursor ? "true" : "false");
+      const element = elements.get(i) ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1,
+        "data-token": i, id: `${prefix}${i}` });
+      const text = c.shown[i], attributes = figures(c, i);
+      attributes.class += (marks.get(i) ?? "") + (i === view.cursor && prefix === "t" ? " cursor" : "");
+      attributes.class += `${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${/^\n+$/.test(text) ? " line" : ""}`;
+      set(element, { ...attributes, textContent: text, "aria-label": spoken(c, i), "aria-selected": String(i === view.cursor) });
       kept.set(i, element);
       if (ghosts.has(i)) content.push(ghosts.get(i));
       content.push(element);

@@ -21,11 +21,9 @@ const POOL = 80;
 let built = "";
 /** @type {string | null} key of the segment that is shown as if it were the root */ let hoisted = null;
 
-const isHidden = (/** @type {Node} */ node) => !store.showDeleted && (node.flags & FLAGS.deleted) !== 0;
-
 /** Cut the nodes into segments. */
 function build() {
-  const shown = [...store.nodes.values()].filter((node) => !isHidden(node));
+  const shown = [...store.nodes.values()].filter(({ flags }) => store.showDeleted || !(flags & FLAGS.deleted));
   const forks = Map.groupBy(shown, (node) => holder(node)?.id ?? "");
   for (const list of forks.values()) list.sort((a, b) => a.at - b.at);
   byNode = new Map();
@@ -231,16 +229,6 @@ function drawRow(row, segment, place, chosen) {
 /** @type {any} */ let shownRow = null;
 const resting = later(150);
 
-/** Fetch the tokens of rows that stay in view. */
-function fetchRows() {
-  for (const row of $("rows").children) {
-    const segment = row.hidden ? null : rows[Number(row.dataset.row)];
-    for (const node of segment?.parts.slice(0, 4) ?? []) {
-      if (node.tokens.n < node.n && node.reason !== "running") void fetchPath(node.id, node.at, node.n);
-    }
-  }
-}
-
 function drawTree() {
   update();
   const box = $("tree"), pool = $("rows");
@@ -267,7 +255,12 @@ function drawTree() {
     else set(row, { hidden: true, id: "" });
   }
   attribute(box, "aria-activedescendant", place >= begin && place < begin + count ? `row-${place}` : null);
-  resting(fetchRows);
+  resting(() => { // fetch the tokens of rows that stay in view
+    const parts = rows.slice(begin, begin + count).flatMap((segment) => segment.parts.slice(0, 4));
+    for (const node of parts) {
+      if (node.tokens.n < node.n && node.reason !== "running") void fetchPath(node.id, node.at, node.n);
+    }
+  });
   $("hoisted").hidden = !hoisted;
 }
 

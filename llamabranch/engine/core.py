@@ -183,10 +183,13 @@ class EngineCore:
         return self._take_events()
 
     def _take_events(self) -> list[Event]:
-        try:
-            return self._events
-        finally:  # nothing can come between: they are returned, or kept for the next step
-            self._events = []
+        events: list[Event] = []
+        try:  # they are returned, or kept for the next step, whatever is raised here
+            events, self._events = self._events, []
+            return events
+        except BaseException:
+            self._events = events + self._events
+            raise
 
     def advance(self) -> None:
         """Run one step; ``step`` returns its events, and raises what it has met."""

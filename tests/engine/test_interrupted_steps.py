@@ -163,6 +163,7 @@ def failures(
     found = []
     passed, expected = places(ctx, files)
     assert len(passed) > 300
+    handler = signal.getsignal(signal.SIGINT)
     for file, line in passed[::every]:
         where = f"{Path(file).relative_to(PACKAGE)}:{line}"
         interrupter = Interrupter(files, act, (file, line))
@@ -172,6 +173,8 @@ def failures(
                 found.append(f"{where}: {[k for k in expected if seen.get(k) != expected[k]]}")
         except (Exception, pytest.fail.Exception) as failure:
             found.append(f"{where}: {type(failure).__name__}: {failure}"[:300])
+        # Between the beginning of a ``with`` block and its first line nothing but this test can raise.
+        signal.signal(signal.SIGINT, handler)
     return found
 
 

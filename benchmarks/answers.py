@@ -96,7 +96,7 @@ def _vote(sampling: lb.SamplingParams, **options: Any) -> Run:
         with _as(root, sampling, seed) as branch:
             found = search.vote(branch, task.read, n, task.max_tokens, stop=_stop(task), **options)
         also = {}
-        if not options and n == N:  # the reference
+        if sampling is WARM and not options and n == N:  # the reference
             best = max(found.hypotheses, key=_mean)
             also = {"best_of_n": _of(task, best), "one sample": _one(task, found.hypotheses)}
         return Found(found.text, found.answer, _mean(found.best), found.stats.tokens_decoded, also)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import llamabranch as lb
 from llamabranch.bench.timing import Maker, Series, Timing
-from llamabranch.bench.workloads import plain, seed_of, speculative
+from llamabranch.bench.workloads import plain, seed_of
 
 from . import llama_tools
 from .clocks import interleave
@@ -23,7 +23,7 @@ from .report import Settings, emit, number, parser, percent, pm, series_json, ta
 from .step import StepCost, step_cost
 
 CEILING, SAME_KV = "llama-bench", "llama-bench, our K/V type"
-OURS = ("Branch.generate", "Speculator, no drafter")
+OURS = "plain decoding"
 COMPLETION = "Llama.create_completion"
 
 
@@ -71,7 +71,7 @@ def _measure(ctx: lb.Context, settings: Settings, tools: LlamaTools | None) -> d
         "temperatures": {
             f"{temperature:g}": {
                 "compared": {name: series_json(s, found.get(CEILING)) for name, s in found.items()},
-                "ours_over_completion": found[OURS[0]].ratio(found[COMPLETION]).as_dict(),
+                "ours_over_completion": found[OURS].ratio(found[COMPLETION]).as_dict(),
                 "step": steps[temperature].as_dict(),
             }
             for temperature, found in series.items()
@@ -94,9 +94,7 @@ def _compared(
         makers[CEILING] = _each(lambda run, item: tools.bench(path, n))
         if ctx.kv_type != "f16":
             makers[SAME_KV] = _each(lambda run, item: tools.bench(path, n, ctx.kv_type))
-    makers[OURS[0]] = plain(ctx, prompts, n, sampling)
-    config = lb.SpeculativeConfig()
-    makers[OURS[1]] = speculative(ctx, prompts, n, sampling, lambda: None, config)
+    makers[OURS] = plain(ctx, prompts, n, sampling)
     makers["Llama.generate"] = _each(
         lambda run, item: llama.generate(prompts[item], n, temperature, seed_of(run, item))
     )
@@ -113,17 +111,17 @@ def _each(work: Callable[[int, int], Timing]) -> Maker:
 def _show(ctx: lb.Context, settings: Settings, series: dict[float, dict[str, Series]]) -> None:
     rows = []
     for temperature, found in series.items():
-        ours = found[OURS[0]]
+        ours = found[OURS]
         for name, each in found.items():
             of_ceiling = pm(each.ratio(found[CEILING])) if CEILING in found else "-"
-            ours_over = "-" if name in OURS else pm(ours.ratio(each))
+            ours_over = "-" if name == OURS else pm(ours.ratio(each))
             rows.append((f"{temperature:g}", name, pm(each.rate, 0), of_ceiling, ours_over))
     caption = (
         f"Plain decoding of {title(ctx.model)}: {settings.threads} threads, {settings.prompts} prompts "
         f"x {settings.tokens} tokens, medians of {settings.runs} runs (lowest to highest); "
         f"our K/V type {ctx.kv_type}, theirs f16"
     )
-    columns = ("T", "", "tokens/s", f"of {CEILING}", f"{OURS[0]} over it")
+    columns = ("T", "", "tokens/s", f"of {CEILING}", f"{OURS} over it")
     table(caption, columns, rows)
 
 

@@ -23,7 +23,7 @@ from .padded import cached_useless
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
 
-PLAIN, NONE = "plain decoding", "no drafter"
+PLAIN = "plain decoding"
 MODEL, AUTO = "draft model", "auto"
 NEW = "draft model, auto, new for each prompt"
 COLD = "draft model, auto, new for each prompt, no profile"
@@ -131,7 +131,7 @@ class Cells:
             config = lb.SpeculativeConfig(draft_k=k, rule=rule)
             return speculative(ctx, prompts, n, sampling, drafter, config)
 
-        makers = {PLAIN: plain(ctx, prompts, n, sampling), NONE: cell(lambda: None, 0)}
+        makers = {PLAIN: plain(ctx, prompts, n, sampling)}
         for k in range(1, self._longest + 1):
             makers[self._named(MODEL, k)] = cell(self._drafters[MODEL], k)
         for name, drafter in self._drafters.items():
@@ -162,7 +162,7 @@ class Cells:
         self, temperature: float, found: Mapping[str, Series], step_s: float
     ) -> None:
         base = found[PLAIN]
-        names = [PLAIN, NONE]
+        names = [PLAIN]
         for drafter in self._drafters:
             names += [self._named(drafter, self._k), self._named(drafter, AUTO)]
         names += [NEW, COLD]

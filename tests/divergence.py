@@ -14,71 +14,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from llamabranch import Branch, BranchStore, Context, Grammar, SamplingParams
+from llamabranch.cli.comparison import TRUNCATIONS, FirstDifference, Logits
 from llamabranch.errors import ConfigError, GrammarError
 from llamabranch.generation.plan import Plan
 from llamabranch.model import token_list
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import gumbel_noise
 
-__all__ = ["Divergence", "first_divergence"]
-
-Logits = npt.NDArray[np.float32]
+__all__ = ["Divergence", "Logits", "first_divergence"]
 
 # Tokens in a decode: their number decides how the logits are rounded.
 _RUNS = (1, 2, 3, 4, 5, 6, 9, 17, 33)
-# The original decodes were batched with tokens that are not known here, and their logits may differ by
-# more than those of the decodes tried here.
-_SLACK = 2.0
 # Texts that are decoded in one batch, tokens of each that are compared, and logits kept for that.
 _N_TEXTS, _N_STEPS, _MOST_LOGITS = 8, 64, 1 << 22
 _LEAST, _MOST = 2.0**-20, 32.0  # the smallest and the largest move that is tried, in logits
 _N_BISECTIONS = 12
-# The truncations that may drop a token, and the value that switches each off.
-_TRUNCATIONS: dict[str, float] = {
-    "top_n_sigma": -1.0, "top_k": 0, "typical_p": 1.0, "top_p": 1.0, "min_p": 0.0,
-    "xtc_probability": 0.0,
-}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Divergence:
+class Divergence(FirstDifference):
     """The first token in which two continuations of a prompt differ, and what decided between them.
 
-    Args:
-        position: the index of that token, from 0 = the first generated one.
-        tokens: what the two texts have there; None = the text had ended.
-        gap: how far logits must move relative to each other for one token to be drawn instead of the
-            other; inf if no such move was found.
-        difference: how far logits do move relative to each other here when the same text is decoded in
-            runs of other lengths, and in a batch with other texts; 0 in a batch-invariant context.
-        decided_by: "logits" (at temperature 0: the two largest logits), "scores" (above it:
-            log-probability plus noise), "temperature" (the dynamic one, through the entropy), the
-            setting on whose boundary a token lies ("top_k", "top_p", "min_p", "typical_p",
-            "top_n_sigma", "xtc_probability"; several are joined by "+"), or "nothing": no move of the
-            logits that was tried changes the token.
+    ``decided_by`` may also be "temperature": the dynamic one, through the entropy. If rounding does not
+    explain it, something else made the texts differ: settings or a seed other than those given, or a bug.
     """
-
-    position: int
-    tokens: tuple[int | None, int | None]
-    gap: float
-    difference: float
-    decided_by: str
-
-    @property
-    def explained(self) -> bool:
-        """True if rounding explains it: the gap is at most twice the measured difference.
-
-        Else something other than rounding made the texts differ: settings or a seed other than those
-        given here, or a bug.
-        """
-        return self.gap <= _SLACK * self.difference
 
     def __str__(self) -> str:
         verdict = "explained by rounding" if self.explained else "not explained by rounding"
@@ -355,7 +318,7 @@ class _Decision:
     def _dropped_by(self, row: Logits, token: int) -> str:
         """Return the settings that prevent ``token`` from being drawn from ``row``, "" if it can be."""
         params = self._sampler.params
-        used = [name for name, off in _TRUNCATIONS.items() if getattr(params, name) != off]
+        used = [name for name, off in TRUNCATIONS.items() if getattr(params, name) != off]
         if params.temperature == 0.0 and params.typical_p == 1.0 and params.xtc_probability == 0.0:
             return ""  # the other truncations never drop the largest logit
         if not used or self._has(row, token, ()):
@@ -373,7 +336,7 @@ class _Decision:
 
     def _has(self, row: Logits, token: int, without: Sequence[str]) -> bool:
         """Return whether ``token`` can be drawn with the truncations ``without`` switched off."""
-        off: dict[str, object] = {name: _TRUNCATIONS[name] for name in without}
+        off: dict[str, object] = {name: TRUNCATIONS[name] for name in without}
         params = self._sampler.params
         if params.temperature == 0.0:  # which token is the largest left does not matter here
             off["temperature"] = 1.0

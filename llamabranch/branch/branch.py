@@ -62,7 +62,7 @@ class Branch:
         parent: Branch | None,
         beginning: Sequence[int] = (),
     ) -> None:
-        """Lease a sequence. For ``create`` and ``fork``, not for users."""
+        """Allocate a sequence. For ``create`` and ``fork``, not for users."""
         inherited = None if parent is None else parent.sequence
         used = () if inherited is None else (inherited.seq_id,)
         seq_id = ctx.sequences.allocate(self, beginning, used=used)
@@ -164,7 +164,8 @@ class Branch:
         score = ""
         with suppress(BranchStateError):  # no generated tokens, or some without a surprisal
             score = f", perplexity {self.perplexity():.2f}"
-        return f"<{about}: {last_words(self.text, 24)!r}{score}>"
+        tail = b"".join(map(self.ctx.model.piece, self.sequence.shown[-64:]))
+        return f"<{about}: {last_words(tail.decode('utf-8', 'replace'), 24)!r}{score}>"
 
     @property
     def seq_id(self) -> int:
@@ -301,8 +302,8 @@ class Branch:
         """Rate a given text as the continuation of this branch, which does not change.
 
         Args:
-            text: token ids, or text, tokenized by itself, without a BOS token or control tokens: begin it
-                with a space where the text needs one.
+            text: token ids, or text, tokenized by itself and without a BOS token: begin it with a space
+                where the text needs one. Control tokens written in it stay text.
             top: how many of the most probable tokens to give for each token.
 
         Returns:
@@ -649,7 +650,9 @@ class Branch:
 
     @classmethod
     def restore(cls, ctx: Context, snapshot: Snapshot, *, trusted: bool = False) -> Branch:
-        """Return a root that continues from the snapshot, in the same or another context, bit for bit.
+        """Return a root that continues from the snapshot, in the same or another context.
+
+        In batch-invariant contexts it generates bit for bit what the saved branch would.
 
         Raises:
             SnapshotError: it is of another model, K/V type or rope setting, or inconsistent.

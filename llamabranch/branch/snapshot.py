@@ -267,7 +267,7 @@ def _no_room(n_tokens: int, ctx: Context) -> CacheFullError:
 
 
 def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
-    """Raise unless ``n_tokens`` fit, and ``n_state`` bytes are possible for so many tokens."""
+    """Raise unless ``n_tokens`` fit, and ``n_state`` bytes are possible for that number of tokens."""
     layout = ctx.kv_cache.state_layout
     if layout is None:
         return

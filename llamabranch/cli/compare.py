@@ -147,7 +147,10 @@ def _tables(found: Comparison) -> Iterator[tuple[str, Rows]]:
         return
     (names, *numbers), percentiles = divergence_tables(found.divergence)
     reverse = ("mean KL(B, A), nats", number(found.reverse, 6), "")
-    yield "Numbers", [("A is the base", *names[1:]), *numbers, reverse]
+    yield (
+        "Numbers, KL(A, B): of B from A, the base",
+        [("A is the base", *names[1:]), *numbers, reverse],
+    )
     yield "Percentiles", percentiles
     yield "The worst tokens", [
         ("KL", "before", "token", "after", "A's top", "B's top"),

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from itertools import zip_longest
 
 import numpy as np
@@ -25,7 +24,7 @@ _RUNS = (1, 2, 3, 5, 9, 17, 33)  # tokens in a decode: their number decides how 
 _SLACK = 2.0  # the decodes of the two texts may have rounded by more than those tried here
 _MOVES = [2.0**i for i in range(-20, 6)]  # that are tried, in logits
 # The truncations that may drop a token, and the value that switches each off.
-_TRUNCATIONS: dict[str, float] = {
+TRUNCATIONS: dict[str, float] = {
     "top_n_sigma": -1.0, "top_k": 0, "typical_p": 1.0, "top_p": 1.0, "min_p": 0.0,
     "xtc_probability": 0.0,
 }  # fmt: skip
@@ -92,12 +91,16 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Drafted against plain decoding, which ``engine`` does, of the same requests with the same seed."""
+    """Drafted against plain decoding of the same requests with the same seed.
+
+    Attributes:
+        drafted, plain: the runs of each.
+        first_difference: where the first two texts that differ part, if that was asked for.
+    """
 
     drafted: Runs
     plain: Runs
-    engine: Engine
-    requests: Sequence[Request]
+    first_difference: FirstDifference | None = None
 
     @property
     def speedup(self) -> float:
@@ -120,18 +123,6 @@ class Comparison:
     def same_text(self) -> bool:
         """Whether both gave the same tokens."""
         return self.drafted.tokens == self.plain.tokens
-
-    @cached_property
-    def first_difference(self) -> FirstDifference | None:
-        """Where the first two texts that differ part; decodes what they have in common some times."""
-        requests = {str(request.id): request for request in self.requests}
-        for result, drafted in zip(self.plain.results, self.drafted.tokens, strict=True):
-            for position, tokens in enumerate(zip_longest(result.tokens, drafted)):
-                if tokens[0] != tokens[1]:
-                    return _first_difference(
-                        self.engine, requests[result.id], result, position, tokens
-                    )
-        return None
 
     def explain(self) -> str:
         """Return what the verdict means, and where there is none what to do about it."""
@@ -160,11 +151,13 @@ def compare(
     interrupts: InterruptHandler,
     *,
     budget_s: float = 60.0,
+    explains: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison | None:
     """Time drafted against plain decoding; both have been warmed up. None if interrupted.
 
-    There are 9 pairs of runs at most; none begins after ``budget_s`` seconds.
+    There are 9 pairs of runs at most; none begins after ``budget_s`` seconds. ``explains``: whether to
+    find out why two texts differ, which decodes what they have in common some times.
     """
     results: dict[Engine, Sequence[Result]] = {}
 
@@ -190,11 +183,12 @@ def compare(
     )  # fmt: skip
     if interrupts.requested or not found["plain"].runs:
         return None
+    first = None
+    if explains:
+        with contextlib.suppress(lb.LlamaBranchError):  # no room, or Ctrl-C: the figures stay
+            first = _first_difference(plain, requests, results[plain], results[drafting])
     return Comparison(
-        Runs(found["drafted"], results[drafting]),
-        Runs(found["plain"], results[plain]),
-        plain,
-        requests,
+        Runs(found["drafted"], results[drafting]), Runs(found["plain"], results[plain]), first
     )
 
 
@@ -203,6 +197,27 @@ def compare(
 
 def _first_difference(
     engine: Engine,
+    requests: Sequence[Request],
+    plain: Sequence[Result],
+    drafted: Sequence[Result],
+) -> FirstDifference | None:
+    """Return where the first two texts that differ part; None where they are equal.
+
+    Nor where a constraint draws: what decided there is not a matter of logits alone.
+    """
+    named = {str(request.id): request for request in requests}
+    for result, other in zip(plain, drafted, strict=True):
+        for position, tokens in enumerate(zip_longest(result.tokens, other.tokens)):
+            if tokens[0] != tokens[1]:
+                request = named[result.id]
+                if request.constraint is not None:
+                    return None
+                return _decision(engine, request, result, position, tokens)
+    return None
+
+
+def _decision(
+    engine: Engine,
     request: Request,
     plain: Result,
     position: int,
@@ -210,7 +225,8 @@ def _first_difference(
 ) -> FirstDifference:
     """Return what decided a token: the sampler draws again from logits that are moved."""
     ctx, params = engine.target, request.sampling or engine.sampling
-    prompt, prefix = ctx.model.prompt_tokens(request.prompt), plain.tokens[:position]
+    prompt = ctx.model.prompt_tokens(request.prompt, parse_special=request.parse_special)
+    prefix = plain.tokens[:position]
     rows = _rows(ctx, [*prompt, *prefix], len(prompt))
     row = rows[0]  # decoded token by token, as plain decoding does
 
@@ -241,7 +257,7 @@ def _first_difference(
     def reason(token: int) -> str:
         if params.temperature == 0 or _has(could_be(usual, row), token):
             return "logits" if params.temperature == 0 else "scores"
-        needed = {name: off for name, off in _TRUNCATIONS.items() if getattr(params, name) != off}
+        needed = {name: off for name, off in TRUNCATIONS.items() if getattr(params, name) != off}
         for name in list(needed):  # that must be off together for it to be drawn
             fewer = {other: off for other, off in needed.items() if other != name}
             if _has(could_be(sampler(**fewer), row), token):

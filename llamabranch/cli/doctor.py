@@ -192,7 +192,8 @@ def _build(context: lb.Context, machine: Machine) -> dict[str, str]:
 
 
 def _context(context: lb.Context) -> dict[str, str]:
-    from llamabranch.bench.machine import profile_in_use, profile_problem
+    from llamabranch.bench.machine import profile_in_use
+    from llamabranch.profile import profile_problem
 
     can, problem = context.capabilities, profile_problem()
     cost = _COST_OF_EXACT if can.batch_invariant else ""
@@ -247,7 +248,10 @@ def _request(seed: int) -> lb.Request:
 
 
 def _texts(engine: lb.Engine, *requests: lb.Request) -> list[list[int]]:
-    return [result.tokens for result in engine.generate(requests)]
+    found = engine.generate(requests)
+    for error in (result.error for result in found if result.error is not None):
+        raise error
+    return [result.tokens for result in found]
 
 
 def _exact(ctx: lb.Context, same: bool, what: str) -> tuple[bool, str]:

@@ -58,13 +58,13 @@ class ReadingOptions:
     )
     chunks: int | None = option(
         None,
-        "Score so many chunks at most.  [default: all; 16 with --against MODEL]",
+        "Score at most N chunks.  [default: all; 16 with --against MODEL]",
         min=1,
         first=True,
     )
     stride: int | None = option(
         None,
-        "Sliding windows, each so many tokens after the last one: another number.",
+        "Sliding windows, each N tokens after the one before; not comparable with chunks.",
         *("--stride", "--ppl-stride"),
         min=1,
     )
@@ -289,7 +289,7 @@ def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
         (name, *(number(factor * v, 6 if factor == 1 else 3) for v in each))
         for name, each, factor in rows
     ]
-    kls = (number(found.percentile(f), 5) for f in _FRACTIONS.values())
+    kls = (number(found.percentile(f), 6) for f in _FRACTIONS.values())
     changes = (number(100 * found.p_change_percentile(f), 3) for f in _FRACTIONS.values())
     return [
         [("", "value", "±"), *statistics],

@@ -189,8 +189,9 @@ def generate(
             _run(shown, prepared, interrupts)
             if models.compare and not interrupts.requested:
                 shown.comparison = compare(
-                    engine, plain, prepared, interrupts, progress=console.progress
-                )
+                    engine, plain, prepared, interrupts,
+                    explains=shown.expects_same_text, progress=console.progress,
+                )  # fmt: skip
         shown.finish(interrupted=interrupts.requested)
 
 

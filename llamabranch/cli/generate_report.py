@@ -230,10 +230,7 @@ class GenerateReport:
         found, can = self.comparison, self.engine.target.capabilities
         if found is None:
             return {}
-        results, where = (
-            found.plain.results,
-            found.first_difference if self.expects_same_text else None,
-        )
+        results, where = found.plain.results, found.first_difference
         plain: dict[str, object] = {"tokens_per_s": found.plain.rate}
         if self._is_flat:
             plain |= {"text": results[0].text, "tokens": results[0].tokens}

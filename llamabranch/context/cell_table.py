@@ -7,8 +7,10 @@ runs, its own and inherited ones; a cell is free when no sequence refers to it a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 __all__ = ["CellTable", "Usage"]
 
@@ -67,14 +69,7 @@ class _Slice:
         return self.position + self.high - self.low
 
 
-def _clip(slices: Iterable[_Slice], start: int, end: int) -> list[_Slice]:
-    """Return what slices have in positions [start, end)."""
-    found = []
-    for s in slices:
-        low, high = max(s.position, start), min(s.end, end)
-        if low < high:
-            found.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
-    return found
+_position = attrgetter("position")
 
 
 @dataclass(slots=True)
@@ -97,6 +92,7 @@ class CellTable:
         self.clock = 0
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
         self._newest = [-1] * n_seq_max  # the write index at the end of each sequence
+        self._with_holes: set[int] = set()  # those that may lack positions below their last one
 
     @property
     def n_sequences(self) -> int:
@@ -115,10 +111,12 @@ class CellTable:
 
     def first_position(self, seq_id: int, start: int = 0) -> int:
         """Return the smallest position of ``seq_id`` from ``start`` on, -1 if there is none."""
-        slices = self._sequences[seq_id].slices
-        if start:
-            slices = _clip(slices, start, slices[-1].end) if slices else []
-        return slices[0].position if slices else -1
+        found = -1
+        for s in reversed(self._sequences[seq_id].slices):
+            if s.end <= start:
+                break
+            found = max(s.position, start)
+        return found
 
     def length(self, seq_id: int) -> int:
         """Return how many cells ``seq_id`` refers to."""
@@ -163,24 +161,39 @@ class CellTable:
 
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
         """Return the first position in [start, end) that no other sequence shares, and how many."""
-        first, n_alone = None, 0
-        for s in reversed(_clip(self._sequences[seq_id].slices, start, end)):
-            at, last = s.low, s.high
-            shared = [
-                (t.low, t.high)
-                for user in s.run.users - {seq_id}
-                for t in self._sequences[user].slices
-                if t.run is s.run and t.low < last
+        end = min(end, self.next_position(seq_id))
+        if self._with_holes:
+            others = self.write_indices(but=seq_id)
+            mine = self._sequences[seq_id].slices
+            alone = [
+                s.position + i - s.low
+                for s in mine
+                for i in range(s.low, s.high)
+                if start <= s.position + i - s.low < end and s.run.write_indices[i] not in others
             ]
-            gaps = []
-            for low, high in [*sorted(shared), (last, last)]:
-                if at < low:
-                    gaps.append((at, low))
-                at = max(at, high)
-            if gaps:
-                first = s.position + gaps[0][0] - s.low
-                n_alone += sum(high - low for low, high in gaps)
-        return first, n_alone
+            return min(alone, default=None), len(alone)
+        start = max(start, self._n_shared(seq_id, start))
+        return (start, end - start) if start < end else (None, 0)
+
+    def _n_shared(self, seq_id: int, start: int) -> int:
+        """Return how many first tokens of a sequence others share, 0 if not more than ``start``.
+
+        No sequence may have holes. Two that share a cell then share all cells before it: a sequence gets
+        cells of another one only as a whole prefix, and appends only at its end.
+        """
+        for s in reversed(self._sequences[seq_id].slices):
+            if s.end <= start:
+                break
+            shared = s.low
+            for i in s.run.users:
+                other = self._sequences[i].slices
+                if i != seq_id:
+                    at = bisect_right(other, s.position, key=_position) - 1
+                    if at >= 0 and (t := other[at]).run is s.run:
+                        shared = max(shared, min(t.high, s.high))
+            if shared > s.low:
+                return s.position + shared - s.low
+        return 0
 
     def write_index(self, seq_id: int, position: int) -> int:
         """Return the write index of the cell at ``position``."""
@@ -189,46 +202,64 @@ class CellTable:
                 return s.run.write_indices[s.low + position - s.position]
         raise KeyError(position)
 
-    def write_indices(self) -> set[int]:
-        """Return the write indices of all cells that sequences hold."""
+    def write_indices(self, *, but: int = -1) -> set[int]:
+        """Return the write indices of all cells that a sequence other than ``but`` holds."""
         found: set[int] = set()
-        for sequence in self._sequences:
-            for s in sequence.slices:
+        for i, sequence in enumerate(self._sequences):
+            for s in sequence.slices if i != but else ():
                 found.update(s.run.write_indices[s.low : s.high])
         return found
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Let the empty ``target`` refer to what ``source`` has in positions [start, end)."""
-        kept = _clip(self._sequences[source].slices, start, end)
-        for s in kept:
-            s.run.users.add(target)
+        kept = []
+        for s in self._sequences[source].slices:
+            low, high = max(s.position, start), min(s.end, end)
+            if low < high:
+                kept.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
+                s.run.users.add(target)
         self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept)
+        if kept and (source in self._with_holes or kept[0].position > 0):
+            self._with_holes.add(target)
         self._note_end(target)
 
     def remove(self, seq_id: int, start: int, end: int) -> None:
         """Record that ``seq_id`` no longer holds positions in [start, end)."""
         sequence = self._sequences[seq_id]
-        kept = [
-            *_clip(sequence.slices, 0, start),
-            *_clip(sequence.slices, end, sequence.next_position),
-        ]
+        kept = []
+        for s in sequence.slices:
+            if s.end <= start or s.position >= end:
+                kept.append(s)
+                continue
+            if s.position < start:
+                kept.append(_Slice(s.run, s.low, s.low + start - s.position, s.position))
+            if s.end > end:
+                kept.append(_Slice(s.run, s.low + end - s.position, s.high, end))
         still = {s.run for s in kept}
         for s in sequence.slices:
             if s.run not in still:
                 s.run.users.discard(seq_id)
+        if not kept:
+            self._with_holes.discard(seq_id)
+        elif end < sequence.next_position:
+            self._with_holes.add(seq_id)
         sequence.slices = kept
         sequence.next_position = kept[-1].end if kept else 0
         self._note_end(seq_id)
         if kept and kept[-1].run.owner == seq_id:
             # Cells that no sequence refers to are deleted, so that appends continue the same run.
-            run = kept[-1].run
-            slices = (s for user in run.users for s in self._sequences[user].slices)
-            del run.write_indices[max(s.high for s in slices if s.run is run) :]
+            run, high = kept[-1].run, kept[-1].high
+            for user in run.users:
+                for s in self._sequences[user].slices:
+                    if s.run is run and s.high > high:
+                        return
+            del run.write_indices[high:]
 
     def clear(self) -> None:
         """Record that every sequence is empty."""
         self._sequences = [_Sequence() for _ in range(self.n_seq_max)]
         self._newest = [-1] * self.n_seq_max
+        self._with_holes.clear()
 
     def usage(self, kept: Collection[int] = ()) -> Usage:
         """Count the cells in use, each once, and those that two or more sequences use.

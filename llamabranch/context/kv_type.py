@@ -33,8 +33,8 @@ def faster_kv_type(model: Model) -> str:
     n_heads, n_shared = number("n_head"), number("n_head_kv")
     if is_off() or model.on_gpu or not 0 < n_shared <= n_heads:
         return "f16"
-    told = model.metadata.get(f"{model.architecture}.attention.key_length", "")
-    size = int(told) if told.isdigit() else number("n_embd") // n_heads
+    given = model.metadata.get(f"{model.architecture}.attention.key_length", "")
+    size = int(given) if given.isdigit() else number("n_embd") // n_heads
     group = min(n_heads // n_shared, _MOST_HEADS)
     key = f"{machine_key()}, {system_info()}, {group} heads of {size}"
     bf16, f16 = (_seconds(kv_type, key, size, group) for kv_type in ("bf16", "f16"))

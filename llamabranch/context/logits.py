@@ -37,7 +37,7 @@ class Alternative(_Pair):
         text: that of the token alone; bytes that are no character by themselves are shown as U+FFFD.
     """
 
-    text: str
+    text: str = ""
 
     def __new__(cls, token: int, logprob: float, text: str = "") -> Alternative:
         self = super().__new__(cls, token, logprob)

@@ -1,7 +1,7 @@
 """The memory of a context: which sequence holds which cells, one class for each kind of memory.
 
 llama.cpp's cells and the table of them are always changed together. Callers ask the memory to do things
-(fork, cut, drop, make room) and are told what came of it; what kind it is they need not know. Everything
+(fork, cut, drop, make room) and get the result; what kind it is they need not know. Everything
 here expects valid arguments and a caller that holds the context's lock. It does not decode: the
 :class:`~llamabranch.context.runner.Runner` decodes and records here what was written.
 """

@@ -81,7 +81,7 @@ class ContextParams:
     Args:
         n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. None: 2048,
             or what the model was trained for if that is less. With ``kv_unified=False`` they are divided
-            evenly, each part is rounded up, and None is so many for each sequence.
+            evenly, each part is rounded up, and None is that number for each sequence.
         n_seq_max: sequences (branches) at a time, 1 to 256. None: 16, or 9 where each takes memory of its
             own (recurrent and hybrid memory, ``kv_unified=False``), but at most ``n_batch``.
         n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch). With a

@@ -55,7 +55,7 @@ class KeptText:
 
 
 class KeptTexts:
-    """Different texts, the least recently used first; finding one costs as much as reading it."""
+    """Different texts, the least recently used first; finding one reads it log2(n) times."""
 
     def __init__(self) -> None:
         self._sorted: list[KeptText] = []  # by tokens: those that begin alike are neighbours

@@ -143,8 +143,9 @@ class SequenceIds:
                 return begun
             while self._is_full() and self.n_cached and self.evict():
                 pass
-            used = self._with_those_in_use(used)
-            while self._is_full() and any(each.evict(used) for each in self._living_evictables()):
+            while self._is_full() and any(
+                each.evict(self._with_those_in_use(used)) for each in self._living_evictables()
+            ):
                 pass
             if self._is_full():
                 _collect_garbage()  # an unreferenced branch may be in a reference cycle

@@ -92,7 +92,11 @@ class AsyncEngine:
             max_waiting=max_waiting,
             parallel=parallel,
         )
-        self.engine.target.keep_prefixes()
+        try:
+            self.engine.target.keep_prefixes()
+        except BaseException:
+            self.engine.close()  # and its context, if it opened that
+            raise
         self.stats = self.engine.stats
         self._readers: dict[str, _Reader] = {}
         self._wake = threading.Condition()
@@ -340,10 +344,10 @@ class AsyncEngine:
         elif ends is not None:
             engine.close()
             return False
-        self._deliver(events, failure)
+        self._transfer(events, failure)
         return failure is None or not engine.target.closed
 
-    def _deliver(self, events: list[Event], failure: BaseException | None) -> None:
+    def _transfer(self, events: list[Event], failure: BaseException | None) -> None:
         batches: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, list[Event]]]] = {}
         by_name: dict[str, list[Event]] = {}
         for event in events:

@@ -215,18 +215,18 @@ def plan_chat(
     first = messages[0] if isinstance(messages, (list, tuple)) and messages else None
     is_list = isinstance(first, list) or is_chat(first)
     given = cast(Sequence[Sequence[Message]], messages if is_list else [messages])
-    told, prompts = [], []
+    chats, prompts = [], []
     for index, each in enumerate(given):
         with placed(_place(index, given)):
-            told.append(chat_messages(each))
-            talk = conversation(ctx.model, told[-1], known, chat_template_kwargs)
+            chats.append(chat_messages(each))
+            talk = conversation(ctx.model, chats[-1], known, chat_template_kwargs)
             prompts.append(talk.tokens(ctx.model))
     if known.forced:
         if any(options.get(name) is not None for name in _GRAMMARS):
             raise ConfigError("a forced tool call has a grammar of its own: give no other one")
         options["json_schema"] = known.schema()
     found = plan_texts(ctx, prompts, base, **options)
-    found.prompts, found.is_list, found.tools = told, is_list, known
+    found.prompts, found.is_list, found.tools = chats, is_list, known
     return found
 
 

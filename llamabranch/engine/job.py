@@ -346,13 +346,13 @@ class Job:
 
     def emit(self, one: Produced) -> list[Event]:
         """Add a token to the output; return the event of its text, if there is any."""
-        told, of = self.submission.reports_tokens, (self.name, self.sample)
-        return [Event(*of, it)] if (it := self.output.add(one)) and told else []
+        reports, of = self.submission.reports_tokens, (self.name, self.sample)
+        return [Event(*of, it)] if (it := self.output.add(one)) and reports else []
 
     def break_off(self) -> list[Event]:
         """End the text where it is; return the event of the text that was held back, if there is any."""
-        told, of = self.submission.reports_tokens, (self.name, self.sample)
-        return [Event(*of, it)] if (it := self.output.break_off()) and told else []
+        reports, of = self.submission.reports_tokens, (self.name, self.sample)
+        return [Event(*of, it)] if (it := self.output.break_off()) and reports else []
 
     def note_token(self) -> None:
         """Note that it got a token just now; after the last of its ``min_tokens`` it may end."""

@@ -209,7 +209,7 @@ class Scheduler:
         asked = job.request
         if job.n_cached is not None or asked.constraint is not None or asked.min_tokens:
             return False
-        if asked.prompt_logprobs is not None or asked.on_round is not None:
+        if asked.n == 1 or asked.prompt_logprobs is not None or asked.on_round is not None:
             return False
         for other in self.active:
             its = other.submission, other.state, other.output.tokens
@@ -233,7 +233,11 @@ class Scheduler:
         source, n = other.held, job.n_to_cache
         with self._ctx.lock:
             sampler = source.sequence.sampler.clone()
-            branch = Branch(self._ctx, sampler, job.sampling.seed or 0, source)
+            try:
+                branch = Branch(self._ctx, sampler, job.sampling.seed or 0, source)
+            except SequencesExhaustedError:  # others took it meanwhile
+                self._push(job)
+                return False
             branch.rewind(n)
             branch.detach()
         job.shared = (other, n)

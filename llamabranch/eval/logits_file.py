@@ -113,7 +113,7 @@ class LogitsFile:
         chunks: Sequence[list[int]],
         n_done: int = 0,
     ) -> Self:
-        """Open a file for writing, or with ``n_done`` one that was begun, behind so many chunks.
+        """Open a file for writing, or one that was begun, after its first ``n_done`` chunks.
 
         Raises:
             ConfigError: it cannot be written; or what is there does not begin in the same way.
@@ -145,7 +145,7 @@ class LogitsFile:
         return self.window - 1 - self.first
 
     def size(self, n_chunks: int) -> int:
-        """Return how many bytes the file has with so many chunks."""
+        """Return how many bytes the file has with ``n_chunks``."""
         row_bytes = 2 * self._width * self.n_rows
         return _HEAD + n_chunks * (4 * self.window + row_bytes)
 

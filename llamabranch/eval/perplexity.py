@@ -263,8 +263,8 @@ def perplexity(
 
     With ``stride`` it is that of sliding windows, as the documentation of Transformers has it: each
     begins ``stride`` tokens after the one before it and scores the tokens that are new in it, so every
-    token but the first is scored once, and has at least ``window - stride`` tokens before it, as far as
-    there are so many. These numbers are lower and cannot be compared with the others.
+    token but the first is scored once, with ``window - stride`` tokens before it, or all if there are
+    fewer. These numbers are lower and cannot be compared with the others.
 
     Args:
         ctx: has room for a window; other branches of it are not touched.

@@ -171,8 +171,9 @@ class Drafting:
                 if not self.forget_oldest():  # without room for a draft state it decodes plainly
                     return NO_STATE
         self.forget(text)
-        with self._lock:
-            self._kept[text] = _Kept(state, _made_for(text, rule))
+        if state is not NO_STATE:
+            with self._lock:
+                self._kept[text] = _Kept(state, _made_for(text, rule))
         return state
 
     def _use(

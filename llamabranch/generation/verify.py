@@ -102,7 +102,7 @@ def verify(text: Text, draft: Draft, rule: Rule, rows: Sequence[LogitsRow]) -> V
 
 
 def trace(draft: Draft, verdict: Verdict, rows: Sequence[LogitsRow], position: int) -> RoundTrace:
-    """Return what ``on_round`` is told, while the logits are there; times follow later."""
+    """Return what ``on_round`` gets, while the logits are there; times follow later."""
     tokens, n = tuple(draft.tokens), verdict.n_accepted
     # After a token that ends the text nothing was judged.
     n_judged = n if verdict.n_kept < n else min(n + 1, len(tokens))

@@ -236,7 +236,7 @@ class Loom(Live):
         else:
             self.send_nodes(*nodes, cid=cid)
             if sum(len(node.ids) for node in nodes) <= _MOST_SENT:
-                for node in nodes:  # so that no tab has to ask for them
+                for node in filter(lambda node: node.ids, nodes):  # no tab has to ask for them
                     self.emit("tokens", self.document.columns(node, 0, len(node.ids), top=True))
         self.send_undo()
         return nodes

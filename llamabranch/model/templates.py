@@ -155,15 +155,17 @@ class _Worker:
             return stdout.readline()
 
         def is_to_stop() -> bool:
-            return monotonic() > end or _resident_bytes(process.pid) > _MEMORY_BYTES
+            left = end - monotonic()  # an ordinary reply comes before the memory is looked at
+            return left < 0 or (
+                left < limit_s - 0.2 and _resident_bytes(process.pid) > _MEMORY_BYTES
+            )
 
         line = b""
         try:
             line = call_in_thread(exchange, stop=process.kill, is_to_stop=is_to_stop)
         finally:
-            if not line.endswith(
-                b"\n"
-            ):  # Ctrl-C too: what it may write must not answer the next request
+            # Ctrl-C too: what it may write must not answer the next request. Late: it was killed.
+            if not line.endswith(b"\n") or monotonic() > end:
                 self._stop()
         reply: dict[str, str] | None = json.loads(line) if line.endswith(b"\n") else None
         return reply

@@ -201,26 +201,26 @@ def conversation(
         raise ConfigError("add_generation_prompt and continue_final_message exclude each other")
     if set(variables or {}) & _RESERVED:
         raise ConfigError(f"chat_template_kwargs must not hold {', '.join(sorted(_RESERVED))}")
-    told, begun, options = chat_messages(messages), "", dict(variables or {})
+    chat, begun, options = chat_messages(messages), "", dict(variables or {})
     if continues or (continues is None and generates is not False):
-        ends = [message["role"] == "assistant" for message in told[-2:]]
+        ends = [message["role"] == "assistant" for message in chat[-2:]]
         if ends == [True, True]:
             raise ConfigError("the conversation ends with two answers")
-        if ends[-1] and not told[-1].get("tool_calls"):
-            begun, generates = str(told.pop()["content"]), True
+        if ends[-1] and not chat[-1].get("tool_calls"):
+            begun, generates = str(chat.pop()["content"]), True
     if "tool_calls" not in (model.chat_template or ""):
-        told = [_without_calls(message) for message in told]
+        chat = [_without_calls(message) for message in chat]
     options["add_generation_prompt"] = generates is not False
-    if tools.is_used and _reads_tools(model, told, tools.given, options):
+    if tools.is_used and _reads_tools(model, chat, tools.given, options):
         options["tools"] = tools.given
     elif tools.is_used and describes:
-        told = _described(told, tools.given)
+        chat = _described(chat, tools.given)
     elif tools.is_used:
         raise UnsupportedError(
             f"the chat template of {model.name} ignores tools",
             hint="give one that writes them: load(..., chat_template=...); or describe them in a message",
         )
-    return Conversation(told, options, begun)
+    return Conversation(chat, options, begun)
 
 
 def _reads_tools(

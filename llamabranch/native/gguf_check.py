@@ -148,9 +148,8 @@ def _heads(header: Header) -> Iterator[tuple[str, str]]:
         yield "unequal_heads", f"attention.key_length is {d_key}, but value_length is {d_value}"
     # Seen with gemma3, lfm2, mistral3, qwen2 and qwen3. With 0 gemma3 and lfm2 never end the decode.
     rotated = d_key
-    for kind in (
-        ("", "_swa") if architecture in _ROTATING else ()
-    ):  # layers with a window have their own
+    kinds = ("", "_swa") if architecture in _ROTATING else ()  # layers with a window have their own
+    for kind in kinds:
         d_key = header.integer(f"attention.key_length{kind}", d_key)
         rotated = header.integer(f"rope.dimension_count{kind}", rotated)
         if not_a_rotation := rotation_fault(rotated, d_key):

@@ -151,10 +151,10 @@ def call_in_thread(
                 if message is not None and on_message is not None:
                     on_message(message)
     except BaseException:
-        stop()
         while not (results or errors or claim.acquire(blocking=False)):
             # Ignore further Ctrl-C: nothing may continue before llama.cpp has returned.
             with contextlib.suppress(BaseException):
+                stop()
                 queue.get(timeout=_POLL_S)
         raise
     if errors:

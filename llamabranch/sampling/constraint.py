@@ -1,4 +1,4 @@
-"""Constraints in Python: which texts are allowed, told by functions of the text.
+"""Constraints in Python: which texts are allowed, decided by functions of the text.
 
 A constraint answers two questions: may a text be continued to a valid one, and is it valid as it is? A
 token is allowed if the text with it may be continued, or, where it ends the text, if the text is valid.

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from typing_extensions import TypedDict
 
@@ -25,6 +25,11 @@ class _Range(NamedTuple):
     low: float
     high: float
     is_open: bool = False
+
+
+def _within(default: float, low: float, high: float, is_open: bool = False) -> Any:
+    """Return a field of ``SamplingParams`` that is a number, with what it may be."""
+    return field(default=default, metadata={"range": _Range(low, high, is_open)})
 
 
 # What a call takes besides sampling settings, and which calls do.
@@ -148,27 +153,27 @@ class SamplingParams:
         ConfigError: an unknown setting, or a value that is out of range or not a number.
     """
 
-    temperature: Annotated[float, _Range(0.0, 1e4)] = 0.8
-    dynatemp_range: Annotated[float, _Range(0.0, 1e4)] = 0.0
-    dynatemp_exponent: Annotated[float, _Range(0.0, 1e4)] = 1.0
-    top_k: Annotated[int, _Range(-1, _INT_MAX)] = 40
-    top_p: Annotated[float, _Range(0.0, 1.0, is_open=True)] = 0.95
-    min_p: Annotated[float, _Range(0.0, 1.0)] = 0.05
-    typical_p: Annotated[float, _Range(0.0, 1.0, is_open=True)] = 1.0
-    top_n_sigma: Annotated[float, _Range(-1.0, 1e4)] = -1.0
-    xtc_probability: Annotated[float, _Range(0.0, 1.0)] = 0.0
-    xtc_threshold: Annotated[float, _Range(0.0, 1.0)] = 0.1
-    repeat_penalty: Annotated[float, _Range(0.0, 1e4, is_open=True)] = 1.0
-    frequency_penalty: Annotated[float, _Range(-1e4, 1e4)] = 0.0
-    presence_penalty: Annotated[float, _Range(-1e4, 1e4)] = 0.0
-    penalty_last_n: Annotated[int, _Range(-1, _INT_MAX)] = 64
-    dry_multiplier: Annotated[float, _Range(0.0, 1e4)] = 0.0
-    dry_base: Annotated[float, _Range(1.0, 1e4)] = 1.75
-    dry_allowed_length: Annotated[int, _Range(1, _INT_MAX)] = 2
-    dry_penalty_last_n: Annotated[int, _Range(-1, _INT_MAX)] = -1
+    temperature: float = _within(0.8, 0.0, 1e4)
+    dynatemp_range: float = _within(0.0, 0.0, 1e4)
+    dynatemp_exponent: float = _within(1.0, 0.0, 1e4)
+    top_k: int = _within(40, -1, _INT_MAX)
+    top_p: float = _within(0.95, 0.0, 1.0, is_open=True)
+    min_p: float = _within(0.05, 0.0, 1.0)
+    typical_p: float = _within(1.0, 0.0, 1.0, is_open=True)
+    top_n_sigma: float = _within(-1.0, -1.0, 1e4)
+    xtc_probability: float = _within(0.0, 0.0, 1.0)
+    xtc_threshold: float = _within(0.1, 0.0, 1.0)
+    repeat_penalty: float = _within(1.0, 0.0, 1e4, is_open=True)
+    frequency_penalty: float = _within(0.0, -1e4, 1e4)
+    presence_penalty: float = _within(0.0, -1e4, 1e4)
+    penalty_last_n: int = _within(64, -1, _INT_MAX)
+    dry_multiplier: float = _within(0.0, 0.0, 1e4)
+    dry_base: float = _within(1.75, 1.0, 1e4)
+    dry_allowed_length: int = _within(2, 1, _INT_MAX)
+    dry_penalty_last_n: int = _within(-1, -1, _INT_MAX)
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_keep: Annotated[int, _Range(1, _INT_MAX)] = 1
+    min_keep: int = _within(1, 1, _INT_MAX)
     seed: int | None = None
     logprobs: bool = True
     logits_processor: Callable[..., object] | None = None
@@ -270,8 +275,12 @@ class SamplingParams:
             raise ConfigError("logit_bias and dry_sequence_breakers must be lists")
         for pair in pairs:
             match pair:
-                case [int(token), int() | float() | None as added]:
-                    bias[token] = -math.inf if added is None else added
+                case [token, added] if type(token) is int and type(added) in (
+                    int,
+                    float,
+                    type(None),
+                ):
+                    bias[token] = -math.inf if added is None else float(added)
                 case _:
                     raise ConfigError("the logit bias must consist of numbers")
         return cls().replace(**{**settings, "logit_bias": bias})
@@ -294,9 +303,8 @@ class SamplingParams:
 @functools.cache
 def _ranges() -> list[tuple[str, bool, _Range]]:
     """Return the settings that are numbers: whether they are integers, and what they may be."""
-    hints = get_type_hints(SamplingParams, include_extras=True).items()
-    numbers = [(name, get_args(hint)) for name, hint in hints if get_origin(hint) is Annotated]
-    return [(name, kind is int, limits) for name, (kind, limits) in numbers]
+    numbers = [each for each in fields(SamplingParams) if "range" in each.metadata]
+    return [(each.name, type(each.default) is int, each.metadata["range"]) for each in numbers]
 
 
 def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingParams:

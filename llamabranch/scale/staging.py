@@ -53,7 +53,7 @@ class Input:
         ray, n_parts = import_ray(), 1 + sum(file.size for file in self.files) // _PART_BYTES
         read = ray.data.read_parquet if self.kind == "parquet" else ray.data.read_text
         folder.delete()
-        # A shuffle of Ray has 200 parts if it is not told.
+        # A shuffle of Ray has 200 parts unless their number is given.
         with data_context(default_hash_shuffle_parallelism=max(2, n_parts)):
             rows = read(
                 [file.path for file in self.files],

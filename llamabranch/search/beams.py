@@ -93,7 +93,7 @@ class Beams:
         """Return the best continuations of all beams, best first; ties go by beam, then by token.
 
         ``continuations[i]``: of the i-th running beam, the best tokens and their scores, at least
-        ``n_kept`` of them where there are so many.
+        ``n_kept`` of them, or all if there are fewer.
         """
         found = [
             (-(self.scores[beam] + score), beam, token)

@@ -43,7 +43,7 @@ def best_of_n(
         score: "mean" = mean log-probability of the tokens, "sum" = that of the text; or a function of a
             hypothesis. Log-probabilities are the model's own, before sampling settings.
         reward: a function of the text, instead of ``score``.
-        reject_every: after each so many tokens, drop the worse half of the unfinished texts, until
+        reject_every: after every N tokens, drop the worse half of the unfinished texts, until
             one is left. They are returned after all others, as "rejected".
         entropy: before a token where the model's distribution has at most this entropy, nats, all texts
             draw with one seed, so more of them stay equal, and fewer tokens are decoded. Each text still

@@ -41,7 +41,7 @@ class Boundary:
 
     Args:
         text: it ends after a token that completes this string.
-        n_tokens: it ends after so many tokens.
+        n_tokens: it ends after this number of tokens.
         entropy: it ends before a token whose distribution has more entropy than this, nats.
     """
 
@@ -54,7 +54,7 @@ class Boundary:
 
     @classmethod
     def of(cls, step: str | int) -> Boundary:
-        """Return the end of a step: after a token that completes a string, or after so many tokens.
+        """Return the end of a step: after a token that completes a string, or after N tokens.
 
         Raises:
             ConfigError: an empty string, or no number of at least 1.

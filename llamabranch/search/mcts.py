@@ -40,7 +40,7 @@ class _State:
 
 
 class TreeSearch:
-    """A tree search that is asked for texts to evaluate and told what they are worth.
+    """A tree search that is asked for texts to evaluate and given their values.
 
     The tree is walked down by PUCT (Silver et al. 2017): to the child with the largest
     mean value + exploration x prior x sqrt(visits of the parent) / (1 + visits). The prior of a move is
@@ -50,11 +50,11 @@ class TreeSearch:
     Args:
         branch: has read the prompt; it is left as it is.
         expand: the moves in a text (without the prompt): texts that may follow it; none = it is final. An
-            int = so many samples from the model, up to ``step``.
+            int N = N samples from the model, up to ``step``.
         exploration: how much the prior counts against the values seen so far.
         prior: "model", or "uniform": equal for all moves in a text, for moves of which the model gives
             little. Sampled moves always have equal ones.
-        step: where a sampled move ends: after a token that completes this string, or so many tokens.
+        step: where a sampled move ends: after a token that completes this string, or after N tokens.
         max_tokens: the most tokens of a text; one that has them is final.
         rollout_tokens: the most tokens the model adds to a text before it is evaluated; 0 = none.
         stop: strings that end a text.
@@ -124,8 +124,8 @@ class TreeSearch:
     def ask(self, n: int = 1) -> list[tuple[SearchNode, str]]:
         """Return ``n`` texts to evaluate, with the nodes to tell about; their rollouts share decodes.
 
-        Each is a leaf of the tree or a final text, with what a rollout has added. Until it is told it
-        counts as a visit, so that several asked together differ; a final text may come again.
+        Each is a leaf of the tree or a final text, with what a rollout has added. Until its value is
+        given it counts as a visit, so that several asked together differ; a final text may come again.
         """
         found = []
         for _ in range(whole("n", n, 1, MOST_TEXTS)):
@@ -166,9 +166,9 @@ class TreeSearch:
 
     def result(self, n: int = 1) -> SearchResult:
         """Return the ``n`` texts with the highest values; ``score`` is the value."""
-        told = [state.best for state in self._states.values() if state.best is not None]
-        told.sort(key=lambda pair: -pair[0])
-        best = told[: whole("n", n, 1, MOST_TEXTS)]
+        evaluated = [state.best for state in self._states.values() if state.best is not None]
+        evaluated.sort(key=lambda pair: -pair[0])
+        best = evaluated[: whole("n", n, 1, MOST_TEXTS)]
         found = []
         for value, text in best:
             mean = text.node.score

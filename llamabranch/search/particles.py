@@ -223,8 +223,8 @@ def smc(
         power: the target is proportional to the probability of a text to this power, so above 1 probable
             texts count more (power sampling, 2510.14901). This is not temperature 1 / ``power``, which
             favours probable tokens whatever becomes of them.
-        ramp: over so many tokens the power rises from 1. The target is the same; the first tokens are
-            drawn more freely.
+        ramp: number of tokens over which the power rises from 1. The target is the same; the first
+            tokens are drawn more freely.
         threshold: resample if the effective number of particles is below this share of N; 0 = never,
             1 = as soon as weights differ.
         resampling: "systematic", "stratified", "multinomial" or "residual".

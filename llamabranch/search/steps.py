@@ -64,7 +64,7 @@ def step_search(
             (Puri et al. 2025, 2502.01618, with systematic resampling).
         beam_width: for "beam" and "dvts"; must divide ``n``.
         max_steps: the most iterations.
-        step: where a step ends: after a token that completes this string, or after so many tokens.
+        step: where a step ends: after a token that completes this string, or after N tokens.
         entropy: instead of ``step``: a step ends before a token whose distribution under the model has
             more entropy than this, nats, so that texts part where the model is uncertain (Li et al.
             2025, 2503.21961).

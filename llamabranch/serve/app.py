@@ -128,5 +128,7 @@ class App:
                 await _ROUTES[asked](call, service)
                 return
             status = 405 if match is Match.PARTIAL else status
-        told = "there is nothing at this path" if status == 404 else "this path takes other methods"
-        raise HttpError(status, told)
+        message = (
+            "there is nothing at this path" if status == 404 else "this path takes other methods"
+        )
+        raise HttpError(status, message)

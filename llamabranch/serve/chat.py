@@ -59,7 +59,7 @@ async def chat(call: Exchange, service: Service) -> None:
 def _conversation(service: Service, fields: ChatFields, tools: Tools) -> Conversation:
     """Return what the template is given; a last message of the assistant is continued.
 
-    A template that asks for the date is told it, unless the request gives one.
+    A template that asks for the date gets that of today, unless the request gives one.
     """
     template, today = service.model.chat_template or "", date.today()
     dates = {name: today.strftime(form) for name, form in _DATES.items() if name in template}

@@ -55,8 +55,8 @@ class HttpError(Exception):
     @classmethod
     def too_long(cls, n_prompt: int, n_ctx: int, param: str | None) -> HttpError:
         """Return the error of a prompt of ``n_prompt`` tokens in a context of ``n_ctx``."""
-        told = f"the prompt has {n_prompt} tokens, the context has room for {n_ctx}, the answer included"
-        return cls(400, told, param=param, kind=_TOO_LONG, n_prompt_tokens=n_prompt, n_ctx=n_ctx)
+        text = f"the prompt has {n_prompt} tokens, the context has room for {n_ctx}, the answer included"
+        return cls(400, text, param=param, kind=_TOO_LONG, n_prompt_tokens=n_prompt, n_ctx=n_ctx)
 
 
 def http_error(

@@ -164,8 +164,8 @@ class Exchange:
             within = path.rstrip("`").replace("[...]", "").removeprefix("$").removeprefix(".")
             names = [within, missing and missing[1]]
             param = ".".join(filter(None, names)) or None
-            told = f"{path and param}: {message}" if path else message
-            raise HttpError(400, told, param=param) from None
+            whole = f"{path and param}: {message}" if path else message
+            raise HttpError(400, whole, param=param) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise HttpError(400, f"the body is no JSON: {error}") from None
         self._fields = fields

@@ -154,8 +154,8 @@ class ResponseFormat(Struct, kw_only=True):
         schema = self.schema if self.json_schema is None else self.json_schema.schema
         if self.type == "json_schema" and schema is not None:
             return schema
-        told = f"response_format of type {self.type[:40]!r} is unknown, or lacks its schema"
-        raise HttpError(400, told, param="response_format")
+        message = f"response_format of type {self.type[:40]!r} is unknown, or lacks its schema"
+        raise HttpError(400, message, param="response_format")
 
 
 class StructuredOutputs(Struct, kw_only=True):
@@ -223,8 +223,8 @@ class TextFields(SamplingFields, kw_only=True):
             asked = [("tools", "json_schema", schema)]
         given = [each for each in asked if each[2] is not None]
         if len(given) > 1:
-            told = "give one of response_format, json_schema, grammar and structured_outputs"
-            raise HttpError(400, told, param="grammar")
+            message = "give one of response_format, json_schema, grammar and structured_outputs"
+            raise HttpError(400, message, param="grammar")
         for name, kind, source in given:
             text = source if isinstance(source, str) else json.dumps(source)
             try:
@@ -270,8 +270,8 @@ async def engine_requests(
     """
     n, most = n or 1, service.settings.max_choices
     if len(prompts) * n > most:
-        told = f"{len(prompts)} prompts with {n} texts each; 1 to {most} are allowed"
-        raise HttpError(400, told, param="n")
+        message = f"{len(prompts)} prompts with {n} texts each; 1 to {most} are allowed"
+        raise HttpError(400, message, param="n")
     for prompt in prompts:
         service.model.check_tokens(prompt)
         param = "messages" if hasattr(fields, "messages") else "prompt"

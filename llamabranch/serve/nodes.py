@@ -85,8 +85,8 @@ class Branches:
     def __getitem__(self, name: str) -> Node:
         node = self._nodes.get(name)
         if node is None:
-            told = f"there is no branch {name[:100]!r}: it was deleted, or {self._ttl_s:g} s without use"
-            raise HttpError(404, told, param="id")
+            text = f"there is no branch {name[:100]!r}: it was deleted, or {self._ttl_s:g} s without use"
+            raise HttpError(404, text, param="id")
         self._touch(node)
         return node
 
@@ -111,12 +111,12 @@ class Branches:
         """
         there = len(self.all()) + self._n_promised
         if there + n > self._most:
-            told = (
+            message = (
                 f"there are {there} branches, {self._most} may exist: delete some, or wait until some "
                 f"have not been used for {self._ttl_s:g} s"
             )
             raise HttpError(
-                429, told, kind="branch_quota_exceeded", branches=there, max_branches=self._most,
+                429, message, kind="branch_quota_exceeded", branches=there, max_branches=self._most,
                 ttl_s=self._ttl_s,
             )  # fmt: skip
         left = n
@@ -145,8 +145,8 @@ class Branches:
     def delete(self, node: Node, *, subtree: bool) -> int:
         """Delete a node, with all below if asked for, else only if there is none; return how many."""
         if node.children and not subtree:
-            told = f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
-            raise HttpError(409, told)
+            message = f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
+            raise HttpError(409, message)
         gone = node.subtree()
         for each in gone:
             self._remove(each)

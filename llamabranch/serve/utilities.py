@@ -88,7 +88,7 @@ async def tokenize(call: Exchange, service: Service) -> None:
     text = fields.prompt if fields.content is None else fields.content
     if text is None:
         raise HttpError(400, "give content or prompt", param="content")
-    # vLLM adds BOS unless told not to, llama-server only if told to.
+    # vLLM adds BOS unless `add_special_tokens` is false, llama-server only if `add_special` is true.
     flags = (fields.add_special_tokens, fields.add_special, fields.content is None)
     add = next(flag for flag in flags if flag is not None)
     tokens = await service.tokenize(text, add_special=add, parse_special=fields.parse_special)

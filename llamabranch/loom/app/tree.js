@@ -142,10 +142,11 @@ export const treeMoves = {
     for (const child of segment.children) closed.add(child.key);
     setOpen(segment, true);
   }),
-  hoist: chosen((segment) => {
-    hoisted = hoisted ? null : segment.key;
-    setOpen(segment, true);
-  }),
+  hoist: () => {
+    hoisted = hoisted ? null : segmentOf(store.current)?.key ?? null;
+    unfold();
+    redraw(["tree"]);
+  },
 };
 
 function step(/** @type {number} */ by) {

@@ -18,7 +18,7 @@ __all__ = ["ChainDrafter"]
 class ChainDrafter(Drafter):
     """Tries drafters in order until one proposes a draft: cheap ones first, a model last.
 
-    A draft state whose turn does not come is only told how many tokens were accepted, so a model behind
+    A draft state whose turn does not come only learns how many tokens were accepted, so a model behind
     n-gram drafters decodes all the text it has missed in one decode when its turn comes.
 
     Args:

@@ -144,11 +144,12 @@ class _ForcedState:
         limit: int,
     ) -> bool:
         """Add what ``values`` proposes and the grammar allows; return whether the draft may go on."""
-        n = length.n_before = len(draft.tokens)
+        n, before = len(draft.tokens), length.n_before
+        length.n_before = before + n
         try:
             found = self._values.propose([*tokens, *draft.tokens], length, limit - n)
         finally:
-            length.n_before = 0
+            length.n_before = before
         draft.stopped = found.stopped
         draft.n_decodes += found.n_decodes
         draft.n_read += found.n_read

@@ -196,7 +196,7 @@ class HeadState(RunState):
     def drop_draft(self) -> None:
         """Drop pairs with the head's own states, or of a text that was not read to its end."""
         self._row = self.hidden = None
-        self._features = self._features[:0]
+        self._features = np.empty((0, 0), dtype=np.float32)  # no view: the array may be large
         self.cut(len(self.tokens))
 
     # -- life --------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ Plain Python over token ids; nothing here uses a model, a branch or a drafter.
 
 A suffix tree answers "which tokens followed this suffix, and how often". Here the places of an n-gram
 give the same answers: walking down the tree is stepping through those places side by side. They are found
-by searching the tokens' bytes from their end, which takes 0.1 ms for 32,000 tokens at most. So there is
-no index to keep, and rewinding, forking and forgetting are those of a list.
+by searching the tokens' bytes from their end, which takes some 0.1 ms for 32,000 tokens and grows with
+the text. So there is no index to keep, and rewinding, forking and forgetting are those of a list.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..native import available_cores, engine_versions, system_info
 from ..profile import profile_path
+from ..profile import profile_problem as profile_problem
 
 
 def load_average() -> float | None:

@@ -13,10 +13,9 @@ import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError
-from llamabranch.bench.machine import Machine, profile_in_use
+from llamabranch.bench.machine import Machine, profile_in_use, profile_problem
 from llamabranch.bench.pair import Cell, PairBench, PairReport, Sweep
 from llamabranch.model import Prompt
-from llamabranch.profile import profile_problem
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles

@@ -192,8 +192,7 @@ def _build(context: lb.Context, machine: Machine) -> dict[str, str]:
 
 
 def _context(context: lb.Context) -> dict[str, str]:
-    from llamabranch.bench.machine import profile_in_use
-    from llamabranch.profile import profile_problem
+    from llamabranch.bench.machine import profile_in_use, profile_problem
 
     can, problem = context.capabilities, profile_problem()
     cost = _COST_OF_EXACT if can.batch_invariant else ""

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -14,6 +14,8 @@ from ..arguments import instance, items, nearest, plain_int, real, shown, whole
 from ..errors import ConfigError, UnsupportedError
 
 __all__ = ["SamplingParams", "SamplingSettings", "check_names", "settings_of"]
+
+T = TypeVar("T", int, float)
 
 _FLOAT_MAX = (2 - 2**-23) * 2.0**127
 _INT_MAX = 2**31 - 1
@@ -27,7 +29,7 @@ class _Range(NamedTuple):
     is_open: bool = False
 
 
-def _within(default: float, low: float, high: float, is_open: bool = False) -> Any:
+def _within(default: T, low: float, high: float, is_open: bool = False) -> T:
     """Return a field of ``SamplingParams`` that is a number, with what it may be."""
     return field(default=default, metadata={"range": _Range(low, high, is_open)})
 

@@ -97,6 +97,22 @@ def test_failed_check_is_shown_and_exits_with_1(monkeypatch: pytest.MonkeyPatch)
     assert "FAIL  the cache's accounting: SnapshotError: damaged" in result.stdout
 
 
+def test_texts_that_fail_alike_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine gives the error of a text in its result: two empty texts are equal."""
+    generate = lb.Engine.generate
+
+    def failing(self: lb.Engine, requests: list[lb.Request]) -> list[lb.Result]:
+        found = generate(self, requests)
+        for result in found:
+            result.tokens, result.error = [], lb.errors.DecodeError("no")
+        return found
+
+    monkeypatch.setattr(lb.Engine, "generate", failing)
+    shown = run().stdout
+    for name in ("four texts in one batch", "speculative decoding"):
+        assert f"FAIL  {name}: DecodeError: no" in shown
+
+
 def test_machine_that_is_used_well_gets_no_advice_but_for_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from commands import answer, run, said_by, texts
@@ -317,13 +318,17 @@ def test_repeated_runs_of_a_comparison_do_not_copy_each_other() -> None:
     assert counts[0] == counts[1] < 20
 
 
-def _flawed(*arguments: Any, **options: Any) -> Comparison | None:
-    """Compare as usual, then pretend that plain decoding had generated another token 5."""
-    found = compare(*arguments, **options)
-    if found is not None:
-        (result,) = found.plain.results
+def _flawed(drafting: lb.Engine, plain: lb.Engine, *rest: Any, **options: Any) -> Comparison | None:
+    """Compare as usual, but pretend that plain decoding generates another token 5."""
+    generate = plain.generate
+
+    def flawed(requests: Any) -> list[lb.Result]:
+        (result,) = found = generate(requests)
         result.tokens = [*result.tokens[:5], 0, *result.tokens[6:]]
-    return found
+        return found
+
+    with mock.patch.object(plain, "generate", flawed):
+        return compare(drafting, plain, *rest, **options)
 
 
 ALL = ("--top-k", "0", "--top-p", "1", "--min-p", "0")  # every token can be drawn
@@ -360,6 +365,19 @@ def test_texts_that_differ_are_reported_with_place_tokens_and_what_decided(
     assert "First difference at token 5: " in shown and message in shown
     assert f"decided by {decided_by}: logits must move by" in shown
     assert ("bug in llamabranch" in shown) == is_exact
+
+
+def test_figures_stay_where_a_difference_cannot_be_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> FirstDifference:
+        raise lb.errors.DecodeInterruptedError("Ctrl-C")
+
+    monkeypatch.setattr(importlib.import_module("llamabranch.cli.generate"), "compare", _flawed)
+    comparison = importlib.import_module("llamabranch.cli.comparison")
+    monkeypatch.setattr(comparison, "_decision", interrupted)
+    found = speculate("--compare", "-n", "12", "-s", "7", *FIXED)
+    assert found["same_text"] is False and found["divergence"] is None and found["speedup"] > 0
 
 
 def test_rounding_explains_a_gap_of_twice_the_difference_at_most() -> None:

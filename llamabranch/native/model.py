@@ -216,6 +216,13 @@ class ModelHandle(Handle):
             room = -n
 
     def detokenize(self, tokens: Sequence[int], special: bool) -> bytes:
+        """Return the text of ``tokens``.
+
+        llama_detokenize drops spaces before punctuation in some byte-level vocabularies ("clean up
+        spaces"), so for those the pieces are joined; of others it drops the space put before a text.
+        """
+        if self.vocab_type == "bpe":
+            return b"".join(self.piece(token, special) for token in tokens)
         ids = np.asarray(tokens, dtype=np.int32)
         room = 8 * len(ids) + 64
         while True:

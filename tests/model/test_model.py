@@ -28,6 +28,7 @@ TEXTS = [
     "🙂 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u200b\ufeff",
     "\0\x01\x7f",
     "<|endoftext|> is only text here",
+    "spaces stay here . and , here ! or ? and I 'm not ' a ' n't he 's",
     "don't we'll I'M 12345 3.14159 a1b2 ___",
 ]
 

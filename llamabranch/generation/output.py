@@ -145,7 +145,7 @@ class OutputBuffer:
         After a regular end, and on a second call, no text is held back.
 
         Args:
-            reason: why it cannot go on: "capacity", "cancelled" or "rejected"; None: it may, or has ended
+            reason: why it cannot go on, as "capacity" or "cancelled"; None: it may, or has ended
         """
         self.finish_reason = reason or self.finish_reason
         held = self._stops.flush()

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal, InvalidOperation
+from typing import NamedTuple
 
 from ..arguments import flag, function, real, whole
 from ..branch import Branch
@@ -25,6 +26,7 @@ Answer = str | float  # bool is a number
 
 _NUMBER = re.compile(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d*)?([eE][+-]?\d+)?")
 _WIDTH = 4  # texts at a time, where a vote may be decided early
+_N_CONFIDENCE = 20  # tokens whose log-probabilities tell how confident the model is
 
 
 def vote(
@@ -37,6 +39,7 @@ def vote(
     agreement: float = 0.75,
     confidence: float | None = None,
     width: int | None = None,
+    keep: float = 1.0,
     entropy: float = 0.0,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
@@ -60,6 +63,10 @@ def vote(
             as those before did (for large ``n`` the rule of Aggarwal et al. 2023, 2305.11860).
         width: the most texts that are generated at a time; None = 4 with ``confidence``, else as many as
             there are sequences for. It changes no text.
+        keep: below 1, give up a text where the model is less confident than in this share of a quarter
+            of the texts, at least two, which come first (DeepConf, Fu et al. 2025, 2508.15260; the
+            lowest mean of 16 tokens counts). A text that is given up does not vote; it comes last, as
+            "uncertain".
         entropy, stop, seed, drafter, on_step: as for ``best_of_n``.
 
     Returns:
@@ -80,56 +87,107 @@ def vote(
     check_start(branch, on_step, drafter)
     n = whole("n", n, 1, MOST_TEXTS)
     max_tokens = token_limit(max_tokens)
-    flag("adaptive", adaptive)
-    agreement = real("agreement", agreement)
-    if not 0 < agreement <= 1:
-        raise ConfigError(f"agreement must be above 0 and at most 1, not {agreement!r}")
-    if confidence is not None:
-        if not 0.5 < real("confidence", confidence) <= 1:
-            raise ConfigError(
-                f"confidence must be above 0.5 and at most 1, not {confidence!r}",
-                hint="1.0 stops when the answer of all texts is known, 0.95 when it is likely",
-            )
-        if adaptive:
-            raise ConfigError("give either adaptive or confidence: both say when a vote stops")
-        width = _WIDTH if width is None else width
+    function("answer", answer)
+    rule = _StopRule.of(n, adaptive, agreement, confidence, keep, entropy)
     if width is not None:
         width = whole("width", width, 1, MOST_TEXTS)
-    function("answer", answer)
+    elif confidence is not None:
+        width = _WIDTH
     stop, seed = stop_strings(stop), first_seed(branch, seed)
     common = common_noise(entropy, seed, drafter)
-    if common is not None and confidence is not None and confidence < 1.0:
-        raise ConfigError(
-            "confidence below 1 counts on independent texts, which those with entropy are not",
-            hint="confidence=1.0 does not",
-        )
     ballot = _Ballot(answer, n, confidence)
     lines: list[Continuation] = []
+    lowest = -math.inf  # confidence, below which a text is given up
 
     def is_over() -> bool:
+        texts.break_off("uncertain", lambda line: line.is_less_confident(lowest))
         return sequences.end_step() or ballot.decides(lines)
 
+    n_top = _N_CONFIDENCE if keep < 1 else 0
     with (
         SearchSequences(branch, on_step) as sequences,
-        Continuations(sequences, drafter, common) as texts,
+        Continuations(sequences, drafter, common, n_top) as texts,
     ):
         if width is not None:
             sequences.capacity = min(sequences.capacity, width)
-        wanted = min(2, n) if adaptive else n
+        wanted = rule.first
         while True:
             new = numbered(sequences.root, range(len(lines), wanted), max_tokens, stop, seed)
             lines += new
             texts.run(new, after=is_over)
             if not ballot.decides(new):
-                ballot.count(new)
-            leads = ballot.leaders()[0] >= agreement * len(lines)
+                ballot.count(line for line in new if line.output.finish_reason != "uncertain")
+            leads = adaptive and ballot.leaders()[0] >= rule.agreement * len(lines)
             if wanted == n or sequences.is_cancelled or leads:
                 break
-            wanted = min(n, 2 * wanted)
+            lowest = rule.lowest(lines)
+            wanted = min(n, 2 * wanted) if adaptive else n
+    return _result(sequences, ballot, lines, seed)
+
+
+class _StopRule(NamedTuple):
+    """When a vote, or one of its texts, ends early; see ``vote``.
+
+    Attributes:
+        first: how many texts are generated before others begin.
+        agreement, keep: as ``vote`` has them.
+    """
+
+    first: int
+    agreement: float
+    keep: float
+
+    @classmethod
+    def of(
+        cls,
+        n: int,
+        adaptive: bool,
+        agreement: float,
+        confidence: float | None,
+        keep: float,
+        entropy: float,
+    ) -> _StopRule:
+        """Return the rule of checked arguments.
+
+        Raises:
+            ConfigError: one is out of range, or two do not go together.
+        """
+        flag("adaptive", adaptive)
+        for name, share in (("agreement", agreement), ("keep", keep)):
+            if not 0 < real(name, share) <= 1:
+                raise ConfigError(f"{name} must be above 0 and at most 1, not {share!r}")
+        if confidence is not None and not 0.5 < real("confidence", confidence) <= 1:
+            raise ConfigError(
+                f"confidence must be above 0.5 and at most 1, not {confidence!r}",
+                hint="1.0 stops when the answer of all texts is known, 0.95 when it is likely",
+            )
+        if adaptive + (confidence is not None) + (keep < 1) > 1:
+            raise ConfigError("give one of adaptive, confidence and keep: all end a vote early")
+        if entropy and confidence is not None and confidence < 1.0:
+            raise ConfigError(
+                "confidence below 1 counts on independent texts, which those with entropy are not",
+                hint="confidence=1.0 does not",
+            )
+        first = min(n, 2 if adaptive else max(2, n // 4) if keep < 1 else n)
+        return cls(first, agreement, keep)
+
+    def lowest(self, lines: Sequence[Continuation]) -> float:
+        """Return the lowest confidence that ``keep`` of the first texts have, nats."""
+        if self.keep == 1:
+            return -math.inf
+        known = sorted((line.lowest_group for line in lines), reverse=True)
+        return known[max(1, min(len(known), round(self.keep * (len(known) + 1)))) - 1]
+
+
+def _result(
+    sequences: SearchSequences, ballot: _Ballot, lines: Sequence[Continuation], seed: int
+) -> SearchResult:
+    """Return the texts that were counted, then the others."""
     hypotheses, votes, forms = ballot.ranked(seed)
     for line in lines:
         if line not in ballot.given and line.node is not sequences.root:
-            line.output.break_off("decided")
+            if line.output.finish_reason != "uncertain":
+                line.output.break_off("decided")
             hypotheses.append(line.hypothesis(0.0))
             line.node.status = "pruned"
     sequences.root.prune_open()

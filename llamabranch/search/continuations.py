@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from itertools import takewhile
 from statistics import fmean
 
 from ..arguments import whole
@@ -374,6 +375,27 @@ class Continuations:
         if branch is not None:
             sequences.hold(line.node, branch)
 
+    def _pass_on(self, line: Continuation) -> None:
+        """Let the waiting text that begins most like an ended one take its branch over."""
+
+        def common(other: Continuation) -> int:
+            pairs = zip(line.tokens, other.tokens[:-1], strict=False)
+            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        heir = max(
+            (each for each in self._waiting if each.branch is None), key=common, default=None
+        )
+        branch, start = line.branch, self._sequences.branch.position
+        if heir is None or branch is None:
+            return
+        end = min(start + common(heir), branch.position)
+        if end > start and branch.ctx.kv_cache.can_cut(branch.seq_id, end):
+            branch.rewind(end)
+            self._sequences.stats.tokens_shared += end
+            heir.branch, line.branch = branch, None
+            self._waiting.remove(heir)
+            self._waiting.appendleft(heir)
+
     def _end_early(self, line: Continuation, reason: str) -> None:
         """End a text where it is."""
         for each in (line, *line.equals):
@@ -385,16 +407,18 @@ class Continuations:
         if line.running is not None:
             line.running.close()
             line.running = None
+        if self._shares and line.is_finished:
+            self._pass_on(line)
         if line.branch is not None and not keep:
             self._sequences.discard(line.branch)
             line.branch = None
 
     def _cancel(self) -> None:
         """End all texts where they are."""
+        waiting, self._waiting = self._waiting, deque()
         while self._active:
             self._end_early(self._active[0], "cancelled")
-        while self._waiting:
-            line = self._waiting.popleft()
+        for line in waiting:
             if line.tokens:  # it was preempted
                 self._active.append(line)
                 self._end_early(line, "cancelled")
@@ -411,17 +435,20 @@ class Continuations:
         opened: list[tuple[Continuation, Branch, list[int]]] = []
         starts = Counter(line.node for line in self._waiting)
         first: dict[SearchNode, Continuation] = {}  # of those that have no tokens yet
-        n_lines = sum(1 + len(line.equals) for line in self._active)
-        while self._waiting and n_lines < sequences.capacity:
+        while self._waiting:
             line = self._waiting[0]
             starts[line.node] -= 1
-            n_lines += 1 + len(line.equals)
             if self._shares and line.node in first and not line.output.tokens:
-                first[line.node].equals += [self._waiting.popleft(), *line.equals]
-                line.equals = []
+                first[line.node].equals.append(self._waiting.popleft())
                 continue
+            if len(self._active) + len(opened) >= sequences.capacity:
+                break
             others = [node for node, n in starts.items() if n]
             taken = None
+            if line.branch is not None:  # passed on
+                n_held = line.branch.position - sequences.branch.position
+                opened.append((self._waiting.popleft(), line.branch, line.tokens[n_held:-1]))
+                continue
             if keep or starts[line.node]:
                 taken = sequences.take(line.node, reuse=False, wanted=others)
             if taken is None:
@@ -440,6 +467,7 @@ class Continuations:
         except CacheFullError:
             for line, branch, _ in reversed(opened):
                 sequences.discard(branch)
+                line.branch = None
                 self._waiting.appendleft(line)
             self._give_way(None)
             return

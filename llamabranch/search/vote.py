@@ -61,8 +61,8 @@ def vote(
             change it, so the answer is that of all ``n``; below 1, above 0.5 = when it will stay in the
             lead with this probability, if the texts that are left choose between the two leading answers
             as those before did (for large ``n`` the rule of Aggarwal et al. 2023, 2305.11860).
-        width: the most texts that are generated at a time; None = 4 with ``confidence``, else as many as
-            there are sequences for. It changes no text.
+        width: the most texts that are generated at a time, those that are equal so far counted once;
+            None = 4 with ``confidence``, else as many as there are sequences for. It changes no text.
         keep: below 1, give up a text where the model is less confident than in this share of a quarter
             of the texts, at least two, which come first (DeepConf, Fu et al. 2025, 2508.15260; the
             lowest mean of 16 tokens counts). A text that is given up does not vote; it comes last, as

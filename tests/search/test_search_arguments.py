@@ -65,6 +65,7 @@ VOTE: dict[str, Values] = {
     "adaptive": FLAG,
     "agreement": (*NUMBER, *BIG, 0, -1, 1.5),
     "confidence": (*(v for v in NUMBER if v is not None), *BIG, 0, 0.5, 1.5),
+    "keep": (*NUMBER, *BIG, 0, -1, 1.5),
     "width": tuple(v for v in COUNT if v is not None),
     "entropy": (*NUMBER, -1.0, 10**400),
 }

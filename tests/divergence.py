@@ -21,7 +21,7 @@ import numpy as np
 from llamabranch import Branch, BranchStore, Context, Grammar, SamplingParams
 from llamabranch.cli.comparison import TRUNCATIONS, FirstDifference, Logits
 from llamabranch.errors import ConfigError, GrammarError
-from llamabranch.generation.plan import Plan
+from llamabranch.generation.verify import Plan
 from llamabranch.model import token_list
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import gumbel_noise

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..arguments import instance, real, whole
 from ..errors import ConfigError
-from .rules import RULES, Rule
+from .verify import RULES, Rule
 
 __all__ = ["SpeculativeConfig", "checked_config"]
 

@@ -24,9 +24,9 @@ from .drafter import (
 )
 from .length import AutoLength
 from .loop import Loop, RunningText
-from .rules import Rule, rule_name
-from .stats import SpeculativeStats
+from .output import SpeculativeStats
 from .text import Text
+from .verify import Rule, rule_name
 
 __all__ = ["Drafting", "draft_length"]
 

@@ -11,8 +11,7 @@ from time import perf_counter
 from ..errors import CapacityError, ClosedError, ConstraintError, LlamaBranchError
 from ..sampling.constraint import ConstraintState
 from .drafting import Drafting
-from .output import OutputBuffer, Produced
-from .stats import SpeculativeStats
+from .output import OutputBuffer, Produced, SpeculativeStats
 from .text import Text
 
 __all__ = ["Emission", "Generation"]

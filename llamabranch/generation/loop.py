@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple, Protocol, TypeVar
@@ -35,12 +36,9 @@ from .drafter import (
     DraftState,
     Round,
 )
-from .output import OutputBuffer, Produced
-from .plan import Plan
-from .rules import Rule, rule_name
-from .stats import SpeculativeStats
+from .output import OutputBuffer, Produced, SpeculativeStats
 from .text import Text
-from .verify import RoundTrace, trace, verify
+from .verify import Plan, RoundTrace, Rule, rule_name, trace, verify
 
 __all__ = ["CommonNoise", "Loop", "Reader", "RunningText", "Step"]
 
@@ -228,8 +226,9 @@ class RunningText:
             self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
             draft.tokens = token_list(draft.tokens)
             self.text.ctx.model.check_tokens(draft.tokens)
-            fits = self.text.ctx.fits(self.text.seq_id, len(draft.tokens))
-            draft.cut(fits)
+            ctx, seq_id = self.text.ctx, self.text.seq_id
+            count_free = partial(ctx.sequences.count_free, used=(seq_id,))
+            draft.cut(ctx.kv_cache.fits(len(draft.tokens), count_free))
             self._cut_refused(draft)
             self.stats.draft_forward_passes += draft.n_decodes
 

@@ -33,7 +33,7 @@ class Text:
 
     Args:
         ctx: the context that holds it.
-        seq_id: an empty sequence that is held.
+        seq_id: an empty sequence that is held; None = one is allocated, and freed with this object.
         sampler: turns its logits into distributions; has accepted the tokens of ``parent``, if any.
         seed: the seed of its draws.
         parent: the sequence to start as a copy of, sharing its cells; None for an empty one.
@@ -56,11 +56,14 @@ class Text:
     def __init__(
         self,
         ctx: Context,
-        seq_id: int,
+        seq_id: int | None,
         sampler: Sampler,
         seed: int,
         parent: Text | None = None,
     ) -> None:
+        if seq_id is None:
+            used = () if parent is None else (parent.seq_id,)
+            seq_id = ctx.sequences.allocate(self, used=used)
         self.ctx = ctx
         self.lock = ctx.lock
         self.seq_id = seq_id
@@ -369,13 +372,23 @@ class Text:
         self.ctx.model.check_tokens(tokens)
         self.settle()
 
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Reset all but the cache to the state before, whatever is raised meanwhile."""
+        n = len(self.tokens)
+        try:
+            yield
+        except BaseException:
+            self.forget(n)
+            raise
+
     def append_prompt(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Append decoded tokens that were read, not generated; ``row`` follows them, if it was kept.
 
         They count for penalties; a grammar begins again after them.
         """
         n = len(self.tokens)
-        try:
+        with self.undone_on_error():
             self.tokens += tokens
             if n == self.n_prompt:
                 self.n_prompt = len(self.tokens)
@@ -393,9 +406,6 @@ class Text:
             self.finish_reason = None
             self.version += 1
             self.set_row(row)
-        except BaseException:
-            self.forget(n)
-            raise
 
     def check_commit(self, token: int) -> float:
         """Raise unless ``append`` may follow the decode of ``token``; return its surprisal, nats.
@@ -461,10 +471,9 @@ class Text:
         self.ctx.model.check_tokens(tokens)
         self.check_usable()
         self.drop_held()
-        n = len(self.tokens)
         sampler = self.sampler.after(tokens)  # raises GrammarError before anything is decoded
-        scored = sampler.params.logprobs
-        surprisals = [-self.logits_row().logprob(tokens[0]) if scored and n else math.nan]
+        scored, is_first = sampler.params.logprobs, not self.tokens
+        surprisals = [math.nan if is_first or not scored else -self.logits_row().logprob(tokens[0])]
         self.settle()
         last: list[LogitsRow] = []
         kept: list[npt.NDArray[np.float32]] = []
@@ -478,20 +487,16 @@ class Text:
         batch = Batch()
         batch.add(self.seq_id, tokens, "all")
         batch.decode(self._decoder, read=read)
-        try:
+        with self.undone_on_error():
             for token, surprisal in zip(tokens, surprisals, strict=True):
                 self.append_accepted(token, surprisal)
             self.use_sampler(sampler)
             self.set_row(last[0])
-        except BaseException:
-            self.forget(n)
-            raise
         return kept or [last[0].array.copy()]
 
     def append_unscored(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Append decoded tokens without surprisals; ``row`` follows them, if it was kept."""
-        n = len(self.tokens)
-        try:
+        with self.undone_on_error():
             if not self.sampler.is_stateless:
                 for token in tokens:
                     self.sampler.accept(token)
@@ -501,9 +506,6 @@ class Text:
             self.finish_reason = None
             self.version += 1
             self.set_row(row)
-        except BaseException:
-            self.forget(n)
-            raise
 
     def decode_unscored(self, tokens: Sequence[int]) -> None:
         """Decode ``tokens`` and append them without surprisals, in as few decodes as possible.

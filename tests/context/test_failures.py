@@ -24,7 +24,7 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context
 from llamabranch.errors import CacheFullError, DecodeError
-from llamabranch.generation.plan import Plan
+from llamabranch.generation.verify import Plan
 
 BATCH = 64
 TOKENS = [(7 * i + 3) % 4096 for i in range(600)]

@@ -17,7 +17,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.generation.plan import Plan
+from llamabranch.generation.verify import Plan
 
 Logits = npt.NDArray[np.float32]
 GREEDY = SamplingParams(temperature=0.0)

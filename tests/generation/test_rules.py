@@ -26,7 +26,7 @@ from benchmarks.rule_error import (
     texts_up_to,
 )
 from llamabranch.errors import ConfigError
-from llamabranch.generation.rules import (
+from llamabranch.generation.verify import (
     RULES,
     Acceptance,
     Noise,

@@ -21,8 +21,8 @@ from llamabranch.speculative import (
     Speculator,
     Text,
 )
-from llamabranch.speculative.drafters.chain import ChainDrafter
-from llamabranch.speculative.drafters.copying import PromptLookupDrafter, SuffixDrafter
+from llamabranch.speculative.combined import ChainDrafter
+from llamabranch.speculative.copying import PromptLookupDrafter, SuffixDrafter
 
 DATA = Path(llamabranch.__file__).parent / "data"
 

@@ -18,6 +18,7 @@ from drafts import FIXED
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.errors import VocabularyMismatchError
+from llamabranch.speculative import Text
 
 DATA = Path(lb.__file__).parent / "data"
 PROMPTS = [
@@ -97,7 +98,7 @@ def test_translated_draft_draws_with_noise_of_its_own(
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         speculator = Speculator(ctx, ModelDrafter(renumbered_ctx), FIXED)
         speculator.generate(branch, max_tokens=8).finish()
-        holders = [b for b in renumbered_ctx.sequences.holders() if isinstance(b, Branch)]
+        holders = [b for b in renumbered_ctx.sequences.holders() if isinstance(b, Text)]
         assert [b.seed == branch.seed for b in holders] == [False]
         speculator.forget(branch)
 

@@ -29,7 +29,7 @@ from llamabranch import (
 from llamabranch.errors import GrammarError
 from llamabranch.generation.drafter import FixedLength
 from llamabranch.speculative import PromptLookupDrafter
-from llamabranch.speculative.auto import DrafterChoice
+from llamabranch.speculative.combined import DrafterChoice
 
 SCHEMA = {
     "type": "object",

@@ -26,7 +26,7 @@ from llamabranch.context.token_states import kept_states
 from llamabranch.errors import DecodeInterruptedError
 from llamabranch.generation.drafter import DraftRequest, FixedLength
 from llamabranch.native import heads, staging
-from llamabranch.speculative.drafters.head import HeadState
+from llamabranch.speculative.head import HeadState
 
 DATA = Path(lb.__file__).parent / "data"
 HEAD = DATA / "tale-eagle-q8_0.gguf"

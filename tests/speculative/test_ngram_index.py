@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from llamabranch.speculative.drafters.ngram_index import (
+from llamabranch.speculative.copying import (
     Match,
     Place,
     SharedIndex,

@@ -38,7 +38,7 @@ from .drafter import (
 )
 from .output import OutputBuffer, Produced, SpeculativeStats
 from .text import Text
-from .verify import Plan, RoundTrace, Rule, rule_name, trace, verify
+from .verify import Plan, RoundTrace, Rule, rule_name
 
 __all__ = ["CommonNoise", "Loop", "Reader", "RunningText", "Step"]
 
@@ -253,7 +253,7 @@ class RunningText:
 
     def plan(self) -> Plan:
         """Return what is to be decoded in this round. The context's lock is held until ``take``."""
-        self._plan = Plan(self.text, self.draft.tokens)
+        self._plan = Plan(self.text, self.draft)
         return self._plan
 
     def abandon(self) -> None:
@@ -294,12 +294,12 @@ class RunningText:
     def _verified(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
         """Return what a draft brings, and how much of it was accepted."""
         text, rows = self.text, plan.rows
-        verdict = verify(text, draft, self.rule, rows)
+        verdict = plan.verify(self.rule)
         if self.on_round is not None:
-            self._trace = trace(draft, verdict, rows, len(text.tokens))
+            self._trace = plan.trace(verdict)
         incomplete = text.incomplete
         emitted, row = [], rows[0]
-        for i, piece in enumerate(plan.keep(verdict.n_kept, verdict.sampler)):
+        for i, piece in enumerate(plan.keep(verdict.n_kept)):
             token, logprob, entropy = draft.tokens[i], math.nan, math.nan
             if text.sampler.params.logprobs:
                 logprob, entropy = row.logprob(token), row.entropy()

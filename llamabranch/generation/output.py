@@ -316,17 +316,11 @@ class SpeculativeStats(ConstraintStats):
     def as_dict(self) -> dict[str, object]:
         """Return all counts, times and ratios as JSON types; what is nan above is None."""
         known: dict[str, object] = dataclasses.asdict(self)
-        for name in (
-            "draft_acceptance_rate",
-            "mean_acceptance_length",
-            "alpha_hat",
-            "c",
-            "speedup_predicted",
-        ):
-            known[name] = _or_none(getattr(self, name))
+        names = "draft_acceptance_rate", "mean_acceptance_length", "alpha_hat", "c"
+        known |= {n: _or_none(getattr(self, n)) for n in (*names, "speedup_predicted")}
         known["v"] = self.v
-        known["alpha_interval"] = [_or_none(x) for x in self.alpha_interval]
-        known["conditional_rates_per_pos"] = [_or_none(x) for x in self.conditional_rates_per_pos]
+        for name in ("alpha_interval", "conditional_rates_per_pos"):
+            known[name] = [_or_none(x) for x in getattr(self, name)]
         return known
 
 

@@ -46,8 +46,6 @@ __all__ = [
     "rule_name",
     "seeded_rule",
     "token_rule",
-    "trace",
-    "verify",
 ]
 
 T = TypeVar("T")
@@ -241,7 +239,7 @@ def _check_sources(drafted: Sequence[int], sources: Sequence[Distribution]) -> N
             raise ConfigError(f"token {token} cannot have been drawn from {source}")
 
 
-# -- what becomes of a draft ------------------------------------------------------------------------
+# -- a draft in a round ---------------------------------------------------------------------------
 
 
 class Verdict(NamedTuple):
@@ -253,14 +251,12 @@ class Verdict(NamedTuple):
             drawn after it.
         token: what follows them.
         source: whose that token is: "bonus", "corrected", or "drafted" where it is of the draft itself.
-        sampler: one that has accepted those that the text takes.
     """
 
     n_accepted: int
     n_kept: int
     token: int
     source: str
-    sampler: Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,130 +293,14 @@ class _DeadEnd(Exception):
         self.n = n
 
 
-def verify(text: Text, draft: Draft, rule: Rule, rows: Sequence[LogitsRow]) -> Verdict:
-    """Apply ``rule`` to a draft of at least one token.
-
-    Args:
-        text: what the draft follows.
-        draft: the tokens.
-        rule: how drafted tokens are accepted.
-        rows: the logits after the text, and after each drafted token.
-
-    Raises:
-        GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
-    """
-    targets, tokens, is_eog = _Targets(text, draft, rows), draft.tokens, text.ctx.model.is_eog
-    n, following = _judge(targets, rule)
-    is_dead_end = following is None
-    # The text ends at an accepted EOG token, whatever the draft proposed after it.
-    end = next((i for i, token in enumerate(tokens[:n], 1) if is_eog(token)), None)
-    n_kept = n = end or n
-    if end or following is None:
-        # After a dead end the last token waits; the next round raises the error.
-        n_kept, following = n - 1, tokens[n - 1]
-    source = "drafted" if is_dead_end else "bonus" if n == len(tokens) else "corrected"
-    return Verdict(n, n_kept, following, source, targets.sampler(n_kept))
-
-
-def trace(draft: Draft, verdict: Verdict, rows: Sequence[LogitsRow], position: int) -> RoundTrace:
-    """Return what ``on_round`` gets, while the logits are there; times follow later."""
-    tokens, n = tuple(draft.tokens), verdict.n_accepted
-    # After a token that ends the text nothing was judged.
-    n_judged = n if verdict.n_kept < n else min(n + 1, len(tokens))
-    logprobs = tuple(rows[i].logprob(tokens[i]) for i in range(n_judged))
-    return RoundTrace(
-        position, tokens, logprobs, n, n_judged - n, drafter=draft.drafter, draft_s=draft.seconds
-    )
-
-
-class _Targets:
-    """The distributions that the text draws from along a draft, computed on request.
-
-    That after n drafted tokens assumes that these are accepted: a copy of a sampler with state accepts
-    them.
-    """
-
-    def __init__(self, text: Text, draft: Draft, rows: Sequence[LogitsRow]) -> None:
-        self.draft = draft
-        self.seed = text.seed
-        self.position = len(text.tokens)  # of the first drafted token
-        self._rows = rows
-        self._is_eog = text.ctx.model.is_eog
-        self._samplers = [text.sampler]
-
-    def sampler(self, n: int) -> Sampler:
-        """Return the sampler that has accepted the first ``n`` tokens."""
-        samplers = self._samplers
-        while len(samplers) <= n:
-            last = samplers[-1]
-            if not last.is_stateless:
-                last = last.clone()
-                last.accept(self.draft.tokens[len(samplers) - 1])
-            samplers.append(last)
-        return samplers[n]
-
-    def distribution(self, n: int) -> Distribution:
-        """Return the distribution of the token after ``n`` tokens."""
-        return self._after(n, self._distribution, Distribution.point)
-
-    def draw(self, n: int) -> int:
-        """Return the token that plain decoding draws after ``n`` tokens."""
-        return self._after(n, self._draw, int)
-
-    def _after(self, n: int, found: Callable[[int], T], nothing: Callable[[int], T]) -> T:
-        if n and self._is_eog(self.draft.tokens[n - 1]):  # nothing follows it: this is not emitted
-            return nothing(self.draft.tokens[n - 1])
-        try:
-            return found(n)
-        except (ConfigError, ConstraintError, GrammarError) as error:
-            raise _DeadEnd(n) from error
-
-    def _distribution(self, n: int) -> Distribution:
-        return self.sampler(n).distribution(self._rows[n].array, self.position + n, self.seed)
-
-    def _draw(self, n: int) -> int:
-        sampler = self.sampler(n)
-        wanted = sampler.params.logprobs
-        return self._rows[n].draw(sampler, self.seed, self.position + n, measured=wanted)
-
-
-def _judge(targets: _Targets, rule: Rule) -> tuple[int, int | None]:
-    """Return how many tokens are accepted, and what follows them.
-
-    None where the target can draw nothing there, for instance if the grammar is complete, but a logit
-    bias forbids the EOG token.
-    """
-    drafted, sources = targets.draft.tokens, targets.draft.sources
-    n = len(drafted)
-    if not sources and rule != "seeded":
-        sources = [Distribution.point(token) for token in drafted]
-    seed, position = targets.seed, targets.position
-    while True:
-        try:
-            if rule == "seeded":
-                return seeded_rule(drafted[:n], targets.draw)
-            target = targets.distribution
-            return apply_rule(rule, drafted[:n], sources[:n], target, seed=seed, position=position)
-        except _DeadEnd as dead_end:
-            if not dead_end.n:
-                raise (dead_end.__cause__ or dead_end) from None
-            if dead_end.n == n:  # all n tokens are accepted; the rule needs the next one
-                return n, None
-            # The block rule looks ahead before it decides: apply it to the draft up to there.
-            n = dead_end.n
-
-
-# -- memory -----------------------------------------------------------------------------------------
-
-
 class Plan:
-    """Drafted tokens that may follow a text: decoded, then kept in part or dropped.
+    """A draft that may follow a text: decoded, judged, then kept in part or dropped.
 
     The caller holds the context's lock, and makes and ends the plan under it.
 
     Args:
-        text: what they follow. Before ``keep`` only its K/V changes.
-        drafted: the tokens.
+        text: what it follows. Before ``keep`` only its K/V changes.
+        draft: the tokens.
 
     Attributes:
         tokens: those to decode: the text's last one, if the cache lacks it, and the drafted ones.
@@ -428,13 +308,15 @@ class Plan:
             caller if a shared decode has computed them in place.
     """
 
-    def __init__(self, text: Text, drafted: Sequence[int]) -> None:
+    def __init__(self, text: Text, draft: Draft) -> None:
         first = text.lacking()
-        self.tokens = [*first, *drafted]
+        self.tokens = [*first, *draft.tokens]
         self.rows: Sequence[LogitsRow] = ()
         self._text = text
+        self._draft = draft
         self._n_first = len(first)
         self._fork: int | None = None  # the sequence of a decode that cannot be undone in place
+        self._samplers = [text.sampler]  # those that have accepted 0, 1, ... drafted tokens
 
     def decode(self) -> Sequence[LogitsRow]:
         """Decode the tokens by themselves, at once; return their rows. ``keep`` or ``end`` must follow.
@@ -465,21 +347,119 @@ class Plan:
         if fork is not None:
             self._text.ctx.sequences.free(fork)
 
-    def keep(self, n: int, sampler: Sampler | None = None) -> list[str]:
-        """Append the first ``n`` drafted tokens to the text, drop the others from memory.
+    # -- what is accepted --------------------------------------------------------------------------
 
-        Args:
-            n: how many.
-            sampler: one that has accepted them; None = the text's is to accept them.
+    def verify(self, rule: Rule) -> Verdict:
+        """Apply ``rule`` to the draft, of at least one token after one that was decoded with it.
+
+        Raises:
+            GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
+        """
+        tokens, is_eog = self._draft.tokens, self._text.ctx.model.is_eog
+        n, following = self._judge(rule)
+        is_dead_end = following is None
+        # The text ends at an accepted EOG token, whatever the draft proposed after it.
+        end = next((i for i, token in enumerate(tokens[:n], 1) if is_eog(token)), None)
+        n_kept = n = end or n
+        if end or following is None:
+            # After a dead end the last token waits; the next round raises the error.
+            n_kept, following = n - 1, tokens[n - 1]
+        source = "drafted" if is_dead_end else "bonus" if n == len(tokens) else "corrected"
+        return Verdict(n, n_kept, following, source)
+
+    def _judge(self, rule: Rule) -> tuple[int, int | None]:
+        """Return how many tokens are accepted, and what follows them.
+
+        None where the target can draw nothing there, for instance if the grammar is complete, but a logit
+        bias forbids the EOG token.
+        """
+        drafted, sources, text = self._draft.tokens, self._draft.sources, self._text
+        n, seed, position = len(drafted), text.seed, len(text.tokens)
+        if not sources and rule != "seeded":
+            sources = [Distribution.point(token) for token in drafted]
+        while True:
+            try:
+                if rule == "seeded":
+                    return seeded_rule(drafted[:n], self._draw)
+                return apply_rule(
+                    rule, drafted[:n], sources[:n], self._target, seed=seed, position=position
+                )
+            except _DeadEnd as dead_end:
+                if not dead_end.n:
+                    raise (dead_end.__cause__ or dead_end) from None
+                if dead_end.n == n:  # all n tokens are accepted; the rule needs the next one
+                    return n, None
+                # The block rule looks ahead before it decides: apply it to the draft up to there.
+                n = dead_end.n
+
+    def _target(self, n: int) -> Distribution:
+        """Return the distribution of the token after ``n`` drafted ones."""
+
+        def found(sampler: Sampler, row: LogitsRow, position: int) -> Distribution:
+            return sampler.distribution(row.array, position, self._text.seed)
+
+        return self._after(n, found, Distribution.point)
+
+    def _draw(self, n: int) -> int:
+        """Return the token that plain decoding draws after ``n`` drafted ones."""
+
+        def found(sampler: Sampler, row: LogitsRow, position: int) -> int:
+            measured = sampler.params.logprobs
+            return row.draw(sampler, self._text.seed, position, measured=measured)
+
+        return self._after(n, found, int)
+
+    def _after(
+        self, n: int, found: Callable[[Sampler, LogitsRow, int], T], nothing: Callable[[int], T]
+    ) -> T:
+        tokens, text = self._draft.tokens, self._text
+        if n and text.ctx.model.is_eog(tokens[n - 1]):  # nothing follows it: this is not emitted
+            return nothing(tokens[n - 1])
+        try:
+            return found(self._sampler(n), self.rows[n], len(text.tokens) + n)
+        except (ConfigError, ConstraintError, GrammarError) as error:
+            raise _DeadEnd(n) from error
+
+    def _sampler(self, n: int) -> Sampler:
+        """Return the sampler that has accepted the first ``n`` drafted tokens."""
+        samplers = self._samplers
+        while len(samplers) <= n:
+            last = samplers[-1]
+            if not last.is_stateless:
+                last = last.clone()
+                last.accept(self._draft.tokens[len(samplers) - 1])
+            samplers.append(last)
+        return samplers[n]
+
+    def trace(self, verdict: Verdict) -> RoundTrace:
+        """Return what ``on_round`` gets, before ``keep``; times follow later."""
+        draft, n = self._draft, verdict.n_accepted
+        tokens = tuple(draft.tokens)
+        # After a token that ends the text nothing was judged.
+        n_judged = n if verdict.n_kept < n else min(n + 1, len(tokens))
+        logprobs = tuple(self.rows[i].logprob(tokens[i]) for i in range(n_judged))
+        return RoundTrace(
+            len(self._text.tokens),
+            tokens,
+            logprobs,
+            n,
+            n_judged - n,
+            None,
+            draft.drafter,
+            draft.seconds,
+        )
+
+    # -- what is kept ------------------------------------------------------------------------------
+
+    def keep(self, n: int) -> list[str]:
+        """Append the first ``n`` drafted tokens to the text, drop the others from memory.
 
         Returns:
             the text that each completes.
         """
-        text, n_first = self._text, self._n_first
-        cache = text.ctx.kv_cache
+        text, n_first, cache = self._text, self._n_first, self._text.ctx.kv_cache
         tokens, rows = self.tokens[: n_first + n], self.rows[: n_first + n]
-        if sampler is None:
-            sampler = text.sampler.after(tokens[n_first:])
+        sampler = self._sampler(n)
         scored, completed = sampler.params.logprobs, []
         with text.undone_on_error():
             row = rows[0] if n_first else None

@@ -96,10 +96,31 @@ class _FunctionState(NullState):
         return draft
 
 
+class _Combined(Drafter):
+    """A drafter made of others."""
+
+    drafters: Sequence[Drafter]
+
+    @property
+    def estimates(self) -> frozenset[str]:
+        """Those of its drafters."""
+        return frozenset().union(*(each.estimates for each in self.drafters))
+
+    @property
+    def contexts(self) -> list[Context]:
+        """Those of its drafters."""
+        return [ctx for each in self.drafters for ctx in each.contexts]
+
+    def check(self, target: Model) -> None:
+        """Raise VocabularyMismatchError if one of them cannot draft for ``target``."""
+        for drafter in self.drafters:
+            drafter.check(target)
+
+
 # -- a chain --------------------------------------------------------------------------------------
 
 
-class ChainDrafter(Drafter):
+class ChainDrafter(_Combined):
     """Tries drafters in order until one proposes a draft: cheap ones first, a model last.
 
     A draft state whose turn does not come only learns how many tokens were accepted, so a model behind
@@ -123,21 +144,6 @@ class ChainDrafter(Drafter):
     def name(self) -> str:
         """The names of its drafters, joined by "+"."""
         return "+".join(drafter.name for drafter in self.drafters)
-
-    @property
-    def estimates(self) -> frozenset[str]:
-        """Those of its drafters."""
-        return frozenset().union(*(each.estimates for each in self.drafters))
-
-    @property
-    def contexts(self) -> list[Context]:
-        """Those of its drafters."""
-        return [ctx for each in self.drafters for ctx in each.contexts]
-
-    def check(self, target: Model) -> None:
-        """Raise VocabularyMismatchError if one of them cannot draft for ``target``."""
-        for drafter in self.drafters:
-            drafter.check(target)
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state, made of one state of each drafter."""
@@ -200,7 +206,7 @@ def _all_or_none(makers: Sequence[Callable[[], DraftState]]) -> list[DraftState]
 # -- a grammar ------------------------------------------------------------------------------------
 
 
-class GrammarDrafter(Drafter):
+class GrammarDrafter(_Combined):
     """Drafts the text that the grammar of a branch forces: keys, punctuation, the rest of a constant.
 
     Where the grammar leaves a choice, ``values`` drafts on: with a copying drafter, values come from the
@@ -218,6 +224,7 @@ class GrammarDrafter(Drafter):
                 instance(name, each, Drafter)  # type: ignore[type-abstract]
         self.values: Drafter = values or NullDrafter()
         self.plain = plain or self.values
+        self.drafters = (self.values, *(() if plain is None else (plain,)))
 
     @classmethod
     def copying(cls) -> GrammarDrafter:
@@ -229,21 +236,6 @@ class GrammarDrafter(Drafter):
         """ "grammar", or "grammar+" and the name of ``values``."""
         none = isinstance(self.values, NullDrafter)
         return "grammar" if none else f"grammar+{self.values.name}"
-
-    @property
-    def estimates(self) -> frozenset[str]:
-        """Those of ``values``."""
-        return self.values.estimates
-
-    @property
-    def contexts(self) -> list[Context]:
-        """Those of ``values``."""
-        return self.values.contexts
-
-    def check(self, target: Model) -> None:
-        """Raise VocabularyMismatchError if ``values`` or ``plain`` cannot draft for ``target``."""
-        self.values.check(target)
-        self.plain.check(target)
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state, with one of ``values``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import sleep
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -54,6 +54,7 @@ def test_function_drafts_and_the_text_stays_the_same(ctx: lb.Context) -> None:
     stats = generation.stats
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 20
     assert stats.num_drafts < 10
+    assert stats.draft_time_s > 0
 
 
 def test_function_drafter_works_with_auto_in_chains_and_in_the_engine(ctx: lb.Context) -> None:
@@ -68,26 +69,6 @@ def test_function_drafter_works_with_auto_in_chains_and_in_the_engine(ctx: lb.Co
     speculator = lb.Speculator(ctx, repeat)
     assert "repeat" in speculator.explain()
     speculator.generate(PROMPT, max_tokens=8).finish()
-
-
-def test_function_that_drafts_nothing_is_plain_decoding(ctx: lb.Context) -> None:
-    generation = generate(ctx, lb.FunctionDrafter(lambda tokens, k: []))
-    assert generation.tokens == generate(ctx, None).tokens
-    assert generation.stats.num_draft_tokens == 0
-
-
-@pytest.mark.parametrize("draft_k", [2, "auto"])
-def test_time_of_a_function_is_measured(draft_k: Literal["auto"] | int, ctx: lb.Context) -> None:
-    slept_s = 0.0
-
-    def slow(tokens: list[int], k: int) -> list[int]:
-        nonlocal slept_s
-        sleep(0.02)
-        slept_s += 0.02
-        return [7] * k if slept_s < 0.05 else []
-
-    stats = generate(ctx, lb.FunctionDrafter(slow), SpeculativeConfig(draft_k=draft_k)).stats
-    assert stats.draft_time_s > 0.9 * slept_s > 0
 
 
 class Waits(NullState):

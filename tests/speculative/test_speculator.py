@@ -50,25 +50,6 @@ def make(which: str, draft: Context, twin: Context) -> lb.Drafter:
     return makers[which]
 
 
-# -- the draft is the target -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", ["seeded", "token", "block"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
-def test_target_that_drafts_for_itself_is_always_right(
-    temperature: float, rule: str, ctx: Context, other_ctx: Context
-) -> None:
-    config = SpeculativeConfig(draft_k=5, rule=rule)
-    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx), config)
-    for prompt in PROMPTS:
-        params = SamplingParams(temperature=temperature, seed=3)
-        speculator.generate(prompt, max_tokens=61, sampling=params).finish()
-    stats = speculator.stats
-    assert stats.draft_acceptance_rate == 1.0
-    assert stats.mean_acceptance_length > 5.5
-    assert stats.target_forward_passes <= 3 * 11
-
-
 # -- what is left in memory --------------------------------------------------------------------------
 
 
@@ -485,10 +466,8 @@ def test_seed_that_is_given_later_gives_the_text_of_plain_decoding(
         assert speculator.generate(branch, max_tokens=40).finish().tokens == expected
         speculator.forget(branch)
 
-    def unseeded() -> Branch:
-        return Branch.start(ctx, PROMPTS[0], temperature=0.8)
-
-    with unseeded() as branch:
+    with Branch.start(ctx, PROMPTS[0], temperature=0.8) as branch:
+        check(branch)
         branch.reseed(5)
         for child in branch.fork_many(2):
             check(child)
@@ -496,12 +475,8 @@ def test_seed_that_is_given_later_gives_the_text_of_plain_decoding(
         branch.save(tmp_path / "seeded.branch")
         with Branch.load(ctx, tmp_path / "seeded.branch") as loaded:
             check(loaded)
-        check(branch)
-    with unseeded() as branch:
         branch.resample(SamplingParams(temperature=0.9, seed=6))
         branch.resample(SamplingParams(temperature=0.8))  # the seed stays
-        check(branch)
-    with unseeded() as branch:
         check(branch)
         branch.reseed()  # picked here, as the first one was
         with Branch.restore(ctx, branch.snapshot()) as restored:

@@ -21,8 +21,8 @@ from ..errors import BranchStateError, CacheFullError, CapacityError, SequencesE
 from ..generation.config import SpeculativeConfig, checked_config
 from ..generation.drafter import Drafter
 from ..generation.drafting import Drafting
-from ..generation.generation import Generation
-from ..generation.output import OutputBuffer, Produced
+from ..generation.generation import Generation, OutputBuffer
+from ..generation.output import Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
 from ..pictures import last_words

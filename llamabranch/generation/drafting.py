@@ -20,11 +20,11 @@ from .drafter import (
     DraftState,
     FixedLength,
     NullDrafter,
+    SpeculativeStats,
     checked_drafter,
 )
 from .length import AutoLength
 from .loop import Loop, RunningText
-from .output import SpeculativeStats
 from .text import Text
 from .verify import Rule, rule_name
 

@@ -35,8 +35,9 @@ from .drafter import (
     DraftRequest,
     DraftState,
     Round,
+    SpeculativeStats,
 )
-from .output import OutputBuffer, Produced, SpeculativeStats
+from .output import Produced
 from .text import Text
 from .verify import Plan, RoundTrace, Rule, rule_name
 
@@ -457,8 +458,8 @@ class Loop:
                     state = like.fork(text)
         return RunningText(text, state, self.length.stream(), rule, stats, n_alternatives)
 
-    def round(self, running: RunningText, output: OutputBuffer) -> list[Produced]:
-        """Run a step of one text by itself; return what it emits, no more than ``output`` may take."""
+    def round(self, running: RunningText, limit: int) -> list[Produced]:
+        """Run a step of one text by itself, drafting at most ``limit`` tokens; return what it emits."""
         text = running.text
         if not text.is_behind:
             return [running.draw()]
@@ -467,7 +468,7 @@ class Loop:
                 running.advance()
             running.conclude()
             return running.emitted
-        step = self._run([(running, output.draft_limit)], ())
+        step = self._run([(running, limit)], ())
         error = step.no_room or running.error
         if error is not None:
             raise error

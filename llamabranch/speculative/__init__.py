@@ -10,9 +10,15 @@ The loop, the rules and the draft length are in :mod:`llamabranch.generation`.
 """
 
 from ..generation.config import SpeculativeConfig
-from ..generation.drafter import Draft, Drafter, DraftLength, DraftState, NullDrafter
+from ..generation.drafter import (
+    Draft,
+    Drafter,
+    DraftLength,
+    DraftState,
+    NullDrafter,
+    SpeculativeStats,
+)
 from ..generation.generation import Generation
-from ..generation.output import SpeculativeStats
 from ..generation.text import Text
 from ..generation.verify import Acceptance, RandomSource, RoundTrace, block_rule, token_rule
 from .combined import ChainDrafter, FunctionDrafter, GrammarDrafter

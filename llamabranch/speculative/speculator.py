@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 
 from ..arguments import whole
 from ..branch import Branch, Produced
 from ..context import Context
 from ..errors import ClosedError, ConfigError, LlamaBranchError
 from ..generation.config import SpeculativeConfig
-from ..generation.drafter import Drafter, DraftLength
+from ..generation.drafter import Drafter, DraftLength, SpeculativeStats
 from ..generation.drafting import Drafting
-from ..generation.generation import Emission, Generation
-from ..generation.output import OutputBuffer, SpeculativeStats
+from ..generation.generation import Emission, Generation, OutputBuffer
 from ..model import Prompt
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
@@ -175,7 +173,9 @@ class InferenceSession:
             return None
         self._emission.resume()
         try:
-            shown = self._emission.next(partial(self._round, drafter))
+            if not self._emission.waiting:
+                self._emission.waiting = self._round(drafter)
+            shown = self._emission.next()
         except BaseException as error:
             self._emission.end(decodes=False)
             # A later call may succeed, once there is room again.
@@ -190,7 +190,7 @@ class InferenceSession:
             found = self._draftings[id(drafter)] = Drafting(self._target, drafter, self._config)
         running = found.open(self._text, self.stats)
         try:
-            return found.loop.round(running, self._output)
+            return found.loop.round(running, self._output.draft_limit)
         finally:
             found.close(running, keep=True)
 

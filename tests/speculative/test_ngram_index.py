@@ -132,6 +132,8 @@ def test_what_follows_is_guessed(
     guess = match.follow(index.tokens, len(expected), 0.0)
     assert guess.tokens == expected
     assert guess.probabilities[0] == probability
+    products = [math.prod(guess.probabilities[: j + 1]) for j in range(len(guess.tokens))]
+    assert guess.expected == pytest.approx(sum(products))
 
 
 def test_floor_ends_a_guess_and_longer_matches_are_trusted_more() -> None:
@@ -146,57 +148,6 @@ def test_floor_ends_a_guess_and_longer_matches_are_trusted_more() -> None:
     assert found[0] == 0.5
 
 
-def brute_follow(
-    sequences: Sequence[list[int]], places: Sequence[tuple[int, int]], m: int, most: int
-) -> tuple[list[int], list[float]]:
-    """Follow the most frequent child, ties to the first place, by counting from scratch."""
-    said: list[int] = []
-    chances: list[float] = []
-    while len(said) < most:
-        nexts = []
-        for s, at in places:
-            rest = sequences[s][at:]
-            if s == 0:  # the text itself goes on into what is being said
-                rest = (sequences[0] + said)[at:]
-            if len(rest) > len(said) and rest[: len(said)] == said:
-                nexts.append(rest[len(said)])
-        if not nexts:
-            break
-        token = max(nexts, key=lambda t: (nexts.count(t), -nexts.index(t)))
-        chances.append(nexts.count(token) / (len(nexts) + 1 / (m + len(said))))
-        said.append(token)
-    return said, chances
-
-
-def test_follow_and_shared_index_equal_counting_from_scratch() -> None:
-    n_found = 0
-    for seed in range(200):
-        source = random.Random(seed)
-        sequences = [chunk(source, 40) for _ in range(3)]
-        tokens, most = sequences[0], source.randint(0, 12)
-        best, found = brute_longest(sequences, tokens, 1, 8)
-        if best:
-            places = sorted(found)
-            match = Match(best, [Place(sequences[s], at) for s, at in places])
-            guess = match.follow(tokens, most, 0.0)
-            assert (guess.tokens, guess.probabilities) == brute_follow(
-                sequences, places, best, most
-            )
-            products = [math.prod(guess.probabilities[: j + 1]) for j in range(len(guess.tokens))]
-            assert guess.expected == pytest.approx(sum(products))
-        shared = SharedIndex((2, 4, 8), max_tokens=4096, most=1000)
-        for text in sequences[1:]:
-            shared.write(None, text, 0)
-        best, found = brute_longest(sequences[1:], tokens, 2, 8)
-        longest = shared.longest(tokens)
-        assert (longest.length if longest else 0) == best
-        assert len(longest.places if longest else ()) == len(found)
-        if longest:
-            assert all(common_suffix(s[:at], tokens) >= best for s, at in longest.places)
-            n_found += 1
-    assert n_found > 100
-
-
 def test_doubling_ends_at_the_longest() -> None:
     assert doubling(2, 16) == (2, 4, 8, 16)
     assert doubling(3, 16) == (3, 6, 12, 16)
@@ -204,6 +155,24 @@ def test_doubling_ends_at_the_longest() -> None:
 
 
 # -- many texts ------------------------------------------------------------------------------------
+
+
+def test_shared_index_equals_brute_force() -> None:
+    n_found = 0
+    for seed in range(200):
+        source = random.Random(seed)
+        tokens, *others = (chunk(source, 40) for _ in range(3))
+        shared = SharedIndex((2, 4, 8), max_tokens=4096, most=1000)
+        for text in others:
+            shared.write(None, text, 0)
+        best, found = brute_longest(others, tokens, 2, 8)
+        longest = shared.longest(tokens)
+        assert (longest.length if longest else 0) == best
+        assert len(longest.places if longest else ()) == len(found)
+        if longest:
+            assert all(common_suffix(s[:at], tokens) >= best for s, at in longest.places)
+            n_found += 1
+    assert n_found > 100
 
 
 def test_texts_written_by_turns_stay_apart() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
-from drafts import FIXED
+from drafts import FIXED, GREEDY, PROMPTS, WARM, plain
 
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
@@ -21,20 +21,6 @@ from llamabranch.errors import VocabularyMismatchError
 from llamabranch.speculative import Text
 
 DATA = Path(lb.__file__).parent / "data"
-PROMPTS = [
-    "Once upon a time there was a king who had three daughters, and the youngest",
-    "“Who is there?” cried the old woman,",
-    "In a village at the edge of a great forest — far away — there lived",
-]
-GREEDY = SamplingParams(temperature=0.0)
-WARM = SamplingParams(temperature=0.8, seed=42)
-
-
-def plain(
-    ctx: Context, prompt: str | list[int], params: SamplingParams, n: int
-) -> list[lb.Produced]:
-    with Branch.start(ctx, prompt, sampling=params) as branch:
-        return list(branch.generate(n))
 
 
 @pytest.fixture(scope="module")

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import pytest
-from drafts import FIXED
+from drafts import FIXED, GREEDY, PROMPTS, WARM, plain
 
 import llamabranch as lb
-from llamabranch import Branch, Context, InferenceSession, SamplingParams, SpeculativeConfig
+from llamabranch import Branch, Context, InferenceSession, SpeculativeConfig
 from llamabranch.errors import CacheFullError, ClosedError, ConfigError
-
-PROMPT = "Once upon a time there was a king who had three daughters, and the youngest"
-GREEDY = SamplingParams(temperature=0.0)
-WARM = SamplingParams(temperature=0.8, seed=42)
 
 Said = list[tuple[int, str, float, float]]
 Chooser = Callable[[int], lb.Drafter | None]
+PROMPT = PROMPTS[0]
 
 
-def plain(ctx: Context, params: SamplingParams, n: int, stop: Sequence[str] = ()) -> Said:
-    with Branch.start(ctx, PROMPT, sampling=params) as branch:
-        return [(t.token, t.text, t.logprob, t.entropy) for t in branch.generate(n, stop)]
+def facts(tokens: Iterable[lb.Produced | None]) -> Said:
+    return [(t.token, t.text, t.logprob, t.entropy) for t in tokens if t is not None]
 
 
 def drain(session: InferenceSession, choose: Chooser = lambda i: None) -> Said:
-    said: Said = []
-    while True:
-        t = session.next_token(choose(len(said)))
-        if t is None:
-            return said
-        said.append((t.token, t.text, t.logprob, t.entropy))
+    said: list[lb.Produced] = []
+    while (one := session.next_token(choose(len(said)))) is not None:
+        said.append(one)
+    return facts(said)
 
 
 def test_each_token_may_have_another_drafter(
@@ -41,7 +35,7 @@ def test_each_token_may_have_another_drafter(
     lookup = lb.speculative.PromptLookupDrafter(min_ngram=1)
     drafters = (None, model, lookup, lb.ModelDrafter(other_ctx))
     for params in (GREEDY, WARM):
-        expected = plain(other_ctx, params, 60)
+        expected = facts(plain(other_ctx, PROMPT, params, 60))
         with InferenceSession(ctx, PROMPT, sampling=params, max_tokens=60, config=FIXED) as session:
             assert drain(session, lambda i: drafters[(i // 5) % 4]) == expected
             assert session.next_token(model) is None
@@ -84,13 +78,13 @@ def test_closed_or_forgotten_session_gives_everything_back(
 def test_session_survives_the_draft_context(
     ctx: Context, draft: lb.Model, other_ctx: Context
 ) -> None:
-    expected = plain(other_ctx, WARM, 30)
+    expected = facts(plain(other_ctx, PROMPT, WARM, 30))
     with InferenceSession(ctx, PROMPT, sampling=WARM, max_tokens=30, config=FIXED) as session:
         with Context(draft, n_ctx=256, n_threads=1) as small:
             drafter = lb.ModelDrafter(small)
             said = [session.next_token(drafter) for _ in range(10)]
         said += [session.next_token() for _ in range(20)]
-        assert [(t.token, t.text, t.logprob, t.entropy) for t in said if t] == expected
+        assert facts(said) == expected
 
 
 def test_session_closes_after_its_context(target: lb.Model, draft_ctx: Context) -> None:
@@ -138,7 +132,7 @@ def test_branch_of_another_context_is_refused(ctx: Context, other_ctx: Context) 
 def test_drafter_of_another_vocabulary_is_refused_when_it_is_given(
     ctx: Context, toy: lb.Model, other_ctx: Context
 ) -> None:
-    expected = plain(other_ctx, WARM, 5)
+    expected = facts(plain(other_ctx, PROMPT, WARM, 5))
     with Context(toy, n_threads=1) as strange:
         drafter = lb.ModelDrafter(strange, translate=False)
         with InferenceSession(ctx, PROMPT, sampling=WARM, max_tokens=5, config=FIXED) as session:

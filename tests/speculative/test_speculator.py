@@ -13,19 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafts import FIXED, GREEDY, PROMPTS, WARM
+from drafts import FIXED, GREEDY, PROMPTS, WARM, plain
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.context.logits import LogitsRow
 from llamabranch.generation.drafter import FixedLength, Round
 from llamabranch.generation.text import Text
-
-
-def plain(ctx: Context, prompt: str, params: SamplingParams, n: int) -> list[int]:
-    """Return what plain decoding says, one decode a token, at most ``n`` tokens."""
-    with Branch.start(ctx, prompt, sampling=params) as branch:
-        return [t.token for t in branch.generate(n)]
 
 
 def wrong(tokens: list[int], k: int) -> list[int]:
@@ -237,7 +231,7 @@ def test_user_may_rewind_and_reseed_between_generations(
             branch.reseed(seed)
             generation = speculator.generate(branch, max_tokens=30).finish()
             expected = plain(other_ctx, PROMPTS[0], WARM.replace(seed=seed), 30)
-            assert generation.tokens == expected
+            assert generation.tokens == [t.token for t in expected]
         speculator.forget(branch)
 
 
@@ -333,7 +327,7 @@ def test_draft_without_room_drafts_again_when_there_is_some(
     n_sequences: int, ctx: Context, draft: lb.Model
 ) -> None:
     """Without a sequence, and without cells."""
-    expected = plain(ctx, LONG, WARM, 40)
+    expected = [t.token for t in plain(ctx, LONG, WARM, 40)]
     with Context(draft, n_ctx=256, n_seq_max=n_sequences, n_threads=1) as small:
         rival = Branch.start(small, [5] * 100)
         speculator = Speculator(ctx, lb.ModelDrafter(small), FIXED)

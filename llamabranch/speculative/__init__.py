@@ -9,7 +9,6 @@ combined.py     drafters made of others or of a function; the drafter that is us
 The loop, the rules and the draft length are in :mod:`llamabranch.generation`.
 """
 
-from ..generation.config import SpeculativeConfig
 from ..generation.drafter import (
     Draft,
     Drafter,
@@ -18,6 +17,7 @@ from ..generation.drafter import (
     NullDrafter,
     SpeculativeStats,
 )
+from ..generation.drafting import SpeculativeConfig
 from ..generation.generation import Generation
 from ..generation.text import Text
 from ..generation.verify import Acceptance, RandomSource, RoundTrace, block_rule, token_rule

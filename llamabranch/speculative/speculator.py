@@ -9,9 +9,8 @@ from ..arguments import whole
 from ..branch import Branch, Produced
 from ..context import Context
 from ..errors import ClosedError, ConfigError, LlamaBranchError
-from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter, DraftLength, SpeculativeStats
-from ..generation.drafting import Drafting
+from ..generation.drafting import Drafting, SpeculativeConfig
 from ..generation.generation import Emission, Generation, OutputBuffer
 from ..model import Prompt
 from ..sampling import SamplingParams

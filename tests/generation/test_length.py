@@ -141,8 +141,7 @@ def best_speed(p: float, c: float, slope: float, limit: int = 16, n: int = 1) ->
 def auto_length(
     limit: int = 16, drafter: lb.Drafter | None = None, entropy_stop: float | None = None
 ) -> AutoLength:
-    config = SpeculativeConfig(max_draft_tokens=limit, entropy_stop=entropy_stop)
-    return AutoLength(config, drafter)
+    return AutoLength(limit, entropy_stop, drafter)
 
 
 def is_on(length: DraftLength) -> bool:
@@ -368,7 +367,7 @@ def test_drafts_in_a_batch_are_charged_a_decode_of_their_own_without_a_unified_c
 ) -> None:
     """Seven texts with a drafted token take a decode of seven and one of one there, not one of eight."""
     with lb.Context(target, n_ctx=512, n_seq_max=8, n_threads=1, kv_unified=unified) as ctx:
-        length = AutoLength(SpeculativeConfig(), lb.ModelDrafter(ctx), ctx)
+        length = AutoLength(drafter=lb.ModelDrafter(ctx), ctx=ctx)
         length.consider("m")
         for i in range(20):
             length.learn([PLAIN], 1, 1.0)

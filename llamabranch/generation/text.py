@@ -66,7 +66,7 @@ class Text:
             seq_id = ctx.sequences.allocate(self, used=used)
         self.ctx = ctx
         self.lock = ctx.lock
-        self.seq_id = seq_id
+        self.seq_id: int = seq_id
         self.sampler = sampler
         self.parent = parent
         self.tokens: list[int] = []

@@ -525,17 +525,26 @@ def bare(truth: Sequence[int] = (), start: int = 0, name: str = "bare") -> lb.Fu
     return lb.FunctionDrafter(guess, name)
 
 
-def test_bare_draft_is_cut_by_length_alone_and_never_changed_in_place() -> None:
+@pytest.mark.parametrize("entropy_stop", [None, 9.0])
+def test_bare_draft_is_timed_and_cut_by_length_alone_and_never_changed_in_place(
+    entropy_stop: float | None,
+) -> None:
     class Keeper(NullState):
         def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
             return kept
 
-    length, kept = FixedLength(2, 9.0), Draft(tokens=[5, 6, 7, 8])
-    cut = propose(Keeper(), [0], length, 16)
-    assert (cut.tokens, cut.stopped) == ([5, 6], "length")
-    assert cut.seconds > 0
-    assert len(cut.entropies) == 3 and all(map(math.isnan, cut.entropies))
-    assert (kept.tokens, kept.entropies, kept.seconds) == ([5, 6, 7, 8], [], 0.0)
+    for tokens, entropies in (([], []), ([5, 6, 7, 8], []), ([5, 6], [1.0, 1.0])):
+        kept = Draft(tokens=list(tokens), entropies=list(entropies))
+        found = propose(Keeper(), [0], FixedLength(2, entropy_stop), 16)
+        assert found.seconds > 0
+        assert (kept.tokens, kept.entropies, kept.seconds) == (tokens, entropies, 0.0)
+        if len(tokens) > 2 and entropy_stop:
+            assert (found.tokens, found.stopped) == ([5, 6], "length")
+            assert len(found.entropies) == 3 and all(map(math.isnan, found.entropies))
+        else:
+            assert (found.tokens, found.entropies) == (tokens, entropies)
+    kept = Draft([7, 8], seconds=0.5)
+    assert propose(Keeper(), [0], FixedLength(2), 2).seconds == 0.5
 
 
 @pytest.mark.parametrize("honest", [True, False])

@@ -523,28 +523,34 @@ def test_head_that_does_not_fit_is_refused_with_the_reason(case: str, folder: Pa
             branch.step()
 
 
-def test_mtp_needs_layers_that_are_there_and_loaded(target: lb.Model, folder: Path) -> None:
-    with (
-        lb.Context(target, n_ctx=256, n_threads=1) as ctx,
-        pytest.raises(lb.errors.UnsupportedError, match="has no MTP layers"),
-    ):
-        lb.MTPDrafter(ctx)
-    path = toys.write_glm4moe(folder / "unloaded.gguf", vocab="bytes", weights="f32")
-    assert lb.Model.head_kind(path) == "mtp"
-    with (
-        lb.Model(path) as model,
-        lb.Context(model, n_threads=1) as ctx,
-        pytest.raises(lb.errors.UnsupportedError, match="load_mtp=True"),
-    ):
-        lb.MTPDrafter(ctx)
-    lacking = toys.write_glm4moe(
-        folder / "lacking.gguf", vocab="bytes", weights="f32", drop=("blk.2.nextn.eh_proj.weight",)
-    )
-    assert lb.Model.head_kind(lacking) == ""
-    with lb.Model(lacking) as model:
-        assert "lacks the weights" in model.head_fault(model) or "not loaded" in model.head_fault(
-            model
-        )
+UNFIT: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    # what is written; what it is; why its layers cannot draft
+    "none": ("llama", {}, "", "has no MTP layers"),
+    "not loaded": ("glm4moe", {}, "mtp", "load_mtp=True"),
+    "lacking": (
+        "glm4moe",
+        {"drop": ("blk.2.nextn.eh_proj.weight",)},
+        "",
+        "lacks the weights|not loaded",
+    ),
+    # On these llama.cpp would abort.
+    "two": ("glm4moe", {"metadata": {"block_count": 4, "nextn_predict_layers": 2}}, "", ""),
+    "unfused": ("mimo2", {"drop": ("blk.3.ffn_gate.weight",)}, "", r"needs blk\.3\.ffn_gate"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_mtp_needs_layers_that_are_there_and_can_be_computed(case: str, folder: Path) -> None:
+    kind, options, head_kind, reason = UNFIT[case]
+    path = toys.write_toy(folder / "unfit.gguf", kind, vocab="bytes", weights="f32", **options)
+    assert lb.Model.head_kind(path) == head_kind
+    if reason:
+        with (
+            lb.Model(path, load_mtp=case == "unfused") as model,
+            lb.Context(model, n_ctx=256, n_threads=1) as ctx,
+            pytest.raises(lb.errors.UnsupportedError, match=reason),
+        ):
+            lb.MTPDrafter(ctx)
 
 
 def parts(kind: str, folder: Path) -> tuple[Path, Path]:
@@ -625,26 +631,6 @@ def test_layers_of_another_target_are_refused_with_the_reason(
                     lb.Context(head, target=ctx)
                 assert reason in model.head_fault(head)
         assert "is no EAGLE-3 head and has no MTP layers" in head.head_fault(target)
-
-
-def test_layers_that_llama_cpp_would_abort_on_are_refused(folder: Path) -> None:
-    two = {"block_count": 4, "nextn_predict_layers": 2}
-    many = toys.write_glm4moe(folder / "two.gguf", vocab="bytes", weights="f32", metadata=two)
-    unfused = toys.write_toy(
-        folder / "unfused.gguf",
-        "mimo2",
-        vocab="bytes",
-        weights="f32",
-        drop=("blk.3.ffn_gate.weight",),
-    )
-    for path in (many, unfused):
-        assert lb.Model.head_kind(path) == ""
-    with (
-        lb.Model(unfused, load_mtp=True) as model,
-        lb.Context(model, n_threads=1) as ctx,
-        pytest.raises(lb.errors.UnsupportedError, match=r"needs blk\.3\.ffn_gate"),
-    ):
-        lb.MTPDrafter(ctx)
 
 
 # -- several MTP layers ----------------------------------------------------------------------------------

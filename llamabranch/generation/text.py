@@ -100,6 +100,9 @@ class Text:
             self.set_row(parent.row)
             self._produced, self._incomplete_after = parent._produced, parent._incomplete_after
 
+    def __repr__(self) -> str:
+        return f"<Text of {len(self.tokens)} tokens in sequence {self.seq_id}>"
+
     # -- what it is --------------------------------------------------------------------------------
 
     @property
@@ -533,14 +536,8 @@ class Text:
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
         """Begin this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.
 
-        Or with what the sequence was allocated with.
-
-        Args:
-            tokens: ids; the first ``n_prompt`` (None: all) are a prompt, the others were generated.
-            n_prompt: see ``tokens``.
-
-        Returns:
-            how many tokens that is; the others remain to be decoded.
+        Or with what the sequence was allocated with. The first ``n_prompt`` tokens (None: all) are a
+        prompt, the others were generated. Return how many it begins with; the rest is to be decoded.
         """
         prefixes = self.ctx.prefix_cache
         if prefixes is None:

@@ -499,7 +499,8 @@ class Text:
 
     def append_unscored(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Append decoded tokens without surprisals; ``row`` follows them, if it was kept."""
-        with self.undone_on_error():
+        n = len(self.tokens)
+        try:
             if not self.sampler.is_stateless:
                 for token in tokens:
                     self.sampler.accept(token)
@@ -509,6 +510,9 @@ class Text:
             self.finish_reason = None
             self.version += 1
             self.set_row(row)
+        except BaseException:  # `undone_on_error` would take as long as the rest
+            self.forget(n)
+            raise
 
     def decode_unscored(self, tokens: Sequence[int]) -> None:
         """Decode ``tokens`` and append them without surprisals, in as few decodes as possible.
@@ -552,10 +556,7 @@ class Text:
             return n
 
     def keep_cached(self, *, is_last: bool = False) -> None:
-        """Keep its K/V in the prefix cache, if there is one, beyond the end of this sequence.
-
-        ``is_last``: ``release`` follows.
-        """
+        """Keep its K/V in the prefix cache, if any, beyond its own end; ``is_last``: ``release`` follows."""
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
             return

@@ -394,31 +394,30 @@ class Plan:
 
     def _target(self, n: int) -> Distribution:
         """Return the distribution of the token after ``n`` drafted ones."""
-
-        def found(sampler: Sampler, row: LogitsRow, position: int) -> Distribution:
-            return sampler.distribution(row.array, position, self._text.seed)
-
-        return self._after(n, found, Distribution.point)
+        return self._after(n, self._distribution, Distribution.point)
 
     def _draw(self, n: int) -> int:
         """Return the token that plain decoding draws after ``n`` drafted ones."""
+        return self._after(n, self._drawn, int)
 
-        def found(sampler: Sampler, row: LogitsRow, position: int) -> int:
-            measured = sampler.params.logprobs
-            return row.draw(sampler, self._text.seed, position, measured=measured)
-
-        return self._after(n, found, int)
-
-    def _after(
-        self, n: int, found: Callable[[Sampler, LogitsRow, int], T], nothing: Callable[[int], T]
-    ) -> T:
-        tokens, text = self._draft.tokens, self._text
-        if n and text.ctx.model.is_eog(tokens[n - 1]):  # nothing follows it: this is not emitted
+    def _after(self, n: int, found: Callable[[int], T], nothing: Callable[[int], T]) -> T:
+        tokens = self._draft.tokens
+        if n and self._text.ctx.model.is_eog(tokens[n - 1]):  # nothing follows it: not emitted
             return nothing(tokens[n - 1])
         try:
-            return found(self._sampler(n), self.rows[n], len(text.tokens) + n)
+            return found(n)
         except (ConfigError, ConstraintError, GrammarError) as error:
             raise _DeadEnd(n) from error
+
+    def _distribution(self, n: int) -> Distribution:
+        text = self._text
+        row, position = self.rows[n], len(text.tokens) + n
+        return self._sampler(n).distribution(row.array, position, text.seed)
+
+    def _drawn(self, n: int) -> int:
+        text, sampler = self._text, self._sampler(n)
+        row, position = self.rows[n], len(text.tokens) + n
+        return row.draw(sampler, text.seed, position, measured=sampler.params.logprobs)
 
     def _sampler(self, n: int) -> Sampler:
         """Return the sampler that has accepted the first ``n`` drafted tokens."""

@@ -372,10 +372,11 @@ class ModelDrafter(RunDrafter[ModelState]):
             state.draft.n_read = len(text) - own.position
             if own.position < state.n_prompt:
                 prompts.append((own, text[own.position : state.n_prompt]))
-        for own, tokens in prompts:
-            own.check_read(tokens)  # a fork's may follow what was generated
-        for (own, tokens), row in zip(prompts, self._decode(prompts), strict=True):
-            own.append_prompt(tokens, row)
+        if prompts:
+            for own, tokens in prompts:
+                own.check_read(tokens)  # a fork's may follow what was generated
+            for (own, tokens), row in zip(prompts, self._decode(prompts), strict=True):
+                own.append_prompt(tokens, row)
         for state in states:
             if not self.ctx.kv_cache.can_draft:
                 state.fork_ahead()
@@ -383,10 +384,10 @@ class ModelDrafter(RunDrafter[ModelState]):
 
     def decode(self, states: Sequence[ModelState]) -> None:
         """Decode what is unread of each text, together."""
-        work = [(state.tip, state.unread) for state in states]
-        if len(work) == 1:
-            work[0][0].decode_unscored(work[0][1])
+        if len(states) == 1:
+            states[0].tip.decode_unscored(states[0].unread)
         else:
+            work = [(state.tip, state.unread) for state in states]
             for tip, _ in work:
                 tip.check_usable()
                 tip.settle()
@@ -401,7 +402,7 @@ class ModelDrafter(RunDrafter[ModelState]):
         for text, tokens in work:
             batch.add(text.seq_id, tokens)
         expiring = [row for text, _ in work for row in text.expiring_rows()]
-        return [rows[-1] for rows in batch.decode(self.ctx.decoder, expiring)] if work else []
+        return [rows[-1] for rows in batch.decode(self.ctx.decoder, expiring)]
 
 
 def _forked(text: Text) -> Text:

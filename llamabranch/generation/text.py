@@ -556,7 +556,7 @@ class Text:
             return n
 
     def keep_cached(self, *, is_last: bool = False) -> None:
-        """Keep its K/V in the prefix cache, if any, beyond its own end; ``is_last``: ``release`` follows."""
+        """Keep its K/V in the prefix cache, if any, beyond its end; ``is_last``: ``release`` follows."""
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
             return

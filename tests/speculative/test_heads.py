@@ -55,6 +55,15 @@ class Pair(NamedTuple):
             lb.SpeculativeConfig(**{"draft_k": 4, **config}),  # type: ignore[arg-type]
         )
 
+    def drafted(
+        self, prompt: str, settings: str, n: int = 24, **config: object
+    ) -> lb.SpeculativeStats:
+        """Generate with drafts; fail unless the text is the plain one."""
+        sampling = SETTINGS[settings]
+        found = self.speculator(**config).generate(prompt, max_tokens=n, sampling=sampling)
+        assert found.finish().tokens == self.plain(prompt, sampling, n)
+        return found.stats
+
     def audit(self) -> None:
         self.ctx.audit()
         self.drafter.ctx.audit()
@@ -260,9 +269,7 @@ def test_snapshots_with_forged_hidden_states_are_refused(eagle: Pair, tmp_path: 
 
 def test_acceptance_of_the_bundled_head(eagle: Pair) -> None:
     """A head that read wrong states would have about one token in a thousand accepted."""
-    generation = eagle.speculator().generate(PROMPTS[0], max_tokens=80, sampling=SETTINGS["greedy"])
-    generation.finish()
-    assert generation.stats.draft_acceptance_rate > 0.1
+    assert eagle.drafted(PROMPTS[0], "greedy", 80).draft_acceptance_rate > 0.1
 
 
 def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -> None:
@@ -588,15 +595,8 @@ def test_layers_in_a_file_of_their_own_draft_what_they_draft_in_the_targets(
     ):
         pairs = Pair(ctx, lb.MTPDrafter(head)), Pair(whole, lb.MTPDrafter(whole))
         for settings in ("greedy", "seeded"):
-            found = []
-            for pair in pairs:
-                generation = pair.speculator(draft_k=3).generate(
-                    PROMPTS[2], max_tokens=24, sampling=SETTINGS[settings]
-                )
-                tokens = generation.finish().tokens
-                assert tokens == pair.plain(PROMPTS[2], SETTINGS[settings])
-                found.append((tokens, generation.stats.num_accepted_tokens))
-            assert found[0] == found[1]
+            stats = [pair.drafted(PROMPTS[2], settings, draft_k=3) for pair in pairs]
+            assert stats[0].num_accepted_tokens == stats[1].num_accepted_tokens
         pairs[0].audit()
 
 
@@ -605,11 +605,7 @@ def test_layers_in_the_last_part_of_a_split_model_draft(folder: Path) -> None:
     assert lb.Model.head_kind(path) == "mtp"
     with lb.load(path, n_ctx=512, n_threads=1, load_mtp=True) as ctx:
         pair = Pair(ctx, lb.MTPDrafter(ctx))
-        generation = pair.speculator().generate(
-            PROMPTS[2], max_tokens=12, sampling=SETTINGS["greedy"]
-        )
-        assert generation.finish().tokens == pair.plain(PROMPTS[2], SETTINGS["greedy"], 12)
-        assert generation.stats.num_draft_tokens > 0
+        assert pair.drafted(PROMPTS[2], "greedy", 12).num_draft_tokens > 0
     path.with_name(path.name.replace("00001", "00002")).unlink()
     assert lb.Model.head_kind(path) == ""
 
@@ -687,11 +683,7 @@ def test_full_cache_of_the_layers_ends_drafts_and_not_the_text(
         lb.Context(ctx.model, target=ctx, n_ctx=256, n_seq_max=3) as head,
     ):
         pair = Pair(ctx, lb.MTPDrafter(head))
-        generation = pair.speculator().generate(
-            PROMPTS[0], max_tokens=120, sampling=SETTINGS["seeded"]
-        )
-        assert generation.finish().tokens == pair.plain(PROMPTS[0], SETTINGS["seeded"], 120)
-        assert generation.stats.stop_reasons["capacity"] > 0
+        assert pair.drafted(PROMPTS[0], "seeded", 120).stop_reasons["capacity"] > 0
         pair.audit()
         with (
             lb.Branch.start(ctx, PROMPTS[1]) as branch,

@@ -18,7 +18,7 @@ from time import perf_counter
 import llamabranch as lb
 from llamabranch.bench.timing import Spread
 from llamabranch.cli.demo import PERSON, SCHEMA
-from llamabranch.speculative.auto import DrafterChoice
+from llamabranch.speculative.combined import DrafterChoice
 
 from .prompts import TASKS
 from .report import Settings, emit, number, parser, percent, pm, table, title

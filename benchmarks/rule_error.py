@@ -15,7 +15,7 @@ import numpy as np
 
 from llamabranch import ConfigError
 from llamabranch.arguments import whole
-from llamabranch.generation.rules import AcceptanceRule
+from llamabranch.generation.verify import AcceptanceRule
 from llamabranch.sampling import Distribution
 from llamabranch.speculative import RandomSource
 

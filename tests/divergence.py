@@ -21,7 +21,8 @@ import numpy as np
 from llamabranch import Branch, BranchStore, Context, Grammar, SamplingParams
 from llamabranch.cli.comparison import TRUNCATIONS, FirstDifference, Logits
 from llamabranch.errors import ConfigError, GrammarError
-from llamabranch.generation.plan import Plan
+from llamabranch.generation.drafter import Draft
+from llamabranch.generation.verify import Plan
 from llamabranch.model import token_list
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import gumbel_noise
@@ -164,7 +165,7 @@ def _verify(branch: Branch, run: Sequence[int], n_kept: int | None = None) -> Lo
     """Decode ``run`` and keep its first ``n_kept`` tokens; return a copy of the logits after them."""
     kept = list(run[:n_kept])
     with branch.ctx.lock:
-        plan = Plan(branch.sequence, run)
+        plan = Plan(branch.sequence, Draft(list(run)))
         try:
             row = np.array(plan.decode()[len(kept) - 1].array)
             plan.keep(len(kept))

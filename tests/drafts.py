@@ -1,8 +1,8 @@
 """What tests of drafts share: a fixed length ("auto" drafts only where that pays), prompts, settings."""
 
-from llamabranch import Branch, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch import Branch, Context, Produced, SamplingParams, SpeculativeConfig, Speculator
 
-__all__ = ["FIXED", "GREEDY", "PROMPTS", "WARM", "take_turns"]
+__all__ = ["FIXED", "GREEDY", "PROMPTS", "WARM", "plain", "take_turns"]
 
 FIXED = SpeculativeConfig(draft_k=4)
 PROMPTS = [
@@ -12,6 +12,12 @@ PROMPTS = [
 ]
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.8, seed=42)
+
+
+def plain(ctx: Context, prompt: str | list[int], params: SamplingParams, n: int) -> list[Produced]:
+    """Return what plain decoding says, one decode a token, at most ``n`` tokens."""
+    with Branch.start(ctx, prompt, sampling=params) as branch:
+        return list(branch.generate(n))
 
 
 def take_turns(speculator: Speculator, root: Branch, n: int) -> list[Branch]:

@@ -18,11 +18,10 @@ from ..context import Context, TokenScore
 from ..context.context import text_context
 from ..context.token_states import layer_states
 from ..errors import BranchStateError, CacheFullError, CapacityError, SequencesExhaustedError
-from ..generation.config import SpeculativeConfig, checked_config
 from ..generation.drafter import Drafter
-from ..generation.drafting import Drafting
-from ..generation.generation import Generation
-from ..generation.output import OutputBuffer, Produced
+from ..generation.drafting import Drafting, SpeculativeConfig, checked_config
+from ..generation.generation import Generation, OutputBuffer
+from ..generation.output import Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
 from ..pictures import last_words

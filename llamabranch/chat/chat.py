@@ -32,7 +32,7 @@ from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from ..speculative import Generation, SpeculativeConfig, SpeculativeStats, Speculator
-from ..speculative.auto import DrafterChoice, auto_drafter
+from ..speculative.combined import DrafterChoice, auto_drafter
 from .conversation import Exchange, Line, exchanges_of, messages_of, tree_of
 from .saved import SavedChat, read_chat, write_chat
 from .turns import TurnBranches

@@ -23,7 +23,7 @@ from ..errors import ClosedError, ConfigError
 from ..model import Prompt
 from ..sampling import SamplingParams
 from ..speculative import SpeculativeConfig
-from ..speculative.auto import DrafterChoice
+from ..speculative.combined import DrafterChoice
 from .completion import (
     ChatOptions,
     Completion,

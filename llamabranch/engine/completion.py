@@ -22,7 +22,7 @@ from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.params import check_names, settings_of
-from ..speculative.auto import DrafterChoice, auto_drafter
+from ..speculative.combined import DrafterChoice, auto_drafter
 from .engine import Engine
 from .request import Event, Request, Result
 

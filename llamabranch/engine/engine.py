@@ -28,7 +28,7 @@ from ..sampling import SamplingParams
 from ..sampling.noise import random_seed
 from ..sampling.params import settings_of
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
-from ..speculative.auto import DrafterChoice, auto_drafter
+from ..speculative.combined import DrafterChoice, auto_drafter
 from .core import EngineCore
 from .job import EngineSettings
 from .request import Event, Request, Result

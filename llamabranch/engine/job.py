@@ -14,8 +14,8 @@ from ..context import Context
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import LlamaBranchError
 from ..generation.drafting import Drafting
+from ..generation.generation import OutputBuffer
 from ..generation.loop import RunningText
-from ..generation.output import OutputBuffer
 from ..generation.text import Text
 from ..sampling import Grammar, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState

@@ -1,21 +1,133 @@
-"""One generation of a text, round by round: streaming, stop strings, limits, statistics."""
+"""One generation of a text, round by round: streaming, limits, stop strings, the output so far.
+
+Branches, sessions and the engine all emit through its `OutputBuffer`.
+"""
 
 from __future__ import annotations
 
+import math
 import reprlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from time import perf_counter
 
+from ..arguments import whole
 from ..errors import CapacityError, ClosedError, ConstraintError, LlamaBranchError
+from ..model import NO_TOKEN, StopStrings
 from ..sampling.constraint import ConstraintState
+from .drafter import SpeculativeStats
 from .drafting import Drafting
-from .output import OutputBuffer, Produced
-from .stats import SpeculativeStats
+from .output import Produced
 from .text import Text
 
-__all__ = ["Emission", "Generation"]
+__all__ = ["Emission", "Generation", "OutputBuffer"]
+
+
+class OutputBuffer:
+    """The tokens and the text of one generation so far.
+
+    Args:
+        max_tokens: the most tokens to emit; None = until the model ends.
+        stop: strings that end the text; ``text`` leaves them out, ``tokens`` includes theirs.
+        stop_tokens: ids that end the text, and are part of it.
+        min_tokens: the stop strings are looked for after this many tokens.
+
+    Raises:
+        ConfigError: a limit that is no integer or negative, or an empty stop string.
+
+    Attributes:
+        tokens: ids, those of a stop string included; EOG tokens are not among them.
+        texts: the text emitted with each token; joined they are the text, without the stop string.
+        emitted: each of ``tokens`` with all that is known of it.
+        finish_reason: "stop" (EOG token or stop string), "length", None while it continues, or what
+            ``break_off`` was given. Nobody else sets it.
+        is_stuck: it cannot continue for now, but may later: meanwhile ``text`` includes the text held
+            back for a stop string.
+        elapsed_s: seconds so far, if the caller counts them.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int | None,
+        stop: str | Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        if max_tokens is not None:
+            max_tokens = whole("max_tokens", max_tokens, 0)
+        self._max_tokens = max_tokens
+        self._stops = StopStrings(stop)
+        self._stop_tokens = frozenset(stop_tokens)
+        self.min_tokens = min_tokens
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+        self.emitted: list[Produced] = []
+        self.finish_reason: str | None = "length" if max_tokens == 0 else None
+        self.is_stuck = False
+        self.elapsed_s = 0.0
+
+    @property
+    def text(self) -> str:
+        """The emitted text."""
+        return "".join(self.texts) + (self._stops.held if self.is_stuck else "")
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or else the stop token, that has ended the text; None if neither has."""
+        if self._stops.found is not None or not self.tokens:
+            return self._stops.found
+        return self.tokens[-1] if self.tokens[-1] in self._stop_tokens else None
+
+    @property
+    def draft_limit(self) -> int:
+        """The most tokens a draft may have so that the round overruns neither limit."""
+        n = len(self.tokens)
+        limit = 1 << 30 if self._max_tokens is None else self._max_tokens
+        return (min(limit, self.min_tokens) if n < self.min_tokens else limit) - n - 1
+
+    def add(self, emitted: Produced) -> Produced | None:
+        """Add the next token; return it with the text to emit, None if there is nothing to emit.
+
+        An EOG token is emitted only to carry text that was held back for a stop string.
+        """
+        self.is_stuck = False
+        if emitted.is_stop:
+            self.finish_reason = "stop"
+            held = self._stops.flush()
+            if not held:
+                return None
+            self.texts.append(held)
+            return emitted._replace(text=held)
+        n = len(self.tokens) + 1
+        is_end = emitted.token in self._stop_tokens
+        last = self._max_tokens is not None and n >= self._max_tokens
+        text, reason = emitted.text, "length" if last else None
+        if n > self.min_tokens:
+            text = self._stops.show(text, last=last or is_end)
+        if is_end or self._stops.found is not None:
+            reason = "stop"
+        # Nothing is called from here on: what the handler of a signal raises comes before or after.
+        self.tokens += (emitted.token,)
+        self.emitted += (emitted,)
+        self.texts += (text,)
+        self.finish_reason = reason
+        # A part may be held back for a stop string.
+        return emitted if text == emitted.text else emitted._replace(text=text)
+
+    def break_off(self, reason: str | None = None) -> Produced | None:
+        """End the text without an EOG token; return the held-back text as an item, None if there is none.
+
+        After a regular end, and on a second call, no text is held back.
+
+        Args:
+            reason: why it cannot go on, as "capacity" or "cancelled"; None: it may, or has ended
+        """
+        self.finish_reason = reason or self.finish_reason
+        held = self._stops.flush()
+        if not held:
+            return None
+        self.texts.append(held)
+        return Produced(NO_TOKEN, held, True, math.nan, math.nan)
 
 
 class Emission:
@@ -26,6 +138,10 @@ class Emission:
     Args:
         text: generates; begins at its end.
         output: takes them.
+
+    Attributes:
+        waiting: what the last round emitted and is not given out yet; where nothing is, ``next`` may be
+            called after another round.
     """
 
     def __init__(self, text: Text, output: OutputBuffer) -> None:
@@ -33,22 +149,20 @@ class Emission:
         self._output = output
         self._base = text.position  # where the output begins
         self._version = text.version
-        self._emitted: list[Produced] = []  # by the last round, not given out yet
+        self.waiting: list[Produced] = []
 
     def resume(self) -> bool:
         """Go on from the text as it is now; return whether somebody else has changed it."""
         if self._text.version == self._version:
             return False
-        self._emitted.clear()
+        self.waiting.clear()
         self._base = self._text.position - len(self._output.tokens)
         return True
 
-    def next(self, run: Callable[[], list[Produced]]) -> Produced | None:
-        """Give out the next token, after another round if there is none left; None: nothing to show."""
+    def next(self) -> Produced | None:
+        """Give out the next token that waits; None: nothing to show."""
         text, output = self._text, self._output
-        if not self._emitted:
-            self._emitted = run()
-        shown = output.add(self._emitted.pop(0))
+        shown = output.add(self.waiting.pop(0))
         text.n_held = len(text.tokens) - self._base - len(output.tokens)
         self._version = text.version
         return shown
@@ -188,7 +302,9 @@ def _run(
                             text.constrain(constraint)
                         drafting.close(running, keep=True, is_changed=True)
                         running, is_changed = drafting.open(text, stats, n_alternatives), False
-                    shown = emission.next(partial(drafting.loop.round, running, output))
+                    if not emission.waiting:
+                        emission.waiting = drafting.loop.round(running, output.draft_limit)
+                    shown = emission.next()
                     text.finish_reason = output.finish_reason
                     if shown is not None:
                         is_consumed = False

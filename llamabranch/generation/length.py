@@ -14,7 +14,6 @@ import numpy as np
 
 from ..context import Context
 from ..native import forkable_lock
-from .config import SpeculativeConfig
 from .drafter import Drafter, DraftLength, NullDrafter, Round, StopRule, bucket
 
 __all__ = ["AutoLength"]
@@ -132,10 +131,14 @@ class AutoLength(DraftLength):
     reads_entropy = True
 
     def __init__(
-        self, config: SpeculativeConfig, drafter: Drafter | None = None, ctx: Context | None = None
+        self,
+        limit: int = 16,
+        entropy_stop: float | None = None,
+        drafter: Drafter | None = None,
+        ctx: Context | None = None,
     ) -> None:
-        self.limit, most = config.max_draft_tokens, config.entropy_stop
-        self._stop = StopRule(math.inf if most is None else most, self.WARM_UP_K)
+        self.limit = limit
+        self._stop = StopRule(math.inf if entropy_stop is None else entropy_stop, self.WARM_UP_K)
         self._drafter = drafter or NullDrafter()
         self._learned = _Learned() if ctx is None else _of_contexts.setdefault(ctx, _Learned())
         self._splits = ctx is not None and ctx.kv_cache.forks_copy

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple, Protocol, TypeVar
@@ -34,13 +35,11 @@ from .drafter import (
     DraftRequest,
     DraftState,
     Round,
+    SpeculativeStats,
 )
-from .output import OutputBuffer, Produced
-from .plan import Plan
-from .rules import Rule, rule_name
-from .stats import SpeculativeStats
+from .output import Produced
 from .text import Text
-from .verify import RoundTrace, trace, verify
+from .verify import Plan, RoundTrace, Rule, rule_name
 
 __all__ = ["CommonNoise", "Loop", "Reader", "RunningText", "Step"]
 
@@ -228,8 +227,9 @@ class RunningText:
             self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
             draft.tokens = token_list(draft.tokens)
             self.text.ctx.model.check_tokens(draft.tokens)
-            fits = self.text.ctx.fits(self.text.seq_id, len(draft.tokens))
-            draft.cut(fits)
+            ctx, seq_id = self.text.ctx, self.text.seq_id
+            count_free = partial(ctx.sequences.count_free, used=(seq_id,))
+            draft.cut(ctx.kv_cache.fits(len(draft.tokens), count_free))
             self._cut_refused(draft)
             self.stats.draft_forward_passes += draft.n_decodes
 
@@ -254,7 +254,7 @@ class RunningText:
 
     def plan(self) -> Plan:
         """Return what is to be decoded in this round. The context's lock is held until ``take``."""
-        self._plan = Plan(self.text, self.draft.tokens)
+        self._plan = Plan(self.text, self.draft)
         return self._plan
 
     def abandon(self) -> None:
@@ -295,12 +295,12 @@ class RunningText:
     def _verified(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
         """Return what a draft brings, and how much of it was accepted."""
         text, rows = self.text, plan.rows
-        verdict = verify(text, draft, self.rule, rows)
+        verdict = plan.verify(self.rule)
         if self.on_round is not None:
-            self._trace = trace(draft, verdict, rows, len(text.tokens))
+            self._trace = plan.trace(verdict)
         incomplete = text.incomplete
         emitted, row = [], rows[0]
-        for i, piece in enumerate(plan.keep(verdict.n_kept, verdict.sampler)):
+        for i, piece in enumerate(plan.keep(verdict.n_kept)):
             token, logprob, entropy = draft.tokens[i], math.nan, math.nan
             if text.sampler.params.logprobs:
                 logprob, entropy = row.logprob(token), row.entropy()
@@ -458,8 +458,8 @@ class Loop:
                     state = like.fork(text)
         return RunningText(text, state, self.length.stream(), rule, stats, n_alternatives)
 
-    def round(self, running: RunningText, output: OutputBuffer) -> list[Produced]:
-        """Run a step of one text by itself; return what it emits, no more than ``output`` may take."""
+    def round(self, running: RunningText, limit: int) -> list[Produced]:
+        """Run a step of one text by itself, drafting at most ``limit`` tokens; return what it emits."""
         text = running.text
         if not text.is_behind:
             return [running.draw()]
@@ -468,7 +468,7 @@ class Loop:
                 running.advance()
             running.conclude()
             return running.emitted
-        step = self._run([(running, output.draft_limit)], ())
+        step = self._run([(running, limit)], ())
         error = step.no_room or running.error
         if error is not None:
             raise error

@@ -33,7 +33,7 @@ class Text:
 
     Args:
         ctx: the context that holds it.
-        seq_id: an empty sequence that is held.
+        seq_id: an empty sequence that is held; None = one is allocated, and freed with this object.
         sampler: turns its logits into distributions; has accepted the tokens of ``parent``, if any.
         seed: the seed of its draws.
         parent: the sequence to start as a copy of, sharing its cells; None for an empty one.
@@ -56,14 +56,17 @@ class Text:
     def __init__(
         self,
         ctx: Context,
-        seq_id: int,
+        seq_id: int | None,
         sampler: Sampler,
         seed: int,
         parent: Text | None = None,
     ) -> None:
+        if seq_id is None:
+            used = () if parent is None else (parent.seq_id,)
+            seq_id = ctx.sequences.allocate(self, used=used)
         self.ctx = ctx
         self.lock = ctx.lock
-        self.seq_id = seq_id
+        self.seq_id: int = seq_id
         self.sampler = sampler
         self.parent = parent
         self.tokens: list[int] = []
@@ -96,6 +99,9 @@ class Text:
                 self._cache.fork(parent.seq_id, seq_id)
             self.set_row(parent.row)
             self._produced, self._incomplete_after = parent._produced, parent._incomplete_after
+
+    def __repr__(self) -> str:
+        return f"<Text of {len(self.tokens)} tokens in sequence {self.seq_id}>"
 
     # -- what it is --------------------------------------------------------------------------------
 
@@ -369,13 +375,23 @@ class Text:
         self.ctx.model.check_tokens(tokens)
         self.settle()
 
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Reset all but the cache to the state before, whatever is raised meanwhile."""
+        n = len(self.tokens)
+        try:
+            yield
+        except BaseException:
+            self.forget(n)
+            raise
+
     def append_prompt(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Append decoded tokens that were read, not generated; ``row`` follows them, if it was kept.
 
         They count for penalties; a grammar begins again after them.
         """
         n = len(self.tokens)
-        try:
+        with self.undone_on_error():
             self.tokens += tokens
             if n == self.n_prompt:
                 self.n_prompt = len(self.tokens)
@@ -393,9 +409,6 @@ class Text:
             self.finish_reason = None
             self.version += 1
             self.set_row(row)
-        except BaseException:
-            self.forget(n)
-            raise
 
     def check_commit(self, token: int) -> float:
         """Raise unless ``append`` may follow the decode of ``token``; return its surprisal, nats.
@@ -461,10 +474,9 @@ class Text:
         self.ctx.model.check_tokens(tokens)
         self.check_usable()
         self.drop_held()
-        n = len(self.tokens)
         sampler = self.sampler.after(tokens)  # raises GrammarError before anything is decoded
-        scored = sampler.params.logprobs
-        surprisals = [-self.logits_row().logprob(tokens[0]) if scored and n else math.nan]
+        scored, is_first = sampler.params.logprobs, not self.tokens
+        surprisals = [math.nan if is_first or not scored else -self.logits_row().logprob(tokens[0])]
         self.settle()
         last: list[LogitsRow] = []
         kept: list[npt.NDArray[np.float32]] = []
@@ -478,14 +490,11 @@ class Text:
         batch = Batch()
         batch.add(self.seq_id, tokens, "all")
         batch.decode(self._decoder, read=read)
-        try:
+        with self.undone_on_error():
             for token, surprisal in zip(tokens, surprisals, strict=True):
                 self.append_accepted(token, surprisal)
             self.use_sampler(sampler)
             self.set_row(last[0])
-        except BaseException:
-            self.forget(n)
-            raise
         return kept or [last[0].array.copy()]
 
     def append_unscored(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
@@ -501,7 +510,7 @@ class Text:
             self.finish_reason = None
             self.version += 1
             self.set_row(row)
-        except BaseException:
+        except BaseException:  # `undone_on_error` would take as long as the rest
             self.forget(n)
             raise
 
@@ -531,14 +540,8 @@ class Text:
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
         """Begin this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.
 
-        Or with what the sequence was allocated with.
-
-        Args:
-            tokens: ids; the first ``n_prompt`` (None: all) are a prompt, the others were generated.
-            n_prompt: see ``tokens``.
-
-        Returns:
-            how many tokens that is; the others remain to be decoded.
+        Or with what the sequence was allocated with. The first ``n_prompt`` tokens (None: all) are a
+        prompt, the others were generated. Return how many it begins with; the rest is to be decoded.
         """
         prefixes = self.ctx.prefix_cache
         if prefixes is None:
@@ -553,10 +556,7 @@ class Text:
             return n
 
     def keep_cached(self, *, is_last: bool = False) -> None:
-        """Keep its K/V in the prefix cache, if there is one, beyond the end of this sequence.
-
-        ``is_last``: ``release`` follows.
-        """
+        """Keep its K/V in the prefix cache, if any, beyond its end; ``is_last``: ``release`` follows."""
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
             return

@@ -1,22 +1,245 @@
-"""Which drafted tokens a text accepts, and the token that follows them, from the logits of one decode."""
+"""Drafted tokens after a text: decoded, judged by a rule, and kept in part.
+
+Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule is a pure
+function and uses no model: it calls a function for distributions and a :class:`RandomSource` for
+everything random, so the tests can replace the noise by an enumeration of all outcomes and verify the
+very code that runs.
+
+Each round needs noise of its own. Under the token and block rules drafted tokens are drawn with
+:func:`draft_seed`: the block rule's decisions depend on drafted tokens that it then rejects, so drawing
+them again from the same noise in the next round would bias that round.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from ..arguments import plain_int, shown
 from ..context.logits import LogitsRow
+from ..context.runner import decode_run
 from ..errors import ConfigError, ConstraintError, GrammarError
 from ..sampling import Distribution, Sampler
+from ..sampling.noise import derive_seed, uniform
 from .drafter import Draft
 from .output import Produced
-from .rules import Rule, apply_rule, seeded_rule
 from .text import Text
 
-__all__ = ["RoundTrace", "Verdict", "trace", "verify"]
+__all__ = [
+    "RULES",
+    "Acceptance",
+    "AcceptanceRule",
+    "Noise",
+    "Plan",
+    "RandomSource",
+    "RoundTrace",
+    "Rule",
+    "Verdict",
+    "apply_rule",
+    "block_rule",
+    "draft_seed",
+    "rule_name",
+    "seeded_rule",
+    "token_rule",
+]
 
 T = TypeVar("T")
+Floats = npt.NDArray[np.float64]
+Target = Callable[[int], Distribution]
+
+RULES = ("seeded", "token", "block")
+
+
+# -- rules ------------------------------------------------------------------------------------------
+
+
+class RandomSource(Protocol):
+    """A rule's source of randomness: independent between indices, and of the draft's draws."""
+
+    def coin(self, index: int, probability: float) -> bool:
+        """Return True with ``probability``; called at most once per index in a round."""
+
+    def draw(self, distribution: Distribution, offset: int) -> int:
+        """Return a token drawn for the ``offset``-th position of the round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The counter-based noise of a round whose first drafted token is at ``position``.
+
+    Draws are those of plain decoding: keyed by (seed, absolute position). Coins are keyed by the
+    position at which the round begins, so no two rounds share one.
+    """
+
+    seed: int
+    position: int
+
+    def coin(self, index: int, probability: float) -> bool:
+        """Return True with ``probability``, a pure function of seed, position and index."""
+        return uniform(self.seed, self.position, index=index) <= probability
+
+    def draw(self, distribution: Distribution, offset: int) -> int:
+        """Return what plain decoding draws at position + ``offset``."""
+        return distribution.draw(self.seed, self.position + offset)
+
+
+class Acceptance(NamedTuple):
+    """``n_accepted`` drafted tokens are accepted; ``token`` follows them, as bonus or correction."""
+
+    n_accepted: int
+    token: int
+
+
+AcceptanceRule = Callable[[Sequence[int], Sequence[Distribution], Target, RandomSource], Acceptance]
+Rule = str | AcceptanceRule  # one of RULES, or a function with the arguments of `token_rule`
+
+
+def token_rule(
+    drafted: Sequence[int], sources: Sequence[Distribution], target: Target, rng: RandomSource
+) -> Acceptance:
+    """Accept token by token (Leviathan et al. 2022, 2211.17192, algorithm 1; Chen et al. 2302.01318).
+
+    x_i is accepted with probability min(1, p_i(x_i) / q_i(x_i)); the first rejected one is replaced by
+    a draw from norm(max(p_i - q_i, 0)); a draft that is accepted as a whole is followed by one more
+    token from p.
+
+    Args:
+        drafted: the drafted tokens.
+        sources: the distribution that each was really drawn from; ``Distribution.point`` for a draft
+            that was not drawn at random. The latter is correct for any draft, but fewer tokens are
+            accepted than with the distribution they were drawn from.
+        target: ``target(i)`` is the target's distribution after i drafted tokens; called in increasing
+            i, and never after a drafted token of probability zero.
+        rng: its coin i decides on ``drafted[i]``.
+
+    Raises:
+        ConfigError: a token whose source gives it probability zero.
+    """
+    _check_sources(drafted, sources)
+    for i, token in enumerate(drafted):
+        p, q = target(i), sources[i]
+        if not rng.coin(i, min(1.0, p.prob(token) / q.prob(token))):
+            return Acceptance(i, rng.draw(p.residual(q), i))
+    n = len(drafted)
+    return Acceptance(n, rng.draw(target(n), n))
+
+
+def block_rule(
+    drafted: Sequence[int], sources: Sequence[Distribution], target: Target, rng: RandomSource
+) -> Acceptance:
+    """Accept the draft as a block (Sun et al. 2024, 2403.10444, algorithm 2).
+
+    With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i = sum_x max(w_i p_{i+1}(x) -
+    q_{i+1}(x), 0), a coin of its own for each i comes up with probability h_i = s_i / (s_i + 1 - w_i),
+    h_gamma = w_gamma; the first i tokens are accepted for the largest i whose coin came up. The next
+    token is drawn from norm(max(w_i p_{i+1} - q_{i+1}, 0)), or from p if the whole draft is accepted. On
+    average at least as many tokens are accepted as under the token rule. After a token of probability
+    zero w is zero, nothing longer can be accepted, and the target is not called further.
+
+    Arguments and errors as for :func:`token_rule`.
+    """
+    _check_sources(drafted, sources)
+    weight, h = 1.0, [1.0]  # w_i of the current step; h_0, h_1, ...
+    excesses: list[tuple[Distribution, Floats]] = []
+    for i, token in enumerate(drafted):
+        p, q = target(i), sources[i]
+        excess = np.maximum(weight * p.probs - q.at(p.ids), 0.0)
+        excesses.append((p, excess))
+        if i > 0:
+            left = float(excess.sum())
+            rest = left + (1.0 - weight)  # in this order: the ratio then never rounds above 1
+            h.append(left / rest if rest > 0.0 else 1.0)
+        weight = min(1.0, weight * p.prob(token) / q.prob(token))
+        if weight == 0.0:
+            break
+    else:
+        h = [*h[: len(drafted)], weight]
+    # Longest first: equivalent to testing all and taking the longest, since coins are independent.
+    n = next((i for i in range(len(h) - 1, 0, -1) if rng.coin(i, h[i])), 0)
+    if n == len(drafted):
+        return Acceptance(n, rng.draw(target(n), n))
+    p, excess = excesses[n]
+    # An empty excess means p = q: there a rejection has probability zero, rounding apart.
+    return Acceptance(n, rng.draw(Distribution.from_probs(excess, p.ids) if excess.any() else p, n))
+
+
+def seeded_rule(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptance:
+    """Accept while the target's own draw is the drafted token (Daliri et al. 2024, 2408.07978).
+
+    ``draw(i)`` is the target's own draw after i drafted tokens. The emitted tokens are those that plain
+    decoding draws with the same seed, whatever was drafted: the draft only decides how many of them one
+    decode yields.
+    """
+    for i, token in enumerate(drafted):
+        choice = draw(i)
+        if choice != token:
+            return Acceptance(i, choice)
+    return Acceptance(len(drafted), draw(len(drafted)))
+
+
+def rule_name(rule: Rule) -> str:
+    """Return the name of a rule; "function" for one that is given as a function."""
+    return rule if isinstance(rule, str) else "function"
+
+
+def draft_seed(seed: int, position: int) -> int:
+    """Return the seed with which a sampled draft that begins at ``position`` is drawn (purpose DRAFT).
+
+    Each round has another one. Decisions of the block rule and of the draft-length controller depend
+    on rejected tokens, so the noise that drew those must not be used again.
+    """
+    return derive_seed(seed, position)
+
+
+def apply_rule(
+    rule: Rule,
+    drafted: Sequence[int],
+    sources: Sequence[Distribution],
+    target: Target,
+    *,
+    seed: int,
+    position: int,
+) -> Acceptance:
+    """Apply ``rule``, one of :data:`RULES` or a function, to a draft, with the noise of (seed, position).
+
+    Arguments as for :func:`token_rule`; ``position`` is that of the first drafted token. The seeded
+    rule ignores ``sources``.
+
+    Raises:
+        ConfigError: an unknown rule, a token whose source gives it probability zero, or a function that
+            returns no `Acceptance` of this draft.
+    """
+    if rule == "seeded":
+        return seeded_rule(drafted, lambda i: target(i).draw(seed, position + i))
+    known = {"token": token_rule, "block": block_rule}
+    chosen = known.get(rule) if isinstance(rule, str) else rule
+    if chosen is None:
+        raise ConfigError(f"unknown rule {rule!r}: use {', '.join(map(repr, RULES))}")
+    found: object = chosen(drafted, sources, target, Noise(seed, position))
+    if isinstance(found, tuple) and len(found) == 2:
+        n_accepted, token = (plain_int(value) for value in found)
+        if n_accepted is not None and token is not None and 0 <= n_accepted <= len(drafted):
+            return Acceptance(n_accepted, token)
+    raise ConfigError(
+        f"an acceptance rule must return Acceptance(n_accepted, token) with at most {len(drafted)} "
+        f"accepted tokens, not {shown(found)}"
+    )
+
+
+def _check_sources(drafted: Sequence[int], sources: Sequence[Distribution]) -> None:
+    if len(drafted) != len(sources):
+        raise ConfigError(f"{len(drafted)} drafted tokens but {len(sources)} sources")
+    for token, source in zip(drafted, sources, strict=True):
+        if source.prob(token) == 0.0:
+            raise ConfigError(f"token {token} cannot have been drawn from {source}")
+
+
+# -- a draft in a round ---------------------------------------------------------------------------
 
 
 class Verdict(NamedTuple):
@@ -28,14 +251,12 @@ class Verdict(NamedTuple):
             drawn after it.
         token: what follows them.
         source: whose that token is: "bonus", "corrected", or "drafted" where it is of the draft itself.
-        sampler: one that has accepted those that the text takes.
     """
 
     n_accepted: int
     n_kept: int
     token: int
     source: str
-    sampler: Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,119 +292,198 @@ class _DeadEnd(Exception):
         super().__init__(n)
         self.n = n
 
-    @property
-    def reason(self) -> BaseException:
-        return self.__cause__ or self
 
+class Plan:
+    """A draft that may follow a text: decoded, judged, then kept in part or dropped.
 
-def verify(text: Text, draft: Draft, rule: Rule, rows: Sequence[LogitsRow]) -> Verdict:
-    """Apply ``rule`` to a draft of at least one token.
+    The caller holds the context's lock, and makes and ends the plan under it.
 
     Args:
-        text: what the draft follows.
+        text: what it follows. Before ``keep`` only its K/V changes.
         draft: the tokens.
-        rule: how drafted tokens are accepted.
-        rows: the logits after the text, and after each drafted token.
 
-    Raises:
-        GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
-    """
-    targets, tokens, is_eog = _Targets(text, draft, rows), draft.tokens, text.ctx.model.is_eog
-    n, following = _judge(targets, rule)
-    is_dead_end = following is None
-    # The text ends at an accepted EOG token, whatever the draft proposed after it.
-    end = next((i for i, token in enumerate(tokens[:n], 1) if is_eog(token)), None)
-    n_kept = n = end or n
-    if end or following is None:
-        # After a dead end the last token waits; the next round raises the error.
-        n_kept, following = n - 1, tokens[n - 1]
-    source = "drafted" if is_dead_end else "bonus" if n == len(tokens) else "corrected"
-    return Verdict(n, n_kept, following, source, targets.sampler(n_kept))
-
-
-def trace(draft: Draft, verdict: Verdict, rows: Sequence[LogitsRow], position: int) -> RoundTrace:
-    """Return what ``on_round`` gets, while the logits are there; times follow later."""
-    tokens, n = tuple(draft.tokens), verdict.n_accepted
-    # After a token that ends the text nothing was judged.
-    n_judged = n if verdict.n_kept < n else min(n + 1, len(tokens))
-    logprobs = tuple(rows[i].logprob(tokens[i]) for i in range(n_judged))
-    return RoundTrace(
-        position, tokens, logprobs, n, n_judged - n, drafter=draft.drafter, draft_s=draft.seconds
-    )
-
-
-class _Targets:
-    """The distributions that the text draws from along a draft, computed on request.
-
-    That after n drafted tokens assumes that these are accepted: a copy of a sampler with state accepts
-    them.
+    Attributes:
+        tokens: those to decode: the text's last one, if the cache lacks it, and the drafted ones.
+        rows: the logits after each of them, valid until the next decode; set by ``decode``, or by the
+            caller if a shared decode has computed them in place.
     """
 
-    def __init__(self, text: Text, draft: Draft, rows: Sequence[LogitsRow]) -> None:
-        self.draft = draft
-        self.seed = text.seed
-        self.position = len(text.tokens)  # of the first drafted token
-        self._rows = rows
-        self._is_eog = text.ctx.model.is_eog
-        self._samplers = [text.sampler]
+    def __init__(self, text: Text, draft: Draft) -> None:
+        first = text.lacking()
+        self.tokens = [*first, *draft.tokens]
+        self.rows: Sequence[LogitsRow] = ()
+        self._text = text
+        self._draft = draft
+        self._n_first = len(first)
+        self._fork: int | None = None  # the sequence of a decode that cannot be undone in place
+        self._samplers = [text.sampler]  # those that have accepted 0, 1, ... drafted tokens
 
-    def sampler(self, n: int) -> Sampler:
-        """Return the sampler that has accepted the first ``n`` tokens."""
-        samplers = self._samplers
-        while len(samplers) <= n:
-            last = samplers[-1]
-            if not last.is_stateless:
-                last = last.clone()
-                last.accept(self.draft.tokens[len(samplers) - 1])
-            samplers.append(last)
-        return samplers[n]
+    def decode(self) -> Sequence[LogitsRow]:
+        """Decode the tokens by themselves, at once; return their rows. ``keep`` or ``end`` must follow.
 
-    def distribution(self, n: int) -> Distribution:
-        """Return the distribution of the token after ``n`` tokens."""
+        Raises:
+            CapacityError, DecodeError: the text is as before.
+        """
+        text = self._text
+        ctx = text.ctx
+        text.check_usable()
+        if ctx.kv_cache.can_draft or len(self.tokens) == 1:
+            expiring = text.expiring_rows()
+            self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all", expiring)
+            return self.rows
+        # This memory cannot drop a tail: they are decoded on a fork.
+        self._fork = ctx.sequences.allocate(self, used=(text.seq_id,))
+        try:
+            ctx.kv_cache.fork(text.seq_id, self._fork)
+            self.rows = decode_run(ctx.decoder, self.tokens, self._fork, "all")
+        except BaseException:
+            self.end()
+            raise
+        return self.rows
+
+    def end(self) -> None:
+        """Release the sequence that is held for it; safe to call at any time."""
+        fork, self._fork = self._fork, None
+        if fork is not None:
+            self._text.ctx.sequences.free(fork)
+
+    # -- what is accepted --------------------------------------------------------------------------
+
+    def verify(self, rule: Rule) -> Verdict:
+        """Apply ``rule`` to the draft, of at least one token after one that was decoded with it.
+
+        Raises:
+            GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
+        """
+        tokens, is_eog = self._draft.tokens, self._text.ctx.model.is_eog
+        n, following = self._judge(rule)
+        is_dead_end = following is None
+        # The text ends at an accepted EOG token, whatever the draft proposed after it.
+        end = next((i for i, token in enumerate(tokens[:n], 1) if is_eog(token)), None)
+        n_kept = n = end or n
+        if end or following is None:
+            # After a dead end the last token waits; the next round raises the error.
+            n_kept, following = n - 1, tokens[n - 1]
+        source = "drafted" if is_dead_end else "bonus" if n == len(tokens) else "corrected"
+        return Verdict(n, n_kept, following, source)
+
+    def _judge(self, rule: Rule) -> tuple[int, int | None]:
+        """Return how many tokens are accepted, and what follows them.
+
+        None where the target can draw nothing there, for instance if the grammar is complete, but a logit
+        bias forbids the EOG token.
+        """
+        drafted, sources, text = self._draft.tokens, self._draft.sources, self._text
+        n, seed, position = len(drafted), text.seed, len(text.tokens)
+        if not sources and rule != "seeded":
+            sources = [Distribution.point(token) for token in drafted]
+        while True:
+            try:
+                if rule == "seeded":
+                    return seeded_rule(drafted[:n], self._draw)
+                return apply_rule(
+                    rule, drafted[:n], sources[:n], self._target, seed=seed, position=position
+                )
+            except _DeadEnd as dead_end:
+                if not dead_end.n:
+                    raise (dead_end.__cause__ or dead_end) from None
+                if dead_end.n == n:  # all n tokens are accepted; the rule needs the next one
+                    return n, None
+                # The block rule looks ahead before it decides: apply it to the draft up to there.
+                n = dead_end.n
+
+    def _target(self, n: int) -> Distribution:
+        """Return the distribution of the token after ``n`` drafted ones."""
         return self._after(n, self._distribution, Distribution.point)
 
-    def draw(self, n: int) -> int:
-        """Return the token that plain decoding draws after ``n`` tokens."""
-        return self._after(n, self._draw, int)
+    def _draw(self, n: int) -> int:
+        """Return the token that plain decoding draws after ``n`` drafted ones."""
+        return self._after(n, self._drawn, int)
 
     def _after(self, n: int, found: Callable[[int], T], nothing: Callable[[int], T]) -> T:
-        if n and self._is_eog(self.draft.tokens[n - 1]):  # nothing follows it: this is not emitted
-            return nothing(self.draft.tokens[n - 1])
+        tokens = self._draft.tokens
+        if n and self._text.ctx.model.is_eog(tokens[n - 1]):  # nothing follows it: not emitted
+            return nothing(tokens[n - 1])
         try:
             return found(n)
         except (ConfigError, ConstraintError, GrammarError) as error:
             raise _DeadEnd(n) from error
 
     def _distribution(self, n: int) -> Distribution:
-        return self.sampler(n).distribution(self._rows[n].array, self.position + n, self.seed)
+        text = self._text
+        row, position = self.rows[n], len(text.tokens) + n
+        return self._sampler(n).distribution(row.array, position, text.seed)
 
-    def _draw(self, n: int) -> int:
-        sampler = self.sampler(n)
-        wanted = sampler.params.logprobs
-        return self._rows[n].draw(sampler, self.seed, self.position + n, measured=wanted)
+    def _drawn(self, n: int) -> int:
+        text, sampler = self._text, self._sampler(n)
+        row, position = self.rows[n], len(text.tokens) + n
+        return row.draw(sampler, text.seed, position, measured=sampler.params.logprobs)
 
+    def _sampler(self, n: int) -> Sampler:
+        """Return the sampler that has accepted the first ``n`` drafted tokens."""
+        samplers = self._samplers
+        while len(samplers) <= n:
+            last = samplers[-1]
+            if not last.is_stateless:
+                last = last.clone()
+                last.accept(self._draft.tokens[len(samplers) - 1])
+            samplers.append(last)
+        return samplers[n]
 
-def _judge(targets: _Targets, rule: Rule) -> tuple[int, int | None]:
-    """Return how many tokens are accepted, and what follows them.
+    def trace(self, verdict: Verdict) -> RoundTrace:
+        """Return what ``on_round`` gets, before ``keep``; times follow later."""
+        draft, n = self._draft, verdict.n_accepted
+        tokens = tuple(draft.tokens)
+        # After a token that ends the text nothing was judged.
+        n_judged = n if verdict.n_kept < n else min(n + 1, len(tokens))
+        logprobs = tuple(self.rows[i].logprob(tokens[i]) for i in range(n_judged))
+        return RoundTrace(
+            len(self._text.tokens),
+            tokens,
+            logprobs,
+            n,
+            n_judged - n,
+            None,
+            draft.drafter,
+            draft.seconds,
+        )
 
-    None where the target can draw nothing there, for instance if the grammar is complete, but a logit
-    bias forbids the EOG token.
-    """
-    drafted, sources = targets.draft.tokens, targets.draft.sources
-    n = len(drafted)
-    if not sources and rule != "seeded":
-        sources = [Distribution.point(token) for token in drafted]
-    seed, position = targets.seed, targets.position
-    while True:
+    # -- what is kept ------------------------------------------------------------------------------
+
+    def keep(self, n: int) -> list[str]:
+        """Append the first ``n`` drafted tokens to the text, drop the others from memory.
+
+        Returns:
+            the text that each completes.
+        """
+        text, n_first, cache = self._text, self._n_first, self._text.ctx.kv_cache
+        tokens, rows = self.tokens[: n_first + n], self.rows[: n_first + n]
+        sampler = self._sampler(n)
+        scored, completed = sampler.params.logprobs, []
+        with text.undone_on_error():
+            row = rows[0] if n_first else None
+            for token, after in zip(tokens[n_first:], rows[n_first:], strict=True):
+                surprisal = -row.logprob(token) if row is not None and scored else math.nan
+                completed.append(text.append_accepted(token, surprisal))
+                row = after
+            text.use_sampler(sampler)
+            if self._fork is not None:
+                row = self._keep_fork(self._fork, tokens, rows)
+            elif cache.next_position(text.seq_id) > len(text.tokens):
+                text.truncate(len(text.tokens))
+            text.set_row(row)
+        return completed
+
+    def _keep_fork(self, fork: int, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> LogitsRow:
+        """Move the kept tokens into the text's own K/V; return the logits after the last one."""
+        text, ctx = self._text, self._text.ctx
         try:
-            if rule == "seeded":
-                return seeded_rule(drafted[:n], targets.draw)
-            target = targets.distribution
-            return apply_rule(rule, drafted[:n], sources[:n], target, seed=seed, position=position)
-        except _DeadEnd as dead_end:
-            if not dead_end.n:
-                raise dead_end.reason from None
-            if dead_end.n == n:  # all n tokens are accepted; the rule needs the next one
-                return n, None
-            # The block rule looks ahead before it decides: apply it to the draft up to there.
-            n = dead_end.n
+            if ctx.kv_cache.next_position(fork) == len(text.tokens):
+                ctx.kv_cache.fork(fork, text.seq_id)
+                return rows[-1]
+            for row in rows:  # the caller reads them after this decode
+                row.detach()
+            self.end()
+            return decode_run(ctx.decoder, tokens, text.seq_id, "last")[-1]
+        finally:
+            self.end()

@@ -20,8 +20,8 @@ from ..branch import Branch, Produced
 from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
 from ..generation.drafter import DraftLength, DraftState, FixedLength, propose
 from ..generation.drafting import draft_length
+from ..generation.generation import OutputBuffer
 from ..generation.loop import CommonNoise, Loop, RunningText
-from ..generation.output import OutputBuffer
 from ..sampling.noise import derive_seed
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
 from .node import SearchNode

@@ -1,29 +1,31 @@
 """Speculative decoding: draft cheaply, verify in one decode, accept what the target would have generated.
 
-drafters/       where drafts come from: models, heads, copying, grammars, chains of drafters
-speculator.py   prompts and branches, continued with a drafter
-session.py      the same, one token per call
-auto.py         the drafter that is used where none is named
+speculator.py   prompts and branches, continued with a drafter: as a generation, or one token per call
+model.py        draft models, and what heads share with them: read the new text, draw
+head.py         EAGLE-3 heads and MTP layers, which read hidden states of the target
+copying.py      drafters that copy what followed the same tokens before
+combined.py     drafters made of others or of a function; the drafter that is used where none is named
 
 The loop, the rules and the draft length are in :mod:`llamabranch.generation`.
 """
 
-from ..generation.config import SpeculativeConfig
-from ..generation.drafter import Draft, Drafter, DraftLength, DraftState, NullDrafter
+from ..generation.drafter import (
+    Draft,
+    Drafter,
+    DraftLength,
+    DraftState,
+    NullDrafter,
+    SpeculativeStats,
+)
+from ..generation.drafting import SpeculativeConfig
 from ..generation.generation import Generation
-from ..generation.rules import Acceptance, RandomSource, block_rule, token_rule
-from ..generation.stats import SpeculativeStats
 from ..generation.text import Text
-from ..generation.verify import RoundTrace
-from .drafters.chain import ChainDrafter
-from .drafters.copying import PromptLookupDrafter, SuffixDrafter
-from .drafters.function import FunctionDrafter
-from .drafters.grammar import GrammarDrafter
-from .drafters.head import EagleDrafter
-from .drafters.model import ModelDrafter
-from .drafters.mtp import MTPDrafter
-from .session import InferenceSession
-from .speculator import Speculator
+from ..generation.verify import Acceptance, RandomSource, RoundTrace, block_rule, token_rule
+from .combined import ChainDrafter, FunctionDrafter, GrammarDrafter
+from .copying import PromptLookupDrafter, SuffixDrafter
+from .head import EagleDrafter, MTPDrafter
+from .model import ModelDrafter
+from .speculator import InferenceSession, Speculator
 
 __all__ = [
     "Acceptance",

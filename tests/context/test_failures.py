@@ -24,7 +24,8 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context
 from llamabranch.errors import CacheFullError, DecodeError
-from llamabranch.generation.plan import Plan
+from llamabranch.generation.drafter import Draft
+from llamabranch.generation.verify import Plan
 
 BATCH = 64
 TOKENS = [(7 * i + 3) % 4096 for i in range(600)]
@@ -100,7 +101,7 @@ ACTS: dict[str, Act] = {
     "prefill": lambda branch, other: branch.prefill([8, 9, 10]),
     "extend": lambda branch, other: branch.extend([8, 9, 10]),
     "follow": lambda branch, other: branch.sequence.decode_unscored([8, 9]),
-    "verify": lambda branch, other: Plan(branch.sequence, [8, 9, 10]).decode(),
+    "verify": lambda branch, other: Plan(branch.sequence, Draft([8, 9, 10])).decode(),
     "store": lambda branch, other: BranchStore(branch.ctx).commit({branch: 8, other: 9}),
     "store_prefill": lambda branch, other: BranchStore(branch.ctx).prefill(
         {branch: [8] * 50, other: [9] * 50}

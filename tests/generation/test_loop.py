@@ -119,19 +119,6 @@ def test_cells_of_their_own_that_are_full_are_told_by_name(toy: lb.Model) -> Non
         assert len(running[0].emitted) == 1
 
 
-def test_generations_are_steps_of_one_text(ctx: Context, draft_ctx: Context) -> None:
-    config, drafter = SpeculativeConfig(draft_k=3, rule="seeded"), lb.ModelDrafter(draft_ctx)
-    spec = lb.Speculator(ctx, drafter, config)
-    found = spec.generate(PROMPTS[0], max_tokens=24, sampling=WARM).finish()
-    assert found.tokens == plain(ctx, PROMPTS[0], 24)
-    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
-        drafted = branch.generate(24, drafter=drafter, config=config).finish()
-        assert drafted.tokens == found.tokens and drafted.stats.num_accepted_tokens > 0
-        with Branch.start(ctx, PROMPTS[0], sampling=WARM) as other:
-            list(other.generate(24))
-            assert branch.perplexity() == other.perplexity()
-
-
 # -- what may happen to a text between two of its tokens --------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Drafters that copy: what they propose, what lines share, and that no text changes."""
+"""Drafters that copy: what they propose, and what texts share. Their texts: `test_drafted_text`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from llamabranch.speculative import (
     Speculator,
     Text,
 )
-from llamabranch.speculative.drafters.chain import ChainDrafter
-from llamabranch.speculative.drafters.copying import PromptLookupDrafter, SuffixDrafter
+from llamabranch.speculative.combined import ChainDrafter
+from llamabranch.speculative.copying import PromptLookupDrafter, SuffixDrafter
 
 DATA = Path(llamabranch.__file__).parent / "data"
 
@@ -58,80 +58,78 @@ def propose(line: DraftState, tokens: Sequence[int], k: int = 8) -> Draft:
     return line.propose(tokens, FixedLength(k), k)
 
 
-# -- prompt lookup ---------------------------------------------------------------------------------
+def lookup(most: int, least: int) -> Drafter:
+    return PromptLookupDrafter(max_ngram=most, min_ngram=least)
 
 
-def test_lookup_copies_from_the_most_recent_occurrence(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).start(branch.sequence, "seeded")
-    told = propose(line, [20, 21, 30, 20, 21, 40, 41, 20, 21], k=2)
-    assert told.tokens == [40, 41]
-    assert told.n_decodes == 0
+EITHER = pytest.mark.parametrize(
+    "make", [PromptLookupDrafter, lambda: SuffixDrafter(shared_tokens=0)]
+)
+
+
+# -- any of them -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tokens", "k", "expected"),
+    [
+        (lookup(3, 2), [20, 21, 30, 20, 21, 40, 41, 20, 21], 2, [40, 41]),  # the newest occurrence
+        (lookup(3, 1), [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1, [50]),  # of the longest suffix
+        (lookup(3, 2), [1, 2, 3, 4, 3], 8, []),  # no evidence
+        (lookup(3, 2), [1, 2, 3, 4, 3, 4], 1, [3]),
+        # a match of m tokens allows floor(1.5 m + 1)
+        *(
+            (
+                SuffixDrafter(factor=1.5, offset=1.0, min_probability=0.0),
+                [*range(100, 130), 0, *range(100, 100 + m)],
+                100,
+                list(range(100 + m, 100 + m + math.floor(m * 1.5 + 1.0))),
+            )
+            for m in (2, 3, 5)
+        ),
+    ],
+)
+def test_what_followed_the_same_tokens_is_proposed(
+    drafter: Drafter, tokens: list[int], k: int, expected: list[int], branch: Branch
+) -> None:
+    told = propose(drafter.start(branch.sequence, "seeded"), tokens, k)
+    assert (told.tokens, told.n_decodes) == (expected, 0)
     assert told.seconds > 0
 
 
-def test_lookup_prefers_the_longest_suffix(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=3, min_ngram=1).start(branch.sequence, "seeded")
-    assert propose(line, [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], k=1).tokens == [50]
-
-
-def test_lookup_declines_without_evidence(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).start(branch.sequence, "seeded")
-    told = propose(line, [1, 2, 3, 4, 3])
-    assert (told.tokens, told.entropies, told.n_decodes) == ([], [], 0)
-    assert propose(line, [1, 2, 3, 4, 3, 4]).tokens[:1] == [3]
-
-
-def test_surprisal_is_used_where_there_is_no_entropy(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=2, min_ngram=2).start(branch.sequence, "seeded")
-    told = propose(line, [1, 2, 3, 1, 2], k=3)
-    expected = [-math.log(m / (m + 1)) for m in (2, 3, 4)]
-    assert told.entropies == pytest.approx(expected)
-
-
-def test_entropy_stop_ends_a_copy(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=2, min_ngram=1).start(branch.sequence, "seeded")
+def test_surprisal_takes_the_place_of_the_entropy(branch: Branch) -> None:
+    told = propose(lookup(2, 2).start(branch.sequence, "seeded"), [1, 2, 3, 1, 2], k=3)
+    assert told.entropies == pytest.approx([-math.log(m / (m + 1)) for m in (2, 3, 4)])
+    state = lookup(2, 1).start(branch.sequence, "seeded")
     tokens = [1, 2, 3, 1]  # one token of evidence: probability 1/2, 0.69 nats
-    assert line.propose(tokens, FixedLength(4, 0.6), 4).tokens == []
-    assert len(line.propose(tokens, FixedLength(4, 0.7), 4).tokens) == 4
+    assert state.propose(tokens, FixedLength(4, 0.6), 4).tokens == []
+    assert len(state.propose(tokens, FixedLength(4, 0.7), 4).tokens) == 4
 
 
-@pytest.mark.parametrize("make", [PromptLookupDrafter, SuffixDrafter])
-def test_nothing_is_proposed_after_the_end(target: Context, make: Callable[[], Drafter]) -> None:
-    end = next(t for t in range(target.n_vocab) if target.model.is_eog(t))
-    with Branch.start(target, [5]) as branch:
-        line = make().start(branch.sequence, "seeded")
-        told = propose(line, [20, 21, 22, end, 30, 31, 20, 21, 22])
-    assert told.tokens == [end]
+@EITHER
+def test_limit_refusal_and_ends_hold(branch: Branch, make: Callable[[], Drafter]) -> None:
+    state = make().start(branch.sequence, "seeded")
+    tokens = [2, 3, 4, 5] * 4
+    assert state.propose(tokens, FixedLength(8), 0).tokens == []
+    assert len(state.propose(tokens, FixedLength(8), 3).tokens) == 3
+    assert len(state.propose(tokens, FixedLength(2), 8).tokens) == 2
+    assert state.propose(tokens, Refuses(8), 8).tokens == []
+    end = min(branch.ctx.model.eog_tokens)
+    state = make().start(branch.sequence, "seeded")
+    assert propose(state, [20, 21, 22, end, 30, 31, 20, 21, 22]).tokens == [end]
 
 
-@pytest.mark.parametrize("make", [PromptLookupDrafter, SuffixDrafter])
-def test_limit_and_refusal_hold(branch: Branch, make: Callable[[], Drafter]) -> None:
-    line = make().start(branch.sequence, "seeded")
-    tokens = [1, 2, 3, 4] * 4
-    assert line.propose(tokens, FixedLength(8), 0).tokens == []
-    assert len(line.propose(tokens, FixedLength(8), 3).tokens) == 3
-    assert len(line.propose(tokens, FixedLength(2), 8).tokens) == 2
-    assert line.propose(tokens, Refuses(8), 8).tokens == []
-
-
-@pytest.mark.parametrize("make", [PromptLookupDrafter, lambda: SuffixDrafter(shared_tokens=0)])
-def test_rewound_line_proposes_as_a_fresh_one(branch: Branch, make: Callable[[], Drafter]) -> None:
-    line, fresh = (
-        make().start(branch.sequence, "seeded"),
-        make().start(branch.sequence, "seeded"),
-    )
+@EITHER
+def test_states_are_rewound_and_forked_as_their_texts(
+    branch: Branch, make: Callable[[], Drafter]
+) -> None:
+    parent, fresh = (make().start(branch.sequence, "seeded") for _ in range(2))
     tokens = [1, 2, 3, 4, 1, 2, 8, 9]
-    propose(line, tokens)
-    line.observe(6)
-    line.observe(6)
-    assert propose(line, tokens[:6]).tokens == propose(fresh, tokens[:6]).tokens != []
-
-
-@pytest.mark.parametrize("make", [PromptLookupDrafter, lambda: SuffixDrafter(shared_tokens=0)])
-def test_forks_share_the_past_and_then_diverge(branch: Branch, make: Callable[[], Drafter]) -> None:
-    parent = make().start(branch.sequence, "seeded")
-    past = [1, 2, 3, 4, 5, 1, 2]
-    propose(parent, past)
+    propose(parent, tokens)
+    parent.observe(6)
+    parent.observe(6)
+    past = tokens[:6]
+    assert propose(parent, past).tokens == propose(fresh, past).tokens != []
     child = parent.fork(branch.sequence)
     assert propose(child, past).tokens == propose(parent, past).tokens
     child_text, parent_text = [*past, 7, 1, 2], [*past, 8, 1, 2]
@@ -145,17 +143,9 @@ def test_forks_share_the_past_and_then_diverge(branch: Branch, make: Callable[[]
 # -- suffix ----------------------------------------------------------------------------------------
 
 
-def test_match_length_gives_the_budget(branch: Branch) -> None:
-    text = list(range(100, 130))
-    for m in (2, 3, 5):
-        line = SuffixDrafter(factor=1.5, offset=1.0, min_probability=0.0).start(
-            branch.sequence, "seeded"
-        )
-        told = propose(line, [*text, 0, *text[:m]], k=100)
-        assert told.tokens == text[m : m + math.floor(m * 1.5 + 1.0)]
-
-
-def test_line_learns_from_what_others_say(branch: Branch) -> None:
+def test_state_learns_from_what_others_say_of_the_same_model(
+    branch: Branch, draft: Context
+) -> None:
     drafter = SuffixDrafter()
     said = list(range(200, 212))
     first = drafter.start(branch.sequence, "seeded")
@@ -164,14 +154,8 @@ def test_line_learns_from_what_others_say(branch: Branch) -> None:
     second = drafter.start(branch.sequence, "seeded")
     assert propose(second, [5, *said[:4]]).tokens == said[4:9]  # five tokens match
     assert propose(SuffixDrafter().start(branch.sequence, "seeded"), [5, *said[:4]]).tokens == []
-
-
-def test_prompts_are_not_shared(target: Context) -> None:
-    drafter = SuffixDrafter()
-    prompt = list(range(200, 212))
-    with Branch.start(target, prompt) as branch:
-        propose(drafter.start(branch.sequence, "seeded"), prompt)
-        assert propose(drafter.start(branch.sequence, "seeded"), prompt[:4]).tokens == []
+    with Branch.start(draft, [5]) as other:
+        assert propose(drafter.start(other.sequence, "seeded"), [5, *said[:4]]).tokens == []
 
 
 def test_texts_that_are_read_later_are_not_shared(target: Context) -> None:
@@ -220,14 +204,6 @@ def test_better_evidence_is_taken(branch: Branch) -> None:
     line = drafter.start(branch.sequence, "seeded")
     assert propose(line, [5, 42, 43, 9, 40, 41, 42, 43]).tokens == [44, 45, 46, 47]
     assert propose(drafter.start(branch.sequence, "seeded"), [1, 2, 9, 1, 2]).tokens == [9, 1]
-
-
-def test_models_do_not_share(branch: Branch, draft: Context) -> None:
-    drafter = SuffixDrafter()
-    said = list(range(200, 212))
-    propose(drafter.start(branch.sequence, "seeded"), [5, *said])
-    with Branch.start(draft, [5]) as other:
-        assert propose(drafter.start(other.sequence, "seeded"), [5, *said[:4]]).tokens == []
 
 
 # -- chain -----------------------------------------------------------------------------------------
@@ -306,26 +282,23 @@ def test_failed_fork_leaves_nothing_open(target: Context, draft: Context) -> Non
         taken.prune()
 
 
-# -- the text is the target's ----------------------------------------------------------------------
-
-REPETITIVE = "The cat sat on the mat. The dog sat on the log. " * 3 + "The cat sat"
+# -- in a text -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [PromptLookupDrafter, SuffixDrafter])
-def test_repetition_is_exploited(target: Context, make: Callable[[], Drafter]) -> None:
-    speculator = Speculator(target, make(), SpeculativeConfig(draft_k=4))
-    params = SamplingParams(temperature=0.0)
-    stats = speculator.generate(REPETITIVE, max_tokens=48, sampling=params).finish().stats
+def test_repetition_and_a_second_telling_are_exploited(
+    target: Context, make: Callable[[], Drafter]
+) -> None:
+    speculator = Speculator(target, make(), SpeculativeConfig(draft_k=8))
+    repetitive = "The cat sat on the mat. The dog sat on the log. " * 3 + "The cat sat"
+    greedy, warm = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=3)
+    stats = speculator.generate(repetitive, max_tokens=48, sampling=greedy).finish().stats
     assert stats.num_accepted_tokens > 0
     assert stats.target_forward_passes < 48
-
-
-def test_second_telling_is_drafted_from_the_first(target: Context) -> None:
-    speculator = Speculator(target, SuffixDrafter(), SpeculativeConfig(draft_k=8))
-    params = SamplingParams(temperature=0.8, seed=3)
     first, second = (
-        speculator.generate("Once upon a time", max_tokens=64, sampling=params).finish()
+        speculator.generate("Once upon a time", max_tokens=64, sampling=warm).finish()
         for _ in range(2)
     )
     assert first.tokens == second.tokens
-    assert second.stats.target_forward_passes < 0.5 * first.stats.target_forward_passes
+    is_shared = second.stats.target_forward_passes < 0.5 * first.stats.target_forward_passes
+    assert is_shared == (make is SuffixDrafter)

@@ -22,7 +22,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Distribution, SamplingParams, SpeculativeConfig
-from llamabranch.generation.drafter import DraftLength
+from llamabranch.generation.drafter import DraftRequest
 from llamabranch.speculative import Draft
 
 Text = tuple[int, ...]
@@ -238,18 +238,13 @@ def test_whole_vocabulary_and_ends_have_their_probabilities(
     assert any(text[-1] == END for text in texts)
 
 
-def test_recurrent_memory_has_the_models_own_probabilities(
+def test_recurrent_memory_and_drafts_that_stop_before_a_draw_are_lossless(
     contexts: dict[str, Context], laws: dict[str, Law]
 ) -> None:
     drafter = lb.ModelDrafter(contexts["mamba draft"])
     texts, stats = said(contexts["mamba"], drafter, "block", CUT, n=600)
     assert worst(texts, laws["mamba"]) < LIMIT
     assert stats.num_accepted_tokens > 0
-
-
-def test_stopping_before_a_draw_is_lossless(
-    contexts: dict[str, Context], laws: dict[str, Law]
-) -> None:
     drafter = lb.ModelDrafter(contexts["draft"])
     texts, stats = said(contexts["target"], drafter, "token", CUT, entropy_stop=1.2)
     assert worst(texts, laws["cut"]) < LIMIT
@@ -259,40 +254,18 @@ def test_stopping_before_a_draw_is_lossless(
 # -- wrong loops: the same statistic must see them ---------------------------------------------------
 
 
-class Tampering(lb.Drafter):
-    """A model drafter whose proposals somebody changes after they were drawn."""
+class Tampering(lb.ModelDrafter):
+    """Somebody changes its proposals after they were drawn."""
 
-    name = "tampering"
-
-    def __init__(self, drafter: lb.Drafter, change: Callable[[Draft], None]) -> None:
-        self.drafter = drafter
+    def __init__(self, ctx: Context, change: Callable[[Draft], None]) -> None:
+        super().__init__(ctx)
         self.change = change
 
-    def check(self, target: lb.Model) -> None:
-        self.drafter.check(target)
-
-    def start(self, target: lb.speculative.Text, rule: str) -> lb.speculative.DraftState:
-        return TamperingLine(self.drafter.start(target, rule), self.change)
-
-
-class TamperingLine:
-    def __init__(self, line: lb.speculative.DraftState, change: Callable[[Draft], None]) -> None:
-        self.line = line
-        self.change = change
-
-    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        draft = self.line.propose(tokens, length, limit)
-        self.change(draft)
-        return draft
-
-    def observe(self, n_tokens: int) -> None:
-        self.line.observe(n_tokens)
-
-    def fork(self, target: lb.speculative.Text) -> lb.speculative.DraftState:
-        return TamperingLine(self.line.fork(target), self.change)
-
-    def close(self) -> None:
-        self.line.close()
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = super().propose_many(requests)
+        for draft in drafts:
+            self.change(draft)
+        return drafts
 
 
 def drop_the_unlikely(draft: Draft) -> None:
@@ -316,6 +289,6 @@ def test_statistic_sees_a_biased_drafter(
     contexts: dict[str, Context],
     laws: dict[str, Law],
 ) -> None:
-    drafter = Tampering(lb.ModelDrafter(contexts["draft"]), change)
+    drafter = Tampering(contexts["draft"], change)
     texts, _ = said(contexts["target"], drafter, rule, CUT)
     assert worst(texts, laws["cut"]) > 1.25 * LIMIT

@@ -440,7 +440,7 @@ def test_at_temperature_zero_every_rule_gives_the_plain_text(
     ids=str,
 )
 @pytest.mark.parametrize("caller", CALLERS)
-@pytest.mark.parametrize("drafter", ["model", "other vocabulary", "suffix", "chain"])
+@pytest.mark.parametrize("drafter", ["model", "other vocabulary", "suffix", "chain", "function"])
 def test_length_of_the_draft_does_not_matter(
     drafter: str,
     caller: str,

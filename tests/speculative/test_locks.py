@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import toys
@@ -26,48 +27,40 @@ AnyDrafter = lb.ModelDrafter | lb.EagleDrafter | lb.MTPDrafter
 FIXED = lb.SpeculativeConfig(draft_k=3)
 
 
-class Locks:
-    """Makes locks that note where one is taken inside another.
+class NotingLock:
+    """A lock that notes where it is taken inside another one.
 
     Attributes:
         faults: for each such place its stack.
         n_made: how many locks there are.
     """
 
+    faults: ClassVar[list[str]] = []
+    n_made: ClassVar[int] = 0
+    _taken = threading.local()
+
     def __init__(self) -> None:
-        self.faults: list[str] = []
-        self.n_made = 0
-        self._held = threading.local()
-
-    def make(self) -> NotingLock:
-        self.n_made += 1
-        return NotingLock(self)
-
-    @property
-    def held(self) -> list[NotingLock]:
-        if not hasattr(self._held, "locks"):
-            self._held.locks = []
-        found: list[NotingLock] = self._held.locks
-        return found
-
-
-class NotingLock:
-    def __init__(self, locks: Locks) -> None:
-        self._locks = locks
         self._lock = handle.forkable_lock()
+        NotingLock.n_made += 1
 
     def acquire(self, blocking: bool = True) -> bool:
-        held = self._locks.held
+        held = self._held()
         if blocking and any(other is not self for other in held) and self not in held:
-            self._locks.faults.append("".join(traceback.format_stack(limit=8)[:-1]))
+            self.faults.append("".join(traceback.format_stack(limit=8)[:-1]))
         if not self._lock.acquire(blocking):
             return False
         held.append(self)
         return True
 
     def release(self) -> None:
-        self._locks.held.remove(self)
+        self._held().remove(self)
         self._lock.release()
+
+    def _held(self) -> list[NotingLock]:
+        if not hasattr(self._taken, "locks"):
+            self._taken.locks = []
+        found: list[NotingLock] = self._taken.locks
+        return found
 
     def __enter__(self) -> None:
         self.acquire()
@@ -76,22 +69,16 @@ class NotingLock:
         self.release()
 
 
-@pytest.fixture
-def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
-    """The locks of all contexts that the test opens."""
-    found = Locks()
-    monkeypatch.setattr("llamabranch.native.context.forkable_lock", found.make)
-    return found
-
-
 @pytest.fixture(params=["model", "eagle", "shared memory"])
 def pair(
     request: pytest.FixtureRequest,
-    locks: Locks,
+    monkeypatch: pytest.MonkeyPatch,
     target: lb.Model,
     draft: lb.Model,
     tmp_path: Path,
 ) -> Iterator[tuple[lb.Context, AnyDrafter]]:
+    monkeypatch.setattr("llamabranch.native.context.forkable_lock", NotingLock)
+    NotingLock.faults.clear()
     if request.param == "shared memory":
         toys.write_toy(tmp_path / "t.gguf", "gemma4", vocab="bytes", weights="f32")
         toys.write_toy(tmp_path / "h.gguf", "gemma4-assistant", vocab="bytes", weights="f32")
@@ -109,10 +96,8 @@ def pair(
     drafter.ctx.close()
 
 
-def test_locks_are_taken_one_after_the_other(
-    pair: tuple[lb.Context, AnyDrafter], locks: Locks
-) -> None:
-    ctx, drafter = pair
+def test_locks_are_taken_one_after_the_other(pair: tuple[lb.Context, AnyDrafter]) -> None:
+    (ctx, drafter), n_made = pair, NotingLock.n_made
     speculator = lb.Speculator(ctx, drafter, FIXED)
     for sampling in (WARM, WARM.replace(seed=None)):  # the rules "seeded" and "block"
         speculator.generate(TALE, max_tokens=10, sampling=sampling).finish()
@@ -131,5 +116,5 @@ def test_locks_are_taken_one_after_the_other(
     lb.Branch.start(ctx, TALE)  # is forgotten
     gc.collect()
     ctx.close()  # closes a head, too
-    assert locks.n_made
-    assert not locks.faults, locks.faults[0]
+    assert n_made
+    assert not NotingLock.faults, NotingLock.faults[0]

@@ -8,29 +8,13 @@ import tracemalloc
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from llamabranch.speculative.drafters.ngram_index import (
-    Match,
-    Place,
-    SharedIndex,
-    TokenIndex,
-    doubling,
-)
-
-DETERMINISTIC = settings(derandomize=True, deadline=None, database=None, max_examples=60)
-TOKENS = st.lists(st.integers(0, 2), max_size=40)  # three letters: many repeats, long matches
+from llamabranch.speculative.copying import Match, Place, SharedIndex, TokenIndex, doubling
 
 
-def chunk(seed: int, n: int, alphabet: int) -> list[int]:
-    """Return n random tokens; hypothesis alone would mostly think of very short lists."""
-    source = random.Random(seed)
-    return [source.randrange(alphabet) for _ in range(n)]
-
-
-CHUNKS = st.builds(chunk, st.integers(0, 999), st.integers(1, 20), st.integers(2, 3))
+def chunk(source: random.Random, most: int = 20, alphabet: int = 3) -> list[int]:
+    """Return a few random tokens of few kinds: many repeats, long matches."""
+    return [source.randrange(alphabet) for _ in range(source.randint(0, most))]
 
 
 def common_suffix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -57,7 +41,6 @@ def brute_longest(
 
 def assert_same(index: TokenIndex, tokens: list[int], shortest: int, longest: int) -> None:
     assert list(index.tokens) == tokens
-    assert len(index) == len(tokens)
     best, places = brute_longest([tokens], tokens, shortest, longest)
     match = index.longest(1000)
     if not best:
@@ -75,78 +58,41 @@ def assert_same(index: TokenIndex, tokens: list[int], shortest: int, longest: in
         assert {place.position for place in few.places} <= set(newest_first)
 
 
-# -- one line --------------------------------------------------------------------------------------
+# -- one text --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", [(1, 2, 3), (2, 3, 4), (2, 4, 8, 16), (1,), (3,), (1, 2, 3, 6)])
-@given(tokens=TOKENS)
-@DETERMINISTIC
-def test_longest_equals_brute_force(lengths: tuple[int, ...], tokens: list[int]) -> None:
-    index = TokenIndex(lengths)
-    for n, token in enumerate(tokens):
-        index.extend([token])
-        assert_same(index, tokens[: n + 1], lengths[0], lengths[-1])
-
-
-@given(chunks=st.lists(CHUNKS, max_size=6), most=st.integers(1, 3))
-@DETERMINISTIC
-def test_places_are_the_newest(chunks: list[list[int]], most: int) -> None:
-    index = TokenIndex((1, 2, 3))
-    for tokens in chunks:
-        index.extend(tokens)
-        few, all_of_them = index.longest(most), index.longest(1000)
-        assert (few is None) == (all_of_them is None)
-        if few is not None and all_of_them is not None:
-            assert few == Match(all_of_them.length, all_of_them.places[:most])
-
-
-class Forks(RuleBasedStateMachine):
+def test_longest_equals_brute_force_whatever_is_done(lengths: tuple[int, ...]) -> None:
     """Indexes that grow, shrink and fork, each beside a plain list."""
-
-    lengths = (2, 4, 8)
-
-    @initialize()
-    def begin(self) -> None:
-        self.lines = [(TokenIndex(self.lengths), [0, 1])]
-        self.lines[0][0].extend([0, 1])
-
-    @rule(which=st.integers(0, 99), tokens=CHUNKS)
-    def extend(self, which: int, tokens: list[int]) -> None:
-        index, known = self.lines[which % len(self.lines)]
-        index.extend(tokens)
-        known += tokens
-
-    @rule(which=st.integers(0, 99), share=st.floats(0, 1))
-    def rewind(self, which: int, share: float) -> None:
-        index, known = self.lines[which % len(self.lines)]
-        n = round(share * len(known))
-        index.rewind(n)
-        del known[n:]
-
-    @rule(which=st.integers(0, 99))
-    def fork(self, which: int) -> None:
-        index, known = self.lines[which % len(self.lines)]
-        self.lines.append((index.fork(), list(known)))
-
-    @invariant()
-    def each_equals_brute_force(self) -> None:
-        for index, known in self.lines[-3:] + self.lines[:1]:
-            assert_same(index, known, self.lengths[0], self.lengths[-1])
-
-
-Forks.TestCase.settings = settings(
-    derandomize=True, deadline=None, database=None, max_examples=40, stateful_step_count=25
-)
-TestForks = Forks.TestCase
-
-
-def test_rewound_line_is_as_if_never_extended() -> None:
-    index, fresh = TokenIndex((1, 2)), TokenIndex((1, 2))
-    index.extend([1, 2, 3, 1, 2, 4, 1, 2])
-    index.rewind(5)
-    fresh.extend([1, 2, 3, 1, 2])
-    assert list(index.tokens) == list(fresh.tokens)
-    assert index.longest(9) == fresh.longest(9)
+    for seed in range(20):
+        source = random.Random(seed)
+        texts: list[tuple[TokenIndex, list[int]]] = [(TokenIndex(lengths), [])]
+        for _ in range(25):
+            index, known = source.choice(texts)
+            deed = source.choice(["extend", "extend", "rewind", "fork"])
+            if deed == "extend":
+                added = chunk(source)
+                index.extend(added)
+                known += added
+            elif deed == "rewind":
+                n = source.randint(0, len(known))
+                index.rewind(n)
+                del known[n:]
+            else:
+                texts.append((index.fork(), list(known)))
+            for each in (*texts[-2:], texts[0], (index, known)):
+                assert_same(*each, lengths[0], lengths[-1])
+        if lengths == (
+            1,
+            2,
+            3,
+        ):  # without gaps between the lengths fewer places are the newest ones
+            for most in (1, 2, 3):
+                few, every = index.longest(most), index.longest(1000)
+                if every is None:
+                    assert few is None
+                else:
+                    assert few == Match(every.length, every.places[:most])
 
 
 def test_forks_are_small() -> None:
@@ -169,89 +115,37 @@ def test_tokens_are_not_found_between_two_others() -> None:
     assert [place.position for place in match.places] == [4]
 
 
-# -- following -------------------------------------------------------------------------------------
-
-
-def test_most_frequent_token_is_followed() -> None:
-    index = TokenIndex((1,))
-    index.extend([9, 5, 9, 6, 9, 5, 9, 7, 9])
+@pytest.mark.parametrize(
+    ("tokens", "expected", "probability"),
+    [
+        ([9, 5, 9, 6, 9, 5, 9, 7, 9], [5], 2 / (4 + 1)),  # the most frequent one
+        ([9, 5, 9, 6, 9], [6], 1 / (2 + 1)),  # the newest place decides a tie
+        ([8, 9, 1, 2, 9, 1, 2, 9], [1, 2, 9, 1, 2, 9, 1, 2], 2 / (2 + 1)),  # a loop is continued
+    ],
+)
+def test_what_follows_is_guessed(
+    tokens: list[int], expected: list[int], probability: float
+) -> None:
+    index = TokenIndex((1,), tokens)
     match = index.longest(100)
     assert match is not None
-    guess = match.follow(index.tokens, 1, 0.0)
-    assert guess.tokens == [5]
-    assert guess.probabilities == [2 / (4 + 1)]
+    guess = match.follow(index.tokens, len(expected), 0.0)
+    assert guess.tokens == expected
+    assert guess.probabilities[0] == probability
+    products = [math.prod(guess.probabilities[: j + 1]) for j in range(len(guess.tokens))]
+    assert guess.expected == pytest.approx(sum(products))
 
 
-def test_newest_place_decides_a_tie() -> None:
-    index = TokenIndex((1,))
-    index.extend([9, 5, 9, 6, 9])
-    match = index.longest(100)
-    assert match is not None
-    assert match.follow(index.tokens, 1, 0.0).tokens == [6]
-
-
-def test_loop_is_continued_past_its_end() -> None:
-    index = TokenIndex((1, 2, 3))
-    index.extend([8, 1, 2, 3, 1, 2, 3])
-    match = index.longest(1)
-    assert match is not None
-    assert match.follow(index.tokens, 8, 0.0).tokens == [1, 2, 3, 1, 2, 3, 1, 2]
-
-
-def test_floor_ends_a_guess() -> None:
+def test_floor_ends_a_guess_and_longer_matches_are_trusted_more() -> None:
     tokens = [9, 1, 2]
     match = Match(1, [Place(tokens, 1)])
     reach = [1 / 2, 1 / 2 * 2 / 3]
     assert match.follow(tokens, 9, reach[0]).tokens == [1]
     assert match.follow(tokens, 9, reach[1]).tokens == [1, 2]
     assert match.follow(tokens, 9, 0.51).tokens == []
-
-
-def test_longer_match_is_trusted_more() -> None:
-    tokens = [1, 2, 3, 4]
-    probabilities = [
-        Match(m, [Place(tokens, 1)]).follow(tokens, 1, 0.0).probabilities[0] for m in (1, 2, 8)
-    ]
-    assert probabilities == sorted(probabilities)
-    assert probabilities[0] == 0.5
-
-
-def brute_follow(
-    sequences: Sequence[list[int]], places: Sequence[tuple[int, int]], m: int, most: int
-) -> tuple[list[int], list[float]]:
-    """Follow the most frequent child, ties to the first place, by counting from scratch."""
-    said: list[int] = []
-    chances: list[float] = []
-    while len(said) < most:
-        nexts = []
-        for s, at in places:
-            rest = sequences[s][at:]
-            if s == 0:  # the line itself goes on into what is being said
-                rest = (sequences[0] + said)[at:]
-            if len(rest) > len(said) and rest[: len(said)] == said:
-                nexts.append(rest[len(said)])
-        if not nexts:
-            break
-        token = max(nexts, key=lambda t: (nexts.count(t), -nexts.index(t)))
-        chances.append(nexts.count(token) / (len(nexts) + 1 / (m + len(said))))
-        said.append(token)
-    return said, chances
-
-
-@given(tokens=TOKENS, other=TOKENS, most=st.integers(0, 12))
-@DETERMINISTIC
-def test_follow_equals_counting_from_scratch(
-    tokens: list[int], other: list[int], most: int
-) -> None:
-    best, found = brute_longest([tokens, other], tokens, 1, 8)
-    if best:
-        places = sorted(found)
-        sequences = [tokens, other]
-        match = Match(best, [Place(sequences[s], at) for s, at in places])
-        guess = match.follow(tokens, most, 0.0)
-        assert (guess.tokens, guess.probabilities) == brute_follow(sequences, places, best, most)
-        products = [math.prod(guess.probabilities[: j + 1]) for j in range(len(guess.tokens))]
-        assert guess.expected == pytest.approx(sum(products))
+    found = [Match(m, match.places).follow(tokens, 1, 0.0).probabilities[0] for m in (1, 2, 8)]
+    assert found == sorted(found)
+    assert found[0] == 0.5
 
 
 def test_doubling_ends_at_the_longest() -> None:
@@ -260,24 +154,28 @@ def test_doubling_ends_at_the_longest() -> None:
     assert doubling(5, 5) == (5,)
 
 
-# -- many lines ------------------------------------------------------------------------------------
+# -- many texts ------------------------------------------------------------------------------------
 
 
-@given(said=st.lists(TOKENS, max_size=4), tokens=TOKENS)
-@DETERMINISTIC
-def test_shared_index_equals_brute_force(said: list[list[int]], tokens: list[int]) -> None:
-    shared = SharedIndex((2, 4, 8), max_tokens=4096, most=1000)
-    for line in said:
-        shared.write(None, line, 0)
-    best, places = brute_longest(said, tokens, 2, 8)
-    match = shared.longest(tokens)
-    assert (match.length if match else 0) == best
-    assert len(match.places if match else ()) == len(places)
-    if match:
-        assert all(common_suffix(s[:at], tokens) >= best for s, at in match.places)
+def test_shared_index_equals_brute_force() -> None:
+    n_found = 0
+    for seed in range(200):
+        source = random.Random(seed)
+        tokens, *others = (chunk(source, 40) for _ in range(3))
+        shared = SharedIndex((2, 4, 8), max_tokens=4096, most=1000)
+        for text in others:
+            shared.write(None, text, 0)
+        best, found = brute_longest(others, tokens, 2, 8)
+        longest = shared.longest(tokens)
+        assert (longest.length if longest else 0) == best
+        assert len(longest.places if longest else ()) == len(found)
+        if longest:
+            assert all(common_suffix(s[:at], tokens) >= best for s, at in longest.places)
+            n_found += 1
+    assert n_found > 100
 
 
-def test_lines_written_by_turns_stay_apart() -> None:
+def test_texts_written_by_turns_stay_apart() -> None:
     shared = SharedIndex((2,), max_tokens=64, most=8)
     a = b = None
     for n in range(1, 6):
@@ -305,17 +203,17 @@ def test_what_a_branch_generated_before_is_context() -> None:
     assert (shared._n_tokens, n_stored(shared)) == (2, 4)
 
 
-@pytest.mark.parametrize("alphabet", [1, 3, 500])
+@pytest.mark.parametrize("alphabet", [1, 500])
 def test_shared_memory_is_bounded(alphabet: int) -> None:
     source = random.Random(alphabet)
     shared = SharedIndex((2, 4, 8), max_tokens=256, most=4)
-    lines: list[list[int]] = [[] for _ in range(5)]
-    segments = [shared.write(None, [], 0) for _ in lines]
+    texts: list[list[int]] = [[] for _ in range(5)]
+    segments = [shared.write(None, [], 0) for _ in texts]
     for _ in range(3000):
-        i = source.randrange(len(lines))
-        start = len(lines[i])
-        lines[i] += [source.randrange(alphabet) for _ in range(source.randrange(5))]
-        segments[i] = shared.write(segments[i], lines[i], start)
+        i = source.randrange(len(texts))
+        start = len(texts[i])
+        texts[i] += chunk(source, 4, alphabet)
+        segments[i] = shared.write(segments[i], texts[i], start)
         assert shared._n_tokens <= 256
     assert shared._n_tokens == sum(len(s.text) - s.start for s in shared._segments) == 256
     n_segments = 5 + 256 // (64 - 8)  # written to, and full

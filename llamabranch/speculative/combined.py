@@ -1,0 +1,385 @@
+"""Drafters made of others or of a function: a chain, what a grammar forces, and what "auto" means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from time import perf_counter
+from typing import Literal
+
+from ..arguments import instance, items, placed
+from ..context import Context
+from ..errors import ConfigError, GrammarError, LlamaBranchError
+from ..generation.drafter import (
+    Draft,
+    Drafter,
+    DraftLength,
+    DraftRequest,
+    DraftState,
+    NullDrafter,
+    NullState,
+)
+from ..generation.text import Text
+from ..model import Model, token_list
+from ..sampling import Distribution
+from ..sampling.grammar.grammar import GrammarState
+from .copying import SuffixDrafter
+from .head import MTPDrafter
+
+__all__ = ["ChainDrafter", "DrafterChoice", "FunctionDrafter", "GrammarDrafter", "auto_drafter"]
+
+DrafterChoice = Drafter | Literal["auto"] | None
+DraftFunction = Callable[[list[int], int], Sequence[int]]
+
+_GRAMMAR = "grammar"  # the name of drafts that begin with what is forced
+
+
+# -- a function -----------------------------------------------------------------------------------
+
+
+class FunctionDrafter(Drafter):
+    """Drafts what a function returns.
+
+    ``function(tokens, k)`` gets the ids of the text so far, a list of its own, and returns at most ``k``
+    ids that may follow; what is beyond ``k`` is cut off, and an empty list is no draft. It may use
+    anything but the target's random numbers; drafts never change the text's distribution. Several texts
+    at a time are drafted one after another.
+
+    Args:
+        function: the guess.
+        name: its name in statistics.
+
+    Raises:
+        ConfigError: not a function. What the function raises ends the generation; a result that is no
+            list of the target's token ids raises TokenizeError there.
+    """
+
+    def __init__(self, function: DraftFunction, name: str | None = None) -> None:
+        if not callable(function):
+            raise ConfigError(
+                f"a drafter needs a function of tokens and a number, not {function!r}"
+            )
+        self._function = function
+        found = getattr(function, "__name__", type(function).__name__)
+        self._name = name or ("function" if found == "<lambda>" else found)
+
+    @property
+    def name(self) -> str:
+        """Its name in statistics."""
+        return self._name
+
+    def check(self, target: Model) -> None:
+        """Accept any target: the function is responsible for the ids."""
+
+    def start(self, target: Text, rule: str) -> DraftState:
+        """Return a state that keeps nothing: the function gets the whole text each time."""
+        return _FunctionState(self._function, self._name)
+
+
+class _FunctionState(NullState):
+    """Calls the function; holds nothing of the text."""
+
+    def __init__(self, function: DraftFunction, name: str) -> None:
+        self._function = function
+        self._name = name
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        draft = Draft(drafter=self._name, stopped="off")
+        if not length.consider(self._name):
+            return draft
+        limit = min(limit, length.limit)
+        with placed(f"the drafter {self._name}"):
+            draft.tokens = token_list(self._function(list(tokens), limit))[:limit]
+        draft.stopped = "length" if len(draft.tokens) == limit else "no evidence"
+        return draft
+
+
+class _Combined(Drafter):
+    """A drafter made of others."""
+
+    drafters: Sequence[Drafter]
+
+    @property
+    def estimates(self) -> frozenset[str]:
+        """Those of its drafters."""
+        return frozenset().union(*(each.estimates for each in self.drafters))
+
+    @property
+    def contexts(self) -> list[Context]:
+        """Those of its drafters."""
+        return [ctx for each in self.drafters for ctx in each.contexts]
+
+    def check(self, target: Model) -> None:
+        """Raise VocabularyMismatchError if one of them cannot draft for ``target``."""
+        for drafter in self.drafters:
+            drafter.check(target)
+
+
+# -- a chain --------------------------------------------------------------------------------------
+
+
+class ChainDrafter(_Combined):
+    """Tries drafters in order until one proposes a draft: cheap ones first, a model last.
+
+    A draft state whose turn does not come only learns how many tokens were accepted, so a model behind
+    n-gram drafters decodes all the text it has missed in one decode when its turn comes.
+
+    Args:
+        drafters: at least one, in the order in which they are tried.
+
+    Raises:
+        ConfigError: an empty list, or something that is no drafter.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.drafters = tuple(items("drafters", drafters))
+        if not self.drafters:
+            raise ConfigError("a chain needs at least one drafter")
+        for one in self.drafters:
+            instance("a drafter of a chain", one, Drafter)  # type: ignore[type-abstract]
+
+    @property
+    def name(self) -> str:
+        """The names of its drafters, joined by "+"."""
+        return "+".join(drafter.name for drafter in self.drafters)
+
+    def start(self, target: Text, rule: str) -> DraftState:
+        """Return a new state, made of one state of each drafter."""
+        makers = [partial(drafter.start, target, rule) for drafter in self.drafters]
+        return _ChainState(self, _all_or_none(makers))
+
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Call each drafter with all requests for which those before it have no draft.
+
+        A draft has the cost of the drafters before it added to its own.
+        """
+        drafts = [Draft() for _ in requests]
+        found = ((i, request.state) for i, request in enumerate(requests))
+        states = {i: state.states for i, state in found if isinstance(state, _ChainState)}
+        left = list(states)
+        for number, drafter in enumerate(self.drafters):
+            asked = [requests[i]._replace(state=states[i][number]) for i in left]
+            for i, draft in zip(left, drafter.propose_many(asked), strict=True):
+                draft.seconds += drafts[i].seconds
+                draft.n_decodes += drafts[i].n_decodes
+                drafts[i] = draft
+            left = [i for i in left if not drafts[i].tokens]
+        return drafts
+
+
+class _ChainState:
+    def __init__(self, drafter: ChainDrafter, states: Sequence[DraftState]) -> None:
+        self.states = states
+        self._drafter = drafter
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        return self._drafter.propose_many([DraftRequest(self, tokens, length, limit)])[0]
+
+    def observe(self, n_tokens: int) -> None:
+        for state in self.states:
+            state.observe(n_tokens)
+
+    def fork(self, target: Text) -> DraftState:
+        makers = [partial(state.fork, target) for state in self.states]
+        return _ChainState(self._drafter, _all_or_none(makers))
+
+    def close(self) -> None:
+        for state in self.states:
+            state.close()
+
+
+def _all_or_none(makers: Sequence[Callable[[], DraftState]]) -> list[DraftState]:
+    """Return the states that ``makers`` make; if one fails, close those made before it."""
+    states: list[DraftState] = []
+    try:
+        for make in makers:
+            states.append(make())
+    except BaseException:
+        for state in states:
+            state.close()
+        raise
+    return states
+
+
+# -- a grammar ------------------------------------------------------------------------------------
+
+
+class GrammarDrafter(_Combined):
+    """Drafts the text that the grammar of a branch forces: keys, punctuation, the rest of a constant.
+
+    Where the grammar leaves a choice, ``values`` drafts on: with a copying drafter, values come from the
+    prompt. After these tokens follows what is forced next, and so on. What the grammar refuses is left
+    out.
+
+    Args:
+        values: drafts where the grammar leaves a choice; None = the draft ends there.
+        plain: drafts on a branch without a grammar; None = ``values`` does.
+    """
+
+    def __init__(self, values: Drafter | None = None, plain: Drafter | None = None) -> None:
+        for name, each in (("values", values), ("plain", plain)):
+            if each is not None:
+                instance(name, each, Drafter)  # type: ignore[type-abstract]
+        self.values: Drafter = values or NullDrafter()
+        self.plain = plain or self.values
+        self.drafters = (self.values, *(() if plain is None else (plain,)))
+
+    @classmethod
+    def copying(cls) -> GrammarDrafter:
+        """Return the drafter that is used where a grammar is given and no drafter: "grammar+suffix"."""
+        return cls(SuffixDrafter(min_match=1, shared_tokens=0))
+
+    @property
+    def name(self) -> str:
+        """ "grammar", or "grammar+" and the name of ``values``."""
+        none = isinstance(self.values, NullDrafter)
+        return "grammar" if none else f"grammar+{self.values.name}"
+
+    def start(self, target: Text, rule: str) -> DraftState:
+        """Return a new state, with one of ``values``."""
+        if target.grammar is None:
+            return self.plain.start(target, rule)
+        values = self.values.start(target, rule)
+        try:
+            state = target.grammar.start(target.ctx.model, forcing=True)
+        except BaseException:
+            values.close()
+            raise
+        return _ForcedState(state, target.answer_start, values)
+
+
+class _ForcedState:
+    """A grammar's state after the tokens from ``start`` to ``n_seen``, and the state of ``values``."""
+
+    def __init__(self, grammar: GrammarState, start: int, values: DraftState) -> None:
+        self._first = grammar  # before any token
+        self._grammar = grammar.clone()
+        self._start = self._n_seen = start
+        self._values = values
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        start = perf_counter()
+        try:
+            for token in tokens[self._n_seen :]:
+                if not self._grammar.allows(token):
+                    raise GrammarError(f"the grammar does not allow token {token} here")
+                self._grammar.accept(token)
+                self._n_seen += 1
+            grammar = self._grammar.clone()
+            if grammar.forced():
+                draft = Draft(drafter=_GRAMMAR, stopped="off")
+                if length.consider(_GRAMMAR):
+                    self._fill(draft, tokens, grammar, length, limit)
+                draft.seconds = perf_counter() - start
+                return draft
+        except GrammarError:  # the target raises it if it gets there
+            return Draft(drafter=_GRAMMAR, stopped="end")
+        # What a draft begins with decides whose costs and acceptance it is judged by.
+        return self._values.propose(tokens, length, limit)
+
+    def _fill(
+        self,
+        draft: Draft,
+        tokens: Sequence[int],
+        grammar: GrammarState,
+        length: DraftLength,
+        limit: int,
+    ) -> None:
+        draft.stopped = "length"
+        while len(draft.tokens) < limit:
+            forced = grammar.forced()[: limit - len(draft.tokens)]
+            for token in forced:
+                draft.entropies.append(0.0)
+                if not length.goes_on(len(draft.tokens), 0.0):
+                    draft.stopped = length.reason
+                    return
+                grammar.accept(token)
+                draft.tokens.append(token)
+                draft.forced.append(True)
+                if draft.sources:
+                    draft.sources.append(Distribution.point(token))
+            if not forced:
+                goes_on = self._add_values(draft, tokens, grammar, length, limit)
+                length.consider(_GRAMMAR)
+                if not goes_on:
+                    return
+
+    def _add_values(
+        self,
+        draft: Draft,
+        tokens: Sequence[int],
+        grammar: GrammarState,
+        length: DraftLength,
+        limit: int,
+    ) -> bool:
+        """Add what ``values`` proposes and the grammar allows; return whether the draft may go on."""
+        n, before = len(draft.tokens), length.n_before
+        length.n_before = before + n
+        try:
+            found = self._values.propose([*tokens, *draft.tokens], length, limit - n)
+        finally:
+            length.n_before = before
+        draft.stopped = found.stopped
+        draft.n_decodes += found.n_decodes
+        draft.n_read += found.n_read
+        if found.sources and not draft.sources:
+            draft.sources = [Distribution.point(token) for token in draft.tokens]
+        for i, token in enumerate(found.tokens):
+            # Cutting a token that was drawn at random would bias the text: the rule has to reject it.
+            is_allowed = grammar.allows(token)
+            if not is_allowed and not found.sources:
+                draft.stopped = "end"
+                break
+            draft.entropies.append(found.entropies[i] if found.entropies else math.nan)
+            draft.tokens.append(token)
+            draft.forced.append(False)
+            if draft.sources:
+                draft.sources.append(found.sources[i])
+            if not is_allowed:
+                return False
+            grammar.accept(token)
+        else:
+            draft.entropies += found.entropies[len(found.tokens) :]
+            return bool(found.tokens) and found.stopped in ("no evidence", "end")
+        return False
+
+    def observe(self, n_tokens: int) -> None:
+        self._values.observe(n_tokens)
+        if n_tokens < self._n_seen:
+            self._grammar, self._n_seen = self._first.clone(), self._start
+
+    def fork(self, target: Text) -> DraftState:
+        start = target.answer_start  # of another prompt, perhaps
+        clone = _ForcedState(self._first, start, self._values.fork(target))
+        if start == self._start:
+            clone._grammar, clone._n_seen = self._grammar.clone(), self._n_seen
+        return clone
+
+    def close(self) -> None:
+        self._values.close()
+
+
+# -- where none is named --------------------------------------------------------------------------
+
+
+def auto_drafter(ctx: Context, *, structured: bool | None = None) -> Drafter:
+    """Return a drafter of copied text, and of the model's MTP layers and what a grammar forces.
+
+    ``structured``: whether a grammar constrains the texts; None = some of them. A context that reads the
+    MTP layers is opened once and stays with ``ctx``.
+    """
+    head = None
+    if ctx.model.n_mtp_layers:
+        with ctx.lock, suppress(LlamaBranchError):  # such as memory that is in use
+            head = ctx.attached.get("head") or Context(ctx.model, target=ctx)
+            ctx.attached["head"] = head
+
+    def copying(min_match: int) -> Drafter:
+        values = SuffixDrafter(min_match=min_match, shared_tokens=0)
+        return ChainDrafter([values, MTPDrafter(head)]) if isinstance(head, Context) else values
+
+    if structured is False:
+        return copying(2)
+    return GrammarDrafter(copying(1), copying(2) if structured is None else None)

@@ -1,0 +1,539 @@
+"""Drafters that copy tokens which followed the same tokens earlier.
+
+Their draft distributions are point masses, so a drafted token is accepted with the target's own
+probability of it, and the draft distribution has no entropy. Instead they estimate the *probability*
+that the token is right from what followed the same tokens earlier (``Match.follow``).
+``Draft.entropies`` holds its surprisal -ln(p) in nats: 0 for a certain token, and growing with
+uncertainty as an entropy does, which is all that a draft-length controller needs. It is known before
+the token is proposed and depends only on earlier tokens, so stopping on it is lossless.
+
+A suffix tree answers "which tokens followed this suffix, and how often". Here the places of an n-gram
+give the same answers: walking down the tree is stepping through those places side by side. They are found
+by searching the tokens' bytes from their end, which takes some 0.1 ms for 32,000 tokens and grows with
+the text. So there is no index to keep, and rewinding, forking and forgetting are those of a list.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+from ..arguments import bounded, real, whole
+from ..errors import ConfigError
+from ..generation.drafter import Draft, Drafter, DraftLength, DraftState, StopRule
+from ..generation.text import Text
+from ..model import Model
+from ..native import forkable_lock
+
+__all__ = [
+    "Match",
+    "Place",
+    "PromptLookupDrafter",
+    "SharedIndex",
+    "SuffixDrafter",
+    "TokenIndex",
+    "doubling",
+]
+
+_WIDTH = array("i").itemsize  # bytes of a token
+
+
+# -- where tokens occurred before ------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A sequence of tokens, and the position in it of the token that followed the match."""
+
+    sequence: Sequence[int]
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The last ``length`` tokens occurred before; ``places``, newest first, are what followed them."""
+
+    length: int
+    places: list[Place]
+
+    def follow(self, tokens: Sequence[int], most: int, floor: float) -> Guess:
+        """Return the most frequent continuation of ``tokens``, at most ``most`` tokens of it.
+
+        Step j takes the token that most of the remaining places continue with (the newest place
+        decides a tie) and keeps those places. If c of n places do, its estimated probability is
+        c / (n + 1/(length + j)): the longer the match, the less is reserved for tokens never seen
+        there. It ends where the product, the probability that all tokens so far are accepted, falls
+        below ``floor``.
+
+        A place in ``tokens`` itself that reaches their end continues into the guess, as LZ77 copies
+        do: a loop of three tokens is continued up to ``most`` tokens.
+
+        O(places x tokens returned); SuffixDecoding (Oliaro et al. 2024, 2411.04975) walks a suffix
+        tree by the same rule, without the prior.
+        """
+        guess = Guess([], [])
+        end = len(tokens)
+        reach = 1.0
+        places = self.places
+        for j in range(most):
+            following: dict[int, list[Place]] = {}
+            n = 0
+            for place in places:
+                at = place.position + j
+                if at < len(place.sequence):
+                    token = place.sequence[at]
+                elif place.sequence is tokens:
+                    token = guess.tokens[at - end]
+                else:
+                    continue  # this sequence ends here
+                n += 1
+                following.setdefault(token, []).append(place)
+            if not n:
+                break
+            # In a tie the first, which is the newest, is taken.
+            token = max(following, key=lambda t: len(following[t]))
+            places = following[token]
+            probability = len(places) / (n + 1.0 / (self.length + j))
+            reach *= probability
+            if reach < floor:
+                break
+            guess.tokens.append(token)
+            guess.probabilities.append(probability)
+        return guess
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A continuation, and the estimated probability of each token given that those before are right."""
+
+    tokens: list[int]
+    probabilities: list[float]
+
+    @property
+    def expected(self) -> float:
+        """The expected number of accepted tokens."""
+        total, reach = 0.0, 1.0
+        for probability in self.probabilities:
+            reach *= probability
+            total += reach
+        return total
+
+
+def doubling(shortest: int, longest: int) -> tuple[int, ...]:
+    """Return shortest, twice that, ..., longest: the lengths a longest-match search needs."""
+    lengths = []
+    while shortest < longest:
+        lengths.append(shortest)
+        shortest *= 2
+    return (*lengths, longest)
+
+
+def _longest(
+    lengths: Sequence[int],
+    tokens: Sequence[int],
+    find: Callable[[bytes, int], list[Place]],
+    most: int,
+) -> Match | None:
+    """Return the longest suffix of ``tokens`` for which ``find`` has places, None if there is none.
+
+    That of the longest n-gram that occurred and, where there are gaps between ``lengths``, those places
+    that agree furthest back, up to the longest length.
+    """
+    best, longest = 0, b""
+    for n in lengths:
+        gram = array("i", tokens[-n:]).tobytes()
+        if n > len(tokens) or not find(gram, 1):  # so nothing longer occurred either
+            break
+        best, longest = n, gram
+    kept = find(longest, most) if best else []
+    limit = min(lengths[-1], len(tokens)) if lengths else 0
+    if best < limit:  # these agree further back than that, perhaps
+        places, kept = kept, []
+        n = best
+        for place in places:
+            sequence, position = place
+            m, most = n, min(limit, position)
+            while m < most and sequence[position - 1 - m] == tokens[-1 - m]:
+                m += 1
+            if m > best:
+                best, kept = m, [place]
+            elif m == best:
+                kept.append(place)
+    return Match(best, kept) if kept else None
+
+
+class TokenIndex:
+    """A sequence of tokens that is searched, and can be extended, rewound and forked.
+
+    Args:
+        lengths: the n of the n-grams that are searched for, each at least 1.
+        tokens: the first tokens.
+
+    Appending and dropping a token cost O(1), a fork copies 12 bytes a token.
+    """
+
+    def __init__(self, lengths: Iterable[int], tokens: Iterable[int] = ()) -> None:
+        self._lengths = tuple(sorted(set(lengths)))
+        self._tokens: list[int] = []
+        self._bytes = bytearray()  # of the tokens
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens: not a copy; valid until the next change."""
+        return self._tokens
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append ``tokens``."""
+        added = list(tokens)
+        self._tokens += added
+        self._bytes += array("i", added).tobytes()
+
+    def tail(self, n: int) -> bytes:
+        """Return the last ``n`` tokens, as bytes."""
+        return bytes(self._bytes[-n * _WIDTH :])
+
+    def rewind(self, n_tokens: int) -> None:
+        """Keep the first ``n_tokens``."""
+        del self._tokens[n_tokens:], self._bytes[n_tokens * _WIDTH :]
+
+    def fork(self) -> TokenIndex:
+        """Return an independent copy."""
+        clone = TokenIndex(self._lengths)
+        clone._tokens, clone._bytes = self._tokens.copy(), self._bytes.copy()
+        return clone
+
+    def longest(self, most: int) -> Match | None:
+        """Return the longest suffix of the tokens that occurred before, None if none did.
+
+        It takes the newest ``most`` places.
+        """
+        return _longest(self._lengths, self._tokens, self.places, most)
+
+    def places(self, gram: bytes, most: int, first: int = 0) -> list[Place]:
+        """Return where a gram, given as bytes, was followed: the newest places, from ``first`` on."""
+        found: list[Place] = []
+        start, end = max(0, first * _WIDTH - len(gram)), len(self._bytes) - _WIDTH
+        while len(found) < most:
+            at = self._bytes.rfind(gram, start, end)
+            if at < 0:
+                break
+            if at % _WIDTH == 0:
+                found.append(Place(self._tokens, (at + len(gram)) // _WIDTH))
+            end = at + len(gram) - 1
+        return found
+
+
+# -- many sequences -------------------------------------------------------------------------------
+
+
+class Segment:
+    """A run of tokens in a shared index; those before ``start`` are context or already forgotten."""
+
+    def __init__(self, context: Iterable[int]) -> None:
+        self.text = TokenIndex((), context)
+        self.known: set[bytes] = set()  # the shortest n-grams that tokens of it follow
+        self.start = len(self.text)
+        self.closed = False
+
+
+class SharedIndex:
+    """The latest output of many sequences, which is searched; safe to use from many threads.
+
+    Args:
+        lengths: the n of the n-grams that are searched for.
+        max_tokens: the most tokens it holds, at least 8 times the longest length; beyond that each new
+            token makes it forget the oldest.
+        most: how many places of an n-gram it returns, those in the newest segments.
+
+    Sequences are written concurrently, each into segments of its own.
+    """
+
+    SEGMENT = 512  # most tokens of a segment, which stays in memory until all of it is forgotten
+
+    def __init__(self, lengths: Iterable[int], max_tokens: int, most: int) -> None:
+        self._lengths = tuple(sorted(set(lengths)))
+        self._max_tokens = max_tokens
+        self._most = most
+        self._size = min(self.SEGMENT, max_tokens // 4)
+        self._segments: deque[Segment] = deque()  # oldest first
+        self._n_tokens = 0
+        self._lock = forkable_lock()
+
+    def write(self, segment: Segment | None, tokens: Sequence[int], start: int) -> Segment | None:
+        """Add ``tokens[start:]``, which follow ``tokens[:start]``.
+
+        Args:
+            segment: the return value of the previous call for this sequence; None = a new sequence, or
+                one that does not continue from there.
+        """
+        with self._lock:
+            for position in range(start, len(tokens)):
+                if segment is None or segment.closed or len(segment.text) >= self._size:
+                    segment = Segment(tokens[max(0, position - self._lengths[-1]) : position])
+                    self._segments.append(segment)
+                segment.known.add(segment.text.tail(self._lengths[0]))
+                segment.text.extend((tokens[position],))
+                self._n_tokens += 1
+                if self._n_tokens > self._max_tokens:
+                    self._forget()
+            return segment
+
+    def longest(self, tokens: Sequence[int], skip: Segment | None = None) -> Match | None:
+        """Return the longest suffix of ``tokens`` that occurred in another sequence, None if none did.
+
+        Args:
+            skip: the segment of the sequence itself, which is not searched.
+        """
+
+        def find(gram: bytes, most: int) -> list[Place]:
+            found: list[Place] = []
+            shortest = gram[-self._lengths[0] * _WIDTH :]
+            for segment in reversed(self._segments):
+                if shortest in segment.known and segment is not skip and len(found) < most:
+                    found += segment.text.places(gram, most - len(found), segment.start)
+            return found
+
+        with self._lock:
+            return _longest(self._lengths, tokens, find, self._most)
+
+    def _forget(self) -> None:
+        """Forget the oldest token."""
+        segment = self._segments[0]
+        segment.start += 1
+        self._n_tokens -= 1
+        if segment.start == len(segment.text):
+            segment.closed = True
+            self._segments.popleft()
+
+
+# -- the drafters ---------------------------------------------------------------------------------
+
+
+class _CopyDrafter(Drafter):
+    """Copies token ids of the target's own text, and estimates how probable they are.
+
+    Attributes:
+        lengths: of the n-grams that are indexed.
+        most: how many occurrences are counted.
+        floor: ends a draft where the probability that all of it is accepted falls below it.
+        factor, offset: a match of m tokens allows a draft of floor(m * factor + offset) tokens.
+    """
+
+    lengths: Sequence[int]
+    most, floor, factor, offset = 1, 0.0, 0.0, math.inf
+
+    @property
+    def estimates(self) -> frozenset[str]:
+        """Its name: the entropies of its drafts are surprisals."""
+        return frozenset({self.name})
+
+    def check(self, target: Model) -> None:
+        """Accept any target: it copies token ids of the target's own text."""
+
+    def start(self, target: Text, rule: str) -> DraftState:
+        """Return a new state."""
+        return _CopyState(self, TokenIndex(self.lengths), target.position, target)
+
+    def pool(self, model: Model) -> SharedIndex | None:
+        """Return what texts of a model share: nothing."""
+        return None
+
+
+class PromptLookupDrafter(_CopyDrafter):
+    """Copies the tokens that followed the last few tokens at their latest occurrence in prompt or output.
+
+    Known as prompt lookup decoding (Saxena 2023) and n-gram speculation. It looks for the longest
+    suffix of ``min_ngram`` to ``max_ngram`` tokens that occurred before, and for its latest occurrence.
+
+    Args:
+        max_ngram: the longest suffix to look for, 1 to 64 tokens.
+        min_ngram: the shortest suffix to look for, at least 1.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    name = "lookup"  # in statistics
+
+    def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
+        self.max_ngram = whole("max_ngram", max_ngram, 1, 64)
+        self.min_ngram = whole("min_ngram", min_ngram, 1, self.max_ngram)
+        self.lengths = range(self.min_ngram, self.max_ngram + 1)
+
+
+class SuffixDrafter(_CopyDrafter):
+    """Follows the most frequent continuation of the longest suffix seen before.
+
+    Known as SuffixDecoding (Oliaro et al. 2024, 2411.04975): one index holds the request's prompt and
+    output, a shared one holds the output of all requests of this drafter; the longer the match, the
+    more tokens are drafted. Each index is searched for its longest match, and the continuation with
+    more tokens expected to be accepted is drafted; in a tie, that of the request's own index. Unlike in
+    the paper, the estimated probability reserves a part for continuations never seen
+    (``Match.follow``), the shared index is filled while texts are being generated, so that branches
+    benefit from their siblings, and only the newest occurrences are counted.
+
+    Args:
+        max_match: the longest suffix compared, up to 64 tokens.
+        min_match: the shortest suffix that counts as evidence.
+        factor, offset: a match of m tokens allows a draft of floor(m * factor + offset) tokens.
+        min_probability: ends a draft where the probability that all of it is accepted falls below this.
+            "auto" weighs whatever could follow instead, without these limits, where copying costs next
+            to nothing beside a step of the target.
+        max_occurrences: how many occurrences of a suffix are counted, the newest ones.
+        shared_tokens: the most tokens that the shared index holds; beyond it the oldest are forgotten.
+            Each target model has a shared index of its own, since token ids mean nothing to another.
+            0 = share nothing, otherwise at least 8 * max_match.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    name = "suffix"  # in statistics
+
+    def __init__(
+        self,
+        max_match: int = 16,
+        min_match: int = 2,
+        *,
+        factor: float = 1.0,
+        offset: float = 0.0,
+        min_probability: float = 0.2,
+        max_occurrences: int = 32,
+        shared_tokens: int = 16384,
+    ) -> None:
+        max_match = whole("max_match", max_match, 1, 64)
+        min_match = whole("min_match", min_match, 1, max_match)
+        self.floor = bounded("min_probability", min_probability, 0.0, 1.0)
+        self.factor = factor = real("factor", factor)
+        self.offset = offset = real("offset", offset)
+        if not (math.isfinite(factor) and factor >= 0 and math.isfinite(offset)):
+            raise ConfigError(
+                f"factor {factor!r} and offset {offset!r} must be numbers, factor >= 0"
+            )
+        self.most = whole("max_occurrences", max_occurrences, 1, 4096)
+        self.shared_tokens = whole("shared_tokens", shared_tokens, 0)
+        if self.shared_tokens:
+            whole("shared_tokens", shared_tokens, 8 * max_match, 1 << 24)
+        self.lengths = doubling(min_match, max_match)
+        self._shared: weakref.WeakKeyDictionary[Model, SharedIndex] = weakref.WeakKeyDictionary()
+
+    def pool(self, model: Model) -> SharedIndex | None:
+        """Return the index of what was generated with a model, None if nothing is shared."""
+        if not self.shared_tokens:
+            return None
+        fresh = SharedIndex(self.lengths, self.shared_tokens, self.most)
+        return self._shared.setdefault(model, fresh)
+
+
+class _CopyState:
+    """One request's index, and the segment of the shared index that it writes.
+
+    Args:
+        n_written: how many tokens of the text do not need to be written to the shared index: those
+            that were there when the state was made, and those written since.
+        target: what is drafted for; it tells which tokens were read: those are not written either.
+    """
+
+    def __init__(
+        self, drafter: _CopyDrafter, index: TokenIndex, n_written: int, target: Text
+    ) -> None:
+        self._drafter = drafter
+        self._index = index
+        self._shared = drafter.pool(target.ctx.model)
+        self._n_written = n_written
+        self._target = weakref.ref(target)  # a state must not keep it from being freed
+        self._is_eog = target.ctx.model.is_eog
+        self._segment: Segment | None = None
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        draft = Draft(drafter=self._drafter.name, stopped="no evidence")
+        start = perf_counter()
+        self._index_new(tokens)
+        match, guess = self._guess(limit)
+        if match is not None and length.consider(draft.drafter):
+            rule = length.stop_rule(length.n_before) if length.reads_entropy else None
+            if rule is not None and rule.weighs:
+                self._weigh(draft, match.follow(self._index.tokens, limit, 0.0), rule, limit)
+            else:
+                self._fill(draft, guess, length, limit)
+        draft.seconds = perf_counter() - start
+        return draft
+
+    def _weigh(self, draft: Draft, guess: Guess, rule: StopRule, limit: int) -> None:
+        """Draft as much of the guess as gains the most; nothing limits it otherwise."""
+        ends = [i for i, token in enumerate(guess.tokens, 1) if self._is_eog(token)]
+        tokens = guess.tokens[: min(ends, default=limit)]
+        surprisals = [-math.log(p) for p in guess.probabilities[: len(tokens)]]
+        n = rule.longest(surprisals)
+        draft.tokens = tokens[:n]
+        draft.entropies = surprisals[: n + 1]
+        draft.following = tokens[n] if n < len(tokens) else None
+        if n < len(tokens):
+            draft.stopped = "goodput"
+        elif ends:
+            draft.stopped = "end"
+        elif n == limit:
+            draft.stopped = "length"
+
+    def _fill(self, draft: Draft, guess: Guess, length: DraftLength, limit: int) -> None:
+        draft.stopped = "length"
+        for token, probability in zip(guess.tokens, guess.probabilities, strict=True):
+            surprisal = -math.log(probability)
+            draft.entropies.append(surprisal)
+            if not length.goes_on(len(draft.tokens), surprisal):
+                draft.stopped = length.reason
+                return
+            draft.tokens.append(token)
+            if self._is_eog(token):
+                draft.stopped = "end"  # nothing follows an EOG token, whatever did in the prompt
+                return
+        if len(draft.tokens) < limit:
+            draft.stopped = "no evidence"  # for further tokens
+
+    def _index_new(self, tokens: Sequence[int]) -> None:
+        self._index.extend(tokens[len(self._index) :])
+        target = self._target()
+        start = 0 if target is None else target.answer_start
+        if start > self._n_written:
+            self._n_written, self._segment = start, None
+        if self._shared is not None and len(tokens) > self._n_written:
+            self._segment = self._shared.write(self._segment, tokens, self._n_written)
+            self._n_written = len(tokens)
+
+    def _guess(self, limit: int) -> tuple[Match | None, Guess]:
+        index, drafter = self._index, self._drafter
+        matches = [index.longest(drafter.most)]
+        if self._shared is not None:
+            matches.append(self._shared.longest(index.tokens, skip=self._segment))
+        best, best_match = Guess([], []), None
+        for match in matches:
+            if match is not None:
+                most = math.floor(min(limit, match.length * drafter.factor + drafter.offset))
+                guess = match.follow(index.tokens, most, drafter.floor)
+                if guess.expected > best.expected:
+                    best, best_match = guess, match
+        return best_match, best
+
+    def observe(self, n_tokens: int) -> None:
+        if n_tokens < len(self._index):
+            self._index.rewind(n_tokens)
+        if n_tokens < self._n_written:
+            # Tokens that a rewind removed stay in the shared index; those that replace them go to a new
+            # segment.
+            self._n_written, self._segment = n_tokens, None
+
+    def fork(self, target: Text) -> DraftState:
+        return _CopyState(self._drafter, self._index.fork(), self._n_written, target)
+
+    def close(self) -> None:
+        self._index = TokenIndex(())
+        self._shared = self._segment = None

@@ -1,0 +1,523 @@
+"""Drafting with a model: by tokens, or through the text where its vocabulary is another one.
+
+What draft models and heads (:mod:`.head`) share is here too: they read the text that is new, and draw
+tokens after it. Any number of texts are drafted for together, with one decode for each position of all of
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from time import perf_counter
+from typing import Generic, TypeVar
+
+from ..context import Context
+from ..context.context import text_context
+from ..context.logits import LogitsRow
+from ..context.prefix_cache import n_common
+from ..context.runner import Batch
+from ..errors import (
+    CapacityError,
+    GrammarError,
+    SequencesExhaustedError,
+    TokenizeError,
+    VocabularyMismatchError,
+)
+from ..generation.drafter import Draft, Drafter, DraftLength, DraftRequest, DraftState
+from ..generation.text import Text
+from ..generation.verify import draft_seed
+from ..model import Model
+from ..sampling import Sampler, SamplingParams
+from ..sampling.noise import DRAFT, derive_seed
+
+__all__ = ["ModelDrafter", "RunDrafter", "RunState"]
+
+S = TypeVar("S", bound="RunState")
+
+_WINDOW = 12  # tokens before the end that are tokenized again with a draft through the text
+
+
+# -- what models and heads share -------------------------------------------------------------------
+
+
+class RunState(DraftState, ABC):
+    """What a drafter with a context keeps of one text, and its draft while that is drawn.
+
+    Args:
+        drafter: whose state it is.
+        target: the text that is drafted for.
+        rule: the acceptance rule.
+
+    Attributes:
+        model: whose EOG tokens end a draft.
+        seed: of the draws under the seeded rule; the noise of other rules is derived from it.
+        draft: the one that is drawn.
+        text: the tokens that it follows.
+        unread: tokens that are decoded before the next draw: of the text, or the last one drawn.
+        is_done: the draft has ended.
+        reads_text: what is unread belongs to the text; so it is for every state that drafts together.
+    """
+
+    model: Model
+    draft: Draft
+    text: Sequence[int]
+    length: DraftLength
+    limit: int
+
+    def __init__(self, drafter: Drafter, target: Text, rule: str) -> None:
+        self.rule = rule
+        self.seed = target.seed
+        self.unread: Sequence[int] = ()
+        self.is_done = False
+        self.reads_text = True
+        self._drafter = drafter
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        """Decode the tokens that are new in one decode, then draw token by token."""
+        return self._drafter.propose_many([DraftRequest(self, tokens, length, limit)])[0]
+
+    # -- what differs ------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def sampler(self) -> Sampler:
+        """Draws the next token."""
+
+    @abstractmethod
+    def row(self) -> LogitsRow:
+        """Return the logits after the last decoded token, valid until the next decode."""
+
+    def accept(self, token: int) -> None:
+        """Let the sampler accept a drawn token, unless it does when the token is decoded."""
+
+    # -- drawing -----------------------------------------------------------------------------------
+
+    def open(self, request: DraftRequest) -> None:
+        """Begin a draft; it has ended at once if the length wants none of this drafter."""
+        self.draft = Draft(drafter=self._drafter.name)
+        _, self.text, self.length, self.limit = request
+        self.unread, self.is_done, self.reads_text = (), False, True
+        if not self.length.consider(self.draft.drafter):
+            self._end("off")
+
+    def draw(self) -> None:
+        """Draw the next token. Hold the lock of the drafter's context."""
+        draft, length, row = self.draft, self.length, self.row()
+        entropy = row.entropy() if length.reads_entropy else math.nan
+        draft.entropies.append(entropy)
+        if not length.goes_on(len(draft.tokens), entropy):
+            return self._end(length.reason)
+        sampler, position, seed = self.sampler, len(self.text) + len(draft.tokens), self.seed
+        try:
+            if self.rule == "seeded":
+                token = row.draw(sampler, seed, position, measured=False)
+            else:
+                source = sampler.distribution(row.array, position, seed)
+                token = source.draw(draft_seed(seed, len(self.text)), position, DRAFT)
+                draft.sources.append(source)
+            draft.tokens.append(token)
+            if self.model.is_eog(token):
+                return self._end("end")
+            if len(draft.tokens) >= self.limit:
+                self.is_done = True  # the next draft decodes it with the new text, if accepted
+                return None
+            self.accept(token)
+        except GrammarError:  # a dead end of the grammar: the target raises it if it gets there
+            return self._end("end")
+        self.unread = (token,)
+        return None
+
+    def _end(self, reason: str) -> None:
+        self.draft.stopped = reason
+        self.is_done = True
+
+
+class RunDrafter(Drafter, Generic[S]):
+    """A drafter with a context, whose sequences follow the target's texts.
+
+    Attributes:
+        ctx: the context it drafts in.
+        sampling: the settings of its draws; None = the request's.
+        state_type: of its states.
+    """
+
+    state_type: type[S]
+
+    def __init__(self, ctx: Context, sampling: SamplingParams | None) -> None:
+        self.ctx = ctx
+        self.sampling = sampling
+
+    @property
+    def contexts(self) -> list[Context]:
+        """Its own."""
+        return [self.ctx]
+
+    def settings(self, target: Text) -> SamplingParams:
+        """Return the settings with which drafts for ``target`` are drawn: without a logits processor."""
+        params = self.sampling or target.sampling
+        return params.replace(seed=target.seed, logprobs=False, logits_processor=None)
+
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Draft for all requests together: one decode for each drafted position.
+
+        Requests are drafted for one by one if the drafts go through the text, or on forks because the
+        memory of a draft model cannot be truncated.
+        """
+        states = [r.state for r in requests if isinstance(r.state, self.state_type)]
+        if not states or len(states) < len(requests):  # they go through the text
+            return super().propose_many(requests)
+        for state, request in zip(states, requests, strict=True):
+            state.open(request)
+        if self.ctx.target is not None or self.ctx.kv_cache.can_draft:
+            return self._draft(states)
+        return [draft for state in states for draft in self._draft([state])]
+
+    # -- what differs ------------------------------------------------------------------------------
+
+    def prepare(self, states: Sequence[S]) -> None:
+        """Get what they need from the target, before the lock of the drafter's context is taken."""
+
+    def begin(self, states: Sequence[S]) -> None:
+        """Read what has to be read before all that is unread is decoded."""
+
+    @abstractmethod
+    def decode(self, states: Sequence[S]) -> None:
+        """Decode what is unread of each state, together."""
+
+    def end(self, states: Sequence[S]) -> None:
+        """Drop what must not be kept after a draft, whatever was raised."""
+
+    # -- drafting ----------------------------------------------------------------------------------
+
+    def _draft(self, states: Sequence[S]) -> list[Draft]:
+        """Draw the drafts that were begun; without room for them the target goes on alone."""
+        start, decoder = perf_counter(), self.ctx.decoder
+        n_decodes = decoder.n_decodes
+        live = [state for state in states if not state.is_done]
+        try:
+            self.prepare(live)
+            with self.ctx.lock:
+                decoder.check_open()
+                try:
+                    self.begin(live)
+                    self.draw(live)
+                finally:
+                    self.end(live)
+        except CapacityError:
+            for state in live:
+                if not state.is_done:
+                    state.draft.stopped = "capacity"
+        # The time is divided by the steps of each draft; the first draft gets all decodes.
+        drafts, seconds = [state.draft for state in states], perf_counter() - start
+        steps = [len(draft.entropies) for draft in drafts]
+        if not any(steps):
+            steps = [1] * len(drafts)
+        for draft, n in zip(drafts, steps, strict=True):
+            draft.seconds = seconds * n / sum(steps)
+        drafts[0].n_decodes = decoder.n_decodes - n_decodes
+        return drafts
+
+    def draw(self, states: Sequence[S]) -> None:
+        """Finish the drafts, token by token."""
+        while states:
+            if all(state.unread for state in states):
+                self.decode(states)
+            for state in states:
+                if not state.unread:
+                    state.draw()
+            states = [state for state in states if not state.is_done]
+
+
+# -- draft models ----------------------------------------------------------------------------------
+
+
+class ModelState(RunState):
+    """A text of the draft model that follows the target's and drafts ahead of it.
+
+    Attributes:
+        own: that text.
+        tip: what the draft is drawn on: ``own``, or a fork of it if its memory cannot be truncated.
+        n_prompt: the first tokens, which are read: a grammar begins after them.
+    """
+
+    _drafter: ModelDrafter
+
+    def __init__(self, drafter: ModelDrafter, own: Text, target: Text, rule: str) -> None:
+        super().__init__(drafter, target, rule)
+        self.own = self.tip = own
+        self.model = drafter.ctx.model
+        self.n_prompt = target.answer_start
+
+    @property
+    def sampler(self) -> Sampler:
+        """The text's."""
+        return self.tip.sampler
+
+    def row(self) -> LogitsRow:
+        """Return the text's logits."""
+        return self.tip.logits_row()
+
+    def fork_ahead(self) -> None:
+        """Read the text, and draft on a fork, which ``observe`` frees."""
+        self.own.decode_unscored(self.text[self.own.position :])
+        if not self.own.ctx.n_seq_free:  # to fork would search for garbage, in each round
+            raise SequencesExhaustedError("no sequence is left to draft on")
+        self.tip = _forked(self.own)
+
+    def observe(self, n_tokens: int) -> None:
+        """Forget all tokens but the first ``n_tokens``."""
+        if self.tip is not self.own:
+            _release(self.tip)
+            self.tip = self.own
+        if n_tokens < len(self.own.tokens):
+            with self.own.lock:
+                self.own.check_usable()
+                self.own.rewind(n_tokens)
+
+    def fork(self, target: Text) -> ModelState:
+        """Return a copy of this state that drafts for ``target``."""
+        text, params = _forked(self.own), self._drafter.settings(target)
+        text.parent = None  # states may be closed in any order
+        if params != text.sampling.replace(seed=params.seed):
+            sampler = Sampler(self.model, params, text.grammar)
+            text.use_sampler(text.replayed(sampler))
+        text.seed = target.seed
+        return ModelState(self._drafter, text, target, self.rule)
+
+    def close(self) -> None:
+        """Free its sequences; a prefix cache of the draft model keeps what they have read."""
+        self.own.keep_cached()
+        _release(self.tip)
+        _release(self.own)
+
+
+class ModelDrafter(RunDrafter[ModelState]):
+    """Drafts with a small model.
+
+    A model of the same vocabulary drafts token by token. A model of another vocabulary drafts through
+    the text, which costs more and has fewer tokens accepted: known as universal assisted decoding (Timor
+    et al. 2025, 2502.05202, string-level exact match). ``Model.compatibility`` returns which of them
+    applies.
+
+    Args:
+        ctx: a context of the draft model; each state holds one of its sequences. With its own prefix
+            cache it does not read the beginning of a text again either.
+        sampling: the settings of its draws; None = the request's. With equal settings and seed the
+            draft draws with the target's noise, which is why the two agree so often.
+        translate: whether to draft through the text if the vocabularies differ.
+
+    Raises:
+        ConfigError: not a context.
+        UnsupportedError: the context of a head.
+    """
+
+    state_type = ModelState
+
+    def __init__(
+        self,
+        ctx: Context,
+        sampling: SamplingParams | None = None,
+        *,
+        translate: bool = True,
+    ) -> None:
+        super().__init__(text_context("ctx", ctx), sampling)
+        self.translate = translate
+
+    @property
+    def name(self) -> str:
+        """The draft model's name."""
+        return self.ctx.model.name
+
+    def check(self, target: Model) -> None:
+        """Raise VocabularyMismatchError unless it can draft by tokens or through the text."""
+        report = target.compatibility(self.ctx.model)
+        if report.path == "none" or (report.path == "text" and not self.translate):
+            raise VocabularyMismatchError(
+                f"{self.name} cannot draft for {target.name}: {report.reason}",
+                hint="use a draft model of the target's family; see `llamabranch models show`",
+            )
+
+    def start(self, target: Text, rule: str) -> DraftState:
+        """Return a new state; it holds a sequence of the draft context."""
+        model = self.ctx.model
+        if target.ctx.model.compatibility(model).path == "text":
+            # Its noise must not be the target's: the tokens differ, so nothing is gained, and the token
+            # rule requires independent draws.
+            params = self.sampling or target.sampling
+            seed = derive_seed(target.seed, 0)
+            params = params.replace(seed=seed, logit_bias={}, logits_processor=None)
+            text = Text(self.ctx, None, Sampler(model, params), seed)
+            return TranslatingState(text, target.ctx.model)
+        sampler = Sampler(model, self.settings(target), target.grammar)
+        return ModelState(self, Text(self.ctx, None, sampler, target.seed), target, rule)
+
+    def settings(self, target: Text) -> SamplingParams:
+        """Return the settings with which drafts for ``target`` are drawn."""
+        params = super().settings(target)
+        ours, theirs = self.ctx.n_vocab, target.ctx.n_vocab
+        bias = {token: value for token, value in params.logit_bias.items() if token < ours}
+        # Models of a family pad their vocabularies differently: never draw a token the target lacks.
+        return params.replace(logit_bias=bias | dict.fromkeys(range(theirs, ours), -math.inf))
+
+    def begin(self, states: Sequence[ModelState]) -> None:
+        """Read what is left of the prompts."""
+        prompts: list[tuple[Text, Sequence[int]]] = []
+        for state in states:
+            text, own = state.text, state.own
+            if not own.position:
+                own.take_cached(text[:-1], state.n_prompt)
+            state.draft.n_read = len(text) - own.position
+            if own.position < state.n_prompt:
+                prompts.append((own, text[own.position : state.n_prompt]))
+        if prompts:
+            for own, tokens in prompts:
+                own.check_read(tokens)  # a fork's may follow what was generated
+            for (own, tokens), row in zip(prompts, self._decode(prompts), strict=True):
+                own.append_prompt(tokens, row)
+        for state in states:
+            if not self.ctx.kv_cache.can_draft:
+                state.fork_ahead()
+            state.unread = state.text[state.tip.position :]
+
+    def decode(self, states: Sequence[ModelState]) -> None:
+        """Decode what is unread of each text, together."""
+        if len(states) == 1:
+            states[0].tip.decode_unscored(states[0].unread)
+        else:
+            work = [(state.tip, state.unread) for state in states]
+            for tip, _ in work:
+                tip.check_usable()
+                tip.settle()
+            for (tip, tokens), row in zip(work, self._decode(work), strict=True):
+                tip.append_unscored(tokens, row)
+        for state in states:
+            state.unread = ()
+
+    def _decode(self, work: Sequence[tuple[Text, Sequence[int]]]) -> list[LogitsRow]:
+        """Decode tokens of each text, together; return the last row of each."""
+        batch = Batch()
+        for text, tokens in work:
+            batch.add(text.seq_id, tokens)
+        expiring = [row for text, _ in work for row in text.expiring_rows()]
+        return [rows[-1] for rows in batch.decode(self.ctx.decoder, expiring)]
+
+
+def _forked(text: Text) -> Text:
+    """Return a copy of a text of the draft model, in another sequence."""
+    with text.lock:
+        text.check_usable()
+        with suppress(CapacityError):  # else each decodes the last token when it is needed
+            text.settle()
+        return Text(text.ctx, None, text.sampler.clone(), text.seed, text)
+
+
+def _release(text: Text) -> None:
+    """Free the sequence of a text, once."""
+    if not (text.is_pruned or text.ctx.closed):
+        with text.lock:
+            text.release()
+
+
+class TranslatingState:
+    """A text of a draft model with another vocabulary, which follows the target's.
+
+    The text so far is tokenized for the draft model, the text it generates is tokenized for the target,
+    and the target tokens after the end of the text so far are proposed as point masses. Each draft
+    tokenizes the whole text again, so its cost grows with the text; the draft model decodes only the
+    tokens that changed.
+    """
+
+    def __init__(self, own: Text, target: Model) -> None:
+        self._own = own
+        self._target = target
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        """Decode the text as far as it is new, generate after it, and return that in target tokens."""
+        ctx = self._own.ctx
+        draft = Draft(drafter=ctx.model.name, stopped="no evidence")
+        if not length.consider(draft.drafter):
+            draft.stopped = "off"
+            return draft
+        start, n_decodes = perf_counter(), ctx.decoder.n_decodes
+        try:
+            text = b"".join(map(self._target.piece, tokens)).decode("utf-8")
+            with ctx.lock:
+                self._resync(draft, text)
+                generated = self._generate(draft, length, limit)
+            draft.tokens = self._translate(tokens, generated)[:limit]
+        except CapacityError:
+            draft.stopped = "capacity"
+        except (UnicodeDecodeError, TokenizeError):  # it is empty or ends inside a character
+            pass
+        draft.n_decodes = ctx.decoder.n_decodes - n_decodes
+        draft.seconds = perf_counter() - start
+        return draft
+
+    def _resync(self, draft: Draft, text: str) -> None:
+        own = self._own
+        encoded = own.ctx.tokenize(text)
+        if not encoded:
+            raise TokenizeError("cannot draft for an empty text")
+        same = n_common(own.tokens, encoded[:-1])  # one is decoded at least, for its logits
+        draft.n_read = len(encoded) - same
+        own.check_usable()
+        if same < own.position:
+            own.rewind(same)
+        own.decode_unscored(encoded[same:])
+
+    def _generate(self, draft: Draft, length: DraftLength, limit: int) -> str:
+        own, generated = self._own, b""
+        while len(draft.entropies) < limit:
+            entropy = own.logits_row().entropy()
+            draft.entropies.append(entropy)
+            if not length.goes_on(len(draft.entropies) - 1, entropy):
+                draft.stopped = length.reason
+                break
+            produced = own.produce()
+            if produced.is_stop:
+                draft.stopped = "end"
+                break
+            generated += own.ctx.model.piece(produced.token)
+            if len(draft.entropies) == limit:
+                draft.stopped = "length"
+                break
+            own.commit(produced.token)
+        return generated.decode("utf-8", "ignore")
+
+    def _translate(self, tokens: Sequence[int], generated: str) -> list[int]:
+        """Return the target tokens of ``generated``; none if one of them would begin before it."""
+        if not generated:
+            return []
+        pieces = [self._target.piece(token) for token in tokens[-_WINDOW:]]
+        before = b"".join(pieces)
+        while before:  # the window may begin inside a character
+            try:
+                window = before.decode("utf-8")
+                break
+            except UnicodeDecodeError:
+                before = b"".join(pieces := pieces[1:])
+        else:
+            window = ""
+        encoded = self._target.tokenize(window + generated, add_special=False)
+        done = 0
+        for i, token in enumerate(encoded):
+            if done == len(before):
+                return encoded[i:]
+            done += len(self._target.piece(token))
+        return []
+
+    def observe(self, n_tokens: int) -> None:
+        """Do nothing: the next draft compares the texts."""
+
+    def fork(self, target: Text) -> DraftState:
+        """Return a copy of this state that drafts for ``target``."""
+        own = _forked(self._own)
+        own.parent = None  # states may be closed in any order
+        return TranslatingState(own, target.ctx.model)
+
+    def close(self) -> None:
+        """Free its sequence."""
+        _release(self._own)

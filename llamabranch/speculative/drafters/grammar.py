@@ -13,7 +13,7 @@ from ...generation.drafter import Draft, Drafter, DraftLength, DraftState, NullD
 from ...generation.text import Text
 from ...model import Model
 from ...sampling import Distribution
-from ...sampling.grammar.grammar import GrammarState
+from ...sampling.grammar.guidance import Matcher
 from .copying import SuffixDrafter
 
 __all__ = ["GrammarDrafter"]
@@ -82,7 +82,7 @@ class GrammarDrafter(Drafter):
 class _ForcedState:
     """A grammar's state after the tokens from ``start`` to ``n_seen``, and the state of ``values``."""
 
-    def __init__(self, grammar: GrammarState, start: int, values: DraftState) -> None:
+    def __init__(self, grammar: Matcher, start: int, values: DraftState) -> None:
         self._first = grammar  # before any token
         self._grammar = grammar.clone()
         self._start = self._n_seen = start
@@ -112,7 +112,7 @@ class _ForcedState:
         self,
         draft: Draft,
         tokens: Sequence[int],
-        grammar: GrammarState,
+        grammar: Matcher,
         length: DraftLength,
         limit: int,
     ) -> None:
@@ -139,7 +139,7 @@ class _ForcedState:
         self,
         draft: Draft,
         tokens: Sequence[int],
-        grammar: GrammarState,
+        grammar: Matcher,
         length: DraftLength,
         limit: int,
     ) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch import Branch, BranchStore, Context, SamplingParams
 from llamabranch.context.memory import CellOrder, Memory
 from llamabranch.errors import CacheFullError, SnapshotError
 
@@ -115,16 +115,6 @@ def test_single_branch_reserves_nothing(ctx: Context, replay: Replay) -> None:
         assert order_of(ctx).n_cells == 0
     check(ctx, [branch], replay)
     assert order_of(ctx).in_order
-
-
-def test_speculation_on_a_single_branch_reserves_nothing(ctx: Context, draft_ctx: Context) -> None:
-    drafter = lb.ModelDrafter(draft_ctx)
-    generation = Speculator(ctx, drafter, SpeculativeConfig(draft_k=4)).generate(
-        "Once upon a time", max_tokens=60, sampling=WARM
-    )
-    for _ in generation:
-        assert order_of(ctx).n_cells == order_of(draft_ctx).n_cells == 0
-    assert order_of(ctx).n_cells == order_of(draft_ctx).n_cells == 0
 
 
 def test_tail_below_another_branch_is_reserved_until_that_is_pruned(ctx: Context) -> None:
@@ -242,22 +232,6 @@ def test_compaction_shares_what_was_shared(
     with pytest.raises(CacheFullError):
         last.commit(5)
     check(small, [root, *children, grandchild, last], replay)
-
-
-def test_rows_survive_a_compaction(small: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compaction does not replace the logits that the next token is drawn from."""
-    compactions = Compactions(small, monkeypatch)
-    rng = np.random.default_rng(6)
-    low, high = (Branch.start(small, random_tokens(rng, 100), sampling=WARM) for _ in range(2))
-    before = low.logits, low.produce()
-    high.extend(random_tokens(rng, 20))
-    low_fork = low.fork()
-    low_fork.extend(random_tokens(rng, 20))
-    high.rewind(60)
-    high.extend(random_tokens(rng, 50))
-    assert compactions.n == 1
-    assert np.array_equal(low.logits, before[0])
-    assert low.produce() == before[1]
 
 
 def test_full_cache_with_raw_sequences_loses_the_order_and_continues(small: Context) -> None:

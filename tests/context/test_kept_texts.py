@@ -55,10 +55,3 @@ def test_what_is_found_is_what_a_search_finds(
             longest = max(wholes, key=lambda text: len(text.tokens), default=None)
             expected = (0, None) if longest is None else (len(longest.tokens), longest)
             assert kept.find_whole(wanted) == expected
-
-
-def test_nothing_is_found_where_nothing_is_kept() -> None:
-    kept = KeptTexts()
-    assert kept.find([1, 2]) == (0, None)
-    assert kept.find_whole([1, 2]) == (0, None)
-    assert kept.find([]) == (0, None)

@@ -60,12 +60,6 @@ def test_messages_are_written_by_the_template(open_model: Open) -> None:
     assert model.apply_chat_template(pairs) == RENDERED
 
 
-def test_llama_cpp_and_jinja_agree_on_a_template_that_both_know(open_model: Open) -> None:
-    model = open_model(toys.CHAT_TEMPLATE)
-    pairs = [("system", "Be kind."), ("user", "Hello")]
-    assert model.handle.apply_chat_template(toys.CHAT_TEMPLATE, pairs, True) == RENDERED
-
-
 @pytest.mark.parametrize(
     ("template", "text"),
     [

@@ -398,18 +398,6 @@ def test_draw_is_from_the_masked_row_before_anything_is_truncated(
         sampler.accept(found.draw(3, position))
 
 
-def test_copies_of_a_sampler_keep_their_own_place(target: lb.Model) -> None:
-    sampler = Sampler(target, SamplingParams(temperature=0.0), Grammar.from_choices(["ab", "cd"]))
-    row = np.zeros(target.n_vocab, dtype=np.float32)
-    sampler.distribution(row)
-    copies = {}
-    for letter in "ac":
-        copies[letter] = sampler.clone()
-        copies[letter].accept(target.tokenize(letter, add_special=False)[-1])
-    texts = {c: target.piece(s.distribution(row).argmax()) for c, s in copies.items()}
-    assert texts == {"a": b"b", "c": b"d"}
-
-
 def test_tokenizer_is_made_once_and_freed_with_its_model(tmp_path: Path) -> None:
     with lb.Model(toys.write_llama(tmp_path / "bytes.gguf", vocab="bytes")) as model:
         state = Grammar.from_choices(["ab", "cd"]).start(model)

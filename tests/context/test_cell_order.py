@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import _thread
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context, SamplingParams
+from llamabranch import Branch, BranchStore, Context
 from llamabranch.context.memory import CellOrder, Memory
 from llamabranch.errors import CacheFullError, SnapshotError
 
 Logits = npt.NDArray[np.float32]
 Replay = Callable[[Sequence[int]], Logits]
-WARM = SamplingParams(temperature=0.8, seed=42)
 
 
 @pytest.fixture
@@ -280,51 +280,33 @@ def test_interrupted_compaction_is_finished_first(
     check(small, branches, replay)
 
 
-def test_interrupted_copy_of_the_cells_is_finished_first(
-    small: Context, replay: Replay, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", ["interrupted", "refused"])
+def test_copy_of_the_cells_that_fails_is_finished_first_or_decoded_again(
+    end: str, small: Context, replay: Replay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ctrl-C waits; if llama.cpp takes one sequence back and refuses the next, all are decoded again."""
     rng = np.random.default_rng(8)
     branches = [Branch.start(small, random_tokens(rng, 60)) for _ in range(3)]
     branches[0].rewind(20)
     handle = small.decoder.handle
     set_state, n_set = handle.set_state, 0
 
-    def interrupted(seq_id: int, state: npt.NDArray[np.uint8]) -> None:
+    def fail_once(seq_id: int, state: npt.NDArray[np.uint8]) -> None:
         nonlocal n_set
         n_set += 1
+        if n_set == 2 and end == "refused":
+            raise SnapshotError("llama.cpp cannot take the K/V")
         if n_set == 2:
             _thread.interrupt_main()
         set_state(seq_id, state)
 
-    monkeypatch.setattr(handle, "set_state", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(handle, "set_state", fail_once)
+    n_before = small.decoder.n_decodes
+    with pytest.raises(KeyboardInterrupt) if end == "interrupted" else nullcontext():
         branches[2].extend(random_tokens(rng, 100))
     monkeypatch.undo()
-    assert n_set == 3
-    check(small, branches, replay)
-
-
-def test_refused_state_is_decoded_again(
-    small: Context, replay: Replay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If llama.cpp takes one sequence back and refuses the next, all are decoded again."""
-    rng = np.random.default_rng(8)
-    branches = [Branch.start(small, random_tokens(rng, 60)) for _ in range(3)]
-    branches[0].rewind(20)
-    handle = small.decoder.handle
-    set_state, n_set = handle.set_state, 0
-
-    def refused(seq_id: int, state: npt.NDArray[np.uint8]) -> None:
-        nonlocal n_set
-        n_set += 1
-        if n_set == 2:
-            raise SnapshotError("llama.cpp cannot take the K/V")
-        set_state(seq_id, state)
-
-    monkeypatch.setattr(handle, "set_state", refused)
-    n_before = small.decoder.n_decodes
-    branches[2].extend(random_tokens(rng, 100))
-    assert small.decoder.n_decodes > n_before + 2
+    assert n_set == (3 if end == "interrupted" else 2)
+    assert (small.decoder.n_decodes > n_before + 2) == (end == "refused")
     check(small, branches, replay)
 
 

@@ -410,8 +410,9 @@ def test_time_limit_stops_what_takes_longer(long_ctx: Context, decodes: Decodes)
         check_goes_on(branch, long_ctx)
 
 
-def test_time_limit_that_is_kept_stops_nothing(ctx: Context) -> None:
-    with ctx.time_limit(3600):
+@pytest.mark.parametrize("seconds", [3600, math.inf])
+def test_time_limit_that_is_kept_stops_nothing(seconds: float, ctx: Context) -> None:
+    with ctx.time_limit(seconds):
         branch = Branch.start(ctx, "Once upon a time", seed=3)
     branch.step()
     check_goes_on(branch, ctx)
@@ -533,7 +534,7 @@ def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(
 def test_second_ctrl_c_while_memory_is_read_again_loses_nothing(
     kind_ctx: Context, decodes: Decodes
 ) -> None:
-    with Branch.start(kind_ctx, BYTES[:90]) as branch:
+    with Branch.start(kind_ctx, BYTES[:90]) as branch, branch.fork() as sibling:
         decodes.after = lambda call: ctrl_c()
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
@@ -541,6 +542,7 @@ def test_second_ctrl_c_while_memory_is_read_again_loses_nothing(
         decodes.after = lambda call: None
         assert branch.tokens == BYTES[:90]
         check_logits(branch, kind_ctx)
+        check_logits(sibling, kind_ctx)
 
 
 def test_raw_sequence_is_as_before_or_empty_and_the_error_states_which(

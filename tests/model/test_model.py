@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,14 @@ def test_fingerprint_belongs_to_the_file(target: lb.Model, draft: lb.Model) -> N
 
 def test_progress_goes_from_zero_to_one(target: lb.Model) -> None:
     seen: list[float] = []
-    lb.Model(target.path, progress=seen.append).close()
+    threads: set[int] = set()
+
+    def progress(share: float) -> None:
+        seen.append(share)
+        threads.add(threading.get_ident())
+
+    lb.Model(target.path, progress=progress).close()
+    assert threads == {threading.get_ident()}
     assert seen == sorted(seen)
     assert seen[0] >= 0
     assert seen[-1] == 1

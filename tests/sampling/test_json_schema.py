@@ -44,6 +44,7 @@ def _must_match(pattern: str) -> Any:
     return check
 
 
+_TIME = _must_match(r"\d\d:\d\d:\d\d.*([Zz]|[+-]\d\d:\d\d)")
 _FORMS: dict[str, Any] = {
     "ipv4": ipaddress.IPv4Address,
     "ipv6": ipaddress.IPv6Address,
@@ -57,7 +58,7 @@ _FORMS: dict[str, Any] = {
     "duration": _must_match(r"P(?!$)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+S)?)?|P\d+W"),
     "uuid": uuid.UUID,
     "date": date.fromisoformat,
-    "time": lambda v: time.fromisoformat(v.upper().replace("Z", "+00:00")),
+    "time": lambda v: (_TIME(v), time.fromisoformat(v.upper().replace("Z", "+00:00"))),
     "date-time": lambda v: (_FORMS["date"](v[:10]), _FORMS["time"](v[11:]), "Tt".index(v[10])),
 }
 

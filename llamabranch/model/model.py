@@ -53,7 +53,12 @@ class Model:
         path, name: of the file; its name without the suffix.
         n_params, size_bytes: number of parameters; size of all tensors, bytes.
         n_ctx_train: context length the model was trained for, tokens.
+        architecture: llama.cpp's name for it: "llama", "qwen2", "gemma3", "mamba", ...
         n_layer, n_embd: number of layers; width of the hidden state.
+        n_mtp_layers: how many MTP layers the file has, which draft with the model's own hidden states.
+            They compute only if the model was loaded with ``load_mtp``.
+        shares_memory: whether these attend to the K/V of their target instead of their own.
+        target_layers: of an EAGLE-3 head, which layers of its target it reads; () for all other models.
         n_swa: size of the sliding attention window in tokens, 0 if there is none.
         on_gpu: whether layers may be on a GPU.
         n_vocab, vocab_type: size of the vocabulary; kind of tokenizer: "bpe", "spm", "wpm", ..., "none".
@@ -120,6 +125,10 @@ class Model:
         self.n_params, self.size_bytes = handle.number("n_params"), handle.number("size")
         self.n_ctx_train, self.n_swa = handle.number("n_ctx_train"), handle.number("n_swa")
         self.n_layer, self.n_embd = handle.number("n_layer"), handle.number("n_embd")
+        self.architecture, is_eagle = handle.architecture, handle.architecture == "eagle3"
+        self.n_mtp_layers = staging.n_mtp_layers(handle.ptr)
+        self.shares_memory = self.architecture == staging.SHARING_HEAD
+        self.target_layers = staging.target_layers(handle.ptr) if is_eagle else ()
         self.on_gpu, self.has_text = handle.on_gpu, handle.vocab_type != "none"
         self.bos, self.eos = handle.special("bos"), handle.special("eos")
         # Comparing two vocabularies of 128k tokens takes a second.
@@ -162,11 +171,6 @@ class Model:
         """The scalar metadata of the GGUF file, as text."""
         return self.handle.metadata()
 
-    @property
-    def architecture(self) -> str:
-        """llama.cpp's name for the architecture: "llama", "qwen2", "gemma3", "mamba", ..."""
-        return self.metadata.get("general.architecture", "unknown")
-
     @cached_property
     def description(self) -> str:
         """llama.cpp's one-line description."""
@@ -176,24 +180,6 @@ class Model:
     def file_type(self) -> str:
         """The quantization of most weights: "Q8_0", "F16", "Q4_K_M", ..."""
         return self.handle.file_type(self.metadata.get("general.file_type", ""))
-
-    @cached_property
-    def n_mtp_layers(self) -> int:
-        """How many MTP layers the file has, which draft with the model's own hidden states.
-
-        They compute only if the model was loaded with ``load_mtp``.
-        """
-        return staging.n_mtp_layers(self.handle.ptr)
-
-    @property
-    def shares_memory(self) -> bool:
-        """True for MTP layers that attend to the K/V of their target instead of their own."""
-        return self.architecture == staging.SHARING_HEAD
-
-    @cached_property
-    def target_layers(self) -> tuple[int, ...]:
-        """For an EAGLE-3 head: which layers of its target it reads; () for all other models."""
-        return staging.target_layers(self.handle.ptr) if self.architecture == "eagle3" else ()
 
     @cached_property
     def memory_type(self) -> str:

@@ -34,19 +34,13 @@ class _Model(Protocol):
     n_vocab: int
     n_embd: int
     n_layer: int
+    architecture: str
+    n_mtp_layers: int
+    target_layers: tuple[int, ...]
     vocab_type: str
     has_text: bool
     bos: int | None
     eos: int | None
-
-    @property
-    def architecture(self) -> str: ...
-
-    @property
-    def n_mtp_layers(self) -> int: ...
-
-    @property
-    def target_layers(self) -> tuple[int, ...]: ...
 
     def entry(self, token: int) -> tuple[bytes, bool]: ...
 

@@ -630,26 +630,6 @@ def test_ctrl_c_while_a_model_loads_reaches_the_caller_and_frees_everything(
         assert Branch.start(ctx, "Once upon a time", seed=1).step().text
 
 
-@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
-def test_ctrl_c_in_the_progress_of_a_load_reaches_the_caller(at: float) -> None:
-    def progress(fraction: float) -> None:
-        if fraction >= at:
-            ctrl_c()
-
-    with pytest.raises(KeyboardInterrupt):
-        lb.load("tale-target", n_ctx=256, n_threads=1, progress=progress)
-
-
-def test_models_load_when_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("_thread.start_new_thread", refuse)
-    seen: list[float] = []
-    lb.load("tale-draft", n_ctx=256, n_threads=1, progress=seen.append).close()
-    assert seen[-1] == 1.0
-
-
 # -- the command line ------------------------------------------------------------------------------
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli"]

@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def logits_of(rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    return rng.integers(-300, 301, rng.integers(1, 41)).astype(np.float32) / 10
+    return rng.integers(-300, 301, rng.integers(1, 41)).astype(np.float32) / np.float32(10)
 
 
 def chi_square(counts: npt.NDArray[Any], expected: Floats) -> float:

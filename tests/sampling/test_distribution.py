@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from rounding import gumbel_noise
 
 from llamabranch import Distribution
 from llamabranch.errors import ConfigError
@@ -22,8 +23,7 @@ from llamabranch.sampling.noise import (
     MIXTURE,
     RULE,
     derive_seed,
-    exponential_noise,
-    gumbel_noise,
+    log_uniforms,
     uniform,
 )
 
@@ -63,7 +63,7 @@ def test_noise_is_the_same_every_time_and_different_for_every_argument() -> None
 
 
 def test_noise_is_pinned_so_that_seeds_keep_their_texts() -> None:
-    noise = exponential_noise(1, 2, np.array([0, 1, 4095], dtype=np.int32))
+    noise = -log_uniforms(1, 2, np.array([0, 1, 4095], dtype=np.int32))
     pinned = [0.12845401919015867, 1.3832786976343994, 3.829856817394622]
     assert noise.tolist() == pytest.approx(pinned, rel=1e-13)  # the logarithm may differ by a bit
     assert uniform(1, 2) == 0.0580901605548913
@@ -80,7 +80,7 @@ def test_seeds_of_any_size_are_taken() -> None:
 def _uniforms(which: str) -> Floats:
     n = 20_000
     if which == "ids":
-        return np.exp(-exponential_noise(3, 4, n))
+        return np.exp(log_uniforms(3, 4, n))
     if which == "seeds":
         return np.array([uniform(seed, 4) for seed in range(n)])
     if which == "positions":

@@ -31,7 +31,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def logits_of(rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    return rng.integers(-300, 301, rng.integers(1, 41)).astype(np.float32) / np.float32(10)
+    tenths = rng.integers(-300, 301, rng.integers(1, 41))
+    return (tenths / 10).astype(np.float32)
 
 
 def chi_square(counts: npt.NDArray[Any], expected: Floats) -> float:

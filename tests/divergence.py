@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
+from rounding import gumbel_noise
 
 from llamabranch import Branch, BranchStore, Context, Grammar, SamplingParams
 from llamabranch.cli.comparison import TRUNCATIONS, FirstDifference, Logits
@@ -25,7 +26,6 @@ from llamabranch.generation.drafter import Draft
 from llamabranch.generation.verify import Plan
 from llamabranch.model import token_list
 from llamabranch.sampling import Sampler
-from llamabranch.sampling.noise import gumbel_noise
 
 __all__ = ["Divergence", "Logits", "first_divergence"]
 

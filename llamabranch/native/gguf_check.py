@@ -1,16 +1,14 @@
 """Refuse GGUF files on which llama.cpp would end the process, before it opens them.
 
 For most bad files llama.cpp returns NULL, but some end the process: while the model is loaded, while a
-context is created, or at the first decode. ``FATAL`` lists what is known to do so, as it was seen; a
-test runs every case without the check. A file that passes may still be rejected by llama.cpp, with an
-error of its own.
+context is created, or at the first decode. Its test lists what was seen, and runs every case without the
+check. A file that passes may still be rejected by llama.cpp, with an error of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from ..errors import ModelLoadError
 from .gguf_reader import Header, read_header
@@ -29,26 +27,6 @@ _RWKV = ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
 _LFM2 = ("lfm2", "lfm2moe")
 
 
-class FatalCase(NamedTuple):
-    """What ends the process, and what was seen when it did; always by SIGABRT.
-
-    Attributes:
-        name: of the file that shows it, in ``tests/toys.py``.
-        phase: where the process ended: "load" of the model, creating a "context", first "decode".
-        symptom: what llama.cpp printed: the condition of the failed assertion, or its message.
-        seen_in: the release of llama-cpp-python, which contains llama.cpp.
-        hint: what to do about the file.
-        in_vocabulary: whether llama.cpp reads it even if it loads the vocabulary only.
-    """
-
-    name: str
-    phase: str
-    symptom: str
-    seen_in: str = "0.3.36"
-    hint: str | None = None
-    in_vocabulary: bool = False
-
-
 def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
     """Return the header of a file; raise ``ModelLoadError`` if it is no model or would abort llama.cpp.
 
@@ -58,18 +36,17 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
     header = read_header(path, tensors=not vocab_only)
     found = find_fatal(header, vocab_only=vocab_only)
     if found is not None:
-        case, reason = found
-        raise ModelLoadError(f"cannot load {path}: {reason}", hint=case.hint)
+        hint = "convert the model again" if found[0] == "duplicate_tokens" else None
+        raise ModelLoadError(f"cannot load {path}: {found[1]}", hint=hint)
     return header
 
 
-def find_fatal(header: Header, *, vocab_only: bool = False) -> tuple[FatalCase, str] | None:
-    """Return the first fatal case that a header meets, with the reason; None if it meets none."""
-    names = {case.name: case for case in FATAL}
-    for name, reason in _found(header):
-        if names[name].in_vocabulary or not vocab_only:
-            return names[name], reason
-    return None
+def find_fatal(header: Header, *, vocab_only: bool = False) -> tuple[str, str] | None:
+    """Return the name of the first fatal case that a header meets, and the reason; None: it meets none.
+
+    A case may refuse more than was seen to be fatal; a comment at its check then names what was not.
+    """
+    return next(_vocabulary(header) if vocab_only else _found(header), None)
 
 
 def _found(header: Header) -> Iterator[tuple[str, str]]:
@@ -180,29 +157,3 @@ def _kinds_of_layers(header: Header) -> Iterator[tuple[str, str]]:
                 "half_precision_norms",
                 f"the tensor {tensor.name!r} is not F32: llama.cpp would abort at the first decode",
             )
-
-
-# The first case that a file meets names the reason. A case may refuse more than was seen to be fatal;
-# a comment at its check then names what was not.
-# fmt: off
-FATAL = (
-    FatalCase("duplicate_tokens", "load", "id_to_token.size() == token_to_id.size()",
-              hint="convert the model again", in_vocabulary=True),
-    FatalCase("zero_blocks", "load", "hparams.n_layer_all > 0"),
-    FatalCase("nextn_layers", "load", "hparams.n_layer_nextn <= hparams.n_layer_all"),
-    FatalCase("rwkv_head_size", "context", "ggml_nelements(a) == ne0*ne1*ne2"),
-    FatalCase("nan_epsilon", "decode", "eps >= 0.0f"),
-    FatalCase("many_experts", "load", "hparams.n_expert <= LLAMA_MAX_EXPERTS"),
-    FatalCase("experts_unused", "load", "n_expert_used_max > 0"),
-    FatalCase("many_groups", "load", "hparams.n_expert_groups < hparams.n_expert"),
-    FatalCase("uneven_groups", "load", "hparams.n_expert % hparams.n_expert_groups == 0"),
-    FatalCase("rope_scaling", "load",
-              "hparams.rope_scaling_type_train != LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED"),
-    FatalCase("huge_head_count_kv", "context", "ggml_nelements(a) == ne0*ne1*ne2"),
-    FatalCase("unequal_heads", "context", "n_embd_head == hparams.n_embd_head_k()"),
-    FatalCase("odd_rotation", "decode", "n_dims % 2 == 0"),
-    FatalCase("lfm2_one_kind_of_layer", "decode", "GGML_ASSERT(buffer)"),
-    FatalCase("gemma3_pattern_1", "context", "hparams.is_swa_any()"),
-    FatalCase("half_precision_norms", "decode", "binary_op: unsupported types"),
-)
-# fmt: on

@@ -17,8 +17,6 @@ from ..arguments import whole
 
 __all__ = [
     "derive_seed",
-    "exponential_noise",
-    "gumbel_noise",
     "log_uniforms",
     "random_seed",
     "seed_from_text",
@@ -92,18 +90,6 @@ def _unit(key: int, ids: Ids | int) -> Floats:
 def log_uniforms(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
     """Return log U of uniform noise in (0, 1), float64 (K,), a pure function of its arguments."""
     return np.asarray(np.log(_unit(_key(seed, position, purpose), ids)))
-
-
-def exponential_noise(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
-    """Return Exp(1) noise, float64 (K,), a pure function of its arguments."""
-    noise = log_uniforms(seed, position, ids, purpose)
-    return np.negative(noise, out=noise)
-
-
-def gumbel_noise(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
-    """Return standard Gumbel noise, float64 (K,): -log of the exponential noise."""
-    noise = np.log(exponential_noise(seed, position, ids, purpose))
-    return np.negative(noise, out=noise)
 
 
 def uniform(seed: int, position: int, purpose: int = RULE, index: int = 0) -> float:

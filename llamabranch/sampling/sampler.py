@@ -22,7 +22,7 @@ from ..native import CandidateBuffer, SamplerHandle, core, softmax_agrees
 from .constraint import ConstraintState
 from .distribution import Distribution, candidates, falling
 from .grammar import Grammar
-from .grammar.grammar import GrammarState
+from .grammar.guidance import Matcher
 from .noise import MIXTURE, uniform
 from .params import SamplingParams
 
@@ -33,7 +33,6 @@ LogitsArray = npt.NDArray[np.float32]
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 _SAFE = 1e37  # below it, small additions cannot leave the range of a 32-bit float
 _LOGIT = 1e6  # an upper bound of the logits of a model
-_LEAST = 5e-324
 _LEAST_NORMAL = 1e-300
 
 
@@ -373,7 +372,7 @@ class Sampler:
             raise ConfigError(f"logits_processor returned logits whose largest is {found.max()}")
         return found
 
-    def _allowed(self, state: GrammarState, logits: LogitsArray) -> npt.NDArray[np.intp]:
+    def _allowed(self, state: Matcher, logits: LogitsArray) -> npt.NDArray[np.intp]:
         """Return the tokens that the grammar allows, ascending, without those of logit -inf."""
         # Truncation must not get an array without candidates.
         found = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
@@ -394,44 +393,25 @@ class Sampler:
     def _limit_penalised(self, logits: LogitsArray) -> None:
         """Replace logits that penalties have pushed out of the range of a 32-bit float."""
         ids, left = self._buffer.read()
-        over = left == np.inf
-        if over.any():
-            # Divided by a tiny repeat penalty: far above all others, but still in proportion to each
-            # other.
-            before = logits[ids[over]].astype(np.float64)
-            left[over] = _FLOAT_MAX * (before / before.max())
-        elif (left == -np.inf).all():
-            allowed = logits[ids] > -np.inf  # all overflowed to -inf: treat them as equal
-            left[allowed] = -_FLOAT_MAX
-        else:
+        best = left.max()
+        if math.isfinite(best):
             return
+        over, before = left == best, logits[ids]
+        if best > 0:  # divided by a tiny repeat penalty: the largest is far above all others
+            left[over] = np.where(before[over] == before[over].max(), _FLOAT_MAX, 0.0)
+        else:  # all overflowed to -inf: those that are allowed count as equal
+            left[before > -np.inf] = 0.0
         self._buffer.fill(left, ids)
 
     def _apply_temperature(self, step: SamplerHandle) -> Distribution:
-        """Apply the temperature; with 64-bit floats where 32 bits overflow."""
+        """Apply the temperature; where 32-bit floats overflow, the largest logit is certain."""
         self._drop_masked()
         ids, before = self._buffer.read()
         step.apply(self._buffer)
         found, left = self._buffer.read()
         if not len(left) or math.isfinite(left.max()) or not math.isfinite(before.max()):
             return Distribution.from_logits(left, found)
-        x = before.astype(np.float64) - float(before.max())
-        with np.errstate(over="ignore"):
-            return Distribution.from_logits(x / self._temperature(x), ids)
-
-    def _temperature(self, x: npt.NDArray[np.float64]) -> float:
-        """Return the temperature for logits whose maximum is 0, as llama.cpp's temp_ext computes it."""
-        p = self.params
-        if p.dynatemp_range == 0.0 or len(x) < 2:
-            return p.temperature
-        probs = np.exp(x)
-        probs /= probs.sum()
-        some = probs[probs > 0.0]
-        entropy = -float((some * np.log(some)).sum()) / math.log(len(x))
-        low = max(0.0, p.temperature - p.dynatemp_range)
-        high = p.temperature + p.dynatemp_range
-        found: float = low + (high - low) * min(1.0, max(0.0, entropy)) ** p.dynatemp_exponent
-        return max(found, _LEAST)  # 0 would be greedy
+        return Distribution.from_logits(np.where(before == before.max(), 0.0, -np.inf), ids)
 
     def allows(self, token: SupportsIndex) -> bool:
         """Return True unless the grammar forbids ``token`` at this position."""

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import toys
+from rounding import gumbel_noise
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Grammar, SuffixDrafter, search
 from llamabranch.errors import ConfigError
-from llamabranch.sampling.noise import gumbel_noise
 
 STORY = "The wolf ran and the wolf ran and the wolf"
 WHOLE: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

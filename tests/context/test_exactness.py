@@ -284,17 +284,3 @@ def test_context_of_small_batches_says_nothing_about_larger_ones(
             assert ctx.capabilities.batch_invariant or first < 3
     with Context(model, **options) as ctx:
         assert ctx.capabilities.exact_rows == first
-
-
-def test_claims_hold_for_one_sequence(model: lb.Model) -> None:
-    with Context(model, n_ctx=256, n_threads=1, n_seq_max=1, kv_type="bf16") as ctx:
-        n = min(64, ctx.capabilities.exact_rows)
-        tokens = tokens_of(0)[:n]
-        alone = []
-        for i, token in enumerate(tokens):
-            ctx.decode([token], i, 0)
-            alone.append(ctx.logits())
-        for size in {n, max(1, n - 1), min(n, 40), min(n, 10)}:
-            ctx.kv_cache_remove(0)
-            ctx.decode(tokens[:size], 0, 0)
-            assert np.array_equal(ctx.logits(), alone[size - 1])

@@ -187,28 +187,6 @@ def test_prefill_that_fails_in_a_later_batch_is_taken_back_whole(
         assert np.array_equal(branch.logits, again.logits)
 
 
-@pytest.mark.parametrize(
-    "positions", [[7, 8], [3, 5], [4, 3], [2, 3]], ids=["gap", "hole", "backwards", "repeat"]
-)
-def test_inconsistent_batch_is_refused_by_llama_cpp_and_touches_nothing(
-    positions: list[int], small: Context
-) -> None:
-    """The layers above never send such a batch; llama.cpp's code for it is the one they handle."""
-    small.decode([4, 5, 6], 0)
-    handle = small.decoder.handle
-    handle.tokens[:2] = [7, 8]
-    handle.positions[:2] = positions
-    handle.seqs[:2] = 0
-    handle.wants_logits[:2] = 1
-    assert handle.decode(2) == -1
-    small.audit()
-    small.decode([7], 3)
-    after = small.logits()
-    small.kv_cache_remove(0)
-    small.decode([4, 5, 6, 7], 0)
-    assert np.array_equal(small.logits(), after)
-
-
 OUT_OF_MEMORY = """
     import resource, sys
     import numpy as np

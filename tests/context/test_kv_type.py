@@ -74,18 +74,6 @@ def test_type_follows_the_measurement(
             assert ctx.kv_type == ("bf16" if exact else taken)
 
 
-def test_exactness_keeps_bf16(target: lb.Model, profile: Path) -> None:
-    of_auto(target)
-    known = json.loads(profile.read_text())
-    for seconds in known[SECTION].values():
-        seconds["bf16"] = 9 * seconds["f16"]
-    profile.write_text(json.dumps(known))
-    forget()
-    assert of_auto(target) == "f16"
-    with Context(target, n_ctx=256, n_threads=1, batch_invariant=True) as ctx:
-        assert ctx.kv_type == "bf16"
-
-
 def test_nothing_is_measured_without_a_profile_or_flash_attention(
     target: lb.Model, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,12 +37,6 @@ def test_cells_are_divided_among_the_sequences(own: Context) -> None:
     assert (usage.cells_total, usage.cells_per_sequence) == (1024, 256)
 
 
-def test_unified_contexts_have_no_cells_per_sequence(ctx: Context) -> None:
-    assert ctx.n_ctx_seq == ctx.n_ctx
-    assert ctx.capabilities.can_share
-    assert ctx.usage().cells_per_sequence is None
-
-
 def test_default_size_is_that_of_each_sequence(target: lb.Model) -> None:
     with Context(target, n_seq_max=2, n_threads=1, kv_unified=False) as own:
         assert own.n_ctx_seq == 1024  # what the model was trained for
@@ -92,20 +86,6 @@ def test_forks_copy_and_generate_the_same_to_the_bit(own: Context, ctx: Context)
     assert found[0][:2] == found[1][:2]
     for mine, theirs in zip(found[0][2], found[1][2], strict=True):
         assert np.array_equal(mine, theirs)
-
-
-def test_prefix_of_a_sequence_is_copied(own: Context) -> None:
-    own.decode(list(range(2, 22)), 0, 0)
-    with own.lock:
-        assert own.kv_cache.fork(0, 1, 12) == 12
-    assert own.kv_cache_size(1) == 12
-    own.audit()
-    own.decode([30], 12, 1)
-    copied = own.logits()
-    own.decode([*range(2, 14), 30], 0, 2)
-    assert np.array_equal(copied, own.logits())
-    own.kv_seq_copy(2, 1)  # what was there is dropped
-    assert own.kv_cache_size(1) == 13
 
 
 def test_full_sequence_says_what_it_has(own: Context) -> None:
@@ -252,27 +232,6 @@ def test_chats_on_all_sequences_go_on_in_their_own(target: lb.Model, other_ctx: 
                 assert result.tokens == alone(other_ctx, requests[i], result.seed)
                 assert result.num_cached_tokens == n_read
                 chats[i] += [*result.tokens, 20, 21]
-        own.audit()
-
-
-def test_texts_that_begin_alike_leave_the_others_where_they_are(
-    target: lb.Model, other_ctx: Context
-) -> None:
-    rules = "Once upon a time there was a king who had three clever daughters. "
-    with Context(
-        target, n_ctx=768, n_seq_max=3, n_threads=1, kv_unified=False, prefix_cache=True
-    ) as own:
-        assert own.prefix_cache is not None
-        engine = Engine(own, seed=1)
-        other = Request(PROMPTS[1] * 4, max_tokens=4, sampling=WARM)
-        engine.generate([other])
-        for prompt in PROMPTS * 2:
-            request = Request(rules + prompt, max_tokens=4, sampling=WARM)
-            (result,) = engine.generate([request])
-            assert result.tokens == alone(other_ctx, request, result.seed)
-        assert len(own.prefix_cache) == 3
-        (again,) = engine.generate([other])
-        assert again.num_cached_tokens == again.num_prompt_tokens - 1
         own.audit()
 
 

@@ -137,19 +137,6 @@ def test_all_cells_can_be_used_by_others(cached: Context) -> None:
     assert cached.usage().cells_free == 512
 
 
-def test_cells_that_a_branch_uses_are_not_given_up(cached: Context, clean: Context) -> None:
-    rng = np.random.default_rng(5)
-    tokens = random_tokens(rng, 200)
-    Branch.start(cached, tokens).prune()
-    branch = Branch.start(cached, [*tokens[:150], 7], sampling=WARM)
-    other = Branch.start(cached, random_tokens(rng, 300), sampling=WARM)
-    assert prefixes_of(cached).n_common(tokens) >= 150
-    check(branch, clean)
-    check(other, clean)
-    branch.prune()
-    other.prune()
-
-
 def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
     cached: Context, clean: Context
 ) -> None:

@@ -232,38 +232,6 @@ def test_child_opens_models_of_its_own() -> None:
     )
 
 
-@forks
-def test_branches_as_arguments_of_forked_workers_raise_there() -> None:
-    run(
-        """
-        import multiprocessing
-
-        def work(branch, engine, queue):
-            try:
-                branch.step()
-            except ClosedError as error:
-                queue.put(str(error))
-            queue.put(str(engine.generate(["a"])[0].error))
-
-        if __name__ == "__main__":
-            fork = multiprocessing.get_context("fork")
-            ctx = lb.load(n_ctx=256, n_threads=1)
-            branch = lb.Branch.start(ctx, "Once", seed=1)
-            engine = lb.Engine(ctx)
-            for _ in range(3):
-                queue = fork.Queue()
-                worker = fork.Process(target=work, args=(branch, engine, queue))
-                worker.start()
-                answers = [queue.get(timeout=300) for _ in range(2)]
-                worker.join()
-                assert worker.exitcode == 0
-                assert all("before fork()" in answer for answer in answers), answers
-                branch.step()
-            ctx.audit()
-        """
-    )
-
-
 # -- the end of the interpreter ----------------------------------------------------------------------
 
 ALIVE = """

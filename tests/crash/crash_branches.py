@@ -165,7 +165,6 @@ def model_closed_first(w: World) -> None:
         lambda: model.piece(201),
         lambda: model.text_decoder().feed(202),
         lambda: model.apply_chat_template([("user", "a")]),
-        lambda: model.n_params,
         lambda: Context(model),
         lambda: Sampler(model, SamplingParams(top_k=3), Grammar(ABC)),
         lambda: sampler.distribution(w.logits),

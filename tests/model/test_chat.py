@@ -60,12 +60,6 @@ def test_messages_are_written_by_the_template(open_model: Open) -> None:
     assert model.apply_chat_template(pairs) == RENDERED
 
 
-def test_llama_cpp_and_jinja_agree_on_a_template_that_both_know(open_model: Open) -> None:
-    model = open_model(toys.CHAT_TEMPLATE)
-    pairs = [("system", "Be kind."), ("user", "Hello")]
-    assert model.handle.apply_chat_template(toys.CHAT_TEMPLATE, pairs, True) == RENDERED
-
-
 @pytest.mark.parametrize(
     ("template", "text"),
     [
@@ -119,13 +113,10 @@ def test_template_refuses_messages_with_its_reason(open_model: Open) -> None:
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update(role='x') }}",
-        "{{ 'x' * 999999999999 }}",
-        "{{ [1] * 999999999999 }}",
         "{% for i in range(999999999) %}{% endfor %}",
         "{{ lipsum.__globals__['os'].system('true') }}",
         "{{ messages[0].missing.deeper }}",
         "{{ 1 / 0 }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% unclosed",
         "{% include '/etc/passwd' %}",
     ],

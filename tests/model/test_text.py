@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llamabranch.errors import ConfigError
 from llamabranch.model import StopStrings
@@ -20,20 +20,6 @@ def _run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
     return shown + watch.flush(), None
 
 
-def test_text_before_the_stop_string_is_shown() -> None:
-    assert _run(["STOP"], ["one ST", "OP two"]) == ("one ", "STOP")
-
-
-def test_text_without_a_stop_string_is_shown_whole() -> None:
-    assert _run(["STOP"], ["one S", "T", "O two ST"]) == ("one STO two ST", None)
-
-
-def test_nothing_is_held_back_without_stop_strings() -> None:
-    watch = StopStrings([])
-    assert watch.feed("abc") == "abc"
-    assert watch.flush() == ""
-
-
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     watch = StopStrings(["\n\n", "END"])
     assert watch.feed("a\n") == "a"
@@ -43,26 +29,12 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     assert watch.flush() == "E"
 
 
-def test_stop_string_that_repeats_its_own_start_is_found() -> None:
-    assert _run(["aab"], ["a", "a", "a", "b"]) == ("a", "aab")
-
-
-def test_nothing_follows_a_stop_string() -> None:
-    watch = StopStrings(["x"])
-    assert watch.feed("axb") == "a"
-    assert watch.feed("more") == ""
-    assert watch.flush() == ""
-
-
-@settings(derandomize=True, max_examples=300, deadline=None)
-@given(
-    text=st.text("abc", max_size=12),
-    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
-    cuts=st.lists(st.integers(0, 12), max_size=6),
-)
-def test_emitted_text_does_not_depend_on_how_the_stream_is_split(
-    text: str, stops: list[str], cuts: list[int]
-) -> None:
+@pytest.mark.parametrize("seed", range(300))
+def test_emitted_text_does_not_depend_on_how_the_stream_is_split(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choices("abc", k=rng.randrange(13)))
+    stops = ["".join(rng.choices("abc", k=rng.randint(1, 4))) for _ in range(rng.randrange(4))]
+    cuts = [rng.randrange(13) for _ in range(rng.randrange(7))]
     ends = [*sorted(min(c, len(text)) for c in cuts), len(text)]
     pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     # The first string to be complete ends the text; of two that end together, the longer one.

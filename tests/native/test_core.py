@@ -12,9 +12,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 from rows import KINDS, row
 
 import llamabranch as lb
@@ -52,18 +49,6 @@ def test_row_is_measured_as_by_numpy(n_vocab: int, kind: str) -> None:
     _assert_measured(row(np.random.default_rng(n_vocab), n_vocab, kind))
 
 
-@needs_core
-@given(
-    arrays.arrays(
-        np.float32,
-        st.integers(1, 80),
-        elements=st.floats(-50, 50, width=32) | st.sampled_from([-math.inf, 0.0, -0.0, 3.0]),
-    ).filter(lambda x: x.max() > -math.inf)
-)
-def test_any_row_is_measured_as_by_numpy(x: Row) -> None:
-    _assert_measured(x)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n_vocab", [2, 17, 4096, 262_144])
 def test_numpy_measures_as_accurately(
@@ -76,14 +61,6 @@ def test_numpy_measures_as_accurately(
     found = LogitsRow(x)
     assert found.entropy() == pytest.approx(entropy, abs=1e-6)
     assert found.logprob(best) == pytest.approx(float(x[best]) - logsumexp, abs=1e-6)
-
-
-@needs_core
-def test_rows_are_measured_in_one_call() -> None:
-    rng = np.random.default_rng(5)
-    rows = np.stack([row(rng, 1000, kind) for kind in KINDS])
-    together = core.measure(rows.ctypes.data, len(rows), 1000)
-    assert together == [core.measure(x.ctypes.data, 1, 1000)[0] for x in rows]
 
 
 @needs_core

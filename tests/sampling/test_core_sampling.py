@@ -10,8 +10,6 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rows import KINDS, OFF, SETTINGS, row
 
 import llamabranch as lb
@@ -20,7 +18,7 @@ from llamabranch.context.logits import LogitsRow
 from llamabranch.errors import ConfigError
 from llamabranch.native import core, softmax_agrees
 from llamabranch.sampling import Sampler
-from llamabranch.sampling.noise import DRAFT, DRAW
+from llamabranch.sampling.noise import DRAW
 
 pytestmark = pytest.mark.skipif(not core.available, reason=f"compiled core: {core.description}")
 
@@ -86,37 +84,6 @@ def test_same_tokens_in_a_large_vocabulary(target: lb.Model, name: str) -> None:
     rng = np.random.default_rng(1)
     for kind in ("plain", "steep", "half masked", "quarters"):
         both.compare(row(rng, 262_144, kind), 5, 6)
-
-
-@given(
-    data=st.data(),
-    temperature=st.sampled_from([0.0, 1e-6, 0.3, 0.8, 1.0, 2.5, 1e4]),
-    top_k=st.integers(0, 40),
-    top_p=st.floats(0.01, 1.0),
-    min_p=st.floats(0.0, 1.0),
-    seed=st.integers(-(1 << 70), 1 << 70),
-    purpose=st.sampled_from([DRAW, DRAFT]),
-)
-def test_same_tokens_with_any_settings(
-    target: lb.Model, data: st.DataObject, temperature: float, top_k: int, top_p: float,
-    min_p: float, seed: int, purpose: int,
-) -> None:  # fmt: skip
-    logits = data.draw(
-        st.lists(
-            st.floats(-40, 40, width=32) | st.sampled_from([-math.inf, math.inf, math.nan, 0.0]),
-            min_size=2, max_size=60,
-        )
-    )  # fmt: skip
-    bias = data.draw(
-        st.dictionaries(
-            st.integers(0, len(logits) - 1), st.sampled_from([-math.inf, 2.0, 1e30]), max_size=3
-        )
-    )
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=bias
-    )
-    both = Both(target, len(logits), params)
-    both.compare(np.array(logits, dtype=np.float32), seed, 3, purpose)
 
 
 def test_core_has_the_expf_of_llama_cpp() -> None:
@@ -196,11 +163,6 @@ def test_settings_the_core_does_not_know_go_to_llama_cpp(
 ) -> None:
     params = SamplingParams(**settings)  # type: ignore[arg-type]
     assert Sampler(target, params).row_sampler is None
-
-
-def test_grammar_goes_to_llama_cpp(target: lb.Model) -> None:
-    grammar = lb.Grammar('root ::= "yes" | "no"')
-    assert Sampler(target, SamplingParams(), grammar).row_sampler is None
 
 
 def test_row_that_is_not_in_one_piece_is_copied(target: lb.Model) -> None:

@@ -13,29 +13,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from rounding import gumbel_noise
 
 from llamabranch import Distribution
 from llamabranch.errors import ConfigError
 from llamabranch.sampling.noise import (
     DRAFT,
-    DRAW,
     FORK,
     MIXTURE,
     RULE,
     derive_seed,
-    exponential_noise,
-    gumbel_noise,
+    log_uniforms,
     uniform,
 )
 
 Floats = npt.NDArray[np.float64]
 
-FEW = settings(derandomize=True, max_examples=100, deadline=None)
-LOGITS = st.lists(st.integers(-300, 300), min_size=1, max_size=40).map(
-    lambda values: np.array(values, dtype=np.float32) / 10
-)
+
+def logits_of(rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    tenths = rng.integers(-300, 301, rng.integers(1, 41))
+    return (tenths / 10).astype(np.float32)
 
 
 def chi_square(counts: npt.NDArray[Any], expected: Floats) -> float:
@@ -67,7 +64,7 @@ def test_noise_is_the_same_every_time_and_different_for_every_argument() -> None
 
 
 def test_noise_is_pinned_so_that_seeds_keep_their_texts() -> None:
-    noise = exponential_noise(1, 2, np.array([0, 1, 4095], dtype=np.int32))
+    noise = -log_uniforms(1, 2, np.array([0, 1, 4095], dtype=np.int32))
     pinned = [0.12845401919015867, 1.3832786976343994, 3.829856817394622]
     assert noise.tolist() == pytest.approx(pinned, rel=1e-13)  # the logarithm may differ by a bit
     assert uniform(1, 2) == 0.0580901605548913
@@ -81,19 +78,10 @@ def test_seeds_of_any_size_are_taken() -> None:
         assert 0 <= derive_seed(seed, 1) < 2**63
 
 
-def test_gumbel_noise_has_its_mean_and_variance() -> None:
-    """Six standard errors: a false failure once in 500 million."""
-    n = 200_000
-    noise = gumbel_noise(5, 0, n)
-    variance = math.pi**2 / 6
-    assert abs(noise.mean() - 0.5772156649) < 6 * math.sqrt(variance / n)
-    assert abs(noise.var() - variance) < 6 * variance * math.sqrt((5.4 - 1) / n)
-
-
 def _uniforms(which: str) -> Floats:
     n = 20_000
     if which == "ids":
-        return np.exp(-exponential_noise(3, 4, n))
+        return np.exp(log_uniforms(3, 4, n))
     if which == "seeds":
         return np.array([uniform(seed, 4) for seed in range(n)])
     if which == "positions":
@@ -147,16 +135,6 @@ def test_draws_follow_the_probabilities(shape: str, along: str) -> None:
     assert chi_square(_counts(draws, ids), n * p) < chi_square_limit(len(p) - 1)
 
 
-def test_draws_at_neighbouring_positions_are_independent() -> None:
-    """Chi-square over 36 pairs, 20,000 seeds: a false failure once in a million."""
-    p = np.array([0.4, 0.2, 0.15, 0.1, 0.1, 0.05])
-    choice = Distribution.from_probs(p)
-    n = 20_000
-    pairs = [6 * choice.draw(seed, 5) + choice.draw(seed, 6) for seed in range(n)]
-    counts = np.bincount(pairs, minlength=36)
-    assert chi_square(counts, n * np.outer(p, p).ravel()) < chi_square_limit(35)
-
-
 def test_draw_is_gumbel_max() -> None:
     rng = np.random.default_rng(3)
     for seed in range(200):
@@ -173,15 +151,6 @@ def test_tokens_too_improbable_for_a_float_are_never_drawn() -> None:
     assert choice.logprob(2) == pytest.approx(-800.0, abs=0.1)
 
 
-def test_draws_are_the_same_before_and_after_probabilities_were_asked_for() -> None:
-    rng = np.random.default_rng(4)
-    logits = rng.normal(0, 3, 50).astype(np.float32)
-    fresh = [Distribution.from_logits(logits).draw(3, p) for p in range(300)]
-    asked = Distribution.from_logits(logits)
-    assert asked.probs.sum() == pytest.approx(1.0, abs=1e-12)
-    assert [asked.draw(3, p) for p in range(300)] == fresh
-
-
 def test_draw_does_not_depend_on_the_order_of_ids() -> None:
     rng = np.random.default_rng(4)
     choice = Distribution.from_logits(rng.normal(0, 2, 300))
@@ -191,47 +160,19 @@ def test_draw_does_not_depend_on_the_order_of_ids() -> None:
         assert shuffled.draw(seed, 0) == choice.draw(seed, 0)
 
 
-def test_equal_noise_makes_two_distributions_agree_often() -> None:
-    """P(same) >= (1 - TV) / (1 + TV): Daliri et al. 2024, 2408.07978. Six standard errors below."""
-    rng = np.random.default_rng(5)
-    n = 4000
-    for _ in range(5):
-        logits = rng.normal(0, 2, 40)
-        p = Distribution.from_logits(logits)
-        q = Distribution.from_logits(logits + rng.normal(0, 0.7, 40))
-        distance = p.total_variation(q)
-        same = np.mean([p.draw(seed, 0) == q.draw(seed, 0) for seed in range(n)])
-        assert same > (1 - distance) / (1 + distance) - 6 * 0.5 / math.sqrt(n)
-
-
-def test_purposes_draw_independently() -> None:
-    """Six standard errors: a false failure once in 500 million."""
-    choice = Distribution.from_probs(np.full(4, 0.25))
-    n = 8000
-    same = np.mean([choice.draw(s, 0, DRAW) == choice.draw(s, 0, DRAFT) for s in range(n)])
-    assert abs(same - 0.25) < 6 * math.sqrt(0.25 * 0.75 / n)
-
-
 # -- what a distribution knows of itself -----------------------------------------------------------
 
 
-@FEW
-@given(logits=LOGITS)
-def test_from_logits_is_softmax(logits: npt.NDArray[np.float32]) -> None:
-    choice = Distribution.from_logits(logits)
-    weights = np.exp(logits.astype(np.float64) - logits.max())
-    np.testing.assert_allclose(choice.dense(len(logits)), weights / weights.sum(), rtol=1e-9)
-    assert abs(choice.probs.sum() - 1) < 1e-12
-    assert choice.argmax() == int(logits.argmax())
-    assert 0 <= choice.entropy() <= math.log(len(logits)) + 1e-9
-
-
-@FEW
-@given(logits=LOGITS, shift=st.floats(-100, 100))
-def test_softmax_does_not_see_a_shift(logits: npt.NDArray[np.float32], shift: float) -> None:
-    one = Distribution.from_logits(logits.astype(np.float64))
-    two = Distribution.from_logits(logits.astype(np.float64) + shift)
-    np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-9)
+def test_from_logits_is_softmax() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        logits = logits_of(rng)
+        choice = Distribution.from_logits(logits)
+        weights = np.exp(logits.astype(np.float64) - logits.max())
+        np.testing.assert_allclose(choice.dense(len(logits)), weights / weights.sum(), rtol=1e-9)
+        assert abs(choice.probs.sum() - 1) < 1e-12
+        assert choice.argmax() == int(logits.argmax())
+        assert 0 <= choice.entropy() <= math.log(len(logits)) + 1e-9
 
 
 def test_masked_tokens_are_left_out() -> None:
@@ -270,13 +211,11 @@ def test_top_is_sorted_best_first() -> None:
     assert len(choice.top(99)) == 4
 
 
-@FEW
-@given(a=LOGITS, b=LOGITS, seed=st.integers(0, 10))
-def test_residual_and_overlap_rebuild_the_distribution(
-    a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], seed: int
-) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_residual_and_overlap_rebuild_the_distribution(seed: int) -> None:
     """min(p, q) + TV * residual = p: the identity that makes speculative sampling exact."""
     rng = np.random.default_rng(seed)
+    a, b = logits_of(rng), logits_of(rng)
     p = Distribution.from_logits(a / 10, rng.permutation(50)[: len(a)].astype(np.int32))
     q = Distribution.from_logits(b / 10, rng.permutation(50)[: len(b)].astype(np.int32))
     distance = p.total_variation(q)

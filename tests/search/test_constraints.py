@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rounding import gumbel_noise
 
 from llamabranch import Distribution, search
 from llamabranch.errors import ConfigError
-from llamabranch.sampling.noise import gumbel_noise
 from llamabranch.search.constraints import weighted_draw
 
 ANSWERS = itertools.cycle([True, False])

@@ -1,4 +1,4 @@
-"""The distributions of toys are of use; the header check takes what llama.cpp takes, and explains the rest."""
+"""Toys have distributions of use; the header check takes what llama.cpp takes, and explains the rest."""
 
 from __future__ import annotations
 

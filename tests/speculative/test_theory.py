@@ -12,7 +12,6 @@ from llamabranch.theory import (
     accepted_share,
     best_draft_length,
     expected_tokens,
-    per_token_acceptance,
     speedup,
 )
 
@@ -42,7 +41,6 @@ def test_certain_acceptance_yields_the_whole_draft_and_one_more() -> None:
 
 def test_two_acceptance_rates_are_told_apart() -> None:
     assert accepted_share(0.7, 4) == pytest.approx(0.4433, abs=1e-4)
-    assert per_token_acceptance(accepted_share(0.7, 4), 4) == pytest.approx(0.7, abs=1e-12)
     assert accepted_share(0.7, 1) == pytest.approx(0.7)
 
 

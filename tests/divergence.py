@@ -84,7 +84,7 @@ def least_gap(sampler: Sampler, row: Logits, position: int, seed: int, token: in
         return 0.0 if wanted else math.inf
     raised = max(wanted, key=lambda each: float(row[each]))
     noise = gumbel_noise(seed, position, np.arange(len(row), dtype=np.int32))
-    keys = row / max(sampler.params.temperature, 1e-9) + noise
+    keys: Logits = (row / max(sampler.params.temperature, 1e-9) + noise).astype(np.float32)
     least = math.inf
     for direction in _directions(row, keys, raised, before):
         tried = (far for far in _MOVES if far < least)

@@ -38,7 +38,7 @@ def test_a_draw_that_a_small_move_turns_has_a_small_gap(
     row = np.full(small_toy.n_vocab, -30.0, dtype=np.float32)
     row[2 : 2 + len(logits)] = logits
     other = row.copy()
-    other[list(tokens)] += np.float32([-1e-3, 1e-3])
+    other[list(tokens)] += np.array([-1e-3, 1e-3], dtype=np.float32)
     sampler = Sampler(small_toy, params)
     for seed in range(20_000):
         drawn = [sampler.distribution(each, 5, seed).draw(seed, 5) for each in (row, other)]

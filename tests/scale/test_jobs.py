@@ -267,5 +267,5 @@ def test_model_that_is_no_model_and_unknown_options_are_refused(
         scale.generate(inputs, str(out), model=str(path))
     for wrong in ({"wrokers": 2}, {"workers": (2, 1)}):
         with pytest.raises(lb.ConfigError):
-            scale.generate(inputs, str(out), model=TARGET, **wrong)  # type: ignore[arg-type]
+            scale.generate(inputs, str(out), model=TARGET, **wrong)
     assert not out.exists()

@@ -1,7 +1,8 @@
 """Numeric arguments, checked and converted to plain Python numbers where they enter the package.
 
 NumPy integers and floats are accepted, and everything else that Python can use as an index or a real
-number, except bool. What is computed, saved or passed to C is always int or float.
+number, except bool. What is computed, saved or passed to C is always int or float. What does not fit is a
+ConfigError that names the argument.
 """
 
 from __future__ import annotations
@@ -42,11 +43,7 @@ def shown(value: object) -> str:
 
 
 def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
-    """Return ``value`` as int.
-
-    Raises:
-        ConfigError: not an integer, or not from ``low`` to ``high``; names the argument.
-    """
+    """Return ``value`` as int; it must be an integer from ``low`` to ``high``."""
     found = plain_int(value)
     if found is None:
         raise ConfigError(f"{name} must be an integer, not {value!r}")
@@ -63,9 +60,6 @@ def real(name: str, value: object) -> float:
     """Return ``value`` as int or float; it may be infinite or NaN.
 
     A number that is too large for a float becomes infinite.
-
-    Raises:
-        ConfigError: not a number; names the argument.
     """
     if type(value) is float:
         return value
@@ -81,11 +75,7 @@ def real(name: str, value: object) -> float:
 
 
 def finite(name: str, value: object) -> float:
-    """Return ``value`` as int or float.
-
-    Raises:
-        ConfigError: not a number, infinite or NaN; names the argument.
-    """
+    """Return ``value`` as int or float, which must be neither infinite nor NaN."""
     found = real(name, value)
     if not math.isfinite(found):
         raise ConfigError(f"{name} must be finite, not {found}")
@@ -93,33 +83,21 @@ def finite(name: str, value: object) -> float:
 
 
 def instance(name: str, value: object, kind: type[T], hint: str | None = None) -> T:
-    """Return ``value`` if it is one of ``kind``.
-
-    Raises:
-        ConfigError: it is something else; names the argument.
-    """
+    """Return ``value``, which must be one of ``kind``."""
     if isinstance(value, kind):
         return value
     raise ConfigError(f"{name} must be a {kind.__name__}, not {value!r:.60}", hint=hint)
 
 
 def items(name: str, value: Iterable[T]) -> list[T]:
-    """Return what ``value`` lists.
-
-    Raises:
-        ConfigError: it is text, or nothing that can be iterated over; names the argument.
-    """
+    """Return what ``value`` lists; text and mappings are no lists."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ConfigError(f"{name} must be a list, not {value!r:.60}")
     return list(value)
 
 
 def bounded(name: str, value: object, low: float, high: float) -> float:
-    """Return ``value`` as int or float.
-
-    Raises:
-        ConfigError: not a number from ``low`` to ``high``; names the argument.
-    """
+    """Return ``value`` as int or float; it must be a number from ``low`` to ``high``."""
     found = real(name, value)
     if not low <= found <= high:
         raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {found}")
@@ -145,18 +123,18 @@ def placed(place: str) -> Iterator[None]:
 
 
 def choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Raise ConfigError unless ``value`` is one of ``choices``; names the argument."""
+    """Check that ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"unknown {name} {shown(value)}", hint=f"{name}: {', '.join(choices)}")
 
 
 def flag(name: str, value: object) -> None:
-    """Raise ConfigError unless ``value`` is True or False; names the argument."""
+    """Check that ``value`` is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, not {shown(value)}")
 
 
 def function(name: str, value: object) -> None:
-    """Raise ConfigError unless ``value`` can be called; names the argument."""
+    """Check that ``value`` can be called."""
     if not callable(value):
         raise ConfigError(f"{name} must be a function, not {value!r:.60}")

@@ -1,36 +1,7 @@
-"""The exception tree.
-
-    LlamaBranchError
-    ├── ConfigError (ValueError)          an argument or a setting is invalid
-    ├── ModelLoadError                    the file is not a model that this library can run
-    ├── TokenizeError                     text that cannot be encoded, or invalid token ids
-    ├── UsageError (RuntimeError)         the call is not possible in this state
-    │   ├── ClosedError                   the model or context is closed
-    │   └── BranchStateError              the branch is pruned, has children, has no logits, ...
-    ├── ConstraintError                   no token may follow a text under its constraint
-    ├── CapacityError                     cells or sequence ids are used up; see the hint
-    │   ├── CacheFullError
-    │   ├── QueueFullError                too many requests wait
-    │   └── SequencesExhaustedError
-    ├── DecodeError                       llama_decode failed; has its return code
-    │   └── DecodeInterruptedError        interrupt() or a time limit stopped it
-    ├── DownloadError                     a model cannot be downloaded; has the HTTP status
-    ├── JobError                          a job on a cluster failed; it can be resumed
-    ├── GrammarError                      an invalid grammar, or a token that it forbids
-    ├── ParseError (ValueError)           a text that is cut, or not valid for the type; has the text
-    ├── SnapshotError                     a saved branch that is damaged or does not fit
-    ├── UnsupportedError                  not possible with this model, memory type or build
-    └── VocabularyMismatchError           two models with different vocabularies
+"""The exceptions, all below LlamaBranchError, and the warnings, below LlamaBranchWarning.
 
 Every error can be pickled and has an optional ``hint``, which tells what the user can do about it; a
 traceback shows it (Python 3.11 or later).
-
-Warnings:
-
-    LlamaBranchWarning (UserWarning)
-    ├── ExactnessWarning                  a text may not be that of plain decoding, by rounding
-    ├── ContextLengthWarning              longer texts than the model was trained for
-    └── PerformanceWarning                decoding is much slower than possible
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Pure arithmetic. ``a`` is the per-token acceptance rate: the probability that a 
 accepted, given that those before it were, assumed to be the same for all tokens. It is not accepted /
 drafted, which falls as the draft gets longer: see :func:`accepted_share`. ``c``, the draft cost ratio, is
 the time of a draft step and v(n), the verify cost ratio, that of a target decode of n tokens, both in
-units of a target decode of one token.
+units of a target decode of one token. Values out of range are ConfigErrors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ __all__ = [
     "accepted_share",
     "best_draft_length",
     "expected_tokens",
-    "per_token_acceptance",
     "speedup",
 ]
 
@@ -35,9 +34,6 @@ def expected_tokens(a: float, gamma: int) -> float:
 
     Leviathan et al. 2022 (2211.17192), equation 1. The token after the accepted ones, bonus or
     correction, is counted: at gamma = 0 it is the only one.
-
-    Raises:
-        ConfigError: ``a`` outside 0 to 1, or ``gamma`` negative.
     """
     _check(a, gamma)
     if gamma <= _SUMMED:
@@ -48,30 +44,9 @@ def expected_tokens(a: float, gamma: int) -> float:
 
 
 def accepted_share(a: float, gamma: int) -> float:
-    """Return accepted / drafted, which most reports call the acceptance rate.
-
-    Raises:
-        ConfigError: ``a`` outside 0 to 1, or ``gamma`` below 1.
-    """
+    """Return accepted / drafted, which most reports call the acceptance rate; ``gamma`` is at least 1."""
     _check(a, gamma, least=1)
     return (expected_tokens(a, gamma) - 1.0) / gamma
-
-
-def per_token_acceptance(share: float, gamma: int) -> float:
-    """Return the ``a`` whose :func:`accepted_share` is ``share``, to 1e-12.
-
-    Raises:
-        ConfigError: ``share`` outside 0 to 1, or ``gamma`` below 1.
-    """
-    _check(share, gamma, least=1)
-    low, high = 0.0, 1.0
-    while high - low > 1e-13:
-        middle = (low + high) / 2
-        if accepted_share(middle, gamma) < share:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
 
 
 def speedup(a: float, gamma: int, c: float = 0.0, v: VerifyCost = 1.0) -> float:
@@ -84,9 +59,6 @@ def speedup(a: float, gamma: int, c: float = 0.0, v: VerifyCost = 1.0) -> float:
         c: a draft step's time over a target step's.
         v: a function of the number of tokens in one target decode, or one number for every draft;
             1.0 = verifying a draft costs no more than a plain step.
-
-    Raises:
-        ConfigError: a value out of range.
     """
     if not 0.0 <= real("c", c) < math.inf:
         raise ConfigError(f"a draft step cannot cost {c} target steps")
@@ -103,9 +75,6 @@ def best_draft_length(a: float, c: float, v: VerifyCost = 1.0, limit: int = 16) 
     """Return the draft length from 0 to ``limit`` with the highest speedup; in a tie the shortest.
 
     0 means that plain decoding is fastest.
-
-    Raises:
-        ConfigError: a value out of range.
     """
     limit = whole("a limit of draft lengths", limit, 0)
     return max(range(limit + 1), key=lambda gamma: speedup(a, gamma, c, v))

@@ -227,17 +227,12 @@ def main() -> int:
     parser.add_argument(
         "--on", action="append", choices=[*GROUPS, *PLACES], help="only there; may be repeated"
     )
-    parser.add_argument("--build", action="store_true", help="make what is needed; run nothing")
     parser.add_argument("pytest_args", nargs="*")
     asked = parser.parse_args()
     failed = []
     for place in [place for on in asked.on or GROUPS for place in GROUPS.get(on, (on,))]:
         try:
-            if asked.build and place in VARIANTS:
-                print(f"LLAMA_CPP_LIB_PATH={libraries(place)}")
-            elif asked.build:
-                print(environment(place))
-            elif tested(place, asked.pytest_args):
+            if tested(place, asked.pytest_args):
                 failed.append(place)
         except Unavailable as reason:
             print(f"{place}: SKIPPED, nothing was tested: {reason}", flush=True)

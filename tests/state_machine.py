@@ -319,9 +319,6 @@ class Machine(ReferenceComparison):
         self.count("misuse")
         ctx, n_vocab = self.ctx, self.model.n_vocab
         wrong: list[tuple[type[lb.LlamaBranchError], Callable[[], object]]] = [
-            (ConfigError, lambda: ctx.kv_cache_size(N_SEQ)),
-            (ConfigError, lambda: ctx.kv_cache_remove(-1)),
-            (ConfigError, lambda: ctx.kv_seq_copy(N_SEQ, N_SEQ)),
             (ConfigError, lambda: ctx.decode([1], 0, seq_id=N_SEQ)),
             (ConfigError, lambda: self.store.step([*self.real.values()] * 2 or [self.foreign])),
             (ConfigError, lambda: self.store.prefill({self.foreign: [1]})),
@@ -330,10 +327,8 @@ class Machine(ReferenceComparison):
             seq = self.raw(who)
             end = self.cache.end(seq)
             wrong += [
-                (ConfigError, lambda: ctx.decode([], end, seq_id=seq)),
                 (ConfigError, lambda: ctx.decode([1], end + 1, seq_id=seq)),
                 (TokenizeError, lambda: ctx.decode([1, n_vocab], end, seq_id=seq)),
-                (ConfigError, lambda: ctx.kv_cache_remove(seq, 5, 2)),
             ]
         if self.real:
             expected = self.branch(who)
@@ -341,17 +336,9 @@ class Machine(ReferenceComparison):
             wrong += [
                 (BranchStateError, lambda: ctx.decode([1], n, seq_id=expected.seq)),
                 (BranchStateError, lambda: ctx.kv_cache_remove(expected.seq)),
-                (BranchStateError, lambda: ctx.kv_seq_copy(expected.seq, 0)),
-                (BranchStateError, lambda: ctx.kv_seq_copy(0, expected.seq)),
                 (BranchStateError, ctx.kv_cache_clear),
-                (ConfigError, lambda: branch.prefill([])),
-                (ConfigError, lambda: branch.extend([])),
                 (TokenizeError, lambda: branch.extend([0, n_vocab])),
                 (ConfigError, lambda: branch.rewind(n + 1)),
-                (ConfigError, lambda: branch.rewind(-1)),
-                (ConfigError, lambda: branch.fork_many(-1)),
-                (ConfigError, lambda: branch.perplexity("birth")),
-                (ConfigError, lambda: branch.log_likelihood("birth")),
                 (ConfigError, lambda: self.store.step([branch, branch])),
             ]
         if self.pruned is not None:
@@ -359,10 +346,7 @@ class Machine(ReferenceComparison):
             wrong += [
                 (BranchStateError, pruned.produce),
                 (BranchStateError, pruned.fork),
-                (BranchStateError, lambda: pruned.rewind(0)),
-                (BranchStateError, lambda: pruned.prefill([1])),
                 (BranchStateError, lambda: self.store.step([pruned])),
-                (BranchStateError, pruned.snapshot),
             ]
         error, call = wrong[which % len(wrong)]
         with pytest.raises(error) as caught:

@@ -58,17 +58,16 @@ class Machine:
 
     def describe(self, n_threads: int) -> str:
         """Describe it and what disturbed a measurement with ``n_threads`` threads, which ends now."""
-        before, after = (
-            "unknown" if x is None else f"{x:.2f}" for x in (self.load, load_average())
-        )
-        text = (
+        loads = self.load, load_average()
+        before, after = ("unknown" if x is None else f"{x:.2f}" for x in loads)
+        complaint = self.complaint(n_threads)
+        return (
             f"Machine: processor {self.processor}, {_count(self.cores, 'core')}, "
             f"{_count(n_threads, 'thread')}, load {before} before; llama-cpp-python "
             f"{self.llama_cpp_python}{self.llama_cpp and f' (llama.cpp {self.llama_cpp})'}, compiled for "
             f"{' '.join(self.features) or 'no special instructions'}; load {after} after."
+            f"{complaint and f' The timings are noisy: {complaint}.'}"
         )
-        complaint = self.complaint(n_threads)
-        return f"{text} The timings are noisy: {complaint}." if complaint else text
 
     def complaint(self, n_threads: int) -> str:
         """Return why figures with ``n_threads`` threads are unreliable, "" if no reason is known."""
@@ -86,7 +85,7 @@ class Machine:
 
     def as_dict(self) -> dict[str, object]:
         """Return it for JSON, with the load average of now."""
-        return {**asdict(self), "features": list(self.features), "load_after": load_average()}
+        return {**asdict(self), "load_after": load_average()}
 
 
 def _count(n: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from ..errors import DecodeInterruptedError
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
 from .timing import Interval, Maker, Series, Spread, Stopped, interleave
-from .workloads import draft_cost, never, plain, speculative, verify_times
+from .workloads import draft_cost, plain, speculative, verify_times
 
 RULES = ("seeded", "token", "block")
 _PLAIN = "plain"
@@ -77,8 +77,7 @@ class PairReport:
     @property
     def v(self) -> dict[int, float]:
         """v(n): the time of a target decode of n tokens divided by that of one."""
-        t = self.t
-        return {n: seconds / t[1] for n, seconds in t.items()}
+        return {n: seconds / self.t[1] for n, seconds in self.t.items()}
 
     @property
     def v_intervals(self) -> dict[int, Interval]:
@@ -121,8 +120,8 @@ class PairReport:
 
     def theory(self) -> list[tuple[int, float]]:
         """Return the speedup predicted from one a, one c and v for every measured length."""
-        lengths = [cell.length for cell in self.fixed if isinstance(cell.length, int)]
-        return [(k, self._speedup(self.a, k, self.c)) for k in lengths]
+        lengths = (cell.length for cell in self.fixed)
+        return [(k, self._speedup(self.a, k, self.c)) for k in lengths if isinstance(k, int)]
 
     def _speedup(self, a: float, k: int, c: float) -> float:
         v = self.v.get(k + 1, math.nan)
@@ -135,13 +134,10 @@ class PairReport:
         A setting with the rule "seeded" is preferred if it is nearly as fast as the best.
         """
         cells = [cell for cell in (*self.lengths, *self.rules) if cell.drafts]
-        most = max((cell.speedup.median for cell in cells), default=math.nan)
-        seeded = [cell for cell in cells if cell.rule == "seeded"]
-        for group in (seeded, cells):
-            top = max(group, key=lambda cell: cell.speedup.median, default=None)
-            if top is not None and top.speedup.median >= _NEARLY * most:
-                return top
-        return None
+        cells.sort(key=lambda cell: -cell.speedup.median)  # in a tie the first
+        least = _NEARLY * cells[0].speedup.median if cells else math.nan
+        nearly = (c for c in cells if c.rule == "seeded" and c.speedup.median >= least)
+        return next(nearly, cells[0] if cells else None)
 
     @property
     def verdict(self) -> str:
@@ -154,9 +150,8 @@ class PairReport:
             return "nothing compared"
         if self.candidate is None:
             return "nothing drafted"
-        if self.confirmed is None or not self.confirmed.drafts:
-            return "inconclusive"
-        return self.confirmed.interval.verdict
+        found = self.confirmed
+        return found.interval.verdict if found and found.drafts else "inconclusive"
 
     @property
     def best(self) -> Cell | None:
@@ -183,6 +178,7 @@ class Sweep:
     verify_s: float = 2.0
 
 
+@dataclass(frozen=True)
 class PairBench:
     """Compares speculative with plain decoding over several prompts, in interleaved runs.
 
@@ -196,20 +192,13 @@ class PairBench:
         stop: called between tokens; True ends the measurement.
     """
 
-    def __init__(
-        self,
-        target: Context,
-        drafter: Callable[[], Drafter] | None,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        sweep: Sweep | None = None,
-        *,
-        progress: Callable[[str], None] = lambda text: None,
-        stop: Callable[[], bool] = never,
-    ) -> None:
-        self._target, self._drafter, self._prompts = target, drafter, prompts
-        self._sampling, self._sweep = sampling, sweep or Sweep()
-        self._progress, self._stop = progress, stop
+    target: Context
+    drafter: Callable[[], Drafter] | None
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingParams
+    sweep: Sweep = Sweep()
+    progress: Callable[[str], None] = lambda text: None
+    stop: Callable[[], bool] = lambda: False
 
     def run(self) -> PairReport:
         """Measure v(n), all lengths, the rules at the best length and at "auto"; then the best one again.
@@ -217,54 +206,42 @@ class PairBench:
         Raises:
             CapacityError: a prompt with its tokens does not fit into the context.
         """
-        report = PairReport()
+        report, sweep = PairReport(), self.sweep
+        longest = max((k for k in sweep.lengths if isinstance(k, int)), default=1)
+        lengths = [(k, "seeded") for k in sweep.lengths] if self.drafter else []
         try:
-            report.times = self._verify_times()
-            self._warm_up()
+            report.times = self._verify_times(longest)
+            self.progress("warming up")
+            for maker in self._makers([(longest, "seeded")] if self.drafter else [], 8).values():
+                maker(-1)(0)
         except (Stopped, DecodeInterruptedError):
             report.stopped = True
             return report
-        sweep = [(k, "seeded") for k in self._sweep.lengths] if self._drafter else []
-        report.plain, report.lengths = self._measure("draft lengths", sweep)
-        if self._sampling.temperature > 0 and report.fixed and not self._stop():
+        report.plain, report.lengths = self._measure("draft lengths", lengths)
+        if self.sampling.temperature > 0 and report.fixed and not self.stop():
             k = max(report.fixed, key=lambda cell: cell.speedup.median).length
-            chosen = [k] if "auto" not in self._sweep.lengths else [k, "auto"]
+            chosen = [k] if "auto" not in sweep.lengths else [k, "auto"]
             settings = [(length, rule) for length in chosen for rule in RULES]
             _, report.rules = self._measure("rules", settings)
-        candidate = report.candidate
-        if candidate is not None and not self._stop():
-            report.confirmed = self._confirm(candidate)
-        report.stopped = self._stop()
+        best = report.candidate
+        if best is not None and not self.stop():  # again, with seeds that did not choose it
+            n_runs = max(sweep.n_runs, math.ceil(sweep.n_pairs / len(self.prompts)))
+            _, cells = self._measure(
+                "the fastest", [(best.length, best.rule)], n_runs, sweep.n_runs
+            )
+            report.confirmed = cells[0] if cells else None
+        report.stopped = self.stop()
         return report
 
-    def _confirm(self, candidate: Cell) -> Cell | None:
-        """Measure a setting again, with seeds that were not used to choose it."""
-        n_runs = max(self._sweep.n_runs, math.ceil(self._sweep.n_pairs / len(self._prompts)))
-        setting = (candidate.length, candidate.rule)
-        _, cells = self._measure(
-            "the fastest", [setting], n_runs=n_runs, first_run=self._sweep.n_runs
-        )
-        return cells[0] if cells else None
-
-    @property
-    def _longest(self) -> int:
-        return max((k for k in self._sweep.lengths if isinstance(k, int)), default=1)
-
-    def _verify_times(self) -> dict[int, list[float]]:
-        target, longest = self._target, self._longest
-        if not target.kv_cache.can_draft:
+    def _verify_times(self, longest: int) -> dict[int, list[float]]:
+        if not self.target.kv_cache.can_draft:
             return {}
-        self._progress(f"a target decode of 1 to {longest + 1} tokens")
-        n_prefix = max(1, min(128, target.n_ctx_seq - longest - 2))
+        self.progress(f"a target decode of 1 to {longest + 1} tokens")
         return verify_times(
-            target, range(1, longest + 2), n_prefix=n_prefix, repeats=_N_REPEATS,
-            least_s=self._sweep.verify_s, stop=self._stop,
+            self.target, range(1, longest + 2),
+            n_prefix=max(1, min(128, self.target.n_ctx_seq - longest - 2)),
+            repeats=_N_REPEATS, least_s=self.sweep.verify_s, stop=self.stop,
         )  # fmt: skip
-
-    def _warm_up(self) -> None:
-        self._progress("warming up")
-        for maker in self._makers([(self._longest, "seeded")] if self._drafter else [], 8).values():
-            maker(-1)(0)
 
     def _measure(
         self,
@@ -273,28 +250,23 @@ class PairBench:
         n_runs: int | None = None,
         first_run: int = 0,
     ) -> tuple[Series, list[Cell]]:
-        makers = self._makers(settings, self._sweep.n_tokens)
         found = interleave(
-            makers,
+            self._makers(settings, self.sweep.n_tokens),
             first_run=first_run,
-            n_runs=self._sweep.n_runs if n_runs is None else n_runs,
-            n_items=len(self._prompts),
-            progress=lambda text: self._progress(f"{what}: {text}" if text else ""),
+            n_runs=n_runs or self.sweep.n_runs,
+            n_items=len(self.prompts),
+            progress=lambda text: self.progress(text and f"{what}: {text}"),
         )
         base = found.pop(_PLAIN)
-        cells = [
-            Cell(length, rule, series, base)
-            for (length, rule), series in zip(settings, found.values(), strict=True)
-        ]
+        pairs = zip(settings, found.values(), strict=True)
+        cells = [Cell(length, rule, series, base) for (length, rule), series in pairs]
         return base, cells if base.runs else []
 
     def _makers(self, settings: Sequence[tuple[int | str, str]], n_tokens: int) -> dict[str, Maker]:
-        target, prompts, sampling, stop = self._target, self._prompts, self._sampling, self._stop
-        makers = {_PLAIN: plain(target, prompts, n_tokens, sampling, stop=stop)}
+        given = self.target, self.prompts, n_tokens, self.sampling
+        drafter: Callable[[], Drafter | None] = self.drafter or (lambda: None)
+        makers = {_PLAIN: plain(*given, stop=self.stop)}
         for length, rule in settings:
-            if self._drafter is not None:
-                config = SpeculativeConfig(draft_k=length, rule=rule)
-                makers[f"{length}, {rule}"] = speculative(
-                    target, prompts, n_tokens, sampling, self._drafter, config, stop=stop
-                )
+            config = SpeculativeConfig(draft_k=length, rule=rule)
+            makers[f"{length}, {rule}"] = speculative(*given, drafter, config, stop=self.stop)
         return makers

@@ -19,18 +19,13 @@ def seed_of(run: int, item: int) -> int:
     return 1 + 1000 * (run + 1) + item
 
 
-def never() -> bool:
-    """Return False: never stop."""
-    return False
-
-
 def plain(
     ctx: Context,
     prompts: Prompts,
     n: int,
     sampling: SamplingParams,
     *,
-    stop: Callable[[], bool] = never,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Maker:
     """Return plain decoding, token by token, with text. Each run sets its own seed."""
     return speculative(ctx, prompts, n, sampling, lambda: None, SpeculativeConfig(), stop=stop)
@@ -44,7 +39,7 @@ def speculative(
     drafter: Callable[[], Drafter | None],
     config: SpeculativeConfig,
     *,
-    stop: Callable[[], bool] = never,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Maker:
     """Return decoding with a drafter that is new in every run.
 
@@ -108,7 +103,7 @@ def verify_times(
     n_prefix: int,
     repeats: int,
     least_s: float = 0.0,
-    stop: Callable[[], bool] = never,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[int, list[float]]:
     """Return the seconds of decodes of n tokens of one sequence, with logits for all of them.
 

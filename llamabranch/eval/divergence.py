@@ -73,18 +73,13 @@ class KLDivergence(Chunked):
     def statistics(self) -> KLStatistics:
         """The statistics of what is done, computed at each call; NaN without a token."""
         loss, base, kl, change, same = self._columns()
-        n = len(loss)
-        a, b = _mean(loss), _mean(base)
-        covariance = 0.0
+        n, a, b, covariance = len(loss), _mean(loss), _mean(base), 0.0
         if n >= 10:
             covariance = float(np.mean(loss * base) - loss.mean() * base.mean()) / (n - 1)
-        p, p_base = _exp(a), _exp(b)
-        log_ratio = _difference(a, b, covariance)
-        square = _mean(change**2)
+        p, p_base, log_ratio = _exp(a), _exp(b), _difference(a, b, covariance)
+        square, share, product = _mean(change**2), _mean(same).value, a.stderr * b.stderr
         root = math.sqrt(square.value)
-        share = _mean(same).value
         share_stderr = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
-        product = a.stderr * b.stderr
         return KLStatistics(
             mean=_mean(kl),
             perplexity=p,

@@ -62,6 +62,7 @@ class LogitsFile:
         window: tokens a chunk.
         n_vocab: size of the vocabulary.
         chunks: the tokens of each chunk.
+        first: the index of the first token of a chunk whose logits are in the file.
         n_rows: of a chunk: its tokens from ``first`` on are scored, but for the first of them.
     """
 
@@ -70,6 +71,8 @@ class LogitsFile:
     ) -> None:
         self.path, self._file = path, file
         self.window, self.n_vocab, self.chunks = window, n_vocab, chunks
+        self.first = window // 2
+        self.n_rows = window - 1 - self.first
         self._width = 2 * ((n_vocab + 1) // 2) + 4
 
     @classmethod
@@ -134,20 +137,9 @@ class LogitsFile:
             stack.pop_all()
         return found
 
-    @property
-    def first(self) -> int:
-        """The index of the first token of a chunk whose logits are in the file."""
-        return self.window // 2
-
-    @property
-    def n_rows(self) -> int:
-        """How many rows a chunk has."""
-        return self.window - 1 - self.first
-
     def size(self, n_chunks: int) -> int:
         """Return how many bytes the file has with ``n_chunks``."""
-        row_bytes = 2 * self._width * self.n_rows
-        return _HEAD + n_chunks * (4 * self.window + row_bytes)
+        return _HEAD + n_chunks * (4 * self.window + 2 * self._width * self.n_rows)
 
     def _at(self, chunk: int, row: int = 0) -> int:
         """Return where a row begins."""

@@ -86,11 +86,9 @@ class _Stage:
         self._actor, self._process = "", uuid.uuid4().hex
         streams = whole("streams", worker.streams, 1, 255)
         self._register()
-        given = LoadOptions(**cast(LoadOptions, options))
-        given.setdefault("n_seq_max", streams)
-        given.setdefault("prefix_cache", True)
-        given.setdefault("n_ctx", max(_LEAST_CELLS, _CELLS_PER_TEXT * streams))
-        self._place(given)
+        n_ctx = max(_LEAST_CELLS, _CELLS_PER_TEXT * streams)
+        usual = LoadOptions(n_seq_max=streams, prefix_cache=True, n_ctx=n_ctx)
+        given = cast(LoadOptions, {**usual, **_assigned(), **options})
         self._context = _open(model, given)
         fingerprint = self._context.model.fingerprint
         if worker.fingerprint not in (None, fingerprint):
@@ -99,9 +97,7 @@ class _Stage:
                 f"job's {str(worker.fingerprint)[:16]}",
                 hint="remove the other file, or name the model by its path",
             )
-        drafter = (
-            NullDrafter() if worker.draft is None else ModelDrafter(_open(worker.draft, given))
-        )
+        drafter = ModelDrafter(_open(worker.draft, given)) if worker.draft else NullDrafter()
         sampling = kind.sampling if isinstance(kind, GenerateRows) else None
         self._engine = AsyncEngine(
             self._context, drafter, sampling=sampling, max_tokens=None, seed=seed
@@ -110,15 +106,6 @@ class _Stage:
         self._n_shared = 0
         self._others.set()
         self._tell("ready", self._actor)
-
-    def _place(self, options: LoadOptions) -> None:
-        """Set the threads and layers that Ray has given to this process."""
-        n_cpus, n_gpus = _assigned()
-        if n_gpus:
-            options.setdefault("n_gpu_layers", -1)
-        if n_cpus is not None:
-            options.setdefault("n_threads", max(1, int(n_cpus)))
-            options.setdefault("n_threads_batch", max(1, int(n_cpus)))
 
     async def __call__(self, batch: object) -> pyarrow.Table:
         """Return the rows of a batch with their results, in the same order."""
@@ -287,16 +274,18 @@ def _open(model: str, options: LoadOptions) -> Context:
     return load(resolve(model, download=True), **options)
 
 
-def _assigned() -> tuple[float | None, float]:
-    """Return the CPUs and GPUs that Ray has given to this process; None and 0 outside of Ray."""
+def _assigned() -> LoadOptions:
+    """Return the threads and layers that Ray has given to this process; nothing outside of Ray."""
     try:
         import ray
     except ImportError:
-        return None, 0.0
+        return {}
     if not ray.is_initialized():
-        return None, 0.0
-    assigned = ray.get_runtime_context().get_assigned_resources()
-    return float(assigned.get("CPU", 1.0)), float(assigned.get("GPU", 0.0))
+        return {}
+    found = ray.get_runtime_context().get_assigned_resources()
+    n = max(1, int(found.get("CPU", 1.0)))
+    options = LoadOptions(n_threads=n, n_threads_batch=n)
+    return {**options, "n_gpu_layers": -1} if found.get("GPU") else options
 
 
 def _identity(row: Record, column: str) -> Row:

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
+from divergence import first_divergence
+from llamabranch.generation.plan import Plan
+from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.generation.drafter import Draft
-from llamabranch.generation.verify import Plan
 
 Logits = npt.NDArray[np.float32]
 GREEDY = SamplingParams(temperature=0.0)
@@ -93,7 +94,7 @@ def test_verified_drafts(shared: Context, alone: Alone) -> None:
     bystander = Branch.start(shared, random_tokens(rng, 30))
     for n in (2, 5, 9, 16):
         tokens = random_tokens(rng, n)
-        plan = Plan(branch.sequence, Draft(tokens))
+        plan = Plan(branch.sequence, tokens)
         arrays = [row.array.copy() for row in plan.decode()]
         for i, array in enumerate(arrays):
             expected = alone.logits(branch.tokens + tokens[: i + 1])
@@ -158,3 +159,45 @@ def test_long_text_is_the_same_alone_and_batched(
 
 
 # -- contexts that are not batch-invariant -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])
+def test_first_difference_of_inexact_contexts_is_a_near_tie(
+    params: SamplingParams, target: lb.Model, draft_ctx: Context
+) -> None:
+    """F16 K/V without flash attention: where texts part, the two tokens were almost equally good."""
+    with Context(target, n_ctx=1024, n_threads=1, kv_type="f16", flash_attention=False) as ctx:
+        prompt, allowed = ctx.tokenize(PROMPT) * 8, rounding(ctx)
+        for start in range(4):
+            with Branch.start(ctx, prompt[start:], sampling=params) as branch:
+                left = [t.token for t in branch.generate(150)]
+            speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=8))
+            generation = speculator.generate(prompt[start:], max_tokens=150, sampling=params)
+            right = generation.finish().tokens
+            found = first_divergence(ctx, prompt[start:], left, right, params, params.seed or 0)
+            assert (found is None) == (left == right)
+            if found is not None:
+                assert left[: found.position] == right[: found.position]
+                assert 0 <= found.gap <= allowed, found
+        assert ctx.usage().cells_used == 0
+
+
+def test_first_divergence_reports_position_tokens_and_gap(ctx: Context) -> None:
+    prompt = ctx.tokenize(PROMPT)
+    for params in (GREEDY, WARM):
+        seed = params.seed or 0
+        with Branch.start(ctx, prompt, sampling=params) as branch:
+            text = [t.token for t in branch.generate(12)]
+        assert first_divergence(ctx, prompt, text, text, params, seed) is None
+        assert first_divergence(ctx, prompt, [], [], params, seed) is None
+        other = [*text[:7], (text[7] + 1) % 4096, *text[8:]]
+        found = first_divergence(ctx, prompt, text, other, params, seed)
+        assert found is not None
+        assert found.position == 7
+        assert found.tokens == (text[7], other[7])
+        assert found.gap > 0
+        shorter = first_divergence(ctx, prompt, text, text[:5], params, seed)
+        assert shorter is not None
+        assert shorter.position == 5
+        assert shorter.tokens == (text[5], None)
+    assert ctx.usage().cells_used == 0

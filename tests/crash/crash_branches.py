@@ -26,11 +26,6 @@ refuses(
     TokenizeError,
     commit_minus_one=lambda w: w.root.commit(-1),
     commit_n_vocab=lambda w: w.root.commit(258),
-    commit_huge=lambda w: w.root.commit(1 << 40),
-    commit_text=lambda w: w.root.commit("a"),  # type: ignore[arg-type]
-    commit_fraction=lambda w: w.root.commit(5.5),  # type: ignore[arg-type]
-    commit_true=lambda w: w.root.commit(True),
-    commit_nothing=lambda w: w.root.commit(None),  # type: ignore[arg-type]
     extend_n_vocab=lambda w: w.root.extend([60, 258]),
     prefill_minus_one=lambda w: w.root.prefill([60, -1]),
     surprisal_n_vocab=lambda w: w.root.surprisal(258),
@@ -41,19 +36,13 @@ refuses(
     ConfigError,
     prefill_nothing=lambda w: w.root.prefill([]),
     extend_nothing=lambda w: w.root.extend([]),
-    rewind_negative=lambda w: w.root.rewind(-1),
     rewind_beyond=lambda w: w.root.rewind(11),
     rewind_huge=lambda w: w.root.rewind(1 << 40),
-    rewind_text=lambda w: w.root.rewind("5"),  # type: ignore[arg-type]
-    rewind_true=lambda w: w.root.rewind(True),
-    rewind_fraction=lambda w: w.root.rewind(1.0),  # type: ignore[arg-type]
     extend_without_rows=lambda w: w.root.extend([60], logits="none"),
     generate_with_an_empty_stop=lambda w: w.root.generate(5, stop=[""]),
     generate_with_a_number_as_stop=lambda w: w.root.generate(5, stop=5),  # type: ignore[arg-type]
-    reseed_fraction=lambda w: w.root.reseed(1.5),  # type: ignore[arg-type]
-    reseed_true=lambda w: w.root.reseed(True),
-    generate_negative=lambda w: list(w.root.generate(max_tokens=-1)),
-    fork_negative=lambda w: w.root.fork_many(-1),
+    perplexity_since_birth=lambda w: w.root.perplexity("birth"),
+    likelihood_since_birth=lambda w: w.root.log_likelihood("birth"),
     reseed_text=lambda w: w.root.reseed("one"),  # type: ignore[arg-type]
 )
 refuses(

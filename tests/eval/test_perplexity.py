@@ -15,9 +15,7 @@ import llamabranch as lb
 from llamabranch import Branch, Context
 from llamabranch.errors import CacheFullError, ConfigError, VocabularyMismatchError
 from llamabranch.eval import (
-    KLDivergence,
     LogitsFile,
-    Perplexity,
     divergence,
     perplexity,
 )
@@ -107,38 +105,42 @@ def test_strided_perplexity_scores_every_token_once(ctx: Context) -> None:
         assert found.method == f"strided, {stride}"
 
 
-def test_an_interrupted_run_is_continued(ctx: Context, tmp_path: Path) -> None:
-    whole = perplexity(ctx, TEXT, 32)
-    kept: list[Perplexity] = []
+@pytest.mark.parametrize("kind", ["text", "file", "divergence"])
+def test_an_interrupted_run_is_continued(kind: str, ctx: Context, tmp_path: Path) -> None:
+    base, path = tmp_path / "base", tmp_path / "path"
+    whole = perplexity(ctx, TEXT, 32, save_to=base)
+    kept: list[Any] = []
 
-    def stop(done: Perplexity) -> None:
-        kept[:] = [Perplexity.from_dict(done.as_dict())]
+    def run(where: Context, **options: Any) -> Any:
+        if kind == "divergence":
+            return divergence(where, base, **options)
+        return perplexity(where, TEXT, 32, save_to=path if kind == "file" else None, **options)
+
+    def stop(done: Any) -> None:
+        kept[:] = [type(done).from_dict(done.as_dict())]
         if done.n_done == 2:
             raise KeyboardInterrupt
 
-    for path in (None, tmp_path / "k"):
-        kept.clear()
-        with lb.Context(ctx.model, n_ctx=64, n_seq_max=2, n_batch=64, n_threads=1) as other:
-            with pytest.raises(KeyboardInterrupt):
-                if path is None:
-                    perplexity(other, TEXT, 32, progress=stop)
-                else:
-                    perplexity(other, TEXT, 32, progress=stop, save_to=path)
-            assert 0 < kept[0].n_done < whole.n_chunks
-            assert other.n_seq_free == 2
-            if path is None:
-                again = perplexity(other, TEXT, 32, resume=kept[0])
-            else:
-                with pytest.raises(ConfigError, match="incomplete"):
-                    LogitsFile.open(path)
-                again = perplexity(other, TEXT, 32, resume=kept[0], save_to=path)
-                perplexity(other, TEXT, 32, save_to=tmp_path / "whole")
-                assert path.read_bytes() == (tmp_path / "whole").read_bytes()
-        assert again.value == whole.value and again.stderr == whole.stderr
-    with pytest.raises(ConfigError, match="window"):
-        perplexity(ctx, TEXT, 16, resume=kept[0])
-    with pytest.raises(ConfigError, match="text"):
-        perplexity(ctx, TEXT + "x", 32, resume=kept[0])
+    expected = run(ctx)
+    with lb.Context(ctx.model, n_ctx=64, n_seq_max=2, n_batch=64, n_threads=1) as other:
+        with pytest.raises(KeyboardInterrupt):
+            run(other, progress=stop)
+        assert 0 < kept[0].n_done < whole.n_chunks
+        assert other.n_seq_free == 2
+        if kind == "file":
+            with pytest.raises(ConfigError, match="incomplete"):
+                LogitsFile.open(path)
+        again = run(other, resume=kept[0])
+    assert again.n_tokens == expected.n_tokens
+    if kind == "divergence":
+        mean = expected.statistics.mean.value
+        assert again.statistics.mean.value == pytest.approx(mean, abs=1e-6)
+        return
+    assert (again.value, again.stderr) == (whole.value, whole.stderr)
+    assert kind == "text" or path.read_bytes() == base.read_bytes()
+    for text, window, name in ((TEXT, 16, "window"), (TEXT + "x", 32, "text")):
+        with pytest.raises(ConfigError, match=name):
+            perplexity(ctx, text, window, resume=kept[0])
 
 
 def test_the_file_is_laid_out_as_llama_cpp_lays_it_out(ctx: Context, tmp_path: Path) -> None:
@@ -207,41 +209,20 @@ def test_divergence_is_that_of_the_distributions(
     )
 
 
-def test_an_interrupted_comparison_is_continued(ctx: Context, tmp_path: Path) -> None:
-    path = tmp_path / "logits"
-    perplexity(ctx, TEXT, 32, save_to=path)
-    whole = divergence(ctx, path)
-    kept: list[KLDivergence] = []
-
-    def stop(done: KLDivergence) -> None:
-        kept[:] = [KLDivergence.from_dict(done.as_dict())]
-        raise KeyboardInterrupt
-
-    with lb.Context(ctx.model, n_ctx=64, n_seq_max=1, n_batch=32, n_threads=1) as other:
-        with pytest.raises(KeyboardInterrupt):
-            divergence(other, path, progress=stop)
-        assert kept[0].n_done == 1
-        again = divergence(other, path, resume=kept[0])
-    assert again.n_tokens == whole.n_tokens
-    assert again.statistics.mean.value == pytest.approx(whole.statistics.mean.value, abs=1e-6)
-
-
 def test_short_texts_and_small_contexts_are_refused(ctx: Context, tmp_path: Path) -> None:
     before = ctx.decoder.n_decodes
-    with pytest.raises(ConfigError, match="empty"):
-        perplexity(ctx, "", 32)
-    with pytest.raises(ConfigError, match="needs 64"):
-        perplexity(ctx, "Once upon a time", 32)
-    with pytest.raises(CacheFullError, match="4096"):
-        perplexity(ctx, TEXT, 4096)
-    with pytest.raises(ConfigError):
-        perplexity(ctx, TEXT, 3)
-    with pytest.raises(ConfigError):
-        perplexity(ctx, TEXT, 32, stride=32)
-    with pytest.raises(ConfigError, match="two tokens"):
-        perplexity(ctx, [5], stride=9)
-    with pytest.raises(ConfigError, match="cannot write"):
-        perplexity(ctx, TEXT, 32, save_to=tmp_path / "no" / "folder")
+    for text, window, options, message in (
+        ("", 32, {}, "empty"),
+        ("Once upon a time", 32, {}, "needs 64"),
+        (TEXT, 4096, {}, "4096"),
+        (TEXT, 3, {}, "window"),
+        (TEXT, 32, {"stride": 32}, "stride"),
+        ([5], 512, {"stride": 9}, "two tokens"),
+        (TEXT, 32, {"save_to": tmp_path / "no" / "folder"}, "cannot write"),
+    ):
+        error = CacheFullError if window == 4096 else ConfigError
+        with pytest.raises(error, match=message):
+            perplexity(ctx, text, window, **options)
     assert ctx.decoder.n_decodes == before
 
 

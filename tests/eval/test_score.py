@@ -67,17 +67,6 @@ def test_scores_are_those_of_raw_logits(ctx: Context) -> None:
             assert list(got.tokens) == encode_pair(ctx.model, context, continuation)[1]
 
 
-def test_what_the_model_writes_is_greedy(ctx: Context) -> None:
-    with Branch.start(ctx, "Once upon a time", temperature=0) as branch:
-        text = "".join(token.text for token in branch.generate(12))
-    right, wrong = score(ctx, [("Once upon a time", [text, " zebra"])])[0]
-    assert right.is_greedy and not wrong.is_greedy
-
-
-def test_shared_equals_unshared_to_the_bit(ctx: Context) -> None:
-    assert score(ctx, QUESTIONS) == one_by_one(ctx, QUESTIONS)
-
-
 @pytest.mark.parametrize("n_seq_max", [1, 2, 3, 16])
 def test_any_number_of_sequences_gives_the_same(target: lb.Model, n_seq_max: int) -> None:
     options = {"n_ctx": 256, "n_threads": 1, "batch_invariant": True}

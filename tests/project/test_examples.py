@@ -33,10 +33,6 @@ def figure(name: str, label: str) -> float:
     return float(found[1])
 
 
-def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 9
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=NAMES)
 def test_example_is_short_and_stands_alone(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
@@ -55,14 +51,37 @@ def test_example_is_short_and_stands_alone(path: Path) -> None:
     assert modules <= {"llamabranch", "numpy", *sys.stdlib_module_names}  # comes with it
 
 
+# What they print, whatever the numbers are.
+SHOWN: dict[str, tuple[str, ...]] = {
+    "baseline_autoregressive": (r"\AOnce upon a time",),
+    "batched_engine": (r"(?s)^\[0\] .*^\[5\] ", "Same texts as alone: yes"),
+    "chat": (r"(?s)(branch .*){3}",),
+    "fork": (
+        r"3 forks of \d+ tokens: 0 new cells", "(?s)(perplexity.*){3}",
+        r"sequences: \{\d+: \d+\}$",  # the best one took the parent's place
+    ),
+    "grammar": (r"(^- the [a-z]{3,7} [a-z]{3,7}\n){3}",),
+    "lookup": ("the same text every time: yes",),
+    "optimized_speculative": (
+        "Same text: yes", r"by position in the draft: [\d.]+(, [\d.]+){3}\n",
+        r"c = \d+\.\d\d target steps, verifying a draft v = \d+\.\d\d",
+    ),
+    "puzzle": ("The number of the lock is 7203",),
+    "session": (r"\AThe old king had three sons\.", "the same tokens every time: yes"),
+    "speculative": (r"\AThe quick brown fox",),
+    "speculative_kv": (r"\AThe quick brown fox",),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_example_runs_and_prints(name: str) -> None:
     assert len(output(name).split()) > 20
+    for pattern in SHOWN.get(name, ()):
+        assert re.search(pattern, output(name), re.MULTILINE), pattern
 
 
 @pytest.mark.parametrize("name", ["speculative", "speculative_kv"])
 def test_speculative_loops_count_their_tokens(name: str) -> None:
-    assert output(name).startswith("The quick brown fox")
     drafted, accepted = figure(name, "Tokens drafted"), figure(name, "Tokens accepted")
     iterations, n_tokens = figure(name, "Iterations"), figure(name, "Output tokens")
     assert 0 < accepted <= drafted
@@ -72,25 +91,14 @@ def test_speculative_loops_count_their_tokens(name: str) -> None:
     assert iterations < n_tokens, "no decode was saved"
 
 
-def test_fork_copies_no_cells() -> None:
-    shown = output("fork")
-    assert re.search(r"3 forks of \d+ tokens: 0 new cells", shown)
-    assert shown.count("perplexity") == 3
-    assert re.search(
-        r"sequences: \{\d+: \d+\}$", shown, re.MULTILINE
-    )  # the best one took the parent's place
-
-
 def test_entropy_shows_surprisal_and_alternatives() -> None:
     rows = re.findall(r"^ +(\d+\.\d\d) +(\d+\.\d\d)  (.+)$", output("entropy"), re.MULTILINE)
     assert len(rows) == 20
     assert all(0 <= float(entropy) <= 12 and rest.count("%") == 3 for entropy, _, rest in rows)
 
 
-def test_grammar_example_follows_its_grammar_and_schema() -> None:
-    shown = output("grammar")
-    assert len(re.findall(r"^- the [a-z]{3,7} [a-z]{3,7}$", shown, re.MULTILINE)) == 3
-    found = re.search(r"^parsed: (.+)$", shown, re.MULTILINE)
+def test_grammar_example_follows_its_schema() -> None:
+    found = re.search(r"^parsed: (.+)$", output("grammar"), re.MULTILINE)
     assert found
     record = ast.literal_eval(found[1])
     assert set(record) == {"name", "age", "kind"}
@@ -99,10 +107,7 @@ def test_grammar_example_follows_its_grammar_and_schema() -> None:
 
 def test_baseline_and_speculative_example_generate_the_same_text() -> None:
     baseline, speculative = output("baseline_autoregressive"), output("optimized_speculative")
-    text = baseline.split("\n====")[0]
-    assert text.startswith("Once upon a time")
-    assert speculative.startswith(text + "\n====")
-    assert "Same text: yes" in speculative
+    assert speculative.startswith(baseline.split("\n====")[0] + "\n====")
 
 
 def test_baseline_decodes_once_a_token() -> None:
@@ -124,32 +129,25 @@ def test_speculative_example_measures_what_it_reports() -> None:
     assert figure(name, "Accept rate") == pytest.approx(100 * accepted / drafted, abs=0.06)
     assert figure(name, "Tokens a round") == pytest.approx(1 + accepted / rounds, abs=0.006)
     assert figure(name, "Target decodes") < n_tokens
-    found = re.search(r"by position in the draft: ([\d., ]+)\n", output(name))
-    assert found
-    assert len(found[1].split(", ")) == 4
     speeds = re.search(r"Tokens a second: ([\d.]+) speculative, ([\d.]+) plain", output(name))
     assert speeds
     ratio = float(speeds[1]) / float(speeds[2])
     assert figure(name, "Speedup") == pytest.approx(ratio, abs=0.01)
-    assert re.search(r"c = \d+\.\d\d target steps, verifying a draft v = \d+\.\d\d", output(name))
 
 
 def test_session_generates_the_same_with_and_without_a_drafter() -> None:
-    shown = output("session")
-    assert shown.startswith("The old king had three sons.")
-    rows = re.findall(r"^(\w[\w ]+?) +(\d+) +(\d+) +(\d+)/(\d+)  (\w+)$", shown, re.MULTILINE)
+    pattern = r"^(\w[\w ]+?) +(\d+) +(\d+) +(\d+)/(\d+)  (\w+)$"
+    rows = re.findall(pattern, output("session"), re.MULTILINE)
     ways = {way: tuple(map(int, counts)) for way, *counts, _ in rows}
     assert list(ways) == ["standard", "speculative", "only the second half"]
     assert ways["standard"][2:] == (0, 0)
     assert ways["speculative"][1] < ways["only the second half"][1] < ways["standard"][1]
     assert len({tokens for tokens, *_ in ways.values()}) == 1
-    assert "the same tokens every time: yes" in shown
 
 
 def test_lookup_copies_and_saves_decodes() -> None:
-    shown = output("lookup")
     pattern = r"^(\w[\w, ]+?) +(\d+) +(\d+) +(\d+) +(\d+) +\d+$"
-    rows = re.findall(pattern, shown, re.MULTILINE)
+    rows = re.findall(pattern, output("lookup"), re.MULTILINE)
     ways = {way: tuple(map(int, counts)) for way, *counts in rows}
     assert list(ways) == ["no drafter", "lookup", "suffix", "suffix, then model"]
     decodes = {way: counts[3] for way, counts in ways.items()}
@@ -157,14 +155,10 @@ def test_lookup_copies_and_saves_decodes() -> None:
     for way in ("lookup", "suffix", "suffix, then model"):
         assert 0 < ways[way][2] <= ways[way][1]
         assert decodes[way] < decodes["no drafter"]
-    assert "the same text every time: yes" in shown
 
 
 def test_batched_engine_generates_what_each_prompt_gets_alone() -> None:
     name = "batched_engine"
-    shown = output(name)
-    assert re.findall(r"^\[(\d)\] ", shown, re.MULTILINE) == list("012345")
-    assert "Same texts as alone: yes" in shown
     assert 6 * 20 < figure(name, "Output tokens") <= 6 * 40
     assert figure(name, "Target forward passes") < figure(name, "Output tokens") / 3
     assert figure(name, "Prompt tokens shared") > 10
@@ -196,13 +190,11 @@ def test_votes_that_stop_need_fewer_texts_for_the_same_winner() -> None:
 
 
 def test_the_puzzle_is_solved_by_few_texts() -> None:
-    assert "The number of the lock is 7203" in output("puzzle")
     assert figure("puzzle", "Texts evaluated") < 1000
 
 
 def test_turn_of_the_chat_reads_only_what_is_new() -> None:
     assert figure("chat", "Read") < figure("chat", "Tokens of all prompts") / 5
-    assert output("chat").count("branch ") == 3
 
 
 def test_a_rule_is_kept_in_three_ways() -> None:

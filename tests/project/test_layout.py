@@ -30,6 +30,10 @@ FLOORS = (
     ("cli",),
 )
 RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
+PUBLIC_ROOMS = {
+    "", "arguments", "bench", "chat", "cli", "errors", "eval", "files", "hub", "loading", "loom",
+    "model", "pictures", "scale", "search", "serve", "speculative", "startup", "theory",
+}  # fmt: skip
 # A file that imports from a higher floor, inside the methods that need it, and why.
 DOORS = {
     "llamabranch/context/context.py": (
@@ -81,10 +85,7 @@ def _rooms_imported(path: Path) -> set[str]:
 
 
 def test_every_room_has_a_floor_and_every_floor_its_rooms() -> None:
-    rooms = {_room(path) for path in SOURCES} - {"__init__"}
-    assert rooms <= set(RANK)
-    later: set[str] = set()  # rooms that are planned
-    assert set(RANK) - rooms <= later
+    assert {_room(path) for path in SOURCES} - {"__init__"} == set(RANK)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=_name)
@@ -93,31 +94,17 @@ def test_room_imports_from_floors_below_only(path: Path) -> None:
     if room == "__init__":
         assert not imported & {"cli", "bench"}, "importing the package must not need these"
     elif room == "cli":
-        assert imported <= {
-            *("", "arguments", "bench", "chat", "cli", "errors", "eval", "files", "hub", "loading"),
-            *(
-                "loom",
-                "model",
-                "pictures",
-                "scale",
-                "search",
-                "serve",
-                "speculative",
-                "startup",
-                "theory",
-            ),
-        }, "the command line uses the public API"
+        assert imported <= PUBLIC_ROOMS, "the command line uses the public API"
     else:
         door, _ = DOORS.get(_name(path), (set(), ""))
         wrong = {r for r in imported - door if r != room and (not r or RANK[r] >= RANK[room])}
         assert not wrong, f"{room} must not import from {sorted(wrong)}"
 
 
-def _folders() -> list[Path]:
-    return sorted({path.parent for path in SOURCES if path.parent != PACKAGE})
+FOLDERS = sorted({path.parent for path in SOURCES if path.parent != PACKAGE})
 
 
-@pytest.mark.parametrize("folder", _folders(), ids=_name)
+@pytest.mark.parametrize("folder", FOLDERS, ids=_name)
 def test_no_cycles_inside_a_folder(folder: Path) -> None:
     inside = {
         path for path in SOURCES if path.is_relative_to(folder) and path.name != "__init__.py"
@@ -193,16 +180,9 @@ def test_private_names_stay_in_their_file(path: Path) -> None:
 
 # Of named tuples; of the standard library, where nothing public does the same; llama_cpp's library.
 PUBLIC_NAMES = {
-    "_replace",
-    "_asdict",
-    "_fields",
-    "_make",
-    "_is_owned",
-    "_at_fork_reinit",
-    "_lib",
-    "_exit",
+    "_replace", "_asdict", "_fields", "_make", "_is_owned", "_at_fork_reinit", "_lib", "_exit",
     "_getframe",
-}
+}  # fmt: skip
 
 
 def _is_private(name: str) -> bool:

@@ -257,37 +257,15 @@ def test_documented_jobs_run(
         exec(compile(block, "docs/scale.md", "exec"), {})
 
 
-def test_a_job_that_is_done_is_resumed_at_once(
-    ray_cluster: Any, ctx: lb.Context, tmp_path: Path
+def test_model_that_is_no_model_and_unknown_options_are_refused(
+    ray_cluster: Any, tmp_path: Path
 ) -> None:
-    rows = prompts(20)
-    inputs, out = write_rows(tmp_path / "in.jsonl", rows), str(tmp_path / "out")
-
-    def run(**more: Any) -> scale.JobReport:
-        return scale.generate(
-            inputs,
-            out,
-            model=TARGET,
-            seed=SEED,
-            load={"n_ctx": 1024},
-            block_rows=8,
-            **more,
-        )
-
-    report = run()
-    assert (report.n_rows, report.n_errors) == (20, 0)
-    assert_equal(read_output(out), alone(ctx, rows, SEED))
-    assert run(resume=True).n_resumed == 20
-    for wrong in ({}, {"resume": True, "wrokers": 2}, {"resume": True, "workers": (2, 1)}):
-        with pytest.raises(lb.ConfigError):
-            run(**wrong)
-
-
-def test_model_that_is_no_model_ends_the_job(generate: Any, tmp_path: Path) -> None:
     path = tmp_path / "no.gguf"
     path.write_bytes(b"GGUF" + bytes(100))
+    inputs, out = write_rows(tmp_path / "rows.jsonl", prompts(4)), tmp_path / "o"
     with pytest.raises(lb.errors.ModelLoadError):
-        scale.generate(
-            write_rows(tmp_path / "rows.jsonl", prompts(4)), str(tmp_path / "o"), model=str(path)
-        )
-    assert not (tmp_path / "o").exists()
+        scale.generate(inputs, str(out), model=str(path))
+    for wrong in ({"wrokers": 2}, {"workers": (2, 1)}):
+        with pytest.raises(lb.ConfigError):
+            scale.generate(inputs, str(out), model=TARGET, **wrong)
+    assert not out.exists()

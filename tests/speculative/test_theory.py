@@ -12,7 +12,6 @@ from llamabranch.theory import (
     accepted_share,
     best_draft_length,
     expected_tokens,
-    per_token_acceptance,
     speedup,
 )
 
@@ -29,11 +28,20 @@ def test_expected_tokens_is_the_closed_form(a: float, gamma: int) -> None:
     assert expected_tokens(a, gamma) == pytest.approx(closed, rel=1e-12)
 
 
-def test_certain_acceptance_and_two_rates_that_are_told_apart() -> None:
+def test_expected_tokens_is_the_mean_over_all_ends_of_a_round() -> None:
+    a, gamma = 0.6, 5
+    ends = [(n + 1) * a**n * (1 - a) for n in range(gamma)] + [(gamma + 1) * a**gamma]
+    assert expected_tokens(a, gamma) == pytest.approx(sum(ends), rel=1e-12)
+
+
+def test_certain_acceptance_yields_the_whole_draft_and_one_more() -> None:
     assert expected_tokens(1.0, 7) == 8.0
     assert accepted_share(1.0, 7) == 1.0
+
+
+def test_two_acceptance_rates_are_told_apart() -> None:
     assert accepted_share(0.7, 4) == pytest.approx(0.4433, abs=1e-4)
-    assert per_token_acceptance(accepted_share(0.7, 4), 4) == pytest.approx(0.7, abs=1e-12)
+    assert accepted_share(0.7, 1) == pytest.approx(0.7)
 
 
 def test_speedup_counts_drafting_and_verification() -> None:
@@ -52,7 +60,12 @@ def test_best_length_is_the_best_of_all() -> None:
             best = best_draft_length(a, c, lambda n: 1 + 0.05 * n, limit=12)
             speeds = [speedup(a, gamma, c, lambda n: 1 + 0.05 * n) for gamma in range(13)]
             assert speeds[best] == max(speeds)
+
+
+def test_best_length_is_zero_where_nothing_pays() -> None:
+    assert best_draft_length(0.0, 0.1) == 0
     assert best_draft_length(0.0, 0.0) == 0  # equal speeds: the shortest
+    assert best_draft_length(0.3, 0.5) == 0
     assert best_draft_length(0.9, 0.1, v=20.0) == 0
     assert best_draft_length(1.0, 0.1, limit=9) == 9
 

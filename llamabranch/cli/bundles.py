@@ -18,18 +18,18 @@ from typing_extensions import get_type_hints  # of Python 3.11: a default of Non
 T = TypeVar("T")
 
 
-def option(default: T, text: str, *names: str, first: bool = False, **more: object) -> T:
+def option(default: T, text: str, names: str = "", *, first: bool = False, **more: object) -> T:
     """Return the field of a bundle that is an option of a command.
 
     Args:
         default: its value where it is not given.
         text: its line in --help.
-        names: as in `typer.Option`; none = from the field's.
+        names: with spaces between; none = from the field's.
         first: --help shows it; the others are shown by --help-all.
         more: other arguments of `typer.Option`.
     """
     make: Callable[..., object] = typer.Option
-    metadata = {_OPTION: make(*names, help=text, **more), _FIRST: first}
+    metadata = {_OPTION: make(*names.split(), help=text, **more), _FIRST: first}
     return field(default=default, metadata=metadata)
 
 

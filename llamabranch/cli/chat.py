@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import typer
 
-import llamabranch as lb
 from llamabranch import Chat, ConfigError, SamplingParams, hub
 from llamabranch.chat import saved_model
 
@@ -30,6 +29,7 @@ from .options import (
     read_template,
     template_option,
     trained_length,
+    vocabulary,
 )
 
 _N_CTX = 4096  # unless the model was trained for less
@@ -45,12 +45,12 @@ class TurnOptions:
 
     panel: ClassVar[str] = TEXT
 
-    prompt: str | None = option(None, "The first message.", "--prompt", "-p", first=True)
+    prompt: str | None = option(None, "The first message.", "--prompt -p", first=True)
     file: str | None = option(
         None,
         "A file of turns, one a line: messages, and commands such as /retry; - is standard input. "
         "The program ends after the last one.",
-        *("--file", "-f"),
+        "--file -f",
         metavar="FILE|-",
         first=True,
     )
@@ -66,11 +66,11 @@ class TurnOptions:
         None,
         "Tokens of an answer at most; -1: until the model ends it or the context is full.  "
         f"[default: -1; {_N_PLAIN} without a chat template]",
-        *LENGTH,
+        LENGTH,
         first=True,
     )
     stop: list[str] | None = option(None, "End an answer at this text; may be repeated.")
-    system: str | None = option(None, "The system message.", "--system-prompt", "-sys", first=True)
+    system: str | None = option(None, "The system message.", "--system-prompt -sys", first=True)
     chat_template: str | None = template_option()
 
     @property
@@ -177,7 +177,7 @@ def _change(
 
 def _suited(name: str, template: str | None, console: Console) -> tuple[int, str | None]:
     """Return a size for the context, and a template for a model that has none, with a note."""
-    with lb.Model(hub.resolve(name), vocab_only=True, chat_template=template) as model:
+    with vocabulary(name, chat_template=template) as model:
         n_ctx = min(_N_CTX, trained_length(model) or _N_CTX)
         has_template = model.chat_template is not None
     if has_template:

@@ -47,7 +47,7 @@ class CompareOptions:
     window: int = option(512, "Tokens a chunk.", min=8)
     chunks: int = option(8, "Chunks at most.", min=1)
     coded: bool = option(False, "Through llama-perplexity's 16 bits.", "--coded")
-    report: Path | None = option(None, "Write HTML.", "--output", "-o", rich_help_panel=OUTPUT)
+    report: Path | None = option(None, "Write HTML.", "--output -o", rich_help_panel=OUTPUT)
     fail_kl: float | None = option(None, "Exit 1 above this mean, nats.", min=0)
     fail_top: float | None = option(None, "Exit 1 below this agreement.", min=0, max=1)
 
@@ -76,11 +76,11 @@ def compare(
         text, window = read_prompt_file(asked.text), asked.window
         both = [open_for_chunks(name, models, window, console, stack) for name in (a, b)]
         found: list[Comparison] = []
-        shown = Progress(console, "chunks", asked.chunks)
+        shown = Progress(console, "chunks")
 
         def note(done: Comparison) -> None:
             found[:] = [done]
-            shown.show(done.n_chunks)
+            shown.show(done.n_chunks, asked.chunks)
 
         try:
             compare_models(

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import zip_longest
 
 import numpy as np
@@ -28,6 +29,9 @@ TRUNCATIONS: dict[str, float] = {
     "top_n_sigma": -1.0, "top_k": 0, "typical_p": 1.0, "top_p": 1.0, "min_p": 0.0,
     "xtc_probability": 0.0,
 }  # fmt: skip
+NOTHING_DRAFTED = (
+    "Inconclusive: nothing was drafted, so all is plain decoding and differs by noise."
+)
 MOST_PAIRS = 9  # the fewest with which one outlier on either side does not widen the 95 % interval
 
 
@@ -125,14 +129,13 @@ class Comparison:
         return self.drafted.tokens == self.plain.tokens
 
     def explain(self) -> str:
-        """Return what the verdict means, and where there is none what to do about it."""
+        """Return the speedup and what the verdict means; where there is none, what to do about it."""
         interval, verdict = self.interval, self.verdict
         if verdict == "nothing drafted":
-            return (
-                "Inconclusive: nothing was drafted, so both are plain decoding and differ by noise."
-            )
+            return NOTHING_DRAFTED
+        fast = f"Drafting is {self.speedup:.2f} times as fast as plain decoding here"
         if verdict != "inconclusive":
-            return "Drafting is slower than plain decoding here." * (verdict == "slower")
+            return f"{fast}." if verdict == "faster" else f"{fast}: it does not pay (--draft none)."
         message = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
         if math.isnan(interval.low):
             message = (
@@ -224,24 +227,31 @@ def _decision(
     tokens: tuple[int | None, int | None],
 ) -> FirstDifference:
     """Return what decided a token: the sampler draws again from logits that are moved."""
-    ctx, params = engine.target, request.sampling or engine.sampling
+    ctx, params, seed = engine.target, request.sampling or engine.sampling, plain.seed
     prompt = ctx.model.prompt_tokens(request.prompt, parse_special=request.parse_special)
-    prefix = plain.tokens[:position]
+    prefix, n = plain.tokens[:position], len(prompt) + position
     rows = _rows(ctx, [*prompt, *prefix], len(prompt))
     row = rows[0]  # decoded token by token, as plain decoding does
+    given = request.grammar
+    grammar = lb.Grammar(given) if isinstance(given, str) else given
 
-    def sampler(**settings: object) -> lb.sampling.Sampler:
-        made = lb.sampling.Sampler(ctx.model, params.replace(**settings), _grammar(request))
+    @cache
+    def sampler(**off: float) -> lb.sampling.Sampler:
+        made = lb.sampling.Sampler(ctx.model, params.replace(**off), grammar)
         return made.replay(prompt, prefix)
 
-    def could_be(using: lb.sampling.Sampler, logits: Logits) -> lb.Distribution | None:
+    def could_be(logits: Logits, **off: float) -> lb.Distribution | None:
         with contextlib.suppress(lb.errors.GrammarError, lb.ConfigError):
-            return using.distribution(logits, len(prompt) + position, plain.seed)
+            return sampler(**off).distribution(logits, n, seed)
         return None
 
     def drawn(logits: Logits) -> int | None:
-        found = could_be(usual, logits)
-        return None if found is None else found.draw(plain.seed, len(prompt) + position)
+        found = could_be(logits)
+        return None if found is None else found.draw(seed, n)
+
+    def has(token: int, **off: float) -> bool:
+        found = could_be(row, **off)
+        return found is not None and token in found.ids.tolist()
 
     def decided(token: int | None) -> tuple[float, str]:
         """Return how far logits must move for ``token`` (None: one that ends the text), and why."""
@@ -255,28 +265,20 @@ def _decision(
         return 2 * move, "nothing" if move == math.inf else reason(raised)
 
     def reason(token: int) -> str:
-        if params.temperature == 0 or _has(could_be(usual, row), token):
-            return "logits" if params.temperature == 0 else "scores"
+        if params.temperature == 0:
+            return "logits"
+        if has(token):
+            return "scores"
         needed = {name: off for name, off in TRUNCATIONS.items() if getattr(params, name) != off}
         for name in list(needed):  # that must be off together for it to be drawn
             fewer = {other: off for other, off in needed.items() if other != name}
-            if _has(could_be(sampler(**fewer), row), token):
+            if has(token, **fewer):
                 needed = fewer
         return "+".join(needed) or "scores"
 
-    usual = sampler()
     difference = max(float(np.ptp(row - other)) for other in rows)
     gap, decided_by = max(map(decided, tokens))
     return FirstDifference(position, tokens, gap, difference, decided_by)
-
-
-def _grammar(request: Request) -> lb.Grammar | None:
-    given = request.grammar
-    return lb.Grammar(given) if isinstance(given, str) else given
-
-
-def _has(found: lb.Distribution | None, token: int) -> bool:
-    return found is not None and token in found.ids.tolist()
 
 
 def _least_move(wins: Callable[[float], bool]) -> float:

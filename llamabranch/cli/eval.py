@@ -32,7 +32,7 @@ class EvalModels(ModelOptions):
         None,
         "A GGUF file, a name from `llamabranch models`, or user/repo[:tag]; repeat it for several. "
         "Default: smollm2-135m where it is installed, else tale-target.",
-        *("--model", "-m", "--target", "-hf"),
+        "--model -m --target -hf",
         first=True,
     )
 
@@ -116,8 +116,7 @@ def _score_tasks(
         described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
         console.answer({"tasks": described})
         return
-    answers: list[dict[str, Any]] = []
-    results: list[tuple[str, list[TaskResult]]] = []
+    results: list[tuple[str, list[TaskResult], dict[str, Any]]] = []
     with ExitStack() as stack:
         file = _SampleFile(reading, tasks, stack)
         names = models.names(console)
@@ -134,10 +133,9 @@ def _score_tasks(
                     ctx = models.open(name, console, closing, **more)
                     file.check(name, ctx)
                     found = list[TaskResult]()
-                    results.append((name, found))
                     about: dict[str, Any] = {"model": name, "name": ctx.model.name}
                     about["batch_invariant"] = ctx.capabilities.batch_invariant
-                    answers.append(about)
+                    results.append((name, found, about))
                     start_s = time.perf_counter()
                     try:
                         for task in tasks:
@@ -147,8 +145,9 @@ def _score_tasks(
                         about["tasks"] = [result.as_dict() for result in found]
         finally:  # what is done is printed also when it is interrupted
             console.progress("")
-            if any(found for _, found in results):
+            if any(found for _, found, _ in results):
                 _print(console, results, with_model=len(names) > 1)
+                answers = [about for _, _, about in results]
                 console.answer(answers[0] if len(names) == 1 else {"models": answers})
 
 
@@ -161,22 +160,22 @@ def _run(
     results: list[TaskResult],
 ) -> None:
     """Add the result of a task to ``results``: of the items that are done, where it is interrupted."""
-    items = task.items[:limit]
-    found = [sample for sample in file.done[task.name] if sample.item in items]
-    shown = Progress(console, f"items of {task.name}", len(items), len(found))
+    order = {item.id: i for i, item in enumerate(task.items[:limit])}
+    found = [sample for sample in file.done[task.name] if sample.item.id in order]
+    shown = Progress(console, f"items of {task.name}", len(found))
 
     def note(sample: Sample) -> None:
         found.append(sample)
         file.write(task, ctx, sample)
         right = sum(each.is_right for each in found)
-        shown.show(len(found), f"{right / len(found):.1%} right")
+        shown.show(len(found), len(order), f"{right / len(found):.1%} right")
 
-    result = TaskResult(task, ())
     try:
-        result = run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)
+        run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)
     finally:
-        if result.samples or found:
-            results.append(result if result.samples else TaskResult(task, tuple(found)))
+        if found:
+            found.sort(key=lambda sample: order[sample.item.id])
+            results.append(TaskResult(task, tuple(found)))
 
 
 class _SampleFile:
@@ -197,7 +196,7 @@ class _SampleFile:
         """Read what is done; the last line, which may have been cut, is removed."""
         items = {(task.name, item.id): item for task in tasks for item in task.items}
         lines = read_text(path).split("\n")[:-1]
-        for number_, line in enumerate(lines, 1):
+        for n, line in enumerate(lines, 1):
             try:
                 data = json.loads(line)
                 item = items.get((data["task"], data["id"]))
@@ -209,7 +208,7 @@ class _SampleFile:
                 self.done[data["task"]].append(Sample(item, logprobs, tuple(map(bool, greedy))))
                 self._models.add(str(data["model"]))
             except (ValueError, LookupError, TypeError) as error:
-                raise ConfigError(f"{path}, line {number_}, is no sample: {error}") from None
+                raise ConfigError(f"{path}, line {n}, is no sample: {error}") from None
         os.truncate(path, sum(len(line.encode()) + 1 for line in lines))
 
     def check(self, name: str, ctx: Context) -> None:
@@ -222,15 +221,10 @@ class _SampleFile:
 
     def write(self, task: Task, ctx: Context, sample: Sample) -> None:
         """Append a sample."""
-        line = {
-            "task": task.name,
-            "model": _model_key(ctx),
-            "id": sample.item.id,
-            "answer": sample.item.answer,
-            "logprobs": sample.logprobs,
-            "is_greedy": sample.is_greedy,
-            "is_right": sample.is_right,
-        }
+        about = {"task": task.name, "model": _model_key(ctx)}
+        about |= {"id": sample.item.id, "answer": sample.item.answer}
+        names = ("logprobs", "is_greedy", "is_right")
+        line = {**about, **{name: getattr(sample, name) for name in names}}
         if self._file is not None:
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._file.flush()
@@ -241,19 +235,25 @@ def _model_key(ctx: Context) -> str:
 
 
 def _print(
-    console: Console, results: list[tuple[str, list[TaskResult]]], *, with_model: bool
+    console: Console,
+    results: list[tuple[str, list[TaskResult], dict[str, Any]]],
+    *,
+    with_model: bool,
 ) -> None:
-    rows: list[tuple[Any, ...]] = []
-    for model, result in ((model, result) for model, found in results for result in found):
+    rows: list[tuple[str, ...]] = []
+    for model, result in ((model, result) for model, found, _ in results for result in found):
         low, high = result.interval
         n, n_items = len(result.samples), len(result.task.items)
-        count = str(n) if n == n_items else f"{n} of {n_items}"
+        first = (model, result.task.name, str(n) if n == n_items else f"{n} of {n_items}")
+        last = (f"{low:.3f} to {high:.3f}", number(result.chance, 3))
         for metric, (value, stderr) in result.metrics.items():
             figures = (metric, number(value, 4), number(stderr, 4))
-            row: tuple[str, ...] = ("", "", *figures, "", "")
-            if metric == "acc":
-                interval = f"{low:.3f} to {high:.3f}"
-                row = (result.task.name, count, *figures, interval, number(result.chance, 3))
-            rows.append((model if metric == "acc" else "", *row) if with_model else row)
+            is_first = metric == "acc"
+            row = (
+                *(first if is_first else ("",) * 3),
+                *figures,
+                *(last if is_first else ("",) * 2),
+            )
+            rows.append(row if with_model else row[1:])
     columns = ("task", "items", "metric", "value", "±", "95 % interval", "chance")
     console.table((*("model",) * with_model, *columns), rows, left=("task", "metric"))

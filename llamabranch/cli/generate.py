@@ -45,7 +45,7 @@ class BatchOptions(DraftOptions):
 
     panel: ClassVar[str] = MODEL
 
-    parallel: int = option(8, "Texts at a time at most.", "--parallel", "-np", min=1, max=255)
+    parallel: int = option(8, "Texts at a time at most.", "--parallel -np", min=1, max=255)
     compare: bool = option(
         False,
         "Also decode plainly, in turn: speedup, and whether the text is the same.",
@@ -83,7 +83,7 @@ class ResultOptions:
     output_file: Path | None = option(
         None,
         "Append each result to this file as it ends, one JSON object a line.",
-        *("--output", "-o"),
+        "--output -o",
         first=True,
     )
     resume: bool = option(False, "Skip the texts that are in --output already.", "--resume")
@@ -111,6 +111,11 @@ class ResultOptions:
     ) -> dict[str, Any]:
         """Return what --resume compares; how to sample and when to stop as a digest."""
         grammar = text.parse_grammar()
+        more = {
+            "system": chat.system,
+            "chat_template": chat.template,
+            "constraint": text.constraint,
+        }
         options = {
             "sampling": asdict(params),
             "grammar": None if grammar is None else grammar.as_dict(),
@@ -118,11 +123,9 @@ class ResultOptions:
             "stop": list(text.stop_strings),
             "ignore_end": text.ignore_eos,
             "chat": chat.is_on,
+            # The digests of older files have none of these.
+            **{name: value for name, value in more.items() if value is not None},
         }
-        more = {"system": chat.system, "chat_template": chat.template}
-        more["constraint"] = text.constraint
-        # The digests of older files have none of these.
-        options |= {name: value for name, value in more.items() if value is not None}
         is_fast = models.set("load").get("batch_invariant") is False
         return {
             "sampling": digest(options),

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isinf, nan
 
-from llamabranch import ConfigError, LlamaBranchError, Model, Request, hub
+from llamabranch import ConfigError, LlamaBranchError, Request
 from llamabranch.errors import CacheFullError
 
-from .options import ModelOptions, trained_length
+from .options import ModelOptions, trained_length, vocabulary
 
 _MOST_NAMED = 20  # ids in a message
 _N_COMPARED = 64  # prompts whose beginnings are compared
@@ -91,7 +91,7 @@ class JobLengths:
         found = cls.of(requests, max_tokens, list(map(estimate, requests)))
         if found.needed <= min(_SHORT, n_ctx or _SHORT):
             return found
-        with Model(hub.resolve(name), vocab_only=True) as model:
+        with vocabulary(name) as model:
             most = n_ctx or trained_length(model) or inf
 
             def length(request: Request) -> float:

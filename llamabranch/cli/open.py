@@ -40,10 +40,7 @@ class PageOptions:
     panel: ClassVar[str] = "Page"
 
     compare: str | None = option(None, "A second model.", metavar="MODEL2")
-    file: Path | None = option(
-        None,
-        f"NAME{_SUFFIX}, made where absent.  [default: one a model]",
-    )
+    file: Path | None = option(None, f"NAME{_SUFFIX}, made where absent.  [default: one a model]")
     port: int = option(8137, "The port, or the next free one.", max=65_535)
     browser: bool = option(True, "Open a browser.", "--browser/--no-browser")
     read_only: bool = option(False, "Write nothing.", "--read-only")

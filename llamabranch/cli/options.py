@@ -24,7 +24,7 @@ from llamabranch import ConfigError, SamplingParams, hub
 from ..arguments import nearest
 from .bundles import argument, option
 from .console import Console
-from .files import load_function, read_prompt_file, read_standard_input, read_text
+from .files import load_function, read_prompt_file, read_standard_input, read_text, schema_text
 from .interrupts import reporting_errors
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # The headings of --help.
 TEXT, SAMPLING, DRAFTING, OUTPUT, MODEL = "Text", "Sampling", "Drafting", "Output", "Model"
 
-LENGTH = ("--n-predict", "--max-tokens", "--predict", "-n")  # the option of how many tokens
+LENGTH = "--n-predict --max-tokens --predict -n"  # the option of how many tokens
 
 _FUNCTION = re.compile(r".+\.py:\w+")  # FILE.py:NAME
 DEFAULTS = SamplingParams()
@@ -58,8 +58,16 @@ def limit(value: int | None) -> int | None:
     return value
 
 
-def trained_length(model: lb.Model) -> int | None:
+def vocabulary(name: str, **more: Any) -> lb.Model:
+    """Open a model's vocabulary and metadata, without its weights."""
+    return lb.Model(hub.resolve(name, download=None), vocab_only=True, **more)
+
+
+def trained_length(model: lb.Model | str) -> int | None:
     """Return the context length that a model was trained for; None if its file does not tell."""
+    if isinstance(model, str):
+        with vocabulary(model) as opened:
+            return trained_length(opened)
     found = model.metadata.get(f"{model.architecture}.context_length", "")
     return int(found) if found.isdigit() and int(found) else None
 
@@ -87,7 +95,7 @@ def template_option(**more: Any) -> str | None:
         None,
         "A chat template in place of the model's: its text, a file of it, or the name of one of "
         "llama.cpp's own, such as chatml.",
-        *("--chat-template", "--chat-template-file"),
+        "--chat-template --chat-template-file",
         metavar="JINJA|FILE|NAME",
         **more,
     )
@@ -110,13 +118,13 @@ class ModelOptions:
         None,
         "A GGUF file, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
         "hub. Default: smollm2-135m where it is installed, else tale-target.",
-        *("--model", "-m", "--target", "--target-model", "--hf-repo", "-hf", "-hfr"),
+        "--model -m --target --target-model --hf-repo -hf -hfr",
         first=True,
     )
     n_ctx: int | None = option(
         None,
         "Context size in tokens; 0 is the length the model was trained for.",
-        *("--ctx-size", "--n-ctx", "-c"),
+        "--ctx-size --n-ctx -c",
         min=0,
         first=True,
     )
@@ -124,20 +132,20 @@ class ModelOptions:
     gpu_layers: int | None = option(
         None,
         "Layers to put on the GPU; -1, auto and all are all.",
-        *("--gpu-layers", "--n-gpu-layers", "-ngl"),
+        "--gpu-layers --n-gpu-layers -ngl",
         metavar="N|auto|all",
         parser=lambda value: -1 if value in ("auto", "all") else int(value),
     )
     kv_types: list[str] | None = option(
         None,
         "Type of the K/V cache: f16, bf16, q8_0, ... Default: what makes batches exact.",
-        *("--kv-type", "--cache-type-k", "--cache-type-v", "-ctk", "-ctv"),
+        "--kv-type --cache-type-k --cache-type-v -ctk -ctv",
         metavar="TYPE",
     )
     flash_attn: str = option(
         "auto",
         "Flash attention; auto is on where the model can.",
-        *("--flash-attn", "-fa"),
+        "--flash-attn -fa",
         metavar="on|off|auto",
         callback=_on_off_auto,
     )
@@ -145,7 +153,7 @@ class ModelOptions:
         None,
         "Any other setting of SamplingParams, SpeculativeConfig or llamabranch.load by its name, "
         "such as typical_p=0.9, rule=block or n_batch=256; may be repeated.",
-        *("--set", "-S"),
+        "--set -S",
         metavar="NAME=VALUE",
         rich_help_panel=SAMPLING,
     )
@@ -222,8 +230,7 @@ class ModelOptions:
         """
         options = {**self.load_options(), **more, **self.set("load")}
         if options.get("n_ctx") == 0:
-            with lb.Model(hub.resolve(name, download=None), vocab_only=True) as model:
-                options["n_ctx"] = trained_length(model)
+            options["n_ctx"] = trained_length(name)
             if options["n_ctx"] is None:
                 message = f"{name} does not say what length it was trained for"
                 raise ConfigError(message, hint="-c N sets one")
@@ -241,16 +248,14 @@ class DraftOptions(ModelOptions):
         "A draft model, an EAGLE-3 head or a file of MTP layers as for -m; `mtp`, `lookup`, "
         "`suffix`, `grammar`, a chain such as `suffix+NAME`, `auto` or `none`. Default: auto, "
         "which takes what fits; with a grammar, grammar+suffix.",
-        *("--draft", "--draft-model", "--model-draft", "--spec-draft-model", "--hf-repo-draft"),
-        *("-d", "-md", "-hfd", "-hfrd"),
+        "--draft --draft-model --model-draft --spec-draft-model --hf-repo-draft -d -md -hfd -hfrd",
         rich_help_panel=DRAFTING,
         first=True,
     )
     draft_length: str = option(
         "auto",
         "Tokens to draft a round; auto drafts as many as raise throughput, possibly none.",
-        *("--draft-max", "--draft-length", "--gamma", "--num-speculative-tokens"),
-        *("--spec-draft-n-max", "-k"),
+        "--draft-max --draft-length --gamma --num-speculative-tokens --spec-draft-n-max -k",
         metavar="N|auto",
         rich_help_panel=DRAFTING,
     )
@@ -327,14 +332,14 @@ class PromptOptions:
     prompts: list[str] | None = option(
         None,
         "What to continue: one text or more; may be repeated.",
-        *("--prompt", "--prompts", "-p"),
+        "--prompt --prompts -p",
         metavar="TEXT...",
         first=True,
     )
     files: list[Path] | None = option(
         None,
         "A file whose whole text is a prompt, without its last newline; may be repeated.",
-        *("--file", "-f"),
+        "--file -f",
         first=True,
     )
 
@@ -364,7 +369,7 @@ class ManyPrompts(PromptOptions):
     input_file: str | None = option(
         None,
         "A file of prompts, one a line, or of JSON objects (.jsonl); - is standard input.",
-        *("--input", "-i"),
+        "--input -i",
         metavar="FILE|-",
         first=True,
     )
@@ -389,7 +394,7 @@ class ChatOptions:
         first=True,
     )
     system: str | None = option(
-        None, "The system message before the prompt.", *("--system-prompt", "-sys")
+        None, "The system message before the prompt.", "--system-prompt -sys"
     )
     chat_template: str | None = template_option()
 
@@ -424,7 +429,7 @@ class SamplingOptions:
     temperature: float = option(
         DEFAULTS.temperature,
         "0 or below takes the most probable token.",
-        *("--temp", "--temperature"),
+        "--temp --temperature",
         callback=lambda value: max(value, 0.0),
         first=True,
     )
@@ -438,12 +443,12 @@ class SamplingOptions:
     seed: int | None = option(
         None,
         "The same seed gives the same text, whatever drafts; -1 is a random one.",
-        *("--seed", "-s"),
+        "--seed -s",
         callback=lambda value: None if value == -1 else value,  # llama.cpp's -1 is a random one
         first=True,
     )
     ignore_eos: bool = option(
-        False, "Never sample a token that ends the text.", *("--ignore-eos", "--ignore-end")
+        False, "Never sample a token that ends the text.", "--ignore-eos --ignore-end"
     )
 
     def params(self, models: ModelOptions, seed: int | None = None) -> SamplingParams:
@@ -467,7 +472,7 @@ class TextOptions(SamplingOptions):
     max_tokens: int | None = option(
         128,
         "Tokens to generate; -1: until the model ends the text or the context is full.",
-        *LENGTH,
+        LENGTH,
         callback=limit,
         rich_help_panel=TEXT,
         first=True,
@@ -479,14 +484,14 @@ class TextOptions(SamplingOptions):
         None,
         "A GBNF grammar, a file of it, or a /regular expression/ that the whole text matches; or, beside "
         "that, a Python function of the text so far, False where no allowed text begins so.",
-        *("--grammar", "--constraint", "--grammar-file"),
+        "--grammar --constraint --grammar-file",
         metavar="GBNF|FILE|/REGEX/|FILE.py:NAME",
         rich_help_panel=TEXT,
     )
     json_schema: str | None = option(
         None,
         "A JSON schema, or a file of it.",
-        *("--json-schema", "--json-schema-file", "-j", "-jf"),
+        "--json-schema --json-schema-file -j -jf",
         metavar="JSON|FILE",
         rich_help_panel=TEXT,
         first=True,
@@ -503,9 +508,7 @@ class TextOptions(SamplingOptions):
         if given is not None and self.json_schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
         if self.json_schema is not None:
-            inline = self.json_schema.lstrip().startswith("{")
-            text = self.json_schema if inline else read_text(Path(self.json_schema))
-            return lb.Grammar.from_json_schema(text)
+            return lb.Grammar.from_json_schema(schema_text(self.json_schema))
         if given is None:
             return None
         if len(given) > 1 and given.startswith("/") and given.endswith("/"):
@@ -542,7 +545,7 @@ class OutputOptions:
     verbose: bool = option(
         False,
         "Show llama.cpp's log, how drafts went, and tracebacks of errors.",
-        *("--verbose", "--log-verbose", "--debug", "-v"),
+        "--verbose --log-verbose --debug -v",
     )
 
     @contextmanager

@@ -16,13 +16,21 @@ import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams
 from llamabranch.search import SearchResult, SearchStats, outline
 
+from ..arguments import choice
 from ..loading import LoadOptions
 from ..search.vote import last_match
 from .bundles import option, with_bundles
 from .console import Console
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .job import with_room
-from .options import ChatOptions, DraftOptions, OutputOptions, PromptOptions, TextOptions
+from .options import (
+    DEFAULTS,
+    ChatOptions,
+    DraftOptions,
+    OutputOptions,
+    PromptOptions,
+    TextOptions,
+)
 from .trees import LEGEND, drawn_tree
 
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
@@ -46,7 +54,7 @@ class MethodOptions:
         "Beams, texts, particles, texts of a step, or moves; by default "
         + ", ".join(f"{n} ({name})" for name, n in WIDTHS.items())
         + ".",
-        *("--width", "-w"),
+        "--width -w",
         min=1,
         first=True,
     )
@@ -71,20 +79,14 @@ class MethodOptions:
 
     def check(self, max_tokens: int | None) -> None:
         """Raise ConfigError for what cannot be searched with."""
-        if self.method not in WIDTHS:
-            raise ConfigError(
-                f"unknown method {self.method!r}", hint="methods: " + ", ".join(WIDTHS)
-            )
+        choice("methods", self.method, WIDTHS)
+        hint = "for example --reward 'python score.py', which reads a text and prints a number"
         if self.method in NEED_REWARD and self.reward is None:
-            raise ConfigError(
-                f"--method {self.method} needs a reward",
-                hint="for example --reward 'python score.py', which reads a text and prints a number",
-            )
+            raise ConfigError(f"--method {self.method} needs a reward", hint=hint)
         last_match(self.answer)
         if max_tokens is None and self.method in NEED_LIMIT:
-            raise ConfigError(
-                f"--method {self.method} needs a limit", hint="--n-predict N, at least 1"
-            )
+            message = f"--method {self.method} needs a limit"
+            raise ConfigError(message, hint="--n-predict N, at least 1")
 
     @property
     def n(self) -> int:
@@ -107,8 +109,7 @@ class MethodOptions:
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return the sampling settings for the method: particles must not be truncated."""
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if self.method == "smc" else {}
-        default = SamplingParams()
-        unset = {k: v for k, v in off.items() if getattr(params, k) == getattr(default, k)}
+        unset = {k: v for k, v in off.items() if getattr(params, k) == getattr(DEFAULTS, k)}
         return params.replace(**unset)
 
 
@@ -186,31 +187,27 @@ def _run(
 ) -> SearchResult:
     n, most, name = method.n, text.max_tokens, method.method
     limit = most or 0  # checked: it is given where it must be
-    shared: dict[str, Any] = {"stop": text.stop_strings, "on_step": on_step}
+    search, shared = lb.search, dict[str, Any]({"stop": text.stop_strings, "on_step": on_step})
+    more: dict[str, Any] = {**shared, "drafter": drafter}
     if name == "beam":
-        return lb.search.beam_search(branch, n, limit, n=min(n, method.best), **shared)
+        return search.beam_search(branch, n, limit, n=min(n, method.best), **shared)
     if name == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
-        return lb.search.smc(
-            branch, n, limit, constraint=constraint, force_end=not text.ignore_eos, **shared
-        )
-    shared["drafter"] = drafter
+        ends = not text.ignore_eos
+        return search.smc(branch, n, limit, constraint=constraint, force_end=ends, **shared)
+    if name == "vote":
+        return search.vote(branch, last_match(method.answer), n, most, **more)
     reward = None if method.reward is None else partial(_reward, method.reward)
     if name == "best-of":
-        return lb.search.best_of_n(branch, n, most, reward=reward, **shared)
-    if name == "vote":
-        return lb.search.vote(branch, last_match(method.answer), n, most, **shared)
+        return search.best_of_n(branch, n, most, reward=reward, **more)
     if reward is None:
         raise ConfigError(f"--method {name} needs a reward")
-    shared["step"] = method.boundary()
+    more["step"], n_most = method.boundary(), method.iterations
     if name == "steps":
-        most_steps = method.iterations
-        return lb.search.step_search(
-            branch, reward, n, beam_width=n, max_steps=most_steps, max_tokens=most, **shared
-        )
-    return lb.search.tree_search(
-        branch, reward, method.iterations, expand=n, n=method.best, max_tokens=limit, **shared
-    )
+        more |= {"max_steps": n_most, "max_tokens": most}
+        return search.step_search(branch, reward, n, beam_width=n, **more)
+    more |= {"n": method.best, "max_tokens": limit}
+    return search.tree_search(branch, reward, n_most, expand=n, **more)
 
 
 def _reward(command: str, text: str) -> float:
@@ -251,8 +248,8 @@ def _print(
     if result.votes:
         shares = []
         for answer, n in result.votes.items():
-            others = [text for text in result.answer_forms[answer] if text != str(answer)]
-            shares.append(f"{answer} {n}" + (f" (also {', '.join(others)})" if others else ""))
+            others = ", ".join(text for text in result.answer_forms[answer] if text != str(answer))
+            shares.append(f"{answer} {n}" + f" (also {others})" * bool(others))
         beside.line(f"votes: {', '.join(shares)}")
     if result.log_evidence is not None:
         least = min(result.effective_sizes, default=0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,25 +39,19 @@ class SizeOptions:
     """How much is measured."""
 
     panel: ClassVar[str] = "Measurement"
+    first: ClassVar[str] = "max_tokens runs quick longest"
 
-    max_tokens: int | None = option(
-        None, "Tokens for each prompt.  [default: 64]", LENGTH, min=1, first=True
-    )
+    max_tokens: int | None = option(None, "Tokens for each prompt.  [default: 64]", LENGTH, min=1)
     runs: int | None = option(
-        None,
-        "How often everything is measured.  [default: 3]",
-        "--runs --repetitions -r",
-        min=1,
-        first=True,
+        None, "How often everything is measured.  [default: 3]", "--runs --repetitions -r", min=1
     )
     quick: bool = option(
         False,
         "One prompt, one run, 16 tokens, lengths 1, 2 and auto: does it run? The times mean little.",
         "--quick",
-        first=True,
     )
     longest: int | None = option(
-        None, "The longest draft of the sweep.  [default: 8]", min=1, max=64, first=True
+        None, "The longest draft of the sweep.  [default: 8]", min=1, max=64
     )
 
     def sweep(self) -> Sweep:
@@ -89,7 +82,7 @@ def bench(
     medians of the runs. A best setting is named only where a 95 % interval of its speedup lies above
     1. Four prompts are used unless others are given; -m tale-target measures the bundled pair.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         # Everything that can be wrong in the arguments is found before a model loads.
         params, sweep = sampling.params(models), size.sweep()
         texts = _prompts(prompts, params) or PROMPTS[: 1 if size.quick else None]
@@ -100,7 +93,7 @@ def bench(
             )
         target_name, drafters = names = models.resolve(console)
         of_target = LoadOptions(chat_template=chat.template)
-        context, drafter = models.open_pair(names, console, stack, of_target, {})
+        context, drafter = models.open_pair(names, console, of_target, {})
         contexts = dict(zip(filter(is_model, drafters), drafter.contexts, strict=True))
 
         def new_drafter() -> lb.Drafter:

@@ -136,8 +136,8 @@ class ChatSession:
         }
         n = self.chat.n_cut
         if n and not is_same:
-            what = f"the context is full: the model no longer sees the first {n} messages"
-            self._console.note(f"{what} with their answers")
+            what = "message and its answer" if n == 1 else f"{n} messages with their answers"
+            self._console.note(f"the context is full: the model no longer sees the first {what}")
         if answer.finish_reason in reasons:
             self._console.note(reasons[answer.finish_reason])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -66,7 +65,7 @@ def compare(
     KL divergence both ways, perplexities, where they part, and what it means. The numbers are those of
     llama-perplexity --kl-divergence; with --coded to its last digit.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         from llamabranch.loom.report import compare_models
 
         if asked.text is None:
@@ -74,7 +73,7 @@ def compare(
         if asked.report is not None:
             check_new_file(asked.report)
         text, window = read_prompt_file(asked.text), asked.window
-        both = [open_for_chunks(name, models, window, console, stack) for name in (a, b)]
+        both = [open_for_chunks(name, models, window, console) for name in (a, b)]
         found: list[Comparison] = []
         shown = Progress(console, "chunks")
 

@@ -16,7 +16,7 @@ import llamabranch as lb
 from llamabranch import Engine, Request, Result, SpeculativeStats
 from llamabranch.bench.timing import Interval, Maker, Series, Stopped, Timing, Work, interleave
 
-from .formats import interval_text
+from .formats import interval_text, number
 from .interrupts import InterruptHandler
 
 Logits = npt.NDArray[np.float32]
@@ -46,11 +46,6 @@ class Runs:
     def rate(self) -> float:
         """Tokens a second: the median of the runs; nan without a token."""
         return self.series.rate.median
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The tokens of each text."""
-        return [list(result.tokens) for result in self.results]
 
     @property
     def stats(self) -> SpeculativeStats:
@@ -126,7 +121,17 @@ class Comparison:
     @property
     def same_text(self) -> bool:
         """Whether both gave the same tokens."""
-        return self.drafted.tokens == self.plain.tokens
+        pairs = zip(self.drafted.results, self.plain.results, strict=True)
+        return all(drafted.tokens == plain.tokens for drafted, plain in pairs)
+
+    def rows(self) -> list[tuple[str, object, object]]:
+        """Return what a table shows of it: names, the drafted and the plain figures."""
+        return [
+            ("tokens a second", number(self.drafted.rate, 1), number(self.plain.rate, 1)),
+            ("speedup", number(self.speedup, 2), "1"),
+            ("95 % interval", interval_text(self.interval), ""),
+            ("same text", self.same_text, ""),
+        ]
 
     def explain(self) -> str:
         """Return the speedup and what the verdict means; where there is none, what to do about it."""

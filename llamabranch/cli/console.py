@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from time import monotonic
 from typing import IO
@@ -46,6 +46,7 @@ class Console:
         verbose: say more, and show llama.cpp's log.
 
     Attributes:
+        resources: what is closed when the command ends.
         on_loading: called with the name of a model and how much of it is loaded.
     """
 
@@ -65,6 +66,7 @@ class Console:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
+        self.resources = ExitStack()
         self.on_loading: Callable[[str, float], None] | None = None
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import llamabranch as lb
 from llamabranch import hub
@@ -112,13 +111,13 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
     reading of a text, an edit of a function and JSON drafted without a draft model, answers ranked.
     Otherwise on the bundled pair: eight continuations of a prompt, a draft model, endings ranked.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         start = time.perf_counter()
         is_here = hub.default_model() == MODEL
         name = WEIGHTS if is_here else hub.BUNDLED_TARGET
         hub.resolve(name)  # the first time it makes these weights, and says so
         models = ModelOptions(n_ctx=N_CTX, threads=threads)
-        target = models.open(name, console, stack, n_seq_max=N_FORKS + 1, prefix_cache=True)
+        target = models.open(name, console, n_seq_max=N_FORKS + 1, prefix_cache=True)
         if target.n_threads_batch < target.n_threads:
             # Other programs use the cores: threads for single tokens, whose number is not measured, would
             # wait for them for minutes.
@@ -126,11 +125,11 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
                 target.model, n_ctx=N_CTX, n_seq_max=N_FORKS + 1, prefix_cache=True,
                 n_threads=target.n_threads_batch,
             )  # fmt: skip
-            stack.enter_context(target)
+            console.resources.enter_context(target)
         contexts = [target]
         if not is_here:  # one number of threads for both: they take turns
             more = LoadOptions(n_threads=target.n_threads, n_seq_max=N_FORKS + 1)
-            contexts.append(models.open(hub.BUNDLED_DRAFT, console, stack, **more))
+            contexts.append(models.open(hub.BUNDLED_DRAFT, console, **more))
         with InterruptHandler(contexts) as interrupts:
             machine = Machine.now()
             console.line(
@@ -293,11 +292,9 @@ class _Demo:
         both, fast = (compared.drafted, compared.plain), compared.drafted
         stats, same = fast.stats, compared.same_text
         rows = [
-            ("tokens a second", *(f"{each.rate:,.1f}" for each in both)),
-            ("tokens", *(len(each.tokens[0]) for each in both)),
             ("decodes", *(each.stats.target_forward_passes for each in both)),
             ("accept rate", number(100 * stats.draft_acceptance_rate, 0, " %"), ""),
-            ("same text", same, ""),
+            *compared.rows(),
         ]
         show.table(("", "drafted", "plain"), rows)
         show.line()

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +65,7 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
     The tests and measurements take some ten seconds. A bug report needs this output. Exit code 1: a test
     failed.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         sections: dict[str, dict[str, object]] = {}
 
         def tell(name: str, rows: dict[str, str]) -> None:
@@ -88,8 +87,8 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
             tell("machine", _described(machine))
             sections["machine"] |= machine.as_dict()
             runtime = ModelOptions(n_ctx=1024, threads=threads)
-            target = runtime.open(hub.BUNDLED_TARGET, console, stack)
-            draft = runtime.open(hub.BUNDLED_DRAFT, console, stack)
+            target = runtime.open(hub.BUNDLED_TARGET, console)
+            draft = runtime.open(hub.BUNDLED_DRAFT, console)
         except Exception as error:  # a broken build can fail in any way; this command is for that
             checks.append(_failed("loading llama.cpp and the bundled pair", error))
             sections.setdefault("machine", {})

@@ -120,13 +120,6 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context]) -> 
     return drafters[0] if len(drafters) == 1 else lb.ChainDrafter(drafters)
 
 
-def note_translation(drafter: Drafter, target: Model, console: Console) -> None:
-    """Print to standard error which draft models have another vocabulary than the target."""
-    for context in drafter.contexts:
-        if target.compatibility(context.model).path == "text":
-            console.note(f"{context.model.name} has another vocabulary: it drafts through the text")
-
-
 # -- models that could draft ---------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -28,12 +27,13 @@ _N_CTX = 4096
 class EvalModels(ModelOptions):
     """The models that are measured."""
 
+    first: ClassVar[str] = "target"
+
     target: list[str] | None = option(  # type: ignore[assignment]
         None,
         "A GGUF file, a name from `llamabranch models`, or user/repo[:tag]; repeat it for several. "
         "Default: smollm2-135m where it is installed, else tale-target.",
         "--model -m --target -hf",
-        first=True,
     )
 
     def names(self, console: Console) -> list[str]:
@@ -48,14 +48,15 @@ class TaskOptions:
     """Which items are scored."""
 
     panel: ClassVar[str] = TEXT
+    first: ClassVar[str] = "tasks_dir limit list_tasks"
 
     names: list[str] | None = argument(
         "Tasks that are shipped, or of --tasks-dir. Default: all of the one or the other.",
         metavar="TASK",
     )
-    tasks_dir: Path | None = option(None, "A folder of tasks, one NAME.jsonl each.", first=True)
-    limit: int | None = option(None, "Items of each task at most.", min=1, first=True)
-    list_tasks: bool = option(False, "List the tasks, and score nothing.", "--list", first=True)
+    tasks_dir: Path | None = option(None, "A folder of tasks, one NAME.jsonl each.")
+    limit: int | None = option(None, "Items of each task at most.", min=1)
+    list_tasks: bool = option(False, "List the tasks, and score nothing.", "--list")
 
     def tasks(self) -> list[Task]:
         """Return the tasks that are asked for. Raises ConfigError if there are none."""
@@ -117,38 +118,36 @@ def _score_tasks(
         console.answer({"tasks": described})
         return
     results: list[tuple[str, list[TaskResult], dict[str, Any]]] = []
-    with ExitStack() as stack:
-        file = _SampleFile(reading, tasks, stack)
-        names = models.names(console)
+    file = _SampleFile(reading, tasks, console)
+    names = models.names(console)
+    for name in names:
+        hub.resolve(name, download=None)
+    if reading.output_file is not None and len(names) > 1:
+        raise ConfigError("--output is for one model", hint="give one file for each run")
+    try:
         for name in names:
-            hub.resolve(name, download=None)
-        if reading.output_file is not None and len(names) > 1:
-            raise ConfigError("--output is for one model", hint="give one file for each run")
-        try:
-            for name in names:
-                with ExitStack() as closing:
-                    more = scoring_options(name, models, _SEQUENCES)
-                    if models.n_ctx is None:
-                        more["n_ctx"] = _N_CTX
-                    ctx = models.open(name, console, closing, **more)
-                    file.check(name, ctx)
-                    found = list[TaskResult]()
-                    about: dict[str, Any] = {"model": name, "name": ctx.model.name}
-                    about["batch_invariant"] = ctx.capabilities.batch_invariant
-                    results.append((name, found, about))
-                    start_s = time.perf_counter()
-                    try:
-                        for task in tasks:
-                            _run(ctx, task, given.limit, file, console, found)
-                    finally:
-                        about["seconds"] = time.perf_counter() - start_s
-                        about["tasks"] = [result.as_dict() for result in found]
-        finally:  # what is done is printed also when it is interrupted
-            console.progress("")
-            if any(found for _, found, _ in results):
-                _print(console, results, with_model=len(names) > 1)
-                answers = [about for _, _, about in results]
-                console.answer(answers[0] if len(names) == 1 else {"models": answers})
+            more = scoring_options(name, models, _SEQUENCES)
+            if models.n_ctx is None:
+                more["n_ctx"] = _N_CTX
+            with models.open(name, console, **more) as ctx:
+                file.check(name, ctx)
+                found = list[TaskResult]()
+                about: dict[str, Any] = {"model": name, "name": ctx.model.name}
+                about["batch_invariant"] = ctx.capabilities.batch_invariant
+                results.append((name, found, about))
+                start_s = time.perf_counter()
+                try:
+                    for task in tasks:
+                        _run(ctx, task, given.limit, file, console, found)
+                finally:
+                    about["seconds"] = time.perf_counter() - start_s
+                    about["tasks"] = [result.as_dict() for result in found]
+    finally:  # what is done is printed also when it is interrupted
+        console.progress("")
+        if any(found for _, found, _ in results):
+            _print(console, results, with_model=len(names) > 1)
+            answers = [about for _, _, about in results]
+            console.answer(answers[0] if len(names) == 1 else {"models": answers})
 
 
 def _run(
@@ -181,7 +180,7 @@ def _run(
 class _SampleFile:
     """The samples of tasks, one JSON object a line; with ``resume`` those that are there are ``done``."""
 
-    def __init__(self, reading: ReadingOptions, tasks: list[Task], stack: ExitStack) -> None:
+    def __init__(self, reading: ReadingOptions, tasks: list[Task], console: Console) -> None:
         self._path = path = reading.output_file
         self.done: dict[str, list[Sample]] = {task.name: [] for task in tasks}
         self._models: set[str] = set()
@@ -190,7 +189,7 @@ class _SampleFile:
         if earlier is not None:
             self._read(earlier, tasks)
         if path is not None:
-            self._file = stack.enter_context(path.open("a", encoding="utf-8"))
+            self._file = console.resources.enter_context(path.open("a", encoding="utf-8"))
 
     def _read(self, path: Path, tasks: list[Task]) -> None:
         """Read what is done; the last line, which may have been cut, is removed."""
@@ -221,7 +220,7 @@ class _SampleFile:
 
     def write(self, task: Task, ctx: Context, sample: Sample) -> None:
         """Append a sample."""
-        about = {"task": task.name, "model": _model_key(ctx)}
+        about: dict[str, Any] = {"task": task.name, "model": _model_key(ctx)}
         about |= {"id": sample.item.id, "answer": sample.item.answer}
         names = ("logprobs", "is_greedy", "is_right")
         line = {**about, **{name: getattr(sample, name) for name in names}}

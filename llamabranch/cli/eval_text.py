@@ -7,7 +7,6 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -40,6 +39,7 @@ class ReadingOptions:
     """Which text is read, and what the models are compared with."""
 
     panel: ClassVar[str] = "Perplexity and KL divergence"
+    first: ClassVar[str] = "text_file against chunks output_file"
 
     text_file: Path | None = option(
         None,
@@ -47,17 +47,15 @@ class ReadingOptions:
         "second half is scored, as llama-perplexity does.",
         "--perplexity --file -f",
         metavar="FILE",
-        first=True,
     )
     against: str | None = option(
         None,
         "A model that the others are compared with by KL divergence; or what --save-logits or "
         "llama-perplexity wrote of one, which holds the text too.",
         metavar="MODEL|FILE",
-        first=True,
     )
     chunks: int | None = option(
-        None, "Score at most N chunks.  [default: all; 16 with --against MODEL]", min=1, first=True
+        None, "Score at most N chunks.  [default: all; 16 with --against MODEL]", min=1
     )
     stride: int | None = option(
         None,
@@ -75,7 +73,6 @@ class ReadingOptions:
         "Write the results to this file, also when interrupted; of tasks, each item on a line.",
         "--output -o",
         rich_help_panel=OUTPUT,
-        first=True,
     )
     resume: bool = option(False, "Go on where --output ends.", "--resume", rich_help_panel=OUTPUT)
 
@@ -121,16 +118,14 @@ def scoring_options(name: str, models: ModelOptions, n_seq_max: int) -> LoadOpti
     return {"n_seq_max": n_seq_max, "n_outputs_max": max(n_seq_max, min(n_batch, 256, rows))}
 
 
-def open_for_chunks(
-    name: str, models: ModelOptions, window: int, console: Console, stack: ExitStack
-) -> Context:
+def open_for_chunks(name: str, models: ModelOptions, window: int, console: Console) -> Context:
     """Open a context for texts that are read in chunks, with llama-perplexity's K/V type, f16."""
     more = scoring_options(name, models, 1)
     n_batch = models.set("load").get("n_batch") or min(512, window)
     n_outputs = min(more["n_outputs_max"] or n_batch, n_batch)
     more |= {"n_ctx": window, "n_batch": n_batch, "n_outputs_max": n_outputs}
     more |= {"batch_invariant": False, "kv_type": models.kv_type or "f16"}
-    return models.open(name, console, stack, **more)
+    return models.open(name, console, **more)
 
 
 def _window_of(name: str, models: ModelOptions) -> int:
@@ -210,13 +205,12 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         checkpoint.save(done.as_dict())
 
     options: Any = {"progress": note, "resume": earlier}
-    with ExitStack() as stack:
-        if logits is None:
-            window = _window_of(name, models)
-        else:
-            with lb.eval.LogitsFile.open(logits) as file:
-                window = file.window
-        ctx = open_for_chunks(name, models, window, console, stack)
+    if logits is None:
+        window = _window_of(name, models)
+    else:
+        with lb.eval.LogitsFile.open(logits) as file:
+            window = file.window
+    with open_for_chunks(name, models, window, console) as ctx:
         try:
             if logits is not None:
                 found = lb.eval.divergence(ctx, logits, **options)
@@ -326,8 +320,7 @@ def compare_models(
         checkpoint.save(kept, now=True)
         try:
             for name in (name for name in names if name not in rows):
-                with ExitStack() as opened:
-                    ctx = open_for_chunks(name, models, window, console, opened)
+                with open_for_chunks(name, models, window, console) as ctx:
                     saved = None if base is None else logits
                     row = _row(
                         ctx, name, text, window, chunks, saved, console, is_base=name == base

@@ -27,14 +27,13 @@ def check_new_file(path: Path, *, hint: str = "name another file, or delete it")
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder", hint="name a file in it")
-        if path.exists():
-            if path.is_file() and path.stat().st_size:
-                raise ConfigError(f"{path} already exists", hint=hint)
-            return
-        if path.is_symlink():
+        if path.is_file() and path.stat().st_size:
+            raise ConfigError(f"{path} already exists", hint=hint)
+        if path.is_symlink() and not path.exists():
             message = f"{path} is a link to a file that does not exist"
             raise ConfigError(message, hint="name the file itself")
-        check_writable(path)
+        if not path.exists():
+            check_writable(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 

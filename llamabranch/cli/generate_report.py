@@ -14,7 +14,7 @@ from llamabranch.speculative import NullDrafter
 
 from .comparison import Comparison
 from .console import Console, Progress
-from .formats import ROUNDING, interval_text, number
+from .formats import ROUNDING, number
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
 from .results import ResultFile
 
@@ -276,14 +276,7 @@ class GenerateReport:
         if compared is None:
             console.table(("", "total"), [*totals, ("tokens a second", number(rate, 1))])
         else:
-            fast, slow = compared.drafted.rate, compared.plain.rate
-            rows = [
-                *((*row, "") for row in totals),
-                ("tokens a second", number(fast, 1), number(slow, 1)),
-                ("speedup", number(compared.speedup, 2), "1"),
-                ("95 % interval", interval_text(compared.interval), ""),
-                ("same text", compared.same_text, ""),
-            ]
+            rows = [*((*row, "") for row in totals), *compared.rows()]
             console.table(("", "drafted", "plain"), rows)
             machine = self._machine.describe(self.engine.target.n_threads)
             paragraphs += [self._about_the_texts(compared), compared.explain(), machine]

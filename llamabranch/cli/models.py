@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -126,39 +125,37 @@ def _show(names: Sequence[str], console: Console) -> None:
     from .drafters import possible_drafts  # which needs NumPy and llama.cpp
 
     paths = [hub.resolve(name, download=None) for name in names]
-    with ExitStack() as stack:
-        models, facts = [], []
-        for path in paths:
-            is_head = lb.Model.is_head(path)  # it has no context without its target
-            model = stack.enter_context(lb.Model(path))
-            found = None if is_head else stack.enter_context(lb.Context(model, n_ctx=_N_CTX))
-            models.append(model)
-            facts.append(_facts(model, found))
-        answer: dict[str, Any] = {"models": facts}
-        if len(models) == 2:
-            answer |= _verdict(*models, is_head=is_head)
-        elif not is_head and models[0].can_generate:
-            drafts = map(asdict, possible_drafts(names[0]))
-            answer["drafts"] = [
-                {**each, "path": each["path"] and str(each["path"])} for each in drafts
-            ]
-        shown = [base_name(name) for name in names]
-        columns = list(map(_shown, facts))
-        rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
-        console.table(("", *shown), rows, left=shown)
-        console.line()
-        for name, each in zip(shown, facts, strict=True):
-            can = each["capabilities"]
-            if can is not None and not can["batch_invariant"]:
-                why = can["batch_invariant_reason"]
-                console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
-        if "told" in answer:
-            console.line(answer["told"], "green" if answer["compatible"] else "yellow")
-        elif answer.get("drafts"):
-            _print_drafts(console, answer["drafts"])
-        elif "drafts" in answer:
-            console.line("No model that could draft for it is on this machine.")
-        console.answer(answer)
+    keep = console.resources.enter_context
+    models, facts = [], []
+    for path in paths:
+        is_head = lb.Model.is_head(path)  # it has no context without its target
+        model = keep(lb.Model(path))
+        found = None if is_head else keep(lb.Context(model, n_ctx=_N_CTX))
+        models.append(model)
+        facts.append(_facts(model, found))
+    answer: dict[str, Any] = {"models": facts}
+    if len(models) == 2:
+        answer |= _verdict(*models, is_head=is_head)
+    elif not is_head and models[0].can_generate:
+        drafts = map(asdict, possible_drafts(names[0]))
+        answer["drafts"] = [{**each, "path": each["path"] and str(each["path"])} for each in drafts]
+    shown = [base_name(name) for name in names]
+    columns = list(map(_shown, facts))
+    rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
+    console.table(("", *shown), rows, left=shown)
+    console.line()
+    for name, each in zip(shown, facts, strict=True):
+        can = each["capabilities"]
+        if can is not None and not can["batch_invariant"]:
+            why = can["batch_invariant_reason"]
+            console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
+    if "told" in answer:
+        console.line(answer["told"], "green" if answer["compatible"] else "yellow")
+    elif answer.get("drafts"):
+        _print_drafts(console, answer["drafts"])
+    elif "drafts" in answer:
+        console.line("No model that could draft for it is on this machine.")
+    console.answer(answer)
 
 
 def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,28 +31,25 @@ class ScoreOptions:
     """What is scored."""
 
     panel: ClassVar[str] = TEXT
+    first: ClassVar[str] = "context files best top"
 
     texts: list[str] | None = argument(
         "What to score; with --context its continuations. Begin them with a space where the text needs "
         "one.",
         metavar="TEXT",
     )
-    context: str | None = option(
-        None, "Text before each TEXT, not scored.", "--context", first=True
-    )
+    context: str | None = option(None, "Text before each TEXT, not scored.", "--context")
     files: list[Path] | None = option(
         None,
         "A file whose whole text is scored, without its last newline; may be repeated.",
         "--file -f",
-        first=True,
     )
     best: str | None = option(
         None,
         "Print the best continuation first, by this measure of the log-probabilities of its tokens.",
         metavar="|".join(METHODS),
-        first=True,
     )
-    top: int = option(0, "Show the N most probable tokens.", min=0, first=True)
+    top: int = option(0, "Show the N most probable tokens.", min=0)
 
     def given(self) -> tuple[str, ...]:
         """Return the texts that are to be scored.
@@ -83,12 +79,12 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
     context, each text is a continuation of it, and all are decoded together; --best prints the one that
     the model prefers first.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         texts, context, best = given.given(), given.context, given.best
         name = models.announce(console)
         models = with_room(models, name, (context or "") + max(texts, key=len), 0)
         more = LoadOptions() if best is None else LoadOptions(n_seq_max=_SEQUENCES)
-        ctx = models.open(name, console, stack, **more)
+        ctx = models.open(name, console, **more)
         if best is not None:
             with Branch.start(ctx, context or "") as branch:
                 chosen = select(branch, texts, method=best)
@@ -96,7 +92,7 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
             about = {"id": "0", "context": context, "method": best, **chosen.as_dict()}
             console.answer({"items": [about]})
             return
-        found = []
+        found: list[dict[str, Any]] = []
         for i, group in enumerate([(text,) for text in texts] if context is None else [texts]):
             scores = _score(ctx, context, group, given.top)
             records = [_record(ctx, *pair) for pair in zip(group, scores, strict=True)]

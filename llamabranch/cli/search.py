@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -23,14 +22,7 @@ from .bundles import option, with_bundles
 from .console import Console
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .job import with_room
-from .options import (
-    DEFAULTS,
-    ChatOptions,
-    DraftOptions,
-    OutputOptions,
-    PromptOptions,
-    TextOptions,
-)
+from .options import ChatOptions, DraftOptions, OutputOptions, PromptOptions, TextOptions
 from .trees import LEGEND, drawn_tree
 
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
@@ -47,8 +39,9 @@ class MethodOptions:
     """How to search."""
 
     panel: ClassVar[str] = "Search"
+    first: ClassVar[str] = "method width reward"
 
-    method: str = option("beam", "How to search.", metavar="|".join(WIDTHS), first=True)
+    method: str = option("beam", "How to search.", metavar="|".join(WIDTHS))
     width: int | None = option(
         None,
         "Beams, texts, particles, texts of a step, or moves; by default "
@@ -56,7 +49,6 @@ class MethodOptions:
         + ".",
         "--width -w",
         min=1,
-        first=True,
     )
     best: int = option(1, "How many results to print.", min=1)
     reward: str | None = option(
@@ -64,7 +56,6 @@ class MethodOptions:
         "best-of, steps, mcts: a program that reads a text from standard input and prints "
         "a number, higher is better.",
         metavar="COMMAND",
-        first=True,
     )
     answer: str = option(
         r"-?\d+(?:\.\d+)?",
@@ -109,7 +100,8 @@ class MethodOptions:
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return the sampling settings for the method: particles must not be truncated."""
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if self.method == "smc" else {}
-        unset = {k: v for k, v in off.items() if getattr(params, k) == getattr(DEFAULTS, k)}
+        default = SamplingParams()
+        unset = {k: v for k, v in off.items() if getattr(params, k) == getattr(default, k)}
         return params.replace(**unset)
 
 
@@ -128,7 +120,7 @@ def search(
     All candidates share the prompt and every decode. Ctrl-C ends the search with the best so far. On a
     pipe standard output is the text alone.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         grammar, constraint = text.parse_grammar(), text.load_constraint()
         if constraint is not None and method.method != "smc":
             raise ConfigError("of the searches only --method smc has a --constraint")
@@ -144,7 +136,7 @@ def search(
             models = replace(models, n_ctx=n_cells + (sized.n_ctx or 0))
         of_target = LoadOptions(n_seq_max=n_sequences, chat_template=chat.template)
         of_drafts = LoadOptions(n_seq_max=n_sequences + 1)
-        context, drafter = models.open_pair(names, console, stack, of_target, of_drafts)
+        context, drafter = models.open_pair(names, console, of_target, of_drafts)
         params = text.without_eog(params, context.model)
         start = chat.prompt_tokens(context.model, prompt)
         branch = lb.Branch.start(context, start, sampling=params, grammar=grammar)
@@ -187,27 +179,27 @@ def _run(
 ) -> SearchResult:
     n, most, name = method.n, text.max_tokens, method.method
     limit = most or 0  # checked: it is given where it must be
-    search, shared = lb.search, dict[str, Any]({"stop": text.stop_strings, "on_step": on_step})
+    shared: dict[str, Any] = {"stop": text.stop_strings, "on_step": on_step}
     more: dict[str, Any] = {**shared, "drafter": drafter}
     if name == "beam":
-        return search.beam_search(branch, n, limit, n=min(n, method.best), **shared)
+        return lb.search.beam_search(branch, n, limit, n=min(n, method.best), **shared)
     if name == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
         ends = not text.ignore_eos
-        return search.smc(branch, n, limit, constraint=constraint, force_end=ends, **shared)
+        return lb.search.smc(branch, n, limit, constraint=constraint, force_end=ends, **shared)
     if name == "vote":
-        return search.vote(branch, last_match(method.answer), n, most, **more)
+        return lb.search.vote(branch, last_match(method.answer), n, most, **more)
     reward = None if method.reward is None else partial(_reward, method.reward)
     if name == "best-of":
-        return search.best_of_n(branch, n, most, reward=reward, **more)
+        return lb.search.best_of_n(branch, n, most, reward=reward, **more)
     if reward is None:
         raise ConfigError(f"--method {name} needs a reward")
     more["step"], n_most = method.boundary(), method.iterations
     if name == "steps":
         more |= {"max_steps": n_most, "max_tokens": most}
-        return search.step_search(branch, reward, n, beam_width=n, **more)
+        return lb.search.step_search(branch, reward, n, beam_width=n, **more)
     more |= {"n": method.best, "max_tokens": limit}
-    return search.tree_search(branch, reward, n_most, expand=n, **more)
+    return lb.search.tree_search(branch, reward, n_most, expand=n, **more)
 
 
 def _reward(command: str, text: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -46,11 +45,12 @@ class ServerOptions:
     """Where the server listens, whom it serves, and its limits."""
 
     panel: ClassVar[str] = "Server"
+    first: ClassVar[str] = "host port api_key log_requests"
 
-    host: str = option("127.0.0.1", "The address to listen on.", first=True)
-    port: int = option(8080, "The port; 0 is any that is free.", first=True)
+    host: str = option("127.0.0.1", "The address to listen on.")
+    port: int = option(8080, "The port; 0 is any that is free.")
     api_key: list[str] | None = option(
-        None, f"A key that clients must send; may be repeated.  [env: {_KEY_VARIABLE}]", first=True
+        None, f"A key that clients must send; may be repeated.  [env: {_KEY_VARIABLE}]"
     )
     api_key_file: Path | None = option(None, "A file with one key a line.")
     allow_origin: list[str] | None = option(
@@ -71,9 +71,7 @@ class ServerOptions:
         "--timeout --request-timeout -to",
         min=0,
     )
-    log_requests: bool = option(
-        False, "Print one line for each request.", "--log-requests", first=True
-    )
+    log_requests: bool = option(False, "Print one line for each request.", "--log-requests")
     limits: list[str] | None = option(
         None,
         "Another limit or setting of llamabranch.serve.ServeSettings: "
@@ -116,10 +114,9 @@ class ServedModels(DraftOptions):
     """The model, and the context of the server."""
 
     panel: ClassVar[str] = MODEL
+    first: ClassVar[str] = "parallel"
 
-    parallel: int = option(
-        -1, "Texts at a time at most; -1: 8.", "--parallel -np", min=-1, max=255, first=True
-    )
+    parallel: int = option(-1, "Texts at a time at most; -1: 8.", "--parallel -np", min=-1, max=255)
     max_tokens: int | None = option(
         -1,
         "The limit of texts whose request has none; -1: the context.",
@@ -138,8 +135,9 @@ class ServedModels(DraftOptions):
         if self.parallel == 0:
             raise ConfigError("--parallel must be at least 1, or -1")
         parallel = _PARALLEL if self.parallel < 0 else self.parallel
-        unified_alone = self.parallel < 2 or has_model(drafters)
-        kv_unified = self.set("load").get("kv_unified", True if unified_alone else "auto")
+        kv_unified = self.set("load").get("kv_unified")
+        if kv_unified is None:
+            kv_unified = True if self.parallel < 2 or has_model(drafters) else "auto"
         n_ctx = self.n_ctx
         if n_ctx is None:
             n_texts = 1 if kv_unified is True else parallel
@@ -166,7 +164,7 @@ def serve(
     Sampling options are for what a request leaves out. The first Ctrl-C, or SIGTERM, lets running
     requests end in time; the second ends them.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         config, template = models.config(), read_template(models.chat_template)
         settings = replace(
             listening.settings(),
@@ -188,7 +186,7 @@ def serve(
             del of_drafts["kv_unified"]
             more: LoadOptions = {**of_target, "chat_template": template}
             names = target, drafters
-            context, drafter = models.open_pair(names, console, stack, more, of_drafts)
+            context, drafter = models.open_pair(names, console, more, of_drafts)
             return AsyncEngine(
                 context, drafter, config, sampling=params, max_tokens=None,
                 max_waiting=settings.max_queue, parallel=parallel,

@@ -214,7 +214,7 @@ def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> 
 def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
     toy, kept = tmp_path / "toy.gguf", tmp_path / "kept"
     toys.write_llama(toy, vocab="bytes", metadata={"tokenizer.chat_template": toys.CHAT_TEMPLATE})
-    options = ("-t", "1", "-n", "2", "--draft", "none", "-c", "512")
+    options = ["-t", "1", "-n", "2", "--draft", "none", "-c", "512"]
     saved = run("-m", toy, *options, *turns(tmp_path / "turns", "ab", f"/save {kept}"))
     assert saved.exit_code == 0, saved.stderr
     options += turns(tmp_path / "turns", "cd")

@@ -74,16 +74,11 @@ def test_drafts_and_neighbours_change_no_text() -> None:
 
 
 def test_a_pipe_gets_the_texts_alone_in_the_order_of_the_prompts() -> None:
-    given = (
-        "generate",
-        "-p",
-        "Once",
-        "The old",
-        "A",
-        *["-s", "2", "-n", "9", "-np", "2", "-d", "none"],
-    )
-    results = answer(*given)["results"]
-    found = [record["text"] for record in sorted(results, key=lambda record: record["id"])]
+    common = ("-s", 2, "-n", 9, "-np", 2, "-d", "none")
+    given = ("generate", "--prompts=- Once", "The old", "-p", "A", *common)
+    results = sorted(answer(*given)["results"], key=lambda record: int(record["id"]))
+    assert [record["prompt"] for record in results] == ["- Once", "The old", "A"]
+    found = [record["text"] for record in results]
     assert run(*given).stdout == "\n\n".join(found) + "\n"
     shown = run(*given, FORCE_COLOR="1", NO_COLOR="1").stdout
     assert f"[1] The old{found[1]}\n\n" in shown

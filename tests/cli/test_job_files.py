@@ -472,7 +472,7 @@ def envelope(name: str, url: str = "/v1/chat/completions", **body: object) -> di
 
 def test_openai_batch_is_answered_in_its_shape(job: Callable[..., Job], tmp_path: Path) -> None:
     ours = {"prompt": "Once", "max_tokens": 5, "seed": 3, "sampling": {"temperature": 0}}
-    detail = {"n": 2, "logprobs": True, "top_logprobs": 2}
+    detail: dict[str, Any] = {"n": 2, "logprobs": True, "top_logprobs": 2}
     given = [
         envelope("chat", messages=HELLO, max_completion_tokens=4, **detail),
         envelope("text", "/v1/completions", prompt="Once", max_tokens=5, seed=3, temperature=0),

@@ -14,7 +14,7 @@ from toys import CHAT_TEMPLATE, write_toy
 import llamabranch as lb
 from llamabranch import hub
 from llamabranch.cli.app import COMMANDS, HIDDEN, MOVED, load_command
-from llamabranch.cli.command import HINTS, spread_out
+from llamabranch.cli.command import HINTS
 
 TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
 SHORT = ("-c", "256", "-d", "none")
@@ -87,23 +87,6 @@ def test_a_text_is_the_same_by_the_names_of_llama_cpp_vllm_and_the_papers(tmp_pa
         given = [str(path) if each == "FILE" else each for each in line]
         found.append(answer(*given)["results"][0]["tokens"])
     assert found == [found[0]] * len(SPELLINGS)
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("--prompts a b", "--prompts a --prompts b"),
-        ("--prompts a -p b c", "--prompts a --prompts b --prompts c"),
-        ("--prompts=-a b", "--prompts=-a --prompts b"),
-        ("--prompts a --seed 1", "--prompts a --seed 1"),
-        ("--input - --max_tokens=5", "--input - --max-tokens=5"),
-        ("--no_such_thing x_y", "--no_such_thing x_y"),
-        ("-p a --auto_regressive", "--prompts a --draft none"),
-    ],
-)
-def test_every_prompt_gets_its_option(given: str, meant: str) -> None:
-    known = {"--prompts", "-p", "--seed", "--input", "--max-tokens", "--draft"}
-    assert spread_out(given.split(), known) == meant.split()
 
 
 @pytest.mark.parametrize(

@@ -138,17 +138,16 @@ class Comparison:
         interval, verdict = self.interval, self.verdict
         if verdict == "nothing drafted":
             return NOTHING_DRAFTED
-        fast = f"Drafting is {self.speedup:.2f} times as fast as plain decoding here"
-        if verdict != "inconclusive":
-            return f"{fast}." if verdict == "faster" else f"{fast}: it does not pay (--draft none)."
-        message = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
+        fast = f"drafting is {self.speedup:.2f} times as fast as plain decoding here"
+        ends = {"faster": ".", "slower": ": it does not pay (--draft none)."}
+        if verdict in ends:
+            return fast.capitalize() + ends[verdict]
+        why = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
         if math.isnan(interval.low):
-            message = (
-                f"fewer than 6 pairs of runs ({interval.n}) have no interval: generate less (-n)"
-            )
+            why = f"fewer than 6 pairs of runs ({interval.n}) have no interval"
         return (
-            f"Inconclusive: {message}. Stop other programs on the machine, or measure several prompts "
-            "with `llamabranch bench`."
+            f"Inconclusive: {fast}, but {why}. Stop other programs on the machine, generate less (-n), "
+            "or measure several prompts with `llamabranch bench`."
         )
 
 

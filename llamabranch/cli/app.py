@@ -58,8 +58,7 @@ MOVED = {
 @cache
 def load_command(name: str) -> TyperCommand:
     """Import a subcommand and return it."""
-    holder = typer.Typer(add_completion=False)
-    module = HIDDEN.get(name, name)
+    holder, module = typer.Typer(add_completion=False), HIDDEN.get(name, name)
     function = getattr(import_module(f".{module}", __package__), module)
     holder.command(name, cls=Command)(function)
     command = cast(Command, typer.main.get_command(holder))

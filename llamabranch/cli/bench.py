@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ from llamabranch.model import Prompt
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
+from .comparison import NOTHING_DRAFTED
 from .console import Console
 from .drafters import is_model, make_drafter
 from .formats import base_name, interval_text, number, spread_text
@@ -39,29 +39,19 @@ class SizeOptions:
     """How much is measured."""
 
     panel: ClassVar[str] = "Measurement"
+    first: ClassVar[str] = "max_tokens runs quick longest"
 
-    max_tokens: int | None = option(
-        None,
-        "Tokens for each prompt.  [default: 64]",
-        *LENGTH,
-        min=1,
-        first=True,
-    )
+    max_tokens: int | None = option(None, "Tokens for each prompt.  [default: 64]", LENGTH, min=1)
     runs: int | None = option(
-        None,
-        "How often everything is measured.  [default: 3]",
-        *("--runs", "--repetitions", "-r"),
-        min=1,
-        first=True,
+        None, "How often everything is measured.  [default: 3]", "--runs --repetitions -r", min=1
     )
     quick: bool = option(
         False,
         "One prompt, one run, 16 tokens, lengths 1, 2 and auto: does it run? The times mean little.",
         "--quick",
-        first=True,
     )
     longest: int | None = option(
-        None, "The longest draft of the sweep.  [default: 8]", min=1, max=64, first=True
+        None, "The longest draft of the sweep.  [default: 8]", min=1, max=64
     )
 
     def sweep(self) -> Sweep:
@@ -92,7 +82,7 @@ def bench(
     medians of the runs. A best setting is named only where a 95 % interval of its speedup lies above
     1. Four prompts are used unless others are given; -m tale-target measures the bundled pair.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         # Everything that can be wrong in the arguments is found before a model loads.
         params, sweep = sampling.params(models), size.sweep()
         texts = _prompts(prompts, params) or PROMPTS[: 1 if size.quick else None]
@@ -103,15 +93,14 @@ def bench(
             )
         target_name, drafters = names = models.resolve(console)
         of_target = LoadOptions(chat_template=chat.template)
-        context, drafter = models.open_pair(names, console, stack, of_target, {})
+        context, drafter = models.open_pair(names, console, of_target, {})
         contexts = dict(zip(filter(is_model, drafters), drafter.contexts, strict=True))
 
         def new_drafter() -> lb.Drafter:
             """Return what each run gets, over the same contexts."""
             return make_drafter(drafters, contexts.__getitem__)
 
-        params = sampling.without_eog(params, context.model)
-        machine = Machine.now()
+        params, machine = sampling.without_eog(params, context.model), Machine.now()
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
             measured = PairBench(
                 context,
@@ -124,18 +113,9 @@ def bench(
             ).run()
         console.progress("")
         report = BenchReport(
-            report=measured,
-            machine=machine,
-            target=context,
-            target_name=target_name,
-            drafters=drafters,
-            draft_models=[each.model for each in drafter.contexts],
-            temperature=params.temperature,
-            n_prompts=len(texts),
-            n_tokens=sweep.n_tokens,
-            n_runs=sweep.n_runs,
-            options=_arguments(sampling, models),
-        )
+            measured, machine, context, drafter, (target_name, *drafters), params.temperature,
+            len(texts), sweep, _arguments(sampling, models),
+        )  # fmt: skip
         report.print(console)
         console.answer(report.as_json())
         if interrupts.requested:
@@ -174,37 +154,31 @@ def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
 
 # -- what is printed at the end -----------------------------------------------------------------------
 
-_NOTHING_DRAFTED = (
-    "Inconclusive: nothing was drafted, so all settings are plain decoding and differ by noise. Give "
-    "prompts that the drafter can continue, or another --draft."
-)
-
 
 @dataclass(frozen=True)
 class BenchReport:
     """The measurements of a pair, and the settings and machine they were made with.
 
-    ``machine`` is its state before the measurement, ``options`` are those of the command line for the
-    setting to use.
+    ``machine`` is its state before the measurement, ``names`` are those of the target and of what drafts,
+    ``options`` those of the command line for the setting to use.
     """
 
     report: PairReport
     machine: Machine
     target: lb.Context
-    target_name: str
-    drafters: Sequence[str]
-    draft_models: Sequence[lb.Model]
+    drafter: lb.Drafter
+    names: Sequence[str]
     temperature: float
     n_prompts: int
-    n_tokens: int
-    n_runs: int
+    sweep: Sweep
     options: Sequence[str]
 
     def command(self) -> str | None:
         """Return the command line of the setting to use, None where none is established."""
-        best, arguments = self.report.best, ["llamabranch", "generate", "-m", self.target_name]
+        target, *drafters = self.names
+        best, arguments = self.report.best, ["llamabranch", "generate", "-m", target]
         if best is not None:
-            arguments += ["--draft", "+".join(self.drafters), "--draft-max", str(best.length)]
+            arguments += ["--draft", "+".join(drafters), "--draft-max", str(best.length)]
             arguments += ["-S", f"rule={best.rule}"] if self.temperature > 0 else []
         elif self.report.verdict == "slower":
             arguments += ["--draft", "none"]
@@ -214,12 +188,14 @@ class BenchReport:
 
     def _advice(self) -> str:
         report, found = self.report, self.report.confirmed
-        if not self.drafters:
+        if not self.names[1:]:
             return "There is no drafter, so there is nothing to choose."
         if report.verdict == "nothing compared":
             return "Nothing was compared."
         if report.verdict == "nothing drafted" or (found is not None and not found.drafts):
-            return _NOTHING_DRAFTED
+            return (
+                f"{NOTHING_DRAFTED} Give prompts that the drafter can continue, or another --draft."
+            )
         if found is None:
             return "Inconclusive: it was interrupted before the best setting was measured again."
         n, setting = found.interval.n, f"draft length {found.length} and rule {found.rule}"
@@ -229,13 +205,12 @@ class BenchReport:
             return f"Best: {setting}, {gain}. Use"
         if report.verdict == "slower":
             return f"Drafting does not pay here: at best, with {setting}, it is {gain}. Use"
-        more = max(4 * self.n_runs, math.ceil(12 / self.n_prompts))
+        more = max(4 * self.sweep.n_runs, math.ceil(12 / self.n_prompts))
         quiet = self.machine.complaint(self.target.n_threads) or "nothing else running"
         return (
-            f"Inconclusive: with {setting} drafting is {gain}, by {n} pair{'s' * (n != 1)} of texts: no "
-            "setting is named unless all of the interval lies above 1. To decide it, measure more: "
-            f"--runs {more}, longer texts (-n), more prompts; {quiet}. Until then plain decoding "
-            "(--draft none) is the safe choice."
+            f"Inconclusive: with {setting} drafting is {gain}, by {n} pair{'s' * (n != 1)} of texts. To "
+            f"decide it, measure more: --runs {more}, longer texts (-n), more prompts; {quiet}. Until "
+            "then plain decoding (--draft none) is the safe choice."
         )
 
     # -- text --------------------------------------------------------------------------------------
@@ -243,12 +218,11 @@ class BenchReport:
     def print(self, console: Console) -> None:
         """Print everything that was measured."""
         report, model, n_threads = self.report, self.target.model, self.target.n_threads
-        drafters = " + ".join(map(base_name, self.drafters)) or "none"
         console.line(
-            f"target {model.name} ({model.n_params / 1e6:.1f}M, {model.file_type}), drafter {drafters}; "
-            f"temperature {self.temperature:g}, {'GPU' if model.on_gpu else 'CPU'}, threads {n_threads}, "
-            f"{self.n_prompts} prompts x {self.n_tokens} tokens, medians of {self.n_runs} runs (lowest "
-            "to highest)"
+            f"target {model.name} ({model.n_params / 1e6:.1f}M, {model.file_type}), drafter "
+            f"{' + '.join(map(base_name, self.names[1:])) or 'none'}; temperature {self.temperature:g}, "
+            f"{'GPU' if model.on_gpu else 'CPU'}, threads {n_threads}, {self.n_prompts} prompts x "
+            f"{self.sweep.n_tokens} tokens, medians of {self.sweep.n_runs} runs (lowest to highest)"
         )
         console.line()
         console.line(self.machine.describe(n_threads))
@@ -256,13 +230,11 @@ class BenchReport:
             console.line()
             one = f"which takes {1e3 * report.t[1]:.3f} ms"
             console.line(f"v(n): a target decode of n tokens over one of 1, {one}")
-            intervals = report.v_intervals.values()
-            lows, highs = (
-                [number(getattr(each, end), 2) for each in intervals] for end in ("low", "high")
-            )
-            rows = [("v(n)", *(f"{v:.2f}" for v in report.v.values()))]
-            rows += [("95 % low", "", *lows), ("95 % high", "", *highs)]
-            console.table(("n", *map(str, report.v)), rows)
+            rows = [
+                (n, f"{v:.2f}", interval_text(report.v_intervals[n]) if n > 1 else "")
+                for n, v in report.v.items()
+            ]
+            console.table(("n", "v(n)", "95 %"), rows)
         if report.plain.runs:
             console.line()
             console.line(f"Plain decoding: {spread_text(report.plain.rate, 1)} tokens a second")
@@ -271,8 +243,7 @@ class BenchReport:
                 f"A drafted token costs c = {number(report.c, 3)} of a target step and is accepted "
                 f"with probability a = {number(report.a, 2)} when it is tested."
             )
-        rule = " (rule seeded)" if self.temperature > 0 else ""
-        self._table(console, f"Draft lengths{rule}:", report.lengths, with_rule=False)
+        self._table(console, "Draft lengths:", report.lengths)
         self._table(console, "Rules:", report.rules)
         confirmed = [] if report.confirmed is None else [report.confirmed]
         self._table(console, "The best setting, measured again:", confirmed)
@@ -283,14 +254,12 @@ class BenchReport:
             console.line()
             console.write(f"  {command}\n")
 
-    def _table(
-        self, console: Console, title: str, cells: Sequence[Cell], *, with_rule: bool = True
-    ) -> None:
+    def _table(self, console: Console, title: str, cells: Sequence[Cell]) -> None:
         if not cells:
             return
         rows = [
             (
-                f"{cell.length}, {cell.rule}" if with_rule else cell.length,
+                f"{cell.length}, {cell.rule}",
                 spread_text(cell.series.rate, 1),
                 spread_text(cell.speedup, 2),
                 interval_text(cell.interval),
@@ -301,8 +270,8 @@ class BenchReport:
             for cell in cells
         ]
         columns = (
-            "length, rule" if with_rule else "length", "tokens a second", "x plain", "95 %", "theory",
-            "accepted / drafted", "tokens a round",
+            "length, rule", "tokens a second", "x plain", "95 %", "theory", "accepted / drafted",
+            "tokens a round",
         )  # fmt: skip
         console.line()
         console.line(title)
@@ -313,12 +282,14 @@ class BenchReport:
     def as_json(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
         report, best, confirmed = self.report, self.report.best, self.report.confirmed
-        names = ("temperature", "n_prompts", "n_tokens", "n_runs")
         return {
             "target": _described(self.target.model),
-            "drafters": list(self.drafters),
-            "draft_models": [_described(model) for model in self.draft_models],
-            **{name: getattr(self, name) for name in names},
+            "drafters": list(self.names[1:]),
+            "draft_models": [_described(each.model) for each in self.drafter.contexts],
+            "temperature": self.temperature,
+            "n_prompts": self.n_prompts,
+            "n_tokens": self.sweep.n_tokens,
+            "n_runs": self.sweep.n_runs,
             "n_threads": self.target.n_threads,
             "machine": self.machine.as_dict(),
             "profile": profile_in_use(),

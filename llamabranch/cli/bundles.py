@@ -18,19 +18,17 @@ from typing_extensions import get_type_hints  # of Python 3.11: a default of Non
 T = TypeVar("T")
 
 
-def option(default: T, text: str, *names: str, first: bool = False, **more: object) -> T:
+def option(default: T, text: str, names: str = "", **more: object) -> T:
     """Return the field of a bundle that is an option of a command.
 
     Args:
         default: its value where it is not given.
         text: its line in --help.
-        names: as in `typer.Option`; none = from the field's.
-        first: --help shows it; the others are shown by --help-all.
+        names: with spaces between; none = from the field's.
         more: other arguments of `typer.Option`.
     """
     make: Callable[..., object] = typer.Option
-    metadata = {_OPTION: make(*names, help=text, **more), _FIRST: first}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={_OPTION: make(*names.split(), help=text, **more)})
 
 
 def argument(text: str, *, metavar: str) -> list[str] | None:
@@ -38,10 +36,10 @@ def argument(text: str, *, metavar: str) -> list[str] | None:
     info: object = typer.Argument(
         metavar=metavar, help=text, show_default=False, rich_help_panel="Arguments"
     )
-    return field(default=None, metadata={_OPTION: info, _FIRST: False})
+    return field(default=None, metadata={_OPTION: info})
 
 
-_OPTION, _FIRST = "option", "first"  # where a field keeps them
+_OPTION = "option"  # where a field keeps it
 
 
 def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
@@ -49,8 +47,8 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
 
     A parameter whose type is a dataclass is a bundle: each of its fields becomes an option, declared by
     `option`, `argument` or its annotation, under the heading that the class which declares it names as
-    ``panel`` unless the field names another. The command gets the bundle, built from the options that
-    were given. Its attribute ``first`` holds the names of the parameters that --help shows.
+    ``panel`` unless the field names another; those that its ``first`` names are shown by --help, the
+    others by --help-all. The command gets the bundle, built from the options that were given.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []
@@ -61,7 +59,7 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
         if isinstance(kind, type) and is_dataclass(kind):
             bundles[parameter.name] = kind
             parameters += _parameters(kind)
-            first |= {f.name for f in fields(kind) if f.metadata.get(_FIRST)}
+            first |= {n for each in kind.__mro__ for n in vars(each).get("first", "").split()}
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
 import typer
 
-import llamabranch as lb
 from llamabranch import Chat, ConfigError, SamplingParams, hub
 from llamabranch.chat import saved_model
 
@@ -30,6 +28,7 @@ from .options import (
     read_template,
     template_option,
     trained_length,
+    vocabulary,
 )
 
 _N_CTX = 4096  # unless the model was trained for less
@@ -44,15 +43,15 @@ class TurnOptions:
     """What is said."""
 
     panel: ClassVar[str] = TEXT
+    first: ClassVar[str] = "prompt file load max_tokens system"
 
-    prompt: str | None = option(None, "The first message.", "--prompt", "-p", first=True)
+    prompt: str | None = option(None, "The first message.", "--prompt -p")
     file: str | None = option(
         None,
         "A file of turns, one a line: messages, and commands such as /retry; - is standard input. "
         "The program ends after the last one.",
-        *("--file", "-f"),
+        "--file -f",
         metavar="FILE|-",
-        first=True,
     )
     load: Path | None = option(
         None,
@@ -60,17 +59,15 @@ class TurnOptions:
         "given.",
         "--load",
         metavar="FOLDER",
-        first=True,
     )
     max_tokens: int | None = option(
         None,
         "Tokens of an answer at most; -1: until the model ends it or the context is full.  "
         f"[default: -1; {_N_PLAIN} without a chat template]",
-        *LENGTH,
-        first=True,
+        LENGTH,
     )
     stop: list[str] | None = option(None, "End an answer at this text; may be repeated.")
-    system: str | None = option(None, "The system message.", "--system-prompt", "-sys", first=True)
+    system: str | None = option(None, "The system message.", "--system-prompt -sys")
     chat_template: str | None = template_option()
 
     @property
@@ -110,7 +107,7 @@ def chat(
     are evaluated, whatever one does. Answers are drafted where that pays. What is piped in is one
     message, whose answer alone is printed.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         config, params = models.config(), sampling.params(models, sampling.seed)
         if output.as_json and given.is_interactive:
             raise typer.BadParameter("needs --file or a pipe", param_hint="--json")
@@ -126,7 +123,7 @@ def chat(
         of_target = LoadOptions(n_seq_max=_N_SEQ_MAX, chat_template=template)
         if models.n_ctx is None:
             models = replace(models, n_ctx=n_ctx)
-        context, drafter = models.open_pair(names, console, stack, of_target, LoadOptions())
+        context, drafter = models.open_pair(names, console, of_target, LoadOptions())
         params = sampling.without_eog(params, context.model)
         if saved is not None:
             talk = Chat.load(context, saved, drafter, config)
@@ -177,7 +174,7 @@ def _change(
 
 def _suited(name: str, template: str | None, console: Console) -> tuple[int, str | None]:
     """Return a size for the context, and a template for a model that has none, with a note."""
-    with lb.Model(hub.resolve(name), vocab_only=True, chat_template=template) as model:
+    with vocabulary(name, chat_template=template) as model:
         n_ctx = min(_N_CTX, trained_length(model) or _N_CTX)
         has_template = model.chat_template is not None
     if has_template:
@@ -193,13 +190,11 @@ def _suited(name: str, template: str | None, console: Console) -> tuple[int, str
 
 
 def _as_json(chat: Chat) -> dict[str, object]:
-    stats = asdict(chat.stats)
-    stats["speculative"] = chat.stats.speculative.as_dict()
     return {
         "model": chat.ctx.model.name,
         "seed": chat.sampling.seed,
         "messages": chat.messages,
         "finish_reasons": [exchange.finish_reason for exchange in chat.exchanges],
         "branches": len(chat.branches),
-        "stats": stats,
+        "stats": {**asdict(chat.stats), "speculative": chat.stats.speculative.as_dict()},
     }

@@ -95,10 +95,9 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         except UsageError as error:
             name = getattr(error, "option_name", None)
+            if name in _HINTS:
+                raise UsageError(f"No such option: {name} ({_HINTS[name]})", ctx) from None
             if name is not None:
-                hint = _HINTS.get(name)
-                if hint is not None:
-                    raise UsageError(f"No such option: {name} ({hint})", ctx) from None
                 close = getattr(error, "possibilities", None) or ()
                 error.possibilities = [n for n in close if n in options]  # type: ignore[attr-defined]
             raise
@@ -109,16 +108,14 @@ class Command(TyperCommand):
         Click would read an unknown option of one dash as a short one with text behind it.
         """
         found, takes_value = [], False
-        for argument in args:
-            is_value, takes_value = takes_value, False
-            if not is_value and argument.startswith("-"):
-                param = options.get(argument)
-                takes_value = param is not None and not param.is_flag
-                if param is None and self.name == "serve" and argument in _TRUE_ANYWAY:
-                    continue
-                if param is None and argument in _HINTS and re.match("-[a-z][a-z-]+$", argument):
-                    raise UsageError(f"No such option: {argument} ({_HINTS[argument]})")
-            found.append(argument)
+        for each in args:
+            is_value, param = takes_value, options.get(each)
+            takes_value = not is_value and param is not None and not param.is_flag
+            is_unknown = not is_value and param is None
+            if is_unknown and each in _HINTS and re.match("-[a-z]", each):
+                raise UsageError(f"No such option: {each} ({_HINTS[each]})")
+            if not (is_unknown and self.name == "serve" and each in _TRUE_ANYWAY):
+                found.append(each)
         return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -47,7 +46,7 @@ class CompareOptions:
     window: int = option(512, "Tokens a chunk.", min=8)
     chunks: int = option(8, "Chunks at most.", min=1)
     coded: bool = option(False, "Through llama-perplexity's 16 bits.", "--coded")
-    report: Path | None = option(None, "Write HTML.", "--output", "-o", rich_help_panel=OUTPUT)
+    report: Path | None = option(None, "Write HTML.", "--output -o", rich_help_panel=OUTPUT)
     fail_kl: float | None = option(None, "Exit 1 above this mean, nats.", min=0)
     fail_top: float | None = option(None, "Exit 1 below this agreement.", min=0, max=1)
 
@@ -66,7 +65,7 @@ def compare(
     KL divergence both ways, perplexities, where they part, and what it means. The numbers are those of
     llama-perplexity --kl-divergence; with --coded to its last digit.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         from llamabranch.loom.report import compare_models
 
         if asked.text is None:
@@ -74,13 +73,13 @@ def compare(
         if asked.report is not None:
             check_new_file(asked.report)
         text, window = read_prompt_file(asked.text), asked.window
-        both = [open_for_chunks(name, models, window, console, stack) for name in (a, b)]
+        both = [open_for_chunks(name, models, window, console) for name in (a, b)]
         found: list[Comparison] = []
-        shown = Progress(console, "chunks", asked.chunks)
+        shown = Progress(console, "chunks")
 
         def note(done: Comparison) -> None:
             found[:] = [done]
-            shown.show(done.n_chunks)
+            shown.show(done.n_chunks, asked.chunks)
 
         try:
             compare_models(

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import zip_longest
 
 import numpy as np
@@ -15,7 +16,7 @@ import llamabranch as lb
 from llamabranch import Engine, Request, Result, SpeculativeStats
 from llamabranch.bench.timing import Interval, Maker, Series, Stopped, Timing, Work, interleave
 
-from .formats import interval_text
+from .formats import interval_text, number
 from .interrupts import InterruptHandler
 
 Logits = npt.NDArray[np.float32]
@@ -28,6 +29,9 @@ TRUNCATIONS: dict[str, float] = {
     "top_n_sigma": -1.0, "top_k": 0, "typical_p": 1.0, "top_p": 1.0, "min_p": 0.0,
     "xtc_probability": 0.0,
 }  # fmt: skip
+NOTHING_DRAFTED = (
+    "Inconclusive: nothing was drafted, so all is plain decoding and differs by noise."
+)
 MOST_PAIRS = 9  # the fewest with which one outlier on either side does not widen the 95 % interval
 
 
@@ -42,11 +46,6 @@ class Runs:
     def rate(self) -> float:
         """Tokens a second: the median of the runs; nan without a token."""
         return self.series.rate.median
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The tokens of each text."""
-        return [list(result.tokens) for result in self.results]
 
     @property
     def stats(self) -> SpeculativeStats:
@@ -122,25 +121,33 @@ class Comparison:
     @property
     def same_text(self) -> bool:
         """Whether both gave the same tokens."""
-        return self.drafted.tokens == self.plain.tokens
+        pairs = zip(self.drafted.results, self.plain.results, strict=True)
+        return all(drafted.tokens == plain.tokens for drafted, plain in pairs)
+
+    def rows(self) -> list[tuple[str, object, object]]:
+        """Return what a table shows of it: names, the drafted and the plain figures."""
+        return [
+            ("tokens a second", number(self.drafted.rate, 1), number(self.plain.rate, 1)),
+            ("speedup", number(self.speedup, 2), "1"),
+            ("95 % interval", interval_text(self.interval), ""),
+            ("same text", self.same_text, ""),
+        ]
 
     def explain(self) -> str:
-        """Return what the verdict means, and where there is none what to do about it."""
+        """Return the speedup and what the verdict means; where there is none, what to do about it."""
         interval, verdict = self.interval, self.verdict
         if verdict == "nothing drafted":
-            return (
-                "Inconclusive: nothing was drafted, so both are plain decoding and differ by noise."
-            )
-        if verdict != "inconclusive":
-            return "Drafting is slower than plain decoding here." * (verdict == "slower")
-        message = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
+            return NOTHING_DRAFTED
+        fast = f"drafting is {self.speedup:.2f} times as fast as plain decoding here"
+        ends = {"faster": ".", "slower": ": it does not pay (--draft none)."}
+        if verdict in ends:
+            return fast.capitalize() + ends[verdict]
+        why = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
         if math.isnan(interval.low):
-            message = (
-                f"fewer than 6 pairs of runs ({interval.n}) have no interval: generate less (-n)"
-            )
+            why = f"fewer than 6 pairs of runs ({interval.n}) have no interval"
         return (
-            f"Inconclusive: {message}. Stop other programs on the machine, or measure several prompts "
-            "with `llamabranch bench`."
+            f"Inconclusive: {fast}, but {why}. Stop other programs on the machine, generate less (-n), "
+            "or measure several prompts with `llamabranch bench`."
         )
 
 
@@ -224,24 +231,31 @@ def _decision(
     tokens: tuple[int | None, int | None],
 ) -> FirstDifference:
     """Return what decided a token: the sampler draws again from logits that are moved."""
-    ctx, params = engine.target, request.sampling or engine.sampling
+    ctx, params, seed = engine.target, request.sampling or engine.sampling, plain.seed
     prompt = ctx.model.prompt_tokens(request.prompt, parse_special=request.parse_special)
-    prefix = plain.tokens[:position]
+    prefix, n = plain.tokens[:position], len(prompt) + position
     rows = _rows(ctx, [*prompt, *prefix], len(prompt))
     row = rows[0]  # decoded token by token, as plain decoding does
+    given = request.grammar
+    grammar = lb.Grammar(given) if isinstance(given, str) else given
 
-    def sampler(**settings: object) -> lb.sampling.Sampler:
-        made = lb.sampling.Sampler(ctx.model, params.replace(**settings), _grammar(request))
+    @cache
+    def sampler(**off: float) -> lb.sampling.Sampler:
+        made = lb.sampling.Sampler(ctx.model, params.replace(**off), grammar)
         return made.replay(prompt, prefix)
 
-    def could_be(using: lb.sampling.Sampler, logits: Logits) -> lb.Distribution | None:
+    def could_be(logits: Logits, **off: float) -> lb.Distribution | None:
         with contextlib.suppress(lb.errors.GrammarError, lb.ConfigError):
-            return using.distribution(logits, len(prompt) + position, plain.seed)
+            return sampler(**off).distribution(logits, n, seed)
         return None
 
     def drawn(logits: Logits) -> int | None:
-        found = could_be(usual, logits)
-        return None if found is None else found.draw(plain.seed, len(prompt) + position)
+        found = could_be(logits)
+        return None if found is None else found.draw(seed, n)
+
+    def has(token: int, **off: float) -> bool:
+        found = could_be(row, **off)
+        return found is not None and token in found.ids.tolist()
 
     def decided(token: int | None) -> tuple[float, str]:
         """Return how far logits must move for ``token`` (None: one that ends the text), and why."""
@@ -255,28 +269,20 @@ def _decision(
         return 2 * move, "nothing" if move == math.inf else reason(raised)
 
     def reason(token: int) -> str:
-        if params.temperature == 0 or _has(could_be(usual, row), token):
-            return "logits" if params.temperature == 0 else "scores"
+        if params.temperature == 0:
+            return "logits"
+        if has(token):
+            return "scores"
         needed = {name: off for name, off in TRUNCATIONS.items() if getattr(params, name) != off}
         for name in list(needed):  # that must be off together for it to be drawn
             fewer = {other: off for other, off in needed.items() if other != name}
-            if _has(could_be(sampler(**fewer), row), token):
+            if has(token, **fewer):
                 needed = fewer
         return "+".join(needed) or "scores"
 
-    usual = sampler()
     difference = max(float(np.ptp(row - other)) for other in rows)
     gap, decided_by = max(map(decided, tokens))
     return FirstDifference(position, tokens, gap, difference, decided_by)
-
-
-def _grammar(request: Request) -> lb.Grammar | None:
-    given = request.grammar
-    return lb.Grammar(given) if isinstance(given, str) else given
-
-
-def _has(found: lb.Distribution | None, token: int) -> bool:
-    return found is not None and token in found.ids.tolist()
 
 
 def _least_move(wins: Callable[[float], bool]) -> float:

@@ -12,7 +12,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from time import monotonic
 from typing import IO
 
@@ -45,6 +46,7 @@ class Console:
         verbose: say more, and show llama.cpp's log.
 
     Attributes:
+        resources: what is closed when the command ends.
         on_loading: called with the name of a model and how much of it is loaded.
     """
 
@@ -64,6 +66,7 @@ class Console:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
+        self.resources = ExitStack()
         self.on_loading: Callable[[str, float], None] | None = None
 
     @property
@@ -114,17 +117,13 @@ class Console:
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: Sequence[str] = ()
     ) -> None:
-        """Print rows under headings; the first column and those of ``left`` are left-aligned.
-
-        Of values that are no text, True and False are "yes" and "no", and None is a dash.
-        """
+        """Print rows under headings; the first column and those of ``left`` are left-aligned."""
         table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 3), header_style="bold")
         for i, column in enumerate(columns):
             aligned_left = i == 0 or column in left
             table.add_column(column, justify="left" if aligned_left else "right", overflow="fold")
-        words: dict[object, str] = {True: "yes", False: "no", None: "-"}
         for row in rows:
-            table.add_row(*(words[v] if v is None or isinstance(v, bool) else str(v) for v in row))
+            table.add_row(*map(cell, row))
         self.render(table)
 
     def render(self, what: RenderableType) -> None:
@@ -190,29 +189,30 @@ class Console:
 
 
 class Progress:
-    """A line of progress with the time that is left.
+    """A line of progress with the time that is left: how many of ``what`` are done, of all.
 
-    Args:
-        console: where it is shown.
-        what: what is counted.
-        n_total, n_before: how many there are, and how many were done before.
+    ``n_before`` were done before.
     """
 
-    def __init__(self, console: Console, what: str, n_total: int, n_before: int = 0) -> None:
-        self._console, self._what = console, what
-        self._n_total, self._n_before = n_total, n_before
+    def __init__(self, console: Console, what: str, n_before: int = 0) -> None:
+        self._console, self._what, self._n_before = console, what, n_before
         self.start_s = monotonic()
 
-    def show(self, n_done: int, text: str = "") -> None:
-        """Show that ``n_done`` are done."""
+    def show(self, n_done: int, n_total: int, text: str = "") -> None:
+        """Show that ``n_done`` are done, and ``text``."""
         n, left = n_done - self._n_before, ""
         if n > 0:
-            seconds = round((monotonic() - self.start_s) / n * (self._n_total - n_done))
-            hours, minutes = divmod(seconds // 60, 60)
-            clock = f"{hours}:{minutes:02}" if hours else f"{minutes}"
-            left = f", {clock}:{seconds % 60:02} left"
+            seconds = (monotonic() - self.start_s) / n * (n_total - n_done)
+            left = f", {timedelta(seconds=round(seconds))} left"
         more = f", {text}" if text else ""
-        self._console.progress(f"{n_done} of {self._n_total} {self._what}{more}{left}")
+        self._console.progress(f"{n_done} of {n_total} {self._what}{more}{left}")
+
+
+def cell(value: object) -> str:
+    """Return a value as tables show it: "yes", "no", a dash for None, others as text."""
+    if value is None:
+        return "-"
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 def _write(file: IO[str], text: str) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
 
 import llamabranch as lb
 from llamabranch import hub
@@ -21,7 +19,7 @@ from ..loading import LoadOptions
 from .bundles import with_bundles
 from .comparison import compare
 from .console import Console
-from .formats import number
+from .formats import ROUNDING, number
 from .interrupts import InterruptHandler
 from .options import ModelOptions, OutputOptions, Threads
 from .trees import LEGEND, drawn_tree, tree_of
@@ -96,17 +94,13 @@ ENDINGS = (
     " three quarterly tax reports.",
 )
 
-INEXACT = "With these weights logits are rounded as the batch is large, so texts can differ."
-NEXT = (
-    ('llamabranch generate "The old king" --compare', "drafts against plain decoding, in full"),
-    (
-        "llamabranch generate -hf Qwen/Qwen3-4B-GGUF --chat -p Hi",
-        "a model of your own, with its draft",
-    ),
-    ('llamabranch generate -p "Once" "Long ago"', "many texts in one batch"),
-    ("llamabranch chat", "a conversation that branches"),
-    ("llamabranch doctor", "is everything as fast as it could be?"),
-)
+NEXT = {
+    'llamabranch generate "The old king" --compare': "drafts against plain decoding, in full",
+    "llamabranch generate -hf Qwen/Qwen3-4B-GGUF --chat -p Hi": "a model of your own, with its draft",
+    'llamabranch generate -p "Once" "Long ago"': "many texts in one batch",
+    "llamabranch chat": "a conversation that branches",
+    "llamabranch doctor": "is everything as fast as it could be?",
+}
 
 
 @with_bundles
@@ -117,13 +111,13 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
     reading of a text, an edit of a function and JSON drafted without a draft model, answers ranked.
     Otherwise on the bundled pair: eight continuations of a prompt, a draft model, endings ranked.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         start = time.perf_counter()
         is_here = hub.default_model() == MODEL
         name = WEIGHTS if is_here else hub.BUNDLED_TARGET
         hub.resolve(name)  # the first time it makes these weights, and says so
         models = ModelOptions(n_ctx=N_CTX, threads=threads)
-        target = models.open(name, console, stack, n_seq_max=N_FORKS + 1, prefix_cache=True)
+        target = models.open(name, console, n_seq_max=N_FORKS + 1, prefix_cache=True)
         if target.n_threads_batch < target.n_threads:
             # Other programs use the cores: threads for single tokens, whose number is not measured, would
             # wait for them for minutes.
@@ -131,11 +125,11 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
                 target.model, n_ctx=N_CTX, n_seq_max=N_FORKS + 1, prefix_cache=True,
                 n_threads=target.n_threads_batch,
             )  # fmt: skip
-            stack.enter_context(target)
+            console.resources.enter_context(target)
         contexts = [target]
         if not is_here:  # one number of threads for both: they take turns
             more = LoadOptions(n_threads=target.n_threads, n_seq_max=N_FORKS + 1)
-            contexts.append(models.open(hub.BUNDLED_DRAFT, console, stack, **more))
+            contexts.append(models.open(hub.BUNDLED_DRAFT, console, **more))
         with InterruptHandler(contexts) as interrupts:
             machine = Machine.now()
             console.line(
@@ -148,7 +142,7 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
         found = {"machine": machine.as_dict(), "n_threads": target.n_threads}
         console.answer({"model": name, **shown, **found, "elapsed_s": elapsed})
         console.heading(f"That took {elapsed:.1f} s. Next:")
-        for command, what in NEXT:
+        for command, what in NEXT.items():
             console.line(f"  {command}\n    {what}")
 
 
@@ -204,7 +198,7 @@ class _Demo:
 
     def _fork(self, prompt: Sequence[int], root: str) -> dict[str, object]:
         """Fork a prompt, and run each continuation alone too; ``root`` stands for it in the tree."""
-        ctx, sampling, check = self._ctx, self._endless, self._interrupts.check
+        ctx, sampling, check, show = self._ctx, self._endless, self._interrupts.check, self._show
 
         def alone(prompt: Sequence[int], seed: int, n: int) -> list[int]:
             check()
@@ -214,10 +208,10 @@ class _Demo:
         alone(prompt[:64], SEED, 4)  # the first decodes of a context are slower
         store, start = lb.BranchStore(ctx), time.perf_counter()
         with lb.Branch.start(ctx, prompt, sampling=sampling) as trunk:
-            cells_before, fork_start = ctx.usage().cells_used, time.perf_counter()
+            before, fork_start = ctx.usage().cells_used, time.perf_counter()
             children = trunk.fork_many(N_FORKS)
-            fork_s = time.perf_counter() - fork_start
-            cells_after = ctx.usage().cells_used
+            fork_ms = 1e3 * (time.perf_counter() - fork_start)
+            after = ctx.usage().cells_used
             written: list[list[lb.Produced]] = [[] for _ in children]
             for _ in range(N_STEPS):
                 check()
@@ -229,34 +223,61 @@ class _Demo:
                 child.prune()
         start = time.perf_counter()
         texts = [alone(prompt, seed, N_STEPS) for seed in seeds]
-        alone_s = time.perf_counter() - start
-        pairs = zip(texts, written, strict=True)
-        n_same = sum(text == [each.token for each in tokens] for text, tokens in pairs)
-        n_together, n_alone = len(prompt) + N_FORKS * N_STEPS, N_FORKS * (len(prompt) + N_STEPS)
+        both = [
+            {"seconds": together_s, "tokens_evaluated": len(prompt) + N_FORKS * N_STEPS},
+            {
+                "seconds": time.perf_counter() - start,
+                "tokens_evaluated": N_FORKS * (len(prompt) + N_STEPS),
+            },
+        ]
+        same = texts == [[each.token for each in text] for text in written]
         tree = TreeLine([Token(root)], children=tree_of(written))
-        found: dict[str, Any] = {
+        speedup = both[1]["seconds"] / together_s
+        show.heading(
+            f"1. One prompt of {len(prompt)} tokens, forked {N_FORKS} ways, {N_STEPS} tokens each"
+        )
+        rows = [
+            ("seconds", *(f"{each['seconds']:.2f}" for each in both)),
+            ("tokens evaluated", *(f"{each['tokens_evaluated']:,}" for each in both)),
+            ("same texts", same, ""),
+        ]
+        show.table(("", "forked, in one batch", "one by one"), rows)
+        show.line()
+        copied = f"{after - before} were copied" if after > before else "nothing was copied"
+        show.line(
+            f"Together they are {speedup:.1f} times as fast: the prompt is read once, and each decode "
+            f"continues all of them. {N_FORKS} forks took {fork_ms:.2f} ms. The K/V cache held {before} "
+            f"tokens before them and {after} after: {copied}."
+        )
+        self._explain(same)
+        show.line(f"What they wrote. {LEGEND}")
+        show.line()
+        show.render(drawn_tree(tree, longest=200))
+        return {
             "n_prompt": len(prompt),
             "n_forks": N_FORKS,
-            "together": {"seconds": together_s, "tokens_evaluated": n_together},
-            "one_by_one": {"seconds": alone_s, "tokens_evaluated": n_alone},
-            "speedup": alone_s / together_s,
-            "fork_ms": 1e3 * fork_s,
-            "kv_cells_before_forks": cells_before,
-            "kv_cells_after_forks": cells_after,
-            "same_texts": n_same == N_FORKS,
+            "together": both[0],
+            "one_by_one": both[1],
+            "speedup": speedup,
+            "fork_ms": fork_ms,
+            "kv_cells_before_forks": before,
+            "kv_cells_after_forks": after,
+            "same_texts": same,
             "tree": _as_json(tree),
         }
-        _print_forks(self._show, found, n_same, exact=ctx.capabilities.batch_invariant)
-        self._show.render(drawn_tree(tree, longest=200))
-        return found
+
+    def _explain(self, same: bool) -> None:
+        """Tell why texts differ where they may."""
+        if not same and not self._ctx.capabilities.batch_invariant:
+            self._show.line(ROUNDING)
 
     def _compare(
         self, drafter: lb.Drafter, request: lb.Request, given: str, draft_k: int | str = "auto"
     ) -> dict[str, object] | None:
         """Show ``given`` and the drafted text as it comes, then time both; None if interrupted."""
-        ctx, show, config = self._ctx, self._show, lb.SpeculativeConfig(draft_k=draft_k)
+        show, config = self._show, lb.SpeculativeConfig(draft_k=draft_k)
         drafting, plain = (
-            lb.Engine(ctx, each, config) for each in (drafter, lb.speculative.NullDrafter())
+            lb.Engine(self._ctx, each, config) for each in (drafter, lb.speculative.NullDrafter())
         )
         for warming_up in (drafting, plain):
             warming_up.generate([request])
@@ -268,30 +289,17 @@ class _Demo:
         compared = compare(drafting, plain, [request], self._interrupts, budget_s=COMPARE_S)
         if compared is None:
             return None
-        both, same = (compared.drafted, compared.plain), compared.same_text
-        fast, stats, n_runs = compared.drafted, compared.drafted.stats, compared.interval.n
+        both, fast = (compared.drafted, compared.plain), compared.drafted
+        stats, same = fast.stats, compared.same_text
         rows = [
-            ("tokens a second", *(f"{each.rate:,.1f}" for each in both)),
-            ("tokens", *(len(each.tokens[0]) for each in both)),
             ("decodes", *(each.stats.target_forward_passes for each in both)),
             ("accept rate", number(100 * stats.draft_acceptance_rate, 0, " %"), ""),
-            ("same text", same, ""),
+            *compared.rows(),
         ]
         show.table(("", "drafted", "plain"), rows)
         show.line()
-        if not same and not ctx.capabilities.batch_invariant:
-            show.line(INEXACT)
-        runs = (
-            "one run of each" if n_runs == 1 else f"the medians of {n_runs} runs of each, in turn"
-        )
-        faster = (
-            f"Drafting is {compared.speedup:.2f} times as fast as plain decoding here by {runs}"
-        )
-        why = {
-            "faster": f"{faster}.",
-            "slower": f"{faster}: it does not pay, and --draft-max auto (the default) stops it.",
-            "nothing drafted": "Nothing was drafted: by what was measured it would not have paid.",
-        }.get(compared.verdict, f"{faster}, which is not enough to be sure.")
+        self._explain(same)
+        why = compared.explain()
         show.line(why)
         return {
             "text": fast.results[0].text,
@@ -309,39 +317,12 @@ class _Demo:
     ) -> list[dict[str, object]]:
         """Print the endings of a prompt with their perplexities, the likeliest first, and return them."""
         with lb.Branch.start(self._ctx, prompt) as root:
-            found = select(root, endings)
-        ranking = sorted(
-            (math.exp(-s), text) for s, text in zip(found.scores, endings, strict=True)
-        )
+            scores = select(root, endings).scores
+        ranking = sorted((math.exp(-s), text) for s, text in zip(scores, endings, strict=True))
         self._show.line(shown)
         rows = [(f"{perplexity:8.1f}", text.strip()) for perplexity, text in ranking]
         self._show.table(("perplexity", "text"), rows, left=("text",))
         return [{"text": text, "perplexity": perplexity} for perplexity, text in ranking]
-
-
-def _print_forks(console: Console, found: dict[str, Any], n_same: int, *, exact: bool) -> None:
-    console.heading(
-        f"1. One prompt of {found['n_prompt']} tokens, forked {N_FORKS} ways, {N_STEPS} tokens each"
-    )
-    both = found["together"], found["one_by_one"]
-    rows = [
-        ("seconds", *(f"{each['seconds']:.2f}" for each in both)),
-        ("tokens evaluated", *(f"{each['tokens_evaluated']:,}" for each in both)),
-        ("same texts", "yes" if n_same == N_FORKS else f"{n_same} of {N_FORKS}", ""),
-    ]
-    console.table(("", "forked, in one batch", "one by one"), rows)
-    console.line()
-    before, after = found["kv_cells_before_forks"], found["kv_cells_after_forks"]
-    copied = f"{after - before} were copied" if after > before else "nothing was copied"
-    console.line(
-        f"Together they are {found['speedup']:.1f} times as fast: the prompt is read once, and each "
-        f"decode continues all of them. {N_FORKS} forks took {found['fork_ms']:.2f} ms. The K/V cache "
-        f"held {before} tokens before them and {after} after: {copied}."
-    )
-    if n_same < N_FORKS and not exact:
-        console.line(INEXACT)
-    console.line(f"What they wrote. {LEGEND}")
-    console.line()
 
 
 def _as_json(line: TreeLine) -> dict[str, object]:

@@ -13,11 +13,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -25,7 +24,6 @@ import llamabranch as lb
 from llamabranch import LlamaBranchError, hub
 
 from .bundles import with_bundles
-from .console import Console
 from .formats import decimal_size
 from .interrupts import EXIT_FAILURE
 from .options import ModelOptions, OutputOptions, Threads
@@ -57,12 +55,7 @@ GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
 _COST_OF_EXACT = ". --kv-type f16 gives it up, and may read long prompts in half the time"
 
 
-class Check(NamedTuple):
-    """A test, whether it went as it should, and what was seen."""
-
-    name: str
-    passed: bool
-    detail: str
+Check = tuple[str, bool, str]  # a test, whether it went as it should, and what was seen
 
 
 @with_bundles
@@ -72,7 +65,7 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
     The tests and measurements take some ten seconds. A bug report needs this output. Exit code 1: a test
     failed.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         sections: dict[str, dict[str, object]] = {}
 
         def tell(name: str, rows: dict[str, str]) -> None:
@@ -94,8 +87,8 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
             tell("machine", _described(machine))
             sections["machine"] |= machine.as_dict()
             runtime = ModelOptions(n_ctx=1024, threads=threads)
-            target = runtime.open(hub.BUNDLED_TARGET, console, stack)
-            draft = runtime.open(hub.BUNDLED_DRAFT, console, stack)
+            target = runtime.open(hub.BUNDLED_TARGET, console)
+            draft = runtime.open(hub.BUNDLED_DRAFT, console)
         except Exception as error:  # a broken build can fail in any way; this command is for that
             checks.append(_failed("loading llama.cpp and the bundled pair", error))
             sections.setdefault("machine", {})
@@ -103,33 +96,23 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
             tell("llama.cpp", _build(target, machine))
             tell("context", _context(target))
             checks += _self_test(target, draft)
-            speeds = _speeds(target)
+            speeds = {"one text": _speed(target, 1), "eight texts in one batch": _speed(target, 8)}
             advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
-        _print_results(console, checks, speeds, advice)
-        tests = [check._asdict() for check in checks]
+        console.heading("self-test")
+        for name, passed, detail in checks:
+            style = "green" if passed else "bold red"
+            console.line(f"{'ok  ' if passed else 'FAIL'}  {name}: {detail}", style)
+        for name, rate in speeds.items():
+            console.line(f"      {name}: {rate:,.0f} tokens a second")
+        all_passed = all(passed for _, passed, _ in checks)
+        console.heading("advice")
+        failed = [] if all_passed else ["a test failed: a report of that needs everything above"]
+        for line in [*advice, *failed] or ["nothing to improve was found"]:
+            console.line(line)
+        tests = [dict(zip(("name", "passed", "detail"), check, strict=True)) for check in checks]
         console.answer({**sections, "self_test": tests, "speeds": speeds, "advice": advice})
-        if not all(check.passed for check in checks):
+        if not all_passed:
             raise typer.Exit(EXIT_FAILURE)
-
-
-def _failed(name: str, error: Exception) -> Check:
-    return Check(name, False, f"{type(error).__name__}: {' '.join(str(error).split())}")
-
-
-def _print_results(
-    console: Console, checks: Sequence[Check], speeds: dict[str, float], advice: Sequence[str]
-) -> None:
-    console.heading("self-test")
-    for name, passed, detail in checks:
-        style = "green" if passed else "bold red"
-        console.line(f"{'ok  ' if passed else 'FAIL'}  {name}: {detail}", style)
-    for name, rate in speeds.items():
-        console.line(f"      {name}: {rate:,.0f} tokens a second")
-    console.heading("advice")
-    if not all(check.passed for check in checks):
-        advice = [*advice, "a test failed: a report of that needs everything above"]
-    for line in advice or ["nothing to improve was found"]:
-        console.line(line)
 
 
 # -- facts ---------------------------------------------------------------------------------------------
@@ -178,8 +161,12 @@ def _described(machine: Machine) -> dict[str, str]:
         "processor features": " ".join(flag for flag in FEATURES if flag in flags) or "unknown",
         "load": "unknown" if machine.load is None else f"{machine.load:.2f}",
         "memory": "unknown" if free is None else f"{decimal_size(free)} free",
-        "GPU driver": ", ".join(tool for tool in GPUS if shutil.which(tool)) or "none was found",
+        "GPU driver": ", ".join(_gpu_tools()) or "none was found",
     }
+
+
+def _gpu_tools() -> list[str]:
+    return [tool for tool in GPUS if shutil.which(tool)]
 
 
 def _build(context: lb.Context, machine: Machine) -> dict[str, str]:
@@ -195,12 +182,11 @@ def _context(context: lb.Context) -> dict[str, str]:
     from llamabranch.bench.machine import profile_in_use, profile_problem
 
     can, problem = context.capabilities, profile_problem()
-    cost = _COST_OF_EXACT if can.batch_invariant else ""
     unwritable = f", which cannot be written: {problem}" if problem else ""
     return {
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
         "K/V type": context.kv_type,
-        "batch-invariant": can.batch_invariant_reason + cost,
+        "batch-invariant": can.batch_invariant_reason + _COST_OF_EXACT * can.batch_invariant,
         "profile": (profile_in_use() or "off") + unwritable,
     }
 
@@ -208,37 +194,55 @@ def _context(context: lb.Context) -> dict[str, str]:
 # -- the self-test --------------------------------------------------------------------------------------
 
 
+def _failed(name: str, error: Exception) -> Check:
+    return name, False, f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
-    tests: dict[str, Callable[[], tuple[bool, str]]] = {
-        "four texts in one batch": lambda: _batch_is_exact(target),
-        "speculative decoding": lambda: _drafts_are_exact(target, draft),
-        "a saved branch": lambda: _saved_branch_goes_on(target),
-        "the cache's accounting": lambda: _audit(target),
-    }
-    checks = []
-    for name, test in tests.items():
+    plain = lb.Engine(target, None)
+
+    def texts(engine: lb.Engine, *seeds: int) -> list[list[int]]:
+        found = engine.generate([_request(seed) for seed in seeds])
+        for error in (result.error for result in found if result.error is not None):
+            raise error
+        return [result.tokens for result in found]
+
+    def exact(same: bool, what: str) -> tuple[bool, str]:
+        can = target.capabilities
+        if same or not can.batch_invariant:
+            return True, what if same else f"not {what}, as may be: {can.batch_invariant_reason}"
+        return False, f"not {what}, though the context is batch-invariant"
+
+    def batch() -> tuple[bool, str]:
+        alone = [text for seed in range(4) for text in texts(plain, seed)]
+        return exact(alone == texts(plain, *range(4)), "the text that each has alone")
+
+    def drafts() -> tuple[bool, str]:
+        drafting = lb.Engine(target, lb.ModelDrafter(draft), lb.SpeculativeConfig(draft_k=4))
+        return exact(texts(drafting, 1) == texts(plain, 1), "the text of plain decoding")
+
+    def saved() -> tuple[bool, str]:
+        start = lb.Branch.start(target, PROMPT, temperature=0.8, seed=1)
+        with tempfile.TemporaryDirectory() as folder, start as branch:
+            branch.save(Path(folder, "branch"))
+            with lb.Branch.load(target, Path(folder, "branch")) as loaded:
+                same = all(branch.step().token == loaded.step().token for _ in range(8))
+        return same, "the same tokens follow" if same else "other tokens follow"
+
+    def accounting() -> tuple[bool, str]:
+        target.audit()
+        return True, "agrees with llama.cpp's"
+
+    checks: list[Check] = []
+    for name, test in {
+        "four texts in one batch": batch, "speculative decoding": drafts,
+        "a saved branch": saved, "the cache's accounting": accounting,
+    }.items():  # fmt: skip
         try:
-            checks.append(Check(name, *test()))
+            checks.append((name, *test()))
         except LlamaBranchError as error:
             checks.append(_failed(name, error))
     return checks
-
-
-def _audit(ctx: lb.Context) -> tuple[bool, str]:
-    ctx.audit()
-    return True, "agrees with llama.cpp's"
-
-
-def _batch_is_exact(ctx: lb.Context) -> tuple[bool, str]:
-    requests = [_request(seed) for seed in range(4)]
-    alone = [text for request in requests for text in _texts(lb.Engine(ctx), request)]
-    return _exact(ctx, alone == _texts(lb.Engine(ctx), *requests), "the text that each has alone")
-
-
-def _drafts_are_exact(target: lb.Context, draft: lb.Context) -> tuple[bool, str]:
-    drafting = lb.Engine(target, lb.ModelDrafter(draft), lb.SpeculativeConfig(draft_k=4))
-    same = _texts(drafting, _request(1)) == _texts(lb.Engine(target, None), _request(1))
-    return _exact(target, same, "the text of plain decoding")
 
 
 def _request(seed: int) -> lb.Request:
@@ -246,47 +250,21 @@ def _request(seed: int) -> lb.Request:
     return lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=sampling)
 
 
-def _texts(engine: lb.Engine, *requests: lb.Request) -> list[list[int]]:
-    found = engine.generate(requests)
-    for error in (result.error for result in found if result.error is not None):
-        raise error
-    return [result.tokens for result in found]
-
-
-def _exact(ctx: lb.Context, same: bool, what: str) -> tuple[bool, str]:
-    if same:
-        return True, what
-    if ctx.capabilities.batch_invariant:
-        return False, f"not {what}, though the context is batch-invariant"
-    return True, f"not {what}, as may be: {ctx.capabilities.batch_invariant_reason}"
-
-
-def _saved_branch_goes_on(ctx: lb.Context) -> tuple[bool, str]:
-    start = lb.Branch.start(ctx, PROMPT, temperature=0.8, seed=1)
-    with tempfile.TemporaryDirectory() as folder, start as branch:
-        branch.save(Path(folder, "branch"))
-        with lb.Branch.load(ctx, Path(folder, "branch")) as loaded:
-            same = all(branch.step().token == loaded.step().token for _ in range(8))
-    return same, "the same tokens follow" if same else "other tokens follow"
-
-
-def _speeds(ctx: lb.Context) -> dict[str, float]:
-    """Return tokens a second of one text, and of eight together."""
+def _speed(ctx: lb.Context, n_texts: int) -> float:
+    """Return tokens a second of texts that are decoded together."""
     banned = dict.fromkeys(ctx.model.eog_tokens, -float("inf"))
     greedy = lb.SamplingParams(temperature=0.0, logit_bias=banned)
-    found = {}
-    for name, n in (("one text", 0), ("eight texts in one batch", 7)):
-        with lb.Branch.start(ctx, PROMPT, sampling=greedy) as root:
-            branches = [root, *root.fork_many(n)] if n else [root]
-            store, count = lb.BranchStore(ctx), 0
-            store.step(branches)
-            start = time.perf_counter()
-            while time.perf_counter() - start < SPEED_S and count < 100 * len(branches):
-                count += len(store.step(branches))
-            found[name] = count / (time.perf_counter() - start)
-            for child in branches[1:]:
-                child.prune()
-    return found
+    with lb.Branch.start(ctx, PROMPT, sampling=greedy) as root:
+        children = root.fork_many(n_texts - 1) if n_texts > 1 else []
+        store, count = lb.BranchStore(ctx), 0
+        store.step([root, *children])
+        start = time.perf_counter()
+        while time.perf_counter() - start < SPEED_S and count < 100 * n_texts:
+            count += len(store.step([root, *children]))
+        rate = count / (time.perf_counter() - start)
+        for child in children:
+            child.prune()
+    return rate
 
 
 # -- advice ----------------------------------------------------------------------------------------------
@@ -302,33 +280,26 @@ def advise(
 ) -> list[str]:
     """Return what could be better, each with what to do.
 
-    Args:
-        machine: as measured.
-        n_threads: threads of a context.
-        on_gpu: whether this build computes on a GPU.
-        flags: of the processor; None = this machine's.
-        tools: programs of GPU drivers that are installed; None = this machine's.
+    ``flags`` of the processor and ``tools`` of GPU drivers are this machine's unless they are given.
     """
     from llamabranch.bench.machine import processor_flags
 
-    flags = processor_flags() if flags is None else flags
-    found = []
+    flags, tools = flags or processor_flags(), _gpu_tools() if tools is None else tools
     # AVX512 in a build means several features; names of ARM's features vary.
+    built = "\n".join(machine.features)
     unused = [
-        flag
-        for flag, feature in FEATURES.items()
-        if flag in flags and not any(re.fullmatch(rf"{feature}\w*", f) for f in machine.features)
+        f for f, name in FEATURES.items() if f in flags and not re.search(rf"^{name}", built, re.M)
     ]
+    found = []
     if unused:
         found.append(
             f"this processor has {' '.join(unused)}, which llama.cpp was not compiled for: a build made "
             f'on this machine is faster (CMAKE_ARGS="-DGGML_NATIVE=on" {REBUILD})'
         )
-    installed = [tool for tool in GPUS if shutil.which(tool)] if tools is None else tools
-    if not on_gpu and installed:
+    if tools and not on_gpu:
         found.append(
-            f"{installed[0]} is installed, but this llama.cpp was built without its GPU: "
-            f'CMAKE_ARGS="{GPUS[installed[0]]}" {REBUILD}'
+            f"{tools[0]} is installed, but this llama.cpp was built without its GPU: "
+            f'CMAKE_ARGS="{GPUS[tools[0]]}" {REBUILD}'
         )
     if complaint := machine.complaint(n_threads):
         found.append(complaint)

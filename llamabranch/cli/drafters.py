@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,13 +120,6 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context]) -> 
     return drafters[0] if len(drafters) == 1 else lb.ChainDrafter(drafters)
 
 
-def note_translation(drafter: Drafter, target: Model, console: Console) -> None:
-    """Print to standard error which draft models have another vocabulary than the target."""
-    for context in drafter.contexts:
-        if target.compatibility(context.model).path == "text":
-            console.note(f"{context.model.name} has another vocabulary: it drafts through the text")
-
-
 # -- models that could draft ---------------------------------------------------------------------------
 
 
@@ -168,17 +162,15 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
             if not each.samefile(path) and _size(each) <= LARGEST_SHARE * size
         )
         for _, name, each in nearby[:MOST]:
-            try:
+            with contextlib.suppress(lb.errors.ModelLoadError):
                 if Model.is_head(each) and name != listed:
                     continue  # it fits one model only
                 with Model(each, vocab_only=True) as draft:
                     if draft.n_params > LARGEST_SHARE * model.n_params:
                         continue
                     way = model.compatibility(draft).path
-            except lb.errors.ModelLoadError:
-                continue
-            if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
-                found.append(PossibleDraft(name, each, _size(each), way, name == listed))
+                if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
+                    found.append(PossibleDraft(name, each, _size(each), way, name == listed))
     entry = None if listed is None else hub.find_entry(listed)
     if entry is not None and entry.path is None and not any(each.listed for each in found):
         found.append(PossibleDraft(entry.name, None, entry.size_bytes, "unknown", True))
@@ -188,14 +180,11 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
 def _fittest(target: str) -> str | None:
     """Return the name of the fittest draft, downloaded if it must be and may be, or None."""
     for each in possible_drafts(target):
-        if each.path is None:
-            try:
+        with contextlib.suppress(ConfigError):  # it may not be downloaded
+            if each.path is None:
                 hub.resolve(each.name, download=None)
-            except ConfigError:  # it may not be downloaded
-                continue
-            return each.name
-        if each.drafts_by == "tokens":
-            return each.name
+            if each.drafts_by != "text":
+                return each.name
     return None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -28,12 +27,13 @@ _N_CTX = 4096
 class EvalModels(ModelOptions):
     """The models that are measured."""
 
+    first: ClassVar[str] = "target"
+
     target: list[str] | None = option(  # type: ignore[assignment]
         None,
         "A GGUF file, a name from `llamabranch models`, or user/repo[:tag]; repeat it for several. "
         "Default: smollm2-135m where it is installed, else tale-target.",
-        *("--model", "-m", "--target", "-hf"),
-        first=True,
+        "--model -m --target -hf",
     )
 
     def names(self, console: Console) -> list[str]:
@@ -48,14 +48,15 @@ class TaskOptions:
     """Which items are scored."""
 
     panel: ClassVar[str] = TEXT
+    first: ClassVar[str] = "tasks_dir limit list_tasks"
 
     names: list[str] | None = argument(
         "Tasks that are shipped, or of --tasks-dir. Default: all of the one or the other.",
         metavar="TASK",
     )
-    tasks_dir: Path | None = option(None, "A folder of tasks, one NAME.jsonl each.", first=True)
-    limit: int | None = option(None, "Items of each task at most.", min=1, first=True)
-    list_tasks: bool = option(False, "List the tasks, and score nothing.", "--list", first=True)
+    tasks_dir: Path | None = option(None, "A folder of tasks, one NAME.jsonl each.")
+    limit: int | None = option(None, "Items of each task at most.", min=1)
+    list_tasks: bool = option(False, "List the tasks, and score nothing.", "--list")
 
     def tasks(self) -> list[Task]:
         """Return the tasks that are asked for. Raises ConfigError if there are none."""
@@ -116,40 +117,37 @@ def _score_tasks(
         described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
         console.answer({"tasks": described})
         return
-    answers: list[dict[str, Any]] = []
-    results: list[tuple[str, list[TaskResult]]] = []
-    with ExitStack() as stack:
-        file = _SampleFile(reading, tasks, stack)
-        names = models.names(console)
+    results: list[tuple[str, list[TaskResult], dict[str, Any]]] = []
+    file = _SampleFile(reading, tasks, console)
+    names = models.names(console)
+    for name in names:
+        hub.resolve(name, download=None)
+    if reading.output_file is not None and len(names) > 1:
+        raise ConfigError("--output is for one model", hint="give one file for each run")
+    try:
         for name in names:
-            hub.resolve(name, download=None)
-        if reading.output_file is not None and len(names) > 1:
-            raise ConfigError("--output is for one model", hint="give one file for each run")
-        try:
-            for name in names:
-                with ExitStack() as closing:
-                    more = scoring_options(name, models, _SEQUENCES)
-                    if models.n_ctx is None:
-                        more["n_ctx"] = _N_CTX
-                    ctx = models.open(name, console, closing, **more)
-                    file.check(name, ctx)
-                    found = list[TaskResult]()
-                    results.append((name, found))
-                    about: dict[str, Any] = {"model": name, "name": ctx.model.name}
-                    about["batch_invariant"] = ctx.capabilities.batch_invariant
-                    answers.append(about)
-                    start_s = time.perf_counter()
-                    try:
-                        for task in tasks:
-                            _run(ctx, task, given.limit, file, console, found)
-                    finally:
-                        about["seconds"] = time.perf_counter() - start_s
-                        about["tasks"] = [result.as_dict() for result in found]
-        finally:  # what is done is printed also when it is interrupted
-            console.progress("")
-            if any(found for _, found in results):
-                _print(console, results, with_model=len(names) > 1)
-                console.answer(answers[0] if len(names) == 1 else {"models": answers})
+            more = scoring_options(name, models, _SEQUENCES)
+            if models.n_ctx is None:
+                more["n_ctx"] = _N_CTX
+            with models.open(name, console, **more) as ctx:
+                file.check(name, ctx)
+                found = list[TaskResult]()
+                about: dict[str, Any] = {"model": name, "name": ctx.model.name}
+                about["batch_invariant"] = ctx.capabilities.batch_invariant
+                results.append((name, found, about))
+                start_s = time.perf_counter()
+                try:
+                    for task in tasks:
+                        _run(ctx, task, given.limit, file, console, found)
+                finally:
+                    about["seconds"] = time.perf_counter() - start_s
+                    about["tasks"] = [result.as_dict() for result in found]
+    finally:  # what is done is printed also when it is interrupted
+        console.progress("")
+        if any(found for _, found, _ in results):
+            _print(console, results, with_model=len(names) > 1)
+            answers = [about for _, _, about in results]
+            console.answer(answers[0] if len(names) == 1 else {"models": answers})
 
 
 def _run(
@@ -161,28 +159,28 @@ def _run(
     results: list[TaskResult],
 ) -> None:
     """Add the result of a task to ``results``: of the items that are done, where it is interrupted."""
-    items = task.items[:limit]
-    found = [sample for sample in file.done[task.name] if sample.item in items]
-    shown = Progress(console, f"items of {task.name}", len(items), len(found))
+    order = {item.id: i for i, item in enumerate(task.items[:limit])}
+    found = [sample for sample in file.done[task.name] if sample.item.id in order]
+    shown = Progress(console, f"items of {task.name}", len(found))
 
     def note(sample: Sample) -> None:
         found.append(sample)
         file.write(task, ctx, sample)
         right = sum(each.is_right for each in found)
-        shown.show(len(found), f"{right / len(found):.1%} right")
+        shown.show(len(found), len(order), f"{right / len(found):.1%} right")
 
-    result = TaskResult(task, ())
     try:
-        result = run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)
+        run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)
     finally:
-        if result.samples or found:
-            results.append(result if result.samples else TaskResult(task, tuple(found)))
+        if found:
+            found.sort(key=lambda sample: order[sample.item.id])
+            results.append(TaskResult(task, tuple(found)))
 
 
 class _SampleFile:
     """The samples of tasks, one JSON object a line; with ``resume`` those that are there are ``done``."""
 
-    def __init__(self, reading: ReadingOptions, tasks: list[Task], stack: ExitStack) -> None:
+    def __init__(self, reading: ReadingOptions, tasks: list[Task], console: Console) -> None:
         self._path = path = reading.output_file
         self.done: dict[str, list[Sample]] = {task.name: [] for task in tasks}
         self._models: set[str] = set()
@@ -191,13 +189,13 @@ class _SampleFile:
         if earlier is not None:
             self._read(earlier, tasks)
         if path is not None:
-            self._file = stack.enter_context(path.open("a", encoding="utf-8"))
+            self._file = console.resources.enter_context(path.open("a", encoding="utf-8"))
 
     def _read(self, path: Path, tasks: list[Task]) -> None:
         """Read what is done; the last line, which may have been cut, is removed."""
         items = {(task.name, item.id): item for task in tasks for item in task.items}
         lines = read_text(path).split("\n")[:-1]
-        for number_, line in enumerate(lines, 1):
+        for n, line in enumerate(lines, 1):
             try:
                 data = json.loads(line)
                 item = items.get((data["task"], data["id"]))
@@ -209,7 +207,7 @@ class _SampleFile:
                 self.done[data["task"]].append(Sample(item, logprobs, tuple(map(bool, greedy))))
                 self._models.add(str(data["model"]))
             except (ValueError, LookupError, TypeError) as error:
-                raise ConfigError(f"{path}, line {number_}, is no sample: {error}") from None
+                raise ConfigError(f"{path}, line {n}, is no sample: {error}") from None
         os.truncate(path, sum(len(line.encode()) + 1 for line in lines))
 
     def check(self, name: str, ctx: Context) -> None:
@@ -222,15 +220,10 @@ class _SampleFile:
 
     def write(self, task: Task, ctx: Context, sample: Sample) -> None:
         """Append a sample."""
-        line = {
-            "task": task.name,
-            "model": _model_key(ctx),
-            "id": sample.item.id,
-            "answer": sample.item.answer,
-            "logprobs": sample.logprobs,
-            "is_greedy": sample.is_greedy,
-            "is_right": sample.is_right,
-        }
+        about: dict[str, Any] = {"task": task.name, "model": _model_key(ctx)}
+        about |= {"id": sample.item.id, "answer": sample.item.answer}
+        names = ("logprobs", "is_greedy", "is_right")
+        line = {**about, **{name: getattr(sample, name) for name in names}}
         if self._file is not None:
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._file.flush()
@@ -241,19 +234,25 @@ def _model_key(ctx: Context) -> str:
 
 
 def _print(
-    console: Console, results: list[tuple[str, list[TaskResult]]], *, with_model: bool
+    console: Console,
+    results: list[tuple[str, list[TaskResult], dict[str, Any]]],
+    *,
+    with_model: bool,
 ) -> None:
-    rows: list[tuple[Any, ...]] = []
-    for model, result in ((model, result) for model, found in results for result in found):
+    rows: list[tuple[str, ...]] = []
+    for model, result in ((model, result) for model, found, _ in results for result in found):
         low, high = result.interval
         n, n_items = len(result.samples), len(result.task.items)
-        count = str(n) if n == n_items else f"{n} of {n_items}"
+        first = (model, result.task.name, str(n) if n == n_items else f"{n} of {n_items}")
+        last = (f"{low:.3f} to {high:.3f}", number(result.chance, 3))
         for metric, (value, stderr) in result.metrics.items():
             figures = (metric, number(value, 4), number(stderr, 4))
-            row: tuple[str, ...] = ("", "", *figures, "", "")
-            if metric == "acc":
-                interval = f"{low:.3f} to {high:.3f}"
-                row = (result.task.name, count, *figures, interval, number(result.chance, 3))
-            rows.append((model if metric == "acc" else "", *row) if with_model else row)
+            is_first = metric == "acc"
+            row = (
+                *(first if is_first else ("",) * 3),
+                *figures,
+                *(last if is_first else ("",) * 2),
+            )
+            rows.append(row if with_model else row[1:])
     columns = ("task", "items", "metric", "value", "±", "95 % interval", "chance")
     console.table((*("model",) * with_model, *columns), rows, left=("task", "metric"))

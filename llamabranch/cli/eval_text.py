@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -20,13 +20,12 @@ from ..files import atomic_write
 from ..loading import LoadOptions
 from .bundles import option
 from .console import Console, Progress, finite
-from .files import check_new_file, read_prompt_file, read_text, write_error
+from .files import check_new_file, read_prompt_file, read_text, writing
 from .formats import base_name, decimal_size, number
-from .options import OUTPUT, ModelOptions, trained_length
+from .options import OUTPUT, ModelOptions, trained_length, vocabulary
 
-_CHUNKS = 16  # where models are compared
+_CHUNKS, _WINDOW = 16, 512  # where models are compared; tokens a chunk
 _N_WRITTEN = 48
-_WINDOW = 512
 _ROW_BYTES = 64 * 2**20  # of logits at a time
 _SAVED_EVERY_S = 10.0
 _FRACTIONS = {
@@ -40,45 +39,40 @@ class ReadingOptions:
     """Which text is read, and what the models are compared with."""
 
     panel: ClassVar[str] = "Perplexity and KL divergence"
+    first: ClassVar[str] = "text_file against chunks output_file"
 
     text_file: Path | None = option(
         None,
         "The text: a file in UTF-8. It is cut into chunks of --ctx-size tokens (512), of which the "
         "second half is scored, as llama-perplexity does.",
-        *("--perplexity", "--file", "-f"),
+        "--perplexity --file -f",
         metavar="FILE",
-        first=True,
     )
     against: str | None = option(
         None,
         "A model that the others are compared with by KL divergence; or what --save-logits or "
         "llama-perplexity wrote of one, which holds the text too.",
         metavar="MODEL|FILE",
-        first=True,
     )
     chunks: int | None = option(
-        None,
-        "Score at most N chunks.  [default: all; 16 with --against MODEL]",
-        min=1,
-        first=True,
+        None, "Score at most N chunks.  [default: all; 16 with --against MODEL]", min=1
     )
     stride: int | None = option(
         None,
         "Sliding windows, each N tokens after the one before; not comparable with chunks.",
-        *("--stride", "--ppl-stride"),
+        "--stride --ppl-stride",
         min=1,
     )
     save_to: Path | None = option(
         None,
         "Write the log-probabilities to this file, for --against and llama-perplexity.",
-        *("--save-logits", "--save-all-logits", "--kl-divergence-base"),
+        "--save-logits --save-all-logits --kl-divergence-base",
     )
     output_file: Path | None = option(
         None,
         "Write the results to this file, also when interrupted; of tasks, each item on a line.",
-        *("--output", "-o"),
+        "--output -o",
         rich_help_panel=OUTPUT,
-        first=True,
     )
     resume: bool = option(False, "Go on where --output ends.", "--resume", rich_help_panel=OUTPUT)
 
@@ -117,31 +111,26 @@ class ReadingOptions:
 
 def scoring_options(name: str, models: ModelOptions, n_seq_max: int) -> LoadOptions:
     """Return options of a context whose rows of logits take a bounded memory, whatever the vocabulary."""
-    with lb.Model(lb.hub.resolve(name, download=None), vocab_only=True) as model:
+    with vocabulary(name) as model:
         rows = _ROW_BYTES // (4 * model.n_vocab)
     n_batch = models.set("load").get("n_batch") or 512
     n_seq_max = min(n_seq_max, n_batch)
     return {"n_seq_max": n_seq_max, "n_outputs_max": max(n_seq_max, min(n_batch, 256, rows))}
 
 
-def _window_of(name: str, models: ModelOptions) -> int:
-    """Return the tokens of a chunk: ``--ctx-size`` as in llama-perplexity; 0 is the trained length."""
-    if models.n_ctx != 0:
-        return models.n_ctx or _WINDOW
-    with lb.Model(lb.hub.resolve(name, download=None), vocab_only=True) as model:
-        return trained_length(model) or _WINDOW
-
-
-def open_for_chunks(
-    name: str, models: ModelOptions, window: int, console: Console, stack: ExitStack
-) -> Context:
+def open_for_chunks(name: str, models: ModelOptions, window: int, console: Console) -> Context:
     """Open a context for texts that are read in chunks, with llama-perplexity's K/V type, f16."""
     more = scoring_options(name, models, 1)
     n_batch = models.set("load").get("n_batch") or min(512, window)
     n_outputs = min(more["n_outputs_max"] or n_batch, n_batch)
     more |= {"n_ctx": window, "n_batch": n_batch, "n_outputs_max": n_outputs}
     more |= {"batch_invariant": False, "kv_type": models.kv_type or "f16"}
-    return models.open(name, console, stack, **more)
+    return models.open(name, console, **more)
+
+
+def _window_of(name: str, models: ModelOptions) -> int:
+    """Return the tokens of a chunk: ``--ctx-size`` as in llama-perplexity; 0 is the trained length."""
+    return (trained_length(name) if models.n_ctx == 0 else models.n_ctx) or _WINDOW
 
 
 class Checkpoint:
@@ -160,20 +149,17 @@ class Checkpoint:
         self.path = path = reading.output_file
         self._kind, self._saved_s = kind, perf_counter()
         earlier = reading.resumed_file()
-        if earlier is None:
-            if path is not None and path.exists() and not path.is_file():
-                raise ConfigError(f"{path} is not a regular file", hint="leave out --output")
-            return
-        try:
-            self.data = json.loads(read_text(earlier))
-            is_ours = self.data["kind"] == kind
-        except (ValueError, TypeError, KeyError):
-            is_ours = False
-        if not is_ours:
-            hint = "name another file"
-            raise ConfigError(f"{path} has no results of this kind ({kind})", hint=hint)
+        if earlier is not None:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                found = json.loads(read_text(earlier))
+                self.data = found if found["kind"] == kind else {}
+            if not self.data:
+                message = f"{path} has no results of this kind ({kind})"
+                raise ConfigError(message, hint="name another file")
+        elif path is not None and path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is not a regular file", hint="leave out --output")
 
-    def save(self, data: Callable[[], dict[str, object]], *, now: bool = False) -> None:
+    def save(self, data: dict[str, object], *, now: bool = False) -> None:
         """Write the file, unless that was done some seconds ago and is not wanted ``now``.
 
         Raises:
@@ -181,12 +167,9 @@ class Checkpoint:
         """
         if self.path is None or (not now and perf_counter() - self._saved_s < _SAVED_EVERY_S):
             return
-        text = json.dumps(finite({"kind": self._kind, **data()}), ensure_ascii=False)
-        try:
-            with atomic_write(self.path) as file:
-                file.write(f"{text}\n".encode())
-        except OSError as error:
-            raise write_error(self.path, error) from None
+        text = json.dumps(finite({"kind": self._kind, **data}), ensure_ascii=False)
+        with writing(self.path), atomic_write(self.path) as file:
+            file.write(f"{text}\n".encode())
         self._saved_s = perf_counter()
 
 
@@ -198,16 +181,13 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
 
     What is done is kept and printed when it is interrupted, too.
     """
-    logits, stride, save_to, text = reading.logits, reading.stride, reading.save_to, ""
-    if logits is not None:
-        if reading.text_file or reading.chunks or stride or save_to:
-            hint = "--against MODEL compares several"
-            message = f"{logits} holds the text and its chunks, and is compared with one model"
-            raise ConfigError(message, hint=hint)
-    else:
-        if stride is not None and (save_to is not None or reading.chunks is not None):
-            raise ConfigError("--stride goes with neither --save-logits nor --chunks")
-        text = reading.text()
+    logits, stride, save_to = reading.logits, reading.stride, reading.save_to
+    if logits is not None and (reading.text_file or reading.chunks or stride or save_to):
+        message = f"{logits} holds the text and its chunks, and is compared with one model"
+        raise ConfigError(message, hint="--against MODEL compares several")
+    if stride is not None and (save_to is not None or reading.chunks is not None):
+        raise ConfigError("--stride goes with neither --save-logits nor --chunks")
+    text = reading.text() if logits is None else ""
     checkpoint = Checkpoint(reading, "perplexity" if logits is None else "kld")
     if save_to is not None and not checkpoint.data:
         hint = f"--against {save_to} reads it; to write, name another file, or delete it"
@@ -215,26 +195,22 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
     kind: type[Perplexity | KLDivergence] = Perplexity if logits is None else KLDivergence
     earlier: Any = kind.from_dict(checkpoint.data) if checkpoint.data else None
     found: Perplexity | KLDivergence | None = earlier
-    shown: list[Progress] = []
+    shown = Progress(console, "chunks", 0 if earlier is None else earlier.n_done)
 
     def note(done: Perplexity | KLDivergence) -> None:
         nonlocal found
         found = done
-        if not shown:
-            n_before = 0 if earlier is None else earlier.n_done
-            shown.append(Progress(console, "chunks", done.n_chunks, n_before))
         message = f"perplexity {number(done.value, 4)}" if isinstance(done, Perplexity) else ""
-        shown[0].show(done.n_done, message)
-        checkpoint.save(done.as_dict)
+        shown.show(done.n_done, done.n_chunks, message)
+        checkpoint.save(done.as_dict())
 
     options: Any = {"progress": note, "resume": earlier}
-    with ExitStack() as stack:
-        if logits is None:
-            window = _window_of(name, models)
-        else:
-            with lb.eval.LogitsFile.open(logits) as file:
-                window = file.window
-        ctx = open_for_chunks(name, models, window, console, stack)
+    if logits is None:
+        window = _window_of(name, models)
+    else:
+        with lb.eval.LogitsFile.open(logits) as file:
+            window = file.window
+    with open_for_chunks(name, models, window, console) as ctx:
         try:
             if logits is not None:
                 found = lb.eval.divergence(ctx, logits, **options)
@@ -244,55 +220,53 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         finally:
             console.progress("")
             if found is not None and found.n_done:
-                checkpoint.save(found.as_dict, now=True)
+                checkpoint.save(found.as_dict(), now=True)
                 _print(console, ctx, found)
 
 
 def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> None:
     its = {k: v for k, v in found.as_dict().items() if k not in ("losses", "rows")}
+    n_chunks = f"{found.n_done} of {found.n_chunks}"
     if isinstance(found, KLDivergence):
-        _print_divergence(console, found)
+        for names, *rows in divergence_tables(found):
+            console.table(names, rows)
+            console.line()
+        console.line(f"{found.n_tokens} tokens, {n_chunks} chunks", "dim")
+        if found.n_tokens < 100:
+            console.note("fewer than 100 tokens: llama-perplexity gives no statistics for so few")
     else:
         its |= {"by_chunk": found.by_chunk, "running": found.running}
-        n_chunks = f"{found.n_done} of {found.n_chunks}"
         row = (number(found.value, 4), number(found.stderr, 4), found.n_tokens, n_chunks)
         columns = ("perplexity", "±", "tokens scored", "chunks", "window", "method", "K/V")
         console.table(columns, [(*row, found.window, found.method, ctx.kv_type)])
     console.answer({"name": ctx.model.name, "kv_type": ctx.kv_type, **its})
 
 
-def _print_divergence(console: Console, found: KLDivergence) -> None:
-    for names, *rows in divergence_tables(found):
-        console.table(names, rows)
-        console.line()
-    console.line(f"{found.n_tokens} tokens, {found.n_done} of {found.n_chunks} chunks", "dim")
-    if found.n_tokens < 100:
-        console.note("fewer than 100 tokens: llama-perplexity gives no statistics for so few")
-
-
 def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
     """Return the statistics and the percentiles as tables, each with a first row of names."""
     its = found.statistics
-    rows: list[tuple[str, Uncertain, float]] = [
-        ("perplexity", its.perplexity, 1),
-        ("perplexity of the base", its.base_perplexity, 1),
-        ("log of their ratio", its.log_ratio, 1),
-        ("ratio", its.ratio, 1),
-        ("difference", its.difference, 1),
-        ("correlation of the losses", Uncertain(its.correlation, math.nan), 1),
-        ("mean KL divergence, nats", its.mean, 1),
-        ("same most probable token, %", its.same_top, 100),
-        ("mean change of probability, %", its.p_change, 100),
-        ("root mean square change, %", its.p_change_rms, 100),
-    ]
-    statistics = [
-        (name, *(number(factor * v, 6 if factor == 1 else 3) for v in each))
-        for name, each, factor in rows
-    ]
+    natural = {
+        "perplexity": its.perplexity,
+        "perplexity of the base": its.base_perplexity,
+        "log of their ratio": its.log_ratio,
+        "ratio": its.ratio,
+        "difference": its.difference,
+        "correlation of the losses": Uncertain(its.correlation, math.nan),
+        "mean KL divergence, nats": its.mean,
+    }
+    percent = {
+        "same most probable token, %": its.same_top,
+        "mean change of probability, %": its.p_change,
+        "root mean square change, %": its.p_change_rms,
+    }
     kls = (number(found.percentile(f), 6) for f in _FRACTIONS.values())
     changes = (number(100 * found.p_change_percentile(f), 3) for f in _FRACTIONS.values())
     return [
-        [("", "value", "±"), *statistics],
+        [
+            ("", "value", "±"),
+            *((name, *(number(v, 6) for v in each)) for name, each in natural.items()),
+            *((name, *(number(100 * v, 3) for v in each)) for name, each in percent.items()),
+        ],
         [
             ("percentiles", *_FRACTIONS),
             ("KL divergence", *kls),
@@ -333,6 +307,7 @@ def compare_models(
         message = f"{checkpoint.path} is of other models, another text or other settings"
         raise ConfigError(message, hint="resume with the same command")
     rows: dict[str, dict[str, Any]] = dict(checkpoint.data.get("rows", {}))
+    kept: dict[str, object] = {"settings": settings, "rows": rows}
     with tempfile.TemporaryDirectory() as folder:
         # The base's log-probabilities, which the others are compared with.
         logits = Path(folder, "logits")
@@ -342,15 +317,16 @@ def compare_models(
                 check_new_file(logits)
             if base not in rows:
                 logits.unlink(missing_ok=True)
-        checkpoint.save(lambda: {"settings": settings, "rows": rows}, now=True)
+        checkpoint.save(kept, now=True)
         try:
             for name in (name for name in names if name not in rows):
-                with ExitStack() as opened:
-                    ctx = open_for_chunks(name, models, window, console, opened)
-                    shown = Progress(console, f"chunks, {base_name(name)}", chunks)
-                    row = _row(ctx, name, text, window, chunks, base, logits, shown)
-                rows[name] = {**row, "size_bytes": sizes[name]}
-                checkpoint.save(lambda: {"settings": settings, "rows": rows}, now=True)
+                with open_for_chunks(name, models, window, console) as ctx:
+                    saved = None if base is None else logits
+                    row = _row(
+                        ctx, name, text, window, chunks, saved, console, is_base=name == base
+                    )
+                rows[name] = {"model": name, "size_bytes": sizes[name], **row}
+                checkpoint.save(kept, now=True)
             logits.unlink(missing_ok=True)
         finally:
             console.progress("")
@@ -361,9 +337,9 @@ def compare_models(
 
 
 def _check_vocabularies(names: Sequence[str]) -> None:
-    with lb.Model(lb.hub.resolve(names[0]), vocab_only=True) as first:
+    with vocabulary(names[0]) as first:
         for name in names[1:]:
-            with lb.Model(lb.hub.resolve(name), vocab_only=True) as other:
+            with vocabulary(name) as other:
                 if first.compatibility(other).path != "tokens":
                     raise lb.errors.VocabularyMismatchError(
                         f"{name} has another vocabulary than {names[0]}",
@@ -377,28 +353,30 @@ def _row(
     text: str,
     window: int,
     chunks: int,
-    base: str | None,
-    logits: Path,
-    shown: Progress,
+    logits: Path | None,
+    console: Console,
+    *,
+    is_base: bool,
 ) -> dict[str, Any]:
-    """Return what is known of a model; that of the base writes its log-probabilities to ``logits``."""
-    start_s = perf_counter()
-    row: dict[str, Any] = {"model": name, "file_type": ctx.model.file_type}
-    row |= {"kl": 0.0, "kl_stderr": 0.0, "kl_99": 0.0, "same_top": 1.0}
+    """Return what is known of a model; the base writes its log-probabilities to ``logits``."""
+    shown = Progress(console, f"chunks, {base_name(name)}")
 
     def note(done: Perplexity | KLDivergence) -> None:
-        shown.show(done.n_done)
+        shown.show(done.n_done, chunks)
 
-    if base in (None, name):
-        save_to = None if base is None else logits
-        found = lb.eval.perplexity(ctx, text, window, chunks=chunks, progress=note, save_to=save_to)
-        n_read, figures = found.n_done * window, (found.value, found.stderr)
+    start_s = perf_counter()
+    row: dict[str, Any] = {"file_type": ctx.model.file_type}
+    row |= {"kl": 0.0, "kl_stderr": 0.0, "kl_99": 0.0, "same_top": 1.0}
+    found: Perplexity | KLDivergence
+    if is_base or logits is None:
+        options: Any = {"chunks": chunks, "progress": note, "save_to": logits}
+        found = lb.eval.perplexity(ctx, text, window, **options)
+        figures = found.value, found.stderr
     else:
-        kl = lb.eval.divergence(ctx, logits, progress=note)
-        its, n_read = kl.statistics, kl.n_done * window
-        figures = its.perplexity
-        row |= {"kl": its.mean.value, "kl_stderr": its.mean.stderr, "kl_99": kl.percentile(0.99)}
-        row["same_top"] = its.same_top.value
+        found = lb.eval.divergence(ctx, logits, progress=note)
+        its, figures = found.statistics, found.statistics.perplexity
+        row |= {"kl": its.mean.value, "kl_stderr": its.mean.stderr, "same_top": its.same_top.value}
+        row["kl_99"] = found.percentile(0.99)
     read_s = perf_counter() - start_s
     with lb.Context(ctx.model, n_ctx=256, n_seq_max=2, n_threads=ctx.n_threads) as plain:
         can = plain.capabilities
@@ -409,7 +387,7 @@ def _row(
     return row | {
         "perplexity": figures[0],
         "perplexity_stderr": figures[1],
-        "read_tokens_per_s": n_read / read_s,
+        "read_tokens_per_s": found.n_done * window / read_s,
         "write_tokens_per_s": n / write_s,
         "exact": can.batch_invariant,
         "why": can.batch_invariant_reason,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,23 +27,26 @@ def check_new_file(path: Path, *, hint: str = "name another file, or delete it")
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder", hint="name a file in it")
-        if path.exists():
-            if path.is_file() and path.stat().st_size:
-                raise ConfigError(f"{path} already exists", hint=hint)
-            return
-        if path.is_symlink():
+        if path.is_file() and path.stat().st_size:
+            raise ConfigError(f"{path} already exists", hint=hint)
+        if path.is_symlink() and not path.exists():
             message = f"{path} is a link to a file that does not exist"
             raise ConfigError(message, hint="name the file itself")
-        check_writable(path)
+        if not path.exists():
+            check_writable(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def write_error(path: Path, error: OSError, hint: str | None = None) -> OutputError:
-    """Return the error for a file that cannot be written; for a full disk the hint tells so first."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "free some space" + (f"; {hint}" if hint else "")
-    return OutputError(f"cannot write {path}: {error.strerror or error}", hint=hint)
+@contextlib.contextmanager
+def writing(path: Path, hint: str | None = None) -> Iterator[None]:
+    """Raise OutputError where ``path`` cannot be written; for a full disk the hint tells so first."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "free some space" + (f"; {hint}" if hint else "")
+        raise OutputError(f"cannot write {path}: {error.strerror or error}", hint=hint) from None
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
@@ -75,6 +79,11 @@ def load_function(place: str) -> Callable[[str], bool]:
         callables = [n for n, value in names.items() if callable(value) and not n.startswith("_")]
         raise ConfigError(f"{file} has no {name!r}", hint=nearest(name, callables, "it has"))
     return cast("Callable[[str], bool]", names[name])
+
+
+def schema_text(given: str) -> str:
+    """Return a JSON schema that is given as its text, or as the name of a file of it."""
+    return given if given.lstrip().startswith("{") else read_text(Path(given))
 
 
 def read_prompt_file(path: Path) -> str:

@@ -11,6 +11,11 @@ from rich import filesize
 if TYPE_CHECKING:
     from llamabranch.bench.timing import Interval, Spread
 
+ROUNDING = (
+    "Logits are rounded by how many tokens are decoded at once there, so a text that is drafted or "
+    "batched can differ."
+)
+
 
 def base_name(name: str) -> str:
     """Return the name of the file, if a model is named by a path; other names as they are."""

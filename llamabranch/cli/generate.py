@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,14 +43,14 @@ class BatchOptions(DraftOptions):
     """The models, and how many texts they generate at a time."""
 
     panel: ClassVar[str] = MODEL
+    first: ClassVar[str] = "compare"
 
-    parallel: int = option(8, "Texts at a time at most.", "--parallel", "-np", min=1, max=255)
+    parallel: int = option(8, "Texts at a time at most.", "--parallel -np", min=1, max=255)
     compare: bool = option(
         False,
         "Also decode plainly, in turn: speedup, and whether the text is the same.",
         "--compare",
         rich_help_panel=DRAFTING,
-        first=True,
     )
 
     def contexts(
@@ -79,12 +78,10 @@ class ResultOptions:
     """What is generated for each prompt, and where the results go."""
 
     panel: ClassVar[str] = OUTPUT
+    first: ClassVar[str] = "output_file"
 
     output_file: Path | None = option(
-        None,
-        "Append each result to this file as it ends, one JSON object a line.",
-        *("--output", "-o"),
-        first=True,
+        None, "Append each result to this file as it ends, one JSON object a line.", "--output -o"
     )
     resume: bool = option(False, "Skip the texts that are in --output already.", "--resume")
     samples: int = option(1, "Texts for each prompt, from one prefill.", "--samples", min=1)
@@ -111,6 +108,11 @@ class ResultOptions:
     ) -> dict[str, Any]:
         """Return what --resume compares; how to sample and when to stop as a digest."""
         grammar = text.parse_grammar()
+        more = {
+            "system": chat.system,
+            "chat_template": chat.template,
+            "constraint": text.constraint,
+        }
         options = {
             "sampling": asdict(params),
             "grammar": None if grammar is None else grammar.as_dict(),
@@ -118,11 +120,9 @@ class ResultOptions:
             "stop": list(text.stop_strings),
             "ignore_end": text.ignore_eos,
             "chat": chat.is_on,
+            # The digests of older files have none of these.
+            **{name: value for name, value in more.items() if value is not None},
         }
-        more = {"system": chat.system, "chat_template": chat.template}
-        more["constraint"] = text.constraint
-        # The digests of older files have none of these.
-        options |= {name: value for name, value in more.items() if value is not None}
         is_fast = models.set("load").get("batch_invariant") is False
         return {
             "sampling": digest(options),
@@ -153,7 +153,7 @@ def generate(
     rounding can change it. On a pipe standard output is the texts alone, in the order of the prompts, and
     the table of statistics goes to standard error.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         # Everything that can be wrong in the arguments is found before a model loads.
         if models.compare and text.seed is None:
             text = replace(text, seed=secrets.randbits(31))
@@ -164,12 +164,12 @@ def generate(
         settings, file = job.settings(text, params, chat, models), None
         if job.output_file is not None:
             file = ResultFile(job.output_file, settings, requests, resume=job.resume)
-            settings = stack.enter_context(file).job
+            settings = console.resources.enter_context(file).job
         has_grammar = any(request.grammar is not None for request in requests)
         names = models.resolve(console, has_grammar=has_grammar)
         lengths = JobLengths.measured(requests, text.max_tokens, names[0], models.n_ctx)
         opened = models.contexts(lengths, names[1], chat.template)
-        context, drafter = models.open_pair(names, console, stack, *opened)
+        context, drafter = models.open_pair(names, console, *opened)
         seed = settings["seed"] if settings["seed_given"] else None
         config, most = models.config(), text.max_tokens
         engine, plain = (

@@ -14,7 +14,7 @@ from llamabranch.speculative import NullDrafter
 
 from .comparison import Comparison
 from .console import Console, Progress
-from .formats import interval_text, number
+from .formats import ROUNDING, number
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
 from .results import ResultFile
 
@@ -51,45 +51,39 @@ class GenerateReport:
         self.comparison: Comparison | None = None
         self._chat, self._is_flat = chat, is_flat
         self._is_plain = isinstance(engine.drafter, NullDrafter)
-        is_greedy = engine.sampling.temperature == 0
         self.rule = str(engine.config.rule)
         # Whether it promises the text of plain decoding, not only its distribution.
-        self.expects_same_text = self._is_plain or self.rule == "seeded" or is_greedy
+        is_exact = self.rule == "seeded" or engine.sampling.temperature == 0
+        self.expects_same_text = self._is_plain or is_exact
         self._results: list[Result] = []
-        self._n_failed = self._n_tokens = 0
         self._finish_reasons: Counter[str] = Counter()
-        self._held: dict[tuple[str, int], Result] = {}
+        self._n_failed = self._n_tokens = self._n_printed = 0
+        self._n_texts, self._n_ended = sum(r.n for r in requests), len(self.done)
         self._on_terminal = console.out.is_terminal
-        prints, n_texts = file is None and not console.silent, sum(r.n for r in requests)
-        # A pipe gets the texts in the order of the prompts, a terminal as they end.
-        self._order: deque[tuple[str, int]] | None = deque()
-        if self._on_terminal or not prints:
-            self._order = None
-        self._streams = n_texts == 1 and prints
+        prints = file is None and not console.silent
+        self._streams = self._n_texts == 1 and prints
         # Where results are shown as they end, they are the progress.
-        counts = not self._streams and not (prints and self._on_terminal)
-        self._progress = (
-            Progress(console, "texts", n_texts, len(self.done))
-            if counts and console.err.is_terminal
-            else None
+        counts = (
+            not self._streams and not (prints and self._on_terminal) and console.err.is_terminal
         )
-        self._n_ended = len(self.done)
-        self._has_shown = False
+        self._progress = Progress(console, "texts", self._n_ended) if counts else None
+        # A pipe gets the texts in the order of the prompts, a terminal as they end.
+        self._order: deque[tuple[str, int]] | None = None
+        if prints and not self._on_terminal:
+            texts = ((str(r.id), i) for r in requests for i in range(r.n))
+            self._order = deque(text for text in texts if text not in self.done)
+        self._held: dict[tuple[str, int], Result] = {}
         self._machine = Machine.now()
-        self._counted: tuple[float, list[tuple[str, str]], dict[str, object], str]
+        self._counted: tuple[float, list[tuple[str, object]], dict[str, object], str]
 
     # -- texts -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Note which texts will come."""
-        for name, request in self._requests.items():
-            if self._order is not None:
-                texts = ((name, i) for i in range(request.n))
-                self._order += (text for text in texts if text not in self.done)
-            if self._streams and self._on_terminal:
-                if not self._is_plain:
-                    self._console.legend()
-                self._console.write(self._prompt(request), "dim")
+        """Show the prompt of the only text on a terminal."""
+        for request in self._requests.values() if self._streams and self._on_terminal else ():
+            if not self._is_plain:
+                self._console.legend()
+            self._console.write(self._prompt(request), "dim")
 
     def show(self, event: Event) -> None:
         """Print a token of the only text, or what is known of a text that has ended.
@@ -100,7 +94,11 @@ class GenerateReport:
         result = event.result
         if event.emitted is not None and self._streams:
             self._console.emit(event.emitted)
-        self._count(event)
+        self._n_tokens += event.emitted is not None
+        self._n_ended += result is not None
+        if self._progress is not None and (result or self._n_tokens % 16 == 0):
+            rate = self._n_tokens / max(monotonic() - self._progress.start_s, 1e-9)
+            self._progress.show(self._n_ended, self._n_texts, f"{rate:.0f} tokens/s")
         if result is None:
             return
         if result.finish_reason == "cancelled" and (self._file is not None or not result.tokens):
@@ -111,14 +109,6 @@ class GenerateReport:
         self._held[result.id, result.sample] = result
         while self._order and self._order[0] in self._held:
             self._give(self._held.pop(self._order.popleft()))
-
-    def _count(self, event: Event) -> None:
-        """Show how far the job is."""
-        self._n_tokens += event.emitted is not None
-        self._n_ended += event.result is not None
-        if self._progress is not None and (event.result or self._n_tokens % 16 == 0):
-            rate = self._n_tokens / max(monotonic() - self._progress.start_s, 1e-9)
-            self._progress.show(self._n_ended, f"{rate:.0f} tokens/s")
 
     def end(self) -> None:
         """Give what is still kept back, if the job was interrupted; keep the figures of the job.
@@ -149,16 +139,14 @@ class GenerateReport:
                 self._print(result, request, label)
         if error is not None and not self._console.silent:
             self._console.error(f"{label}: {error.message}", error.hint)
+        cut = {"length": ("-n", "it"), "capacity": ("the context", "--ctx-size")}
         if result.finish_reason == "constraint":
             message = "the constraint allows no token there, and the text may be incomplete"
             self._console.note(f"warning: {label}: {message}")
-        if result.grammar is not None and result.finish_reason in ("length", "capacity"):
-            is_short = result.finish_reason == "length"
-            limit, more = ("-n", "it") if is_short else ("the context", "--ctx-size")
-            message = (
-                f"{limit} ended the text before its grammar: it may be incomplete; raise {more}"
-            )
-            self._console.note(f"warning: {label}: {message}")
+        elif result.grammar is not None and result.finish_reason in cut:
+            limit, more = cut[result.finish_reason]
+            message = f"{limit} ended the text before its grammar: it may be incomplete"
+            self._console.note(f"warning: {label}: {message}; raise {more}")
 
     def _print(self, result: Result, request: Request, label: str) -> None:
         if self._streams:
@@ -167,9 +155,9 @@ class GenerateReport:
         if self._on_terminal:
             self._console.write(f"[{label}] ", "bold")
             self._console.write(self._prompt(request), "dim")
-        elif self._has_shown:
+        elif self._n_printed:
             self._console.write("\n")  # an empty line between two texts
-        self._has_shown = True
+        self._n_printed += 1
         self._console.write(result.text + "\n" + "\n" * self._on_terminal)
 
     def _prompt(self, request: Request) -> str:
@@ -250,18 +238,17 @@ class GenerateReport:
             "divergence": where and where.as_dict(),
         }
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def _rows(self) -> list[tuple[str, object]]:
         stats, engine, can = self.engine.stats, self.engine, self.engine.target.capabilities
-        drafting, rows = stats.speculative, {"requests": str(len(self._requests))}
-        seed = self._results[0].seed if self._is_flat and self._results else engine.seed
+        drafting, rows = stats.speculative, dict[str, object]({"requests": len(self._requests)})
         if not self._is_plain:
             rows |= {
-                "iterations": str(drafting.num_drafts),
-                "drafted": str(drafting.num_draft_tokens),
-                "accepted": str(drafting.num_accepted_tokens),
+                "iterations": drafting.num_drafts,
+                "drafted": drafting.num_draft_tokens,
+                "accepted": drafting.num_accepted_tokens,
                 "accept rate": number(100 * drafting.draft_acceptance_rate, 1, " %"),
                 "tokens a drafted round": number(drafting.mean_acceptance_length, 2),
-                "plain steps": str(drafting.num_plain_steps),
+                "plain steps": drafting.num_plain_steps,
                 "drafts ended by": _reasons(drafting.stop_reasons),
             }
         counts = {
@@ -273,16 +260,14 @@ class GenerateReport:
         }
         rows |= {
             "finish reason": _reasons(self._finish_reasons),
-            "target forward passes": str(stats.target_forward_passes),
-            **{name: str(n) for name, n in counts.items() if n},
-            "seed": str(seed),
+            "target forward passes": stats.target_forward_passes,
+            **{name: n for name, n in counts.items() if n},
+            "seed": self._results[0].seed if self._is_flat and self._results else engine.seed,
             "K/V type": engine.target.kv_type,
-            "batch-invariant": "yes"
-            if can.batch_invariant
-            else f"no: {can.batch_invariant_reason}",
-            "tokens": str(stats.generated_tokens),
+            "batch-invariant": can.batch_invariant or f"no: {can.batch_invariant_reason}",
+            "tokens": stats.generated_tokens,
         }
-        return [(name, value) for name, value in rows.items() if value]
+        return [row for row in rows.items() if row[1] != ""]
 
     def _print_totals(self, console: Console) -> None:
         """Print the totals as a table: on a pipe to standard error."""
@@ -291,14 +276,7 @@ class GenerateReport:
         if compared is None:
             console.table(("", "total"), [*totals, ("tokens a second", number(rate, 1))])
         else:
-            fast, slow = compared.drafted.rate, compared.plain.rate
-            rows = [
-                *((name, value, "") for name, value in totals),
-                ("tokens a second", number(fast, 1), number(slow, 1)),
-                ("speedup", number(compared.speedup, 2), "1"),
-                ("95 % interval", interval_text(compared.interval), ""),
-                ("same text", "yes" if compared.same_text else "no", ""),
-            ]
+            rows = [*((*row, "") for row in totals), *compared.rows()]
             console.table(("", "drafted", "plain"), rows)
             machine = self._machine.describe(self.engine.target.n_threads)
             paragraphs += [self._about_the_texts(compared), compared.explain(), machine]
@@ -321,18 +299,16 @@ class GenerateReport:
                 f"drafts {drafted} (decided by {found.decided_by}: logits must move by {found.gap:.3g} "
                 f"for that, and between decodes here they move by {found.difference:.3g})."
             )
-        its, why = f"{message} This context is", can.batch_invariant_reason
+        why = can.batch_invariant_reason
         if can.batch_invariant:
-            return f"{its} batch-invariant ({why}): this is a bug in llamabranch."
-        return (
-            f"{its} not batch-invariant ({why}): how logits are rounded depends on how many tokens are "
-            "decoded at once, and drafts are verified several at a time."
-        )
+            return (
+                f"{message} This context is batch-invariant ({why}): this is a bug in llamabranch."
+            )
+        return f"{message} This context is not batch-invariant ({why}). {ROUNDING}"
 
     def _piece(self, token: int | None) -> str:
-        if token is None:
-            return "nothing"
-        return repr(self.engine.target.model.piece(token).decode(errors="replace"))
+        model = self.engine.target.model
+        return "nothing" if token is None else repr(model.piece(token).decode(errors="replace"))
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

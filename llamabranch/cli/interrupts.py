@@ -106,45 +106,39 @@ def reporting_errors(console: Console) -> Iterator[None]:
     traceback is printed too, with --json the error as a JSON object. Warnings of the library become one
     line each.
     """
-    debug = console.verbose
-
-    def fail(error: BaseException, message: str, hint: str | None, code: int) -> typer.Exit:
+    debug, where = console.verbose, None if console.verbose else "-v shows where"
+    try:
+        with _raising_on_ctrl_c(), warnings.catch_warnings():
+            _show_warnings(console)
+            yield
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except (KeyboardInterrupt, lb.DecodeInterruptedError) as error:
+        console.note("interrupted")
+        if console.silent:
+            print_json_error(error, "interrupted", None)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader closed the pipe, as `| head` does: no output can reach it.
+        leave_standard_output()
+        raise typer.Exit(EXIT_FAILURE) from None
+    except Exception as error:
+        is_usage = isinstance(error, (lb.ConfigError, lb.errors.GrammarError))
+        if isinstance(error, lb.LlamaBranchError):
+            message, hint = error.message, error.hint
+        elif isinstance(error, OSError):
+            what = "" if error.filename is None else f"{error.filename}: "
+            message, hint = f"{what}{error.strerror or error}", where
+        else:
+            message = f"unexpected {type(error).__name__}: {error}"
+            hint = where and f"this is a bug in llamabranch; {where}"
         if debug:
             traceback.print_exc()
         is_noted = debug and f"hint: {hint}" in getattr(error, "__notes__", ())  # in the traceback
         console.error(message, None if is_noted else hint)
         if console.silent:
             print_json_error(error, message, hint)
-        return typer.Exit(code)
-
-    where = None if debug else "-v shows where"
-    try:
-        with _raising_on_ctrl_c(), warnings.catch_warnings():
-            _show_warnings(console)
-            yield
-    except (KeyboardInterrupt, lb.DecodeInterruptedError) as error:
-        console.note("interrupted")
-        if console.silent:
-            print_json_error(error, "interrupted", None)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except lb.LlamaBranchError as error:
-        is_usage = isinstance(error, (lb.ConfigError, lb.errors.GrammarError))
-        code = EXIT_USAGE if is_usage else EXIT_FAILURE
-        raise fail(error, error.message, error.hint, code) from None
-    except BrokenPipeError:
-        # The reader closed the pipe, as `| head` does: no output can reach it.
-        leave_standard_output()
-        raise typer.Exit(EXIT_FAILURE) from None
-    except OSError as error:
-        what = "" if error.filename is None else f"{error.filename}: "
-        message = f"{what}{error.strerror or error}"
-        raise fail(error, message, where, EXIT_FAILURE) from None
-    except (typer.Exit, typer.Abort, typer.BadParameter):
-        raise
-    except Exception as error:
-        message = f"unexpected {type(error).__name__}: {error}"
-        bug = where and f"this is a bug in llamabranch; {where}"
-        raise fail(error, message, bug, EXIT_FAILURE) from None
+        raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILURE) from None
 
 
 def _show_warnings(console: Console) -> None:

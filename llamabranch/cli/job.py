@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isinf, nan
 
-from llamabranch import ConfigError, LlamaBranchError, Model, Request, hub
+from llamabranch import ConfigError, LlamaBranchError, Model, Request
 from llamabranch.errors import CacheFullError
 
-from .options import ModelOptions, trained_length
+from .options import ModelOptions, trained_length, vocabulary
 
 _MOST_NAMED = 20  # ids in a message
 _N_COMPARED = 64  # prompts whose beginnings are compared
@@ -83,27 +83,17 @@ class JobLengths:
         Raises:
             ConfigError: two have the same id. CacheFullError: the only prompt is too long.
         """
-        n_bytes = 1 if len(requests) == 1 else _BYTES  # of a token: an only prompt must fit
-
-        def estimate(request: Request) -> float:
-            return _n_prompt(request) * _BYTES / n_bytes
-
-        found = cls.of(requests, max_tokens, list(map(estimate, requests)))
+        # An only prompt must fit: its tokens have a byte at least.
+        about = [_n_prompt(each, 1 if len(requests) == 1 else _BYTES) for each in requests]
+        found = cls.of(requests, max_tokens, about)
         if found.needed <= min(_SHORT, n_ctx or _SHORT):
             return found
-        with Model(hub.resolve(name), vocab_only=True) as model:
+        with vocabulary(name) as model:
             most = n_ctx or trained_length(model) or inf
-
-            def length(request: Request) -> float:
-                about = estimate(request)
-                if about <= min(most, _SHORT):
-                    return about
-                try:
-                    return len(model.prompt_tokens(request.prompt))
-                except LlamaBranchError:  # the request fails with it
-                    return nan
-
-            lengths = list(map(length, requests))
+            lengths = [
+                n if n <= min(most, _SHORT) else _n_tokens(model, request)
+                for n, request in zip(about, requests, strict=True)
+            ]
         if len(requests) == 1 and lengths[0] > most:
             limit = "--n-ctx is" if n_ctx else "the model is made for"
             raise CacheFullError(
@@ -169,10 +159,18 @@ def _parts(request: Request) -> Sequence[object]:
     return prompt.encode("utf-8", "replace") if isinstance(prompt, str) else prompt
 
 
-def _n_prompt(request: Request) -> float:
+def _n_prompt(request: Request, n_bytes: int = _BYTES) -> float:
     """Return how many tokens a prompt has: about, and rather too many."""
     parts = _parts(request)
-    return len(parts) / (_BYTES if isinstance(parts, bytes) else 1)
+    return len(parts) / (n_bytes if isinstance(parts, bytes) else 1)
+
+
+def _n_tokens(model: Model, request: Request) -> float:
+    """Return how many tokens a prompt has; nan where the request fails with its error."""
+    try:
+        return len(model.prompt_tokens(request.prompt))
+    except LlamaBranchError:
+        return nan
 
 
 def _n_shared(requests: Sequence[Request]) -> float:

@@ -13,7 +13,8 @@ import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 from llamabranch.model import chat_messages
 
-from .files import is_unicode, read_standard_input, read_text
+from ..arguments import choice, instance
+from .files import is_unicode, read_standard_input, read_text, schema_text
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _GRAMMARS = ("grammar", "json_schema", "regex", "choice")
@@ -21,6 +22,7 @@ _FIELDS = {
     "prompt", "messages", "id", "custom_id", "max_tokens", "stop", *_GRAMMARS, "n", "priority",
     "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs", "parse_special",
 }  # fmt: skip
+_UNCHANGED = {"max_tokens", "prompt_logprobs", "priority", "n", "parse_special", "stop"}
 _EXCLUDED = (("prompt", "messages"), ("id", "custom_id"), *combinations(_GRAMMARS, 2))
 _MOST_TOKENS = 1 << 31  # token ids are C's int
 _INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
@@ -115,13 +117,6 @@ def _parsed(line: str) -> object:
     return data
 
 
-def _text_id(value: object) -> str:
-    """Return an id as text; ConfigError if it is neither text nor a whole number."""
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise ConfigError(f"an id must be text or a whole number, not {value!r:.40}")
-    return str(value)
-
-
 def _request(data: object, name: str, sampling: SamplingParams | None) -> Request:
     if isinstance(data, str):
         data = {"prompt": data}
@@ -138,15 +133,13 @@ def _request(data: object, name: str, sampling: SamplingParams | None) -> Reques
     for one, other in _EXCLUDED:
         if one in data and other in data:
             raise ConfigError(f"{one} and {other} exclude each other")
-    same = ("max_tokens", "prompt_logprobs", "priority", "n", "parse_special")
-    request = Request(
+    request = Request(  # which checks what it gets
         _prompt(data),
         id=_text_id(data.get("id", data.get("custom_id", name))),
         top_logprobs=_top_logprobs(data),
         sampling=_settings(data, sampling),
-        stop=data.get("stop", ()),
         grammar=_grammar(data),
-        **{key: data[key] for key in same if key in data},
+        **{key: data[key] for key in _UNCHANGED & data.keys()},
     )
     return request if url is None else BatchRequest(**vars(request), url=url)
 
@@ -156,35 +149,31 @@ def _prompt(data: Mapping[str, Any]) -> Any:
     if "messages" in data:
         return chat_messages(data["messages"])
     prompt = data.get("prompt")
-    if not isinstance(prompt, (str, list)):
+    if not isinstance(prompt, (str, list)) or prompt == []:
         raise ConfigError("the prompt must be text or a list of token ids")
-    if isinstance(prompt, list):
-        if not prompt:
-            raise ConfigError("the prompt has no tokens")
-        for token in prompt:
-            if type(token) is not int or not 0 <= token < _MOST_TOKENS:
-                raise ConfigError(f"{token!r:.40} is not a token id")
+    for token in prompt if isinstance(prompt, list) else ():
+        if type(token) is not int or not 0 <= token < _MOST_TOKENS:
+            raise ConfigError(f"{token!r:.40} is not a token id")
     return prompt
+
+
+def _text_id(value: object) -> str:
+    """Return an id as text; ConfigError if it is neither text nor a whole number."""
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ConfigError(f"an id must be text or a whole number, not {value!r:.40}")
+    return str(value)
 
 
 def _grammar(data: Mapping[str, Any]) -> lb.Grammar | None:
     schema = data.get("json_schema")
+    if isinstance(schema, str):
+        return lb.Grammar.from_json_schema(schema_text(schema))
     if schema is not None:
-        if not isinstance(schema, (str, dict)):
-            message = "json_schema must be an object or the name of a file"
-            raise ConfigError(f"{message}, not {schema!r:.40}")
-        if isinstance(schema, str) and not schema.lstrip().startswith("{"):
-            try:
-                schema = Path(schema).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"cannot read the schema {schema!r:.80}: {error}") from None
-        return lb.Grammar.from_json_schema(schema)
+        return lb.Grammar.from_json_schema(instance("json_schema", schema, dict))
     if "regex" in data:
         return lb.Grammar.from_regex(str(data["regex"]))
     if "choice" in data:
-        if not isinstance(data["choice"], list):
-            raise ConfigError(f"choice must be a list of texts, not {data['choice']!r:.40}")
-        return lb.Grammar.from_choices(data["choice"])
+        return lb.Grammar.from_choices(instance("choice", data["choice"], list))
     return lb.Grammar(str(data["grammar"])) if "grammar" in data else None
 
 
@@ -196,26 +185,22 @@ def _top_logprobs(data: Mapping[str, Any]) -> int | None:
     given, top = data.get("logprobs"), data.get("top_logprobs")
     if given is False:
         return None
-    if given is not None and given is not True and top is not None:
+    if given in (None, True) and type(given) in (type(None), bool):
+        return (top or 0) if given else top
+    if top is not None or isinstance(given, bool):
         raise ConfigError("logprobs is true or false beside top_logprobs")
-    found: object = (top or 0) if given is True else top if given is None else given
-    if found is not None and (not isinstance(found, int) or isinstance(found, bool)):
-        raise ConfigError(f"logprobs and top_logprobs must be whole numbers, not {found!r}")
-    return found
+    return given
 
 
 def _settings(data: Mapping[str, Any], sampling: SamplingParams | None) -> SamplingParams | None:
-    given = data.get("sampling", {})
-    if not isinstance(given, dict):
-        raise ConfigError(f"sampling must be an object of settings, not {given!r}")
-    settings = {**given, **({"seed": data["seed"]} if "seed" in data else {})}
+    settings = dict(instance("sampling", data.get("sampling", {}), dict))
+    if "seed" in data:
+        settings["seed"] = data["seed"]
     if not settings:
         return sampling
-    if "logit_bias" in settings:
-        bias = settings["logit_bias"]
-        if not isinstance(bias, dict):
-            raise ConfigError(f"logit_bias must be an object of token ids, not {bias!r}")
-        settings["logit_bias"] = {int(k): v for k, v in bias.items()}  # JSON has only text keys
+    if "logit_bias" in settings:  # JSON has only text as keys
+        bias = instance("logit_bias", settings["logit_bias"], dict)
+        settings["logit_bias"] = {int(k): v for k, v in bias.items()}
     return (sampling or SamplingParams()).replace(**settings)
 
 
@@ -233,18 +218,13 @@ def _body(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a line of an OpenAI batch file by our names."""
     for field in sorted(set(data) - {"custom_id", "method", "url", "body"}):
         raise ConfigError(f"unknown field {field!r} beside body")
-    body, name, url = data.get("body"), data.get("custom_id"), data.get("url")
-    if not isinstance(body, dict):
-        raise ConfigError("body must be an object")
-    if not isinstance(name, str):
-        raise ConfigError(f"custom_id must be text, not {name!r:.40}")
-    if data.get("method", "POST") != "POST":
-        raise ConfigError(f"method must be POST, not {data['method']!r:.40}")
-    if url not in (CHAT, COMPLETIONS):
-        raise ConfigError(f"url must be {CHAT} or {COMPLETIONS}, not {url!r:.60}")
+    url, body = data.get("url"), instance("body", data.get("body"), dict)
+    choice("method", data.get("method", "POST"), ("POST",))
+    choice("url", url, (CHAT, COMPLETIONS))
     needed = "messages" if url == CHAT else "prompt"
     if body.get(needed) is None:
         raise ConfigError(f"the body of {url} needs {needed}")
+    name = instance("custom_id", data.get("custom_id"), str)
     found: dict[str, Any] = {"custom_id": name, "sampling": {}}
     for field, value in body.items():
         own = _OTHER_NAMES.get(field, field)

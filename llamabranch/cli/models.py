@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ from llamabranch import ConfigError, hub
 
 from .bundles import argument, option, with_bundles
 from .console import Console
-from .formats import base_name, decimal_size
+from .formats import ROUNDING, base_name, decimal_size
 from .options import MODEL, OutputOptions
 
 ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}  # what each takes
@@ -73,19 +72,17 @@ def models(*, given: ModelsOptions, output: OutputOptions) -> None:
             _list_known(console)
 
 
-def _known(entry: hub.CatalogueEntry) -> dict[str, Any]:
-    names, path = (*_LISTED, "package"), entry.path
-    return {
-        **{name: getattr(entry, name) for name in names},
-        "draft": hub.draft_for(entry.name),
-        "made_here": list(entry.made_here),
-        "present": path is not None,
-        "path": None if path is None else str(path),
-    }
-
-
 def _list_known(console: Console) -> None:
-    found = list(map(_known, hub.catalogue()))
+    found: list[dict[str, Any]] = [
+        {
+            **{name: getattr(entry, name) for name in (*_LISTED, "package")},
+            "draft": hub.draft_for(entry.name),
+            "made_here": list(entry.made_here),
+            "present": entry.path is not None,
+            "path": entry.path and str(entry.path),
+        }
+        for entry in hub.catalogue()
+    ]
     rows = [(*(each[name] for name in _LISTED), each["present"]) for each in found]
     console.table((*_LISTED, "here"), rows, left=_LISTED[1:-1])
     console.line()
@@ -109,10 +106,15 @@ def _list_local(console: Console) -> None:
         console.table(("name", "cache", "size", "parts"), rows, left=("cache",))
     else:
         console.line("no GGUF model is in the caches; the bundled pair is always there")
-    names = ("name", "cache", "size_bytes")
-    about = [{name: getattr(model, name) for name in names} for model in found]
-    for each, model in zip(about, found, strict=True):
-        each["files"] = [str(file) for file in model.files]
+    about = [
+        {
+            "name": m.name,
+            "cache": m.cache,
+            "size_bytes": m.size_bytes,
+            "files": [*map(str, m.files)],
+        }
+        for m in found
+    ]
     console.answer({"models": about})
 
 
@@ -123,99 +125,85 @@ def _show(names: Sequence[str], console: Console) -> None:
     from .drafters import possible_drafts  # which needs NumPy and llama.cpp
 
     paths = [hub.resolve(name, download=None) for name in names]
-    with ExitStack() as stack:
-        models, facts = [], []
-        for path in paths:
-            is_head = lb.Model.is_head(path)  # it has no context without its target
-            model = stack.enter_context(lb.Model(path))
-            found = None if is_head else stack.enter_context(lb.Context(model, n_ctx=_N_CTX))
-            models.append(model)
-            facts.append(_facts(model, found))
-        answer: dict[str, Any] = {"models": facts}
-        is_pair, is_head = len(models) == 2, facts[-1]["capabilities"] is None
-        if is_pair:
-            answer |= _verdict(*models, is_head=is_head)
-        elif not is_head and models[0].can_generate:
-            answer["drafts"] = [
-                {**asdict(each), "path": None if each.path is None else str(each.path)}
-                for each in possible_drafts(names[0])
-            ]
-        shown = [base_name(name) for name in names]
-        columns = list(map(_shown, facts))
-        rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
-        console.table(("", *shown), rows, left=shown)
-        console.line()
-        for name, each in zip(shown, facts, strict=True):
-            can = each["capabilities"]
-            if can is not None and not can["batch_invariant"]:
-                console.line(
-                    f"{name} is not batch-invariant: {can['batch_invariant_reason']}. Rounding depends "
-                    "on how many tokens are decoded at once there, and can change a text that is drafted "
-                    "or batched."
-                )
-        if is_pair:
-            console.line(answer["told"], "green" if answer["compatible"] else "yellow")
-        elif "drafts" in answer:
-            _print_drafts(console, answer["drafts"])
-        console.answer(answer)
+    keep = console.resources.enter_context
+    models, facts = [], []
+    for path in paths:
+        is_head = lb.Model.is_head(path)  # it has no context without its target
+        model = keep(lb.Model(path))
+        found = None if is_head else keep(lb.Context(model, n_ctx=_N_CTX))
+        models.append(model)
+        facts.append(_facts(model, found))
+    answer: dict[str, Any] = {"models": facts}
+    if len(models) == 2:
+        answer |= _verdict(*models, is_head=is_head)
+    elif not is_head and models[0].can_generate:
+        drafts = map(asdict, possible_drafts(names[0]))
+        answer["drafts"] = [{**each, "path": each["path"] and str(each["path"])} for each in drafts]
+    shown = [base_name(name) for name in names]
+    columns = list(map(_shown, facts))
+    rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
+    console.table(("", *shown), rows, left=shown)
+    console.line()
+    for name, each in zip(shown, facts, strict=True):
+        can = each["capabilities"]
+        if can is not None and not can["batch_invariant"]:
+            why = can["batch_invariant_reason"]
+            console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
+    if "told" in answer:
+        console.line(answer["told"], "green" if answer["compatible"] else "yellow")
+    elif answer.get("drafts"):
+        _print_drafts(console, answer["drafts"])
+    elif "drafts" in answer:
+        console.line("No model that could draft for it is on this machine.")
+    console.answer(answer)
 
 
 def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, Any]:
     """Return whether the second can draft for the first, by which path, and why."""
     if is_head:
         fault = first.head_fault(second)
-        path, reason = "none", fault
-        verdict = f"{second.name} is a head that cannot draft for the first: {fault}."
-        if not fault:
-            path, reason = "hidden states", "the head fits the hidden states of the first"
-            verdict = (
-                f"{second.name} is a head that fits the hidden states of the first: it can draft "
+        compatible, path = not fault, "none" if fault else "hidden states"
+        reason = fault or "the head fits the hidden states of the first"
+        told = f"{second.name} is a head that cannot draft for the first: {fault}."
+        if compatible:
+            told = (
+                f"{second.name} is a head that fits the hidden states of the first: it can draft for it. "
+                "Whether it was trained for it, only the acceptance shows."
             )
-            verdict += "for it. Whether it was trained for it, only the acceptance shows."
-        return {"compatible": not fault, "path": path, "reason": reason, "told": verdict}
-    report = first.compatibility(second)
-    verdict = {
-        "tokens": f"These two can speculate together, token by token: {report.reason}.",
-        "text": f"These two can speculate together through the text only: {report.reason}. Every draft "
-        "is then tokenized again, which costs time, and fewer tokens are accepted.",
-    }.get(report.path, f"These two cannot speculate together: {report.reason}")
-    names = ("compatible", "path", "reason")
-    return {**{name: getattr(report, name) for name in names}, "told": verdict}
+    else:
+        report = first.compatibility(second)
+        compatible, path, reason = report.compatible, report.path, report.reason
+        told = {
+            "tokens": f"These two can speculate together, token by token: {reason}.",
+            "text": f"These two can speculate together through the text only: {reason}. Every draft is "
+            "then tokenized again, which costs time, and fewer tokens are accepted.",
+        }.get(path, f"These two cannot speculate together: {reason}")
+    return {"compatible": compatible, "path": path, "reason": reason, "told": told}
 
 
 def _print_drafts(console: Console, found: Sequence[Mapping[str, Any]]) -> None:
-    if not found:
-        console.line("No model that could draft for it is on this machine.")
-        return
     console.line(
         "Models that could draft for it; --draft auto takes the first that drafts by tokens, and "
         "`llamabranch bench` measures whether it pays:"
     )
     console.line()
-    rows = [
-        (
-            base_name(each["name"]),
-            decimal_size(each["size_bytes"]),
-            each["drafts_by"],
-            "to download" if each["path"] is None else "here",
-        )
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        about = base_name(each["name"]), decimal_size(each["size_bytes"]), each["drafts_by"]
+        rows.append((*about, "here" if each["path"] else "to download"))
     console.table(("draft", "size", "drafts by", ""), rows, left=("drafts by", ""))
 
 
 def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:
-    eagle = {
-        "target_layers": list(model.target_layers),
-        "target_hidden_size": _target_width(model),
-    }
+    layers = list(model.target_layers)
+    eagle = {"target_layers": layers, "target_hidden_size": _target_width(model)}
     return {
         "path": str(model.path),
         **{name: getattr(model, name) for name in _SAME},
         "chat_template": model.chat_template is not None,
         "mtp_layers": model.n_mtp_layers,
         "head_kind": model.head_kind(model.path),
-        "eagle3": eagle if model.target_layers else None,
+        "eagle3": eagle if layers else None,
         "capabilities": ctx and asdict(ctx.capabilities),
     }
 

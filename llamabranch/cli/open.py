@@ -7,7 +7,7 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -40,10 +40,7 @@ class PageOptions:
     panel: ClassVar[str] = "Page"
 
     compare: str | None = option(None, "A second model.", metavar="MODEL2")
-    file: Path | None = option(
-        None,
-        f"NAME{_SUFFIX}, made where absent.  [default: one a model]",
-    )
+    file: Path | None = option(None, f"NAME{_SUFFIX}, made where absent.  [default: one a model]")
     port: int = option(8137, "The port, or the next free one.", max=65_535)
     browser: bool = option(True, "Open a browser.", "--browser/--no-browser")
     read_only: bool = option(False, "Write nothing.", "--read-only")
@@ -78,7 +75,7 @@ def open(
 
     The page listens on 127.0.0.1 alone, and its link works once; Enter prints another one.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         from llamabranch.loom import Loom, front_of
         from llamabranch.serve.server import Server
 
@@ -93,10 +90,10 @@ def open(
 
         def open_engine() -> AsyncEngine:
             names = target, drafters
-            context, drafter = models.open_pair(names, console, stack, of_drafts, of_drafts)
+            context, drafter = models.open_pair(names, console, of_drafts, of_drafts)
             if page.compare is not None:
                 same = LoadOptions(n_seq_max=4, prefix_cache=True, kv_type=context.kv_type)
-                partner.append(models.open(page.compare, console, stack, **same))
+                partner.append(models.open(page.compare, console, **same))
             return AsyncEngine(
                 context, drafter, models.config(), max_tokens=None, parallel=_PARALLEL
             )

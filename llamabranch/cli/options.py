@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
@@ -24,7 +24,7 @@ from llamabranch import ConfigError, SamplingParams, hub
 from ..arguments import nearest
 from .bundles import argument, option
 from .console import Console
-from .files import load_function, read_prompt_file, read_standard_input, read_text
+from .files import load_function, read_prompt_file, read_standard_input, read_text, schema_text
 from .interrupts import reporting_errors
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # The headings of --help.
 TEXT, SAMPLING, DRAFTING, OUTPUT, MODEL = "Text", "Sampling", "Drafting", "Output", "Model"
 
-LENGTH = ("--n-predict", "--max-tokens", "--predict", "-n")  # the option of how many tokens
+LENGTH = "--n-predict --max-tokens --predict -n"  # the option of how many tokens
 
 _FUNCTION = re.compile(r".+\.py:\w+")  # FILE.py:NAME
 DEFAULTS = SamplingParams()
@@ -58,8 +58,16 @@ def limit(value: int | None) -> int | None:
     return value
 
 
-def trained_length(model: lb.Model) -> int | None:
+def vocabulary(name: str, **more: Any) -> lb.Model:
+    """Open a model's vocabulary and metadata, without its weights."""
+    return lb.Model(hub.resolve(name, download=None), vocab_only=True, **more)
+
+
+def trained_length(model: lb.Model | str) -> int | None:
     """Return the context length that a model was trained for; None if its file does not tell."""
+    if isinstance(model, str):
+        with vocabulary(model) as opened:
+            return trained_length(opened)
     found = model.metadata.get(f"{model.architecture}.context_length", "")
     return int(found) if found.isdigit() and int(found) else None
 
@@ -87,7 +95,7 @@ def template_option(**more: Any) -> str | None:
         None,
         "A chat template in place of the model's: its text, a file of it, or the name of one of "
         "llama.cpp's own, such as chatml.",
-        *("--chat-template", "--chat-template-file"),
+        "--chat-template --chat-template-file",
         metavar="JINJA|FILE|NAME",
         **more,
     )
@@ -100,44 +108,50 @@ def read_template(given: str | None) -> str | None:
     return read_text(Path(given))
 
 
+def _load(name: str, console: Console, **options: Any) -> lb.Context:
+    """Load a model and create a context for it; the end of the command closes both."""
+    with console.loading(name) as progress:
+        context = lb.load(name, progress=progress, verbose=console.verbose, **options)
+        return console.resources.enter_context(context)
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """The model, and how it is loaded."""
 
     panel: ClassVar[str] = MODEL
+    first: ClassVar[str] = "target n_ctx"
 
     target: str | None = option(
         None,
         "A GGUF file, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
         "hub. Default: smollm2-135m where it is installed, else tale-target.",
-        *("--model", "-m", "--target", "--target-model", "--hf-repo", "-hf", "-hfr"),
-        first=True,
+        "--model -m --target --target-model --hf-repo -hf -hfr",
     )
     n_ctx: int | None = option(
         None,
         "Context size in tokens; 0 is the length the model was trained for.",
-        *("--ctx-size", "--n-ctx", "-c"),
+        "--ctx-size --n-ctx -c",
         min=0,
-        first=True,
     )
     threads: Threads = None
     gpu_layers: int | None = option(
         None,
         "Layers to put on the GPU; -1, auto and all are all.",
-        *("--gpu-layers", "--n-gpu-layers", "-ngl"),
+        "--gpu-layers --n-gpu-layers -ngl",
         metavar="N|auto|all",
         parser=lambda value: -1 if value in ("auto", "all") else int(value),
     )
     kv_types: list[str] | None = option(
         None,
         "Type of the K/V cache: f16, bf16, q8_0, ... Default: what makes batches exact.",
-        *("--kv-type", "--cache-type-k", "--cache-type-v", "-ctk", "-ctv"),
+        "--kv-type --cache-type-k --cache-type-v -ctk -ctv",
         metavar="TYPE",
     )
     flash_attn: str = option(
         "auto",
         "Flash attention; auto is on where the model can.",
-        *("--flash-attn", "-fa"),
+        "--flash-attn -fa",
         metavar="on|off|auto",
         callback=_on_off_auto,
     )
@@ -145,7 +159,7 @@ class ModelOptions:
         None,
         "Any other setting of SamplingParams, SpeculativeConfig or llamabranch.load by its name, "
         "such as typical_p=0.9, rule=block or n_batch=256; may be repeated.",
-        *("--set", "-S"),
+        "--set -S",
         metavar="NAME=VALUE",
         rich_help_panel=SAMPLING,
     )
@@ -213,44 +227,38 @@ class ModelOptions:
         found = {name: value for name, value in given.items() if value is not None}
         return cast("LoadOptions", found | self.set("load"))
 
-    def open(
-        self, name: str, console: Console, stack: ExitStack, **more: Unpack[LoadOptions]
-    ) -> lb.Context:
-        """Load a model and create a context for it; ``stack`` closes both.
+    def open(self, name: str, console: Console, **more: Unpack[LoadOptions]) -> lb.Context:
+        """Load a model and create a context for it; the end of the command closes both.
 
         ``more`` are options that take precedence over those given, but for ``-S``.
         """
         options = {**self.load_options(), **more, **self.set("load")}
         if options.get("n_ctx") == 0:
-            with lb.Model(hub.resolve(name, download=None), vocab_only=True) as model:
-                options["n_ctx"] = trained_length(model)
+            options["n_ctx"] = trained_length(name)
             if options["n_ctx"] is None:
                 message = f"{name} does not say what length it was trained for"
                 raise ConfigError(message, hint="-c N sets one")
-        with console.loading(name) as progress:
-            context = lb.load(name, progress=progress, verbose=console.verbose, **options)
-            return stack.enter_context(context)
+        return _load(name, console, **options)
 
 
 @dataclass(frozen=True)
 class DraftOptions(ModelOptions):
     """The model, what drafts for it, and how much."""
 
+    first: ClassVar[str] = "draft"
+
     draft: str | None = option(
         None,
         "A draft model, an EAGLE-3 head or a file of MTP layers as for -m; `mtp`, `lookup`, "
         "`suffix`, `grammar`, a chain such as `suffix+NAME`, `auto` or `none`. Default: auto, "
         "which takes what fits; with a grammar, grammar+suffix.",
-        *("--draft", "--draft-model", "--model-draft", "--spec-draft-model", "--hf-repo-draft"),
-        *("-d", "-md", "-hfd", "-hfrd"),
+        "--draft --draft-model --model-draft --spec-draft-model --hf-repo-draft -d -md -hfd -hfrd",
         rich_help_panel=DRAFTING,
-        first=True,
     )
     draft_length: str = option(
         "auto",
         "Tokens to draft a round; auto drafts as many as raise throughput, possibly none.",
-        *("--draft-max", "--draft-length", "--gamma", "--num-speculative-tokens"),
-        *("--spec-draft-n-max", "-k"),
+        "--draft-max --draft-length --gamma --num-speculative-tokens --spec-draft-n-max -k",
         metavar="N|auto",
         rich_help_panel=DRAFTING,
     )
@@ -276,43 +284,39 @@ class DraftOptions(ModelOptions):
         self,
         names: tuple[str, tuple[str, ...]],
         console: Console,
-        stack: ExitStack,
         of_target: LoadOptions,
         of_drafts: LoadOptions,
     ) -> tuple[lb.Context, lb.Drafter]:
-        """Open a target and what drafts for it, from `resolve`; ``stack`` closes the contexts.
+        """Open a target and what drafts for it, from `resolve`.
 
         ``of_target`` and ``of_drafts`` are options that take precedence over those given.
         """
-        from .drafters import MTP, make_drafter, note_translation
+        from .drafters import MTP, make_drafter
 
         target, drafters = names
         options: LoadOptions = {"load_mtp": MTP in drafters}
         options.update(of_target)
-        context = self.open(target, console, stack, **options)
+        context = self.open(target, console, **options)
         drafter = make_drafter(
-            drafters, lambda name: self.open_draft(name, context, console, stack, of_drafts)
+            drafters, lambda name: self.open_draft(name, context, console, of_drafts)
         )
-        note_translation(drafter, context.model, console)
+        for other in (each.model for each in drafter.contexts):
+            if context.model.compatibility(other).path == "text":
+                console.note(f"{other.name} has another vocabulary: it drafts through the text")
         return context, drafter
 
     def open_draft(
-        self, name: str, target: lb.Context, console: Console, stack: ExitStack, more: LoadOptions
+        self, name: str, target: lb.Context, console: Console, more: LoadOptions
     ) -> lb.Context:
         """Open what drafts for ``target``: a draft model, a head in a file of its own, or ``mtp``."""
         if name == "mtp":
-            return stack.enter_context(lb.Context(target.model, target=target))
+            return console.resources.enter_context(lb.Context(target.model, target=target))
         options = self.load_options()
         options.update(more)
         if self.n_ctx == 0:
             options["n_ctx"] = target.n_ctx
         is_head = lb.Model.is_head(hub.resolve(name, download=None))
-        with console.loading(name) as progress:
-            context = lb.load(
-                name, progress=progress, verbose=console.verbose,
-                target=target if is_head else None, **options,
-            )  # fmt: skip
-            return stack.enter_context(context)
+        return _load(name, console, target=target if is_head else None, **options)
 
 
 @dataclass(frozen=True)
@@ -320,6 +324,7 @@ class PromptOptions:
     """Prompts of the command line and of files."""
 
     panel: ClassVar[str] = TEXT
+    first: ClassVar[str] = "prompts files"
 
     texts: list[str] | None = argument(
         "What to continue; - reads standard input.", metavar="PROMPT"
@@ -327,15 +332,13 @@ class PromptOptions:
     prompts: list[str] | None = option(
         None,
         "What to continue: one text or more; may be repeated.",
-        *("--prompt", "--prompts", "-p"),
+        "--prompt --prompts -p",
         metavar="TEXT...",
-        first=True,
     )
     files: list[Path] | None = option(
         None,
         "A file whose whole text is a prompt, without its last newline; may be repeated.",
-        *("--file", "-f"),
-        first=True,
+        "--file -f",
     )
 
     @property
@@ -361,12 +364,13 @@ class PromptOptions:
 class ManyPrompts(PromptOptions):
     """Prompts, also one a line of a file."""
 
+    first: ClassVar[str] = "input_file"
+
     input_file: str | None = option(
         None,
         "A file of prompts, one a line, or of JSON objects (.jsonl); - is standard input.",
-        *("--input", "-i"),
+        "--input -i",
         metavar="FILE|-",
-        first=True,
     )
 
     def requests(self, sampling: SamplingParams) -> list[lb.Request]:
@@ -381,15 +385,15 @@ class ChatOptions:
     """How a prompt becomes tokens: as it is, or as a message of a conversation."""
 
     panel: ClassVar[str] = TEXT
+    first: ClassVar[str] = "chat"
 
     chat: bool = option(
         False,
         "Wrap the prompt in the model's chat template; -sys and --chat-template turn it on.",
         "--chat",
-        first=True,
     )
     system: str | None = option(
-        None, "The system message before the prompt.", *("--system-prompt", "-sys")
+        None, "The system message before the prompt.", "--system-prompt -sys"
     )
     chat_template: str | None = template_option()
 
@@ -420,13 +424,13 @@ class SamplingOptions:
     """How tokens are drawn: the settings of `llamabranch.SamplingParams` by the same names."""
 
     panel: ClassVar[str] = SAMPLING
+    first: ClassVar[str] = "temperature seed"
 
     temperature: float = option(
         DEFAULTS.temperature,
         "0 or below takes the most probable token.",
-        *("--temp", "--temperature"),
+        "--temp --temperature",
         callback=lambda value: max(value, 0.0),
-        first=True,
     )
     top_k: int = option(DEFAULTS.top_k, "Keep the k most probable; 0 keeps all.")
     top_p: float = option(DEFAULTS.top_p, "Nucleus sampling; 1 is off.")
@@ -438,12 +442,11 @@ class SamplingOptions:
     seed: int | None = option(
         None,
         "The same seed gives the same text, whatever drafts; -1 is a random one.",
-        *("--seed", "-s"),
-        callback=lambda value: None if value == -1 else value,  # llama.cpp's -1 is a random one
-        first=True,
+        "--seed -s",
+        callback=lambda value: None if value == -1 else value,
     )
     ignore_eos: bool = option(
-        False, "Never sample a token that ends the text.", *("--ignore-eos", "--ignore-end")
+        False, "Never sample a token that ends the text.", "--ignore-eos --ignore-end"
     )
 
     def params(self, models: ModelOptions, seed: int | None = None) -> SamplingParams:
@@ -464,13 +467,14 @@ class SamplingOptions:
 class TextOptions(SamplingOptions):
     """All that determines a text: length, stop strings, structure, sampling."""
 
+    first: ClassVar[str] = "max_tokens json_schema"
+
     max_tokens: int | None = option(
         128,
         "Tokens to generate; -1: until the model ends the text or the context is full.",
-        *LENGTH,
+        LENGTH,
         callback=limit,
         rich_help_panel=TEXT,
-        first=True,
     )
     stop: list[str] | None = option(
         None, "End at this text; may be repeated.", "--stop", rich_help_panel=TEXT
@@ -479,17 +483,16 @@ class TextOptions(SamplingOptions):
         None,
         "A GBNF grammar, a file of it, or a /regular expression/ that the whole text matches; or, beside "
         "that, a Python function of the text so far, False where no allowed text begins so.",
-        *("--grammar", "--constraint", "--grammar-file"),
+        "--grammar --constraint --grammar-file",
         metavar="GBNF|FILE|/REGEX/|FILE.py:NAME",
         rich_help_panel=TEXT,
     )
     json_schema: str | None = option(
         None,
         "A JSON schema, or a file of it.",
-        *("--json-schema", "--json-schema-file", "-j", "-jf"),
+        "--json-schema --json-schema-file -j -jf",
         metavar="JSON|FILE",
         rich_help_panel=TEXT,
-        first=True,
     )
 
     @property
@@ -503,9 +506,7 @@ class TextOptions(SamplingOptions):
         if given is not None and self.json_schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
         if self.json_schema is not None:
-            inline = self.json_schema.lstrip().startswith("{")
-            text = self.json_schema if inline else read_text(Path(self.json_schema))
-            return lb.Grammar.from_json_schema(text)
+            return lb.Grammar.from_json_schema(schema_text(self.json_schema))
         if given is None:
             return None
         if len(given) > 1 and given.startswith("/") and given.endswith("/"):
@@ -537,17 +538,18 @@ class OutputOptions:
     """How a command prints its output."""
 
     panel: ClassVar[str] = OUTPUT
+    first: ClassVar[str] = "as_json"
 
-    as_json: bool = option(False, "Print one JSON object and nothing else.", "--json", first=True)
+    as_json: bool = option(False, "Print one JSON object and nothing else.", "--json")
     verbose: bool = option(
         False,
         "Show llama.cpp's log, how drafts went, and tracebacks of errors.",
-        *("--verbose", "--log-verbose", "--debug", "-v"),
+        "--verbose --log-verbose --debug -v",
     )
 
     @contextmanager
     def console(self) -> Iterator[Console]:
         """Yield the console of a command; errors end the command with one line and an exit code."""
         console = Console(silent=self.as_json, verbose=self.verbose)
-        with reporting_errors(console):
+        with reporting_errors(console), console.resources:
             yield console

@@ -14,11 +14,13 @@ from typing import IO, Any
 from llamabranch import ConfigError, Grammar, Model, Request, Result
 
 from ..files import atomic_write, sync
-from .files import check_new_file, digest, is_unicode, write_error
+from .files import check_new_file, digest, is_unicode, writing
 from .jsonl import BatchRequest, answer
 
 _OLD = "prompt "  # before the digest of a prompt alone, for the records of version 0.2
+_OTHER_PROMPTS = "has results of other prompts, or of other settings on a line: the id {!r}"
 _PREFIX = b'{"id": '  # of every line that is written here
+_KEPT = "the results written so far are kept; --resume continues from there"
 _SYNC_S = 0.25  # seconds between two requests to store results on the disk
 
 # The settings that determine the texts of a job, and what is said where they differ.
@@ -83,7 +85,7 @@ class ResultFile:
                 self._n_failed += 1
                 continue
             if found.setdefault(name, given) != given:
-                raise self._of_other_prompts(name)
+                raise self._refused(_OTHER_PROMPTS.format(name))
             self.done.update((name, sample) for sample in _samples(record))
         if self._jobs:
             seed, ours = self._jobs[0].get("seed"), self.job["seed"]
@@ -94,9 +96,9 @@ class ResultFile:
         for request in requests:
             given = found.pop(str(request.id), "")
             if given and given not in (_digest(request), _OLD + digest(_listed(request.prompt))):
-                raise self._of_other_prompts(str(request.id))
+                raise self._refused(_OTHER_PROMPTS.format(request.id))
         for name in found:
-            raise self._of_other_prompts(name)
+            raise self._refused(_OTHER_PROMPTS.format(name))
 
     def _records(self) -> Iterator[dict[str, Any]]:
         """Yield the records; an incomplete last line is left out if it is the beginning of one."""
@@ -118,11 +120,9 @@ class ResultFile:
                 self._n_bytes += len(line)
                 yield record
 
-    def _of_other_prompts(self, name: str) -> ConfigError:
-        return ConfigError(
-            f"{self.path} has results of other prompts, or of other settings on a line: the id {name!r}",
-            hint="resume with the prompts it was started with, or name another file",
-        )
+    def _refused(self, reason: str) -> ConfigError:
+        hint = "resume with the prompts and settings it was started with, or name another file"
+        return ConfigError(f"{self.path} {reason}", hint=hint)
 
     def _check(self) -> None:
         for theirs in self._jobs:
@@ -132,10 +132,7 @@ class ResultFile:
                 if self.job[name] not in (None, theirs.get(name))
             ]
             if found:
-                raise ConfigError(
-                    f"{self.path} was made with other settings: {'; '.join(found)}",
-                    hint="resume with the settings it was started with, or name another file",
-                )
+                raise self._refused(f"was made with other settings: {'; '.join(found)}")
 
     def open(self, model: Model, seed: int) -> None:
         """Open it for appending, now that the model and the seed are known.
@@ -178,20 +175,12 @@ class ResultFile:
             record = answer(result.id, self._texts.pop(result.id))
         record["job"] = {**self.job, "request": _digest(request)}
         line = json.dumps(record, ensure_ascii=False)
-        with self._failing():
+        with writing(self.path, _KEPT):
             self._file.write((line if is_unicode(line) else json.dumps(record)) + "\n")
             self._file.flush()
             if monotonic() - self._synced >= _SYNC_S:
                 sync(self._file)
                 self._synced = monotonic()
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            hint = "the results written so far are kept; --resume continues from there"
-            raise write_error(self.path, error, hint) from None
 
     def __enter__(self) -> ResultFile:
         return self
@@ -201,7 +190,7 @@ class ResultFile:
             return
         try:
             if error is None:
-                with self._failing():
+                with writing(self.path, _KEPT):
                     sync(self._file)
         finally:
             with contextlib.suppress(OSError):  # after a failed write it tries, and fails, again

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 from llamabranch.search import Selection, select
 
+from ..arguments import choice
 from ..eval.perplexity import exp
 from ..loading import LoadOptions
 from ..search.selection import METHODS
@@ -26,64 +26,49 @@ from .search import stats_text
 _SEQUENCES = 33
 
 
-class _Item(NamedTuple):
-    """A text, or a context with the texts that may continue it."""
-
-    name: str
-    context: str | None
-    texts: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class ScoreOptions:
     """What is scored."""
 
     panel: ClassVar[str] = TEXT
+    first: ClassVar[str] = "context files best top"
 
     texts: list[str] | None = argument(
         "What to score; with --context its continuations. Begin them with a space where the text needs "
         "one.",
         metavar="TEXT",
     )
-    context: str | None = option(
-        None, "Text before each TEXT, not scored.", "--context", first=True
-    )
+    context: str | None = option(None, "Text before each TEXT, not scored.", "--context")
     files: list[Path] | None = option(
         None,
         "A file whose whole text is scored, without its last newline; may be repeated.",
-        *("--file", "-f"),
-        first=True,
+        "--file -f",
     )
     best: str | None = option(
         None,
         "Print the best continuation first, by this measure of the log-probabilities of its tokens.",
         metavar="|".join(METHODS),
-        first=True,
     )
-    top: int = option(0, "Show the N most probable tokens.", min=0, first=True)
+    top: int = option(0, "Show the N most probable tokens.", min=0)
 
-    def items(self) -> list[_Item]:
-        """Return what is to be scored.
+    def given(self) -> tuple[str, ...]:
+        """Return the texts that are to be scored.
 
         Raises:
-            ConfigError: nothing, or a file that cannot be read.
+            ConfigError: there is none, or a file cannot be read.
         """
         texts = (*(self.texts or ()), *map(read_prompt_file, self.files or ()))
-        items = [_Item(str(i), None, (text,)) for i, text in enumerate(texts)]
-        if self.context is not None:
-            if not texts:
-                raise ConfigError("--context needs a text that continues it")
-            items = [_Item("0", self.context, texts)]
-        if not items:
+        if not texts and self.context is not None:
+            raise ConfigError("--context needs a text that continues it")
+        if not texts:
             raise ConfigError("there is no text", hint="give a text, or --file")
-        if self.best not in (None, *METHODS):
-            hint = f"measures: {', '.join(METHODS)}"
-            raise ConfigError(f"unknown measure {self.best!r}", hint=hint)
-        if self.best is not None and self.context is None:
-            raise ConfigError("--best needs a --context, which the texts continue")
-        if self.best is not None and not all(texts):
-            raise ConfigError("a choice must not be empty")
-        return items
+        if self.best is not None:
+            choice("measure", self.best, METHODS)
+            if self.context is None:
+                raise ConfigError("--best needs a --context, which the texts continue")
+            if not all(texts):
+                raise ConfigError("a choice must not be empty")
+        return texts
 
 
 @with_bundles
@@ -94,62 +79,51 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
     context, each text is a continuation of it, and all are decoded together; --best prints the one that
     the model prefers first.
     """
-    with output.console() as console, ExitStack() as stack:
-        items = given.items()
+    with output.console() as console:
+        texts, context, best = given.given(), given.context, given.best
         name = models.announce(console)
-        longest = max(
-            ((item.context or "") + text for item in items for text in item.texts), key=len
-        )
-        models = with_room(models, name, longest, 0)
-        more = LoadOptions() if given.best is None else LoadOptions(n_seq_max=_SEQUENCES)
-        ctx = models.open(name, console, stack, **more)
+        models = with_room(models, name, (context or "") + max(texts, key=len), 0)
+        more = LoadOptions() if best is None else LoadOptions(n_seq_max=_SEQUENCES)
+        ctx = models.open(name, console, **more)
+        if best is not None:
+            with Branch.start(ctx, context or "") as branch:
+                chosen = select(branch, texts, method=best)
+            _print_choices(console, texts, chosen)
+            about = {"id": "0", "context": context, "method": best, **chosen.as_dict()}
+            console.answer({"items": [about]})
+            return
         found: list[dict[str, Any]] = []
-        for item in items:
-            if len(items) > 1:
-                console.line(f"[{item.name}]", "bold")
-            record: dict[str, Any] = {"id": item.name, "context": item.context}
-            if given.best is not None:
-                with Branch.start(ctx, item.context or "") as branch:
-                    chosen = select(branch, item.texts, method=given.best)
-                record |= {"method": given.best, **chosen.as_dict()}
-                _print_choices(console, item, chosen)
-            else:
-                scores = _score(ctx, item, given.top)
-                pairs = zip(item.texts, scores, strict=True)
-                record["scores"] = [_record(ctx, text, its) for text, its in pairs]
-                _print(console, item, record["scores"], given.top)
-            found.append(record)
-        if given.best is not None:
-            answer: dict[str, Any] = {"items": found}
-        else:
-            records = [record for item in found for record in item["scores"]]
-            n_tokens = sum(record["n_tokens"] for record in records)
-            logprob = math.fsum(record["logprob"] for record in records)
-            total = {"n_tokens": n_tokens, "logprob": logprob}
-            total["perplexity"] = _perplexity(logprob, n_tokens)
-            answer = {"items": found, "total": total}
-            if len(items) > 1:
-                console.line(
-                    f"{n_tokens} tokens, log-probability {logprob:.3f} nats, "
-                    f"perplexity {total['perplexity']:.3f}"
-                )
-        console.answer(answer)
+        for i, group in enumerate([(text,) for text in texts] if context is None else [texts]):
+            scores = _score(ctx, context, group, given.top)
+            records = [_record(ctx, *pair) for pair in zip(group, scores, strict=True)]
+            if context is None and len(texts) > 1:
+                console.line(f"[{i}]", "bold")
+            _print(console, records, given.top, with_tokens=context is None)
+            found.append({"id": str(i), "context": context, "scores": records})
+        records = [record for item in found for record in item["scores"]]
+        n_tokens = sum(record["n_tokens"] for record in records)
+        total = _totals([record["logprob"] for record in records], n_tokens)
+        if len(found) > 1:
+            console.line(
+                f"{total['n_tokens']} tokens, log-probability {total['logprob']:.3f} nats, "
+                f"perplexity {total['perplexity']:.3f}"
+            )
+        console.answer({"items": found, "total": total})
 
 
-def _score(ctx: Context, item: _Item, top: int) -> list[list[TokenScore]]:
-    if item.context is None:
-        tokens = ctx.model.prompt_tokens(item.texts[0])
+def _score(
+    ctx: Context, context: str | None, texts: Sequence[str], top: int
+) -> list[list[TokenScore]]:
+    if context is None:
+        tokens = ctx.model.prompt_tokens(texts[0])
         if len(tokens) == 1:
             return [[]]
         with Branch.start(ctx, tokens[:1]) as branch:
             return [branch.score(tokens[1:], top)]
-    continuations = [
-        ctx.tokenize(text, add_special=False, parse_special=True) for text in item.texts
-    ]
-    for text, tokens in zip(item.texts, continuations, strict=True):
-        if not tokens:
-            raise ConfigError(f"a continuation has no tokens: {text!r}")
-    with Branch.start(ctx, item.context) as branch:
+    continuations = [ctx.tokenize(text, add_special=False, parse_special=True) for text in texts]
+    if not all(continuations):
+        raise ConfigError(f"a continuation has no tokens: {texts[continuations.index([])]!r}")
+    with Branch.start(ctx, context) as branch:
         return BranchStore(ctx).score({branch: continuations}, top)[branch]
 
 
@@ -157,55 +131,46 @@ def _record(ctx: Context, text: str, scores: Sequence[TokenScore]) -> dict[str, 
     def named(token: int) -> dict[str, Any]:
         return {"token": token, "text": ctx.detokenize([token], special=True)}
 
-    total = math.fsum(score.logprob for score in scores)
-    return {
-        "text": text,
-        "n_tokens": len(scores),
-        "logprob": total,
-        "perplexity": _perplexity(total, len(scores)),
-        "tokens": [
-            {
-                **named(score.token),
-                "logprob": score.logprob,
-                "rank": score.rank,
-                "entropy": score.entropy,
-                "top": [{**named(token), "logprob": p} for token, p in score.alternatives],
-            }
-            for score in scores
-        ],
-    }
-
-
-def _perplexity(total: float, n: int) -> float:
-    return exp(-total / n) if n else math.nan
-
-
-def _print_choices(console: Console, item: _Item, found: Selection) -> None:
-    order = sorted(range(len(item.texts)), key=lambda i: (i != found.index, -found.scores[i]))
-    columns = (item.texts, found.scores, found.logprobs, found.tokens)
-    rows = [
-        (text, f"{score:.4f}", f"{sum(logprobs):.3f}", len(tokens))
-        for text, score, logprobs, tokens in zip(*columns, strict=True)
+    tokens = [
+        {
+            **named(score.token),
+            "logprob": score.logprob,
+            "rank": score.rank,
+            "entropy": score.entropy,
+            "top": [{**named(token), "logprob": p} for token, p in score.alternatives],
+        }
+        for score in scores
     ]
-    console.table(("choice", "score", "log p, nats", "tokens"), [rows[i] for i in order])
+    return {"text": text, **_totals([score.logprob for score in scores]), "tokens": tokens}
+
+
+def _totals(logprobs: Sequence[float], n_tokens: int | None = None) -> dict[str, Any]:
+    """Return the sums over tokens, or over parts of texts that have ``n_tokens`` together."""
+    n, total = len(logprobs) if n_tokens is None else n_tokens, math.fsum(logprobs)
+    return {"n_tokens": n, "logprob": total, "perplexity": exp(-total / n) if n else math.nan}
+
+
+def _print_choices(console: Console, texts: Sequence[str], found: Selection) -> None:
+    order = sorted(range(len(texts)), key=lambda i: (i != found.index, -found.scores[i]))
+    rows = [
+        (texts[i], f"{found.scores[i]:.4f}", f"{sum(found.logprobs[i]):.3f}", len(found.tokens[i]))
+        for i in order
+    ]
+    console.table(("choice", "score", "log p, nats", "tokens"), rows)
     console.line(stats_text(found.stats), "dim")
 
 
-def _print(console: Console, item: _Item, records: Sequence[dict[str, Any]], top: int) -> None:
-    if item.context is None:
-        columns = ("token", "logprob", "rank", "entropy", "most probable")
-        rows = [
-            (
-                repr(its["text"]),
-                number(its["logprob"], 3),
-                its["rank"],
-                number(its["entropy"], 3),
-                " ".join(repr(other["text"]) for other in its["top"]),
-            )
-            for its in records[0]["tokens"]
-        ]
-        width = 5 if top else 4
-        console.table(columns[:width], [row[:width] for row in rows], left=columns[4:])
+def _print(
+    console: Console, records: Sequence[dict[str, Any]], top: int, *, with_tokens: bool
+) -> None:
+    if with_tokens:
+        columns = ("token", "logprob", "rank", "entropy", *("most probable",) * (top > 0))
+        rows = []
+        for its in records[0]["tokens"]:
+            figures = number(its["logprob"], 3), its["rank"], number(its["entropy"], 3)
+            others = " ".join(repr(other["text"]) for other in its["top"])
+            rows.append((repr(its["text"]), *figures, others)[: len(columns)])
+        console.table(columns, rows, left=columns[4:])
         console.line()
     summary = [
         (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams
 from llamabranch.search import SearchResult, SearchStats, outline
 
+from ..arguments import choice
 from ..loading import LoadOptions
 from ..search.vote import last_match
 from .bundles import option, with_bundles
@@ -39,16 +39,16 @@ class MethodOptions:
     """How to search."""
 
     panel: ClassVar[str] = "Search"
+    first: ClassVar[str] = "method width reward"
 
-    method: str = option("beam", "How to search.", metavar="|".join(WIDTHS), first=True)
+    method: str = option("beam", "How to search.", metavar="|".join(WIDTHS))
     width: int | None = option(
         None,
         "Beams, texts, particles, texts of a step, or moves; by default "
         + ", ".join(f"{n} ({name})" for name, n in WIDTHS.items())
         + ".",
-        *("--width", "-w"),
+        "--width -w",
         min=1,
-        first=True,
     )
     best: int = option(1, "How many results to print.", min=1)
     reward: str | None = option(
@@ -56,7 +56,6 @@ class MethodOptions:
         "best-of, steps, mcts: a program that reads a text from standard input and prints "
         "a number, higher is better.",
         metavar="COMMAND",
-        first=True,
     )
     answer: str = option(
         r"-?\d+(?:\.\d+)?",
@@ -71,20 +70,14 @@ class MethodOptions:
 
     def check(self, max_tokens: int | None) -> None:
         """Raise ConfigError for what cannot be searched with."""
-        if self.method not in WIDTHS:
-            raise ConfigError(
-                f"unknown method {self.method!r}", hint="methods: " + ", ".join(WIDTHS)
-            )
+        choice("methods", self.method, WIDTHS)
+        hint = "for example --reward 'python score.py', which reads a text and prints a number"
         if self.method in NEED_REWARD and self.reward is None:
-            raise ConfigError(
-                f"--method {self.method} needs a reward",
-                hint="for example --reward 'python score.py', which reads a text and prints a number",
-            )
+            raise ConfigError(f"--method {self.method} needs a reward", hint=hint)
         last_match(self.answer)
         if max_tokens is None and self.method in NEED_LIMIT:
-            raise ConfigError(
-                f"--method {self.method} needs a limit", hint="--n-predict N, at least 1"
-            )
+            message = f"--method {self.method} needs a limit"
+            raise ConfigError(message, hint="--n-predict N, at least 1")
 
     @property
     def n(self) -> int:
@@ -127,7 +120,7 @@ def search(
     All candidates share the prompt and every decode. Ctrl-C ends the search with the best so far. On a
     pipe standard output is the text alone.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         grammar, constraint = text.parse_grammar(), text.load_constraint()
         if constraint is not None and method.method != "smc":
             raise ConfigError("of the searches only --method smc has a --constraint")
@@ -143,7 +136,7 @@ def search(
             models = replace(models, n_ctx=n_cells + (sized.n_ctx or 0))
         of_target = LoadOptions(n_seq_max=n_sequences, chat_template=chat.template)
         of_drafts = LoadOptions(n_seq_max=n_sequences + 1)
-        context, drafter = models.open_pair(names, console, stack, of_target, of_drafts)
+        context, drafter = models.open_pair(names, console, of_target, of_drafts)
         params = text.without_eog(params, context.model)
         start = chat.prompt_tokens(context.model, prompt)
         branch = lb.Branch.start(context, start, sampling=params, grammar=grammar)
@@ -187,30 +180,26 @@ def _run(
     n, most, name = method.n, text.max_tokens, method.method
     limit = most or 0  # checked: it is given where it must be
     shared: dict[str, Any] = {"stop": text.stop_strings, "on_step": on_step}
+    more: dict[str, Any] = {**shared, "drafter": drafter}
     if name == "beam":
         return lb.search.beam_search(branch, n, limit, n=min(n, method.best), **shared)
     if name == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
-        return lb.search.smc(
-            branch, n, limit, constraint=constraint, force_end=not text.ignore_eos, **shared
-        )
-    shared["drafter"] = drafter
+        ends = not text.ignore_eos
+        return lb.search.smc(branch, n, limit, constraint=constraint, force_end=ends, **shared)
+    if name == "vote":
+        return lb.search.vote(branch, last_match(method.answer), n, most, **more)
     reward = None if method.reward is None else partial(_reward, method.reward)
     if name == "best-of":
-        return lb.search.best_of_n(branch, n, most, reward=reward, **shared)
-    if name == "vote":
-        return lb.search.vote(branch, last_match(method.answer), n, most, **shared)
+        return lb.search.best_of_n(branch, n, most, reward=reward, **more)
     if reward is None:
         raise ConfigError(f"--method {name} needs a reward")
-    shared["step"] = method.boundary()
+    more["step"], n_most = method.boundary(), method.iterations
     if name == "steps":
-        most_steps = method.iterations
-        return lb.search.step_search(
-            branch, reward, n, beam_width=n, max_steps=most_steps, max_tokens=most, **shared
-        )
-    return lb.search.tree_search(
-        branch, reward, method.iterations, expand=n, n=method.best, max_tokens=limit, **shared
-    )
+        more |= {"max_steps": n_most, "max_tokens": most}
+        return lb.search.step_search(branch, reward, n, beam_width=n, **more)
+    more |= {"n": method.best, "max_tokens": limit}
+    return lb.search.tree_search(branch, reward, n_most, expand=n, **more)
 
 
 def _reward(command: str, text: str) -> float:
@@ -251,8 +240,8 @@ def _print(
     if result.votes:
         shares = []
         for answer, n in result.votes.items():
-            others = [text for text in result.answer_forms[answer] if text != str(answer)]
-            shares.append(f"{answer} {n}" + (f" (also {', '.join(others)})" if others else ""))
+            others = ", ".join(text for text in result.answer_forms[answer] if text != str(answer))
+            shares.append(f"{answer} {n}" + f" (also {others})" * bool(others))
         beside.line(f"votes: {', '.join(shares)}")
     if result.log_evidence is not None:
         least = min(result.effective_sizes, default=0.0)

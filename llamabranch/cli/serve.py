@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from llamabranch import AsyncEngine, ConfigError, Model, hub
+from llamabranch import AsyncEngine, ConfigError
 from llamabranch import serve as server
 from llamabranch.serve import ServeSettings
 
@@ -28,6 +27,7 @@ from .options import (
     setting_value,
     template_option,
     trained_length,
+    vocabulary,
 )
 
 _MOST_CELLS = 8192  # of the cache, unless --n-ctx is given
@@ -45,36 +45,33 @@ class ServerOptions:
     """Where the server listens, whom it serves, and its limits."""
 
     panel: ClassVar[str] = "Server"
+    first: ClassVar[str] = "host port api_key log_requests"
 
-    host: str = option("127.0.0.1", "The address to listen on.", first=True)
-    port: int = option(8080, "The port; 0 is any that is free.", first=True)
+    host: str = option("127.0.0.1", "The address to listen on.")
+    port: int = option(8080, "The port; 0 is any that is free.")
     api_key: list[str] | None = option(
-        None,
-        f"A key that clients must send; may be repeated.  [env: {_KEY_VARIABLE}]",
-        first=True,
+        None, f"A key that clients must send; may be repeated.  [env: {_KEY_VARIABLE}]"
     )
     api_key_file: Path | None = option(None, "A file with one key a line.")
     allow_origin: list[str] | None = option(
         None,
         "An origin whose web pages may call the server; may be repeated.",
-        *("--allow-origin", "--cors-origins"),
+        "--allow-origin --cors-origins",
         metavar="ORIGIN|localhost|*",
     )
     allowed_host: list[str] | None = option(
         None, "A name by which the server may be called, besides localhost; may be repeated."
     )
     alias: str | None = option(
-        None, "The model's name for clients; several with commas between.", *("--alias", "-a")
+        None, "The model's name for clients; several with commas between.", "--alias -a"
     )
     request_timeout: float = option(
         600.0,
         "Seconds after which a request is cancelled; 0 is never.",
-        *("--timeout", "--request-timeout", "-to"),
+        "--timeout --request-timeout -to",
         min=0,
     )
-    log_requests: bool = option(
-        False, "Print one line for each request.", "--log-requests", first=True
-    )
+    log_requests: bool = option(False, "Print one line for each request.", "--log-requests")
     limits: list[str] | None = option(
         None,
         "Another limit or setting of llamabranch.serve.ServeSettings: "
@@ -89,17 +86,18 @@ class ServerOptions:
         Raises:
             ConfigError: a value out of range, or a file that cannot be read.
         """
-        same = ("host", "port", "alias", "log_requests")
-        found: dict[str, Any] = {name: getattr(self, name) for name in same}
-        found["allow_origins"] = _parts(self.allow_origin)
-        found["allowed_hosts"] = _parts(self.allowed_host)
-        found["request_timeout_s"] = self.request_timeout
+        found: dict[str, Any] = {}
         for text in self.limits or ():
             name, equals, value = text.partition("=")
             if name not in _LIMITS or not equals:
                 raise ConfigError(f"no limit {text!r}", hint=nearest(name, _LIMITS, "limits"))
             found[name] = setting_value(value)
-        return ServeSettings(api_keys=self._keys(), **found)
+        for name in ("host", "port", "alias", "log_requests"):
+            found[name] = getattr(self, name)
+        return ServeSettings(
+            api_keys=self._keys(), allow_origins=_parts(self.allow_origin),
+            allowed_hosts=_parts(self.allowed_host), request_timeout_s=self.request_timeout, **found,
+        )  # fmt: skip
 
     def _keys(self) -> tuple[str, ...]:
         keys = list(_parts(self.api_key))
@@ -116,14 +114,13 @@ class ServedModels(DraftOptions):
     """The model, and the context of the server."""
 
     panel: ClassVar[str] = MODEL
+    first: ClassVar[str] = "parallel"
 
-    parallel: int = option(
-        -1, "Texts at a time at most; -1: 8.", *("--parallel", "-np"), min=-1, max=255, first=True
-    )
+    parallel: int = option(-1, "Texts at a time at most; -1: 8.", "--parallel -np", min=-1, max=255)
     max_tokens: int | None = option(
         -1,
         "The limit of texts whose request has none; -1: the context.",
-        *LENGTH,
+        LENGTH,
         callback=limit,
         rich_help_panel="Server",
     )
@@ -139,8 +136,8 @@ class ServedModels(DraftOptions):
             raise ConfigError("--parallel must be at least 1, or -1")
         parallel = _PARALLEL if self.parallel < 0 else self.parallel
         kv_unified = self.set("load").get("kv_unified")
-        if kv_unified is None and (self.parallel < 2 or has_model(drafters)):
-            kv_unified = True
+        if kv_unified is None:
+            kv_unified = True if self.parallel < 2 or has_model(drafters) else "auto"
         n_ctx = self.n_ctx
         if n_ctx is None:
             n_texts = 1 if kv_unified is True else parallel
@@ -149,7 +146,7 @@ class ServedModels(DraftOptions):
         return LoadOptions(
             n_seq_max=parallel,
             n_ctx=n_ctx,
-            kv_unified="auto" if kv_unified is None else kv_unified,
+            kv_unified=kv_unified,
             prefix_cache=True,
         )
 
@@ -167,7 +164,7 @@ def serve(
     Sampling options are for what a request leaves out. The first Ctrl-C, or SIGTERM, lets running
     requests end in time; the second ends them.
     """
-    with output.console() as console, ExitStack() as stack:
+    with output.console() as console:
         config, template = models.config(), read_template(models.chat_template)
         settings = replace(
             listening.settings(),
@@ -178,7 +175,7 @@ def serve(
         target, drafters = models.resolve(console)
         if models.draft in (None, "auto") and all(name in COPYING for name in drafters):
             drafters = ("grammar", *drafters)  # what a schema forces is not copied from anywhere
-        with Model(hub.resolve(target), vocab_only=True) as model:
+        with vocabulary(target) as model:
             params = sampling.without_eog(settings.sampling, model)
             of_target = models.sized(trained_length(model), drafters)
         parallel = of_target["n_seq_max"] or _PARALLEL
@@ -189,7 +186,7 @@ def serve(
             del of_drafts["kv_unified"]
             more: LoadOptions = {**of_target, "chat_template": template}
             names = target, drafters
-            context, drafter = models.open_pair(names, console, stack, more, of_drafts)
+            context, drafter = models.open_pair(names, console, more, of_drafts)
             return AsyncEngine(
                 context, drafter, config, sampling=params, max_tokens=None,
                 max_waiting=settings.max_queue, parallel=parallel,

@@ -46,51 +46,40 @@ def test_bench_prints_costs_tables_and_a_command_that_works() -> None:
     out = result.stdout
     for label in ("v(n)", "Plain decoding: ", "c = ", "a = ", "Draft lengths", "Rules:", "theory"):
         assert label in out
-    rows = [line.split()[:1] for line in out.splitlines()]
-    assert ["1"] in rows and ["2"] in rows and ["auto"] in rows
+    for length in (1, 2, "auto"):
+        assert f"\n{length}, seeded " in out
     for rule in ("seeded", "token", "block"):
         assert any(line.startswith(f"auto, {rule} ") for line in out.splitlines())
     assert "Inconclusive: " in out  # one pair of texts decides nothing, whatever it shows
-
-
-def test_machine_and_load_are_printed_with_the_figures() -> None:
-    machine = Machine.now()
-    out = " ".join(run().stdout.split())
-    assert f"processor {' '.join(machine.processor.split())}, {machine.cores} core" in out
-    assert "1 thread, load " in out
-    assert " before; " in out and " after. " in out
-    assert f"llama-cpp-python {machine.llama_cpp_python}" in out
-    answer = run_json()
-    found = answer["machine"]
-    assert set(found) == {*vars(machine), "load_after"}
-    assert (found["processor"], found["cores"]) == (machine.processor, machine.cores)
-    assert answer["n_threads"] == 1
-    assert (answer["verdict"], answer["best"], answer["command"]) == ("inconclusive", None, None)
-    assert answer["confirmed"]["speedup_interval"]["n"] == 1
+    machine, said = Machine.now(), " ".join(out.split())
+    assert f"processor {' '.join(machine.processor.split())}, {machine.cores} core" in said
+    assert "1 thread, load " in said and " before; " in said and " after. " in said
+    assert f"llama-cpp-python {machine.llama_cpp_python}" in said
 
 
 def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding() -> None:
-    answer = run_json()
+    answer, machine = run_json(), Machine.now()
     assert set(answer) == {
         *("target", "drafters", "draft_models", "temperature", "n_threads", "n_prompts"),
         *("n_tokens", "n_runs", "batch_invariant", "interrupted", "t1_s", "v", "c", "a", "plain"),
         *("lengths", "rules", "theory", "best", "command"),
         *("machine", "profile", "v_interval", "confirmed", "verdict"),
     }
-    assert answer["drafters"] == ["tale-draft"]
+    found = answer["machine"]
+    assert set(found) == {*vars(machine), "load_after"}
+    assert (found["processor"], found["cores"]) == (machine.processor, machine.cores)
+    assert (answer["n_threads"], answer["drafters"]) == (1, ["tale-draft"])
     assert (answer["n_prompts"], answer["n_tokens"], answer["n_runs"]) == (1, 12, 1)
-    v = answer["v"]
-    assert list(v) == ["1", "2", "3"]
-    assert v["1"] == 1
+    assert list(answer["v"]) == ["1", "2", "3"] and answer["v"]["1"] == 1
     lengths, rules = answer["lengths"], answer["rules"]
     assert [cell["draft_length"] for cell in lengths] == [1, 2, "auto"]
-    assert {(cell["rule"]) for cell in rules} == {"seeded", "token", "block"}
-    assert len(rules) == 6
+    assert {cell["rule"] for cell in rules} == {"seeded", "token", "block"} and len(rules) == 6
     for cell in lengths:
-        assert cell["rule"] == "seeded"
+        assert cell["rule"] == "seeded" and cell["speedup"]["median"] > 0
         assert cell["same_text"] == cell["compared_text"] == 1
-        assert cell["speedup"]["median"] > 0
         assert (cell["theory"] is None) == (cell["draft_length"] == "auto")
+    assert (answer["verdict"], answer["best"], answer["command"]) == ("inconclusive", None, None)
+    assert answer["confirmed"]["speedup_interval"]["n"] == 1
     assert answer["interrupted"] is False
 
 
@@ -119,9 +108,11 @@ def test_profile_that_cannot_be_written_is_told_of_before_measuring(
     assert profile_problem() is None
 
 
-def test_at_temperature_0_the_rules_are_one() -> None:
-    answer = run_json("--temperature", "0", "--longest", "3")
-    assert answer["rules"] == []
+def test_at_temperature_0_the_rules_are_one(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "The old king"}\n{"prompt": [5, 6, 7]}\n')
+    answer = run_json("--temperature", "0", "--longest", "3", "-p", "A fox", "-i", str(path))
+    assert answer["rules"] == [] and answer["n_prompts"] == 3
     assert [cell["draft_length"] for cell in answer["lengths"]] == [1, 2, 3, "auto"]
 
 
@@ -142,14 +133,6 @@ def test_other_drafters_are_measured_too(draft: str) -> None:
     cells = answer["lengths"]
     assert all(cell["same_text"] == cell["compared_text"] == 1 for cell in cells)
     assert sum(cell["stats"]["num_draft_tokens"] for cell in cells) > 0
-
-
-def test_prompts_come_from_options_and_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "The old king"}\n{"prompt": [5, 6, 7]}\n')
-    arguments = ("--prompt", "A fox", "--input", str(path), "--draft", "none")
-    answer = run_json(*arguments)
-    assert answer["n_prompts"] == 3
 
 
 def test_memory_that_cannot_drop_a_tail_has_no_v(tmp_path: Path) -> None:
@@ -301,13 +284,11 @@ def _advice(ctx: lb.Context, report: PairReport, load: float | None = 0.0) -> Be
         report=report,
         machine=Machine("a processor", 2, load, "1.0", "2.0", ("AVX",)),
         target=ctx,
-        target_name="tale-target",
-        drafters=("tale-draft",),
-        draft_models=(),
+        drafter=lb.speculative.NullDrafter(),
+        names=("tale-target", "tale-draft"),
         temperature=0.8,
         n_prompts=1,
-        n_tokens=16,
-        n_runs=3,
+        sweep=Sweep(n_tokens=16, n_runs=3),
         options=["--threads", "1"],
     )
 
@@ -317,46 +298,44 @@ def _printed(report: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_advice_of_one_pair_is_to_measure_more(
+@pytest.mark.parametrize(
+    ("report", "load", "said"),
+    [
+        (_decided(1.07), 0.0, ["Inconclusive: ", "by 1 pair of texts", "--runs 12"]),
+        (
+            _decided(*[0.9, 1.2] * 6), 0.0,
+            ["Inconclusive: with draft length 3 and rule seeded",
+             "1.05 (0.90 to 1.20) times plain decoding, by 12 pairs of texts", "nothing else running"],
+        ),
+        (_decided(*[0.9, 1.2] * 6), 9.0, ["The timings are noisy: "]),
+        (PairReport(lengths=[_cell("auto", "seeded", 1.3, n_drafted=0)]), 0.0, ["nothing was drafted"]),
+        (_decided(*[0.5] * 12), 0.0, ["Drafting does not pay here", "--draft none"]),
+    ],
+)  # fmt: skip
+def test_advice_follows_the_verdict(
+    report: PairReport,
+    load: float,
+    said: list[str],
+    ctx: lb.Context,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = _advice(ctx, report, load)
+    shown = _printed(made, capsys)
+    assert all(part in shown for part in said) and "Best" not in shown
+    assert (made.command() is None) == (report.verdict != "slower")
+
+
+def test_the_best_is_named_with_a_command_that_works(
     ctx: lb.Context, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = _printed(_advice(ctx, _decided(1.07)), capsys)
-    assert "Inconclusive: " in out
-    assert "by 1 pair of texts" in out
-    assert "--runs 12" in out
-
-
-def test_advice_follows_the_verdict(ctx: lb.Context, capsys: pytest.CaptureFixture[str]) -> None:
     report = _advice(ctx, _decided(*[1.5] * 12))
     shown = _printed(report, capsys)
     assert "Best: draft length 3 and rule seeded, 1.50 (1.50 to 1.50) times plain" in shown
     assert shown.endswith(str(report.command()))
     program, command, *arguments = shlex.split(str(report.command()))
-    assert (program, command) == ("llamabranch", "generate")
-    assert arguments[:2] == ["-m", "tale-target"]
+    assert (program, command, *arguments[:2]) == ("llamabranch", "generate", "-m", "tale-target")
     again = commands.run("generate", "Once", *arguments, "-n", "4")
     assert again.exit_code == 0, again.stderr
-
-    report = _advice(ctx, _decided(*[0.5] * 12))
-    shown = _printed(report, capsys)
-    assert "Drafting does not pay here" in shown
-    assert "--draft none" in str(report.command())
-
-    report = _advice(ctx, _decided(*[0.9, 1.2] * 6))
-    shown = _printed(report, capsys)
-    assert "Inconclusive: with draft length 3 and rule seeded" in shown
-    assert "1.05 (0.90 to 1.20) times plain decoding, by 12 pairs of texts" in shown
-    assert "--runs 12" in shown
-    assert "busy" not in shown
-    assert report.command() is None
-    assert "Best" not in shown
-
-    busy = _advice(ctx, _decided(*[0.9, 1.2] * 6), load=9.0)
-    assert "The timings are noisy: " in _printed(busy, capsys)
-
-    report = _advice(ctx, PairReport(lengths=[_cell("auto", "seeded", 1.3, n_drafted=0)]))
-    assert "nothing was drafted" in _printed(report, capsys)
-    assert report.command() is None
 
 
 def test_times_of_a_decode_have_intervals_too() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toys
@@ -38,8 +39,20 @@ main()
 """
 
 
-def run(*arguments: str, stdin: str = "") -> Result:
-    return CliRunner().invoke(app, ["chat", *arguments], input=stdin)
+def run(*arguments: object, stdin: str = "") -> Result:
+    return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=stdin)
+
+
+def turns(path: Path, *lines: str) -> tuple[str, str]:
+    """Write a file of turns; return the option that reads it."""
+    path.write_text("\n".join(lines))
+    return "-f", str(path)
+
+
+def saved_in(folder: Path) -> dict[str, Any]:
+    """Return what a chat that was saved consists of."""
+    found: dict[str, Any] = json.loads((folder / "chat.json").read_text())
+    return found
 
 
 class Terminal:
@@ -128,8 +141,7 @@ def test_every_command_in_a_terminal(tmp_path: Path) -> None:
         chat.say("/help", "goes on in the next one")
         chat.ready()
         chat.type("/quit\r")
-    saved = json.loads((tmp_path / "kept" / "chat.json").read_text())
-    assert saved["sampling"]["temperature"] == 0.5
+    assert saved_in(tmp_path / "kept")["sampling"]["temperature"] == 0.5
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_program() -> None:
@@ -155,24 +167,23 @@ def test_lines_that_are_pasted_are_one_message(tmp_path: Path) -> None:
         chat.say(f"/save {tmp_path}/kept", "saved in")
         chat.ready()
         chat.type("\x04")
-    (message,) = json.loads((tmp_path / "kept" / "chat.json").read_text())["exchanges"]
+    (message,) = saved_in(tmp_path / "kept")["exchanges"]
     assert message["user"] == "first\nsecond\nthird"
 
 
 def test_a_chat_that_goes_on_shows_its_end(tmp_path: Path) -> None:
-    turns = tmp_path / "turns.txt"
-    turns.write_text(f"Tell of a king.\n/save {tmp_path}/kept\n")
-    run(*OPTIONS, "-n", "90", "--ignore-eos", "-f", str(turns))
-    (before,) = json.loads((tmp_path / "kept" / "chat.json").read_text())["exchanges"]
-    with terminal(*OPTIONS, "--load", f"{tmp_path}/kept") as chat:
+    kept = tmp_path / "kept"
+    given = turns(tmp_path / "turns", "Tell of a king.", f"/save {kept}")
+    run(*OPTIONS, "-n", "90", "--ignore-eos", *given)
+    (before,) = saved_in(kept)["exchanges"]
+    with terminal(*OPTIONS, "--load", str(kept)) as chat:
         end = chat.seen.split("> Tell of a king.")[1].split("branch 1, after: Tell of a king.")[0]
         assert end.split() == before["answer"].split()
         chat.say("/set temp 0.5", "temperature: 0.5")
-        chat.say(f"/save {tmp_path}/kept", "saved in")
+        chat.say(f"/save {kept}", "saved in")
         chat.ready()
         chat.type("\x04")
-    saved = json.loads((tmp_path / "kept" / "chat.json").read_text())
-    assert saved["sampling"]["temperature"] == 0.5
+    assert saved_in(kept)["sampling"]["temperature"] == 0.5
 
 
 def test_what_is_piped_is_one_message_and_its_answer_alone_is_printed() -> None:
@@ -185,55 +196,47 @@ def test_what_is_piped_is_one_message_and_its_answer_alone_is_printed() -> None:
 
 
 def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> None:
-    turns = tmp_path / "turns.txt"
-    turns.write_text(f"One day\n\nAnd then?\n/retry\n/save {tmp_path}/kept\n")
-    result = run(*OPTIONS, "-n", "6", "-sys", "Be kind.", "-f", str(turns), "--json")
+    kept = tmp_path / "kept"
+    given = turns(tmp_path / "turns", "One day", "", "And then?", "/retry", f"/save {kept}")
+    result = run(*OPTIONS, "-n", "6", "-sys", "Be kind.", *given, "--json")
     assert result.exit_code == 0, result.stderr
     answer = json.loads(result.stdout)
     roles = [message["role"] for message in answer["messages"]]
     assert roles == ["system", *["user", "assistant"] * 2]
-    assert answer["branches"] == 2
-    assert answer["stats"]["num_answers"] == 3
-    again = run(*OPTIONS, "--load", str(tmp_path / "kept"), "-p", "What else?", "--json")
-    assert [m["content"] for m in json.loads(again.stdout)["messages"]][:5] == [
-        message["content"] for message in answer["messages"]
-    ]
-    turns.write_text("/undo\n")
-    wrong = run(*OPTIONS, "-f", str(turns))
+    assert (answer["branches"], answer["stats"]["num_answers"]) == (2, 3)
+    again = run(*OPTIONS, "--load", kept, "-p", "What else?", "--json")
+    assert json.loads(again.stdout)["messages"][:5] == answer["messages"]
+    wrong = run(*OPTIONS, *turns(tmp_path / "turns", "/undo"))
     assert (wrong.exit_code, wrong.stdout) == (1, "")
     assert "there is no message yet" in wrong.stderr
 
 
 def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
-    toy, kept, turns = tmp_path / "toy.gguf", tmp_path / "kept", tmp_path / "turns.txt"
+    toy, kept = tmp_path / "toy.gguf", tmp_path / "kept"
     toys.write_llama(toy, vocab="bytes", metadata={"tokenizer.chat_template": toys.CHAT_TEMPLATE})
-    options = ("-t", "1", "-n", "2", "--draft", "none", "-c", "512", "-f", str(turns))
-    turns.write_text(f"ab\n/save {kept}\n")
-    saved = run("-m", str(toy), *options)
+    options = ["-t", "1", "-n", "2", "--draft", "none", "-c", "512"]
+    saved = run("-m", toy, *options, *turns(tmp_path / "turns", "ab", f"/save {kept}"))
     assert saved.exit_code == 0, saved.stderr
-    turns.write_text("cd\n")
-    again = run("--load", str(kept), *options, "--json")
+    options += turns(tmp_path / "turns", "cd")
+    again = run("--load", kept, *options, "--json")
     assert again.exit_code == 0, again.stderr
     assert [m["content"] for m in json.loads(again.stdout)["messages"][::2]] == ["ab", "cd"]
-    other = run("-m", TARGET, "--load", str(kept), "--chat-template", "chatml", *options)
+    other = run("-m", TARGET, "--load", kept, "--chat-template", "chatml", *options)
     assert other.exit_code == 1
     assert "another model: toy.gguf, not tale-target-q8_0.gguf" in other.stderr
     assert not re.search(r"[0-9a-f]{20}", other.stderr)
-    toy.rename(tmp_path / "moved.gguf")
-    gone = run("--load", str(kept), *options)
+    moved = toy.rename(tmp_path / "moved.gguf")
+    gone = run("--load", kept, *options)
     assert gone.exit_code == 1 and "toy.gguf" in gone.stderr
-    moved = run("-m", str(tmp_path / "moved.gguf"), "--load", str(kept), *options)
-    assert moved.exit_code == 0, moved.stderr
+    assert run("-m", moved, "--load", kept, *options).exit_code == 0
 
 
 def test_a_wrong_command_of_a_file_does_not_end_the_run(tmp_path: Path) -> None:
-    turns = tmp_path / "turns.txt"
-    turns.write_text("One day\n/what\n/clear\n/regen\n/edit 1\n/exit\nnever sent\n")
-    result = run(*OPTIONS, "-n", "4", "-f", str(turns))
-    assert result.exit_code == 1
-    assert "there is no command /what" in result.stderr and "/edit 1" in result.stderr
-    assert "nothing to replace it with" in result.stderr
-    assert "branch 2" in result.stderr and "never sent" not in result.stdout
+    lines = ("One day", "/what", "/clear", "/regen", "/edit 1", "/exit", "never sent")
+    result = run(*OPTIONS, "-n", "4", *turns(tmp_path / "turns", *lines))
+    assert result.exit_code == 1 and "never sent" not in result.stdout
+    for said in ("there is no command /what", "/edit 1", "nothing to replace it with", "branch 2"):
+        assert said in result.stderr
 
 
 def test_model_without_a_template_continues_what_it_reads_and_says_so() -> None:
@@ -246,26 +249,27 @@ def test_model_without_a_template_continues_what_it_reads_and_says_so() -> None:
 
 
 def test_options_that_are_given_are_those_of_a_loaded_chat(tmp_path: Path) -> None:
-    options = OPTIONS[:-2]  # no seed
-    kept, turns = tmp_path / "kept", tmp_path / "turns.txt"
-    turns.write_text(f"One day\n/save {kept}\n")
-    saved = run(*options, "-n", "3", "--seed", "4", "--top-k", "7", "-f", str(turns))
-    assert saved.exit_code == 0, saved.stderr
-    turns.write_text(f"Again\n/save {kept}\n")
-    run(*options, "--load", str(kept), "-f", str(turns))
-    same = json.loads((kept / "chat.json").read_text())
+    kept = tmp_path / "kept"
+
+    def said(*more: str, line: str = "Again") -> dict[str, Any]:
+        given = turns(tmp_path / "turns", line, f"/save {kept}")
+        result = run(*OPTIONS[:-2], *more, *given)  # no seed
+        assert result.exit_code == 0, result.stderr
+        return saved_in(kept)
+
+    said("-n", "3", "--seed", "4", "--top-k", "7", line="One day")
+    load = ("--load", str(kept))
+    same = said(*load)
     assert (same["sampling"]["top_k"], same["sampling"]["seed"], same["max_tokens"]) == (7, 4, 3)
-    given = ["--temperature", "0.8", "--seed", "9", "-n", "2", "--stop", "x", "-sys", "Be kind."]
-    run(*options, "--load", str(kept), *given, "--ignore-eos", "-f", str(turns))
-    other = json.loads((kept / "chat.json").read_text())
+    given = ("--temperature", "0.8", "--seed", "9", "-n", "2", "--stop", "x", "-sys", "Be kind.")
+    other = said(*load, *given, "--ignore-eos")
     expected = {**same["sampling"], "seed": 9, "temperature": 0.8}
     assert other["sampling"].pop("logit_bias") and not expected.pop("logit_bias")
     assert other["sampling"] == expected
     assert (other["max_tokens"], other["stop"]) == (2, ["x"])
     assert other["lines"][0]["system"] == "Be kind."
-    run(*options, "--load", str(kept), "-S", 'logit_bias={"70": 3}', "-f", str(turns))
-    run(*options, "--load", str(kept), "--ignore-eos", "-f", str(turns))
-    bias = json.loads((kept / "chat.json").read_text())["sampling"]["logit_bias"]
+    said(*load, "-S", 'logit_bias={"70": 3}')
+    bias = said(*load, "--ignore-eos")["sampling"]["logit_bias"]
     assert [70, 3.0] in bias and len(bias) > 1
 
 
@@ -273,21 +277,17 @@ def test_tilde_of_save_and_load_is_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    turns = tmp_path / "turns.txt"
-    turns.write_text("One day\n/save ~/kept\n/undo\n/load ~/kept\n")
-    result = run(*OPTIONS, "-n", "2", "-f", str(turns))
+    given = turns(tmp_path / "turns", "One day", "/save ~/kept", "/undo", "/load ~/kept")
+    result = run(*OPTIONS, "-n", "2", *given)
     assert result.exit_code == 0, result.stderr
-    assert (tmp_path / "kept" / "chat.json").is_file()
+    assert saved_in(tmp_path / "kept")
     assert f"saved in {tmp_path}/kept" in " ".join(result.stderr.split())
 
 
 def test_each_branch_that_lacks_turns_says_so(tmp_path: Path) -> None:
-    turns = tmp_path / "turns.txt"
-    turns.write_text(
-        "\n".join([*(f"Of day {n}?" for n in range(6)), "/retry", "/retry", "/edit 1 Hello"])
-    )
-    options = [*OPTIONS, "-c", "256", "-n", "24", "--ignore-eos"]
-    result = run(*options, "-f", str(turns))
+    lines = [*(f"Of day {n}?" for n in range(6)), "/retry", "/retry", "/edit 1 Hello"]
+    given = turns(tmp_path / "turns", *lines)
+    result = run(*OPTIONS, "-c", "256", "-n", "24", "--ignore-eos", *given)
     assert result.exit_code == 0, result.stderr
     notes = re.findall(r"no longer sees|branch \d", result.stderr + result.stdout)
     assert notes[-5:] == ["no longer sees", "branch 2", "no longer sees", "branch 3", "branch 4"]

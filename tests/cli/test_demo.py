@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import commands
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from llamabranch.cli import app, demo
 from llamabranch.context.threads import ThreadTuner
@@ -55,15 +55,10 @@ def bundled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """A smaller demo: fewer tokens, and one pair of timed runs."""
-    for name, value in (
-        BUNDLED if not request.node.get_closest_marker("smollm2") else REAL
-    ).items():
+    settings = REAL if request.node.get_closest_marker("smollm2") else BUNDLED
+    for name, value in settings.items():
         monkeypatch.setattr(f"llamabranch.cli.demo.{name}", value)
     monkeypatch.setattr("llamabranch.cli.comparison.MOST_PAIRS", 1)
-
-
-def run(*arguments: str) -> Result:
-    return commands.run("demo", *arguments)
 
 
 def on_a_terminal(columns: int, settings: dict[str, object]) -> str:
@@ -89,7 +84,7 @@ def test_demo_fits_terminals_of_any_width_and_colours_tokens_by_source() -> None
 
 
 def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) -> None:
-    result = run()
+    result = commands.run("demo")
     assert result.exit_code == 0, result.stderr
     assert "\x1b" not in result.stdout
     for heading in HEADINGS:
@@ -123,9 +118,7 @@ def test_demo_on_busy_cores_takes_as_many_threads_as_batches_do(
 def test_demo_as_json_holds_the_figures_and_a_tree_whose_paths_are_eight_texts(
     bundled: None,
 ) -> None:
-    result = run("--json")
-    assert result.exit_code == 0, result.stderr
-    answer = json.loads(result.stdout)
+    answer = commands.answer("demo")
     forks = answer["forks"]
     assert forks["n_prompt"] == 500
     assert forks["same_texts"] is True
@@ -166,9 +159,7 @@ def test_demo_on_smollm2_as_json_holds_the_figures(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["llamabranch.hub.catalogue"], "DEFAULT_MODEL", "smollm2-135m")
-    result = run("--json")
-    assert result.exit_code == 0, result.stderr
-    answer = json.loads(result.stdout)
+    answer = commands.answer("demo")
     assert answer["model"] == "smollm2-135m"
     assert answer["forks"]["kv_cells_before_forks"] == answer["forks"]["kv_cells_after_forks"]
     for name in ("edit", "json"):

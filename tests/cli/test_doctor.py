@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
+from typing import Any
 
 import commands
 import pytest
@@ -41,16 +41,8 @@ def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     result = run()
     assert result.exit_code == 0, result.output
-    for heading in (
-        "versions",
-        "machine",
-        "llama.cpp",
-        "context",
-        "caches",
-        "environment",
-        "self-test",
-        "advice",
-    ):
+    headings = "versions environment caches machine llama.cpp context self-test advice"
+    for heading in headings.split():
         assert f"\n{heading}\n" in result.stdout
     assert result.stdout.count("\nok  ") == 4
     assert "HF_TOKEN: set" in result.stdout
@@ -69,19 +61,18 @@ def test_doctor_as_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known() -> None:
-    environment = {**os.environ, "LLAMA_CPP_LIB_PATH": "/nowhere"}
-    done = subprocess.run(
-        [sys.executable, "-m", "llamabranch.cli", "doctor"],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    def without(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*commands.COMMAND, *arguments], env={**os.environ, "LLAMA_CPP_LIB_PATH": "/nowhere"},
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+
+    done = without("doctor")
     assert done.returncode == 1
     assert f"llamabranch: {lb.__version__} (" in done.stdout
     assert "\nLLAMA_CPP_LIB_PATH: /nowhere\n" in done.stdout
     assert "\nFAIL  loading llama.cpp and the bundled pair: FileNotFoundError" in done.stdout
-    done = subprocess.run(
-        [sys.executable, "-m", "llamabranch.cli", "generate", "--json", "-p", "x"],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = without("generate", "--json", "-p", "x")
     assert done.returncode == 1
     assert done.stderr.startswith("error: generate cannot be loaded: ")
     assert json.loads(done.stdout)["error"]["type"] == "FileNotFoundError"
@@ -113,28 +104,27 @@ def test_texts_that_fail_alike_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> 
         assert f"FAIL  {name}: DecodeError: no" in shown
 
 
-def test_machine_that_is_used_well_gets_no_advice_but_for_the_extra(
+@pytest.mark.parametrize(
+    ("machine", "n_threads", "more", "advice"),
+    [
+        (MACHINE, 4, {}, []),
+        (MACHINE, 4, {"on_gpu": True, "tools": ("nvidia-smi",)}, []),
+        (MACHINE, 4, {"flags": FLAGS | {"avx512f"}}, ["avx512f", "-DGGML_NATIVE=on"]),
+        (MACHINE, 4, {"tools": ("nvidia-smi",)}, ["-DGGML_CUDA=on"]),
+        (replace(MACHINE, load=4.0), 4, {}, ["busy"]),
+        (MACHINE, 8, {}, ["8 threads share 4 cores"]),
+        (MACHINE, 4, {"extra": False}, ["llamabranch[hub]"]),
+    ],
+)
+def test_what_could_be_better_is_advised(
+    machine: Machine,
+    n_threads: int,
+    more: dict[str, Any],
+    advice: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("llamabranch.cli.doctor._version", lambda _name: "1")
-    assert doctor.advise(MACHINE, 4, on_gpu=False, flags=FLAGS, tools=()) == []
-    assert doctor.advise(MACHINE, 4, on_gpu=True, flags=FLAGS, tools=("nvidia-smi",)) == []
-    monkeypatch.setattr("llamabranch.cli.doctor._version", lambda _name: "not installed")
-    (line,) = doctor.advise(MACHINE, 4, on_gpu=False, flags=FLAGS, tools=())
-    assert "llamabranch[hub]" in line
-
-
-def test_unused_instructions_gpus_and_busy_cores_are_pointed_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("llamabranch.cli.doctor._version", lambda _name: "1")
-    flags = FLAGS | {"avx512f"}
-    (line,) = doctor.advise(MACHINE, 4, on_gpu=False, flags=flags, tools=())
-    assert "avx512f" in line
-    assert "-DGGML_NATIVE=on" in line
-    (line,) = doctor.advise(MACHINE, 4, on_gpu=False, flags=FLAGS, tools=("nvidia-smi",))
-    assert "-DGGML_CUDA=on" in line
-    (line,) = doctor.advise(replace(MACHINE, load=4.0), 4, on_gpu=False, flags=FLAGS, tools=())
-    assert "busy" in line
-    (line,) = doctor.advise(MACHINE, 8, on_gpu=False, flags=FLAGS, tools=())
-    assert "8 threads share 4 cores" in line
+    given: dict[str, Any] = {"on_gpu": False, "flags": FLAGS, "tools": (), "extra": True, **more}
+    version = "1" if given.pop("extra") else "not installed"
+    monkeypatch.setattr("llamabranch.cli.doctor._version", lambda _name: version)
+    found = doctor.advise(machine, n_threads, **given)
+    assert len(found) == bool(advice) and all(part in found[0] for part in advice)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import answer, run
+from commands import COMMAND, answer, run
 
 from llamabranch import hub
 
@@ -39,21 +38,16 @@ def test_perplexity_saves_what_kld_compares(text: Path, tmp_path: Path) -> None:
     assert "losses" not in found
     plain = run("eval", *shared)
     assert f"{found['perplexity']:.4f}" in plain.stdout and "3 of 3" in plain.stdout
-    same, other = (
-        answer("eval", "--against", logits),
-        answer("eval", "--against", logits, "-m", DRAFT),
-    )
-    means = [each["mean"] for each in (same, other)]
+    against = ("eval", "--against", logits)
+    means = [answer(*against)["mean"], answer(*against, "-m", DRAFT)["mean"]]
     assert abs(means[0]["value"]) < 1e-4 < 0.1 < means[1]["value"]
-    shown = run("eval", "--against", logits, "-m", DRAFT).stdout
+    shown = run(*against, "-m", DRAFT).stdout
     assert f"{means[1]['value']:.6f}" in shown and "percentiles" in shown
 
 
 def test_strided_perplexity_is_named_as_such(text: Path) -> None:
     found = answer("eval", "--perplexity", text, "-c", 64, "--ppl-stride", 32)
     assert found["method"] == "strided, 32"
-    result = run("eval", "--perplexity", text, "--stride", 32, "--chunks", 2)
-    assert result.exit_code == 2
 
 
 def test_results_are_kept_and_continued(text: Path, tmp_path: Path) -> None:
@@ -182,13 +176,11 @@ def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     text, kept = tmp_path / "long.txt", tmp_path / "kept.json"
     text.write_text(TEXT * 300)  # half a minute, of which a second is run
     command = [
-        sys.executable, "-m", "llamabranch.cli", "eval", "--perplexity", str(text), "-c", "64",
-        "-S", "n_batch=64", "-m", "tale-target", "-t", "1", "-o", str(kept),
-        "--save-logits", str(tmp_path / "logits"),
+        *COMMAND, "eval", "--perplexity", text, "-c", "64", "-S", "n_batch=64", "-m", "tale-target",
+        "-t", "1", "-o", kept, "--save-logits", tmp_path / "logits",
     ]  # fmt: skip
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
-    ) as process:
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(list(map(str, command)), **streams) as process:
         while not (tmp_path / "logits").exists() or (tmp_path / "logits").stat().st_size < 10**7:
             assert process.poll() is None
             time.sleep(0.01)

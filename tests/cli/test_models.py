@@ -43,11 +43,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield served
 
 
-OFFLINE, ALLOWED, REFUSED = (
-    {"HF_HUB_OFFLINE": "1"},
-    {"LLAMABRANCH_DOWNLOAD": "1"},
-    {"LLAMABRANCH_DOWNLOAD": "0"},
-)
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+ALLOWED, REFUSED = {"LLAMABRANCH_DOWNLOAD": "1"}, {"LLAMABRANCH_DOWNLOAD": "0"}
 
 
 def test_pull_prints_the_path_and_nothing_else(hub: FakeHub) -> None:
@@ -112,114 +109,82 @@ def test_on_a_terminal_a_download_starts_after_its_size_was_shown(hub: FakeHub) 
 def test_models_lists_the_caches(hub: FakeHub) -> None:
     assert "no GGUF model" in run("models", "--local").stdout
     run("models", "pull", DRAFT)
-    (model,) = json.loads(run("models", "--local", "--json").stdout)["models"]
-    assert model["name"] == f"{DRAFT}/tale-draft-q8_0.gguf"
-    assert model["cache"] == "Hugging Face"
-    assert model["files"] == [str(names.resolve(DRAFT))]
-    assert model["size_bytes"] == names.resolve("tale-draft").stat().st_size
+    (model,) = answer("models", "--local")["models"]
+    assert model == {
+        "name": f"{DRAFT}/tale-draft-q8_0.gguf",
+        "cache": "Hugging Face",
+        "files": [str(names.resolve(DRAFT))],
+        "size_bytes": names.resolve("tale-draft").stat().st_size,
+    }
     assert model["name"] in run("models", "--local").stdout
 
 
-def test_models_names_the_draft_of_each_target() -> None:
-    listed = json.loads(run("models", "--json").stdout)["models"]
-    drafts = {entry["name"]: entry["draft"] for entry in listed}
-    assert drafts["qwen3-4b"] == "qwen3-0.6b"
-    assert drafts["qwen3-0.6b"] is None
-
-
-def test_models_lists_every_entry_in_order_and_whole() -> None:
-    result = run("models")
-    assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
+def test_models_lists_every_entry_in_order_with_its_draft_and_whether_it_is_here(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "Qwen3-0.6B-Q8_0.gguf").touch()
+    caches = {"LLAMABRANCH_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
+    lines = run("models", **caches).stdout.splitlines()
     assert lines[0].split() == ["name", "role", "repository", "file", "licence", "size", "here"]
     for line, entry in zip(lines[1:], names.catalogue(), strict=False):
         assert line.startswith(entry.name)
         for field in (entry.role, entry.repository, entry.file, entry.licence, entry.size):
             assert field in line
-    assert lines[1].rstrip().endswith("yes")
-
-
-def test_models_marks_what_is_present(tmp_path: Path) -> None:
-    (tmp_path / "Qwen3-0.6B-Q8_0.gguf").touch()
-    caches = {"LLAMABRANCH_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
-    listed = json.loads(run("models", "--json", **caches).stdout)["models"]
-    present = {entry["name"] for entry in listed if entry["present"]}
+    assert lines[1].rstrip().endswith("yes") and "llamabranch models pull" in "".join(lines)
+    listed = {entry["name"]: entry for entry in answer("models", **caches)["models"]}
+    assert (listed["qwen3-4b"]["draft"], listed["qwen3-0.6b"]["draft"]) == ("qwen3-0.6b", None)
+    present = {name for name, entry in listed.items() if entry["present"]}
     assert present - {"smollm2-135m"} == {"tale-target", "tale-draft", "tale-eagle", "qwen3-0.6b"}
-    assert "llamabranch models pull" in run("models", **caches).stdout
 
 
 def test_show_describes_a_model() -> None:
-    result = run("models", "show", "tale-target")
-    assert result.exit_code == 0, result.stderr
-    for label in (
-        "architecture",
-        "n params",
-        "size bytes",
-        "n vocab",
-        "memory type",
-        "can truncate",
-    ):
-        assert label in result.stdout
-    assert "llama" in result.stdout
-    assert "Q8_0" in result.stdout
+    shown = run("models", "show", "tale-target").stdout
+    labels = ("architecture", "n params", "size bytes", "n vocab", "memory type", "can truncate")
+    for label in (*labels, "llama", "Q8_0"):
+        assert label in shown
+    (facts,) = answer("models", "show", "tale-target")["models"]
+    assert (facts["architecture"], facts["memory_type"]) == ("llama", "attention")
+    assert facts["capabilities"]["can_truncate"] is facts["capabilities"]["can_share"] is True
+    with lb.Model(names.resolve("tale-target")) as model:
+        assert (facts["n_params"], facts["n_vocab"]) == (model.n_params, model.n_vocab)
 
 
 def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
     paths = [toys.write_toy(tmp_path / f"{name}.gguf") for name in ("large", "small")]
-    result = run("models", "show", *map(str, paths))
+    result = run("models", "show", *paths)
     assert result.exit_code == 0, result.stderr
     assert str(tmp_path) not in result.stdout
     assert result.stdout.split()[:2] == ["large.gguf", "small.gguf"]
 
 
-def test_show_json_holds_the_facts() -> None:
-    result = run("models", "show", "tale-target", "--json")
-    (facts,) = json.loads(result.stdout)["models"]
-    assert facts["architecture"] == "llama"
-    assert facts["memory_type"] == "attention"
-    assert facts["capabilities"]["can_truncate"] is True
-    assert facts["capabilities"]["can_share"] is True
-    with lb.Model(names.resolve("tale-target")) as model:
-        assert facts["n_params"] == model.n_params
-        assert facts["n_vocab"] == model.n_vocab
-
-
-def test_show_says_that_the_bundled_pair_can_speculate() -> None:
-    result = run("models", "show", "tale-target", "tale-draft")
-    assert result.exit_code == 0, result.stderr
-    assert "can speculate together, token by token: the same 4096 tokens" in result.stdout
-    answer = json.loads(run("models", "show", "tale-target", "tale-draft", "--json").stdout)
-    assert (answer["compatible"], answer["path"]) == (True, "tokens")
-    assert len(answer["models"]) == 2
-
-
-def test_show_says_that_two_vocabularies_meet_in_the_text(tmp_path: Path) -> None:
-    other = toys.write_toy(tmp_path / "other.gguf", vocab="bytes")
-    result = run("models", "show", "tale-target", str(other))
-    assert result.exit_code == 0, result.stderr
-    assert "through the text only: " in result.stdout
-    answer = json.loads(run("models", "show", "tale-target", str(other), "--json").stdout)
-    assert (answer["compatible"], answer["path"]) == (False, "text")
+@pytest.mark.parametrize(
+    ("vocab", "path", "said"),
+    [
+        (None, "tokens", "can speculate together, token by token: the same 4096 tokens"),
+        ("bytes", "text", "through the text only: "),
+        ("none", "none", "cannot speculate together: "),
+    ],
+)
+def test_show_says_whether_two_models_can_speculate_and_why(
+    vocab: str | None, path: str, said: str, tmp_path: Path
+) -> None:
+    other: object = "tale-draft"
+    if vocab is not None:
+        other = toys.write_toy(tmp_path / "other.gguf", vocab=vocab)
+    shown = " ".join(run("models", "show", "tale-target", other).stdout.split())
+    found = answer("models", "show", "tale-target", other)
+    assert said in shown and found["reason"] in shown
+    assert (found["compatible"], found["path"]) == (path == "tokens", path)
+    assert len(found["models"]) == 2 and "drafts" not in found
 
 
 def test_show_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
     other = toys.write_toy(tmp_path / "other.gguf", "mamba")
-    result = run("models", "show", str(other))
-    shown = " ".join(result.stdout.split())
+    shown = " ".join(run("models", "show", other).stdout.split())
     assert "is not batch-invariant: not established for recurrent memory." in shown
-    (facts,) = json.loads(run("models", "show", str(other), "--json").stdout)["models"]
+    (facts,) = answer("models", "show", other)["models"]
     assert facts["capabilities"]["batch_invariant"] is False
     assert "recurrent" in facts["capabilities"]["batch_invariant_reason"]
-
-
-def test_show_says_why_two_models_cannot_speculate(tmp_path: Path) -> None:
-    other = toys.write_toy(tmp_path / "other.gguf", vocab="none")
-    result = run("models", "show", "tale-target", str(other))
-    assert result.exit_code == 0, result.stderr
-    assert "cannot speculate together: " in result.stdout
-    answer = json.loads(run("models", "show", "tale-target", str(other), "--json").stdout)
-    assert (answer["compatible"], answer["path"]) == (False, "none")
-    assert answer["reason"] in result.stdout.replace("\n", " ")
 
 
 # -- which model drafts ------------------------------------------------------------------------------
@@ -245,17 +210,20 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_candidates_are_those_of_the_vocabulary_first_and_of_about_a_tenth_of_the_size(
-    target: Path,
+    target: Path, tmp_path: Path
 ) -> None:
-    found = possible_drafts(str(target))
-    assert [(each.name, each.drafts_by) for each in found] == [
+    found = answer("models", "show", target)["drafts"]
+    assert [(each["name"], each["drafts_by"]) for each in found] == [
         ("me/drafts/fitting-Q8_0.gguf", "tokens"),
         ("me/drafts/larger-Q8_0.gguf", "tokens"),
         ("me/other/foreign-Q8_0.gguf", "text"),
     ]
+    shown = run("models", "show", target).stdout
     for each in found:
-        assert each.path == names.resolve(each.name)
-        assert each.size_bytes == each.path.stat().st_size
+        assert each["name"] in shown and each["path"] == str(names.resolve(each["name"]))
+        assert each["size_bytes"] == Path(each["path"]).stat().st_size
+    bare = toys.write_llama(tmp_path / "bare.gguf", vocab="none")
+    assert possible_drafts(str(bare)) == []
 
 
 def test_draft_auto_takes_the_fittest_and_says_so(target: Path) -> None:
@@ -302,15 +270,3 @@ def test_listed_draft_that_is_not_here_is_asked_for_first(
     monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "0")  # it may not be downloaded: the next one drafts
     said = run("generate", "a", "-m", "qwen3-4b", *SHORT).stderr
     assert "draft: suffix+me/drafts/fitting-Q8_0.gguf\n" in said
-
-
-def test_show_lists_what_could_draft(target: Path, tmp_path: Path) -> None:
-    listed = answer("models", "show", target)["drafts"]
-    assert [each["name"] for each in listed[:2]] == [
-        "me/drafts/fitting-Q8_0.gguf",
-        "me/drafts/larger-Q8_0.gguf",
-    ]
-    assert "me/drafts/fitting-Q8_0.gguf" in run("models", "show", target).stdout
-    assert "drafts" not in answer("models", "show", "tale-target", "tale-draft")
-    bare = toys.write_llama(tmp_path / "bare.gguf", vocab="none")
-    assert possible_drafts(str(bare)) == []

@@ -14,7 +14,7 @@ from toys import CHAT_TEMPLATE, write_toy
 import llamabranch as lb
 from llamabranch import hub
 from llamabranch.cli.app import COMMANDS, HIDDEN, MOVED, load_command
-from llamabranch.cli.command import HINTS, spread_out
+from llamabranch.cli.command import HINTS
 
 TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
 SHORT = ("-c", "256", "-d", "none")
@@ -90,56 +90,19 @@ def test_a_text_is_the_same_by_the_names_of_llama_cpp_vllm_and_the_papers(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    "settings",
     [
-        (["--prompts", "a", "b"], ["--prompts", "a", "--prompts", "b"]),
-        (
-            ["--prompts", "a", "-p", "b", "c"],
-            ["--prompts", "a", "--prompts", "b", "--prompts", "c"],
-        ),
-        (["--prompts=-a", "b"], ["--prompts=-a", "--prompts", "b"]),
-        (["--prompts", "a", "--seed", "1"], ["--prompts", "a", "--seed", "1"]),
-        (["--input", "-", "--max_tokens=5"], ["--input", "-", "--max-tokens=5"]),
-        (["--no_such_thing", "x_y"], ["--no_such_thing", "x_y"]),
-        (["-p", "a", "--auto_regressive"], ["--prompts", "a", "--draft", "none"]),
-    ],
-    ids=" ".join,
-)
-def test_every_prompt_gets_its_option(given: list[str], meant: list[str]) -> None:
-    known = {"--prompts", "-p", "--seed", "--input", "--max-tokens", "--draft"}
-    assert spread_out(given, known) == meant
-
-
-@pytest.mark.parametrize(
-    ("given", "settings"),
-    [
-        (
-            ["typical_p=0.9", "top-n-sigma=2", "xtc_probability=0.5", "xtc_threshold=0.2"],
-            {"typical_p": 0.9, "top_n_sigma": 2, "xtc_probability": 0.5, "xtc_threshold": 0.2},
-        ),
-        (
-            ["presence_penalty=1", "frequency_penalty=0.5", "penalty_last_n=20"],
-            {"presence_penalty": 1, "frequency_penalty": 0.5, "penalty_last_n": 20},
-        ),
-        (
-            ["dry_multiplier=2", "dry_base=1.2", "dry_allowed_length=1", 'dry_sequence_breakers=["e"]'],
-            {
-                "dry_multiplier": 2, "dry_base": 1.2, "dry_allowed_length": 1,
-                "dry_sequence_breakers": ("e",),
-            },
-        ),
-        (
-            ["dynatemp_range=0.7", "dynatemp_exponent=2", 'logit_bias={"300": 4.5, "301": -50}'],
-            {"dynatemp_range": 0.7, "dynatemp_exponent": 2, "logit_bias": {300: 4.5, 301: -50.0}},
-        ),
+        {"typical_p": 0.9, "top_n_sigma": 2, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+        {"presence_penalty": 1, "frequency_penalty": 0.5, "penalty_last_n": 20},
+        {"dry_multiplier": 2, "dry_base": 1.2, "dry_allowed_length": 1, "dry_sequence_breakers": ("e",)},
+        {"dynatemp_range": 0.7, "dynatemp_exponent": 2, "logit_bias": {300: 4.5, 301: -50.0}},
     ],
     ids=["truncation", "penalties", "dry", "temperature and bias"],
 )  # fmt: skip
-def test_rare_settings_are_those_of_the_library(
-    given: list[str], settings: dict[str, object]
-) -> None:
+def test_rare_settings_are_those_of_the_library(settings: dict[str, object]) -> None:
     prompt = "Once upon a time there was a king and a king and a king"
     common = ("speculate", prompt, *SHORT, "-n", "24", "-s", "3", "--temp", "1.2")
+    given = [f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in settings.items()]
     found = answer(*common, *(each for text in given for each in ("-S", text)))["tokens"]
     sampling = lb.SamplingParams(temperature=1.2, seed=3).replace(**settings)
     with lb.load(n_ctx=256, n_threads=1) as ctx:
@@ -199,21 +162,17 @@ def test_system_message_and_template_are_taken(tmp_path: Path) -> None:
     own.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     given = ("speculate", "Hi", "-m", model, *SHORT, "-n", "8", "-s", "1")
 
-    def expected(messages: list[tuple[str, str]] | None, prompt: str = "") -> list[int]:
-        sampling = lb.SamplingParams(seed=1)
+    def expected(prompt: str | list[dict[str, str]]) -> list[int]:
         with lb.load(model, n_ctx=256, n_threads=1) as ctx:
-            tokens = ctx.tokenize(prompt, parse_special=True)
-            if messages is not None:
-                written = [{"role": role, "content": content} for role, content in messages]
-                tokens = ctx.model.prompt_tokens(written)
-            text = lb.Speculator(ctx).generate(tokens, max_tokens=8, sampling=sampling)
+            sampling = lb.SamplingParams(seed=1)
+            text = lb.Speculator(ctx).generate(prompt, max_tokens=8, sampling=sampling)
             return text.finish().tokens
 
-    system = ("-sys", "Be brief.")
-    asked = expected([("system", "Be brief."), ("user", "Hi")])
+    system, user = ("-sys", "Be brief."), {"role": "user", "content": "Hi"}
+    asked = expected([{"role": "system", "content": "Be brief."}, user])
     assert answer(*given, *system)["tokens"] == answer(*given, *system, "--chat")["tokens"] == asked
-    assert answer(*given, "--chat")["tokens"] == expected([("user", "Hi")])
-    wrapped = expected(None, "<Be brief.><Hi>")
+    assert answer(*given, "--chat")["tokens"] == expected([user])
+    wrapped = expected("<Be brief.><Hi>")
     for named in (own, own.read_text()):
         assert answer(*given, *system, "--chat-template", named)["tokens"] == wrapped
     assert "unknown chat template 'ChatML'" in said_by(*given, "--chat-template", "ChatML")

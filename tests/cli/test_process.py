@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import COMMAND, answer
@@ -20,24 +21,22 @@ ENDLESS = ["speculate", *MODEL, "-n", "100000", "--ignore-eos", "-c", "16384"]
 STATISTICS = ("iterations", "drafted", "accepted", "accept rate", "tokens a second")
 
 
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command as a process; its standard error is read, and its output unless it is given."""
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.run([*COMMAND, *arguments], timeout=TIMEOUT_S, check=False, **streams)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("models",),
-        ("models", "--json"),
-        ("--help",),
-        ("speculate", *MODEL, "-n", "4"),
-        ("speculate", *MODEL, "-n", "4", "--json"),
-        ("generate", *MODEL, "-p", "The king", "-n", "4"),
-    ],
-    ids=" ".join,
-)
-def test_full_standard_output_is_an_error_in_one_line(arguments: tuple[str, ...]) -> None:
+    ["models", "models --json", "--help", "speculate -n 4", "speculate -n 4 --json",
+     "generate -n 4 -p king"],
+)  # fmt: skip
+def test_full_standard_output_is_an_error_in_one_line(arguments: str) -> None:
+    model = MODEL if "-n" in arguments else ()
     with open("/dev/full", "w", encoding="utf-8") as full:
-        done = subprocess.run(
-            [*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = run(*arguments.split(), *model, stdout=full)
     assert done.returncode == 1, done.stderr
     first, *rest = done.stderr.splitlines()
     assert first == "error: cannot write to standard output: No space left on device"
@@ -48,121 +47,72 @@ def test_full_standard_output_is_an_error_in_one_line(arguments: tuple[str, ...]
 @pytest.mark.parametrize(
     ("arguments", "number", "code", "message"),
     [
-        (("speculate", "-", "-n", "4"), 0, 2, "standard input is closed"),
-        (("generate", "-i", "-", "-n", "4"), 0, 2, "standard input is closed"),
-        (("bench", "--quick", "-i", "-"), 0, 2, "standard input is closed"),
-        (("models",), 1, 1, "standard output is closed"),
-        (("models", "--json"), 1, 1, "standard output is closed"),
+        ("speculate - -n 4", 0, 2, "standard input is closed"),
+        ("generate -i - -n 4", 0, 2, "standard input is closed"),
+        ("bench --quick -i -", 0, 2, "standard input is closed"),
+        ("models", 1, 1, "standard output is closed"),
+        ("models --json", 1, 1, "standard output is closed"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_closed_stream_is_an_error_in_one_line(
-    arguments: tuple[str, ...], number: int, code: int, message: str
+    arguments: str, number: int, code: int, message: str
 ) -> None:
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        preexec_fn=lambda: os.close(number),
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    done = run(*arguments.split(), preexec_fn=lambda: os.close(number), stdout=None)
     assert done.returncode == code, done.stderr
-    first, *rest = done.stderr.splitlines()
-    assert first == f"error: {message}"
-    assert len(rest) == 1
-    assert rest[0].startswith("hint: ")
+    first, hint = done.stderr.splitlines()
+    assert first == f"error: {message}" and hint.startswith("hint: ")
 
 
 def test_standard_input_that_is_not_utf8_is_wrong_usage() -> None:
-    done = subprocess.run(
-        [*COMMAND, "speculate", "-"], input=b"a\xffb", capture_output=True, check=False
-    )
+    done = run("speculate", "-", input=b"a\xffb", text=False)
     assert done.returncode == 2
-    assert done.stderr.startswith(b"error: cannot read standard input: ")
+    assert done.stderr.startswith(b"error: cannot read standard input: ")  # type: ignore[arg-type]
 
 
 def test_output_that_is_not_utf8_loses_nothing() -> None:
-    def lines_of(*arguments: str) -> tuple[str, str]:
-        done = subprocess.run(
-            [
-                *COMMAND,
-                "speculate",
-                "Die Königin ♕",
-                "-m",
-                "tale-target",
-                "-n",
-                "8",
-                "--seed",
-                "1",
-                *arguments,
-            ],
-            env={**os.environ, "PYTHONIOENCODING": "ascii"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout, done.stderr
-
-    whole = answer("speculate", "Die Königin ♕", "-n", "8", "--seed", "1")
-    out, _ = lines_of("--json")
-    assert json.loads(out)["text"] == whole["text"]
-    out, _ = lines_of()
-    assert out.rstrip("\n") == whole["text"].encode("ascii", "backslashreplace").decode()
+    given = ("speculate", "Die Königin ♕", "-n", "8", "--seed", "1")
+    whole = answer(*given)
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    found, shown = (
+        run(*given, "-m", "tale-target", *more, env=ascii_only) for more in (("--json",), ())
+    )
+    assert json.loads(found.stdout)["text"] == whole["text"], found.stderr
+    assert shown.stdout.rstrip("\n") == whole["text"].encode("ascii", "backslashreplace").decode()
 
 
 def test_pipe_that_closes_early_ends_the_command_quietly() -> None:
-    process = subprocess.Popen(
-        [
-            *COMMAND,
-            "speculate",
-            "-m",
-            "tale-target",
-            "--max-tokens",
-            "900",
-            "--ignore-end",
-            "--threads",
-            "1",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.read(20)
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    assert process.wait(timeout=TIMEOUT_S) != 0
+    with subprocess.Popen(
+        [*COMMAND, "speculate", *MODEL, "-n", "900", "--ignore-end"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(20)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=TIMEOUT_S) != 0
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
-def test_interrupt_prints_what_there_is_and_exits_with_130() -> None:
-    process = subprocess.Popen(
-        [*COMMAND, *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    seen = process.stdout.read(60)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert len(seen + out) > 60
-    for label in STATISTICS:
-        assert label in err
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
-def test_interrupt_with_json_writes_what_there_is_and_exits_with_130() -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [ENDLESS, [*ENDLESS, "--json"], ["generate", "-p", "The king", *ENDLESS[1:], "-d", "none"]],
+    ids=["one text", "json", "plain"],
+)
+def test_interrupt_prints_what_there_is_and_exits_with_130(arguments: list[str]) -> None:
     process = subprocess.run(
-        [*signalled_at_decode("SIGINT", 100), *ENDLESS, "--json"],
+        [*signalled_at_decode("SIGINT", 100), *arguments],
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert process.returncode == 130, process.stderr
     assert "Traceback" not in process.stderr
-    answer = json.loads(process.stdout)
-    assert answer["finish_reason"] is None
-    assert answer["tokens"]
+    if "--json" in arguments:
+        found = json.loads(process.stdout)
+        assert found["finish_reason"] is None and found["tokens"]
+        return
+    assert len(process.stdout) > 40
+    assert re.search(r"finish reason +cancelled 1\n", process.stderr)
+    for label in STATISTICS if "none" not in arguments else ():
+        assert label in process.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
@@ -223,22 +173,7 @@ def _take_ctrl_c() -> None:
 @pytest.mark.skipif(os.name == "nt", reason="Windows reads arguments as Unicode")
 def test_arguments_are_utf8_in_the_c_locale(tmp_path: Path) -> None:
     out = tmp_path / "König.jsonl"
-    done = subprocess.run(
-        [*COMMAND, "generate", "König", "-n", "2", *MODEL, "-o", str(out)],
-        capture_output=True, check=False, env={**os.environ, "LC_ALL": "C"},
-    )  # fmt: skip
+    given = ("generate", "König", "-n", "2", *MODEL, "-o", str(out))
+    done = run(*given, env={**os.environ, "LC_ALL": "C"}, text=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(out.read_text("utf-8"))["prompt"] == "König"
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
-def test_interrupted_run_prints_the_text_so_far() -> None:
-    command = [*signalled_at_decode("SIGINT", 40), "generate", "-p", "The king"]
-    process = subprocess.run(
-        [*command, "-n", "100000", "--ignore-eos", *MODEL, "-d", "none"],
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
-    assert process.returncode == 130, process.stderr
-    assert "Traceback" not in process.stderr
-    assert len(process.stdout) > 40
-    assert re.search(r"finish reason +cancelled 1\n", process.stderr)

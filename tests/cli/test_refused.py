@@ -104,9 +104,8 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    found = {
-        name: str(tmp_path / name) for name in ("TEXT", "EMPTY", "LATIN", "MODEL", "FOLDER", "NEW")
-    }
+    names = ("TEXT", "EMPTY", "LATIN", "MODEL", "FOLDER", "NEW")
+    found = {name: str(tmp_path / name) for name in names}
     Path(found["TEXT"]).write_text(TEXT, "utf-8")
     Path(found["EMPTY"]).touch()
     Path(found["LATIN"]).write_bytes("Größe".encode("latin-1"))
@@ -122,9 +121,7 @@ def test_wrong_usage_exits_with_2(
     arguments: tuple[str, ...], complaint: str, files: dict[str, str]
 ) -> None:
     given = [files.get(each, each) for each in arguments]
-    before = {
-        name: Path(path).read_bytes() for name, path in files.items() if name in ("TEXT", "MODEL")
-    }
+    before = {name: Path(files[name]).read_bytes() for name in ("TEXT", "MODEL")}
     result = run(*given)
     assert result.exit_code == 2, result.output
     assert complaint in " ".join(result.stderr.replace("│", " ").split())
@@ -170,16 +167,11 @@ def test_bug_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_draft_without_a_vocabulary_fails_with_a_reason(tmp_path: Path) -> None:
-    other = write_toy(tmp_path / "other.gguf", vocab="none")
+def test_models_that_cannot_be_used_fail_with_a_reason(tmp_path: Path) -> None:
+    other = write_toy(tmp_path / "none.gguf", vocab="none")
     result = run("speculate", "--draft", other, "-n", "4")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: ")
-
-
-def test_target_that_is_empty_fails_and_one_without_a_draft_says_what_drafts(
-    tmp_path: Path,
-) -> None:
     path = write_toy(tmp_path / "other.gguf", vocab="bytes")
     message = f"no smaller model here drafts for {path}: copying from the text"
     assert message in said_by("speculate", "--target", path, "-n", "4")

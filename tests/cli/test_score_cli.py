@@ -13,12 +13,12 @@ from typer.testing import Result
 import llamabranch as lb
 
 
-def run(*arguments: str, stdin: str | None = None) -> Result:
-    return commands.run("score", *arguments, stdin=stdin)
+def run(*arguments: object) -> Result:
+    return commands.run("score", *arguments)
 
 
-def answer(*arguments: str, stdin: str | None = None) -> dict[str, Any]:
-    return commands.answer("score", *arguments, stdin=stdin)
+def answer(*arguments: object) -> dict[str, Any]:
+    return commands.answer("score", *arguments)
 
 
 def test_text_is_scored_as_the_library_does(ctx: lb.Context) -> None:
@@ -54,12 +54,12 @@ def test_continuations_share_their_context(ctx: lb.Context) -> None:
 def test_texts_of_files_are_scored_with_a_total(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("The wolf said\n", encoding="utf-8")
-    found = answer("The king wept", "--file", str(path))
+    found = answer("The king wept", "--file", path)
     assert [item["id"] for item in found["items"]] == ["0", "1"]
     records = [record for item in found["items"] for record in item["scores"]]
     assert [record["text"] for record in records] == ["The king wept", "The wolf said"]
     assert found["total"]["logprob"] == pytest.approx(sum(each["logprob"] for each in records))
-    table = run("The king wept", "--file", str(path)).stdout
+    table = run("The king wept", "--file", path).stdout
     assert "[1]" in table and "perplexity" in table
 
 
@@ -77,8 +77,7 @@ def test_best_prints_the_choice_that_the_model_prefers_first() -> None:
     assert result.exit_code == 0, result.stderr
     first, second = result.stdout.splitlines()[:2]
     assert first.startswith("choice") and second.startswith(" beautiful")
-    items = answer(*given, "--best", "sum")["items"]
-    (found,) = items
+    (found,) = answer(*given, "--best", "sum")["items"]
     assert (found["choice"], found["index"], found["method"]) == (" beautiful", 1, "sum")
     assert found["scores"][1] == pytest.approx(sum(found["logprobs"][1]))
     assert "[" not in run(*given, "--best", "bytes").stdout

@@ -49,12 +49,10 @@ def test_search_is_that_of_the_library() -> None:
 
 
 def test_a_reward_program_orders_the_texts() -> None:
-    found = answer(
-        "search", PROMPT, "--method", "best-of", "-n", "9", "-w", "3", "--reward", REWARD
-    )
-    assert [h["score"] for h in found["hypotheses"]] == sorted(
-        (float(len(h["text"].encode())) for h in found["hypotheses"]), reverse=True
-    )
+    given = ("--method", "best-of", "-n", "9", "-w", "3", "--reward", REWARD)
+    found = answer("search", PROMPT, *given)["hypotheses"]
+    lengths = [float(len(h["text"].encode())) for h in found]
+    assert [h["score"] for h in found] == sorted(lengths, reverse=True)
 
 
 def test_a_long_tree_is_cut_and_what_is_hidden_is_counted() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count, zip_longest
@@ -26,7 +26,7 @@ from ..engine import Request, Result
 from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
 from ..serve.exchange import Exchange
-from ..serve.generation import all_texts
+from ..serve.generation import all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest, short
@@ -393,34 +393,15 @@ class Live:
             for name, (node, request) in zip(nodes, work, strict=True)
         ]
         begun, n_before = perf_counter(), {node: len(node.ids) for node in nodes.values()}
-        async for name, tokens, result in self._steps(named):
-            node = nodes[name]
-            if tokens:
-                self.take(node, tokens, "".join(_SOURCES[one.source] for one in tokens))
-            if result is not None:
-                self._end(job, node, result, perf_counter() - begun, n_before[node])
-
-    async def _steps(
-        self, requests: Sequence[Request]
-    ) -> AsyncGenerator[tuple[str, list[Produced], Result | None], None]:
-        """Yield what comes of each request: its name, new tokens, and at its end the result."""
-        service, left = self.service, len(requests)
-        service.n_texts += left
-        try:
-            async with aclosing(service.engine.steps(*requests)) as steps:
-                async for events in steps:
-                    tokens: dict[str, list[Produced]] = {event.id: [] for event in events}
-                    for event in events:
-                        one = event.emitted
-                        if one is not None and one.token >= 0 and not one.is_stop:
-                            tokens[event.id].append(one)
-                    results = {event.id: event.result for event in events if event.result}
-                    for name, its in tokens.items():
-                        left -= name in results
-                        service.n_texts -= name in results
-                        yield name, its, results.get(name)
-        finally:
-            service.n_texts -= left
+        async with aclosing(updates(self.service, named)) as steps:
+            async for changed in steps:
+                for update in changed:
+                    node, tokens = nodes[str(update.request.id)], update.tokens
+                    if tokens:
+                        self.take(node, tokens, "".join(_SOURCES[one.source] for one in tokens))
+                    if update.ended is not None:
+                        seconds = perf_counter() - begun
+                        self._end(job, node, update.ended, seconds, n_before[node])
 
     def _end(self, job: Job, node: Node, result: Result, seconds: float, n_before: int) -> None:
         reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
@@ -481,8 +462,9 @@ class Live:
         new: list[tuple[int, float | None]] = []
         named = replace(request, id=f"loom-{job.id}")
         job.names = [f"loom-{job.id}"]
-        async for _, tokens, _ in self._steps([named]):
-            new += [(one.token, short(one.logprob)) for one in tokens]
+        async with aclosing(updates(self.service, [named])) as steps:
+            async for (update,) in steps:
+                new += [(one.token, short(one.logprob)) for one in update.tokens]
         pairs = zip_longest(old, new)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         n = len(old)

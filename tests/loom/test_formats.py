@@ -235,9 +235,9 @@ def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
         page.done("continue", node=root["id"], n=2, max_tokens=8, seed="4")
         texts = {page.text(each) for each in page.doc()["nodes"]["id"]}
         for kind in ("json", *TREES):
-            data = page.client.get("/loom/export", params={"format": kind}).content
+            data = page.api.get("/loom/export", params={"format": kind}).content
             n = len(page.doc()["nodes"]["id"])
-            answer = page.client.post("/loom/import", content=data)
+            answer = page.api.post("/loom/import", content=data)
             assert answer.status_code == 200, answer.text
             told = answer.json()
             assert told["format"] == kind and told["count"] == len(page.doc()["nodes"]["id"]) - n
@@ -245,9 +245,9 @@ def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
             assert {page.text(each) for each in new} == texts, kind
             page.do("undo")
             assert len(page.doc()["nodes"]["id"]) == n
-        told = page.client.get("/loom/export", params={"format": "json"}).content
-        assert page.client.post("/loom/import", content=told).json()["format"] == "json"
-        fresh = page.client.get("/loom/export", params={"format": "json"}).content
+        told = page.api.get("/loom/export", params={"format": "json"}).content
+        assert page.api.post("/loom/import", content=told).json()["format"] == "json"
+        fresh = page.api.get("/loom/export", params={"format": "json"}).content
         _, found, _ = formats.read(fresh, 99, page.loom.service.model.fingerprint)
         assert isinstance(found, Document)
         nodes = [*found.shown()]
@@ -255,6 +255,6 @@ def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
             assert a.id != b.id and a.made.seed == b.made.seed and a.reason == b.reason
             for name in ("ids", "lp", "h", "rk", "src", "top"):
                 assert getattr(a, name) == getattr(b, name), name
-        assert page.client.post("/loom/import", content=b"{" * 100).status_code == 400
-        big = page.client.post("/loom/import", content=b" " * (65 << 20))
+        assert page.api.post("/loom/import", content=b"{" * 100).status_code == 400
+        big = page.api.post("/loom/import", content=b" " * (65 << 20))
         assert big.status_code == 413 and math.isfinite(big.elapsed.total_seconds())

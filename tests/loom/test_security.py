@@ -159,7 +159,7 @@ def test_the_page_is_there_before_the_model(tmp_path: Path) -> None:
         assert doc["state"] == "loading" and doc["models"]["A"] is None and doc["nodes"]["id"] == []
         told = page.do("type", 503, text="A king")["error"]
         assert told["type"] == "unavailable_error"
-        assert page.client.get("/v1/models").status_code == 503
+        assert page.api.get("/v1/models").status_code == 503
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_page_is_there_before_the_model(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_bad_requests_are_told_and_change_nothing(page: Paged, body: str) -> None:
     before = page.doc()["nodes"]
-    answer = page.client.post("/loom/do", content=body.encode())
+    answer = page.api.post("/loom/do", content=body.encode())
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["message"]
     assert page.doc()["nodes"] == before
@@ -189,7 +189,7 @@ def test_bad_settings_make_no_node(page: Paged, fields: dict[str, object]) -> No
     root = page.type("A king")
     n = len(page.doc()["nodes"]["id"])
     body = {"op": "continue", "cid": f"bad-{fields}"[:64], "node": root["id"], **fields}
-    answer = page.client.post("/loom/do", json=body)
+    answer = page.api.post("/loom/do", json=body)
     if "max_tokens" in fields and fields["max_tokens"] == 100_000:
         page.do("stop")
         return

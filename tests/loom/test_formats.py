@@ -72,12 +72,12 @@ def shape(pairs: list[tuple[str, int]]) -> list[tuple[str, list[Any]]]:
 
 
 def of_document(document: Document) -> list[tuple[str, list[Any]]]:
-    return shape([(s.text, s.parent) for s in formats.segments(document)])
+    return of_items(formats.items_of(document))
 
 
 def of_items(items: Document | list[formats.Item]) -> list[tuple[str, list[Any]]]:
     assert isinstance(items, list)
-    return shape([("".join(text for text, _ in item.parts), item.parent) for item in items])
+    return shape([(item.text, item.parent) for item in items])
 
 
 @given(documents(), st.sampled_from(TREES))
@@ -148,7 +148,7 @@ def test_deep_trees_are_written() -> None:
         data, _, _ = formats.export(document, kind, None)
         _, items, _ = formats.read(data, 100_000, "")
         assert isinstance(items, list)
-        assert sum(len("".join(t for t, _ in item.parts)) for item in items) == 6000
+        assert sum(len(item.text) for item in items) == 6000
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_no_json_breaks_the_reader(value: object) -> None:
     assert isinstance(items, list)
     for i, item in enumerate(items):
         assert -1 <= item.parent < i
-        "".join(text for text, _ in item.parts).encode()
+        item.text.encode()
 
 
 def test_shapes_of_other_programs_are_read() -> None:

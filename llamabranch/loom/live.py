@@ -1,8 +1,7 @@
 """What happens while one looks: events for the tabs, and the jobs that make tokens.
 
 Everything here belongs to the event loop. Threads (the engine's, those of searches and comparisons) hand
-over what they have with `Live.call`. Tokens wait at most 25 ms for an event, and four times as long for
-the file.
+over what they have with `Live.call`. Tokens wait at most 25 ms for an event and the file.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .journal import Journal
 
 __all__ = ["MOST_TOP", "Job", "Live", "Work"]
 
-_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.025, 0.09, 1.0, 15.0
+_EVENT_S, _RETRY_S, _SYNC_S, _BEAT_S = 0.025, 0.1, 1.0, 15.0
 _MOST_EVENTS = 4096  # that a tab can have missed
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
@@ -94,11 +93,12 @@ class Live:
         self._lost = 0  # the newest event that is not in the ring any more
         self._news: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unsent: dict[Node, tuple[int, int]] = {}  # own tokens that no event has reported
-        self._unwritten: dict[Node, tuple[int, int]] = {}
+        self._unsent: dict[
+            Node, tuple[int, int]
+        ] = {}  # own tokens not reported, and not in the file
         self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
         self._timer: asyncio.TimerHandle | None = None
-        self._sent = self._written = self._synced = 0.0
+        self._sent = self._synced = 0.0
 
     @property
     def service(self) -> Service:
@@ -171,7 +171,7 @@ class Live:
 
     def add(self, *records: Record) -> None:
         """Add records to the document and its file, behind the tokens before them."""
-        self._write_tokens()
+        self.send_tokens()
         for record in records:
             self.journal.add(record)
 
@@ -205,50 +205,41 @@ class Live:
     def file(self) -> dict[str, object]:
         """What is shown of the file."""
         journal = self.journal
-        saved = journal.error is None and not self._unwritten
+        saved = journal.error is None and not self._unsent
         return {
             "name": journal.path.name, "saved": saved, "read_only": journal.read_only,
             "error": journal.error,
         }  # fmt: skip
 
-    def _write_tokens(self) -> None:
-        waiting, self._unwritten = self._unwritten, {}
-        for node, (a, b) in waiting.items():
-            self.journal.add(node.record(a, b))
-        self._written = perf_counter()
-
     def note(self, node: Node, a: int, b: int) -> None:
         """Note own tokens of a node that are new, or have new numbers."""
-        for waiting in (self._unsent, self._unwritten):
-            old = waiting.get(node, (a, b))
-            waiting[node] = min(old[0], a), max(old[1], b)
+        old = self._unsent.get(node, (a, b))
+        self._unsent[node] = min(old[0], a), max(old[1], b)
         if self._timer is None:  # the first tokens after a pause are sent at once
             wait = max(0.0, self._sent + _EVENT_S - perf_counter())
             self._timer = asyncio.get_running_loop().call_later(wait, self._tick)
 
     def _tick(self) -> None:
-        """Send tokens, write them every fourth time, and sync once a second."""
+        """Send tokens and write them; sync once a second."""
         self._timer = None
         self.send_tokens()
-        loop, now = asyncio.get_running_loop(), perf_counter()
-        self._sent = now
-        if now - self._written >= _WRITE_S - _EVENT_S:
-            self._write_tokens()
-            had = self.journal.error
-            self.journal.write()
-            if now - self._synced >= _SYNC_S:
-                self._synced = now
-                loop.run_in_executor(None, self.journal.sync)
-            if had != self.journal.error:
-                self.emit("set", {"file": self.file})
-        if self._unwritten or self.journal.error:
-            self._timer = loop.call_later(_EVENT_S, self._tick)
+        loop, self._sent = asyncio.get_running_loop(), perf_counter()
+        had = self.journal.error
+        self.journal.write()
+        if self._sent - self._synced >= _SYNC_S:
+            self._synced = self._sent
+            loop.run_in_executor(None, self.journal.sync)
+        if had != self.journal.error:
+            self.emit("set", {"file": self.file})
+        if self.journal.error:
+            self._timer = loop.call_later(_RETRY_S, self._tick)
 
     def send_tokens(self) -> None:
-        """Send the tokens that no event has reported yet."""
+        """Send the tokens that no event has reported yet, and add them to the file."""
         waiting, self._unsent = self._unsent, {}
         for node, (a, b) in waiting.items():
             self.emit("tokens", self.document.columns(node, a, b, top=True))
+            self.journal.add(node.record(a, b))
 
     # -- jobs ------------------------------------------------------------------------------------------
 
@@ -279,7 +270,6 @@ class Live:
         except Exception as error:
             job.state = "failed"
             self._fail(job, error)
-        self.send_tokens()
         for node in job.nodes:
             node.job = None
             if node.made.seed is not None and node.ended is None:
@@ -413,7 +403,6 @@ class Live:
             id=node.id, reason=reason, read=max(0, n_read - max(1, first)),
             cached=result.num_cached_tokens, digest=digest(node.ids[first:], node.lp[first:]),
         )  # fmt: skip
-        self.send_tokens()
         self.add(ended)
         rate = round((len(node.ids) - n_before) / seconds, 1) if seconds else None
         self.emit("end", {

@@ -375,15 +375,6 @@ def test_hostile_names_in_a_listing_are_not_downloaded(hub: FakeHub, tmp_path: P
     assert not list(tmp_path.rglob("*evil-*"))
 
 
-def test_missing_shard_and_tag_are_errors_that_list_what_there_is(hub: FakeHub) -> None:
-    hub.add("me/part", {"m-Q8_0-00002-of-00002.gguf": b"2", "m-F16.gguf": b"x"})
-    with pytest.raises(lb.ConfigError, match="lacks part 1 of 2"):
-        lb.fetch("me/part:Q8_0")
-    with pytest.raises(lb.ConfigError, match="no model with the tag Q4_0") as caught:
-        lb.fetch("me/part:Q4_0")
-    assert caught.value.hint == "models: m-F16.gguf, m-Q8_0-00002-of-00002.gguf"
-
-
 # -- the disk --------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,13 @@ HOSTILE = (
 PIECES = st.text(max_size=6) | st.sampled_from([text for text in HOSTILE if text != "\ud800"])
 
 
+def tokens(name: str, ids: list[int], lps: list[float | None]) -> Tokens:
+    """Return a record of tokens without other numbers."""
+    n = len(ids)
+    none = [None] * n
+    return Tokens(id=name, ids=ids, lp=lps, h=none, rk=none, src="t" * n, top=[Raw(b"[]")] * n)
+
+
 @st.composite
 def documents(draw: st.DrawFn) -> Document:
     """Return a document of up to eight nodes that fork anywhere, with texts that nobody would write."""
@@ -43,13 +50,8 @@ def documents(draw: st.DrawFn) -> Document:
             Made(id=f"n{i}", parent=parent, at=at, r=10 + i, by=draw(st.sampled_from("AB")))
         )
         ids = draw(st.lists(st.integers(0, len(words) - 1), min_size=1, max_size=6))
-        lps = draw(
-            st.lists(st.floats(-20, 0, width=32) | st.none(), min_size=len(ids), max_size=len(ids))
-        )
-        document.apply(Tokens(
-            id=f"n{i}", ids=ids, lp=lps, h=[None] * len(ids), rk=[None] * len(ids),
-            src="t" * len(ids), top=[Raw(b"[]")] * len(ids),
-        ))  # fmt: skip
+        lps = [draw(st.floats(-20, 0, width=32) | st.none()) for _ in ids]
+        document.apply(tokens(f"n{i}", ids, lps))
         if draw(st.booleans()):
             document.apply(Change(id=f"n{i}", name="bookmark", value=True, r=100 + i))
     return document
@@ -140,10 +142,7 @@ def test_deep_trees_are_written() -> None:
     document.apply(Pieces(p={0: "a", 1: "b"}))
     for i in range(3000):  # each node forks off the one before
         document.apply(Made(id=f"n{i}", parent=f"n{i - 1}" if i else None, at=i, r=i + 1))
-        document.apply(Tokens(
-            id=f"n{i}", ids=[0, 1], lp=[None] * 2, h=[None] * 2, rk=[None] * 2, src="tt",
-            top=[Raw(b"[]")] * 2,
-        ))  # fmt: skip
+        document.apply(tokens(f"n{i}", [0, 1], [None, None]))
     for kind in TREES:
         data, _, _ = formats.export(document, kind, None)
         _, items, _ = formats.read(data, 100_000, "")

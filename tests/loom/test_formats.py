@@ -211,12 +211,16 @@ def test_shapes_of_other_programs_are_read() -> None:
     assert isinstance(items, list)
     assert kind == "loomsidian" and [item.parts[0][0] for item in items] == ["One", " two"]
     assert items[1].bookmark and n_lost == 1
-    ours = [{"id": "s", "text": "One", "children": []}, {"id": "t", "text": "Two", "children": []}]
+    ours = [
+        {"id": "s", "text": "One", "children": []},
+        {"id": "t", "text": "Two", "children": []},
+        3,
+    ]
     chapters = {"c": {"id": "c", "root_id": "t", "title": "Second"}}
     root = {"id": "r", "text": "", "children": ours}
     py = {"root": root, "chapters": chapters, "selected_node_id": "s"}
-    kind, items, _ = formats.read(json.dumps(py).encode(), 99, "")
-    assert isinstance(items, list)
+    kind, items, n_lost = formats.read(json.dumps(py).encode(), 99, "")
+    assert isinstance(items, list) and n_lost == 1
     assert kind == "socketteer" and [item.parent for item in items] == [-1, -1]
     assert [item.note for item in items] == ["", "Second"]
     first = {"content": "One", "authorType": "user", "parentId": None, "childrenIds": ["s"]}

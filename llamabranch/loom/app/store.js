@@ -234,15 +234,14 @@ export function pathOf(id, end) {
 export const ownerOf = (path, position) =>
   path.owners.find(({ from, to }) => position >= from && position < to)?.id ?? null;
 
+const UTF8 = new TextDecoder("utf-8", { ignoreBOM: true });
+
 /** Texts of tokens one after the other: a character whose bytes are in several tokens stands at the last of them,
- * the others are empty; bytes that are no UTF-8 are written as \ufffd. @param {Piece[]} all */
-export function texts(all) {
-  const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
-  return all.map((piece, i) => {
-    if (!Array.isArray(piece)) return typeof piece === "string" ? piece : piece.c;
-    return decoder.decode(new Uint8Array(piece), { stream: Array.isArray(all[i + 1]) });
-  });
-}
+ * the others are empty; bytes that are no UTF-8 are written as \ufffd. */
+export const texts = (/** @type {Piece[]} */ all) => all.map((piece, i) => {
+  if (!Array.isArray(piece)) return typeof piece === "string" ? piece : piece.c;
+  return UTF8.decode(new Uint8Array(piece), { stream: Array.isArray(all[i + 1]) });
+});
 
 /** A piece by itself. @param {Piece} piece */
 export const pieceText = (piece) => texts([piece])[0];

@@ -28,7 +28,7 @@ PIECES = st.text(max_size=6) | st.sampled_from([text for text in HOSTILE if text
 def tokens(name: str, ids: list[int], lps: list[float | None]) -> Tokens:
     """Return a record of tokens without other numbers."""
     n = len(ids)
-    none = [None] * n
+    none: list[Any] = [None] * n
     return Tokens(id=name, ids=ids, lp=lps, h=none, rk=none, src="t" * n, top=[Raw(b"[]")] * n)
 
 

@@ -24,7 +24,8 @@ _QUANTIZATION = re.compile(
 
 def is_model(path: str) -> bool:
     """Return whether a file of a repository is a model, or a shard of one."""
-    return path.endswith(".gguf") and is_safe_path(path) and not _SIDECAR.search(_base(path))
+    name = path.rpartition("/")[2]
+    return path.endswith(".gguf") and is_safe_path(path) and not _SIDECAR.search(name)
 
 
 def choose(
@@ -107,10 +108,6 @@ def _bounded(tag: str) -> str:
     # of another; before anything else it may be a part of it, as M is of Q4_K_M.
     before = r"[A-Za-z0-9]" if _QUANTIZATION.fullmatch(tag) else r"[A-Za-z0-9_]"
     return f"(?<!{before}){re.escape(tag)}"
-
-
-def _base(path: str) -> str:
-    return path.rpartition("/")[2]
 
 
 def _offer(paths: list[str]) -> str:

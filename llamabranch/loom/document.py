@@ -48,7 +48,6 @@ class Head(Record, tag="head", kw_only=True):
     version: int = 1
     model: str = ""
     fingerprint: str = ""
-    vocab: str = ""
     kv_type: str = ""
 
 

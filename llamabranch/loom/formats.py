@@ -1,6 +1,6 @@
 """Documents as other programs have them: four looms, JSON that keeps all, Markdown, and one HTML file.
 
-Other looms fork at the ends of nodes only, so a node is written as the segments between its forks.
+Other looms fork at the ends of nodes only, so a node is written as the texts between its forks.
 Nothing here recurses: a text of a thousand tokens may be nested a thousand deep.
 """
 
@@ -24,7 +24,7 @@ from ..serve.fields import SamplingFields
 from . import page
 from .document import AnyRecord, Document, Made, Node, Number, Tokens, decoded
 
-__all__ = ["Item", "Segment", "export", "items_of", "read", "segments"]
+__all__ = ["Item", "export", "items_of", "read"]
 
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
@@ -36,25 +36,29 @@ Values = Mapping[str, object]
 
 
 @dataclass
-class Segment:
-    """A part of a node between two places where something forks; ``node`` is None for an added root."""
+class Item:
+    """A text between two places where something forks; an added root has none.
 
-    node: Node | None
-    a: int
-    b: int
-    parent: int  # the number of an earlier one; -1 = none
-    text: str
+    Attributes:
+        parts: texts of its tokens, or of several together, each with its log-probability if known.
+        parent: the number of an earlier one, -1 of none.
+        id, time, is_finished: of a document's node, for other programs.
+    """
+
+    parts: list[tuple[str, Number]]
+    parent: int = -1
+    by: str = "import"
+    bookmark: bool = False
+    note: str = ""
+    id: str = "root"
+    time: int = 0
+    is_finished: bool = False
     children: list[int] = field(default_factory=list)
 
     @property
-    def id(self) -> str:
-        """Its name."""
-        return f"{self.node.id}-{self.a}" if self.node else "root"
-
-    @property
-    def last(self) -> Node | None:
-        """The node if it ends here: its marks are reported once."""
-        return self.node if self.node and self.b == len(self.node.ids) else None
+    def text(self) -> str:
+        """All of it."""
+        return "".join(text for text, _ in self.parts)
 
 
 class _Shape(NamedTuple):
@@ -62,23 +66,26 @@ class _Shape(NamedTuple):
 
     Attributes:
         fields: its name of each thing that `_fields` gives of a node.
-        around: returns the whole, given the document, its title, the segments, and the nodes as JSON.
+        around: returns the whole, given the document, its title, its items, and these as JSON.
         is_nested: nodes hold their children, so they come as objects with commas between; else as a map.
         has_tokens: each token is a node.
         has_one_root: several roots are put under an empty one.
     """
 
     fields: dict[str, str]
-    around: Callable[[Document, str, Sequence[Segment], bytes], object]
+    around: Callable[[Document, str, Sequence[Item], bytes], object]
     is_nested: bool = False
     has_tokens: bool = False
     has_one_root: bool = False
 
 
-def segments(
+def items_of(
     document: Document, *, has_tokens: bool = False, has_one_root: bool = False
-) -> list[Segment]:
-    """Return what is shown and not deleted, parents first; see `_Shape` for the arguments."""
+) -> list[Item]:
+    """Return what is shown and not deleted, parents first; see `_Shape` for the arguments.
+
+    Log-probabilities are those of single tokens; marks of a node are at its end.
+    """
     cuts: dict[Node, set[int]] = {}
     owners: dict[Node, Node | None] = {}  # in whose own tokens a node begins
     for node in document.shown():
@@ -93,18 +100,24 @@ def segments(
         if owner is not None:
             cuts[owner].add(node.made.at - owner.made.at)
     is_alone = sum(owner is None for owner in owners.values()) == 1
-    found = [Segment(None, 0, 0, -1, "")] if has_one_root and not is_alone else []
+    found = [Item([], by="user")] if has_one_root and not is_alone else []
     top = len(found) - 1
     ending: dict[tuple[Node, int], int] = {}
     for node, owner in owners.items():
-        a, parent = 0, top if owner is None else ending[owner, node.made.at - owner.made.at]
+        made = node.made
+        a, parent = 0, top if owner is None else ending[owner, made.at - owner.made.at]
         for b in sorted(cuts[node] - {0}) or [0]:
             text = document.bytes_of(node.ids[a:b]).decode("utf-8", "replace")
+            lp = node.lp[a] if has_tokens and b > a else None
             if parent >= 0:
                 found[parent].children.append(len(found))
-            found.append(Segment(node, a, b, parent, text))
-            a, parent = b, len(found) - 1
+            item = Item([(text, lp)], parent, made.by, id=f"{node.id}-{a}", time=made.t)
+            if b == len(node.ids):
+                item.bookmark, item.note = node.bookmark, node.note
+                item.is_finished = node.reason == "stop"
+            a, parent = b, len(found)
             ending[node, b] = parent
+            found.append(item)
     return found
 
 
@@ -136,11 +149,11 @@ def export(
             raise ConfigError("node is needed: Markdown has the text of one path")
         return document.text(node, own=False).encode(), f"{safe}.md", _MARKDOWN
     if kind == "markdown-tree":
-        return _bullets(segments(document)).encode(), f"{safe}.md", _MARKDOWN
+        return _bullets(items_of(document)).encode(), f"{safe}.md", _MARKDOWN
     shape = _SHAPES.get(kind)
     if shape is None:
         raise ConfigError(f"format must be one of {_NAMES}, not {kind!r:.40}")
-    parts = segments(document, has_tokens=shape.has_tokens, has_one_root=shape.has_one_root)
+    parts = items_of(document, has_tokens=shape.has_tokens, has_one_root=shape.has_one_root)
     nodes = _nested(parts, shape) if shape.is_nested else _encode(
         {part.id: _fields(parts, i, shape) for i, part in enumerate(parts)}
     )  # fmt: skip
@@ -157,7 +170,7 @@ def _whole(document: Document, title: str, top: int, models: object) -> Values:
     }  # fmt: skip
 
 
-def _bullets(parts: Sequence[Segment]) -> str:
+def _bullets(parts: Sequence[Item]) -> str:
     lines = []
     waiting = [(i, 0) for i, part in enumerate(parts) if part.parent < 0][::-1]
     while waiting:
@@ -168,25 +181,22 @@ def _bullets(parts: Sequence[Segment]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fields(parts: Sequence[Segment], i: int, shape: _Shape) -> Values:
+def _fields(parts: Sequence[Item], i: int, shape: _Shape) -> Values:
     """Return a node with the fields that a loom writes; nested ones without those that are None."""
     part = parts[i]
-    node, last = part.node, part.last
-    lp = (node.lp[part.a] if node and part.b > part.a else None) or 0.0
+    lp = (part.parts[0][1] if part.parts else None) or 0.0
     found: dict[str, object] = {
         "id": part.id, "text": part.text, "no": False,
         "parent": parts[part.parent].id if part.parent >= 0 else None,
         "children": [parts[child].id for child in part.children],
-        "author": "model" if node and node.made.by in ("A", "B") else "user",
-        "time": node.made.t if node else 0, "bookmark": last is not None and last.bookmark,
-        "logprob": lp, "prob": math.exp(lp),
-        "finished": last is not None and last.reason == "stop",
+        "author": "model" if part.by in ("A", "B") else "user", "time": part.time,
+        "bookmark": part.bookmark, "logprob": lp, "prob": math.exp(lp), "finished": part.is_finished,
     }  # fmt: skip
     fields = shape.fields.items()
     return {n: found[key] for n, key in fields if found[key] is not None or not shape.is_nested}
 
 
-def _nested(parts: Sequence[Segment], shape: _Shape) -> bytes:
+def _nested(parts: Sequence[Item], shape: _Shape) -> bytes:
     """Return the roots as JSON objects that hold their ``children``, with commas between."""
     out: list[bytes] = []
     roots = [i for i, part in enumerate(parts) if part.parent < 0]
@@ -203,14 +213,14 @@ def _nested(parts: Sequence[Segment], shape: _Shape) -> bytes:
     return b"".join(out)
 
 
-def _current(document: Document, parts: Sequence[Segment]) -> str | None:
-    here = [part.id for part in parts if part.node and part.node.id == document.current]
+def _current(document: Document, parts: Sequence[Item]) -> str | None:
+    here = [part.id for part in parts if part.id.rpartition("-")[0] == document.current]
     return next(iter([*here, *(part.id for part in parts)]), None)
 
 
-def _chapters_of(parts: Sequence[Segment]) -> dict[str, Values]:
-    noted = [(f"c{i}", part, part.last.note) for i, part in enumerate(parts) if part.last]
-    return {c: {"id": c, "root_id": part.id, "title": note} for c, part, note in noted if note}
+def _chapters_of(parts: Sequence[Item]) -> dict[str, Values]:
+    noted = {f"c{i}": part for i, part in enumerate(parts) if part.note}
+    return {c: {"id": c, "root_id": part.id, "title": part.note} for c, part in noted.items()}
 
 
 _SHAPES = {
@@ -258,20 +268,6 @@ _NAMES = ", ".join(("json", "html", "markdown", "markdown-tree", *_SHAPES))
 # -- reading ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class Item:
-    """A node to be made of texts, each with its log-probability if it is a token's and is known.
-
-    ``parent`` is the number of an earlier one, -1 of none.
-    """
-
-    parts: list[tuple[str, Number]]
-    parent: int = -1
-    by: str = "import"
-    bookmark: bool = False
-    note: str = ""
-
-
 class _File(msgspec.Struct):
     records: list[AnyRecord]
 
@@ -308,16 +304,6 @@ def read(data: bytes, most: int, fingerprint: str) -> tuple[str, Document | list
         case {"text": str()} as root:
             return "socketteer-simple", *_items([root], most)
     raise ConfigError("this JSON is of no loom that is known", hint=f"formats: {_NAMES}")
-
-
-def items_of(document: Document) -> list[Item]:
-    """Return the texts of a document, cut where something forks, for another model."""
-    found = []
-    for part in segments(document):
-        by, last = part.node.made.by if part.node else "import", part.last
-        marks = (last.bookmark, last.note) if last else (False, "")
-        found.append(Item([(part.text, None)], part.parent, by, *marks))
-    return found
 
 
 def _unpacked(data: bytes) -> bytes:

@@ -1,15 +1,14 @@
 """What happens while one looks: events for the tabs, and the jobs that make tokens.
 
 Everything here belongs to the event loop. Threads (the engine's, those of searches and comparisons) hand
-over what they have with `Live.call`. Tokens wait at most 25 ms for an event, and four times as long for
-the file.
+over what they have with `Live.call`. Tokens wait at most 25 ms for an event and the file.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count, zip_longest
@@ -26,7 +25,7 @@ from ..engine import Request, Result
 from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
 from ..serve.exchange import Exchange
-from ..serve.generation import all_texts
+from ..serve.generation import all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest, short
@@ -34,7 +33,7 @@ from .journal import Journal
 
 __all__ = ["MOST_TOP", "Job", "Live", "Work"]
 
-_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.025, 0.09, 1.0, 15.0
+_EVENT_S, _RETRY_S, _SYNC_S, _BEAT_S = 0.025, 0.1, 1.0, 15.0
 _MOST_EVENTS = 4096  # that a tab can have missed
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
@@ -94,11 +93,12 @@ class Live:
         self._lost = 0  # the newest event that is not in the ring any more
         self._news: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unsent: dict[Node, tuple[int, int]] = {}  # own tokens that no event has reported
-        self._unwritten: dict[Node, tuple[int, int]] = {}
+        self._unsent: dict[
+            Node, tuple[int, int]
+        ] = {}  # own tokens not reported, and not in the file
         self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
         self._timer: asyncio.TimerHandle | None = None
-        self._sent = self._written = self._synced = 0.0
+        self._sent = self._synced = 0.0
 
     @property
     def service(self) -> Service:
@@ -171,7 +171,7 @@ class Live:
 
     def add(self, *records: Record) -> None:
         """Add records to the document and its file, behind the tokens before them."""
-        self._write_tokens()
+        self.send_tokens()
         for record in records:
             self.journal.add(record)
 
@@ -205,50 +205,41 @@ class Live:
     def file(self) -> dict[str, object]:
         """What is shown of the file."""
         journal = self.journal
-        saved = journal.error is None and not self._unwritten
+        saved = journal.error is None and not self._unsent
         return {
             "name": journal.path.name, "saved": saved, "read_only": journal.read_only,
             "error": journal.error,
         }  # fmt: skip
 
-    def _write_tokens(self) -> None:
-        waiting, self._unwritten = self._unwritten, {}
-        for node, (a, b) in waiting.items():
-            self.journal.add(node.record(a, b))
-        self._written = perf_counter()
-
     def note(self, node: Node, a: int, b: int) -> None:
         """Note own tokens of a node that are new, or have new numbers."""
-        for waiting in (self._unsent, self._unwritten):
-            old = waiting.get(node, (a, b))
-            waiting[node] = min(old[0], a), max(old[1], b)
+        old = self._unsent.get(node, (a, b))
+        self._unsent[node] = min(old[0], a), max(old[1], b)
         if self._timer is None:  # the first tokens after a pause are sent at once
             wait = max(0.0, self._sent + _EVENT_S - perf_counter())
             self._timer = asyncio.get_running_loop().call_later(wait, self._tick)
 
     def _tick(self) -> None:
-        """Send tokens, write them every fourth time, and sync once a second."""
+        """Send tokens and write them; sync once a second."""
         self._timer = None
         self.send_tokens()
-        loop, now = asyncio.get_running_loop(), perf_counter()
-        self._sent = now
-        if now - self._written >= _WRITE_S - _EVENT_S:
-            self._write_tokens()
-            had = self.journal.error
-            self.journal.write()
-            if now - self._synced >= _SYNC_S:
-                self._synced = now
-                loop.run_in_executor(None, self.journal.sync)
-            if had != self.journal.error:
-                self.emit("set", {"file": self.file})
-        if self._unwritten or self.journal.error:
-            self._timer = loop.call_later(_EVENT_S, self._tick)
+        loop, self._sent = asyncio.get_running_loop(), perf_counter()
+        had = self.journal.error
+        self.journal.write()
+        if self._sent - self._synced >= _SYNC_S:
+            self._synced = self._sent
+            loop.run_in_executor(None, self.journal.sync)
+        if had != self.journal.error:
+            self.emit("set", {"file": self.file})
+        if self.journal.error:
+            self._timer = loop.call_later(_RETRY_S, self._tick)
 
     def send_tokens(self) -> None:
-        """Send the tokens that no event has reported yet."""
+        """Send the tokens that no event has reported yet, and add them to the file."""
         waiting, self._unsent = self._unsent, {}
         for node, (a, b) in waiting.items():
             self.emit("tokens", self.document.columns(node, a, b, top=True))
+            self.journal.add(node.record(a, b))
 
     # -- jobs ------------------------------------------------------------------------------------------
 
@@ -279,7 +270,6 @@ class Live:
         except Exception as error:
             job.state = "failed"
             self._fail(job, error)
-        self.send_tokens()
         for node in job.nodes:
             node.job = None
             if node.made.seed is not None and node.ended is None:
@@ -393,34 +383,15 @@ class Live:
             for name, (node, request) in zip(nodes, work, strict=True)
         ]
         begun, n_before = perf_counter(), {node: len(node.ids) for node in nodes.values()}
-        async for name, tokens, result in self._steps(named):
-            node = nodes[name]
-            if tokens:
-                self.take(node, tokens, "".join(_SOURCES[one.source] for one in tokens))
-            if result is not None:
-                self._end(job, node, result, perf_counter() - begun, n_before[node])
-
-    async def _steps(
-        self, requests: Sequence[Request]
-    ) -> AsyncGenerator[tuple[str, list[Produced], Result | None], None]:
-        """Yield what comes of each request: its name, new tokens, and at its end the result."""
-        service, left = self.service, len(requests)
-        service.n_texts += left
-        try:
-            async with aclosing(service.engine.steps(*requests)) as steps:
-                async for events in steps:
-                    tokens: dict[str, list[Produced]] = {event.id: [] for event in events}
-                    for event in events:
-                        one = event.emitted
-                        if one is not None and one.token >= 0 and not one.is_stop:
-                            tokens[event.id].append(one)
-                    results = {event.id: event.result for event in events if event.result}
-                    for name, its in tokens.items():
-                        left -= name in results
-                        service.n_texts -= name in results
-                        yield name, its, results.get(name)
-        finally:
-            service.n_texts -= left
+        async with aclosing(updates(self.service, named)) as steps:
+            async for changed in steps:
+                for update in changed:
+                    node, tokens = nodes[str(update.request.id)], update.tokens
+                    if tokens:
+                        self.take(node, tokens, "".join(_SOURCES[one.source] for one in tokens))
+                    if update.ended is not None:
+                        seconds = perf_counter() - begun
+                        self._end(job, node, update.ended, seconds, n_before[node])
 
     def _end(self, job: Job, node: Node, result: Result, seconds: float, n_before: int) -> None:
         reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
@@ -432,7 +403,6 @@ class Live:
             id=node.id, reason=reason, read=max(0, n_read - max(1, first)),
             cached=result.num_cached_tokens, digest=digest(node.ids[first:], node.lp[first:]),
         )  # fmt: skip
-        self.send_tokens()
         self.add(ended)
         rate = round((len(node.ids) - n_before) / seconds, 1) if seconds else None
         self.emit("end", {
@@ -481,8 +451,9 @@ class Live:
         new: list[tuple[int, float | None]] = []
         named = replace(request, id=f"loom-{job.id}")
         job.names = [f"loom-{job.id}"]
-        async for _, tokens, _ in self._steps([named]):
-            new += [(one.token, short(one.logprob)) for one in tokens]
+        async with aclosing(updates(self.service, [named])) as steps:
+            async for (update,) in steps:
+                new += [(one.token, short(one.logprob)) for one in update.tokens]
         pairs = zip_longest(old, new)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         n = len(old)

@@ -35,7 +35,7 @@ from .document import (
 from .formats import Item
 from .live import MOST_TOP, Job, Live
 from .page import Guard
-from .pair import same_vocabulary, vocabulary_hash
+from .pair import same_vocabulary
 from .searching import Kind, SearchOptions
 
 __all__ = ["Do", "Loom"]
@@ -114,10 +114,8 @@ class Loom(Live):
         model, ctx = self.service.model, self.service.ctx
         head, journal = self.document.head, self.journal
         if head is None and journal.read_only is None:
-            self.add(Head(
-                model=model.name, fingerprint=model.fingerprint, vocab=vocabulary_hash(model),
-                kv_type=ctx.kv_type,
-            ))  # fmt: skip
+            fingerprint, kv_type = model.fingerprint, ctx.kv_type
+            self.add(Head(model=model.name, fingerprint=fingerprint, kv_type=kv_type))
         elif head is not None and head.fingerprint != model.fingerprint:
             message = f"it is of the model {head.model}, this one is {model.name}"
             journal.read_only = journal.read_only or message

@@ -288,14 +288,8 @@ async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         records.append(Change(id=node.id, name="bookmark", value=do.bookmark))
     if do.note is not None:
         records.append(Change(id=node.id, name="note", value=do.note))
-    return _changed(loom, do, node, records)
-
-
-async def _delete(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    return _changed(loom, do, node, [Change(id=node.id, name="deleted", value=not do.restore)])
-
-
-def _changed(loom: Loom, do: Do, node: Node, records: list[Record]) -> Answer:
+    if do.op == "delete":
+        records.append(Change(id=node.id, name="deleted", value=not do.restore))
     if records:
         loom.make(records, do.cid)
         loom.send_nodes(node)
@@ -362,7 +356,7 @@ _OPERATIONS = {
     "score": _Operation(_score, needs_file=False), "compare": _Operation(compare, needs_node=True),
     "search": _Operation(_search, needs_node=True), "stop": _Operation(_stop, needs_file=False),
     "adopt": _Operation(_adopt), "set": _Operation(_set, needs_node=True),
-    "delete": _Operation(_delete, needs_node=True), "undo": _Operation(_undo),
+    "delete": _Operation(_set, needs_node=True), "undo": _Operation(_undo),
     "redo": _Operation(_undo), "settings": _Operation(_settings, needs_file=False),
     "compact": _Operation(_compact), "reread": _Operation(_reread, needs_file=False),
 }  # fmt: skip

@@ -7,7 +7,6 @@ bits of the stretches between common boundaries can be compared.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from .document import Number, short
 
 __all__ = [
     "Place", "Span", "compared", "mean_kl", "read_pair", "same_vocabulary", "spans", "totals",
-    "vocabulary_hash", "write_pair",
+    "write_pair",
 ]  # fmt: skip
 
 _STRETCH = 32  # tokens that both models read in turn
@@ -39,15 +38,6 @@ def same_vocabulary(a: Model, b: Model) -> bool:
     """Return whether all ids that both models have mean the same tokens."""
     report = a.compatibility(b)
     return a.vocab_type == b.vocab_type and report.first_difference is None
-
-
-def vocabulary_hash(model: Model) -> str:
-    """Return a hash of all tokens and their kinds."""
-    found = hashlib.sha256()
-    for token in range(model.n_vocab):
-        text, is_control = model.entry(token)
-        found.update(b"%d %d " % (len(text), is_control) + text)
-    return found.hexdigest()[:16]
 
 
 def mean_kl(data: Raw) -> tuple[float, float] | None:

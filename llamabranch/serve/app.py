@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from time import perf_counter
 from typing import NamedTuple
 
 from starlette.routing import Match, Route
@@ -103,8 +104,9 @@ class App:
             else:
                 service.counters.requests[call.status] += 1
         if self._settings.log_requests:
-            line = f"{scope['method']} {scope['path']} {call.status} {1e3 * call.elapsed_s:.0f} ms"
-            self._log(f"{line} {call.note}".rstrip())
+            ms = 1e3 * (perf_counter() - call.start)
+            line = f"{scope['method']} {scope['path']} {call.status} {ms:.0f} ms {call.note}"
+            self._log(line.rstrip())
 
     async def _answer(self, call: Exchange) -> None:
         scope, service = call.scope, self._service_of()
@@ -128,7 +130,5 @@ class App:
                 await _ROUTES[asked](call, service)
                 return
             status = 405 if match is Match.PARTIAL else status
-        message = (
-            "there is nothing at this path" if status == 404 else "this path takes other methods"
-        )
-        raise HttpError(status, message)
+        messages = {404: "there is nothing at this path", 405: "this path takes other methods"}
+        raise HttpError(status, messages[status])

@@ -258,7 +258,8 @@ async def get(call: Exchange, service: Service) -> None:
         raise HttpError(400, "include takes tokens and next", param="include")
     shown = await _shown(service, node)
     if "tokens" in wanted:
-        shown |= {"tokens": node.tokens, "text": service.text(node.tokens)}
+        raw = b"".join(map(service.model.piece, node.tokens))  # control tokens have no text
+        shown |= {"tokens": node.tokens, "text": raw.decode("utf-8", "replace")}
     if "next" in wanted:
         if node.next is None:
             await _look(service, node, _N_NEXT)
@@ -285,7 +286,7 @@ async def delete(call: Exchange, service: Service) -> None:
 
 
 def _node(call: Exchange, service: Service) -> Node:
-    return service.branches[call.path_param("id")]
+    return service.branches[call.scope["path_params"]["id"]]
 
 
 async def _look(service: Service, node: Node, top: int) -> Update:

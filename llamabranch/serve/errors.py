@@ -15,9 +15,9 @@ from ..errors import (
     UnsupportedError,
 )
 
-__all__ = ["HttpError", "http_error"]
+__all__ = ["TOO_LONG", "HttpError", "http_error"]
 
-_TOO_LONG = "exceed_context_size_error"
+TOO_LONG = "exceed_context_size_error"  # the type of an error, as llama-server calls it
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     409: "conflict_error", 429: "rate_limit_error", 500: "server_error",
@@ -52,12 +52,6 @@ class HttpError(Exception):
         self.body = {"error": error}
         self.headers = [(b"retry-after", b"1")] if status in (429, 503) else []
 
-    @classmethod
-    def too_long(cls, n_prompt: int, n_ctx: int, param: str | None) -> HttpError:
-        """Return the error of a prompt of ``n_prompt`` tokens in a context of ``n_ctx``."""
-        text = f"the prompt has {n_prompt} tokens, the context has room for {n_ctx}, the answer included"
-        return cls(400, text, param=param, kind=_TOO_LONG, n_prompt_tokens=n_prompt, n_ctx=n_ctx)
-
 
 def http_error(
     error: BaseException, fields: object = None, *, param: str | None = None
@@ -80,7 +74,7 @@ def http_error(
         case ClosedError() | DecodeInterruptedError():
             return HttpError(503, "the server is shutting down")
         case CacheFullError():
-            return HttpError(400, message, kind=_TOO_LONG)
+            return HttpError(400, message, kind=TOO_LONG)
         case CapacityError():
             return HttpError(503, message)
         case ConfigError() | GrammarError() | TokenizeError() | UnsupportedError():

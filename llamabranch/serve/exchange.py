@@ -45,6 +45,7 @@ class Exchange:
     Attributes:
         status: of the answer; 0 before there is one.
         note: what the line of the log tells about it.
+        start: when it came, as of `time.perf_counter`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Exchange:
         self._send = send
         self._settings = settings
         self._headers = list(headers)
-        self._start = perf_counter()
+        self.start = perf_counter()
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
@@ -67,18 +68,9 @@ class Exchange:
         self._fields: object = None  # of the body
 
     @property
-    def elapsed_s(self) -> float:
-        """Seconds since it came."""
-        return perf_counter() - self._start
-
-    @property
     def query(self) -> dict[str, str]:
         """The parameters of the URL; of several with one name the last."""
         return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
-
-    def path_param(self, name: str) -> str:
-        """Return a parameter of the path; "" if the path has none."""
-        return str(self.scope["path_params"].get(name, ""))
 
     # -- running -------------------------------------------------------------------------------------
 

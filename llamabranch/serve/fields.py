@@ -131,11 +131,9 @@ class SamplingFields(_Named, kw_only=True):
 
 
 class JsonSchema(Struct, kw_only=True):
-    """OpenAI's description of a schema."""
+    """OpenAI's description of a schema, which has a name too."""
 
     schema: dict[str, object] | bool | None = None
-    name: str | None = None
-    strict: bool | None = None
 
 
 class ResponseFormat(Struct, kw_only=True):

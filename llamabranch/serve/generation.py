@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -18,7 +18,7 @@ from .exchange import Exchange
 from .fields import TextFields
 from .service import Service, seconds
 
-__all__ = ["Update", "Writer", "all_texts", "answer", "timings", "usage"]
+__all__ = ["Update", "Writer", "all_texts", "answer", "timings", "updates", "usage"]
 
 F = TypeVar("F", bound=TextFields)
 _numbers = count()  # of requests to the engine, for their ids
@@ -143,21 +143,41 @@ async def all_texts(
     requests: Sequence[Request],
     send: Callable[[Iterable[Update]], Awaitable[None]] | None = None,
 ) -> list[Update]:
-    """Return all texts of requests once they have ended, in order.
-
-    ``send`` gets what each step has brought, the changes of a text together.
+    """Return all texts of requests once they have ended, in order; ``send`` gets what each step brings.
 
     Raises:
         HttpError, LlamaBranchError: a request is refused, or a text failed.
     """
-    named = [replace(request, id=f"http-{next(_numbers)}") for request in requests]
+    ended: dict[int, Update] = {}
+    async with aclosing(updates(service, requests, reports_tokens=bool(send))) as steps:
+        async for changed in steps:
+            for update in changed:
+                if update.ended is not None:
+                    ended[update.index] = update.whole
+                    _check(update.ended)
+            if send is not None:
+                await send(changed)
+    return [ended[index] for index in sorted(ended)]
+
+
+async def updates(
+    service: Service, requests: Sequence[Request], *, reports_tokens: bool = True
+) -> AsyncGenerator[list[Update], None]:
+    """Yield what each step has brought, the changes of a text together; count the texts.
+
+    ``reports_tokens=False``: their ends alone. Requests without an id get one.
+
+    Raises:
+        HttpError, LlamaBranchError: a request is refused.
+    """
+    named = [replace(request, id=request.id or f"http-{next(_numbers)}") for request in requests]
     texts = [(request, sample) for request in named for sample in range(request.n)]
     places = {(request.id, sample): index for index, (request, sample) in enumerate(texts)}
     begun: set[int] = set()
-    ended: dict[int, Update] = {}
-    service.n_texts += len(texts)
+    n_left = len(texts)
+    service.n_texts += n_left
     try:
-        async with aclosing(service.engine.steps(*named, reports_tokens=bool(send))) as steps:
+        async with aclosing(service.engine.steps(*named, reports_tokens=reports_tokens)) as steps:
             async for events in steps:
                 changed: dict[int, Update] = {}
                 for event in events:
@@ -171,16 +191,13 @@ async def all_texts(
                         if one.token >= 0 and not one.is_stop:
                             update.tokens.append(one)
                     if event.result is not None:
+                        n_left -= 1
                         service.n_texts -= 1
                         service.counters.add(event.result)
                         update.ended = event.result
-                        ended[index] = update.whole
-                        _check(event.result)
-                if send is not None:
-                    await send(changed.values())
+                yield [*changed.values()]
     finally:
-        service.n_texts -= len(texts) - len(ended)
-    return [ended[index] for index in sorted(ended)]
+        service.n_texts -= n_left
 
 
 def _check(result: Result) -> None:

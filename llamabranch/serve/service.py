@@ -15,7 +15,7 @@ from time import time
 from ..engine import AsyncEngine, Request, Result
 from ..engine.openai import Vocabulary, head, named_piece
 from ..sampling import SamplingParams
-from .errors import HttpError
+from .errors import TOO_LONG, HttpError
 from .nodes import Branches
 from .settings import ServeSettings
 
@@ -89,10 +89,6 @@ class Service:
         found = head(prefix, kind, self.names[0]) | {"system_fingerprint": self.fingerprint}
         return found if self.is_exact else found | {"batch_invariant": False}
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, each as it is; control tokens have none."""
-        return b"".join(map(self.model.piece, tokens)).decode("utf-8", "replace")
-
     async def n_cached(self, tokens: Sequence[int]) -> int:
         """Return how many of the first tokens have their K/V in the prefix cache."""
         prefixes = self.ctx.prefix_cache
@@ -119,8 +115,12 @@ class Service:
         self, prompt: Sequence[int], max_tokens: int | None, param: str | None = None
     ) -> None:
         """Raise HttpError, about a field, unless the context has room for a prompt and a token more."""
-        if len(prompt) + (max_tokens != 0) > self.n_ctx:
-            raise HttpError.too_long(len(prompt), self.n_ctx, param)
+        n, n_ctx = len(prompt), self.n_ctx
+        if n + (max_tokens != 0) > n_ctx:
+            text = (
+                f"the prompt has {n} tokens, the context has room for {n_ctx}, the answer included"
+            )
+            raise HttpError(400, text, param=param, kind=TOO_LONG, n_prompt_tokens=n, n_ctx=n_ctx)
 
     def next_request(self, prompt: Sequence[int], top: int) -> Request:
         """Return a request for what may follow a prompt: one token, never one that ends the text.

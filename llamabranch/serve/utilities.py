@@ -49,7 +49,7 @@ async def models(call: Exchange, service: Service) -> None:
             "size": model.size_bytes,
         },
     }  # fmt: skip
-    wanted = call.path_param("name")
+    wanted = call.scope["path_params"].get("name")
     if wanted and wanted not in service.names:
         raise HttpError(404, f"there is no model {wanted!r}, only {', '.join(service.names)}")
     await call.reply(one if wanted else {"object": "list", "data": [one]})

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from importlib.resources import files
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
 
 if TYPE_CHECKING:
+    from paging import Opened
     from playwright.sync_api import Browser, BrowserContext, Page
 
-LINK = re.compile(r"http://127\.0\.0\.1:\d+/#\S+")
 QUIET = [  # no requests of the browser's own
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-default-apps",
-    "--disable-domain-reliability",
-    "--disable-sync",
-    "--metrics-recording-only",
-    "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-default-apps",
+    "--disable-domain-reliability", "--disable-sync", "--metrics-recording-only", "--no-first-run",
     "--no-pings",
-]
+]  # fmt: skip
 PATIENCE_MS = float(os.environ.get("PATIENCE_MS", 60_000))  # the machine may be busy
 
 
@@ -59,63 +49,8 @@ def browser() -> Iterator[Browser]:
             running.close()
 
 
-@dataclass
-class Server:
-    """``llamabranch open`` in a process of its own."""
-
-    process: subprocess.Popen[str]
-    link: str
-    cookies: list[Any] = field(default_factory=list)  # of the first who came by the link
-    requests: list[str] = field(default_factory=list)
-
-    @property
-    def base(self) -> str:
-        """Its address without the token."""
-        return self.link.partition("#")[0]
-
-
-def _link(lines: IO[str] | None) -> str:
-    for line in lines or ():
-        found = LINK.search(line)
-        if found:
-            return found[0]
-    raise AssertionError("the server ended before it told its link")
-
-
 @contextmanager
-def server(
-    folder: Path, *arguments: str, port: int = 0, config: Path | None = None
-) -> Iterator[Server]:
-    """Run ``llamabranch open`` over a file in a folder; its settings are kept there too."""
-    command = [sys.executable, "-m", "llamabranch.cli", "open", *arguments, "--no-browser"]
-    command += ["--port", str(port), "--file", str(folder / "tale.loom.jsonl")]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CONFIG_HOME": str(config or folder)}
-    log = (folder / "server.log").open("w")
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-    )
-    try:
-        yield Server(process, _link(process.stdout))
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
-        process.wait()
-        log.close()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with suppress(BrokenPipeError):
-                    stream.close()
-
-
-@contextmanager
-def visiting(browser: Browser, served: Server, **settings: object) -> Iterator[Page]:
+def visiting(browser: Browser, served: Opened, **settings: object) -> Iterator[Page]:
     """Open the page in a context of its own; record what it requests and what goes wrong."""
     context: BrowserContext = browser.new_context(**settings)  # type: ignore[arg-type]
     context.set_default_timeout(PATIENCE_MS)
@@ -125,20 +60,17 @@ def visiting(browser: Browser, served: Server, **settings: object) -> Iterator[P
     page.on("request", lambda request: served.requests.append(request.url))
     if served.cookies:
         context.add_cookies(served.cookies)
-        page.goto(served.base)
+        page.goto(served.url)
     else:
         with page.expect_response("**/loom/session"):  # then there is a cookie
             page.goto(served.link)
-        page.wait_for_url(served.base)
+        page.wait_for_url(f"{served.url}/")
         served.cookies += context.cookies()
     try:
         yield page
         assert wrong == []
-        assert {urlsplit(url).hostname for url in served.requests} <= {
-            "127.0.0.1",
-            "localhost",
-            None,
-        }
+        hosts = {urlsplit(url).hostname for url in served.requests}
+        assert hosts <= {"127.0.0.1", "localhost", None}
     except BaseException:
         print(wrong, page.evaluate("() => ({...document.documentElement.dataset})"))
         raise
@@ -167,6 +99,24 @@ def begin(page: Page, text: str = "Once upon a time there was a little fox who")
     page.locator("#begin").press("Control+Enter")
     page.locator(".shoot").nth(2).wait_for()
     idle(page)
+
+
+def written(page: Page) -> list[str]:
+    """Begin, go to the first continuation, and return the texts of the tokens that are shown."""
+    begin(page)
+    page.locator(".shoot").first.click()
+    idle(page)
+    return tokens(page)
+
+
+def tokens(page: Page) -> list[str]:
+    """Return the texts of the tokens that are shown."""
+    return page.locator("#text [data-token]").all_text_contents()
+
+
+def lens_of(page: Page) -> object:
+    """Return the lens of the page."""
+    return page.evaluate("document.documentElement.dataset.lens")
 
 
 def axe() -> str:

@@ -8,27 +8,21 @@ import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+from serving import TARGET, WAIT_S, Command, Serving, bundled_engine, httpx
 
 import llamabranch as lb
-from llamabranch.serve import ServeSettings
+from llamabranch.loom import Loom, front_of
 
-pytest.importorskip("starlette", reason="needs the extra page")
-pytest.importorskip("uvicorn", reason="needs the extra page")
-pytest.importorskip("msgspec", reason="needs the extra page")
-httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-from llamabranch.loom import Loom, front_of  # noqa: E402
-from llamabranch.serve.server import Server  # noqa: E402
+__all__ = ["DRAFT", "TARGET", "Opened", "Paged", "drafted"]
 
-__all__ = ["DRAFT", "TARGET", "Paged", "drafted"]
-
-TARGET = Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf"
 DRAFT = Path(lb.__file__).parent / "data" / "tale-draft-q8_0.gguf"
-WAIT_S = 120
 
 
 def drafted() -> lb.Drafter:
@@ -36,15 +30,42 @@ def drafted() -> lb.Drafter:
     return lb.ModelDrafter(lb.load(DRAFT, n_ctx=1024, n_seq_max=12, n_threads=1))
 
 
-class Paged:
+class Opened(Command):
+    """``llamabranch open`` in a process of its own; its file and its settings are in ``folder``."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        file = folder / "tale.loom.jsonl"
+        more = ("--no-browser", "--file", file, *arguments)
+        super().__init__("open", *more, XDG_CONFIG_HOME=str(folder))
+        self.link = str(self.said["link"])
+        self.cookies: list[Any] = []  # of the first browser that came by the link
+        self.requests: list[str] = []
+        key = {"Authorization": f"Bearer {self.said['key']}"}
+        self.api = httpx.Client(base_url=self.url, headers=key, timeout=WAIT_S)
+
+    def do(self, op: str, cid: str, **fields: object) -> Any:
+        """Do an operation, as soon as the model is loaded; return its answer."""
+        for _ in range(600):
+            answer = self.api.post("/loom/do", json={"op": op, "cid": cid, **fields})
+            if answer.status_code != 503:
+                assert answer.status_code in (200, 202), answer.text
+                return answer.json()
+            sleep(0.1)
+        raise AssertionError("the model was not loaded in a minute")
+
+    def __exit__(self, *_: object) -> None:
+        self.api.close()
+        super().__exit__()
+
+
+class Paged(Serving):
     """A page over a file in ``folder``; leaving the block ends it and checks what is left.
 
     Args:
         folder: where the file and the settings are.
         drafter: makes what drafts.
         partner: the model to compare with.
-        name: of the file.
-        n_ctx: of the context.
+        waits: begin once the model is there; else it is loaded when ``may_load`` is set.
     """
 
     def __init__(
@@ -53,72 +74,56 @@ class Paged:
         *,
         drafter: Callable[[], lb.Drafter | None] = lambda: None,
         partner: Path | None = None,
-        name: str = "tale.loom.jsonl",
         read_only: bool = False,
-        n_ctx: int = 1024,
-        target: Path = TARGET,
         waits: bool = True,
     ) -> None:
-        self._ready = threading.Event()
         self.may_load = threading.Event()
-        self.may_load.set()
-        self.contexts: list[lb.Context] = []
         self.drafter: lb.Drafter | None = None
-        self.failure: BaseException | None = None
+        self.partner: lb.Context | None = None
         self._waits = waits
+
+        def made() -> lb.Drafter | None:
+            self.drafter = drafter()
+            return self.drafter
 
         def open_engine() -> lb.AsyncEngine:
             self.may_load.wait(WAIT_S)
-            ctx = lb.load(target, n_ctx=n_ctx, n_seq_max=12, n_threads=1, prefix_cache=True)
-            self.contexts.append(ctx)
+            engine = bundled_engine(
+                n_seq_max=12, drafter=made, config=lb.SpeculativeConfig(draft_k=4)
+            )
             if partner is not None:
-                self.contexts.append(
-                    lb.load(partner, n_ctx=n_ctx, n_seq_max=4, n_threads=1, kv_type=ctx.kv_type)
+                kv_type = engine.engine.target.kv_type
+                self.partner = lb.load(
+                    partner, n_ctx=1024, n_seq_max=4, n_threads=1, kv_type=kv_type
                 )
-            self.drafter = drafter()
-            config = lb.SpeculativeConfig(draft_k=4) if self.drafter is not None else None
-            return lb.AsyncEngine(ctx, self.drafter, config, max_tokens=None, parallel=4)
+                self.contexts.append(self.partner)
+            return engine
 
-        def ready(*_: object) -> None:
-            self.loom.ready()
-            self._ready.set()
-
-        settings = ServeSettings(port=0, shutdown_timeout_s=0.0)
-        self.server = Server(open_engine, settings, ready, print)
+        super().__init__(open_engine)
         self.loom = Loom(
-            folder / name, self.server.port, lambda: self.server.service,
-            lambda: self.contexts[1] if len(self.contexts) > 1 else None,
-            read_only=read_only, settings_file=folder / "config" / "page.json",
+            folder / "tale.loom.jsonl", self.server.port, lambda: self.server.service,
+            lambda: self.partner, read_only=read_only, settings_file=folder / "config" / "page.json",
         )  # fmt: skip
         self.server.front = front_of(self.loom)
-        self.url = self.server.url
-        self.client = httpx.Client(
-            base_url=self.url,
-            timeout=WAIT_S,
-            headers={"Authorization": f"Bearer {self.loom.guard.key}"},
-        )
+        self.api = self.client(headers={"Authorization": f"Bearer {self.loom.guard.key}"})
         self.events: list[tuple[str, Any]] = []
         self._news = threading.Condition()
         self._numbers = itertools.count()
         self._name = uuid.uuid4().hex[:8]
-        self._thread = threading.Thread(target=self._run, name="page")
-        self._listener = threading.Thread(target=self._listen, daemon=True)
 
-    def _run(self) -> None:
-        try:
-            self.server.run()
-        except BaseException as error:
-            self.failure = error
-        self._ready.set()
+    def loaded(self, *_: object) -> None:
+        """Note that the model is there, and tell the page."""
+        self.loom.ready()
+        super().loaded()
 
-    def __enter__(self) -> Paged:
-        self._thread.start()
-        if self._waits:
-            assert self._ready.wait(WAIT_S)
-            if self.failure is not None:
-                raise self.failure
-            self._listener.start()
-            self.wait(lambda: bool(self.events))
+    def __enter__(self) -> Self:
+        if not self._waits:
+            self.thread.start()
+            return self
+        self.may_load.set()
+        super().__enter__()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.wait(lambda: bool(self.events))
         return self
 
     def __exit__(
@@ -128,26 +133,17 @@ class Paged:
         trace: TracebackType | None,
     ) -> None:
         self.may_load.set()
-        assert self._ready.wait(WAIT_S)
-        self.server.stop()
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
-        self.client.close()
-        for ctx in self.contexts:
-            assert ctx.n_seq_free == ctx.n_seq_max
-            ctx.audit()
+        self.wait_ready()
+        super().__exit__(kind, error, trace)
+        self.api.close()
+        for ctx in () if self.drafter is None else self.drafter.contexts:
             ctx.close()
-        if self.drafter is not None:
-            for ctx in self.drafter.contexts:
-                ctx.close()
-        if kind is None and self.failure is not None:
-            raise self.failure
 
     # -- events ----------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         try:
-            with self.client.stream("GET", "/loom/events?since=old", timeout=None) as answer:
+            with self.api.stream("GET", "/loom/events?since=old", timeout=None) as answer:
                 name = ""
                 for line in answer.iter_lines():
                     field, _, value = line.partition(": ")
@@ -183,7 +179,7 @@ class Paged:
     def do(self, op: str, status: int | None = None, **fields: object) -> Any:
         """Do an operation and return its answer, which has this status."""
         body = {"op": op, "cid": f"{self._name}-{next(self._numbers)}", **fields}
-        answer = self.client.post("/loom/do", json=body)
+        answer = self.api.post("/loom/do", json=body)
         if status is None:
             assert answer.status_code in (200, 202), answer.text
         else:
@@ -203,12 +199,12 @@ class Paged:
 
     def doc(self) -> Any:
         """Return the document."""
-        return self.client.get("/loom/doc").json()
+        return self.api.get("/loom/doc").json()
 
     def tokens(self, node: str, **more: object) -> Any:
         """Return the tokens of a node, those of all its owners in one."""
         query = {"node": node, **{key: str(value) for key, value in more.items()}}
-        answer = self.client.get("/loom/tokens", params=query)
+        answer = self.api.get("/loom/tokens", params=query)
         assert answer.status_code == 200, answer.text
         found = answer.json()
         parts = found.pop("parts")
@@ -218,6 +214,6 @@ class Paged:
 
     def text(self, node: str) -> str:
         """Return the text of a node, from its root on."""
-        found = self.client.get("/loom/export", params={"format": "markdown", "node": node})
+        found = self.api.get("/loom/export", params={"format": "markdown", "node": node})
         assert found.status_code == 200, found.text
         return str(found.text)

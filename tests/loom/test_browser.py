@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from browsing import Server, begin, idle, server, state, visiting
+from browsing import begin, idle, lens_of, state, tokens, visiting, written
+from paging import Opened
 
 if TYPE_CHECKING:
     from playwright.sync_api import APIResponse, Browser, Page, Route
 
 
 @pytest.fixture(scope="module")
-def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with server(tmp_path_factory.mktemp("loom"), "--draft-length", "4") as running:
+def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    with Opened(tmp_path_factory.mktemp("loom"), "--draft-length", "4") as running:
         yield running
 
 
 @pytest.fixture
-def page(chromium: Browser, served: Server) -> Iterator[Page]:
+def page(chromium: Browser, served: Opened) -> Iterator[Page]:
     with visiting(chromium, served) as opened:
         state(opened, "ready")
         new_text(opened)
@@ -41,8 +42,10 @@ def chosen_node(page: Page) -> str | None:
     return page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
 
 
-def tokens(page: Page) -> list[str]:
-    return page.locator("#text [data-token]").all_text_contents()
+def stored(page: Page) -> Any:
+    """Return what the server holds of the chosen path."""
+    path = f"/loom/tokens?node={chosen_node(page)}&path=1"
+    return page.evaluate("path => fetch(path).then(answer => answer.json())", path)
 
 
 def test_first_half_minute(page: Page) -> None:
@@ -63,11 +66,10 @@ def test_first_half_minute(page: Page) -> None:
     idle(page)
     assert page.locator("#status").inner_text().startswith("0 prompt tokens read")
     page.locator("#text").focus()
-    assert (
-        page.locator("[data-alternative][aria-current]").get_attribute("data-alternative") == word
-    )
+    current = page.locator("[data-alternative][aria-current]")
+    assert current.get_attribute("data-alternative") == word
     page.keyboard.press("v")
-    assert page.evaluate("document.documentElement.dataset.lens") == "entropy"
+    assert lens_of(page) == "entropy"
     page.keyboard.press("r")
     page.wait_for_function(
         "() => /bit for bit/.test(document.querySelector('#status').textContent)"
@@ -75,9 +77,7 @@ def test_first_half_minute(page: Page) -> None:
 
 
 def test_tokens_have_their_numbers(page: Page) -> None:
-    begin(page)
-    page.locator(".shoot").first.click()
-    idle(page)
+    written(page)
     shown = page.locator("#text [data-token]")
     indices = [int(i) for i in shown.evaluate_all("all => all.map(each => each.dataset.token)")]
     assert indices == list(range(len(indices)))
@@ -87,11 +87,7 @@ def test_tokens_have_their_numbers(page: Page) -> None:
     missing = "all => all.filter(each => !each.dataset.lp).map(each => each.dataset.token)"
     assert shown.evaluate_all(missing) == ["0"]  # which nothing predicts
     assert all(lp <= 0 for lp in known)
-    stored = page.evaluate(
-        "node => fetch(`/loom/tokens?node=${node}&path=1`).then(answer => answer.json())",
-        chosen_node(page),
-    )
-    numbers = [lp for part in stored["parts"] for lp in part["lp"] if lp is not None]
+    numbers = [lp for part in stored(page)["parts"] for lp in part["lp"] if lp is not None]
     assert known == pytest.approx(numbers, rel=1e-2, abs=1e-3)
     surprises = [i for i, lp in zip(indices[1:], known, strict=True) if lp < math.log(0.05)]
     for key, i in (("}", surprises[0]), ("{", surprises[-1])):  # behind the first comes the last
@@ -130,14 +126,11 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     idle(page)
     chosen = page.locator("#text [aria-selected=true]")
     assert chosen.get_attribute("data-token") == str(len(tokens(page)) - 2)
-    assert page.locator("#text").get_attribute("aria-activedescendant") == chosen.get_attribute(
-        "id"
-    )
-    page.locator("[data-alternative]").nth(2).wait_for()
-    place = (
-        1 if page.locator("[data-alternative]").nth(1).get_attribute("aria-current") is None else 2
-    )
-    page.keyboard.press(str(place + 1))
+    active = page.locator("#text").get_attribute("aria-activedescendant")
+    assert active == chosen.get_attribute("id")
+    others = page.locator("[data-alternative]")
+    others.nth(2).wait_for()
+    page.keyboard.press("2" if others.nth(1).get_attribute("aria-current") is None else "3")
     idle(page)
     assert chosen_node(page) not in (first, second)
     page.keyboard.press("b")
@@ -163,10 +156,7 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
 
 
 def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
-    begin(page)
-    page.locator(".shoot").first.click()
-    idle(page)
-    before = tokens(page)
+    before = written(page)
     page.keyboard.press("End")
     page.locator("#text").press("Enter")
     page.locator(".typing textarea").fill(" Then the moon rose.")
@@ -192,9 +182,7 @@ def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
 
 
 def test_a_fork_is_shown_before_its_answer(page: Page) -> None:
-    begin(page)
-    page.locator(".shoot").first.click()
-    idle(page)
+    written(page)
     page.locator("#text").press("End")
     page.locator("[data-alternative]").nth(2).wait_for()
     before = chosen_node(page)
@@ -216,7 +204,7 @@ def test_a_fork_is_shown_before_its_answer(page: Page) -> None:
 
 def test_two_tabs_show_the_same(chromium: Browser, tmp_path: Path) -> None:
     with (
-        server(tmp_path) as served,
+        Opened(tmp_path) as served,
         visiting(chromium, served) as page,
         visiting(chromium, served) as other,
     ):
@@ -249,9 +237,8 @@ def test_searches_are_watched_and_adopted(page: Page) -> None:
         page.locator("#live-body .totals button", has_text="Close").click()
 
 
-def test_rounds_add_up(page: Page) -> None:
-    begin(page)
-    page.locator(".shoot").first.click()
+def test_rounds_add_up_and_ghosts_are_not_in_the_text(page: Page) -> None:
+    plain = "".join(written(page))
     page.locator("#fold").click()
     idle(page)
     titles = page.locator(".round").evaluate_all("all => all.map(each => each.title)")
@@ -260,38 +247,26 @@ def test_rounds_add_up(page: Page) -> None:
         numbers = [int(word) for word in title.replace(",", "").split() if word.isdigit()]
         drafted, accepted, rejected, unreached = numbers
         assert drafted == accepted + rejected + unreached
-
-
-def test_ghosts_are_not_in_the_text(page: Page) -> None:
-    begin(page)
-    page.locator(".shoot").first.click()
-    idle(page)
-    plain = "".join(tokens(page))
     page.locator("#text").press("x")
     idle(page)
-    stored = page.evaluate(
-        "node => fetch(`/loom/tokens?node=${node}&path=1`).then(answer => answer.json())",
-        chosen_node(page),
-    )
-    texts = [text for part in stored["parts"] for text in part["text"]]
+    found = stored(page)
+    texts = [text for part in found["parts"] for text in part["text"]]
     assert "".join(text for text in texts if isinstance(text, str)) == plain
-    judged = any(each["accepted"] < len(each["draft"]) for each in stored["rounds"])
+    judged = any(each["accepted"] < len(each["draft"]) for each in found["rounds"])
     assert (page.locator("#text .ghost").count() > 0) == judged
     page.locator("#text").press("x")
 
 
 def test_two_models_are_compared(chromium: Browser, tmp_path: Path) -> None:
-    with (
-        server(tmp_path, "--compare", "tale-draft") as served,
-        visiting(chromium, served) as page,
-    ):
+    compare = Opened(tmp_path, "--compare", "tale-draft")
+    with compare as served, visiting(chromium, served) as page:
         idle(page)
         begin(page)
         page.locator(".shoot").first.click()
         page.locator("#text").press("d")
         page.locator("dialog button.main").click()
         idle(page)
-        assert page.evaluate("document.documentElement.dataset.lens") == "divergence"
+        assert lens_of(page) == "divergence"
         assert tokens(page) == page.locator("#text-b [data-token]").all_text_contents()
         assert page.locator("#text [data-cue='⚑']").count() == 1  # the first of another top token
         assert "tokens compared: mean KL(A, B)" in page.locator("#status").inner_text()
@@ -304,8 +279,8 @@ def test_two_models_are_compared(chromium: Browser, tmp_path: Path) -> None:
 
 
 def test_a_lost_connection_keeps_what_is_typed(chromium: Browser, tmp_path: Path) -> None:
-    with server(tmp_path) as first:
-        port = int(first.base.rsplit(":", 1)[1].strip("/"))
+    with Opened(tmp_path) as first:
+        port = first.url.rpartition(":")[2]
         with visiting(chromium, first) as page:
             state(page, "ready")
             begin(page)
@@ -315,7 +290,7 @@ def test_a_lost_connection_keeps_what_is_typed(chromium: Browser, tmp_path: Path
             first.process.wait()
             state(page, "connection-lost")
             assert page.locator(".typing textarea").input_value().endswith("is lost")
-            with server(tmp_path, port=port) as second:
+            with Opened(tmp_path, "--port", port) as second:
                 page.goto(second.link)
                 idle(page)
                 assert page.locator("[role=treeitem]").count() > 0
@@ -339,7 +314,7 @@ def test_a_request_that_fails_is_made_again(page: Page) -> None:
 
 
 def test_remapped_keys_survive_another_port(chromium: Browser, tmp_path: Path) -> None:
-    with server(tmp_path) as first, visiting(chromium, first) as page:
+    with Opened(tmp_path) as first, visiting(chromium, first) as page:
         state(page, "ready")
         begin(page)
         page.locator("#text").press("?")
@@ -349,10 +324,10 @@ def test_remapped_keys_survive_another_port(chromium: Browser, tmp_path: Path) -
         page.locator("table.keys button", has_text="q").first.wait_for()
         page.keyboard.press("Escape")
         page.locator("#text").press("v")
-        assert page.evaluate("document.documentElement.dataset.lens") == "probability"
+        assert lens_of(page) == "probability"
         page.locator("#text").press("q")
-        assert page.evaluate("document.documentElement.dataset.lens") == "entropy"
-    with server(tmp_path) as second, visiting(chromium, second) as page:
+        assert lens_of(page) == "entropy"
+    with Opened(tmp_path) as second, visiting(chromium, second) as page:
         idle(page)
         page.locator("#text").press("q")
-        assert page.evaluate("document.documentElement.dataset.lens") == "entropy"
+        assert lens_of(page) == "entropy"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from browsing import Server, begin, idle, server, state, visiting
+from browsing import idle, lens_of, state, tokens, visiting, written
+from paging import Opened
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -26,8 +27,8 @@ PILE = "a" + "\u0301" * 10_000  # more than the model reads: it can only be impo
 
 
 @pytest.fixture(scope="module")
-def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with server(tmp_path_factory.mktemp("loom")) as running:
+def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    with Opened(tmp_path_factory.mktemp("loom")) as running:
         yield running
 
 
@@ -58,9 +59,7 @@ def opened(chromium: Browser, file: Path) -> tuple[Page, list[str], list[str]]:
     wrong: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on(
-        "console", lambda message: wrong.append(message.text) if message.type == "error" else None
-    )
+    page.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
     page.goto(file.as_uri())
     state(page, "read-only")
     idle(page)
@@ -68,24 +67,21 @@ def opened(chromium: Browser, file: Path) -> tuple[Page, list[str], list[str]]:
 
 
 def test_exported_file_works_from_disk_without_a_request(
-    chromium: Browser, served: Server, tmp_path: Path
+    chromium: Browser, served: Opened, tmp_path: Path
 ) -> None:
     with visiting(chromium, served) as page:
         state(page, "ready")
-        begin(page)
-        page.locator(".shoot").first.click()
-        idle(page)
-        text = "".join(page.locator("#text [data-token]").all_text_contents())
+        text = "".join(written(page))
         n_rows = page.locator("[role=treeitem]:not([hidden])").count()
         file = exported(page, tmp_path)
         assert imported(page, file.read_text("utf-8")) >= 4
     page, requests, wrong = opened(chromium, file)
-    assert "".join(page.locator("#text [data-token]").all_text_contents()) == text
+    assert "".join(tokens(page)) == text
     assert page.locator("[role=treeitem]:not([hidden])").count() == n_rows
     page.locator("#text [data-token]").last.hover()
     page.locator("[data-alternative]").first.wait_for()
     page.locator("#text").press("v")
-    assert page.evaluate("document.documentElement.dataset.lens") == "entropy"
+    assert lens_of(page) == "entropy"
     page.locator("#text").press("g")
     page.wait_for_function("() => /no model/.test(document.querySelector('#status').textContent)")
     page.locator("#fold").click()
@@ -98,7 +94,7 @@ def test_exported_file_works_from_disk_without_a_request(
     page.context.close()
 
 
-def test_imported_text_is_scored_when_it_is_first_seen(chromium: Browser, served: Server) -> None:
+def test_imported_text_is_scored_when_it_is_first_seen(chromium: Browser, served: Opened) -> None:
     with visiting(chromium, served) as page:
         idle(page)
         branch = {"text": " and wanted a horse", "children": []}
@@ -106,13 +102,13 @@ def test_imported_text_is_scored_when_it_is_first_seen(chromium: Browser, served
         assert n == 3
         page.locator("[role=treeitem]", has_text="wanted a horse").first.click()
         idle(page)
-        tokens = page.locator("#text [data-token]")
-        assert tokens.count() > 8
-        assert page.locator("#text [data-lp]").count() == tokens.count() - 1
+        n_tokens = len(tokens(page))
+        assert n_tokens > 8
+        assert page.locator("#text [data-lp]").count() == n_tokens - 1
 
 
 def test_hostile_text_runs_nothing_and_reorders_nothing(
-    chromium: Browser, served: Server, tmp_path: Path
+    chromium: Browser, served: Opened, tmp_path: Path
 ) -> None:
     with visiting(chromium, served) as page:
         idle(page)
@@ -162,15 +158,13 @@ def large(n_nodes: int = 10_000, n_tokens: int = 10) -> str:
     for i in range(n_nodes):
         parent = (i - 1) // 3 if i % 5 else i - 1  # bushes along a path of 2,000 nodes
         text = "".join(f" word{j}" for j in range(n_tokens))
-        nodes[f"m{i}"] = {"text": text, "parentId": f"m{parent}" if i else None, "collapsed": False}
-    return json.dumps(
-        {"current": "m0", "hoisted": [], "searchTerm": "", "generating": None, "nodes": nodes}
-    )
+        nodes[f"m{i}"] = {"text": text, "parentId": f"m{parent}" if i else None}
+    return json.dumps({"current": "m0", "nodes": nodes})
 
 
 @pytest.mark.slow
 def test_ten_thousand_nodes_in_few_elements(chromium: Browser, tmp_path: Path) -> None:
-    with server(tmp_path) as served, visiting(chromium, served) as page:
+    with Opened(tmp_path) as served, visiting(chromium, served) as page:
         state(page, "ready")
         assert imported(page, large()) == 10_000
         page.reload()

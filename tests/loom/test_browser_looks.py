@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from browsing import Server, axe, begin, idle, server, state, visiting
+from browsing import axe, begin, idle, state, visiting
+from paging import Opened
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -38,8 +39,8 @@ CONTRAST = """([selector]) => {
 
 
 @pytest.fixture(scope="module")
-def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with server(tmp_path_factory.mktemp("loom")) as running:
+def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    with Opened(tmp_path_factory.mktemp("loom")) as running:
         with visiting(chromium, running) as page:
             state(page, "ready")
             begin(page)
@@ -47,12 +48,17 @@ def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(params=["light", "dark"])
-def page(chromium: Browser, served: Server, request: pytest.FixtureRequest) -> Iterator[Page]:
+def page(chromium: Browser, served: Opened, request: pytest.FixtureRequest) -> Iterator[Page]:
     with visiting(chromium, served, color_scheme=request.param) as opened:
         state(opened, "ready")
         opened.locator("[role=treeitem]").nth(1).click()
         idle(opened)
         yield opened
+
+
+def choose(page: Page, lens: str) -> None:
+    page.locator(f"#lenses input[value={lens}]").check(force=True)
+    idle(page)
 
 
 def paint_every_bin(page: Page) -> None:
@@ -65,8 +71,7 @@ def paint_every_bin(page: Page) -> None:
 
 @pytest.mark.parametrize("lens", LENSES)
 def test_text_on_every_bin_has_contrast(page: Page, lens: str) -> None:
-    page.locator(f"#lenses input[value={lens}]").check(force=True)
-    idle(page)
+    choose(page, lens)
     paint_every_bin(page)
     measured = page.evaluate(CONTRAST, ["#text .t"])
     assert {name.split()[1] for name, _, _ in measured} == {f"b{i}" for i in range(7)}
@@ -83,11 +88,9 @@ def test_text_on_every_bin_has_contrast(page: Page, lens: str) -> None:
 
 def test_every_lens_has_a_cue_besides_colour(page: Page) -> None:
     for lens in ("entropy", "rank", "source"):
-        page.locator(f"#lenses input[value={lens}]").check(force=True)
-        idle(page)
+        choose(page, lens)
         assert page.locator("#text [data-cue]").count() > 0, lens
-    page.locator("#lenses input[value=probability]").check(force=True)
-    idle(page)
+    choose(page, "probability")
     paint_every_bin(page)
     lines = page.locator("#text .t").evaluate_all(
         "all => all.slice(0, 7).map(each => { const s = getComputedStyle(each);"
@@ -109,42 +112,37 @@ def test_axe_finds_nothing(page: Page) -> None:
         return list(found)
 
     assert violations() == []
-    for action in ("help", "menu"):
-        page.locator(f"[data-action={action}]").click()
-        assert violations() == [], action
+    for key in ("?", "S"):
+        page.locator("#text").press(key)
+        assert violations() == [], key
         page.keyboard.press("Escape")
-    page.locator("#text").press("S")
-    assert violations() == []
-    page.keyboard.press("Escape")
     page.locator("#text").press("Enter")
     assert violations() == []
     page.locator(".typing button", has_text="Discard").click()
     page.locator("#fold").click()
     assert violations() == []
     page.locator("[data-action=menu]").click()
+    assert violations() == []
     page.locator("dialog button", has_text="begin another text").click()
     assert violations() == []
 
 
 def test_states_without_a_session_or_a_server_have_no_violation(
-    chromium: Browser, served: Server
+    chromium: Browser, served: Opened
 ) -> None:
-    source = axe()
     page = chromium.new_page()
-    page.goto(served.base)
+    page.goto(served.url)
     state(page, "no-session")
     assert "fresh link" in page.locator("#bar").inner_text()
-    page.evaluate(source)
-    assert (
-        page.evaluate("() => axe.run().then(result => result.violations.map(each => each.id))")
-        == []
-    )
+    page.evaluate(axe())
+    found = page.evaluate("() => axe.run().then(result => result.violations.map(each => each.id))")
+    assert found == []
     page.close()
 
 
 @pytest.mark.parametrize(("width", "zoom"), [(1280, 2), (400, 1)])
 def test_small_windows_lose_nothing(
-    chromium: Browser, served: Server, width: int, zoom: int
+    chromium: Browser, served: Opened, width: int, zoom: int
 ) -> None:
     size = {"width": width // zoom, "height": 900 // zoom}
     with visiting(chromium, served, viewport=size, device_scale_factor=zoom) as page:
@@ -155,13 +153,11 @@ def test_small_windows_lose_nothing(
             assert page.locator(f"#{name.lower()}-pane").is_visible()
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         for selector in ("#lenses label", "#actions button", "header button"):
-            for box in page.locator(selector).evaluate_all(
-                "all => all.map(each => each.getBoundingClientRect().right)"
-            ):
-                assert box <= size["width"]
+            rights = "all => all.map(each => each.getBoundingClientRect().right)"
+            assert max(page.locator(selector).evaluate_all(rights)) <= size["width"]
 
 
-def test_reduced_motion_moves_nothing(chromium: Browser, served: Server) -> None:
+def test_reduced_motion_moves_nothing(chromium: Browser, served: Opened) -> None:
     with visiting(chromium, served, reduced_motion="reduce") as page:
         state(page, "ready")
         page.locator("#text").press("g")
@@ -178,18 +174,13 @@ def test_reduced_motion_moves_nothing(chromium: Browser, served: Server) -> None
         assert most == 0
 
 
-def test_forced_colours_keep_the_cues(chromium: Browser, served: Server) -> None:
+def test_forced_colours_keep_the_cues(chromium: Browser, served: Opened) -> None:
     with visiting(chromium, served, forced_colors="active") as page:
         state(page, "ready")
         page.locator("[role=treeitem]").nth(1).click()
         idle(page)
         paint_every_bin(page)
-        assert (
-            page.locator("#text .t.b6").first.evaluate(
-                "each => getComputedStyle(each).textDecorationStyle"
-            )
-            == "wavy"
-        )
-        page.locator("#lenses input[value=source]").check(force=True)
-        idle(page)
+        line = "each => getComputedStyle(each).textDecorationStyle"
+        assert page.locator("#text .t.b6").first.evaluate(line) == "wavy"
+        choose(page, "source")
         assert page.locator("#text [data-cue]").count() > 0

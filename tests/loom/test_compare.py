@@ -26,9 +26,8 @@ WINDOW = 64
 
 @contextmanager
 def opened(path: Path, n_ctx: int = WINDOW) -> Iterator[lb.Context]:
-    with lb.load(
-        path, n_ctx=n_ctx, n_seq_max=1, kv_type="f16", batch_invariant=False, n_threads=1
-    ) as ctx:
+    options: Any = {"kv_type": "f16", "batch_invariant": False, "n_threads": 1}
+    with lb.load(path, n_ctx=n_ctx, n_seq_max=1, **options) as ctx:
         yield ctx
 
 
@@ -86,10 +85,8 @@ def test_divergences_are_sums_over_the_vocabulary() -> None:
                 with lb.Branch.start(ctx, tokens[:i]) as branch:
                     logs.append(branch.log_probs())
             p, q = logs
-            assert place.kl == pytest.approx(float(np.sum(np.exp(p) * (p - q))), rel=1e-4, abs=1e-7)
-            assert place.klr == pytest.approx(
-                float(np.sum(np.exp(q) * (q - p))), rel=1e-4, abs=1e-7
-            )
+            sums = [float(np.sum(np.exp(x) * (x - y))) for x, y in ((p, q), (q, p))]
+            assert [place.kl, place.klr] == pytest.approx(sums, rel=1e-4, abs=1e-7)
             assert place.score.logprob == pytest.approx(float(p[tokens[i]]), abs=1e-4)
             assert place.same == (p.argmax() == q.argmax())
 
@@ -105,10 +102,14 @@ def test_ids_of_one_model_only_are_left_out(tmp_path: Path) -> None:
         assert all(math.isfinite(place.kl) and place.kl >= 0 for place in places)
 
 
+def of_bytes(folder: Path) -> Path:
+    """Write a model with another tokenizer."""
+    metadata = {"context_length": 2048}
+    return toys.write_llama(folder / "b.gguf", vocab="bytes", weights="f32", metadata=metadata)
+
+
 def test_other_tokenizers_are_compared_by_bits(tmp_path: Path, text: str) -> None:
-    toy = toys.write_llama(
-        tmp_path / "bytes.gguf", vocab="bytes", weights="f32", metadata={"context_length": 2048}
-    )
+    toy = of_bytes(tmp_path)
     with opened(TARGET, 512) as a, opened(toy, 512) as b:
         assert not pair.same_vocabulary(a.model, b.model)
         tokens = a.model.prompt_tokens("Once upon a time: \N{EURO SIGN} 5 \N{GRINNING FACE} there")
@@ -116,14 +117,11 @@ def test_other_tokenizers_are_compared_by_bits(tmp_path: Path, text: str) -> Non
         data = b"".join(map(a.model.piece, tokens))
         covered = b"".join(data[span.at : span.end] for span in found)
         assert covered == data
-        with lb.Branch.start(
-            b, list(data[:1]) and b.model.prompt_tokens(data.decode())[:1]
-        ) as branch:
-            rest = b.model.prompt_tokens(data.decode())[1:]
-            nats = [score.logprob for score in branch.score(rest)]
+        ids = b.model.prompt_tokens(data.decode())
+        with lb.Branch.start(b, ids[:1]) as branch:
+            nats = [score.logprob for score in branch.score(ids[1:])]
         known = [span for span in found if None not in span.bits]
-        unrated = len(found) - len(known)
-        assert unrated <= 2  # what nothing is before
+        assert len(found) - len(known) <= 2  # what nothing is before
         start = known[0].at - (len(data) - len(nats))
         bits = -sum(nats[max(0, start) :]) / math.log(2)
         assert sum(span.bits[1] or 0 for span in known) == pytest.approx(bits, rel=1e-4)
@@ -136,10 +134,7 @@ def test_other_tokenizers_are_compared_by_bits(tmp_path: Path, text: str) -> Non
 
 
 def test_the_page_tells_why_other_tokenizers_have_no_divergence(tmp_path: Path) -> None:
-    toy = toys.write_llama(
-        tmp_path / "bytes.gguf", vocab="bytes", weights="f32", metadata={"context_length": 2048}
-    )
-    with Paged(tmp_path, partner=toy) as page:
+    with Paged(tmp_path, partner=of_bytes(tmp_path)) as page:
         assert page.doc()["models"]["B"]["same_vocabulary"] is False
         root = page.type("Once upon a time there was")
         page.done("compare", node=root["id"], mode="read")

@@ -25,6 +25,13 @@ HOSTILE = (
 PIECES = st.text(max_size=6) | st.sampled_from([text for text in HOSTILE if text != "\ud800"])
 
 
+def tokens(name: str, ids: list[int], lps: list[float | None]) -> Tokens:
+    """Return a record of tokens without other numbers."""
+    n = len(ids)
+    none: list[Any] = [None] * n
+    return Tokens(id=name, ids=ids, lp=lps, h=none, rk=none, src="t" * n, top=[Raw(b"[]")] * n)
+
+
 @st.composite
 def documents(draw: st.DrawFn) -> Document:
     """Return a document of up to eight nodes that fork anywhere, with texts that nobody would write."""
@@ -43,13 +50,8 @@ def documents(draw: st.DrawFn) -> Document:
             Made(id=f"n{i}", parent=parent, at=at, r=10 + i, by=draw(st.sampled_from("AB")))
         )
         ids = draw(st.lists(st.integers(0, len(words) - 1), min_size=1, max_size=6))
-        lps = draw(
-            st.lists(st.floats(-20, 0, width=32) | st.none(), min_size=len(ids), max_size=len(ids))
-        )
-        document.apply(Tokens(
-            id=f"n{i}", ids=ids, lp=lps, h=[None] * len(ids), rk=[None] * len(ids),
-            src="t" * len(ids), top=[Raw(b"[]")] * len(ids),
-        ))  # fmt: skip
+        lps = [draw(st.floats(-20, 0, width=32) | st.none()) for _ in ids]
+        document.apply(tokens(f"n{i}", ids, lps))
         if draw(st.booleans()):
             document.apply(Change(id=f"n{i}", name="bookmark", value=True, r=100 + i))
     return document
@@ -72,12 +74,12 @@ def shape(pairs: list[tuple[str, int]]) -> list[tuple[str, list[Any]]]:
 
 
 def of_document(document: Document) -> list[tuple[str, list[Any]]]:
-    return shape([(s.text, s.parent) for s in formats.segments(document)])
+    return of_items(formats.items_of(document))
 
 
 def of_items(items: Document | list[formats.Item]) -> list[tuple[str, list[Any]]]:
     assert isinstance(items, list)
-    return shape([("".join(text for text, _ in item.parts), item.parent) for item in items])
+    return shape([(item.text, item.parent) for item in items])
 
 
 @given(documents(), st.sampled_from(TREES))
@@ -140,15 +142,12 @@ def test_deep_trees_are_written() -> None:
     document.apply(Pieces(p={0: "a", 1: "b"}))
     for i in range(3000):  # each node forks off the one before
         document.apply(Made(id=f"n{i}", parent=f"n{i - 1}" if i else None, at=i, r=i + 1))
-        document.apply(Tokens(
-            id=f"n{i}", ids=[0, 1], lp=[None] * 2, h=[None] * 2, rk=[None] * 2, src="tt",
-            top=[Raw(b"[]")] * 2,
-        ))  # fmt: skip
+        document.apply(tokens(f"n{i}", [0, 1], [None, None]))
     for kind in TREES:
         data, _, _ = formats.export(document, kind, None)
         _, items, _ = formats.read(data, 100_000, "")
         assert isinstance(items, list)
-        assert sum(len("".join(t for t, _ in item.parts)) for item in items) == 6000
+        assert sum(len(item.text) for item in items) == 6000
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,7 @@ def test_no_json_breaks_the_reader(value: object) -> None:
     assert isinstance(items, list)
     for i, item in enumerate(items):
         assert -1 <= item.parent < i
-        "".join(text for text, _ in item.parts).encode()
+        item.text.encode()
 
 
 def test_shapes_of_other_programs_are_read() -> None:
@@ -212,12 +211,16 @@ def test_shapes_of_other_programs_are_read() -> None:
     assert isinstance(items, list)
     assert kind == "loomsidian" and [item.parts[0][0] for item in items] == ["One", " two"]
     assert items[1].bookmark and n_lost == 1
-    ours = [{"id": "s", "text": "One", "children": []}, {"id": "t", "text": "Two", "children": []}]
+    ours = [
+        {"id": "s", "text": "One", "children": []},
+        {"id": "t", "text": "Two", "children": []},
+        3,
+    ]
     chapters = {"c": {"id": "c", "root_id": "t", "title": "Second"}}
     root = {"id": "r", "text": "", "children": ours}
     py = {"root": root, "chapters": chapters, "selected_node_id": "s"}
-    kind, items, _ = formats.read(json.dumps(py).encode(), 99, "")
-    assert isinstance(items, list)
+    kind, items, n_lost = formats.read(json.dumps(py).encode(), 99, "")
+    assert isinstance(items, list) and n_lost == 1
     assert kind == "socketteer" and [item.parent for item in items] == [-1, -1]
     assert [item.note for item in items] == ["", "Second"]
     first = {"content": "One", "authorType": "user", "parentId": None, "childrenIds": ["s"]}
@@ -235,9 +238,9 @@ def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
         page.done("continue", node=root["id"], n=2, max_tokens=8, seed="4")
         texts = {page.text(each) for each in page.doc()["nodes"]["id"]}
         for kind in ("json", *TREES):
-            data = page.client.get("/loom/export", params={"format": kind}).content
+            data = page.api.get("/loom/export", params={"format": kind}).content
             n = len(page.doc()["nodes"]["id"])
-            answer = page.client.post("/loom/import", content=data)
+            answer = page.api.post("/loom/import", content=data)
             assert answer.status_code == 200, answer.text
             told = answer.json()
             assert told["format"] == kind and told["count"] == len(page.doc()["nodes"]["id"]) - n
@@ -245,9 +248,9 @@ def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
             assert {page.text(each) for each in new} == texts, kind
             page.do("undo")
             assert len(page.doc()["nodes"]["id"]) == n
-        told = page.client.get("/loom/export", params={"format": "json"}).content
-        assert page.client.post("/loom/import", content=told).json()["format"] == "json"
-        fresh = page.client.get("/loom/export", params={"format": "json"}).content
+        told = page.api.get("/loom/export", params={"format": "json"}).content
+        assert page.api.post("/loom/import", content=told).json()["format"] == "json"
+        fresh = page.api.get("/loom/export", params={"format": "json"}).content
         _, found, _ = formats.read(fresh, 99, page.loom.service.model.fingerprint)
         assert isinstance(found, Document)
         nodes = [*found.shown()]
@@ -255,6 +258,6 @@ def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
             assert a.id != b.id and a.made.seed == b.made.seed and a.reason == b.reason
             for name in ("ids", "lp", "h", "rk", "src", "top"):
                 assert getattr(a, name) == getattr(b, name), name
-        assert page.client.post("/loom/import", content=b"{" * 100).status_code == 400
-        big = page.client.post("/loom/import", content=b" " * (65 << 20))
+        assert page.api.post("/loom/import", content=b"{" * 100).status_code == 400
+        big = page.api.post("/loom/import", content=b" " * (65 << 20))
         assert big.status_code == 413 and math.isfinite(big.elapsed.total_seconds())

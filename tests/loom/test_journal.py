@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
-from paging import TARGET, Paged, httpx
+from paging import TARGET, Opened, Paged
 
 from llamabranch import ConfigError
 from llamabranch.cli.open import PageOptions
@@ -23,62 +17,8 @@ from llamabranch.loom.document import Document, Head, Made, Tokens
 from llamabranch.loom.journal import Journal
 
 START = "Once upon a time there was a little"
-
-
-class Process:
-    """``llamabranch open`` in a process of its own, over a file."""
-
-    def __init__(self, file: Path, *arguments: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "llamabranch.cli",
-            "open",
-            "--json",
-            "--no-browser",
-            *arguments,
-        ]
-        command += ["--port", "0", "--file", str(file), "--threads", "1", "--n-ctx", "1024"]
-        environment = {**os.environ, "XDG_CONFIG_HOME": str(file.parent / "config")}
-        self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        self.told = json.loads(self.process.stdout.readline())
-        key = {"Authorization": f"Bearer {self.told['key']}"}
-        self.client = httpx.Client(base_url=self.told["url"], headers=key, timeout=120)
-
-    def do(self, op: str, cid: str, **fields: object) -> Any:
-        for _ in range(600):
-            answer = self.client.post("/loom/do", json={"op": op, "cid": cid, **fields})
-            if answer.status_code != 503:  # the model is loaded
-                assert answer.status_code in (200, 202), answer.text
-                return answer.json()
-            sleep(0.1)
-        raise AssertionError("the model was not loaded in a minute")
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def end(self) -> None:
-        self.client.close()
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(60)
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
-
-
-@contextmanager
-def running(file: Path, *arguments: str) -> Iterator[Process]:
-    process = Process(file, *arguments)
-    try:
-        yield process
-    finally:
-        process.end()
+FILE = "tale.loom.jsonl"
+LEAN = ("--threads", "1", "--n-ctx", "1024")
 
 
 def read(file: Path) -> Document:
@@ -94,16 +34,15 @@ _POINTS = [n if n in (1, 3, 8) else pytest.param(n, marks=pytest.mark.slow) for 
 def test_a_killed_process_loses_no_action_and_goes_on_the_same(
     tmp_path: Path, n_events: int
 ) -> None:
-    file = tmp_path / "tale.loom.jsonl"
-    with running(file) as process:
+    with Opened(tmp_path, *LEAN) as process:
         root = process.do("type", "a", text=START)["node"]["id"]
         process.do("set", "b", node=root, note="kept")
-        doc = process.client.get("/loom/doc").json()
+        doc = process.api.get("/loom/doc").json()
         since = f"{doc['boot']}.{doc['rev']}"
         asked = {"node": root, "n": 1, "max_tokens": 400, "seed": "9"}
         node = process.do("continue", "c", **asked)["nodes"][0]["id"]
         heard: list[int] = []
-        with process.client.stream("GET", f"/loom/events?since={since}") as events:
+        with process.api.stream("GET", f"/loom/events?since={since}") as events:
             name, n = "", 0
             for line in events.iter_lines():
                 field, _, value = line.partition(": ")
@@ -114,11 +53,13 @@ def test_a_killed_process_loses_no_action_and_goes_on_the_same(
                     n += 1
                 if n == n_events or name == "end":
                     break
-            process.kill()
-    document = read(file)
+            process.process.send_signal(signal.SIGKILL)
+            process.process.wait()
+    document = read(tmp_path / FILE)
     assert document.nodes[root].note == "kept"
     kept = document.nodes[node].ids
-    assert kept == heard[: len(kept)] if len(kept) < len(heard) else kept[: len(heard)] == heard
+    n = min(len(kept), len(heard))
+    assert kept[:n] == heard[:n]
     with Paged(tmp_path) as page:
         assert page.text(root) == START
         told = page.tokens(node)
@@ -126,26 +67,24 @@ def test_a_killed_process_loses_no_action_and_goes_on_the_same(
         if told["node"]["reason"] == "interrupted":
             page.done("continue", node=node, resume=True)
         whole = page.tokens(node)
-        again = page.done("continue", node=root, n=1, max_tokens=400, seed="9")["nodes"][0]["id"]
-        other = page.tokens(again)
-        assert (
-            whole["ids"] == other["ids"] and whole["lp"] == other["lp"] and whole["h"] == other["h"]
-        )
-        assert page.tokens(again)["node"]["digest"] == whole["node"]["digest"]
+        other = page.tokens(page.done("continue", **asked)["nodes"][0]["id"])
+        assert all(whole[name] == other[name] for name in ("ids", "lp", "h"))
+        assert whole["node"]["digest"] == other["node"]["digest"]
         assert page.done("replay", node=node)["ended"]["result"]["same"]
 
 
 def test_an_action_is_done_once_also_after_a_restart(tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = [{"op": "type", "cid": "once", "text": START}]
     with Paged(tmp_path) as page:
-        root = page.client.post("/loom/do", json=asked[0]).json()["node"]["id"]
+        root = page.api.post("/loom/do", json=asked[0]).json()["node"]["id"]
         asked.append({"op": "continue", "cid": "more", "node": root, "n": 2, "max_tokens": 3})
-        page.finish(page.client.post("/loom/do", json=asked[1]).json()["job"])
+        page.finish(page.api.post("/loom/do", json=asked[1]).json()["job"])
         asked.append({"op": "undo", "cid": "back"})
-        page.client.post("/loom/do", json=asked[2])
+        page.api.post("/loom/do", json=asked[2])
+        assert page.api.post("/loom/do", json=asked[0]).json()["node"]["id"] == root
         before = page.doc()["nodes"]
     with Paged(tmp_path) as page:
-        answers = [page.client.post("/loom/do", json=each) for each in asked]
+        answers = [page.api.post("/loom/do", json=each) for each in asked]
         assert [answer.status_code for answer in answers] == [200] * 3
         assert answers[0].json()["node"]["id"] == root
         assert page.doc()["nodes"] == before and page.doc()["redo"] == 1
@@ -159,7 +98,7 @@ def test_every_cut_of_a_file_opens(tmp_path: Path) -> None:
         page.done("continue", node=root["id"], n=2, max_tokens=6)
         page.do("delete", node=root["id"])
         page.do("undo")
-    data = (tmp_path / "tale.loom.jsonl").read_bytes()
+    data = (tmp_path / FILE).read_bytes()
     first = data.index(b"\n") + 1
     n_nodes = []
     for size in range(first, len(data) + 1, max(1, len(data) // 60)):
@@ -169,9 +108,8 @@ def test_every_cut_of_a_file_opens(tmp_path: Path) -> None:
         journal = Journal(file, document)
         assert journal.read_only is None
         journal.close()
-        assert (
-            file.read_bytes() == data[: data.rindex(b"\n", 0, size) + 1]
-        )  # the torn line is cut off
+        whole = data[: data.rindex(b"\n", 0, size) + 1]
+        assert file.read_bytes() == whole  # the torn line is cut off
         n_nodes.append(len(document.nodes))
     assert n_nodes == sorted(n_nodes) and n_nodes[-1] == 3
 
@@ -180,7 +118,7 @@ def test_a_bad_line_is_named_and_the_file_is_left_alone(tmp_path: Path) -> None:
     with Paged(tmp_path) as page:
         page.type(START)
         page.type(START)
-    file = tmp_path / "tale.loom.jsonl"
+    file = tmp_path / FILE
     lines = file.read_bytes().splitlines(keepends=True)
     broken = b"".join([*lines[:4], b"not a record\n", *lines[4:]])
     file.write_bytes(broken)
@@ -205,8 +143,7 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path, data: bytes) -> 
 
 
 def test_one_process_writes(tmp_path: Path) -> None:
-    file = tmp_path / "tale.loom.jsonl"
-    with running(file) as first:
+    with Opened(tmp_path, *LEAN) as first:
         root = first.do("type", "a", text=START)["node"]["id"]
         with Paged(tmp_path) as second:
             doc = second.doc()
@@ -256,7 +193,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
         disk.is_full = False
         page.type("saved")
         assert page.doc()["file"]["error"] is None
-    assert len(read(tmp_path / "tale.loom.jsonl").nodes) == 3
+    assert len(read(tmp_path / FILE).nodes) == 3
 
 
 def test_a_file_of_another_model_is_read_and_can_be_copied(tmp_path: Path) -> None:
@@ -264,14 +201,11 @@ def test_a_file_of_another_model_is_read_and_can_be_copied(tmp_path: Path) -> No
         root = page.type(START)
         node = page.done("continue", node=root["id"], n=1, max_tokens=6)["nodes"][0]["id"]
         text, numbers = page.text(node), page.tokens(node, top=1)
-    file = tmp_path / "tale.loom.jsonl"
+    file = tmp_path / FILE
     data = re.sub(rb'"fingerprint":"[^"]*"', b'"fingerprint":"other"', file.read_bytes(), count=1)
     file.write_bytes(data)
     with Paged(tmp_path) as page:
-        assert (
-            "another" in page.doc()["file"]["read_only"]
-            or "model" in page.doc()["file"]["read_only"]
-        )
+        assert "of the model" in page.doc()["file"]["read_only"]
         assert page.tokens(node, top=1) == numbers
         page.do("type", 409, text="more")
         name = page.do("reread")["file"]
@@ -283,7 +217,7 @@ def test_a_file_of_another_model_is_read_and_can_be_copied(tmp_path: Path) -> No
 
 
 def test_compaction_keeps_what_is_shown(tmp_path: Path) -> None:
-    file = tmp_path / "tale.loom.jsonl"
+    file = tmp_path / FILE
     with Paged(tmp_path) as page:
         root = page.type(START)
         page.done("continue", node=root["id"], n=2, max_tokens=6)
@@ -333,24 +267,14 @@ def test_records_that_fit_nothing_change_nothing() -> None:
     ):  # fmt: skip
         with pytest.raises((LookupError, ValueError)):
             document.apply(record)
-    assert (
-        list(document.nodes) == ["n1"]
-        and document.nodes["n1"].ids == []
-        and len(document.done) == 1
-    )
+    assert [*document.nodes] == ["n1"] and document.nodes["n1"].ids == []
+    assert len(document.done) == 1
 
 
 def test_a_port_in_use_is_passed_over(tmp_path: Path) -> None:
-    with Paged(tmp_path, name="one.loom.jsonl") as page:
+    (tmp_path / "other").mkdir()
+    with Paged(tmp_path) as page:
         taken = page.server.port
-        process = subprocess.Popen(
-            [sys.executable, "-m", "llamabranch.cli", "open", str(TARGET), "--json", "--no-browser",
-             "--port", str(taken), "--file", str(tmp_path / "two.loom.jsonl")],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
-            env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)},
-        )  # fmt: skip
-        assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
-        process.terminate()
-        _, errors = process.communicate(timeout=60)
-        assert not told["url"].endswith(f":{taken}") and f"port {taken} is taken" in errors
+        with Opened(tmp_path / "other", TARGET, "--port", taken) as other:
+            assert not other.url.endswith(f":{taken}")
+            assert f"port {taken} is taken" in other.end(signal.SIGTERM)[1]

@@ -14,44 +14,41 @@ from llamabranch.serve.server import Server
 
 __all__ = ["Process", "mapped"]
 
-SAME = {
-    "--port", "--temp", "--seed", "--alias", "--ctx-size",
-    "--parallel", "--n-predict", "--api-key", "--chat-template", "--chat-template-file",
-}  # fmt: skip
-FLAGS = {
+# What each option is called here, with {} for its value; all others are dropped.
+OPTIONS = {
+    **{
+        name: (name, "{}")
+        for name in (
+            "--port", "--temp", "--seed", "--alias", "--ctx-size", "--parallel", "--n-predict",
+            "--api-key", "--chat-template", "--chat-template-file", "--host",
+        )
+    },
+    "--batch-size": ("-S", "n_batch={}"),
+    "--ubatch-size": ("-S", "n_ubatch={}"),
+    "--cors-origins": ("--allow-origin", "{}"),
     "--metrics": ("--limit", "metrics=true"),
     "--slots": ("--limit", "slots=true"),
     "--no-slots": ("--limit", "slots=false"),
     "--kv-unified": ("-S", "kv_unified=true"),
-}
-SETTINGS = {"--batch-size": "n_batch", "--ubatch-size": "n_ubatch"}
-RENAMED = {"--cors-origins": "--allow-origin"}
+}  # fmt: skip
 WITHOUT_VALUE = {
     "--offline", "--cont-batching", "--embedding", "--reranking", "--swa-full", "--verbose",
     "--context-shift", "--no-ui", "--no-models-autoload", "--jinja", "--no-jinja", "--no-mmproj",
-    "--no-cache-idle-slots", "--ui-mcp-proxy", "--backend_sampling",
+    "--no-cache-idle-slots", "--ui-mcp-proxy", "--backend_sampling", "--metrics", "--slots", "--no-slots",
+    "--kv-unified",
 }  # fmt: skip
 
 
 def mapped(arguments: list[str]) -> list[str]:
     """Return the arguments of ``llamabranch`` for those of ``llama-server``."""
-    found = ["serve", "--threads", "1", "--draft", "none"]
-    found += ["--limit", "shutdown_timeout_s=0"]
+    found = ["serve", "--threads", "1", "--draft", "none", "--limit", "shutdown_timeout_s=0"]
     left = list(arguments)
     while left:
         name = left.pop(0)
-        if name in FLAGS:
-            found += FLAGS[name]
-        elif name not in WITHOUT_VALUE:
-            value = left.pop(0)
-            if name == "--host":
-                value = value.split(",")[0]
-            if name in SAME or name == "--host":
-                found += [name, value]
-            elif name in SETTINGS:
-                found += ["-S", f"{SETTINGS[name]}={value}"]
-            elif name in RENAMED:
-                found += [RENAMED[name], value]
+        value = "" if name in WITHOUT_VALUE else left.pop(0)
+        if name == "--host":
+            value = value.split(",")[0]
+        found += [part.format(value) for part in OPTIONS.get(name, ())]
     # What llama-server does unless it is told otherwise.
     for given, default in (
         ("metrics=", ["--limit", "metrics=false"]),

@@ -1,13 +1,18 @@
-"""A real server on a thread of this process, with the bundled model and a chat template."""
+"""A real server with the bundled model: on a thread of this process, or a command in one of its own."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from toys import CHAT_TEMPLATE
@@ -15,59 +20,65 @@ from toys import CHAT_TEMPLATE
 import llamabranch as lb
 from llamabranch.serve import ServeSettings
 
-pytest.importorskip("starlette", reason="needs the extra serve")
-pytest.importorskip("uvicorn", reason="needs the extra serve")
-pytest.importorskip("msgspec", reason="needs the extra serve")
+for name in ("starlette", "uvicorn", "msgspec"):
+    pytest.importorskip(name, reason="needs the extra serve")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from llamabranch.serve.server import Server  # noqa: E402
 
-__all__ = ["Serving", "bundled_engine", "serving"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["TARGET", "WAIT_S", "Command", "Serving", "bundled_engine", "httpx", "serving"]
 
 TARGET = Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf"
+WAIT_S = 120
 
 
 def bundled_engine(
     *,
     n_ctx: int = 1024,
     parallel: int = 4,
+    n_seq_max: int | None = None,
     drafter: Callable[[], lb.Drafter | None] = lambda: None,
+    config: lb.SpeculativeConfig | None = None,
     max_waiting: int | None = 256,
     kv_unified: bool = True,
 ) -> lb.AsyncEngine:
     """Return an engine on the bundled target: batch-invariant, with a prefix cache, on one thread."""
     ctx = lb.load(
-        TARGET, n_ctx=n_ctx, n_seq_max=parallel, n_threads=1, prefix_cache=True,
+        TARGET, n_ctx=n_ctx, n_seq_max=n_seq_max or parallel, n_threads=1, prefix_cache=True,
         chat_template=CHAT_TEMPLATE, kv_unified=kv_unified,
     )  # fmt: skip
     return lb.AsyncEngine(
-        ctx, drafter(), max_tokens=None, max_waiting=max_waiting, parallel=parallel
+        ctx, drafter(), config, max_tokens=None, max_waiting=max_waiting, parallel=parallel
     )
 
 
 class Serving:
-    """A running server; leaving the block ends it, closes its model and checks what is left."""
+    """A running server; leaving the block ends it, closes its contexts and checks what is left."""
 
     def __init__(self, open_engine: Callable[[], lb.AsyncEngine], **settings: Any) -> None:
         self.lines: list[str] = []
+        self.contexts: list[lb.Context] = []
+        self.failure: BaseException | None = None
         self._ready = threading.Event()
         self.settings = ServeSettings(port=0, **{"shutdown_timeout_s": 0.0, **settings})
-        self.server = Server(
-            open_engine, self.settings, lambda *_: self._ready.set(), self.lines.append
-        )
-        self.failure: BaseException | None = None
+        self.server = Server(open_engine, self.settings, self.loaded, self.lines.append)
+        self.url = self.server.url
         self.thread = threading.Thread(target=self._run, name="serving")
+
+    def loaded(self, *_: object) -> None:
+        """Note that the model is there."""
+        self.contexts.append(self.ctx)
+        self._ready.set()
 
     def _run(self) -> None:
         try:
             self.server.run()
         except BaseException as error:
             self.failure = error
-            self._ready.set()
-
-    @property
-    def url(self) -> str:
-        return self.server.url
+        self._ready.set()
 
     @property
     def engine(self) -> lb.AsyncEngine:
@@ -80,13 +91,17 @@ class Serving:
         return self.engine.engine.target
 
     def client(self, **more: Any) -> Any:
-        return httpx.Client(base_url=self.url, timeout=120, **more)
+        return httpx.Client(base_url=self.url, timeout=WAIT_S, **more)
 
-    def __enter__(self) -> Serving:
-        self.thread.start()
-        assert self._ready.wait(120)
+    def wait_ready(self) -> None:
+        """Wait until the model is there; raise what loading it has raised."""
+        assert self._ready.wait(WAIT_S)
         if self.failure is not None:
             raise self.failure
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        self.wait_ready()
         return self
 
     def __exit__(
@@ -95,13 +110,13 @@ class Serving:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        ctx = self.ctx
         self.server.stop()
-        self.thread.join(120)
+        self.thread.join(WAIT_S)
         assert not self.thread.is_alive()
-        assert ctx.n_seq_free == ctx.n_seq_max
-        ctx.audit()
-        ctx.close()
+        for ctx in self.contexts:
+            assert ctx.n_seq_free == ctx.n_seq_max
+            ctx.audit()
+            ctx.close()
         if kind is None and self.failure is not None:
             raise self.failure
 
@@ -111,3 +126,38 @@ def serving(**settings: Any) -> Iterator[Serving]:
     """Run a server on the bundled model."""
     with Serving(bundled_engine, **settings) as running:
         yield running
+
+
+class Command:
+    """A command that serves, in a process of its own; leaving the block ends it.
+
+    ``said`` is what it told first, as JSON.
+    """
+
+    def __init__(self, name: str, *arguments: object, **environment: str) -> None:
+        command = [sys.executable, "-m", "llamabranch.cli", name, "--json", "--port", "0"]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*command, *map(str, arguments)], env={**os.environ, **environment},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.said = json.loads(self.process.stdout.readline() or "{}")
+        self.url: str = self.said.get("url", "")
+
+    def end(self, number: int | None = None) -> tuple[int, str]:
+        """Send a signal; return the exit code and standard error."""
+        if number is not None:
+            self.process.send_signal(number)
+        self.process.communicate(timeout=WAIT_S)
+        with self._errors as file:
+            file.seek(0)
+            return self.process.returncode, file.read()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._errors.closed:
+            self.process.terminate()
+            self.end()

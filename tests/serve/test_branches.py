@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,20 +35,19 @@ class Api:
     def __init__(self, client: Any) -> None:
         self.client = client
 
-    def post(self, path: str, status: int = 200, /, **body: Any) -> Any:
-        answer = self.client.post(f"/v1/branches{path}", json=body)
+    def _ask(self, method: str, path: str, status: int, **more: Any) -> Any:
+        answer = self.client.request(method, f"/v1/branches{path}", **more)
         assert answer.status_code == status, answer.text
         return answer.json()
+
+    def post(self, path: str, status: int = 200, /, **body: Any) -> Any:
+        return self._ask("POST", path, status, json=body)
 
     def get(self, path: str, status: int = 200) -> Any:
-        answer = self.client.get(f"/v1/branches{path}")
-        assert answer.status_code == status, answer.text
-        return answer.json()
+        return self._ask("GET", path, status)
 
     def delete(self, path: str, status: int = 200) -> Any:
-        answer = self.client.delete(f"/v1/branches{path}")
-        assert answer.status_code == status, answer.text
-        return answer.json()
+        return self._ask("DELETE", path, status)
 
     def root(self, **more: Any) -> Any:
         return self.post("", 201, **{"prompt": PROMPT, "seed": 5, **more})
@@ -154,8 +154,6 @@ def test_score_is_that_of_the_library_and_reads_the_node_once(api: Api, target: 
 
 
 def test_stream_ends_with_the_children(api: Api) -> None:
-    import json
-
     root = api.root()
     body = {"n": 2, "max_tokens": 6, "stream": True}
     with api.client.stream("POST", f"/v1/branches/{root['id']}/continue", json=body) as answer:
@@ -186,18 +184,10 @@ def test_nodes_are_listed_and_deleted(api: Api) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [
-        {},
-        {"prompt": "a", "tokens": [1]},
-        {"tokens": []},
-        {"tokens": [99999]},
-        {"messages": []},
-        {"prompt": "a", "grammar": "root ::= ("},
-        {"prompt": "a", "top_logprobs": 21},
-        {"prompt": "a", "sampling": {"temperature": -1}},
-        {"prompt": "word " * 3000},
-    ],
-)
+    [{}, {"prompt": "a", "tokens": [1]}, {"tokens": []}, {"tokens": [99999]}, {"messages": []},
+     {"prompt": "a", "grammar": "root ::= ("}, {"prompt": "a", "top_logprobs": 21},
+     {"prompt": "a", "sampling": {"temperature": -1}}, {"prompt": "word " * 3000}],
+)  # fmt: skip
 def test_what_is_refused(api: Api, body: Any) -> None:
     n = len(api.get("")["data"])
     assert api.post("", 400, **body)["error"]["message"]
@@ -232,13 +222,17 @@ def test_quota_holds_for_requests_at_one_time() -> None:
         assert len(api.get("")["data"]) == 3
 
 
+def node(tokens: list[int], parent: nodes.Node | None = None, at: int = 0) -> nodes.Node:
+    return nodes.Node(tokens, len(tokens), lb.SamplingParams(), None, parent, at)
+
+
 def test_room_that_was_not_used_is_given_back() -> None:
     kept = nodes.Branches(3, 100.0)
     for _ in range(2):
         with kept.room_for(2) as add:
             with pytest.raises(HttpError, match="3 may exist"), kept.room_for(2):
                 pass
-            add(nodes.Node([1], 1, lb.SamplingParams()))
+            add(node([1]))
         kept.delete(kept.all()[0], subtree=False)
     with kept.room_for(3):
         pass
@@ -246,16 +240,11 @@ def test_room_that_was_not_used_is_given_back() -> None:
 
 def test_use_of_a_node_keeps_those_it_comes_from() -> None:
     kept = nodes.Branches(10, 100.0)
-    params = lb.SamplingParams()
-
-    def make(parent: nodes.Node | None) -> nodes.Node:
-        return nodes.Node([1], 1, params, None, parent)
-
-    root, other = make(None), make(None)
-    child = make(root)
-    for node in (root, other, child):
-        kept.add(node)
-        node.used -= 1000
+    root, other = node([1]), node([1])
+    child = node([1], root)
+    for each in (root, other, child):
+        kept.add(each)
+        each.used -= 1000
     kept[child.id]
     assert kept.all() == [root, child]
     with pytest.raises(HttpError, match="deleted"):
@@ -263,12 +252,11 @@ def test_use_of_a_node_keeps_those_it_comes_from() -> None:
 
 
 def test_child_of_a_node_that_was_deleted_meanwhile_has_its_tokens() -> None:
-    kept, params = nodes.Branches(10, 100.0), lb.SamplingParams()
-    root = nodes.Node([1, 2, 3], 3, params)
-    middle = nodes.Node([1, 2, 4, 5], 4, params, None, root, 2)
-    for node in (root, middle):
-        kept.add(node)
-    child = nodes.Node([1, 2, 4, 6], 3, params, None, middle, 3)
+    kept, root = nodes.Branches(10, 100.0), node([1, 2, 3])
+    middle = node([1, 2, 4, 5], root, 2)
+    for each in (root, middle):
+        kept.add(each)
+    child = node([1, 2, 4, 6], middle, 3)
     kept.delete(root, subtree=True)
     kept.add(child)
     assert (child.parent, child.fork_position, child.tokens) == (None, 0, [1, 2, 4, 6])

@@ -92,23 +92,17 @@ def test_prompts_may_be_texts_or_tokens_one_or_many(api: Any, ctx: lb.Context) -
 
 
 def test_stream_joined_is_the_answer_in_one_piece(api: Any, ctx: lb.Context) -> None:
-    body: dict[str, Any] = {
-        "prompt": ["Once upon a time", "The wolf"],
-        "n": 2,
-        "max_tokens": 12,
-        "logprobs": 2,
-        **WARM,
-    }
+    prompts = ["Once upon a time", "The wolf"]
+    body: dict[str, Any] = {"prompt": prompts, "n": 2, "max_tokens": 12, "logprobs": 2, **WARM}
     whole = post(api, **body)
     parts = frames(api, **body, stream_options={"include_usage": True})
     end = parts.pop()
     assert end["choices"] == []
     assert end["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 48
-    n_prompt = sum(len(ctx.model.prompt_tokens(text)) for text in body["prompt"])
+    n_prompt = sum(len(ctx.model.prompt_tokens(text)) for text in prompts)
     assert end["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] == n_prompt
     assert len({part["id"] for part in parts}) == 1
-    for choice in whole["choices"]:
-        its = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
+    for choice, its in zip(whole["choices"], choices_of(parts), strict=True):
         assert "".join(c["text"] for c in its) == choice["text"]
         assert [c["finish_reason"] for c in its][-1] == choice["finish_reason"]
         for name, values in choice["logprobs"].items():
@@ -242,14 +236,10 @@ def test_texts_end_where_asked(api: Any, ctx: lb.Context) -> None:
 def test_text_follows_what_is_asked_for(api: Any) -> None:
     schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 99}},
               "required": ["age"], "additionalProperties": False}  # fmt: skip
+    named = {"name": "a", "schema": schema}
     forms: list[dict[str, Any]] = [
         {"json_schema": schema},
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "a", "schema": schema},
-            }
-        },
+        {"response_format": {"type": "json_schema", "json_schema": named}},
         {"response_format": {"type": "json_object", "schema": schema}},
         {"structured_outputs": {"json": schema}},
     ]
@@ -342,10 +332,7 @@ def test_errors_name_the_wrong_field(api: Any) -> None:
         ("min_tokens", {"min_tokens": -1}),
         ("grammar", {"grammar": "root ::= ("}),
         ("json_schema", {"json_schema": schema}),
-        (
-            "response_format",
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
-        ),
+        ("response_format", {"response_format": {"type": "json_schema", "schema": schema}}),
         ("structured_outputs", {"structured_outputs": {"regex": "("}}),
         ("prompt", {"prompt": "word " * 3000}),
     ]
@@ -354,12 +341,8 @@ def test_errors_name_the_wrong_field(api: Any) -> None:
     path = "/v1/chat/completions"
     assert post(api, 400, path, max_tokens=3)["error"]["param"] == "messages"
     long = [{"role": "user", "content": "word " * 3000}]
-    assert post(api, 400, path, messages=long)["error"]["param"] == "messages"
-
-
-def test_prompt_over_the_context_tells_by_how_much(api: Any) -> None:
-    error = post(api, 400, prompt="word " * 3000)["error"]
-    assert error["type"] == "exceed_context_size_error"
+    error = post(api, 400, path, messages=long)["error"]
+    assert (error["param"], error["type"]) == ("messages", "exceed_context_size_error")
     assert error["n_ctx"] == 1024 < error["n_prompt_tokens"]
 
 
@@ -375,9 +358,8 @@ def test_llama_servers_own_endpoint(api: Any) -> None:
     whole = post(api, path="/completion", **body, return_tokens=True)
     assert whole["content"] == ours["text"]
     assert whole["stop_type"] == "limit"
-    assert [each["logprob"] for each in whole["completion_probabilities"]] == ours["logprobs"][
-        "token_logprobs"
-    ]
+    logprobs = [each["logprob"] for each in whole["completion_probabilities"]]
+    assert logprobs == ours["logprobs"]["token_logprobs"]
     parts = frames(api, "/completion", **body)
     assert "".join(part["content"] for part in parts) == whole["content"]
     assert [t for part in parts[:-1] for t in part["tokens"]] == whole["tokens"]

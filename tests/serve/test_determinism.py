@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -113,8 +115,11 @@ def answers(
     return found
 
 
-SMALL: dict[str, Any] = {"n_ctx": 512, "parallel": 3}
-OWN: dict[str, Any] = {"n_ctx": 768, "parallel": 3, "kv_unified": False}
+CACHES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "small": {"n_ctx": 512, "parallel": 3},
+    "own": {"n_ctx": 768, "parallel": 3, "kv_unified": False},
+}
 DRAFTERS: dict[str, Callable[[], lb.Drafter | None]] = {
     "none": lambda: None,
     "suffix": lb.SuffixDrafter,
@@ -124,30 +129,22 @@ DRAFTERS: dict[str, Callable[[], lb.Drafter | None]] = {
 def test_answers_are_the_same_beside_others() -> None:
     n = 24
     expected = answers(bundled_engine, n, concurrency=1)
-    for cache in (SMALL, OWN):
-        small = partial(bundled_engine, drafter=lb.SuffixDrafter, **cache)
+    for cache in ("small", "own"):
+        small = partial(bundled_engine, drafter=lb.SuffixDrafter, **CACHES[cache])
         drafted = answers(small, n, concurrency=8, shuffle=1, leaves=0.3)
         assert drafted == expected
 
 
 @pytest.mark.parametrize(  # every pair of two of these
     ("concurrency", "drafter", "cache"),
-    [
-        pytest.param(8, "none", {}, id="8-none-usual"),
-        pytest.param(32, "none", SMALL, id="32-none-small"),
-        pytest.param(8, "suffix", SMALL, id="8-suffix-small"),
-        pytest.param(32, "suffix", {}, id="32-suffix-usual"),
-        pytest.param(32, "none", OWN, id="32-none-own"),
-        pytest.param(8, "suffix", OWN, id="8-suffix-own"),
-    ],
-)
+    [(8, "none", "usual"), (32, "none", "small"), (8, "suffix", "small"), (32, "suffix", "usual"),
+     (32, "none", "own"), (8, "suffix", "own")],
+)  # fmt: skip
 def test_two_hundred_answers_are_the_same_under_any_load(
-    concurrency: int, drafter: str, cache: dict[str, Any], expected: list[object]
+    concurrency: int, drafter: str, cache: str, expected: list[object]
 ) -> None:
-    found = answers(
-        lambda: bundled_engine(drafter=DRAFTERS[drafter], **cache), 200, concurrency=concurrency,
-        shuffle=concurrency, leaves=0.2,
-    )  # fmt: skip
+    engine = partial(bundled_engine, drafter=DRAFTERS[drafter], **CACHES[cache])
+    found = answers(engine, 200, concurrency=concurrency, shuffle=concurrency, leaves=0.2)
     assert found == expected
 
 
@@ -158,8 +155,6 @@ def expected() -> list[object]:
 
 def test_nothing_leaks_over_two_thousand_requests() -> None:
     """Neither sequences nor memory: the last thousand takes no more than those before."""
-    import gc
-    import os
 
     def size() -> int:
         gc.collect()

@@ -123,32 +123,13 @@ def test_llama_cpps_own_tests_pass_but_for_the_deviations(tmp_path: Path) -> Non
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PORT": str(port),
-        "LLAMABRANCH_PROFILE": "0",
-    }
     report = tmp_path / "report.xml"
     files = [f"unit/test_{name}.py" for name in FILES]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not slow",
-        f"--junitxml={report}",
-        *files,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", f"--junitxml={report}"]
     done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        check=False,
-    )
+        [*command, *files], cwd=folder, capture_output=True, text=True, timeout=3000, check=False,
+        env={**os.environ, "PORT": str(port), "LLAMABRANCH_PROFILE": "0"},
+    )  # fmt: skip
     assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
     cases = list(ET.parse(report).iter("testcase"))
     told: dict[str, list[str]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Iterator
@@ -242,38 +241,3 @@ def test_last_answer_is_continued(client: Any, server: Serving) -> None:
 def test_what_is_refused(client: Any, more: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError):
         ask(client, **more)
-
-
-def test_client_that_leaves_frees_its_sequences(server: Serving) -> None:
-    async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret") as client:
-            stream = await client.chat.completions.create(
-                model="any", messages=HELLO, max_tokens=-1, stream=True, temperature=0,
-                extra_body={"ignore_eos": True},
-            )  # fmt: skip
-            await anext(aiter(stream))
-            await stream.close()
-            whole = asyncio.ensure_future(
-                client.chat.completions.create(
-                    model="any", messages=HELLO, max_tokens=-1, extra_body={"ignore_eos": True}
-                )
-            )
-            while server.engine.stats.target_forward_passes == 0:
-                await asyncio.sleep(0.01)
-            whole.cancel()
-            await asyncio.gather(whole, return_exceptions=True)
-
-    asyncio.run(main())
-    service = server.server.service
-    assert service is not None
-    while service.n_texts or server.ctx.n_seq_free < server.ctx.n_seq_max:
-        pass
-
-
-def test_key_is_needed(server: Serving) -> None:
-    for key in ("wrong", "sécret".encode("ascii", "replace").decode()):
-        with (
-            openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as client,
-            pytest.raises(openai.AuthenticationError),
-        ):
-            client.models.list()

@@ -37,23 +37,15 @@ def openapi() -> dict[str, Any]:
     made, parts = msgspec.json.schema_components(
         BODIES.values(), schema_hook=hook, ref_template="#/components/schemas/{name}"
     )
+    name = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
     paths = {
-        path: {
-            "post": {
-                "parameters": [
-                    {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-                ]
-                if "{id}" in path
-                else [],
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": schema}},
-                },
-                "responses": {"default": {"description": "an answer"}},
-            }
-        }
+        path: {"post": {
+            "parameters": [name] if "{id}" in path else [],
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+            "responses": {"default": {"description": "an answer"}},
+        }}
         for path, schema in zip(BODIES, made, strict=True)
-    }
+    }  # fmt: skip
     about = {"title": "llamabranch", "version": "1"}
     return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": parts}}
 

@@ -145,8 +145,7 @@ export function redraw(parts, waits = false) {
   }
 }
 
-let toldAt = 0;
-let telling = 0;
+let toldAt = 0, telling = 0;
 
 /** Say something in the footer and, at most once in two seconds, to a screen reader. @param {string} message */
 export function tell(message) {

@@ -36,8 +36,6 @@ export function get(/** @type {string} */ path, /** @type {Record<string, any>} 
   return backend.ask(`${path}?${search}`);
 }
 
-let count = 0;
-const tab = Math.random().toString(36).slice(2, 10);
 /** @type {Map<string, (node: any) => void>} what waits for the first node of an action, by the action's id */
 const beginnings = new Map();
 
@@ -53,7 +51,7 @@ function begun(cid, node) {
  * @param {(node: any) => void} [first] called with the node it makes: the event comes before the answer, which waits
  * for the disk @returns {Promise<any>} */
 export async function act(op, fields = {}, first) {
-  const cid = `${tab}-${Date.now().toString(36)}-${count++}`;
+  const cid = crypto.randomUUID();
   const body = JSON.stringify({ cid, op, ...fields });
   if (first) beginnings.set(cid, first);
   for (let wait = 250; ; wait = Math.min(4000, 2 * wait)) {

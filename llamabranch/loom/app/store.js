@@ -234,28 +234,14 @@ export function pathOf(id, end) {
 export const ownerOf = (path, position) =>
   path.owners.find(({ from, to }) => position >= from && position < to)?.id ?? null;
 
-const UTF8 = new TextDecoder();
+const UTF8 = new TextDecoder("utf-8", { ignoreBOM: true });
 
 /** Texts of tokens one after the other: a character whose bytes are in several tokens stands at the last of them,
- * the others are empty; bytes that are no UTF-8 are written as \xNN. @param {Piece[]} all */
-export function texts(all) {
-  /** @type {number[]} */ let bytes = [];
-  return all.map((piece, i) => {
-    if (!Array.isArray(piece)) return typeof piece === "string" ? piece : piece.c;
-    bytes.push(...piece);
-    let text = "";
-    while (bytes.length) {
-      const lead = bytes[0];
-      const length = lead < 0x80 ? 1 : lead >= 0xc2 && lead < 0xe0 ? 2 : lead >= 0xe0 && lead < 0xf0 ? 3
-        : lead >= 0xf0 && lead < 0xf5 ? 4 : 0;
-      const broken = length === 0 || bytes.slice(1, length).some((byte) => byte >> 6 !== 2);
-      if (!broken && bytes.length < length && Array.isArray(all[i + 1])) break;
-      if (broken || bytes.length < length) text += "\\x" + bytes.splice(0, 1)[0].toString(16).padStart(2, "0");
-      else text += UTF8.decode(new Uint8Array(bytes.splice(0, length)));
-    }
-    return text;
-  });
-}
+ * the others are empty; bytes that are no UTF-8 are written as \ufffd. */
+export const texts = (/** @type {Piece[]} */ all) => all.map((piece, i) => {
+  if (!Array.isArray(piece)) return typeof piece === "string" ? piece : piece.c;
+  return UTF8.decode(new Uint8Array(piece), { stream: Array.isArray(all[i + 1]) });
+});
 
 /** A piece by itself. @param {Piece} piece */
 export const pieceText = (piece) => texts([piece])[0];

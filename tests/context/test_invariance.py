@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from divergence import first_divergence
-from llamabranch.generation.plan import Plan
 from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.generation.verify import Plan
 
 Logits = npt.NDArray[np.float32]
 GREEDY = SamplingParams(temperature=0.0)

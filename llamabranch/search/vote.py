@@ -88,13 +88,13 @@ def vote(
     n = whole("n", n, 1, MOST_TEXTS)
     max_tokens = token_limit(max_tokens)
     function("answer", answer)
-    rule = _StopRule.of(n, adaptive, agreement, confidence, keep, entropy)
     if width is not None:
         width = whole("width", width, 1, MOST_TEXTS)
     elif confidence is not None:
         width = _WIDTH
     stop, seed = stop_strings(stop), first_seed(branch, seed)
     common = common_noise(entropy, seed, drafter)
+    rule = _StopRule.of(n, adaptive, agreement, confidence, keep, common is not None)
     ballot = _Ballot(answer, n, confidence)
     lines: list[Continuation] = []
     lowest = -math.inf  # confidence, below which a text is given up
@@ -145,7 +145,7 @@ class _StopRule(NamedTuple):
         agreement: float,
         confidence: float | None,
         keep: float,
-        entropy: float,
+        shares_draws: bool,
     ) -> _StopRule:
         """Return the rule of checked arguments.
 
@@ -163,7 +163,7 @@ class _StopRule(NamedTuple):
             )
         if adaptive + (confidence is not None) + (keep < 1) > 1:
             raise ConfigError("give one of adaptive, confidence and keep: all end a vote early")
-        if entropy and confidence is not None and confidence < 1.0:
+        if shares_draws and confidence is not None and confidence < 1.0:
             raise ConfigError(
                 "confidence below 1 counts on independent texts, which those with entropy are not",
                 hint="confidence=1.0 does not",

@@ -17,6 +17,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.generation.drafter import Draft
 from llamabranch.generation.verify import Plan
 
 Logits = npt.NDArray[np.float32]
@@ -94,7 +95,7 @@ def test_verified_drafts(shared: Context, alone: Alone) -> None:
     bystander = Branch.start(shared, random_tokens(rng, 30))
     for n in (2, 5, 9, 16):
         tokens = random_tokens(rng, n)
-        plan = Plan(branch.sequence, tokens)
+        plan = Plan(branch.sequence, Draft(tokens))
         arrays = [row.array.copy() for row in plan.decode()]
         for i, array in enumerate(arrays):
             expected = alone.logits(branch.tokens + tokens[: i + 1])

@@ -34,8 +34,9 @@ from .completion import (
     plan_chat,
     plan_texts,
 )
-from .engine import AnyRequest, Engine, Target
-from .request import Event, Request, Result
+from .engine import Engine
+from .job import Target
+from .request import AnyRequest, Event, Request, Result
 
 __all__ = ["AsyncEngine"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from contextlib import suppress
 
 from ..branch import Branch
@@ -11,8 +10,7 @@ from ..context import Context
 from ..context.memory import END
 from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
-from ..generation.text import Text
-from .job import Job, JobState, Key, Submission
+from .job import Job, Key, Submission
 
 __all__ = ["Scheduler"]
 
@@ -28,7 +26,6 @@ class Scheduler:
     Args:
         ctx: whose sequences they are.
         limit: how many jobs may be active at a time; None for as many as there are sequences.
-        shares: whether those of a request that are equal to a text may be one sequence with it.
 
     Attributes:
         active: the jobs with a sequence: those prefilling their prompt and those generating.
@@ -39,9 +36,8 @@ class Scheduler:
         no_sequence: why no job could be admitted, while no job is active; None if one could.
     """
 
-    def __init__(self, ctx: Context, limit: int | None, shares: Callable[[Text], bool]) -> None:
+    def __init__(self, ctx: Context, limit: int | None) -> None:
         self._ctx = ctx
-        self._shares = shares
         self._limit = limit
         self.active: list[Job] = []
         self.n_shared = 0
@@ -85,7 +81,7 @@ class Scheduler:
                     heapq.heapreplace(self._queue, (first.key, first))
                 self._push(job)
                 continue
-            if first.state is JobState.ENDED:
+            if first.has_ended:
                 heapq.heappop(self._queue)
             elif first.name in self.paused:
                 heapq.heappop(self._queue)
@@ -132,7 +128,7 @@ class Scheduler:
         """Queue all unfinished texts again: a step was broken off, in the middle of anything."""
         for submission in self._known.values():
             for job in submission.jobs.values():
-                if job.state is not JobState.WAITING:
+                if job.branch is not None:
                     # Of a user's drafter; what broke the step off is raised.
                     with suppress(Exception):
                         job.preempt()
@@ -156,7 +152,7 @@ class Scheduler:
     def is_stalled(self) -> bool:
         """True if all that is unfinished is paused."""
         return not self._queue and all(
-            job.name in self.paused and job.state is JobState.RUNNING for job in self.active
+            job.name in self.paused and job.running is not None for job in self.active
         )
 
     def close(self) -> None:
@@ -212,8 +208,8 @@ class Scheduler:
         if asked.n == 1 or asked.prompt_logprobs is not None or asked.on_round is not None:
             return False
         for other in self.active:
-            its = other.submission, other.state, other.output.tokens
-            if its == (job.submission, JobState.READING, []) and self._shares(other.text):
+            is_begin = other.is_reading and not other.output.tokens
+            if other.submission is job.submission and is_begin and other.can_draw_others:
                 other.equals.append(job)
                 n = self._ctx.kv_cache.usable(len(job.prompt) - 1, END)
                 job.note_admitted(n)

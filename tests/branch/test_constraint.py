@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -356,21 +355,3 @@ def test_what_is_no_constraint_is_refused_before_anything_happens(ctx: Context, 
         with pytest.raises(ConfigError):
             search.smc(root, 2, 4, constraint=wrong)
         assert ctx.decoder.n_decodes == n_decodes
-
-
-def test_min_tokens_are_refused() -> None:
-    with pytest.raises(ConfigError, match="min_tokens"):
-        lb.Request("a", min_tokens=3, constraint=no_e)
-
-
-@pytest.mark.smollm2
-def test_a_real_model_without_the_letter_e(tmp_path: Path) -> None:
-    with lb.load("smollm2-135m:Q8_0", n_ctx=1024) as ctx:
-        for temperature in (0.0, 0.8):
-            found = ctx.complete(
-                "A short story about a dog:", max_tokens=60, temperature=temperature, seed=2,
-                constraint=no_e, drafter=SuffixDrafter(),
-            )  # fmt: skip
-            assert no_e(found.text) and len(found.text.split()) >= 20
-            stats = found.stats
-            assert stats.constraint_calls <= stats.constraint_rejections + 2 * 60

@@ -66,42 +66,6 @@ def shown(items: list[lb.Produced]) -> str:
     return "".join(item.text for item in items)
 
 
-def test_branch_emits_it_before_the_cache_full_error(
-    small: Context, pieces: list[str], params: SamplingParams
-) -> None:
-    n = N_CTX - N_PROMPT + 1  # the last one needs no cell
-    with Branch.start(small, [5] * N_PROMPT, sampling=params) as branch:
-        items: list[lb.Produced] = []
-        with pytest.raises(CacheFullError):
-            for item in branch.generate(stop=stop_after(pieces, n)):
-                items.append(item)
-        assert shown(items) == "".join(pieces[:n])
-        assert [item.token for item in items[:-1]] == branch.generated
-        assert items[-1].is_stop
-        assert math.isnan(items[-1].logprob)
-    # With no text held back there is no such item.
-    with Branch.start(small, [5] * N_PROMPT, sampling=params) as branch:
-        items = []
-        with pytest.raises(CacheFullError):
-            for item in branch.generate(stop=["\x00"]):
-                items.append(item)
-        assert not items[-1].is_stop
-        assert len(items) == n
-
-
-def test_branch_emits_it_before_any_other_error(
-    ctx: Context, pieces: list[str], params: SamplingParams
-) -> None:
-    with Branch.start(ctx, [5] * N_PROMPT, sampling=params) as branch:
-        items: list[lb.Produced] = []
-        with pytest.raises(DecodeInterruptedError):
-            for item in branch.generate(stop=stop_after(pieces, 6)):
-                items.append(item)
-                if len(items) == 6:
-                    ctx.interrupt()
-        assert shown(items) == "".join(pieces[:6])
-
-
 @pytest.mark.parametrize("which", DRAFTERS)
 def test_generation_emits_it_before_the_cache_full_error(
     which: str, small: Context, draft_ctx: Context, pieces: list[str], params: SamplingParams

@@ -9,7 +9,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, Context
-from llamabranch.errors import CacheFullError, DecodeInterruptedError
+from llamabranch.errors import DecodeInterruptedError
 from llamabranch.native import core
 
 pytestmark = pytest.mark.skipif(not core.available, reason=f"compiled core: {core.description}")
@@ -68,14 +68,3 @@ def test_interrupted_step_leaves_the_branch_as_it_was(ctx: Context) -> None:
                 assert branch.position == position
             made.append(branch.step())
         assert made == expected
-
-
-def test_step_in_a_full_cache_says_so_and_leaves_the_branch_as_it_was(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_threads=1) as ctx:
-        with Branch.start(ctx, [5] * 250, seed=1, logit_bias={1: -math.inf}) as branch:
-            with pytest.raises(CacheFullError):
-                for _ in range(20):
-                    branch.step()
-            assert branch.position == 256
-            assert branch.produce() == branch.produce()
-        ctx.audit()

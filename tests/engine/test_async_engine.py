@@ -85,14 +85,6 @@ def test_many_tasks_share_the_engine(ctx: Context, other_ctx: Context) -> None:
         assert sum(event.result is not None for event in events) == 1
 
 
-def test_all_texts_of_a_request_come(ctx: Context) -> None:
-    async def job(engine: AsyncEngine) -> None:
-        events = await collect(engine, Request("The wolf", n=11, max_tokens=4))
-        assert sorted(e.sample for e in events if e.result is not None) == list(range(11))
-
-    serve(ctx, job)
-
-
 def test_cancelled_task_aborts_its_request_and_no_other(ctx: Context, other_ctx: Context) -> None:
     other = Request("The wolf", id="other", max_tokens=60, sampling=WARM)
 
@@ -114,16 +106,6 @@ def test_cancelled_task_aborts_its_request_and_no_other(ctx: Context, other_ctx:
         (again,) = [e.result for e in await collect(engine, Request("A king", id="endless",
                     max_tokens=3)) if e.result is not None]  # fmt: skip
         assert again.finish_reason == "length"
-
-    serve(ctx, job)
-
-
-def test_iterator_that_is_closed_aborts_its_request(ctx: Context) -> None:
-    async def job(engine: AsyncEngine) -> None:
-        events = engine.generate(Request("A king", max_tokens=900))
-        await anext(events)
-        await events.aclose()  # type: ignore[attr-defined]
-        assert (last(await collect(engine, Request("x", max_tokens=1)))).tokens
 
     serve(ctx, job)
 

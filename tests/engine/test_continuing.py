@@ -157,6 +157,8 @@ def test_texts_have_at_least_so_many_tokens(ctx: Context, drafter: lb.Drafter | 
     assert [len(each.tokens) for each in Engine(ctx, drafter).generate(both)] == [n, n]
     with pytest.raises(ConfigError, match="min_tokens"):
         Request(prompt, min_tokens=1, grammar=SCHEMA)
+    with pytest.raises(ConfigError, match="min_tokens"):
+        Request(prompt, min_tokens=1, constraint=lambda text: True)
 
 
 def test_preempted_texts_keep_their_least_length(target: lb.Model) -> None:

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import pickle
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import pydantic
 import pytest
 import toys
@@ -47,7 +45,6 @@ from llamabranch.errors import (
     SequencesExhaustedError,
     TokenizeError,
 )
-from llamabranch.generation.drafter import DraftLength
 from llamabranch.generation.verify import RoundTrace
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -196,22 +193,6 @@ def test_request_that_continues_a_running_one_is_drafted_for(
     assert_clean(ctx, draft_ctx)
 
 
-def test_samples_of_one_prompt_share_its_prefill(ctx: Context, alone: Alone) -> None:
-    request = Request(TALE, n=12, max_tokens=16, sampling=WARM)
-    engine = Engine(ctx)
-    results = engine.generate([request])
-    assert [(result.id, result.sample) for result in results] == [("0", i) for i in range(12)]
-    assert results[0].seed == WARM.seed
-    assert len({result.seed for result in results}) == 12
-    assert len({result.text for result in results}) > 6
-    for result in results:
-        alone.check(request, result)
-    n_prompt = len(ctx.tokenize(TALE))
-    assert engine.stats.prompt_tokens < 3 * n_prompt  # all but the last token, and one more wave
-    assert engine.stats.shared_prompt_tokens > 8 * (n_prompt - 1)
-    assert_clean(ctx)
-
-
 @pytest.mark.parametrize("which", ["none", "suffix", "model"])
 @pytest.mark.parametrize("n_seq_max", [2, 5, 12])
 @pytest.mark.parametrize(
@@ -343,7 +324,7 @@ def test_empty_prompt_without_a_beginning_token_is_that_requests_error(tmp_path:
 
 
 def test_ids_are_unique(ctx: Context) -> None:
-    engine = Engine(ctx)
+    engine = Engine(ctx, max_tokens=2)
     jobs: list[list[Request | str]] = [
         ["a", Request("b", id="0")],
         [Request("a", id="x"), Request("b", id="x")],
@@ -351,13 +332,10 @@ def test_ids_are_unique(ctx: Context) -> None:
     for twice in jobs:
         with pytest.raises(ConfigError, match="two requests have the id"):
             engine.generate(twice)
+    ended = engine.generate(iter([Request("The wolf", id="a")] * 2))  # read one by one
+    assert {result.finish_reason for result in ended} == {"length", "error"}
+    assert engine.generate([]) == []
     assert_clean(ctx)
-
-
-def test_nothing_is_asked_of_nobody(ctx: Context) -> None:
-    assert Engine(ctx).generate([]) == []
-    (result,) = Engine(ctx).generate([Request("text", max_tokens=0)])
-    assert (result.text, result.finish_reason) == ("", "length")
 
 
 # -- the cache runs full -----------------------------------------------------------------------------
@@ -399,22 +377,6 @@ def test_small_draft_context_slows_down_but_changes_nothing(
         assert_clean(ctx, small)
 
 
-def test_others_may_hold_a_part_of_the_cache(
-    ctx: Context, draft_ctx: Context, alone: Alone
-) -> None:
-    guest = Branch.start(ctx, [7] * 300)
-    before = guest.logits
-    requests = [Request(p, max_tokens=30, sampling=WARM) for p in PROMPTS * 3]
-    for request, result in zip(
-        requests, Engine(ctx, make("model", draft_ctx), FIXED).generate(requests), strict=True
-    ):
-        alone.check(request, result)
-    assert ctx.usage().cells_used == 300
-    assert np.array_equal(guest.logits, before)
-    guest.prune()
-    assert_clean(ctx, draft_ctx)
-
-
 # -- others take the sequences ---------------------------------------------------------------------
 
 
@@ -436,34 +398,6 @@ def test_others_may_not_hold_every_sequence(ctx: Context) -> None:
     for guest in guests:
         guest.prune()
     assert_clean(ctx)
-
-
-@pytest.mark.parametrize("which", ["none", "model"])
-def test_results_outlive_the_sequences(
-    which: str, ctx: Context, draft_ctx: Context, alone: Alone
-) -> None:
-    """A guest takes each sequence that a text gives back: the others finish, the rest is refused."""
-    requests = [Request(p, max_tokens=8 + i, sampling=WARM) for i, p in enumerate(PROMPTS * 3)]
-    guests: list[Branch] = []
-
-    def on_event(event: Event) -> None:
-        if event.result is not None:
-            guests.extend(take_all(ctx))
-
-    engine = Engine(ctx, make(which, draft_ctx), FIXED, wait_s=0)
-    results = engine.generate(requests, on_event=on_event)
-    assert [result.id for result in results] == [str(i) for i in range(15)]
-    n_done = sum(result.error is None for result in results)
-    assert 8 <= n_done < 15
-    for request, result in zip(requests, results, strict=True):
-        if result.error is None:
-            alone.check(request, result)
-        else:
-            assert (result.finish_reason, result.tokens) == ("capacity", [])
-            assert isinstance(result.error, SequencesExhaustedError)
-    for guest in guests:
-        guest.prune()
-    assert_clean(ctx, draft_ctx)
 
 
 def test_preempted_text_whose_sequence_is_taken_is_not_lost(target: lb.Model, alone: Alone) -> None:
@@ -504,7 +438,7 @@ def on_wait(
         assert n < most, "it waits for ever"
         action(n)
 
-    monkeypatch.setattr("llamabranch.engine.core.sleep", no_sleep, raising=False)
+    monkeypatch.setattr("llamabranch.engine.engine.sleep", no_sleep, raising=False)
 
 
 def test_engine_waits_while_others_are_at_work(
@@ -557,21 +491,6 @@ def test_request_can_be_cancelled_while_it_waits_for_a_sequence(
     assert_clean(ctx)
 
 
-def test_task_can_be_cancelled_while_it_waits_for_a_sequence(ctx: Context) -> None:
-    guests = take_all(ctx)
-
-    async def consume() -> None:
-        async with AsyncEngine(ctx, wait_s=math.inf) as engine:
-            async for _ in engine.generate("text"):
-                pass
-
-    with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(asyncio.wait_for(consume(), 0.1))
-    for guest in guests:
-        guest.prune()
-    assert_clean(ctx)
-
-
 def test_engines_in_threads_share_the_sequences(target: lb.Model, alone: Alone) -> None:
     requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS]
     with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1) as ctx:
@@ -606,26 +525,6 @@ def test_what_has_ended_is_told_before_what_has_failed(ctx: Context) -> None:
 # -- events ----------------------------------------------------------------------------------------
 
 
-def test_events_come_as_the_tokens_do(ctx: Context, draft_ctx: Context) -> None:
-    requests = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS]
-    engine = Engine(ctx, make("model", draft_ctx), SpeculativeConfig(draft_k=3))
-    texts: dict[str, str] = {}
-    results: list[Result] = []
-    for event in engine.stream(requests):
-        if event.emitted is not None:
-            assert not any(result.id == event.id for result in results)
-            texts[event.id] = texts.get(event.id, "") + event.emitted.text
-            if len(texts) == len(requests) and not results:
-                assert ctx.usage().cells_used > 0
-        if event.result is not None:
-            results.append(event.result)
-    assert {result.id: result.text for result in results} == texts
-    seen: list[Event] = []
-    again = Engine(ctx).generate(requests, on_event=seen.append)
-    assert [event.result for event in seen if event.result is not None] != []
-    assert sum(event.emitted is not None for event in seen) == sum(len(r.tokens) for r in again)
-
-
 def test_closed_stream_frees_everything(ctx: Context, draft_ctx: Context) -> None:
     engine = Engine(ctx, make("model", draft_ctx), FIXED)
     stream = engine.stream([Request(p, max_tokens=30) for p in PROMPTS])
@@ -647,33 +546,6 @@ def test_listener_that_fails_ends_the_job(ctx: Context, draft_ctx: Context) -> N
 
     with pytest.raises(OSError, match="has gone"):
         Engine(ctx, make("model", draft_ctx), FIXED).generate(PROMPTS, on_event=on_event)
-    assert_clean(ctx, draft_ctx)
-
-
-def test_job_after_job_does_not_grow_memory(ctx: Context, draft_ctx: Context) -> None:
-    """Each job makes branches, samplers, a grammar, drafts and rows; what stays is a few counters."""
-    requests = [
-        Request(
-            p, max_tokens=6, sampling=PENALISED, grammar='root ::= [a-z ]+ "!"' if i % 2 else None
-        )
-        for i, p in enumerate(PROMPTS * 2)
-    ]
-    engine = Engine(ctx, make("chain", draft_ctx), SpeculativeConfig(draft_k="auto"))
-
-    def n_bytes_after(n_jobs: int) -> int:
-        for _ in range(n_jobs):
-            engine.generate(requests)
-        gc.collect()
-        return tracemalloc.get_traced_memory()[0]
-
-    engine.generate(requests)
-    tracemalloc.start()
-    try:
-        first = n_bytes_after(6)
-        grown = n_bytes_after(12) - first
-    finally:
-        tracemalloc.stop()
-    assert grown < 30_000  # a single row of logits is 16 kB
     assert_clean(ctx, draft_ctx)
 
 
@@ -750,41 +622,6 @@ def test_cancelling_reaches_every_open_stream_and_no_later_one(ctx: Context) -> 
     assert_clean(ctx)
 
 
-def test_asynchronous_stream_leaves_the_loop_free(
-    ctx: Context, draft_ctx: Context, alone: Alone
-) -> None:
-    requests = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS]
-
-    async def collect() -> tuple[list[Result], int]:
-        n_ticks, done = 0, False
-
-        async def tick() -> None:
-            nonlocal n_ticks
-            while not done:
-                n_ticks += 1
-                await asyncio.sleep(0)
-
-        ticking = asyncio.ensure_future(tick())
-        async with AsyncEngine(ctx, make("model", draft_ctx), FIXED) as engine:
-
-            async def generate(request: Request) -> list[Result]:
-                return [e.result async for e in engine.generate(request) if e.result is not None]
-
-            texts = await asyncio.gather(*map(generate, requests))
-        done = True
-        await ticking
-        return [result for (result,) in texts], n_ticks
-
-    results, n_ticks = asyncio.run(collect())
-    assert n_ticks > 20
-    found = by_name(results)
-    for i, request in enumerate(requests):
-        alone.check(request, found[str(i), 0])
-    assert ctx.prefix_cache is not None
-    ctx.prefix_cache.clear()
-    assert_clean(ctx, draft_ctx)
-
-
 # -- statistics ------------------------------------------------------------------------------------
 
 
@@ -845,55 +682,43 @@ def test_streams_draft_in_one_decode(ctx: Context, draft_ctx: Context) -> None:
 # -- interrupts ------------------------------------------------------------------------------------
 
 
-class InterruptedOnce(lb.Drafter):
-    """Proposes nothing; telling the state of one prompt what was accepted is interrupted."""
+def test_error_of_one_requests_draft_state_does_not_end_the_others(ctx: Context) -> None:
+    chosen = [8, 9, 10]
 
-    name = "interrupted"
+    class State:
+        """Proposes one token; telling that of one prompt what was accepted is interrupted."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.prompt = list(prompt)
+        def __init__(self, text: lb.speculative.Text) -> None:
+            self.is_chosen = text.tokens[:3] == chosen
+            self.close = lambda: None
 
-    def check(self, target: lb.Model) -> None:
-        """Any target."""
+        def propose(self, *_: object) -> lb.speculative.Draft:
+            return lb.speculative.Draft(tokens=[5], drafter="interrupted")
 
-    def start(self, target: lb.speculative.Text, rule: str) -> lb.speculative.DraftState:
-        """Return a state that is interrupted where the prompt is the chosen one."""
-        return InterruptedState(target.tokens == self.prompt)
+        def observe(self, n_tokens: int) -> None:
+            if self.is_chosen:
+                raise DecodeInterruptedError("interrupted", code=2, memory_changed=True)
 
+        def fork(self, target: lb.speculative.Text) -> State:
+            return State(target)
 
-class InterruptedState:
-    def __init__(self, is_chosen: bool) -> None:
-        self.is_chosen = is_chosen
+    class Interrupted(lb.Drafter):
+        name = "interrupted"
 
-    def propose(
-        self, tokens: Sequence[int], length: DraftLength, limit: int
-    ) -> lb.speculative.Draft:
-        return lb.speculative.Draft(tokens=[5], drafter="interrupted")
+        def check(self, target: lb.Model) -> None:
+            """Any target."""
 
-    def observe(self, n_tokens: int) -> None:
-        if self.is_chosen:
-            raise DecodeInterruptedError("the decode was interrupted", code=2, memory_changed=True)
+        def start(self, target: lb.speculative.Text, rule: str) -> State:
+            return State(target)
 
-    def fork(self, target: lb.speculative.Text) -> lb.speculative.DraftState:
-        return InterruptedState(self.is_chosen)
-
-    def close(self) -> None:
-        return None
-
-
-def test_interrupt_of_one_request_does_not_end_the_others(ctx: Context) -> None:
-    prompts = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
-    requests = [lb.Request(p, sampling=lb.SamplingParams(temperature=0.0)) for p in prompts]
-    alone = lb.Engine(ctx, max_tokens=12).generate(requests)
-    config = lb.SpeculativeConfig(draft_k=1)
-    engine = lb.Engine(ctx, InterruptedOnce(prompts[1]), config, max_tokens=12)
-    results = engine.generate(requests)
+    requests = [Request(p, sampling=GREEDY) for p in ([5, 6, 7], chosen, [11, 12, 13])]
+    alone = Engine(ctx, max_tokens=12).generate(requests)
+    config = SpeculativeConfig(draft_k=1)
+    results = Engine(ctx, Interrupted(), config, max_tokens=12).generate(requests)
     assert [r.finish_reason for r in results] == ["length", "error", "length"]
     assert isinstance(results[1].error, DecodeInterruptedError)
-    assert results[0].tokens == alone[0].tokens
-    assert results[2].tokens == alone[2].tokens
-    ctx.audit()
-    assert ctx.usage().cells_used == 0
+    assert [results[i].tokens for i in (0, 2)] == [alone[i].tokens for i in (0, 2)]
+    assert_clean(ctx)
 
 
 def test_nothing_is_measured_that_nobody_reads(
@@ -916,22 +741,6 @@ def test_nothing_is_measured_that_nobody_reads(
     for name in ("logprob", "entropy", "_measure"):
         monkeypatch.setattr(LogitsRow, name, measured)
     assert [result.tokens for result in engine.generate(requests)] == expected
-
-
-def test_cancelling_takes_waiting_and_running_requests_once(ctx: Context) -> None:
-    engine = Engine(ctx, max_tokens=6, sampling=GREEDY)
-    requests = [Request("The fox", id=f"r{i % 2}{i}", n=6) for i in range(4)]
-    ended: dict[tuple[str, int], str] = {}
-    for number, event in enumerate(engine.stream(requests)):
-        if number == 3:
-            engine.abort("r00")
-            engine.abort("r13")
-        if event.result is not None:
-            assert (event.id, event.sample) not in ended
-            ended[event.id, event.sample] = event.result.finish_reason
-    assert len(ended) == 24
-    cancelled = {name for (name, _), reason in ended.items() if reason == "cancelled"}
-    assert cancelled == {"r00", "r13"}
 
 
 def test_result_is_parsed_by_the_type_it_was_made_for(ctx: Context) -> None:
@@ -1072,7 +881,7 @@ def test_engine_that_cannot_open_leaves_nothing_open(
             super().__init__(path)
             opened.append(self)
 
-    monkeypatch.setattr("llamabranch.engine.engine.Model", Watched)
+    monkeypatch.setattr("llamabranch.engine.job.Model", Watched)
     for parallel in (0, 1000):
         with pytest.raises(ConfigError, match="parallel"):
             Engine(target.path, parallel=parallel)

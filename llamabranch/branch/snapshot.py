@@ -15,6 +15,7 @@ import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from os import PathLike
 from typing import BinaryIO, NamedTuple, TypeVar
 
@@ -170,7 +171,7 @@ class Snapshot:
             raise SnapshotError(
                 f"the grammar or the logit bias is too large: {len(metadata)} bytes"
             )
-        arrays = [
+        arrays: list[memoryview] = [
             np.ascontiguousarray(getattr(self, name), form).view(np.uint8).data
             for name, form in _ARRAYS.items()
         ]
@@ -243,13 +244,16 @@ class Snapshot:
             raise SnapshotError(f"the snapshot cannot be read: {error}") from error
         if len(body) != sum(head.n_bytes) or hashlib.sha256(body).digest() != head.digest:
             raise SnapshotError("the snapshot is damaged: its checksum differs")
-        arrays, start = {}, 0
-        for (name, form), n in zip(_ARRAYS.items(), head.n_bytes, strict=True):
-            arrays[name] = np.frombuffer(body[start : start + n], form)
-            start += n
-        n_rows = head.n_tokens if head.width else 0
-        arrays["hidden"] = arrays["hidden"].reshape(n_rows, head.width)
-        return replace(about, **arrays)
+        tokens, surprisals, logits, state, hidden = (
+            np.frombuffer(body[end - n : end], form)
+            for form, n, end in zip(
+                _ARRAYS.values(), head.n_bytes, accumulate(head.n_bytes), strict=True
+            )
+        )
+        return replace(
+            about, tokens=tokens, surprisals=surprisals, logits=logits, state=state,
+            hidden=hidden.reshape(head.n_tokens if head.width else 0, head.width),
+        )  # fmt: skip
 
     # -- trust -------------------------------------------------------------------------------------
 

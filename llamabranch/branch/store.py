@@ -51,13 +51,19 @@ class BranchStore:
 
     def _read(self, texts: Mapping[Branch, TokenIds], *, as_prompt: bool) -> None:
         with self._ctx.lock:
-            work = {branch: token_list(tokens) for branch, tokens in _pairs(texts)}
-            for branch, tokens in work.items():
-                self._check(branch)
-                branch.sequence.check_read(tokens, as_prompt=as_prompt)
+            work = self._checked(texts, as_prompt=as_prompt)
             rows = self._decode(work)
             for branch, tokens in work.items():
                 branch.sequence.append_prompt(tokens, rows[branch])
+
+    def _checked(
+        self, texts: Mapping[Branch, TokenIds], *, as_prompt: bool = False
+    ) -> dict[Branch, list[int]]:
+        work = {branch: token_list(tokens) for branch, tokens in _pairs(texts)}
+        for branch, tokens in work.items():
+            self._check(branch)
+            branch.sequence.check_read(tokens, as_prompt=as_prompt)
+        return work
 
     def read(
         self,
@@ -84,10 +90,7 @@ class BranchStore:
                 branch has changed.
         """
         with self._ctx.lock:
-            work = {branch: token_list(tokens) for branch, tokens in _pairs(texts)}
-            for branch, tokens in work.items():
-                self._check(branch)
-                branch.sequence.check_read(tokens)
+            work = self._checked(texts)
             first = {branch: whole("a first row", i, 0) for branch, i in first_rows.items()}
             batch, shown = Batch(), []
             for branch, tokens in work.items():
@@ -202,8 +205,7 @@ class BranchStore:
                 "position", "seed", "seq_id", "state", "tokens".
 
         Returns:
-            an object whose ``str`` is the tree; its ``print()`` colours it on a terminal, and its
-            ``to_dot()`` returns it for Graphviz.
+            an object whose ``str`` is the tree; its ``print()`` colours it on a terminal.
 
         Raises:
             ConfigError: an unknown column.

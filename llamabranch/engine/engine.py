@@ -154,10 +154,10 @@ class Engine:
             name, n = identity(request, self.core.n_added)
             if name in self.core:
                 raise ConfigError(f"a request with the id {name!r} is unfinished")
-            n_waiting = self.core.n_waiting
-            if self._max_waiting is not None and n_waiting >= self._max_waiting:
+            most = self._max_waiting
+            if most is not None and (n_waiting := self.core.n_waiting) >= most:
                 raise QueueFullError(
-                    f"the queue is full: {n_waiting} requests wait, max_waiting is {self._max_waiting}",
+                    f"the queue is full: {n_waiting} requests wait, max_waiting is {most}",
                     hint="add it again after some steps, or raise max_waiting",
                 )
             samples = list(range(n))
@@ -332,7 +332,7 @@ class EngineCore:
         self.n_added = 0
         self._settings = settings
         self._stats = settings.stats
-        self.scheduler = Scheduler(settings.target, settings.parallel)
+        self.scheduler = Scheduler(settings.target, settings.parallel, settings.stats)
         self._reports_tokens = reports_tokens
         self._expected = expected
         self._seed = None if redraws else settings.draw_seed()
@@ -544,11 +544,8 @@ class EngineCore:
                 for job in scheduler.jobs_of(submission):
                     self._end(job, "cancelled")
             self._aborted.popleft()
-        n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
         for job in scheduler.admit():
             self._fail(job, job.error)
-        self._stats.shared_prompt_tokens += scheduler.n_shared - n_shared
-        self._stats.cached_prompt_tokens += scheduler.n_cached - n_cached
         if scheduler.no_sequence is None:
             self._n_idle = 0
         elif not self._waits():  # others hold all sequences of the context

@@ -128,13 +128,12 @@ class Submission:
     """A request with its prompt tokenized; makes a job for each of its texts when its turn comes.
 
     Args:
-        request: the request.
-        name: its id.
+        request, name: the request and its id.
         number: how many requests came before it.
         settings, seed: the engine's, for what the request leaves out.
         samples: the numbers of the texts to generate.
-        reports_tokens: whether there are events for tokens; without them, and unless the request asks for
-            them, no log-probabilities are computed.
+        reports_tokens: whether there are events for tokens; without them log-probabilities are computed
+            only where the request asks for them.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
@@ -143,7 +142,6 @@ class Submission:
     Attributes:
         samples: the numbers of the texts that have not begun.
         jobs: its texts that have begun and have no result yet, by their numbers.
-        n_waiting: how many of its texts have not been given a sequence, and have not ended.
         is_aborted: whether they are to end at the next step.
     """
 
@@ -166,7 +164,6 @@ class Submission:
         self.model = model = settings.target.model
         self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
-        self.n_waiting = len(self.samples)
         self.jobs: dict[int, Job] = {}
         self.is_aborted = False
         params = request.sampling or settings.sampling
@@ -295,7 +292,7 @@ class Job:
             self.n_cached = n_cached
 
     def begin(self) -> list[Produced]:
-        """Let it run: its prompt is read. Return what it emits: one token or none."""
+        """Let it run: its prompt is read. Return what it emits: a token, or none after a preemption."""
         request, output, drafting = self.request, self.output, self.submission.drafting
         loop, rule, like = drafting.loop, drafting.config.rule, None
         if self.constraint is not None:

@@ -125,20 +125,6 @@ def test_a_text_ends_where_it_is_complete(ctx: Context) -> None:
                 assert Short().prefix(found.text)
                 assert found.finish_reason != "stop" or Short().complete(found.text)
 
-        # Only a text of two sentences may end.
-        def two(text: str) -> bool:
-            return text.count(".") <= 2
-
-        class Two:
-            prefix = staticmethod(two)
-
-            def complete(self, text: str) -> bool:
-                return text.count(".") == 2
-
-        found = root.generate(200, constraint=Two()).finish()
-        assert found.text.count(".") <= 2
-        assert found.finish_reason == "length" or found.text.count(".") == 2
-
 
 def test_what_comes_before_a_stop_string_must_be_complete(ctx: Context) -> None:
     asked: list[str] = []
@@ -270,18 +256,12 @@ def test_a_dead_end_keeps_the_text_so_far(ctx: Context) -> None:
             assert found.finish_reason == ("stop" if most == 0 and given("") else "constraint")  # type: ignore[operator]
             assert len(found.text) <= most and root.tokens[1:] is not None
             assert root.finish_reason == found.finish_reason
+            assert found.stats.constraint_calls <= 70 + 20 * most
             assert ctx.n_seq_free == n_free
         result = ctx.complete("The", max_tokens=10, seed=1, constraint=given)
         assert result.finish_reason == found.finish_reason and len(result.text) <= most
         assert result.error is None
     ctx.audit()
-
-
-def test_one_that_refuses_everything_is_asked_few_times(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=0.8, seed=1) as root:
-        found = root.generate(10, constraint=lambda text: False).finish()
-    assert found.finish_reason == "constraint" and not found.tokens
-    assert found.stats.constraint_calls <= 70
 
 
 def raises(text: str) -> bool:

@@ -6,7 +6,6 @@ import gc
 import hashlib
 import json
 import os
-import socket
 import stat
 import struct
 import subprocess
@@ -289,33 +288,20 @@ def test_a_file_is_replaced_in_one_step_and_keeps_its_mode(
         branch.save(tmp_path / "missing" / "x.branch")
 
 
-def test_saving_replaces_nothing_but_regular_files(
-    small_ctx: lb.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def files() -> dict[Path, tuple[int, ...]]:
-        found = {path: path.lstat() for path in tmp_path.iterdir()}
-        # Not the time of access: to follow a link sets it.
-        return {p: (s.st_mode, s.st_ino, s.st_size, s.st_mtime_ns) for p, s in found.items()}
-
-    monkeypatch.chdir(tmp_path)
+def test_saving_replaces_nothing_but_regular_files(small_ctx: lb.Context, tmp_path: Path) -> None:
     branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
     fifo, folder, loop = tmp_path / "pipe", tmp_path / "folder", tmp_path / "loop"
     os.mkfifo(fifo)
     folder.mkdir()
     loop.symlink_to(loop)
-    links = [tmp_path / name for name in ("to the pipe", "to the null device", "to the folder")]
-    for link, to in zip(links, (fifo, Path(os.devnull), folder), strict=True):
-        link.symlink_to(to)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind("socket")  # its whole path may be too long
-        before = files()
-        for path in before:
-            with pytest.raises(SnapshotError, match="written"):
-                branch.save(path)
-        assert files() == before
-        with pytest.raises(SnapshotError, match="regular") as refused:
-            branch.save(fifo)
-        assert refused.value.hint
+    for name, to in (("1", fifo), ("2", Path(os.devnull)), ("3", folder)):
+        (tmp_path / name).symlink_to(to)
+    before = {path: path.lstat().st_mode for path in tmp_path.iterdir()}
+    for path in before:
+        with pytest.raises(SnapshotError, match="written") as refused:
+            branch.save(path)
+        assert "regular" in str(refused.value) + str(refused.value.hint)
+    assert {path: path.lstat().st_mode for path in tmp_path.iterdir()} == before
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 

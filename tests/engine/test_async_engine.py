@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from engine_runs import PROMPTS, WARM, alone
 
 import llamabranch as lb
-from llamabranch import AsyncEngine, Branch, Context, Event, Request, Result, SamplingParams
+from llamabranch import AsyncEngine, Context, Event, Request, Result, SamplingParams
 from llamabranch.errors import (
     ClosedError,
     ConfigError,
@@ -20,15 +21,6 @@ from llamabranch.errors import (
     QueueFullError,
     TokenizeError,
 )
-
-WARM = SamplingParams(temperature=0.8, seed=42)
-PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
-
-
-def alone(ctx: Context, request: Request, result: Result) -> list[int]:
-    params = (request.sampling or SamplingParams()).replace(seed=result.seed)
-    with Branch.start(ctx, request.prompt, sampling=params) as branch:
-        return [t.token for t in branch.generate(request.max_tokens, request.stop)]
 
 
 def serve(
@@ -106,18 +98,6 @@ def test_cancelled_task_aborts_its_request_and_no_other(ctx: Context, other_ctx:
         (again,) = [e.result for e in await collect(engine, Request("A king", id="endless",
                     max_tokens=3)) if e.result is not None]  # fmt: skip
         assert again.finish_reason == "length"
-
-    serve(ctx, job)
-
-
-def test_abort_ends_with_a_result(ctx: Context) -> None:
-    async def job(engine: AsyncEngine) -> None:
-        results = []
-        async for event in engine.generate(Request("A king", id="a", max_tokens=900)):
-            engine.abort("a")
-            results.append(event.result)
-        assert results[-1] is not None
-        assert results[-1].finish_reason == "cancelled"
 
     serve(ctx, job)
 
@@ -271,18 +251,6 @@ def test_forgotten_engine_ends_its_thread(ctx: Context) -> None:
     gc.collect()
     thread.join(30)
     assert left() is None
-
-
-def test_same_texts_as_the_engine(ctx: Context, draft_ctx: Context) -> None:
-    requests = [Request(p, id=p, max_tokens=12) for p in PROMPTS]
-    drafter, config = lb.ModelDrafter(draft_ctx), lb.SpeculativeConfig(draft_k=3)
-    expected = {r.id: r.tokens for r in lb.Engine(ctx, seed=3).generate(requests)}
-
-    async def job(engine: AsyncEngine) -> None:
-        found = await asyncio.gather(*(collect(engine, r) for r in requests))
-        assert {last(e).id: last(e).tokens for e in found} == expected
-
-    serve(ctx, job, drafter=drafter, config=config, seed=3, sampling=None)
 
 
 def test_defaults_are_those_of_complete(target: lb.Model) -> None:

@@ -12,19 +12,19 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import toys
+from engine_runs import GREEDY, PROMPTS, WARM, alone, assert_clean, results_of, run, write_tiny
 
 import llamabranch as lb
 from llamabranch import (
     Branch,
     Context,
     Engine,
-    Event,
     Request,
     Result,
     SamplingParams,
     SpeculativeConfig,
 )
+from llamabranch.engine import EngineStats
 from llamabranch.engine.job import Submission
 from llamabranch.engine.scheduler import Scheduler
 from llamabranch.errors import (
@@ -34,91 +34,33 @@ from llamabranch.errors import (
     TokenizeError,
 )
 
-WARM = SamplingParams(temperature=0.8, seed=42)
-GREEDY = SamplingParams(temperature=0.0)
-PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
-
-
-def alone(ctx: Context, request: Request, result: Result) -> list[int]:
-    """Return the tokens of the request when nobody else is there."""
-    params = (request.sampling or SamplingParams()).replace(seed=result.seed)
-    with Branch.start(ctx, request.prompt, sampling=params, grammar=request.grammar) as branch:
-        return [t.token for t in branch.generate(request.max_tokens, request.stop)]
-
-
-def run(engine: Engine) -> list[Event]:
-    events = []
-    while engine.has_unfinished():
-        events += engine.step()
-    return events
-
-
-def results_of(events: list[Event]) -> dict[str, Result]:
-    return {event.id: event.result for event in events if event.result is not None}
-
-
-def assert_clean(ctx: Context) -> None:
-    usage = ctx.usage()
-    assert usage.cells_used == 0
-    assert ctx.n_seq_free == ctx.n_seq_max
-    assert usage.in_order
-    if ctx.prefix_cache is not None:
-        ctx.prefix_cache.clear()
-        usage = ctx.usage()
-    assert (usage.cells_cached, usage.cells_reserved) == (0, 0)
-    ctx.audit()
-
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[lb.Model]:
     """A random model whose step takes a fraction of a millisecond."""
-    path = toys.write_llama(
-        tmp_path / "tiny.gguf",
-        vocab="bytes",
-        weights="q8_0",
-        n_layer=1,
-        n_embd=32,
-        n_head=1,
-        n_ff=32,
-    )
-    with lb.Model(path) as model:
+    with lb.Model(write_tiny(tmp_path / "tiny.gguf")) as model:
         yield model
 
 
 # -- requests at any time --------------------------------------------------------------------------
 
 
-def test_id_is_free_again_once_its_request_has_ended(ctx: Context) -> None:
-    engine = Engine(ctx, seed=1)
-    engine.add_request(Request("The wolf", id="a", max_tokens=3))
-    with pytest.raises(ConfigError, match="'a' is unfinished"):
+def test_id_is_free_again_and_abort_of_an_unknown_one_does_nothing(ctx: Context) -> None:
+    engine = Engine(ctx, seed=1, max_tokens=3)
+    for reason in ("length", "cancelled", "length"):
+        engine.abort("a")  # too early, or too late
         engine.add_request(Request("The wolf", id="a"))
-    run(engine)
-    engine.add_request(Request("The wolf", id="a", max_tokens=3))
-    engine.abort("a")
-    assert results_of(engine.step())["a"].finish_reason == "cancelled"
-    engine.add_request(Request("The wolf", id="a", max_tokens=3))
-    assert results_of(run(engine))["a"].finish_reason == "length"
-    assert_clean(ctx)
-
-
-def test_abort_of_an_unknown_id_does_nothing(ctx: Context) -> None:
-    engine = Engine(ctx, seed=1)
-    for i in range(1000):
-        engine.abort(str(i))
-    engine.abort("a")
-    engine.add_request(Request("The wolf", id="a", max_tokens=3))
-    assert results_of(run(engine))["a"].finish_reason == "length"
-    engine.abort("a")  # too late
-    engine.add_request(Request("The wolf", id="a", max_tokens=3))
-    assert results_of(run(engine))["a"].finish_reason == "length"
+        with pytest.raises(ConfigError, match="'a' is unfinished"):
+            engine.add_request(Request("The wolf", id="a"))
+        if reason == "cancelled":
+            engine.abort("a")
+        assert results_of(run(engine))["a"].finish_reason == reason
 
     def late() -> Iterator[Request]:
         engine.abort("b")  # not known: it is still to be read
-        yield Request("The wolf", id="b", max_tokens=3)
+        yield Request("The wolf", id="b")
 
-    results = [e.result for e in engine.stream(late()) if e.result is not None]
-    assert [r.finish_reason for r in results] == ["length"]
+    assert [result.finish_reason for result in engine.generate(late())] == ["length"]
     assert_clean(ctx)
 
 
@@ -286,19 +228,6 @@ def test_engine_is_closed_with_its_block(ctx: Context) -> None:
     assert_clean(ctx)
 
 
-def test_streams_and_added_requests_share_the_sequences(ctx: Context, other_ctx: Context) -> None:
-    engine = Engine(ctx)
-    request = Request("The wolf", id="0", max_tokens=12, sampling=WARM)
-    engine.add_request(request)
-    events = engine.step()
-    for event in engine.stream([Request(p, max_tokens=6, sampling=WARM) for p in PROMPTS]):
-        if event.result is not None:
-            events += engine.step()
-    found = results_of(events + run(engine))
-    assert found["0"].tokens == alone(other_ctx, request, found["0"])
-    assert_clean(ctx)
-
-
 # -- lazy reading ----------------------------------------------------------------------------------
 
 
@@ -367,7 +296,7 @@ def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
     counts = []
     for n_waiting in (10, 10, 20_000):  # the first fills what is computed once in a process
         with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
-            scheduler = Scheduler(ctx, None)
+            scheduler = Scheduler(ctx, None, EngineStats())
             request = Request([5, 6, 7], max_tokens=2)
             settings = Engine(ctx, None, sampling=GREEDY)._settings
             for i in range(n_waiting):

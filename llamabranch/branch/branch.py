@@ -263,8 +263,8 @@ class Branch:
     def surprisal(self, token: SupportsIndex, base: str = "nats") -> float:
         """Return -log p(token) under the model's own next-token distribution."""
         with self._lock:
-            token = self.ctx.model.token_id(token)
-            return -self.sequence.logits_row().logprob(token) / log_base(base)
+            row = self.sequence.logits_row()
+            return -row.logprob(self.ctx.model.token_id(token)) / log_base(base)
 
     def perplexity(self, since: str = "prompt") -> float:
         """Return exp(mean surprisal) of the generated tokens, under the model's own distribution.
@@ -321,8 +321,7 @@ class Branch:
     def append(self, text: str | TokenIds, *, parse_special: bool = True) -> None:
         """Append text that the model reads but did not generate, such as the next message of a user.
 
-        Its tokens count for penalties; they are not ``generated``, have no surprisal and need not follow
-        the grammar, which begins again after them.
+        They count for penalties, are not ``generated``, have no surprisal; a grammar begins after them.
 
         Args:
             text: token ids, or text, tokenized by itself and without a BOS token. For a chat turn: all
@@ -334,7 +333,6 @@ class Branch:
             ConfigError, TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            self.sequence.check_usable()
             if isinstance(text, str):
                 model = self.ctx.model
                 text = model.tokenize(text, add_special=False, parse_special=parse_special)

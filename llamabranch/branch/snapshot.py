@@ -171,7 +171,7 @@ class Snapshot:
             raise SnapshotError(
                 f"the grammar or the logit bias is too large: {len(metadata)} bytes"
             )
-        arrays: list[memoryview] = [
+        arrays: list[memoryview[int]] = [
             np.ascontiguousarray(getattr(self, name), form).view(np.uint8).data
             for name, form in _ARRAYS.items()
         ]
@@ -186,8 +186,9 @@ class Snapshot:
         path = path_of(path)
         try:
             with atomic_write(path, 0o600) as file:
-                for part in (header, hashlib.sha256(header + metadata).digest(), metadata, *arrays):
-                    file.write(part)
+                file.write(header + hashlib.sha256(header + metadata).digest() + metadata)
+                for array in arrays:
+                    file.write(array)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             is_missing = isinstance(error, FileNotFoundError)  # which names the temporary file
             why = f"there is no folder {path.parent}" if is_missing else error

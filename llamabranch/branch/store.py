@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import SupportsIndex, TypeVar
 
@@ -51,61 +51,13 @@ class BranchStore:
 
     def _read(self, texts: Mapping[Branch, TokenIds], *, as_prompt: bool) -> None:
         with self._ctx.lock:
-            work = self._checked(texts, as_prompt=as_prompt)
+            work = {branch: token_list(tokens) for branch, tokens in _pairs(texts)}
+            for branch, tokens in work.items():
+                self._check(branch)
+                branch.sequence.check_read(tokens, as_prompt=as_prompt)
             rows = self._decode(work)
             for branch, tokens in work.items():
                 branch.sequence.append_prompt(tokens, rows[branch])
-
-    def _checked(
-        self, texts: Mapping[Branch, TokenIds], *, as_prompt: bool = False
-    ) -> dict[Branch, list[int]]:
-        work = {branch: token_list(tokens) for branch, tokens in _pairs(texts)}
-        for branch, tokens in work.items():
-            self._check(branch)
-            branch.sequence.check_read(tokens, as_prompt=as_prompt)
-        return work
-
-    def read(
-        self,
-        texts: Mapping[Branch, TokenIds],
-        visit: Callable[[Branch, int, LogitsRow], None],
-        first_rows: Mapping[Branch, int],
-    ) -> None:
-        """Append tokens that each branch reads, as ``append``, and show their logits to ``visit``.
-
-        No logits are kept, so the memory it takes is that of one decode's rows (``n_outputs_max``),
-        however many tokens there are. ``Branch.logits`` decodes the last token again if it is asked.
-
-        Args:
-            texts: for each branch its tokens.
-            visit: called with a branch, the index of one of its tokens here, and the logits after it: an
-                object with ``array``, float32 (V,), ``logprob(token)`` and ``entropy()`` in nats,
-                ``best`` and ``rank(token)``, valid until the call returns.
-            first_rows: for each branch the index of the first token whose logits are shown; those of all
-                later ones are, too. A branch that is not in it shows none.
-
-        Raises:
-            ConfigError: a branch of another context, no tokens for one, or an index below 0.
-            BranchStateError, TokenizeError, CacheFullError, DecodeError, and what ``visit`` raises: no
-                branch has changed.
-        """
-        with self._ctx.lock:
-            work = self._checked(texts)
-            first = {branch: whole("a first row", i, 0) for branch, i in first_rows.items()}
-            batch, shown = Batch(), []
-            for branch, tokens in work.items():
-                start = min(first.get(branch, len(tokens)), len(tokens))
-                batch.add(branch.seq_id, tokens, start)
-                shown += [(branch, i) for i in range(start, len(tokens))]
-
-            def show(n_before: int, rows: list[LogitsRow]) -> None:
-                its = shown[n_before : n_before + len(rows)]
-                for (branch, i), row in zip(its, rows, strict=True):
-                    visit(branch, i, row)
-
-            batch.decode(self._ctx.decoder, read=show)
-            for branch, tokens in work.items():
-                branch.sequence.append_prompt(tokens, None)
 
     def append_unscored(self, texts: Mapping[Branch, Sequence[int]]) -> None:
         """Append tokens to each branch without surprisals, in as few decodes as possible.

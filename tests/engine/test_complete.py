@@ -589,20 +589,6 @@ def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:
     assert gone() is None  # the engine that stays with it does not keep it
 
 
-@pytest.mark.smollm2
-def test_text_is_that_of_a_branch_on_smollm2() -> None:
-    with lb.load("smollm2-135m", n_ctx=512, n_threads=1) as ctx:
-        if not ctx.capabilities.batch_invariant:
-            pytest.skip("drafts may change texts by rounding here")
-        copy = [{"role": "user", "content": "Repeat: the cat sat on the mat, and the cat slept."}]
-        for temperature in (0.0, 0.8):
-            options: dict[str, Any] = {**WARM, "temperature": temperature}
-            result = ctx.chat(copy, max_tokens=32, **options)
-            assert same(result, plain(ctx, copy, 32, **options))
-            result = ctx.complete("The capital of France", max_tokens=24, **options)
-            assert same(result, plain(ctx, "The capital of France", 24, **options))
-
-
 def test_mtp_layers_draft_by_themselves(tmp_path: Path) -> None:
     path = toys.write_toy(tmp_path / "mtp.gguf", "glm4moe", vocab="bytes", weights="f32")
     with lb.load(path, n_ctx=512, n_threads=1, load_mtp=True) as ctx:

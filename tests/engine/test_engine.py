@@ -12,6 +12,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
@@ -468,6 +469,17 @@ def test_engine_does_not_wait_where_nobody_works(
     for guest in guests:
         guest.prune()
     assert_clean(ctx)
+
+
+def test_engines_in_threads_share_the_sequences(target: lb.Model, alone: Alone) -> None:
+    requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS]
+    with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1) as ctx:
+        with ThreadPoolExecutor(4) as pool:
+            engines = [Engine(ctx, wait_s=math.inf) for _ in range(4)]
+            for job in [pool.submit(engine.generate, requests) for engine in engines]:
+                for request, result in zip(requests, job.result(), strict=True):
+                    alone.check(request, result)
+        assert_clean(ctx)
 
 
 def test_what_has_ended_is_told_before_what_has_failed(ctx: Context) -> None:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import SupportsIndex
 
@@ -464,10 +464,8 @@ class Branch:
     def fork(self) -> Branch:
         """Return a child that continues from the same state.
 
-        It shares the K/V of the prefix, and draws like its parent until reseeded.
-
-        Raises:
-            SequencesExhaustedError: no sequence is free.
+        It shares the K/V of the prefix, and draws like its parent until reseeded. It needs a free
+        sequence (SequencesExhaustedError).
         """
         with self._lock:
             self.sequence.check_usable()
@@ -621,15 +619,7 @@ class Branch:
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
         instance("snapshot", snapshot, Snapshot)
-        text_context("ctx", ctx)
-        with ctx.lock:
-            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
-            try:
-                fill(branch.sequence, snapshot, trusted=trusted)
-            except BaseException:
-                branch.sequence.release()
-                raise
-            return branch
+        return cls._restored(ctx, lambda: snapshot, trusted)
 
     @classmethod
     def load(cls, ctx: Context, path: str | os.PathLike[str], *, trusted: bool = False) -> Branch:
@@ -645,6 +635,16 @@ class Branch:
             SnapshotError: no such file, damaged, or it failed a check.
             UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
         """
+        return cls._restored(ctx, lambda: Snapshot.read(path, ctx), trusted)
+
+    @classmethod
+    def _restored(cls, ctx: Context, get: Callable[[], Snapshot], trusted: bool) -> Branch:
         text_context("ctx", ctx)
         with ctx.lock:
-            return cls.restore(ctx, Snapshot.read(path, ctx), trusted=trusted)
+            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
+            try:
+                fill(branch.sequence, get(), trusted=trusted)
+            except BaseException:
+                branch.sequence.release()
+                raise
+            return branch

@@ -139,7 +139,7 @@ class BranchStore:
         """Prune every branch of the context but ``winner``, which becomes a root."""
         with self._ctx.lock:
             self._check(winner)
-            roots = {self._root(branch) for branch in self._branches()}
+            roots = self._roots()
             winner.detach()
             for child in winner.children:
                 child.prune_subtree()
@@ -166,16 +166,8 @@ class BranchStore:
             return BranchTree(tree_lines(self._roots(), columns))
 
     def _roots(self) -> list[Branch]:
-        return [b for b in self._branches() if b.parent is None or b.parent.state == "pruned"]
-
-    def _branches(self) -> list[Branch]:
-        return [holder for holder in self._ctx.sequences.holders() if isinstance(holder, Branch)]
-
-    @staticmethod
-    def _root(branch: Branch) -> Branch:
-        while branch.parent is not None and branch.parent.state != "pruned":
-            branch = branch.parent
-        return branch
+        living = [each for each in self._ctx.sequences.holders() if isinstance(each, Branch)]
+        return [b for b in living if b.parent is None or b.parent.state == "pruned"]
 
     def _check(self, branch: Branch) -> None:
         if instance("branch", branch, Branch).ctx is not self._ctx:

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -224,19 +225,11 @@ def test_events_come_in_one_call_a_step(ctx: Context, monkeypatch: pytest.Monkey
 def test_several_event_loops_use_one_engine(ctx: Context, other_ctx: Context) -> None:
     engine = AsyncEngine(ctx)
     requests = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS]
-    found: dict[int, list[Event]] = {}
-
-    def run(i: int) -> None:
-        found[i] = asyncio.run(collect(engine, requests[i]))
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda request: asyncio.run(collect(engine, request)), requests)]
     engine.shut_down()
-    for i, request in enumerate(requests):
-        assert last(found[i]).tokens == alone(other_ctx, request, last(found[i]))
+    for request, events in zip(requests, found, strict=True):
+        assert last(events).tokens == alone(other_ctx, request, last(events))
     assert ctx.usage().cells_used == 0
 
 

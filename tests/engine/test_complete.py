@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import enum
 import gc
-import threading
 import weakref
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -156,19 +156,10 @@ def test_a_stream_yields_the_text(ctx: Context) -> None:
 
 
 def test_threads_share_a_context(ctx: Context) -> None:
-    expected = {prompt: plain(ctx, prompt, 20) for prompt in PROMPTS}
-    found: list[tuple[str, Result]] = []
-
-    def work(prompt: str) -> None:
-        for _ in range(3):
-            found.append((prompt, ctx.complete(prompt, max_tokens=20, **WARM)))
-
-    threads = [threading.Thread(target=work, args=(prompt,)) for prompt in PROMPTS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 9 and all(same(result, expected[prompt]) for prompt, result in found)
+    with ThreadPoolExecutor(3) as pool:
+        found = [*pool.map(lambda p: ctx.complete(p, max_tokens=20, **WARM), PROMPTS * 3)]
+    expected = [plain(ctx, prompt, 20) for prompt in PROMPTS]
+    assert all(map(same, found, expected * 3))
 
 
 def test_structured_texts_have_values(ctx: Context) -> None:

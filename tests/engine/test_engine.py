@@ -141,6 +141,10 @@ def test_seed_of_a_request_does_not_depend_on_its_place(
         texts.append({r.id: (r.seed, r.text) for r in engine.generate(order)})
     assert texts[0] == texts[1]
     assert texts[2].items() <= texts[0].items()
+    engine.seed = engine.seed  # given, so that each call draws the same
+    assert [r.text for r in engine.generate(requests[2:3])] == [
+        text for _, text in texts[2].values()
+    ]
     other = {r.id: r.text for r in Engine(ctx, seed=4).generate(requests)}
     assert other != {name: text for name, (_, text) in texts[0].items()}
 
@@ -844,6 +848,7 @@ def test_engine_keeps_one_cache_where_a_model_drafts_or_memory_cannot_be_divided
     with Engine(path, parallel=2, max_tokens=4) as engine:
         assert engine.target.params.kv_unified
         assert len(engine.generate(["a", "b", "c"])) == 3
+        assert "plain decoding" in engine.explain()
 
 
 def test_engine_that_cannot_open_leaves_nothing_open(

@@ -15,6 +15,7 @@ from time import perf_counter
 import llamabranch as lb
 from llamabranch.bench.timing import Maker, Spread, Timing, Work
 from llamabranch.context.compaction import rewrite_in_order
+from llamabranch.engine import EngineStats
 from llamabranch.engine.job import EngineSettings, Submission
 from llamabranch.engine.scheduler import Scheduler
 from llamabranch.generation.drafting import Drafting
@@ -305,7 +306,7 @@ def _admission(settings: Settings, ctx: lb.Context) -> dict[str, float]:
     """Measure a look at the queue while every sequence is taken, and the admission of one request."""
     found: dict[str, float] = {}
     for n in (10, 1000) if settings.quick else (10, 1000, 1_000_000):
-        scheduler = Scheduler(ctx, None, lambda text: False)
+        scheduler = Scheduler(ctx, None, EngineStats())
         request = lb.Request([5, 6, 7], max_tokens=2)
         common = EngineSettings(ctx, Drafting(ctx), GREEDY, 2, 0.0, None, 0, repeats=True)
         first = Submission(request, "0", 0, common, 0, [0])

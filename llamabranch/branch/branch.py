@@ -8,10 +8,11 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, SupportsIndex, cast
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Unpack
 
 from ..arguments import choice, instance, whole
 from ..context import Context, TokenScore
@@ -32,9 +33,6 @@ from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from . import scorer
 from .snapshot import Snapshot, capture, fill
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["Branch"]
 
@@ -75,8 +73,6 @@ class Branch:
         if parent is not None:
             parent._children.add(self)
 
-    # -- beginnings --------------------------------------------------------------------------------
-
     @classmethod
     def create(
         cls,
@@ -86,13 +82,9 @@ class Branch:
         *,
         beginning: Sequence[int] = (),
     ) -> Branch:
-        """Return an empty branch, with the arguments of ``start``; ``prefill`` it next.
+        """Return an empty branch, with the arguments and errors of ``start``; ``prefill`` it next.
 
-        Args:
-            beginning: tokens that it will begin with, if known: the prefix cache may hold them.
-
-        Raises:
-            SequencesExhaustedError, GrammarError, ConfigError: nothing is created.
+        ``beginning``: tokens that it will begin with, if known: the prefix cache may hold them.
         """
         text_context("ctx", ctx)
         params = settings_of(sampling)
@@ -119,8 +111,8 @@ class Branch:
 
         Args:
             ctx: the context that holds it.
-            prompt: text, tokenized with the model's BOS token if it has one; or ids; or messages, such as
-                ``[{"role": "user", "content": "Hello"}]``, written by the model's chat template.
+            prompt: text, tokenized with the model's BOS token if it has one; or ids; or messages
+                (``[{"role": "user", "content": "Hello"}]``), written by the model's chat template.
             grammar: constrains the generated text.
             sampling: settings.
             parse_special: whether control tokens written in a text, such as ``<|im_start|>``, are
@@ -270,16 +262,16 @@ class Branch:
     def surprisal(self, token: SupportsIndex, base: str = "nats") -> float:
         """Return -log p(token) under the model's own next-token distribution."""
         with self._lock:
-            token = self.ctx.model.token_id(token)
-            return -self.sequence.logits_row().logprob(token) / log_base(base)
+            row = self.sequence.logits_row()
+            return -row.logprob(self.ctx.model.token_id(token)) / log_base(base)
 
     def perplexity(self, since: str = "prompt") -> float:
-        """Return exp(mean surprisal) of the committed tokens, under the model's own distribution.
+        """Return exp(mean surprisal) of the generated tokens, under the model's own distribution.
+
+        Tokens of the prompt and of ``append`` do not count, nor the first one without a prompt.
 
         Args:
-            since: "prompt" = all generated tokens, inherited ones included; "fork" = those after the
-                fork point. Tokens of the prompt and of ``append`` were read, not predicted, and do not
-                count; nor does the first token of a branch without a prompt.
+            since: "prompt" = all of them, inherited ones included; "fork" = those after the fork point.
 
         Raises:
             BranchStateError: there are no such tokens, or some were appended without a surprisal.
@@ -289,16 +281,15 @@ class Branch:
             return scorer.perplexity(self.sequence, since)
 
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
-        """Return the sum of log p of the committed tokens, under the model's own distribution.
+        """Return the sum of log p of the tokens of ``perplexity``, 0 where there are none.
 
-        0 where there are none. Every token lowers it: it compares texts of equal length, ``perplexity``
-        others. ``since`` and errors are as there; ``base``: "nats" or "bits".
+        Every token lowers it: it compares texts of equal length. ``base``: "nats" or "bits".
         """
         with self._lock:
             return scorer.log_likelihood(self.sequence, since) / log_base(base)
 
     def score(self, text: str | TokenIds, top: int = 0) -> list[TokenScore]:
-        """Rate a given text as the continuation of this branch, which does not change.
+        """Score a given text as the continuation of this branch, which does not change.
 
         Args:
             text: token ids, or text, tokenized by itself and without a BOS token: begin it with a space
@@ -321,8 +312,7 @@ class Branch:
     def prefill(self, tokens: TokenIds) -> None:
         """Decode ``tokens`` as the prompt, in chunks. They count for penalties, not for the grammar.
 
-        Raises:
-            TokenizeError, CacheFullError, DecodeError: the branch is as before.
+        After TokenizeError, CacheFullError or DecodeError the branch is as before.
         """
         with self._lock:
             self.sequence.read(token_list(tokens), as_prompt=True)
@@ -330,12 +320,11 @@ class Branch:
     def append(self, text: str | TokenIds, *, parse_special: bool = True) -> None:
         """Append text that the model reads but did not generate, such as the next message of a user.
 
-        Its tokens count for penalties; they are not ``generated``, have no surprisal and need not follow
-        the grammar, which begins again for what is generated after them.
+        They count for penalties, are not ``generated``, have no surprisal; a grammar begins after them.
 
         Args:
-            text: token ids, or text, tokenized by itself and without a BOS token. For a chat turn it must
-                hold all that the template writes between two answers, the EOG token included.
+            text: token ids, or text, tokenized by itself and without a BOS token. For a chat turn: all
+                that the template writes between two answers, the EOG token included.
             parse_special: control tokens written in a text, such as ``<|im_end|>``, become their ids;
                 False for text from others that must not end a turn.
 
@@ -343,14 +332,13 @@ class Branch:
             ConfigError, TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            self.sequence.check_usable()
             if isinstance(text, str):
                 model = self.ctx.model
                 text = model.tokenize(text, add_special=False, parse_special=parse_special)
             self.sequence.read(token_list(text))
 
     def produce(self) -> Produced:
-        """Return the next token, a pure function of logits, settings, seed and position; change nothing.
+        """Return the next token, a function of logits, settings, seed and position; change nothing.
 
         Raises:
             BranchStateError: pruned or empty. GrammarError: the grammar allows no token.
@@ -361,8 +349,7 @@ class Branch:
     def commit(self, token: SupportsIndex) -> None:
         """Append ``token``: decode it and update the sampler.
 
-        Raises:
-            TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
+        After TokenizeError, GrammarError, CacheFullError or DecodeError the branch is as before.
         """
         with self._lock:
             self.sequence.commit(self.ctx.model.token_id(token))
@@ -393,8 +380,8 @@ class Branch:
         string), after ``max_tokens``, or when the text contains a stop string, which the branch keeps and
         the yielded text leaves out. ``finish_reason`` is "stop", "length" or "constraint".
 
-        Between two tokens the branch is as after the last one that was yielded: it may be read, forked,
-        rewound or extended; the generation goes on from what it finds.
+        Between two tokens the branch may be read, forked, rewound or extended; the generation goes on
+        from what it finds.
 
         Args:
             max_tokens: the most tokens to generate; None = until the model stops or the cache is full.
@@ -424,8 +411,7 @@ class Branch:
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""
-        (state,) = self.hidden_states(layer, max(0, self.position - 1))
-        return cast(npt.NDArray[np.float32], state)
+        return self.hidden_states(layer, max(0, self.position - 1)).ravel()
 
     def hidden_states(self, layer: int = -1, start: int = 0) -> npt.NDArray[np.float32]:
         """Return the hidden states of the tokens from a position on, float32 (n, n_embd), a copy.
@@ -477,10 +463,8 @@ class Branch:
     def fork(self) -> Branch:
         """Return a child that continues from the same state.
 
-        It shares the K/V of the prefix, and draws like its parent until reseeded.
-
-        Raises:
-            SequencesExhaustedError: no sequence is free. BranchStateError: pruned.
+        It shares the K/V of the prefix, and draws like its parent until reseeded. It needs a free
+        sequence (SequencesExhaustedError).
         """
         with self._lock:
             self.sequence.check_usable()
@@ -494,10 +478,8 @@ class Branch:
     def fork_many(self, n: int) -> list[Branch]:
         """Return ``n`` children, each reseeded: the i-th draws from a seed derived from ours and i.
 
-        So a second call at the same place returns the same children again: ``reseed()`` in between.
-
-        Raises:
-            SequencesExhaustedError: not enough sequences; none is forked.
+        A second call at the same place returns the same children again: ``reseed()`` in between.
+        With too few sequences (SequencesExhaustedError) none is forked.
         """
         n = whole("n", n, 0)
         children: list[Branch] = []
@@ -505,14 +487,13 @@ class Branch:
             for i in range(n):
                 children.append(self.fork())
                 children[-1].sequence.seed = derive_seed(self.seed, i + 1)
+            return children
         except BaseException as error:
             for child in children:
                 child.prune()
             if isinstance(error, SequencesExhaustedError):
-                n_free, n_all = len(children), self.ctx.n_seq_max
-                raise SequencesExhaustedError.of_forks(n, n_free, n_all) from None
-            raise
-        return children
+                error = SequencesExhaustedError.of_forks(n, len(children), self.ctx.n_seq_max)
+            raise error from None
 
     def reseed(self, seed: int | None = None) -> None:
         """Use another seed from here on; without ``seed`` a random one is picked."""
@@ -538,12 +519,9 @@ class Branch:
                 sequence.seed = sampling.seed
 
     def rewind(self, position: int) -> None:
-        """Drop all tokens from ``position`` on, as if they had never been decoded.
+        """Drop all tokens from ``position`` (0 to the branch's own) on, as if never decoded.
 
         Where this memory cannot be cut, the kept tokens are decoded again, or those after the parent's.
-
-        Raises:
-            ConfigError: not between 0 and the branch's position.
         """
         with self._lock:
             self.sequence.check_usable()
@@ -551,14 +529,8 @@ class Branch:
             if position < self.position:
                 self.sequence.rewind(position)
 
-    # -- endings -----------------------------------------------------------------------------------
-
     def prune(self) -> None:
-        """Free the sequence; the second time does nothing.
-
-        Raises:
-            BranchStateError: it has children; see ``prune_subtree``.
-        """
+        """Free the sequence; the second time does nothing. With children: BranchStateError."""
         with self._lock:
             if self.sequence.is_pruned:
                 return
@@ -579,11 +551,7 @@ class Branch:
             self.prune()
 
     def promote(self) -> None:
-        """Replace the parent: the parent and this branch's siblings are pruned.
-
-        Raises:
-            BranchStateError: it has no parent.
-        """
+        """Replace the parent: it and this branch's siblings are pruned. A root: BranchStateError."""
         with self._lock:
             self.sequence.check_usable()
             parent = self.parent
@@ -592,22 +560,22 @@ class Branch:
             for sibling in parent.children:
                 if sibling is not self:
                     sibling.prune_subtree()
-            parent._children.discard(self)
-            self.parent = parent.parent
-            self.sequence.parent = parent.sequence.parent
-            self.sequence.fork_position = parent.sequence.fork_position
-            if self.parent is not None:
-                self.parent._children.add(self)
+            self._move_below(parent.parent, parent.sequence.fork_position)
             parent.prune()
 
     def detach(self) -> None:
         """Become a root: the parent stays, without a link to this branch."""
         with self._lock:
             self.sequence.check_usable()
-            if self.parent is not None:
-                self.parent._children.discard(self)
-                self.parent = self.sequence.parent = None
-                self.sequence.fork_position = 0
+            self._move_below(None, 0)
+
+    def _move_below(self, parent: Branch | None, fork_position: int) -> None:
+        if self.parent is not None:
+            self.parent._children.discard(self)
+        self.parent, self.sequence.parent = parent, None if parent is None else parent.sequence
+        self.sequence.fork_position = fork_position
+        if parent is not None:
+            parent._children.add(self)
 
     def transfer_text(self) -> Branch:
         """Return a root that goes on with this branch's sequence, as it is; this one is pruned.
@@ -627,24 +595,16 @@ class Branch:
             ours.appended = [*ours.appended]
             return heir
 
-    # -- saving ------------------------------------------------------------------------------------
-
     def snapshot(self) -> Snapshot:
-        """Return a copy of the branch's complete state, without its children; see ``restore``.
+        """Return a copy of the complete state, without children; see ``restore``.
 
-        Raises:
-            BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
+        UnsupportedError: this memory cannot be saved.
         """
         with self._lock:
             return capture(self.sequence, self.sampling)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a ``snapshot`` to a file, as `Snapshot.write` does; see ``load``.
-
-        Raises:
-            BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
-            SnapshotError: the file cannot be written, or ``path`` is a pipe, a device or a folder.
-        """
+        """Write a ``snapshot`` to a file; errors are those of that and of `Snapshot.write`."""
         self.snapshot().write(path)
 
     @classmethod
@@ -654,7 +614,7 @@ class Branch:
         In batch-invariant contexts it generates bit for bit what the saved branch would.
 
         Raises:
-            SnapshotError: it is of another model, K/V type or rope setting, or inconsistent.
+            SnapshotError: of another model, K/V type or rope setting, or inconsistent.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
         instance("snapshot", snapshot, Snapshot)

@@ -150,31 +150,27 @@ def read(
     return Cost(reading.n_tokens, reading.n_sequences)
 
 
+class _Base(NamedTuple):
+    """A sequence with the tokens that texts continue; -1: none, for those that continue nothing."""
+
+    seq_id: int = -1
+    tokens: Sequence[int] = ()
+
+
 class _Text:
     """A text with the tokens before it; ``next`` is the index of the next token to score."""
 
-    def __init__(self, number: int, wanted: Wanted, base: Text | _Prefix) -> None:
+    def __init__(self, number: int, wanted: Wanted) -> None:
+        after = self.after = wanted.after
         self.number = number
-        self.base = base
-        self.start = base.position
-        self.tokens = [*base.tokens[: self.start], *wanted.tokens]
+        self.base = _Base() if after is None else _Base(after.seq_id, after.shown)
+        self.start = len(self.base.tokens)
+        self.tokens = [*self.base.tokens, *wanted.tokens]
         self.next = self.start + wanted.first
 
     @property
     def is_done(self) -> bool:
         return self.next >= len(self.tokens)
-
-
-class _Prefix:
-    """A sequence that holds what several texts begin with; -1: none, for those that continue nothing."""
-
-    def __init__(self, seq_id: int = -1, tokens: Sequence[int] = ()) -> None:
-        self.seq_id = seq_id
-        self.tokens = list(tokens)
-
-    @property
-    def position(self) -> int:
-        return len(self.tokens)
 
 
 class _Path:
@@ -189,7 +185,7 @@ class _Path:
 class _Node(NamedTuple):
     """Tokens [start, end) of the paths [low, high), which are the same in them; ``base`` comes before."""
 
-    base: Text | _Prefix
+    base: _Base
     low: int
     high: int
     start: int
@@ -206,7 +202,6 @@ class _Reading:
         visit: Visit,
         done: Callable[[int], None] | None,
     ) -> None:
-        empty = _Prefix()
         self.n_tokens = self.n_sequences = 0
         self._ctx = ctx
         self._visit = visit
@@ -214,7 +209,7 @@ class _Reading:
         self._can_draft = ctx.kv_cache.can_draft
         self._is_tree = self._can_draft and not ctx.kv_cache.forks_copy
         self._least = 1 if self._is_tree else _LEAST_SHARED
-        self._texts = [_Text(i, each, each.after or empty) for i, each in enumerate(wanted)]
+        self._texts = [_Text(i, each) for i, each in enumerate(wanted)]
         self._paths: list[_Path] = []
         self._used = {text.base.seq_id for text in self._texts}  # not to be evicted
         self._n_held = 0
@@ -224,18 +219,19 @@ class _Reading:
         """Read everything."""
         by_base: dict[int, list[_Text]] = {}
         for text in self._texts:
-            by_base.setdefault(id(text.base), []).append(text)
+            by_base.setdefault(text.base.seq_id, []).append(text)
         roots: list[_Node] = []
         for texts in by_base.values():
-            base, low = texts[0].base, len(self._paths)
-            if isinstance(base, Text):  # the logits that are there already
-                base.check_usable()
-                base.settle()
-                row = base.logits_row()
+            base, after, start = texts[0].base, texts[0].after, texts[0].start
+            if after is not None:  # the logits that are there already
+                after.check_usable()
+                after.settle()
+                row = after.logits_row()
                 for text in texts:
-                    self._show(text, base.position, row)
-            self._add_paths(base.position, [text for text in texts if not text.is_done])
-            roots += self._nodes(base, low, len(self._paths), base.position)
+                    self._show(text, start, row)
+            low = len(self._paths)
+            self._add_paths(start, [text for text in texts if not text.is_done])
+            roots += self._nodes(base, low, len(self._paths), start)
         self._report()
         self._walk(roots)
 
@@ -252,7 +248,7 @@ class _Reading:
                 last = _Path(text, n)
                 self._paths.append(last)
 
-    def _nodes(self, base: Text | _Prefix, low: int, high: int, start: int) -> list[_Node]:
+    def _nodes(self, base: _Base, low: int, high: int, start: int) -> list[_Node]:
         """Return the nodes from ``start`` on of the paths [low, high)."""
         paths, least = self._paths, start + self._least
         cuts = [i for i in range(low, high) if i == low or paths[i].n_shared < least]
@@ -262,7 +258,7 @@ class _Reading:
             found.append(_Node(base, a, b, start, min(shared, default=len(paths[a].tokens))))
         return found
 
-    def _below(self, node: _Node, base: Text | _Prefix) -> list[_Node]:
+    def _below(self, node: _Node, base: _Base) -> list[_Node]:
         if node.high - node.low == 1:
             return []
         return self._nodes(base, node.low, node.high, node.end)
@@ -313,22 +309,23 @@ class _Reading:
 
     def _read_prefix(self, node: _Node) -> None:
         """Read a node by itself, then what is below it, while a sequence of its own holds it."""
-        ctx, prefix = self._ctx, _Prefix(tokens=self._paths[node.low].tokens[: node.end])
+        ctx = self._ctx
         with ctx.lock:
             self._make_room(node.end - node.start)
-            prefix.seq_id = ctx.sequences.allocate(prefix, used=self._used)
-            self._used.add(prefix.seq_id)
+            seq_id = ctx.sequences.allocate(self, used=self._used)
+            self._used.add(seq_id)
             self._n_held += 1
         try:
             with ctx.lock:
-                self._share(node.base, prefix.seq_id)
-                self._decode([node], {node.low: prefix.seq_id})
+                self._share(node.base, seq_id)
+                self._decode([node], {node.low: seq_id})
             self._report()
+            prefix = _Base(seq_id, self._paths[node.low].tokens[: node.end])
             self._walk(self._below(node, prefix))
         finally:
             self._n_held -= 1
-            self._used.discard(prefix.seq_id)
-            ctx.sequences.free(prefix.seq_id)
+            self._used.discard(seq_id)
+            ctx.sequences.free(seq_id)
 
     def _read_group(self, group: Sequence[_Node]) -> None:
         """Read nodes and all below them; the first text after a base is read in its sequence."""
@@ -341,7 +338,7 @@ class _Reading:
                 for node, i in [(its, i) for its in group for i in range(its.low, its.high)]:
                     seq_id = node.base.seq_id
                     if self._can_draft and seq_id not in (-1, *in_place):
-                        seqs[i], in_place[seq_id] = seq_id, node.base.position
+                        seqs[i], in_place[seq_id] = seq_id, len(node.base.tokens)
                         ctx.kv_cache.prepare(seq_id, len(self._paths[i].tokens))
                         continue
                     seqs[i] = ctx.sequences.allocate(self, used=self._used)
@@ -420,9 +417,9 @@ class _Reading:
             if self._done is not None:
                 self._done(number)
 
-    def _share(self, base: Text | _Prefix, seq_id: int) -> None:
+    def _share(self, base: _Base, seq_id: int) -> None:
         if base.seq_id >= 0:
-            self._ctx.kv_cache.fork(base.seq_id, seq_id, base.position)
+            self._ctx.kv_cache.fork(base.seq_id, seq_id, len(base.tokens))
 
     def _make_room(self, n: int) -> None:
         self._ctx.decoder.make_room(min(n, self._ctx.kv_cache.n_free))

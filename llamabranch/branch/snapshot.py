@@ -1,16 +1,23 @@
-"""A branch copied out of its context: its state, its metadata, and the checks before it is restored.
+"""A branch copied out of its context: its state, its file, and the checks before it is restored.
 
-A snapshot may come from an untrusted file. Its K/V is checked cell by cell before llama.cpp gets it,
-because whoever changes the file can recompute its checksums.
+A file has a fixed header, metadata as JSON, and raw arrays; two SHA-256 checksums cover all of it. It is
+written completely or not at all, and read as untrusted input: sizes are checked before anything is
+allocated, and the K/V cell by cell before llama.cpp gets it, because whoever changes the file can
+recompute its checksums.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import stat
+import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from os import PathLike
-from typing import TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +26,26 @@ from ..context import Context
 from ..context.hidden_states import PackedStates
 from ..context.logits import LogitsRow
 from ..errors import CacheFullError, LlamaBranchError, SnapshotError, UnsupportedError
+from ..files import atomic_write, path_of
 from ..generation.text import Text
 from ..native import engine_versions
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
-from .snapshot_file import Arrays, Sizes, read_file, write_file
 
 __all__ = ["Snapshot", "capture", "fill"]
 
 T = TypeVar("T")
+
+_MAGIC = b"\x89LBRANCH"
+# A file without hidden states is of version 1, which has no others.
+_VERSION, _WITH_HIDDEN = 1, 2
+# Magic, version, bytes of metadata, tokens, surprisals, logits, numbers in a row of hidden states, bytes
+# of K/V, SHA-256 of the arrays; after it the SHA-256 of this header and the metadata.
+HEADER = struct.Struct("<8sIIIIIIQ32s")
+_DIGEST_BYTES = 32
+_MAX_METADATA_BYTES = 16 << 20
+_MAX_TOKENS = 1 << 30
+_ARRAYS = {"tokens": "<i4", "surprisals": "<f8", "logits": "<f4", "state": "u1", "hidden": "<f4"}
 
 
 def _no_states() -> npt.NDArray[np.float32]:
@@ -127,11 +145,7 @@ class Snapshot:
     @property
     def n_bytes(self) -> int:
         """Size of the arrays in bytes."""
-        return sum(array.nbytes for array in self._arrays)
-
-    @property
-    def _arrays(self) -> Arrays:
-        return Arrays(self.tokens, self.surprisals, self.logits, self.state, self.hidden)
+        return sum(getattr(self, name).nbytes for name in _ARRAYS)
 
     def __repr__(self) -> str:
         return f"<Snapshot of {len(self.tokens)} tokens, {self.n_bytes} bytes>"
@@ -153,7 +167,35 @@ class Snapshot:
             metadata = json.dumps(self._metadata(), separators=(",", ":")).encode()
         except ValueError as error:  # Python writes no integer of more than 4,300 digits
             raise SnapshotError(f"the settings cannot be written: {error}") from error
-        write_file(path, metadata, self._arrays)
+        if len(metadata) > _MAX_METADATA_BYTES:
+            raise SnapshotError(
+                f"the grammar or the logit bias is too large: {len(metadata)} bytes"
+            )
+        arrays: list[memoryview[int]] = [
+            np.ascontiguousarray(getattr(self, name), form).view(np.uint8).data
+            for name, form in _ARRAYS.items()
+        ]
+        digest = hashlib.sha256()
+        for array in arrays:
+            digest.update(array)
+        header = HEADER.pack(
+            _MAGIC, _WITH_HIDDEN if self.hidden.size else _VERSION, len(metadata), len(self.tokens),
+            len(self.surprisals), len(self.logits), self.hidden.shape[1], len(self.state),
+            digest.digest(),
+        )  # fmt: skip
+        path = path_of(path)
+        try:
+            with atomic_write(path, 0o600) as file:
+                file.write(header + hashlib.sha256(header + metadata).digest() + metadata)
+                for array in arrays:
+                    file.write(array)
+        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+            is_missing = isinstance(error, FileNotFoundError)  # which names the temporary file
+            why = f"there is no folder {path.parent}" if is_missing else error
+            raise SnapshotError(
+                f"the snapshot cannot be written: {why}",
+                hint="give the path of a regular file, in a folder that can be written",
+            ) from error
 
     def _metadata(self) -> dict[str, object]:
         sampling = self.sampling.as_dict()
@@ -183,20 +225,36 @@ class Snapshot:
             SnapshotError: no such file, damaged, not a snapshot, or not one for ``ctx``.
             CacheFullError: ``ctx`` has not enough free cells.
         """
-
-        def understand(metadata: bytes, sizes: Sizes) -> Snapshot:
-            about = _parse(metadata)
-            if ctx is not None:
-                about.origin.check(ctx)
-                if sizes.n_logits > ctx.n_vocab:
-                    raise SnapshotError("the snapshot's logits do not fit the vocabulary")
-                if sizes.width > ctx.decoder.most_hidden:
-                    raise SnapshotError("the snapshot's hidden states do not fit the model")
-                _check_room(ctx, sizes.n_tokens, sizes.n_state)
-            return about
-
-        about, arrays = read_file(path, understand)
-        return replace(about, **arrays._asdict())
+        path = path_of(path)
+        try:
+            # A pipe or a device would block or never end.
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise SnapshotError(f"{path} is not a file")
+            with open(path, "rb") as file:
+                head, metadata = _read_head(file)
+                about = _parse(metadata)
+                if ctx is not None:
+                    about.origin.check(ctx)
+                    if head.n_logits > ctx.n_vocab:
+                        raise SnapshotError("the snapshot's logits do not fit the vocabulary")
+                    if head.width > ctx.decoder.most_hidden:
+                        raise SnapshotError("the snapshot's hidden states do not fit the model")
+                    _check_room(ctx, head.n_tokens, head.n_state)
+                body = memoryview(file.read(sum(head.n_bytes)))
+        except (OSError, ValueError) as error:
+            raise SnapshotError(f"the snapshot cannot be read: {error}") from error
+        if len(body) != sum(head.n_bytes) or hashlib.sha256(body).digest() != head.digest:
+            raise SnapshotError("the snapshot is damaged: its checksum differs")
+        tokens, surprisals, logits, state, hidden = (
+            np.frombuffer(body[end - n : end], form)
+            for form, n, end in zip(
+                _ARRAYS.values(), head.n_bytes, accumulate(head.n_bytes), strict=True
+            )
+        )
+        return replace(
+            about, tokens=tokens, surprisals=surprisals, logits=logits, state=state,
+            hidden=hidden.reshape(head.n_tokens if head.width else 0, head.width),
+        )  # fmt: skip
 
     # -- trust -------------------------------------------------------------------------------------
 
@@ -277,7 +335,52 @@ def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
         raise SnapshotError(f"{n_state} bytes of K/V are too many for {n_tokens} tokens")
 
 
-# -- metadata --------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
+
+
+class _Head(NamedTuple):
+    """The header of a file."""
+
+    magic: bytes
+    version: int
+    n_metadata: int
+    n_tokens: int
+    n_surprisals: int
+    n_logits: int
+    width: int
+    n_state: int
+    digest: bytes
+
+    @property
+    def n_bytes(self) -> tuple[int, ...]:
+        """The size of each array in bytes."""
+        n = self.n_tokens
+        return 4 * n, 8 * self.n_surprisals, 4 * self.n_logits, self.n_state, 4 * n * self.width
+
+
+def _read_head(file: BinaryIO) -> tuple[_Head, bytes]:
+    """Return the header of a file, checked, and its metadata."""
+    raw = file.read(HEADER.size)
+    if len(raw) < HEADER.size or not raw.startswith(_MAGIC):
+        raise SnapshotError("not a snapshot: its first bytes are not a snapshot header")
+    head = _Head(*HEADER.unpack(raw))
+    if head.version not in (_VERSION, _WITH_HIDDEN):
+        raise SnapshotError(
+            f"the snapshot has format {head.version}, this library reads {_VERSION} and {_WITH_HIDDEN}"
+        )
+    n_before = HEADER.size + _DIGEST_BYTES + head.n_metadata
+    if (
+        (head.width > 0) != (head.version == _WITH_HIDDEN)
+        or head.n_metadata > _MAX_METADATA_BYTES
+        or head.n_tokens > _MAX_TOKENS
+        or head.n_surprisals > head.n_tokens
+        or os.fstat(file.fileno()).st_size != n_before + sum(head.n_bytes)
+    ):
+        raise SnapshotError("the snapshot is damaged: its size does not match its header")
+    expected, metadata = file.read(_DIGEST_BYTES), file.read(head.n_metadata)
+    if hashlib.sha256(raw + metadata).digest() != expected:
+        raise SnapshotError("the snapshot is damaged: its checksum differs")
+    return head, metadata
 
 
 def _field(about: Mapping[str, object], name: str, kind: type[T]) -> T:

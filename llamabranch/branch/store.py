@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import SupportsIndex, TypeVar
 
@@ -58,51 +58,6 @@ class BranchStore:
             rows = self._decode(work)
             for branch, tokens in work.items():
                 branch.sequence.append_prompt(tokens, rows[branch])
-
-    def read(
-        self,
-        texts: Mapping[Branch, TokenIds],
-        visit: Callable[[Branch, int, LogitsRow], None],
-        first_rows: Mapping[Branch, int],
-    ) -> None:
-        """Append tokens that each branch reads, as ``append``, and show their logits to ``visit``.
-
-        No logits are kept, so the memory it takes is that of one decode's rows (``n_outputs_max``),
-        however many tokens there are. ``Branch.logits`` decodes the last token again if it is asked.
-
-        Args:
-            texts: for each branch its tokens.
-            visit: called with a branch, the index of one of its tokens here, and the logits after it: an
-                object with ``array``, float32 (V,), ``logprob(token)`` and ``entropy()`` in nats,
-                ``best`` and ``rank(token)``, valid until the call returns.
-            first_rows: for each branch the index of the first token whose logits are shown; those of all
-                later ones are, too. A branch that is not in it shows none.
-
-        Raises:
-            ConfigError: a branch of another context, no tokens for one, or an index below 0.
-            BranchStateError, TokenizeError, CacheFullError, DecodeError, and what ``visit`` raises: no
-                branch has changed.
-        """
-        with self._ctx.lock:
-            work = {branch: token_list(tokens) for branch, tokens in _pairs(texts)}
-            for branch, tokens in work.items():
-                self._check(branch)
-                branch.sequence.check_read(tokens)
-            first = {branch: whole("a first row", i, 0) for branch, i in first_rows.items()}
-            batch, shown = Batch(), []
-            for branch, tokens in work.items():
-                start = min(first.get(branch, len(tokens)), len(tokens))
-                batch.add(branch.seq_id, tokens, start)
-                shown += [(branch, i) for i in range(start, len(tokens))]
-
-            def show(n_before: int, rows: list[LogitsRow]) -> None:
-                its = shown[n_before : n_before + len(rows)]
-                for (branch, i), row in zip(its, rows, strict=True):
-                    visit(branch, i, row)
-
-            batch.decode(self._ctx.decoder, read=show)
-            for branch, tokens in work.items():
-                branch.sequence.append_prompt(tokens, None)
 
     def append_unscored(self, texts: Mapping[Branch, Sequence[int]]) -> None:
         """Append tokens to each branch without surprisals, in as few decodes as possible.
@@ -184,7 +139,7 @@ class BranchStore:
         """Prune every branch of the context but ``winner``, which becomes a root."""
         with self._ctx.lock:
             self._check(winner)
-            roots = {self._root(branch) for branch in self._branches()}
+            roots = self._roots()
             winner.detach()
             for child in winner.children:
                 child.prune_subtree()
@@ -202,8 +157,7 @@ class BranchStore:
                 "position", "seed", "seq_id", "state", "tokens".
 
         Returns:
-            an object whose ``str`` is the tree; its ``print()`` colours it on a terminal, and its
-            ``to_dot()`` returns it for Graphviz.
+            an object whose ``str`` is the tree; its ``print()`` colours it on a terminal.
 
         Raises:
             ConfigError: an unknown column.
@@ -212,16 +166,8 @@ class BranchStore:
             return BranchTree(tree_lines(self._roots(), columns))
 
     def _roots(self) -> list[Branch]:
-        return [b for b in self._branches() if b.parent is None or b.parent.state == "pruned"]
-
-    def _branches(self) -> list[Branch]:
-        return [holder for holder in self._ctx.sequences.holders() if isinstance(holder, Branch)]
-
-    @staticmethod
-    def _root(branch: Branch) -> Branch:
-        while branch.parent is not None and branch.parent.state != "pruned":
-            branch = branch.parent
-        return branch
+        living = [each for each in self._ctx.sequences.holders() if isinstance(each, Branch)]
+        return [b for b in living if b.parent is None or b.parent.state == "pruned"]
 
     def _check(self, branch: Branch) -> None:
         if instance("branch", branch, Branch).ctx is not self._ctx:

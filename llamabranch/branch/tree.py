@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +49,7 @@ DEFAULT_COLUMNS = ("fork", "tokens", "logprob", "state")
 class BranchTree:
     """What `BranchStore.tree` returns: a picture of the branches as they were then, for printing.
 
-    ``print(tree)`` prints it plainly, ``tree.print()`` with colours on a terminal; `to_dot` is Graphviz.
+    ``print(tree)`` prints it plainly, ``tree.print()`` with colours on a terminal.
     """
 
     def __init__(self, roots: Sequence[TreeLine]) -> None:
@@ -86,25 +84,6 @@ class BranchTree:
                 before, figures = (f"{_DIM}{part}{_PLAIN}" for part in (before, figures))
             print(before + text + figures, file=file)
 
-    def to_dot(self) -> str:
-        """Return it in the language of Graphviz: ``dot -Tsvg`` draws it."""
-        lines = ["digraph branches {", '  rankdir=LR; node [shape=box, fontname="sans-serif"];']
-        names = iter(range(sys.maxsize))
-
-        def add(node: TreeLine, parent: int | None) -> None:
-            name = next(names)
-            # JSON's escapes are Graphviz's, but for the backslash of its own.
-            label = json.dumps(f"{_shown(node.text)}\n{node.figures}", ensure_ascii=False)
-            lines.append(f"  b{name} [label={label}];")
-            if parent is not None:
-                lines.append(f"  b{parent} -> b{name};")
-            for child in node.children:
-                add(child, name)
-
-        for root in self._roots:
-            add(root, None)
-        return "\n".join([*lines, "}"]) + "\n"
-
 
 def tree_lines(roots: Sequence[Branch], columns: Sequence[str]) -> list[TreeLine]:
     """Return the tree of some branches and their descendants, a line each.
@@ -119,25 +98,14 @@ def tree_lines(roots: Sequence[Branch], columns: Sequence[str]) -> list[TreeLine
 
     def node(branch: Branch) -> TreeLine:
         figures = ", ".join(filter(None, (COLUMNS[name](branch) for name in columns)))
-        return TreeLine(_tokens(branch), figures, tuple(node(child) for child in branch.children))
+        pieces = map(branch.ctx.model.piece, branch.tokens[branch.fork_position :])
+        text = Token(b"".join(pieces).decode("utf-8", "replace"))
+        return TreeLine([text], figures, tuple(node(child) for child in branch.children))
 
     return [node(root) for root in roots]
 
 
-def _tokens(branch: Branch) -> list[Token]:
-    """Return the tokens since its fork with their texts and probabilities."""
-    model, sequence, pending, found = branch.ctx.model, branch.sequence, b"", []
-    for position in range(branch.fork_position, branch.position):
-        text, pending = model.text_after(sequence.tokens[position], pending)
-        at = position - branch.n_prompt
-        found.append(Token(text, -sequence.surprisals[at] if at >= 0 else math.nan))
-    return found
-
-
 def _parts(node: TreeLine) -> tuple[str, str]:
-    return repr(_shown(node.text)), f"  {node.figures}" if node.figures else ""
-
-
-def _shown(text: str) -> str:
-    half = (_LONGEST - 3) // 2
-    return text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
+    text, half = node.text, (_LONGEST - 3) // 2
+    shown = text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
+    return repr(shown), f"  {node.figures}" if node.figures else ""

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import Literal, TypeAlias, overload
 
@@ -34,8 +35,9 @@ from .completion import (
     plan_chat,
     plan_texts,
 )
-from .engine import AnyRequest, Engine, Target
-from .request import Event, Request, Result
+from .engine import Engine
+from .job import Target
+from .request import AnyRequest, Event, Request, Result
 
 __all__ = ["AsyncEngine"]
 
@@ -201,11 +203,8 @@ class AsyncEngine:
                 when it is called; and as ``generate``.
         """
         engine = self.engine
-
-        def plan() -> Completion:
-            return _no_drafter(plan_texts(engine.target, prompt, engine.sampling, **options))
-
-        return self._stream(plan()) if stream else self._answer(plan)
+        plan = partial(plan_texts, engine.target, prompt, engine.sampling, **options)
+        return self._stream(_checked(plan)) if stream else self._answer(plan)
 
     @overload
     def chat(
@@ -232,14 +231,11 @@ class AsyncEngine:
             LlamaBranchError: as ``complete``, and ``Context.chat``.
         """
         engine = self.engine
-
-        def plan() -> Completion:
-            return _no_drafter(plan_chat(engine.target, messages, engine.sampling, **options))
-
-        return self._stream(plan()) if stream else self._answer(plan)
+        plan = partial(plan_chat, engine.target, messages, engine.sampling, **options)
+        return self._stream(_checked(plan)) if stream else self._answer(plan)
 
     async def _answer(self, plan: Callable[[], Completion]) -> Result | list[Result]:
-        completion = await asyncio.to_thread(plan)
+        completion = await asyncio.to_thread(_checked, plan)
         async with aclosing(self._taken(completion)) as events:
             async for _ in events:
                 pass
@@ -385,10 +381,10 @@ class AsyncEngine:
         return idle and not self._has_news
 
 
-def _no_drafter(plan: Completion) -> Completion:
-    if plan.drafter != "auto":
+def _checked(plan: Callable[[], Completion]) -> Completion:
+    if (completion := plan()).drafter != "auto":
         raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
-    return plan
+    return completion
 
 
 class _Reader:

@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-import math
-import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from typing import cast
+from collections import deque
+from collections.abc import Callable, Collection, Generator
+from contextlib import closing, suppress
+from time import perf_counter, sleep
 
-from ..arguments import bounded, function, instance, whole
+from ..arguments import function, instance, whole
 from ..context import Context
-from ..context.context import text_context
-from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..errors import (
+    CapacityError,
     ClosedError,
     ConfigError,
+    ConstraintError,
     DecodeInterruptedError,
     LlamaBranchError,
     QueueFullError,
 )
-from ..generation.drafting import Drafting
-from ..hub import resolve
-from ..model import Message, Model, is_chat
+from ..generation.loop import RunningText, Step
+from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
-from ..sampling.noise import random_seed
-from ..sampling.params import settings_of
-from ..speculative import Drafter, NullDrafter, SpeculativeConfig
-from ..speculative.combined import DrafterChoice, auto_drafter
-from .core import EngineCore
-from .job import EngineSettings
-from .request import Event, Request, Result
+from ..speculative import NullDrafter, SpeculativeConfig, SpeculativeStats
+from ..speculative.combined import DrafterChoice
+from .job import EngineSettings, Job, Submission, Target
+from .request import (
+    AnyRequest,
+    Event,
+    Request,
+    Requests,
+    RequestSource,
+    Result,
+    Skip,
+    as_request,
+    identity,
+)
+from .scheduler import Scheduler
 
-__all__ = ["AnyRequest", "Engine", "Target"]
+__all__ = ["Engine", "EngineCore"]
 
-Target = Context | Model | str | os.PathLike[str]
-Messages = Sequence[Message]
-AnyRequest = Request | str | Messages
-# One conversation is an iterable of messages; one text is an iterable of str.
-Requests = Iterable[AnyRequest | Message] | Request
-_Skip = Collection[tuple[str, int]]
-_PARALLEL = 8  # texts at a time of an engine that opens its model: each has its part of the cache
+_POLL_S = 0.02  # how often to check whether others have freed a sequence
 
 
 class Engine:
@@ -102,33 +102,14 @@ class Engine:
         max_waiting: int | None = None,
         parallel: int | None = None,
     ) -> None:
-        self.owns_target = not isinstance(target, Context)
-        self.target = target = _opened(target, drafter, parallel)
-        with ExitStack() as failing:
-            if self.owns_target:
-                failing.callback(target.close)
-            if drafter == "auto":
-                drafter = auto_drafter(target)
-            drafting = Drafting(target, drafter, config, batched=True)
-            self.drafter = drafting.drafter
-            self.config = drafting.config
-            self._max_waiting = (
-                None if max_waiting is None else whole("max_waiting", max_waiting, 0)
-            )
-            self.sampling = settings_of(sampling)
-            self._settings = EngineSettings(
-                target=target,
-                drafting=drafting,
-                sampling=self.sampling,
-                max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
-                wait_s=bounded("wait_s", wait_s, 0.0, math.inf),
-                parallel=None if parallel is None else whole("parallel", parallel, 1),
-                seed=random_seed() if seed is None else whole("seed", seed),
-                repeats=seed is not None,
-            )
-            failing.pop_all()
-        self.stats = self._settings.stats
-        self.core = EngineCore(self._settings, redraws=True)
+        self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
+        self._settings = opened = EngineSettings.opened(
+            target, drafter, config, sampling, max_tokens, seed, wait_s, parallel
+        )
+        self.target, self.owns_target = opened.target, not isinstance(target, Context)
+        self.drafter, self.config = opened.drafting.drafter, opened.drafting.config
+        self.sampling, self.stats = opened.sampling, opened.stats
+        self.core = EngineCore(opened, redraws=True)
         self._adding = threading.Lock()
         self._is_closed = False
         # Every call of ``stream`` has a core of its own, with its own ids. A core that is
@@ -170,17 +151,17 @@ class Engine:
         """
         with self._adding:
             self._check_open()
-            name, n = _identity(request, self.core.n_added)
+            name, n = identity(request, self.core.n_added)
             if name in self.core:
                 raise ConfigError(f"a request with the id {name!r} is unfinished")
-            n_waiting = self.core.n_waiting
-            if self._max_waiting is not None and n_waiting >= self._max_waiting:
+            most = self._max_waiting
+            if most is not None and (n_waiting := self.core.n_waiting) >= most:
                 raise QueueFullError(
-                    f"the queue is full: {n_waiting} requests wait, max_waiting is {self._max_waiting}",
+                    f"the queue is full: {n_waiting} requests wait, max_waiting is {most}",
                     hint="add it again after some steps, or raise max_waiting",
                 )
             samples = list(range(n))
-            self.core.add(_as_request(request), name, samples, reports_tokens=reports_tokens)
+            self.core.add(as_request(request), name, samples, reports_tokens=reports_tokens)
             return name
 
     def step(self) -> list[Event]:
@@ -242,7 +223,7 @@ class Engine:
         requests: Requests,
         *,
         on_event: Callable[[Event], None] | None = None,
-        skip: _Skip = (),
+        skip: Skip = (),
     ) -> list[Result]:
         """Generate for all prompts; return one result for each text, in the order of the requests.
 
@@ -259,7 +240,7 @@ class Engine:
         """
         order: dict[str, int] = {}
         results: list[Result] = []
-        source = _Source(requests, skip, order)
+        source = RequestSource(requests, skip, order)
         if on_event is not None:
             function("on_event", on_event)
         core = self._open(source, reports_tokens=on_event is not None)
@@ -271,7 +252,7 @@ class Engine:
                     results.append(event.result)
         return sorted(results, key=lambda r: (order.get(r.id, len(order)), r.sample))
 
-    def stream(self, requests: Requests, *, skip: _Skip = ()) -> Generator[Event, None, None]:
+    def stream(self, requests: Requests, *, skip: Skip = ()) -> Generator[Event, None, None]:
         """Yield every event (a token, or the end of a text) as it happens; ``skip`` as in ``generate``.
 
         Requests are read as they are needed: a few more than can run at a time. If reading them
@@ -284,21 +265,21 @@ class Engine:
             DecodeInterruptedError: a decode was interrupted. The results of the unfinished requests that
                 were read come before, with what they have, as "cancelled".
         """
-        source = _Source(requests, skip)
+        source = RequestSource(requests, skip)
         return self._run(self._open(source), source)
 
-    def _open(self, source: _Source, *, reports_tokens: bool = True) -> EngineCore:
+    def _open(self, source: RequestSource, *, reports_tokens: bool = True) -> EngineCore:
         self._check_open()
         core = EngineCore(self._settings, reports_tokens=reports_tokens, expected=source.expected)
         self._streams.append(weakref.ref(core, self._streams.remove))
         return core
 
-    def _run(self, core: EngineCore, source: _Source) -> Generator[Event, None, None]:
+    def _run(self, core: EngineCore, source: RequestSource) -> Generator[Event, None, None]:
         """Yield the events of all steps until ``source`` and all requests have ended."""
         ahead = max(2, self.target.n_seq_max)  # requests that wait, besides those that run
         try:
             while True:
-                while core.n_ahead < ahead and source.feed(core):
+                while core.n_ahead < ahead and core.feed(source):
                     pass
                 if not core.has_unfinished:
                     if source.failure is not None:
@@ -324,127 +305,342 @@ class Engine:
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
 
 
-def _opened(target: object, drafter: DrafterChoice, parallel: int | None) -> Context:
-    """Return the context that generates, one of the engine's own unless it is given."""
-    if not isinstance(target, (Model, str, os.PathLike)):
-        return text_context("target", target)
-    model = target if isinstance(target, Model) else Model(resolve(target))
-    try:
-        n = _PARALLEL if parallel is None else parallel
-        n = whole("parallel", n, 1, MOST_WITH_PREFIXES)
-        return Context(
-            model,
-            n_ctx=n * min(DEFAULT_N_CTX, model.n_ctx_train or DEFAULT_N_CTX),
-            n_seq_max=n,
-            kv_unified=True if isinstance(drafter, Drafter) and drafter.contexts else "auto",
-            owns_model=model is not target,
-        )
-    except BaseException:
-        if model is not target:
-            model.close()
-        raise
+class EngineCore:
+    """Requests that share decodes: those of one ``stream``, or those added to the engine.
 
-
-class _Source:
-    """The requests of a job, read one by one.
+    ``add`` and ``abort`` may be called from any thread, all else from one at a time.
 
     Args:
-        requests: requests or prompts, or a single one. Those of a sequence are checked at once, and begin
-            in the order of their priorities.
-        skip: texts not to generate.
-        order: gets the id of each request that is read, with its number.
-
-    Raises:
-        ConfigError: two requests with the same id, something that is no request, no requests.
+        settings: those of the engine.
+        reports_tokens: whether there are events for tokens, besides those for results.
+        expected: ids of requests that are not added yet, to which ``abort`` applies as well.
+        redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
-        failure: what reading has raised.
-        expected: the ids that were given at once and are not read yet.
+        scheduler: which of its texts hold a sequence.
+        n_added: how many requests were added.
     """
 
     def __init__(
         self,
-        requests: Requests,
-        skip: _Skip,
-        order: dict[str, int] | None = None,
+        settings: EngineSettings,
+        *,
+        reports_tokens: bool = True,
+        expected: Collection[str] = (),
+        redraws: bool = False,
     ) -> None:
-        if isinstance(requests, (str, Request)) or is_chat(requests):
-            requests = [requests]
-        refused = (bytes, bytearray, memoryview, Mapping)
-        if isinstance(requests, refused) or not isinstance(requests, Iterable):
-            raise ConfigError(
-                f"requests are prompts or Requests, not {requests!r:.40}",
-                hint="give text, a conversation, a Request, or a list of these; decode bytes first",
-            )
-        given = cast(Iterable[AnyRequest], requests)
-        self._skip = _skipped(skip)
-        self._order = order
-        self.failure: Exception | None = None
-        self.expected: set[str] = set()
-        numbered: Iterable[tuple[int, AnyRequest]] = enumerate(given)
-        if isinstance(given, Sequence):
-            numbered = list(numbered)
-            for number, request in numbered:
-                name, _ = _identity(request, number)
-                if name in self.expected:
-                    raise ConfigError(f"two requests have the id {name!r}")
-                self.expected.add(name)
-            numbered.sort(key=lambda pair: getattr(pair[1], "priority", 0))
-        self._numbered: Iterator[tuple[int, AnyRequest]] = iter(numbered)
+        self.n_added = 0
+        self._settings = settings
+        self._stats = settings.stats
+        self.scheduler = Scheduler(settings.target, settings.parallel, settings.stats)
+        self._reports_tokens = reports_tokens
+        self._expected = expected
+        self._seed = None if redraws else settings.draw_seed()
+        self._n_idle = 0  # polls for a sequence without a decode
+        self._n_decodes = -1
+        self._added: deque[Submission] = deque()
+        self._aborted: deque[Submission] = deque()
+        self._aborted_ahead: set[str] = set()  # of those expected
+        self._events: list[Event] = []  # still to be returned
+        self._failure: LlamaBranchError | None = None  # raised once those are
+        self._is_broken_off = False  # an exception has left a step in the middle
 
-    def feed(self, core: EngineCore) -> bool:
-        """Add the next request to ``core``; False if there is none."""
-        if self.failure is not None:
+    # -- requests ------------------------------------------------------------------------------------
+
+    def add(
+        self, request: Request, name: str, samples: list[int], *, reports_tokens: bool = True
+    ) -> None:
+        """Queue the texts ``samples`` of a request, whose id is ``name``; see ``Engine.add_request``.
+
+        Raises:
+            ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
+        """
+        submission = Submission(
+            request,
+            name,
+            self.n_added,
+            self._settings,
+            self._settings.draw_seed() if self._seed is None else self._seed,
+            samples,
+            reports_tokens=self._reports_tokens and reports_tokens,
+        )
+        self.n_added += 1
+        if samples:
+            self._added.append(submission)
+            if name in self._aborted_ahead:
+                self._aborted.append(submission)
+
+    def feed(self, source: RequestSource) -> bool:
+        """Add the next request; False if there is none. One that cannot be queued ends with its error."""
+        if (asked := next(source, None)) is None:
             return False
+        name, request, samples, error = asked
+        if name in self and error is None:
+            error = ConfigError(f"two unfinished requests have the id {name!r}")
         try:
-            number, given = next(self._numbered)
-        except StopIteration:
-            return False
-        except Exception as error:
-            self.failure = error
-            return False
-        name, request = str(number), Request("")
-        samples = [0]
-        try:
-            name, n = _identity(given, number)
-            request = _as_request(given)
-            if self._order is not None:
-                self._order[name] = number
-            samples = [i for i in range(n) if (name, i) not in self._skip]
-            if name in core:
-                raise ConfigError(f"two unfinished requests have the id {name!r}")
-            core.add(request, name, samples)
-        except LlamaBranchError as error:
-            core.refuse(request, name, samples, error)
-        self.expected.discard(name)  # once ``core`` knows it
+            if error is None:
+                self.add(request, name, samples)
+        except LlamaBranchError as refused:
+            error = refused
+        if error is not None:
+            self.n_added += 1
+            seed = 0 if request.sampling is None else request.sampling.seed or 0
+            for i in samples:
+                stats = SpeculativeStats()
+                result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
+                self._events.append(Event(name, i, result=result))
+        source.expected.discard(name)  # once it is known here
         return True
 
+    def abort(self, name: str) -> None:
+        """End a request at the next step; its results hold what was generated.
 
-def _identity(request: AnyRequest, number: int) -> tuple[str, int]:
-    """Return the id of a request and how many texts it asks for."""
-    if isinstance(request, str) or is_chat(request):
-        return str(number), 1
-    if not isinstance(request, Request):
-        raise ConfigError(
-            f"a request is a Request or text, or messages, not {request!r:.40}",
-            hint="give token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
+        An unknown id is ignored.
+        """
+        if name in self._expected:
+            self._aborted_ahead.add(name)
+        submission = self._find(name)  # also if it has just been added
+        if submission is not None and not submission.is_aborted:
+            submission.is_aborted = True
+            self._aborted.append(submission)
+
+    def abort_all(self) -> None:
+        """End all requests at the next step."""
+        self._aborted.extend(self.scheduler.unfinished() + list(self._added))
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a request of this id is unfinished."""
+        return self._find(name) is not None
+
+    def _find(self, name: str) -> Submission | None:
+        """Return the unfinished request of this id."""
+        waiting = next((s for s in list(self._added) if s.name == name), None)
+        return waiting or self.scheduler.find(name)
+
+    @property
+    def n_waiting(self) -> int:
+        """How many requests have a text that has never had a sequence."""
+        return len(self._added) + self.scheduler.n_waiting
+
+    @property
+    def n_ahead(self) -> int:
+        """How many requests wait, or were refused and not yet reported."""
+        return self.n_waiting + len(self._events)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True if a request has no result yet, or an event has not been returned."""
+        return bool(self._added or self._events or self._failure or not self.scheduler.is_idle)
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if nothing can go on until a paused request is resumed, or another is added."""
+        scheduler = self.scheduler
+        return not (self._added or self._events or self._failure or self._aborted) and (
+            scheduler.is_stalled
         )
-    return (str(number) if request.id is None else request.id), request.n
 
+    # -- steps ---------------------------------------------------------------------------------------
 
-def _as_request(request: AnyRequest) -> Request:
-    return request if isinstance(request, Request) else Request(request)
+    def step(self) -> list[Event]:
+        """Run one step; return its events.
 
+        Raises:
+            DecodeError: the decode failed or was interrupted. The requests are as before; the next call
+                goes on with them.
+        """
+        if self._failure is None or self._events:
+            self.advance()
+        failure = self._failure
+        if failure is not None and not self._events:
+            self._failure = None
+            raise failure
+        return self._take_events()
 
-def _skipped(skip: Collection[tuple[str, int]]) -> frozenset[tuple[str, int]]:
-    """Return ``skip`` as a set, after checking that it consists of pairs (id, sample)."""
-    pairs = list(skip) if isinstance(skip, Iterable) else [skip]
-    for pair in pairs:
-        match pair:
-            case (str(), int()):
-                continue
-        raise ConfigError(
-            f"skip is a collection of pairs (id, sample), not of {pair!r:.40}",
-            hint='for example [("0", 0), ("0", 1)]',
-        )
-    return frozenset(pairs)
+    def drain(self) -> list[Event]:
+        """Run steps until all requests have ended; return their events. What it raises loses none.
+
+        Raises:
+            DecodeError: a decode failed. An interrupted one is repeated.
+        """
+        while self._added or not self.scheduler.is_idle:
+            self.advance()
+            failure, self._failure = self._failure, None
+            if failure is not None and not isinstance(failure, DecodeInterruptedError):
+                raise failure
+        return self._take_events()
+
+    def _take_events(self) -> list[Event]:
+        events: list[Event] = []
+        try:  # they are returned, or kept for the next step, whatever is raised here
+            events, self._events = self._events, []
+            return events
+        except BaseException:
+            self._events = events + self._events
+            raise
+
+    def advance(self) -> None:
+        """Run one step; ``step`` returns its events, and raises what it has met."""
+        start = perf_counter()
+        with HeldInterrupts() as held:
+            try:
+                if self._is_broken_off:
+                    self._recover()
+                self._is_broken_off = True
+                try:
+                    self._step()
+                except LlamaBranchError as error:
+                    if held.caught is None:
+                        self._failure = error
+                self._is_broken_off = False
+            except BaseException:
+                self._recover()
+                raise
+            finally:
+                self._stats.elapsed_s += perf_counter() - start
+
+    def _recover(self) -> None:
+        """Queue all texts again after a step that was broken off; they go on after their last token."""
+        ended = {(event.id, event.sample) for event in self._events if event.result is not None}
+        for submission in self.scheduler.unfinished():
+            for job in list(submission.jobs.values()):
+                if (job.name, job.sample) in ended:
+                    with suppress(Exception):
+                        self.scheduler.finish(job)
+        self.scheduler.rebuild()
+        self._is_broken_off = False
+
+    def close(self) -> None:
+        """Free all sequences; requests without a result get none."""
+        with HeldInterrupts():
+            self._added.clear()
+            self._events.clear()
+            self.scheduler.close()
+
+    def _step(self) -> None:
+        jobs, reading = self._schedule()
+        if jobs or reading:
+            running = [(job.running, job.output.draft_limit) for job in jobs if job.running]
+            step = self._settings.drafting.loop.step(running, reading)
+            self._stats.target_forward_passes += step.n_tokens > 0
+            self._stats.draft_forward_passes += step.n_draft_decodes
+            self._postprocess([*jobs, *reading], step)
+
+    # -- a step --------------------------------------------------------------------------------------
+
+    def _schedule(self) -> tuple[list[Job], list[Job]]:
+        """Take what was added and aborted since the last step, and admit what there is room for.
+
+        Returns:
+            the texts that go on, and those whose prompt is read.
+        """
+        scheduler = self.scheduler
+        while self._added:
+            scheduler.add(self._added[0])
+            self._added.popleft()
+        while self._aborted:
+            submission = self._aborted[0]
+            if scheduler.find(submission.name) is submission:
+                for job in scheduler.jobs_of(submission):
+                    self._end(job, "cancelled")
+            self._aborted.popleft()
+        for job in scheduler.admit():
+            self._fail(job, job.error)
+        if scheduler.no_sequence is None:
+            self._n_idle = 0
+        elif not self._waits():  # others hold all sequences of the context
+            while (waiting := scheduler.head()) is not None:
+                self._end(waiting, "capacity", scheduler.no_sequence)
+        active, paused = scheduler.active, scheduler.paused
+        running = [job for job in active if job.running and job.name not in paused]
+        return running, [job for job in active if job.is_reading]
+
+    def _waits(self) -> bool:
+        """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
+
+        Polls are counted, not seconds, so that a suspended machine does not use up the time.
+        """
+        n_decodes = self._settings.target.decoder.n_decodes
+        if n_decodes != self._n_decodes:
+            self._n_decodes, self._n_idle = n_decodes, 0
+        if self._n_idle * _POLL_S >= self._settings.wait_s:
+            return False
+        self._n_idle += 1
+        sleep(_POLL_S)
+        return True
+
+    def _postprocess(self, jobs: list[Job], step: Step) -> None:
+        """Begin texts whose prompt is read, report the emitted tokens, end what has ended."""
+        try:
+            for job in jobs:
+                self._take(job)
+            if step.no_room is not None:  # the newest request gives way, the last one ends
+                if self.scheduler.preempt() is not None:
+                    self._stats.preemptions += 1
+                else:
+                    self._end(self.scheduler.active[0], "capacity", step.no_room)
+        except LlamaBranchError:  # of a drafter that cannot close a state: the others have accepted
+            self._recover()
+            raise
+
+    def _take(self, job: Job) -> None:
+        running, emitted, error = job.running, [], job.error
+        if running is not None:
+            emitted, error = running.emitted, running.error
+        elif job.n_decoded and error is None:
+            self._stats.prompt_tokens += job.n_decoded
+            if not job.n_uncached:
+                try:
+                    emitted = job.begin()
+                except LlamaBranchError as failure:
+                    error = failure
+        for one in emitted:
+            if job.output.finish_reason is None:
+                self._events += job.emit(one)
+        if emitted:
+            job.note_token()
+            if job.equals and job.running is not None:
+                self._part(job, job.running)
+        reason = job.output.finish_reason
+        if reason is not None:
+            if error is not None or job.running is not None:
+                self._end(job, reason)
+        elif error is not None:
+            self._fail(job, error)
+
+    def _part(self, job: Job, running: RunningText) -> None:
+        """Give equal texts their tokens; those that have drawn another one go on by themselves."""
+        emitted = running.emitted
+        job.equals, apart = running.part(job.equals)
+        for drawn, group in [(emitted, job.equals), *apart]:
+            for each in group:
+                for one in drawn:
+                    if each.output.finish_reason is None:
+                        self._events += each.emit(one)
+                each.note_token()
+        for _, (first, *others) in apart:
+            first.equals = others
+            reason = first.output.finish_reason
+            try:
+                if reason is not None:
+                    self._end(first, reason)
+                elif self.scheduler.part(first, job):
+                    first.begin()
+            except LlamaBranchError as error:
+                self._fail(first, error)
+
+    def _fail(self, job: Job, error: LlamaBranchError | None) -> None:
+        self._end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
+
+    def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
+        """Report the result of a text and of those that are equal, and free what they hold."""
+        if isinstance(error, ConstraintError):
+            reason, error = "constraint", None
+        for each in (job, *job.equals):
+            if not each.has_ended:
+                self._events += each.emit(None)
+                result = each.result(reason, error)
+                self._events.append(Event(each.name, each.sample, result=result))
+                self.scheduler.finish(each)
+                self._stats.speculative.add(each.stats)
+                self._stats.generated_tokens += len(result.tokens)

@@ -1,31 +1,45 @@
-"""A request in the engine, and each of its texts: waiting, reading its prompt, running, ended."""
+"""A request in the engine, and each of its texts: waiting, reading its prompt, running, ended.
+
+A text that waits has no sequence, one that reads has a branch, one that runs also a `RunningText`.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from enum import Enum
+from functools import partial
 from time import perf_counter
 
+from ..arguments import bounded, whole
 from ..branch import Branch, Produced
 from ..context import Context
+from ..context.context import text_context
 from ..context.logits import LogitsRow, TokenScore
+from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..errors import LlamaBranchError
 from ..generation.drafting import Drafting
 from ..generation.generation import OutputBuffer
 from ..generation.loop import RunningText
 from ..generation.text import Text
+from ..hub import resolve
+from ..model import Model
 from ..sampling import Grammar, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
-from ..sampling.noise import derive_seed, seed_from_text
-from ..speculative import SpeculativeStats
+from ..sampling.noise import derive_seed, random_seed, seed_from_text
+from ..sampling.params import settings_of
+from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
+from ..speculative.combined import DrafterChoice, auto_drafter
 from .openai import named_piece
 from .request import EngineStats, Event, Request, Result
 
-__all__ = ["EngineSettings", "Job", "JobState", "JobStateError", "Submission"]
+__all__ = ["EngineSettings", "Job", "Submission", "Target"]
 
+Target = Context | Model | str | os.PathLike[str]
+_PARALLEL = 8  # texts at a time of an engine that opens its model: each has its part of the cache
 Key = tuple[int, int, int]  # priority, number of the request, sample: the order of admission
 
 
@@ -51,46 +65,75 @@ class EngineSettings:
     stats: EngineStats = field(default_factory=EngineStats)
     _n_seeds: int = 0
 
+    @classmethod
+    def opened(
+        cls,
+        target: Target,
+        drafter: DrafterChoice,
+        config: SpeculativeConfig | None,
+        sampling: SamplingParams | None,
+        max_tokens: int | None,
+        seed: int | None,
+        wait_s: float,
+        parallel: int | None,
+    ) -> EngineSettings:
+        """Check the arguments of an engine; open its context, unless it is given."""
+        with ExitStack() as failing:
+            ctx = _context(target, drafter, parallel)
+            if ctx is not target:
+                failing.callback(ctx.close)
+            if drafter == "auto":
+                drafter = auto_drafter(ctx)
+            found = cls(
+                target=ctx,
+                drafting=Drafting(ctx, drafter, config, batched=True),
+                sampling=settings_of(sampling),
+                max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
+                wait_s=bounded("wait_s", wait_s, 0.0, math.inf),
+                parallel=None if parallel is None else whole("parallel", parallel, 1),
+                seed=random_seed() if seed is None else whole("seed", seed),
+                repeats=seed is not None,
+            )
+            failing.pop_all()
+            return found
+
     def draw_seed(self) -> int:
         """Return the seed, or, if none was given, another one each time: first that one itself."""
         n, self._n_seeds = self._n_seeds, self._n_seeds + 1
         return self.seed if self.repeats or not n else derive_seed(self.seed, n)
 
 
-class JobState(Enum):
-    """What a text is doing."""
-
-    # Without a sequence: in the queue, or set aside while its request is paused.
-    WAITING = "waiting"
-    READING = "reading"  # its prompt, and after a preemption what it has generated
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-# Who is admitted reads, who has read runs; both may be preempted, and all may end.
-_FOLLOWING = {
-    JobState.WAITING: (JobState.READING, JobState.ENDED),
-    JobState.READING: (JobState.RUNNING, JobState.WAITING, JobState.ENDED),
-    JobState.RUNNING: (JobState.WAITING, JobState.ENDED),
-    JobState.ENDED: (),
-}
-
-
-class JobStateError(RuntimeError):
-    """A fault of the engine: a text cannot go from its state to another one; nothing has changed."""
+def _context(target: object, drafter: DrafterChoice, parallel: int | None) -> Context:
+    """Return the context that generates, one of the engine's own unless it is given."""
+    if not isinstance(target, (Model, str, os.PathLike)):
+        return text_context("target", target)
+    model = target if isinstance(target, Model) else Model(resolve(target))
+    try:
+        n = _PARALLEL if parallel is None else parallel
+        n = whole("parallel", n, 1, MOST_WITH_PREFIXES)
+        return Context(
+            model,
+            n_ctx=n * min(DEFAULT_N_CTX, model.n_ctx_train or DEFAULT_N_CTX),
+            n_seq_max=n,
+            kv_unified=True if isinstance(drafter, Drafter) and drafter.contexts else "auto",
+            owns_model=model is not target,
+        )
+    except BaseException:
+        if model is not target:
+            model.close()
+        raise
 
 
 class Submission:
     """A request with its prompt tokenized; makes a job for each of its texts when its turn comes.
 
     Args:
-        request: the request.
-        name: its id.
+        request, name: the request and its id.
         number: how many requests came before it.
         settings, seed: the engine's, for what the request leaves out.
         samples: the numbers of the texts to generate.
-        reports_tokens: whether there are events for tokens; without them, and unless the request asks for
-            them, no log-probabilities are computed.
+        reports_tokens: whether there are events for tokens; without them log-probabilities are computed
+            only where the request asks for them.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
@@ -99,7 +142,6 @@ class Submission:
     Attributes:
         samples: the numbers of the texts that have not begun.
         jobs: its texts that have begun and have no result yet, by their numbers.
-        n_waiting: how many of its texts have not been given a sequence, and have not ended.
         is_aborted: whether they are to end at the next step.
     """
 
@@ -118,10 +160,10 @@ class Submission:
         self.name = name
         self.number = number
         self.arrival = perf_counter()
+        self.drafting = settings.drafting
         self.model = model = settings.target.model
         self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
-        self.n_waiting = len(self.samples)
         self.jobs: dict[int, Job] = {}
         self.is_aborted = False
         params = request.sampling or settings.sampling
@@ -159,9 +201,9 @@ class Job:
         prompt: its token ids.
         n_read: how many of them come before those that were generated: all, unless it continues a text.
         output: the tokens and the text generated so far.
-        state: what it is doing.
-        branch: the sequence it holds; None while it waits.
+        branch: the sequence it holds; None while it waits, and once it has ended.
         running: its rounds; None until the prompt is read.
+        has_ended: whether it has a result.
         n_decoded: how many tokens of its prompt the last step has read.
         error: why those could not be taken, or why it cannot be served at all.
         shared: the job whose cells its prompt begins with, and the number of those tokens.
@@ -195,7 +237,7 @@ class Job:
         self.stats = SpeculativeStats()
         given = request.constraint
         self.constraint = None if given is None else ConstraintCalls(given)
-        self.state = JobState.WAITING
+        self.has_ended = False
         self.branch: Branch | None = None
         self.running: RunningText | None = None
         self.n_decoded = 0
@@ -211,7 +253,7 @@ class Job:
 
     def __repr__(self) -> str:
         n = len(self.output.tokens)
-        return f"<Job {self.name!r} sample {self.sample}, {self.state.value}, {n} tokens>"
+        return f"<Job {self.name!r} sample {self.sample}, {n} tokens>"
 
     @property
     def sampling(self) -> SamplingParams:
@@ -224,14 +266,21 @@ class Job:
 
     # -- its states ----------------------------------------------------------------------------------
 
-    def _check(self, state: JobState) -> None:
-        if state not in _FOLLOWING[self.state]:
-            raise JobStateError(f"{self!r} cannot become {state.value}")
+    @property
+    def is_reading(self) -> bool:
+        """Whether it reads its prompt, and after a preemption what it has generated."""
+        return self.branch is not None and self.running is None
+
+    @property
+    def can_draw_others(self) -> bool:
+        """Whether equal texts may be drawn from its rows; with drafts not if they have states."""
+        drafting = self.submission.drafting
+        is_seeded = drafting.config.rule == "seeded"
+        return drafting.loop.drafter is None or (is_seeded and self.text.sampler.is_stateless)
 
     def admit(self, branch: Branch, n_cached: int) -> None:
         """Give it a sequence that holds the first ``n_cached`` tokens of ``to_cache``."""
-        self._check(JobState.READING)
-        self.state, self.branch = JobState.READING, branch
+        self.branch = branch
         if self.wants_rows:  # those before ``logprobs_from`` are left out
             self.scores += [None] * (n_cached + 1 - len(self.scores))
         self.note_admitted(n_cached)
@@ -242,33 +291,49 @@ class Job:
             self._admitted = perf_counter()
             self.n_cached = n_cached
 
-    def constrain(self) -> None:
-        """Draw under its constraint, if it has one, from now on."""
+    def begin(self) -> list[Produced]:
+        """Let it run: its prompt is read. Return what it emits: a token, or none after a preemption."""
+        request, output, drafting = self.request, self.output, self.submission.drafting
+        loop, rule, like = drafting.loop, drafting.config.rule, None
         if self.constraint is not None:
-            model, ends = self.submission.model, self.request.stop_tokens
-            self.text.constrain(ConstraintState(self.constraint, model, self.request.stop, ends))
-
-    def begin(self, running: RunningText) -> None:
-        """Let it run: its prompt is read. After a preemption it goes on after its last token."""
-        self._check(JobState.RUNNING)
-        self.state, self.running = JobState.RUNNING, running
+            rule, model = "seeded", self.submission.model
+            self.text.constrain(
+                ConstraintState(self.constraint, model, request.stop, request.stop_tokens)
+            )
+        source, n_shared = self.shared
+        if (
+            source is not None
+            and source.running is not None
+            and source.running.rule == rule
+            and source.request.grammar == request.grammar
+        ):
+            like = source.running.state  # so the drafter, too, reads a shared prompt only once
+        drafts = loop.drafter is not None and output.finish_reason is None
+        top = request.top_logprobs or 0
+        self.running = running = loop.open(
+            self.text, rule, self.stats, top, drafts=drafts, like=like
+        )
+        if like is not None:
+            running.state.observe(n_shared)
+        running.on_round = request.on_round
         running.other_seeds = [each.sampling.seed or 0 for each in self.equals]
-        if self.output.emitted:
-            last = self.output.emitted[-1]
+        if output.emitted:  # it was preempted, and goes on after its last token
+            last = output.emitted[-1]
             running.text.append(last.token, -last.logprob, None)
+        if output.emitted or output.finish_reason is not None:
+            return []
+        return [running.draw()]
 
     def preempt(self) -> None:
         """Take its sequences: it waits to be admitted again."""
-        self._check(JobState.WAITING)
         self.num_preemptions += 1
-        self._release(JobState.WAITING)
+        self._release()
 
     def end(self) -> None:
         """Free all that it holds; it has a result."""
-        self._check(JobState.ENDED)
-        self._release(JobState.ENDED)
+        self._release(ends=True)
 
-    def _release(self, state: JobState) -> None:
+    def _release(self, *, ends: bool = False) -> None:
         """Free the sequences it holds, that of its drafter included."""
         running, branch = self.running, self.branch
         self.running, self.shared = None, (None, 0)
@@ -279,7 +344,7 @@ class Job:
             if branch is not None and not branch.ctx.closed:
                 branch.sequence.keep_cached(is_last=True)
                 branch.prune()
-            self.branch, self.state = None, state
+            self.branch, self.has_ended = None, ends
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -287,7 +352,7 @@ class Job:
     def held(self) -> Branch:
         """Its branch, while it reads or runs."""
         if self.branch is None:
-            raise JobStateError(f"{self!r} holds no sequence")
+            raise RuntimeError(f"{self!r} holds no sequence")
         return self.branch
 
     @property
@@ -342,17 +407,12 @@ class Job:
 
     # -- its output ----------------------------------------------------------------------------------
 
-    # Of the next two, the last line does it all: what comes between two lines loses no event.
-
-    def emit(self, one: Produced) -> list[Event]:
-        """Add a token to the output; return the event of its text, if there is any."""
+    def emit(self, one: Produced | None) -> list[Event]:
+        """Add a token to the output, or None: end it there; return the event of its text, if any."""
         reports, of = self.submission.reports_tokens, (self.name, self.sample)
-        return [Event(*of, it)] if (it := self.output.add(one)) and reports else []
-
-    def break_off(self) -> list[Event]:
-        """End the text where it is; return the event of the text that was held back, if there is any."""
-        reports, of = self.submission.reports_tokens, (self.name, self.sample)
-        return [Event(*of, it)] if (it := self.output.break_off()) and reports else []
+        add = self.output.break_off if one is None else partial(self.output.add, one)
+        # This line does it all: what comes between two lines loses no event.
+        return [Event(*of, it)] if (it := add()) and reports else []
 
     def note_token(self) -> None:
         """Note that it got a token just now; after the last of its ``min_tokens`` it may end."""

@@ -1,14 +1,14 @@
-"""A request to the engine, its events and its result."""
+"""A request to the engine, its events and its result; requests as they are read."""
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Generic, cast
+from typing import Generic, NamedTuple, cast
 
 import numpy as np
 from typing_extensions import TypeVar
@@ -26,7 +26,18 @@ from ..sampling.params import settings_of
 from ..speculative import RoundTrace, SpeculativeStats
 from .openai import Vocabulary, chat_choice, completion_choice, end_reason, head, usage
 
-__all__ = ["EngineStats", "Event", "Request", "Result"]
+__all__ = [
+    "AnyRequest",
+    "EngineStats",
+    "Event",
+    "Request",
+    "RequestSource",
+    "Requests",
+    "Result",
+    "Skip",
+    "as_request",
+    "identity",
+]
 
 T = TypeVar("T", default=object, covariant=True)
 S = TypeVar("S")
@@ -352,3 +363,118 @@ class EngineStats:
             "tokens_per_s": None if rate != rate else rate,
             **{k: v for k, v in self.speculative.as_dict().items() if not k.endswith("_passes")},
         }
+
+
+AnyRequest = Request | str | Sequence[Message]
+# One conversation is an iterable of messages; one text is an iterable of str.
+Requests = Iterable[AnyRequest | Message] | Request
+Skip = Collection[tuple[str, int]]
+
+
+class RequestSource:
+    """The requests of a job, read one by one.
+
+    Args:
+        requests: requests or prompts, or a single one. Those of a sequence are checked at once, and begin
+            in the order of their priorities.
+        skip: texts not to generate.
+        order: gets the id of each request that is read, with its number.
+
+    Raises:
+        ConfigError: two requests with the same id, something that is no request, no requests.
+
+    Attributes:
+        failure: what reading has raised.
+        expected: the ids that were given at once and are not read yet.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        skip: Skip,
+        order: dict[str, int] | None = None,
+    ) -> None:
+        if isinstance(requests, (str, Request)) or is_chat(requests):
+            requests = [requests]
+        refused = (bytes, bytearray, memoryview, Mapping)
+        if isinstance(requests, refused) or not isinstance(requests, Iterable):
+            raise ConfigError(
+                f"requests are prompts or Requests, not {requests!r:.40}",
+                hint="give text, a conversation, a Request, or a list of these; decode bytes first",
+            )
+        given = cast(Iterable[AnyRequest], requests)
+        self._skip = _skipped(skip)
+        self._order = order
+        self.failure: Exception | None = None
+        self.expected: set[str] = set()
+        numbered: Iterable[tuple[int, AnyRequest]] = enumerate(given)
+        if isinstance(given, Sequence):
+            numbered = list(numbered)
+            for number, request in numbered:
+                name, _ = identity(request, number)
+                if name in self.expected:
+                    raise ConfigError(f"two requests have the id {name!r}")
+                self.expected.add(name)
+            numbered.sort(key=lambda pair: getattr(pair[1], "priority", 0))
+        self._numbered: Iterator[tuple[int, AnyRequest]] = iter(numbered)
+
+    def __iter__(self) -> Iterator[Asked]:
+        return self
+
+    def __next__(self) -> Asked:
+        """Return the next request; StopIteration also where reading fails, see ``failure``."""
+        if self.failure is not None:
+            raise StopIteration
+        try:
+            number, given = next(self._numbered)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise StopIteration from None
+        name, samples = str(number), [0]
+        try:
+            name, n = identity(given, number)
+            request = as_request(given)
+        except LlamaBranchError as error:
+            return Asked(name, Request(""), samples, error)
+        if self._order is not None:
+            self._order[name] = number
+        return Asked(name, request, [i for i in range(n) if (name, i) not in self._skip], None)
+
+
+class Asked(NamedTuple):
+    """A request with its id and the numbers of the texts to generate, or why it is none."""
+
+    name: str
+    request: Request
+    samples: list[int]
+    error: LlamaBranchError | None
+
+
+def identity(request: AnyRequest, number: int) -> tuple[str, int]:
+    """Return the id of a request and how many texts it asks for."""
+    if isinstance(request, str) or is_chat(request):
+        return str(number), 1
+    if not isinstance(request, Request):
+        raise ConfigError(
+            f"a request is a Request or text, or messages, not {request!r:.40}",
+            hint="give token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
+        )
+    return (str(number) if request.id is None else request.id), request.n
+
+
+def as_request(request: AnyRequest) -> Request:
+    """Return a prompt as a request."""
+    return request if isinstance(request, Request) else Request(request)
+
+
+def _skipped(skip: Skip) -> frozenset[tuple[str, int]]:
+    """Return ``skip`` as a set, after checking that it consists of pairs (id, sample)."""
+    pairs = [*skip] if isinstance(skip, Iterable) else [skip]
+    if any(not isinstance(pair, tuple) or [*map(type, pair)] != [str, int] for pair in pairs):
+        raise ConfigError(
+            f"skip is a collection of pairs (id, sample), not {skip!r:.40}",
+            hint='for example [("0", 0), ("0", 1)]',
+        )
+    return frozenset(pairs)

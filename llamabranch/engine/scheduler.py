@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from contextlib import suppress
 
 from ..branch import Branch
@@ -11,8 +10,8 @@ from ..context import Context
 from ..context.memory import END
 from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
-from ..generation.text import Text
-from .job import Job, JobState, Key, Submission
+from .job import Job, Key, Submission
+from .request import EngineStats
 
 __all__ = ["Scheduler"]
 
@@ -28,25 +27,19 @@ class Scheduler:
     Args:
         ctx: whose sequences they are.
         limit: how many jobs may be active at a time; None for as many as there are sequences.
-        shares: whether those of a request that are equal to a text may be one sequence with it.
+        stats: counts the prompt tokens that are not decoded.
 
     Attributes:
         active: the jobs with a sequence: those prefilling their prompt and those generating.
-        n_shared: prompt tokens so far that were shared with an active job instead of decoded.
-        n_cached: prompt tokens so far that were taken from the prefix cache.
-        n_waiting: how many requests have a text that has never had a sequence.
         paused: ids of requests whose texts are not continued for now.
         no_sequence: why no job could be admitted, while no job is active; None if one could.
     """
 
-    def __init__(self, ctx: Context, limit: int | None, shares: Callable[[Text], bool]) -> None:
+    def __init__(self, ctx: Context, limit: int | None, stats: EngineStats) -> None:
         self._ctx = ctx
-        self._shares = shares
         self._limit = limit
+        self._stats = stats
         self.active: list[Job] = []
-        self.n_shared = 0
-        self.n_cached = 0
-        self.n_waiting = 0
         self.paused: set[str] = set()
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
@@ -59,7 +52,6 @@ class Scheduler:
         """Put the texts of a request into the queue; a second call does nothing."""
         if self._known.get(submission.name) is not submission:
             self._known[submission.name] = submission
-            self.n_waiting += 1
             heapq.heappush(self._queue, (submission.key, submission))
 
     def find(self, name: str) -> Submission | None:
@@ -85,7 +77,7 @@ class Scheduler:
                     heapq.heapreplace(self._queue, (first.key, first))
                 self._push(job)
                 continue
-            if first.state is JobState.ENDED:
+            if first.has_ended:
                 heapq.heappop(self._queue)
             elif first.name in self.paused:
                 heapq.heappop(self._queue)
@@ -118,8 +110,7 @@ class Scheduler:
     def finish(self, job: Job) -> None:
         """Remove a job that has ended, and free what it holds."""
         submission = job.submission
-        if submission.jobs.pop(job.sample, None) is not None and job.n_cached is None:
-            self._count_out(submission)
+        submission.jobs.pop(job.sample, None)
         if not (submission.jobs or submission.samples):
             self._known.pop(submission.name, None)
             self._set_aside.pop(submission.name, None)
@@ -132,7 +123,7 @@ class Scheduler:
         """Queue all unfinished texts again: a step was broken off, in the middle of anything."""
         for submission in self._known.values():
             for job in submission.jobs.values():
-                if job.state is not JobState.WAITING:
+                if job.branch is not None:
                     # Of a user's drafter; what broke the step off is raised.
                     with suppress(Exception):
                         job.preempt()
@@ -145,18 +136,22 @@ class Scheduler:
             del self._known[name]
         begun = [job for s in self._known.values() for job in s.jobs.values()]
         ahead = [s for s in self._known.values() if s.samples]
-        for submission in self._known.values():
-            unbegun = [job for job in submission.jobs.values() if job.n_cached is None]
-            submission.n_waiting = len(submission.samples) + len(unbegun)
         self._queue = [*((job.key, job) for job in begun), *((s.key, s) for s in ahead)]
         heapq.heapify(self._queue)
-        self.n_waiting = sum(s.n_waiting > 0 for s in self._known.values())
+
+    @property
+    def n_waiting(self) -> int:
+        """How many requests have a text that has never had a sequence. From any thread."""
+        return sum(
+            bool(s.samples) or any(job.n_cached is None for job in list(s.jobs.values()))
+            for s in self.unfinished()
+        )
 
     @property
     def is_stalled(self) -> bool:
         """True if all that is unfinished is paused."""
         return not self._queue and all(
-            job.name in self.paused and job.state is JobState.RUNNING for job in self.active
+            job.name in self.paused and job.running is not None for job in self.active
         )
 
     def close(self) -> None:
@@ -164,7 +159,6 @@ class Scheduler:
         self._known.clear()
         self._queue.clear()
         self._set_aside.clear()
-        self.n_waiting = 0
         self._release_active()
 
     def _release_active(self) -> None:
@@ -212,13 +206,12 @@ class Scheduler:
         if asked.n == 1 or asked.prompt_logprobs is not None or asked.on_round is not None:
             return False
         for other in self.active:
-            its = other.submission, other.state, other.output.tokens
-            if its == (job.submission, JobState.READING, []) and self._shares(other.text):
+            is_begin = other.is_reading and not other.output.tokens
+            if other.submission is job.submission and is_begin and other.can_draw_others:
                 other.equals.append(job)
                 n = self._ctx.kv_cache.usable(len(job.prompt) - 1, END)
                 job.note_admitted(n)
-                self.n_shared += n
-                self._count_out(job.submission)
+                self._stats.shared_prompt_tokens += n
                 return True
         return False
 
@@ -274,7 +267,7 @@ class Scheduler:
         if shared is not None:
             branch.sequence.share_prefix(shared.sequence, n_cached)
             job.shared = (source, n_cached)
-            self.n_shared += n_cached
+            self._stats.shared_prompt_tokens += n_cached
         else:
             try:
                 n_cached = branch.sequence.take_cached(wanted, job.n_read)
@@ -283,18 +276,11 @@ class Scheduler:
                 job.error = error
                 return True
             n_cached = min(n_cached, len(job.prompt))
-            self.n_cached += n_cached
+            self._stats.cached_prompt_tokens += n_cached
         heapq.heappop(self._queue)
-        if job.n_cached is None:
-            self._count_out(job.submission)
         job.admit(branch, n_cached)
         self.active.append(job)
         return True
-
-    def _count_out(self, submission: Submission) -> None:
-        """Note that a text has got its first sequence, or has ended without one."""
-        submission.n_waiting -= 1
-        self.n_waiting -= not submission.n_waiting
 
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
         """Return the active job that shares the longest prefix with the prompt, and how many tokens.

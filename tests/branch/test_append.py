@@ -147,23 +147,6 @@ def test_a_store_appends_to_many_at_once(ctx: Context) -> None:
         assert child.generated == twin.generated == child.tokens[root.position : root.position + 4]
 
 
-@pytest.mark.parametrize("grammar", [None, WORDS])
-def test_drafts_after_appended_text_change_nothing(
-    grammar: str | None, ctx: Context, draft: lb.Model
-) -> None:
-    with Context(draft, n_ctx=512, n_threads=1) as drafting:
-        speculator = lb.Speculator(ctx, lb.ModelDrafter(drafting))
-        plain = Branch.start(ctx, STORY, grammar=grammar, seed=5)
-        drafted = Branch.start(ctx, STORY, grammar=grammar, seed=5)
-        for _ in range(3):
-            text = answer(plain, 12)
-            assert speculator.generate(drafted, max_tokens=12).finish().text == text
-            plain.append(NEXT)
-            drafted.append(NEXT)
-        assert plain.tokens == drafted.tokens
-        assert plain.generated == drafted.generated
-
-
 def test_memory_that_cannot_be_cut(tmp_path: Path) -> None:
     with (
         lb.Model(toys.write_mamba(tmp_path / "mamba.gguf")) as model,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,20 +124,6 @@ def test_a_text_ends_where_it_is_complete(ctx: Context) -> None:
                     found = branch.generate(60, stop, constraint=Short()).finish()
                 assert Short().prefix(found.text)
                 assert found.finish_reason != "stop" or Short().complete(found.text)
-
-        # Only a text of two sentences may end.
-        def two(text: str) -> bool:
-            return text.count(".") <= 2
-
-        class Two:
-            prefix = staticmethod(two)
-
-            def complete(self, text: str) -> bool:
-                return text.count(".") == 2
-
-        found = root.generate(200, constraint=Two()).finish()
-        assert found.text.count(".") <= 2
-        assert found.finish_reason == "length" or found.text.count(".") == 2
 
 
 def test_what_comes_before_a_stop_string_must_be_complete(ctx: Context) -> None:
@@ -271,18 +256,12 @@ def test_a_dead_end_keeps_the_text_so_far(ctx: Context) -> None:
             assert found.finish_reason == ("stop" if most == 0 and given("") else "constraint")  # type: ignore[operator]
             assert len(found.text) <= most and root.tokens[1:] is not None
             assert root.finish_reason == found.finish_reason
+            assert most or given("") or found.stats.constraint_calls <= 70  # type: ignore[operator]
             assert ctx.n_seq_free == n_free
         result = ctx.complete("The", max_tokens=10, seed=1, constraint=given)
         assert result.finish_reason == found.finish_reason and len(result.text) <= most
         assert result.error is None
     ctx.audit()
-
-
-def test_one_that_refuses_everything_is_asked_few_times(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=0.8, seed=1) as root:
-        found = root.generate(10, constraint=lambda text: False).finish()
-    assert found.finish_reason == "constraint" and not found.tokens
-    assert found.stats.constraint_calls <= 70
 
 
 def raises(text: str) -> bool:
@@ -356,21 +335,3 @@ def test_what_is_no_constraint_is_refused_before_anything_happens(ctx: Context, 
         with pytest.raises(ConfigError):
             search.smc(root, 2, 4, constraint=wrong)
         assert ctx.decoder.n_decodes == n_decodes
-
-
-def test_min_tokens_are_refused() -> None:
-    with pytest.raises(ConfigError, match="min_tokens"):
-        lb.Request("a", min_tokens=3, constraint=no_e)
-
-
-@pytest.mark.smollm2
-def test_a_real_model_without_the_letter_e(tmp_path: Path) -> None:
-    with lb.load("smollm2-135m:Q8_0", n_ctx=1024) as ctx:
-        for temperature in (0.0, 0.8):
-            found = ctx.complete(
-                "A short story about a dog:", max_tokens=60, temperature=temperature, seed=2,
-                constraint=no_e, drafter=SuffixDrafter(),
-            )  # fmt: skip
-            assert no_e(found.text) and len(found.text.split()) >= 20
-            stats = found.stats
-            assert stats.constraint_calls <= stats.constraint_rejections + 2 * 60

@@ -14,7 +14,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request, SamplingParams
-from llamabranch.errors import CacheFullError, CapacityError, DecodeInterruptedError, GrammarError
+from llamabranch.errors import CacheFullError, CapacityError, DecodeInterruptedError
 
 N_CTX = 256
 N_PROMPT = 240
@@ -64,42 +64,6 @@ def shown(items: list[lb.Produced]) -> str:
         assert item.is_stop == (item.token == -1)
     assert not any(item.is_stop for item in items[:-1])
     return "".join(item.text for item in items)
-
-
-def test_branch_emits_it_before_the_cache_full_error(
-    small: Context, pieces: list[str], params: SamplingParams
-) -> None:
-    n = N_CTX - N_PROMPT + 1  # the last one needs no cell
-    with Branch.start(small, [5] * N_PROMPT, sampling=params) as branch:
-        items: list[lb.Produced] = []
-        with pytest.raises(CacheFullError):
-            for item in branch.generate(stop=stop_after(pieces, n)):
-                items.append(item)
-        assert shown(items) == "".join(pieces[:n])
-        assert [item.token for item in items[:-1]] == branch.generated
-        assert items[-1].is_stop
-        assert math.isnan(items[-1].logprob)
-    # With no text held back there is no such item.
-    with Branch.start(small, [5] * N_PROMPT, sampling=params) as branch:
-        items = []
-        with pytest.raises(CacheFullError):
-            for item in branch.generate(stop=["\x00"]):
-                items.append(item)
-        assert not items[-1].is_stop
-        assert len(items) == n
-
-
-def test_branch_emits_it_before_any_other_error(
-    ctx: Context, pieces: list[str], params: SamplingParams
-) -> None:
-    with Branch.start(ctx, [5] * N_PROMPT, sampling=params) as branch:
-        items: list[lb.Produced] = []
-        with pytest.raises(DecodeInterruptedError):
-            for item in branch.generate(stop=stop_after(pieces, 6)):
-                items.append(item)
-                if len(items) == 6:
-                    ctx.interrupt()
-        assert shown(items) == "".join(pieces[:6])
 
 
 @pytest.mark.parametrize("which", DRAFTERS)
@@ -215,20 +179,3 @@ def test_engine_emits_it(
     assert result.finish_reason == end
     assert len(result.tokens) == n
     assert shown(items) == result.text == "".join(pieces[:n])
-
-
-def test_engine_emits_it_before_a_requests_error(small_toy: lb.Model) -> None:
-    """After "ab" only a letter may follow that the vocabulary lacks."""
-    grammar = 'root ::= "ab" "z"'
-    with Context(small_toy, n_ctx=256, n_threads=1) as ctx:
-        params = SamplingParams(seed=1)
-        request = Request("abc", max_tokens=9, sampling=params, grammar=grammar, stop=("abc",))
-        (result,) = Engine(ctx).generate([request])
-        assert isinstance(result.error, GrammarError)
-        assert result.text == "ab"
-        branch = Branch.start(ctx, "abc", sampling=params, grammar=grammar)
-        items: list[lb.Produced] = []
-        with pytest.raises(GrammarError):
-            for item in branch.generate(9, stop=["abc"]):
-                items.append(item)
-        assert shown(items) == "ab"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
-from reference_cache import END, Full, ReferenceCache
 from reference_comparison import CLOSE
 from state_machine import long_settings, machine, tiny, tiny_window
 
@@ -59,30 +58,3 @@ def test_context_and_branches_match_the_reference(which: str, n_runs: int, tmp_p
         assert (tally.n_exact if exact else tally.n_close) > n_runs / 4
         assert (tally.n_compacted > 0) == exact
         assert len(tally.steps) >= N_KINDS
-
-
-def test_reference_shares_and_frees_cells() -> None:
-    """The reference is correct where cells can be counted by hand."""
-    cache = ReferenceCache(10, 3)
-    cache.append({0: 4}, {})
-    cache.share(0, 1)
-    cache.append({0: 2, 1: 1}, {})
-    assert sorted(cache.uses().values()) == [1, 1, 1, 2, 2, 2, 2]
-    cache.remove(0, 2, END)
-    assert cache.lengths() == {0: 2, 1: 5}
-    assert len(cache.uses()) == 5
-    with pytest.raises(Full):
-        cache.append({0: 6}, {})
-    cache.append({0: 5}, {})
-    assert len(cache.uses()) == 10
-
-
-def test_compacted_reference_holds_common_prefixes_once() -> None:
-    cache = ReferenceCache(10, 3)
-    texts = {0: [1, 2, 3], 1: [1, 2, 4], 2: [1, 5]}
-    cache.append({seq: len(tokens) for seq, tokens in texts.items()}, texts)
-    assert len(cache.uses()) == 8
-    cache.compacted.append({0: 3, 1: 3, 2: 2})
-    cache.append({0: 5}, texts)
-    assert len(cache.uses()) == 10  # 1, 12, 123, 124, 15 and the five new ones
-    assert cache.lengths() == {0: 8, 1: 3, 2: 2}

@@ -11,7 +11,6 @@ from llamabranch import (
     AsyncEngine,
     Context,
     Engine,
-    Event,
     Grammar,
     Request,
     Result,
@@ -157,6 +156,8 @@ def test_texts_have_at_least_so_many_tokens(ctx: Context, drafter: lb.Drafter | 
     assert [len(each.tokens) for each in Engine(ctx, drafter).generate(both)] == [n, n]
     with pytest.raises(ConfigError, match="min_tokens"):
         Request(prompt, min_tokens=1, grammar=SCHEMA)
+    with pytest.raises(ConfigError, match="min_tokens"):
+        Request(prompt, min_tokens=1, constraint=lambda text: True)
 
 
 def test_preempted_texts_keep_their_least_length(target: lb.Model) -> None:
@@ -167,8 +168,10 @@ def test_preempted_texts_keep_their_least_length(target: lb.Model) -> None:
         for text in texts
     ]
     with lb.Context(target, n_ctx=256, n_seq_max=6, n_threads=1) as small:
-        results = Engine(small).generate(requests)
-    assert max(result.num_preemptions for result in results) > 0
+        engine = Engine(small)
+        results = engine.generate(requests)
+    assert engine.stats.preemptions == sum(result.num_preemptions for result in results) > 0
+    assert results[0].num_preemptions == 0  # the oldest never gives way
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
         for request, result in zip(requests, results, strict=True):
             assert result.tokens == one(ctx, request).tokens
@@ -176,26 +179,19 @@ def test_preempted_texts_keep_their_least_length(target: lb.Model) -> None:
 
 
 def test_steps_are_the_events_of_generate_in_lists(ctx: Context) -> None:
-    requests = [
-        Request(p, id=p, n=2, max_tokens=12, sampling=WARM) for p in ("Once upon", "The wolf")
-    ]
+    request = Request("Once upon", n=2, max_tokens=12, sampling=WARM)
 
-    async def steps(engine: AsyncEngine, request: Request) -> list[list[Event]]:
-        return [events async for events in engine.steps(request)]
-
-    async def main() -> tuple[list[list[list[Event]]], list[Event]]:
+    async def main() -> None:
         async with AsyncEngine(ctx, lb.SuffixDrafter()) as engine:
-            found = await asyncio.gather(*(steps(engine, request) for request in requests))
-            alone = [event async for event in engine.generate(requests[0])]
+            lists = [events async for events in engine.steps(request)]
+            alone = [event async for event in engine.generate(request)]
             endless = engine.steps(Request("A king", max_tokens=None))
             await anext(endless)
             await endless.aclose()
-        return found, alone
+        assert all(lists) and len(lists) < len(alone)
+        for sample in range(2):
+            together = [e.text for events in lists for e in events if e.sample == sample]
+            assert together == [e.text for e in alone if e.sample == sample]
 
-    found, alone = asyncio.run(main())
-    assert all(events for lists in found for events in lists)
-    for sample in range(2):
-        together = [e.emitted for events in found[0] for e in events if e.sample == sample]
-        tokens = [e.emitted for e in alone if e.sample == sample]
-        assert [t and t.token for t in together] == [t and t.token for t in tokens]
+    asyncio.run(main())
     assert ctx.n_seq_free == ctx.n_seq_max

@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
-import toys
+from engine_runs import write_tiny
 
 import llamabranch as lb
 from llamabranch import Context, Engine, Event, Request, SamplingParams, SpeculativeConfig
-from llamabranch.generation.drafter import DraftLength, DraftState
+from llamabranch.generation.drafter import DraftState
 from llamabranch.model.text import StopStrings
-from llamabranch.speculative import Draft
 
 PACKAGE = Path(lb.__file__).parent
 WARM = SamplingParams(temperature=0.8)
@@ -47,8 +47,7 @@ REQUESTS = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
     """A random model whose step takes a fraction of a millisecond."""
     path = tmp_path_factory.mktemp("toy") / "tiny.gguf"
-    toys.write_llama(path, vocab="bytes", weights="q8_0", n_layer=1, n_embd=32, n_head=1, n_ff=32)
-    with lb.Model(path) as opened:
+    with lb.Model(write_tiny(path)) as opened:
         yield opened
 
 
@@ -226,55 +225,45 @@ def test_exception_at_its_last_token_does_not_let_a_text_run_on(
         assert events[-1].result.finish_reason == "length"
 
 
-class Failing(lb.Drafter):
-    """A drafter of whose calls number ``at`` raises ``error``, after or before it has done its work."""
+class Failing(lb.speculative.PromptLookupDrafter):
+    """A drafter of whose calls, or of those of its states, number ``at`` raises ``error``."""
 
     def __init__(self, at: int, error: BaseException) -> None:
-        self.inner = lb.speculative.PromptLookupDrafter()
+        super().__init__()
         self.at = at
         self.error = error
         self.n_calls = 0
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    def check(self, target: lb.Model) -> None:
-        pass
 
     def count(self) -> None:
         self.n_calls += 1
         if self.n_calls == self.at:
             raise self.error
 
-    def start(self, target: lb.speculative.Text, rule: str) -> DraftState:
+    def start(self, target: lb.speculative.Text, rule: str) -> Any:
         self.count()
-        return FailingState(self, self.inner.start(target, rule))
+        return self.watched(super().start(target, rule))
 
+    def watched(self, state: DraftState) -> Any:
+        """Return a state whose calls are counted before they do their work, ``propose`` after it."""
 
-class FailingState:
-    """The state of a `Failing` drafter."""
+        def propose(*args: Any) -> lb.speculative.Draft:
+            draft = state.propose(*args)
+            self.count()
+            return draft
 
-    def __init__(self, drafter: Failing, inner: DraftState) -> None:
-        self.drafter = drafter
-        self.inner = inner
+        def fork(target: lb.speculative.Text) -> Any:
+            self.count()
+            return self.watched(state.fork(target))
 
-    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        draft = self.inner.propose(tokens, length, limit)
-        self.drafter.count()
-        return draft
+        def observe(n_tokens: int) -> None:
+            self.count()
+            state.observe(n_tokens)
 
-    def observe(self, n_tokens: int) -> None:
-        self.drafter.count()
-        self.inner.observe(n_tokens)
+        def close() -> None:
+            self.count()
+            state.close()
 
-    def fork(self, target: lb.speculative.Text) -> DraftState:
-        self.drafter.count()
-        return FailingState(self.drafter, self.inner.fork(target))
-
-    def close(self) -> None:
-        self.drafter.count()
-        self.inner.close()
+        return SimpleNamespace(propose=propose, fork=fork, observe=observe, close=close)
 
 
 @pytest.mark.parametrize("error", [Injected(), KeyboardInterrupt(), ValueError("no")], ids=repr)

@@ -5,7 +5,6 @@ Contexts are batch-invariant, so texts are compared with ==.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 from pathlib import Path
@@ -17,7 +16,7 @@ from drafts import FIXED
 from llama_cpp import LogitsProcessorList
 
 import llamabranch as lb
-from llamabranch import Branch, Context, Request, Result, SamplingParams, SpeculativeConfig
+from llamabranch import Branch, Context, Request, SamplingParams, SpeculativeConfig
 from llamabranch.errors import ConfigError, UnsupportedError
 
 PROMPT = "The wolf said: let me in, let me in. The pig said: no, no. The wolf said: let me in"
@@ -216,15 +215,11 @@ def test_it_is_a_function_and_cannot_be_saved(ctx: Context, tmp_path: Path) -> N
         with pytest.raises(ConfigError, match="logits_processor must be a function") as caught:
             SamplingParams(logits_processor=bad)  # type: ignore[arg-type]
         assert "of a list of functions make one" in (caught.value.hint or "")
-    with pytest.raises(ConfigError) as caught:
-        ctx.complete(PROMPT, logits_processors=[alternates])  # type: ignore[call-overload]
-    assert "logits_processor here" in (caught.value.hint or "")
     settings = SETTINGS["seeded"]
     expected = by_hand(ctx, 20, **settings)
     several: Any = LogitsProcessorList([alternates])
-    assert (
-        ctx.complete(PROMPT, max_tokens=20, logits_processor=several, **settings).tokens == expected
-    )
+    found = ctx.complete(PROMPT, max_tokens=20, logits_processor=several, **settings)
+    assert found.tokens == expected
     with Branch.start(ctx, PROMPT, logits_processor=alternates, **settings) as branch:
         assert [t.token for t in branch.generate(8)] == expected[:8]
         with pytest.raises(UnsupportedError, match="cannot be saved"):
@@ -232,14 +227,8 @@ def test_it_is_a_function_and_cannot_be_saved(ctx: Context, tmp_path: Path) -> N
         assert not list(tmp_path.iterdir())
         with Branch.restore(ctx, branch.snapshot()) as copy:  # in memory nothing is written
             assert [t.token for t in copy.generate(12)] == expected[8:]
+    ctx.kv_cache_clear()
     ctx.decode([5, 6], 0)
     with pytest.raises(UnsupportedError, match="logits processor"):
         ctx.sample(SamplingParams(logits_processor=alternates))
-
-    async def main() -> list[int]:
-        async with lb.AsyncEngine(ctx, max_tokens=20) as engine:
-            result: Result = await engine.complete(PROMPT, logits_processor=alternates, **settings)
-            return result.tokens
-
-    assert asyncio.run(main()) == expected
     ctx.kv_cache_clear()

@@ -12,19 +12,19 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import toys
+from engine_runs import GREEDY, PROMPTS, WARM, alone, assert_clean, results_of, run, write_tiny
 
 import llamabranch as lb
 from llamabranch import (
     Branch,
     Context,
     Engine,
-    Event,
     Request,
     Result,
     SamplingParams,
     SpeculativeConfig,
 )
+from llamabranch.engine import EngineStats
 from llamabranch.engine.job import Submission
 from llamabranch.engine.scheduler import Scheduler
 from llamabranch.errors import (
@@ -34,111 +34,33 @@ from llamabranch.errors import (
     TokenizeError,
 )
 
-WARM = SamplingParams(temperature=0.8, seed=42)
-GREEDY = SamplingParams(temperature=0.0)
-PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
-
-
-def alone(ctx: Context, request: Request, result: Result) -> list[int]:
-    """Return the tokens of the request when nobody else is there."""
-    params = (request.sampling or SamplingParams()).replace(seed=result.seed)
-    with Branch.start(ctx, request.prompt, sampling=params, grammar=request.grammar) as branch:
-        return [t.token for t in branch.generate(request.max_tokens, request.stop)]
-
-
-def run(engine: Engine) -> list[Event]:
-    events = []
-    while engine.has_unfinished():
-        events += engine.step()
-    return events
-
-
-def results_of(events: list[Event]) -> dict[str, Result]:
-    return {event.id: event.result for event in events if event.result is not None}
-
-
-def assert_clean(ctx: Context) -> None:
-    usage = ctx.usage()
-    assert usage.cells_used == 0
-    assert ctx.n_seq_free == ctx.n_seq_max
-    assert usage.in_order
-    if ctx.prefix_cache is not None:
-        ctx.prefix_cache.clear()
-        usage = ctx.usage()
-    assert (usage.cells_cached, usage.cells_reserved) == (0, 0)
-    ctx.audit()
-
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[lb.Model]:
     """A random model whose step takes a fraction of a millisecond."""
-    path = toys.write_llama(
-        tmp_path / "tiny.gguf",
-        vocab="bytes",
-        weights="q8_0",
-        n_layer=1,
-        n_embd=32,
-        n_head=1,
-        n_ff=32,
-    )
-    with lb.Model(path) as model:
+    with lb.Model(write_tiny(tmp_path / "tiny.gguf")) as model:
         yield model
 
 
 # -- requests at any time --------------------------------------------------------------------------
 
 
-def test_requests_join_while_others_run(ctx: Context, other_ctx: Context) -> None:
-    engine = Engine(ctx, seed=1)
-    requests = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS]
-    events: list[Event] = []
-    names = []
-    for request in requests:
-        names.append(engine.add_request(request))
-        for _ in range(4):
-            events += engine.step()
-    events += run(engine)
-    assert names == ["0", "1", "2", "3"]
-    found = results_of(events)
-    for name, request in zip(names, requests, strict=True):
-        assert found[name].tokens == alone(other_ctx, request, found[name])
-        emitted = [e.emitted.token for e in events if e.id == name and e.emitted is not None]
-        assert emitted == found[name].tokens
-    assert engine.step() == []
-    assert_clean(ctx)
-
-
-def test_id_is_free_again_once_its_request_has_ended(ctx: Context) -> None:
-    engine = Engine(ctx, seed=1)
-    engine.add_request(Request("The wolf", id="a", max_tokens=3))
-    with pytest.raises(ConfigError, match="'a' is unfinished"):
+def test_id_is_free_again_and_abort_of_an_unknown_one_does_nothing(ctx: Context) -> None:
+    engine = Engine(ctx, seed=1, max_tokens=3)
+    for reason in ("length", "cancelled", "length"):
+        engine.abort("a")  # too early, or too late
         engine.add_request(Request("The wolf", id="a"))
-    run(engine)
-    engine.add_request(Request("The wolf", id="a", max_tokens=3))
-    engine.abort("a")
-    assert results_of(engine.step())["a"].finish_reason == "cancelled"
-    engine.add_request(Request("The wolf", id="a", max_tokens=3))
-    assert results_of(run(engine))["a"].finish_reason == "length"
-    assert_clean(ctx)
-
-
-def test_abort_of_an_unknown_id_does_nothing(ctx: Context) -> None:
-    engine = Engine(ctx, seed=1)
-    for i in range(1000):
-        engine.abort(str(i))
-    engine.abort("a")
-    engine.add_request(Request("The wolf", id="a", max_tokens=3))
-    assert results_of(run(engine))["a"].finish_reason == "length"
-    engine.abort("a")  # too late
-    engine.add_request(Request("The wolf", id="a", max_tokens=3))
-    assert results_of(run(engine))["a"].finish_reason == "length"
+        with pytest.raises(ConfigError, match="'a' is unfinished"):
+            engine.add_request(Request("The wolf", id="a"))
+        if reason == "cancelled":
+            engine.abort("a")
+        assert results_of(run(engine))["a"].finish_reason == reason
 
     def late() -> Iterator[Request]:
         engine.abort("b")  # not known: it is still to be read
-        yield Request("The wolf", id="b", max_tokens=3)
+        yield Request("The wolf", id="b")
 
-    results = [e.result for e in engine.stream(late()) if e.result is not None]
-    assert [r.finish_reason for r in results] == ["length"]
+    assert [result.finish_reason for result in engine.generate(late())] == ["length"]
     assert_clean(ctx)
 
 
@@ -178,28 +100,6 @@ def test_engine_without_a_seed_draws_another_text_each_time(ctx: Context) -> Non
     assert seeded.generate(request)[0].tokens == results[0].tokens
 
 
-def test_single_prompt_and_conversations_are_requests(tmp_path: Path) -> None:
-    template: dict[str, toys.Value | None] = {"tokenizer.chat_template": toys.CHAT_TEMPLATE}
-    path = toys.write_llama(tmp_path / "chat.gguf", vocab="bytes", metadata=template)
-    with lb.load(path, n_threads=1, n_ctx=512) as ctx:
-        check_prompts(Engine(ctx, seed=1, max_tokens=4))
-
-
-def check_prompts(engine: Engine) -> None:
-    chat = [{"role": "user", "content": "The wolf"}]
-    for single, prompts in (
-        ("The wolf", ["The wolf"]),
-        (Request("The wolf"), [Request("The wolf")]),
-        (chat, [Request(chat)]),
-        ([chat, chat], [Request(chat), Request(chat)]),
-    ):
-        found, expected = engine.generate(single), engine.generate(prompts)
-        assert [r.tokens for r in found] == [r.tokens for r in expected]
-        assert all(r.error is None for r in found)
-    name = engine.add_request(chat)
-    assert results_of(run(engine))[name].tokens == engine.generate(Request(chat, id=name))[0].tokens
-
-
 def test_result_is_short_to_read(ctx: Context) -> None:
     (result,) = Engine(ctx, seed=1, max_tokens=200).generate("Once upon a time")
     assert len(repr(result)) < 120
@@ -235,19 +135,6 @@ def test_invalid_request_is_refused_at_once(ctx: Context) -> None:
     with pytest.raises(ConfigError, match="stop"):
         engine.add_request(Request("x", stop=("",)))
     assert not engine.has_unfinished()
-
-
-def test_request_that_fails_later_harms_no_other(ctx: Context, other_ctx: Context) -> None:
-    engine = Engine(ctx)
-    good = Request("The wolf", id="good", max_tokens=8, sampling=WARM)
-    engine.add_request(Request("x", id="bad", grammar="root ::= ("))
-    engine.add_request(good)
-    engine.add_request(Request([5] * 2000, id="long"))
-    found = results_of(run(engine))
-    assert found["bad"].finish_reason == "error"
-    assert found["long"].finish_reason == "capacity"
-    assert found["good"].tokens == alone(other_ctx, good, found["good"])
-    assert_clean(ctx)
 
 
 def test_queue_has_a_limit(ctx: Context) -> None:
@@ -341,19 +228,6 @@ def test_engine_is_closed_with_its_block(ctx: Context) -> None:
     assert_clean(ctx)
 
 
-def test_streams_and_added_requests_share_the_sequences(ctx: Context, other_ctx: Context) -> None:
-    engine = Engine(ctx)
-    request = Request("The wolf", id="0", max_tokens=12, sampling=WARM)
-    engine.add_request(request)
-    events = engine.step()
-    for event in engine.stream([Request(p, max_tokens=6, sampling=WARM) for p in PROMPTS]):
-        if event.result is not None:
-            events += engine.step()
-    found = results_of(events + run(engine))
-    assert found["0"].tokens == alone(other_ctx, request, found["0"])
-    assert_clean(ctx)
-
-
 # -- lazy reading ----------------------------------------------------------------------------------
 
 
@@ -399,13 +273,6 @@ def test_source_that_fails_loses_no_result(ctx: Context, other_ctx: Context) -> 
     assert_clean(ctx)
 
 
-def test_ids_of_unfinished_requests_are_unique(ctx: Context) -> None:
-    requests = [Request("The wolf", id="a", max_tokens=2) for _ in range(2)]
-    (first, second) = Engine(ctx, seed=1).generate(iter(requests))
-    assert {first.finish_reason, second.finish_reason} == {"length", "error"}
-    assert_clean(ctx)
-
-
 def count_calls(scheduler: Scheduler) -> int:
     """Return how many Python functions an admission calls."""
     n = 0
@@ -429,7 +296,7 @@ def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
     counts = []
     for n_waiting in (10, 10, 20_000):  # the first fills what is computed once in a process
         with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
-            scheduler = Scheduler(ctx, None, lambda text: False)
+            scheduler = Scheduler(ctx, None, EngineStats())
             request = Request([5, 6, 7], max_tokens=2)
             settings = Engine(ctx, None, sampling=GREEDY)._settings
             for i in range(n_waiting):
@@ -485,28 +352,6 @@ def test_nothing_leaks_over_ten_thousand_requests(tiny: lb.Model) -> None:
 # -- the prefix cache ------------------------------------------------------------------------------
 
 
-def test_requests_one_after_another_read_what_they_share_once(
-    tiny: lb.Model,
-) -> None:
-    shared = [2 + i * i % 250 for i in range(600)]
-    with (
-        Context(tiny, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx,
-        Context(tiny, n_ctx=1024, n_seq_max=1, n_threads=1) as clean,
-    ):
-        engine = Engine(ctx)
-        distinct = 600
-        for i in range(20):
-            request = Request([*shared, 2 + i, 7, 3 + i], max_tokens=5, sampling=WARM)
-            distinct += 3
-            (result,) = engine.generate([request])
-            assert result.tokens == alone(clean, request, result)
-            assert result.num_prompt_tokens == 603
-            assert result.num_cached_tokens == (600 if i else 0)
-        assert engine.stats.prompt_tokens <= 1.05 * distinct
-        assert engine.stats.prompt_tokens + engine.stats.cached_prompt_tokens == 20 * 603
-        assert_clean(ctx)
-
-
 def test_turn_of_a_chat_reads_only_what_is_new(target: lb.Model, other_ctx: Context) -> None:
     with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1, prefix_cache=True) as ctx:
         engine = Engine(ctx)
@@ -524,21 +369,6 @@ def test_turn_of_a_chat_reads_only_what_is_new(target: lb.Model, other_ctx: Cont
                 assert result.num_cached_tokens == len(history) - len(new) - 1
             history += result.tokens
         assert engine.stats.prompt_tokens <= 1.05 * distinct + 9
-        assert_clean(ctx)
-
-
-def test_preempted_text_takes_up_what_is_left_of_it(target: lb.Model, other_ctx: Context) -> None:
-    endless = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
-    requests = [
-        Request(p, max_tokens=90, sampling=endless, grammar="root ::= [^x]+" if i % 2 else None)
-        for i, p in enumerate(PROMPTS)
-    ]
-    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx:
-        engine = Engine(ctx)
-        results = engine.generate(requests)
-        for request, result in zip(requests, results, strict=True):
-            assert result.tokens == alone(other_ctx, request, result)
-        assert engine.stats.preemptions > 0
         assert_clean(ctx)
 
 

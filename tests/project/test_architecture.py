@@ -65,7 +65,7 @@ def step() -> list[str]:
         return followed(engine.step)
 
 
-@pytest.mark.parametrize(("way", "most"), [(token, 13), (round_, 17), (step, 19)])
+@pytest.mark.parametrize(("way", "most"), [(token, 13), (round_, 17), (step, 18)])
 def test_few_files_are_passed(way: Callable[[], list[str]], most: int) -> None:
     files = way()
     assert len(files) <= most, "\n".join(files)

@@ -291,7 +291,9 @@ def test_a_vote_of_texts_that_share_draws(ctx: Context) -> None:
             search.vote(root, first_word, 8, 4, entropy=0.5, confidence=0.95)
 
 
-@pytest.mark.parametrize("settings", [{}, {"width": 1}, {"drafter": SuffixDrafter()}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"width": 1}, {"drafter": SuffixDrafter()}], ids=["", "width", "drafter"]
+)
 def test_unsure_texts_are_given_up_where_the_model_becomes_unsure(
     ctx: Context, settings: dict[str, Any]
 ) -> None:

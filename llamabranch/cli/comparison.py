@@ -30,7 +30,7 @@ TRUNCATIONS: dict[str, float] = {
     "xtc_probability": 0.0,
 }  # fmt: skip
 NOTHING_DRAFTED = (
-    "Inconclusive: nothing was drafted, so all is plain decoding and differs by noise."
+    "Inconclusive: the timed runs drafted nothing, so all is plain decoding and differs by noise."
 )
 MOST_PAIRS = 9  # the fewest with which one outlier on either side does not widen the 95 % interval
 

@@ -24,7 +24,7 @@ from ..generation.drafter import (
 from ..generation.text import Text
 from ..model import Model, token_list
 from ..sampling import Distribution
-from ..sampling.grammar.guidance import Matcher
+from ..sampling.grammar.grammar import GrammarState
 from .copying import SuffixDrafter
 from .head import MTPDrafter
 
@@ -253,7 +253,7 @@ class GrammarDrafter(_Combined):
 class _ForcedState:
     """A grammar's state after the tokens from ``start`` to ``n_seen``, and the state of ``values``."""
 
-    def __init__(self, grammar: Matcher, start: int, values: DraftState) -> None:
+    def __init__(self, grammar: GrammarState, start: int, values: DraftState) -> None:
         self._first = grammar  # before any token
         self._grammar = grammar.clone()
         self._start = self._n_seen = start
@@ -283,7 +283,7 @@ class _ForcedState:
         self,
         draft: Draft,
         tokens: Sequence[int],
-        grammar: Matcher,
+        grammar: GrammarState,
         length: DraftLength,
         limit: int,
     ) -> None:
@@ -310,7 +310,7 @@ class _ForcedState:
         self,
         draft: Draft,
         tokens: Sequence[int],
-        grammar: Matcher,
+        grammar: GrammarState,
         length: DraftLength,
         limit: int,
     ) -> bool:

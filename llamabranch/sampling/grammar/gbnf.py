@@ -1,12 +1,14 @@
-"""GBNF for llguidance: parsed as llama.cpp parses it, and translated to Lark.
+"""A parser for GBNF that accepts what llama.cpp's parser accepts, and its translation to Lark.
 
-It follows llama.cpp's parser step by step, so an error has its line, column and reason.
+It follows llama.cpp's parser step by step, so an error has its line, column and reason. Grammars that
+llama.cpp accepts and that make it hang or overflow its stack are rejected, too: those that name tokens
+run on its own sampler.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 
 from ...errors import GrammarError
@@ -17,8 +19,6 @@ NO_FORCING = '{"no_forcing": true}'  # texts that are certain may be split into 
 
 _MAX_DEPTH = 200
 _MAX_REPEAT = 2000
-_MAX_RULES = 1000
-_REPEATS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _ESCAPED = {"t": "\t", "n": "\n", "r": "\r", **{c: c for c in '\\"[]-'}}
 _WORD = re.compile(r"[a-zA-Z0-9-]*")
@@ -26,14 +26,18 @@ _HEX = re.compile(r"[0-9a-fA-F]*")
 _INT = re.compile(r"[0-9]*")
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-_RULE = re.compile("@([0-9]+)@")  # a reference to a rule, in a translation
-_TOKEN = re.compile("%([0-9]+)%")  # and to a token that is named by its text
+_REFERENCE = re.compile("@([0-9]+)@")  # to a rule, in its translation
+
+# A sequence of symbols: the number of a rule, or None for a character or a token.
+Sequence = list[int | None]
 
 
 class Gbnf:
-    """A GBNF grammar that llama.cpp accepts.
+    """A GBNF grammar that llama.cpp accepts, as the rules that its parser creates.
 
-    ``token_texts`` lists the tokens written as ``<text>``: each must be one token of the vocabulary.
+    ``rules`` maps each rule's number to its alternatives, ``token_texts`` lists the tokens written as
+    ``<text>``: each must be one token of the vocabulary. ``names_tokens`` is True if it refers to any
+    token, by its text or its id.
 
     Raises:
         GrammarError: with line, column and reason.
@@ -42,25 +46,30 @@ class Gbnf:
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
-        self._depth = self._n_repeated = 0
+        self._depth = 0
         self._numbers: dict[str, int] = {}
-        self._rules: dict[int, str] = {}  # their translations
-        self._names_tokens = False
+        self._n_symbols = 0
+        self._end = 0  # one above the highest number of a defined rule
+        self.rules: dict[int, list[Sequence]] = {}
         self.token_texts: list[str] = []
+        self.names_tokens = False
+        self._translations: dict[int, str] = {}  # of the rules that have names
         self._skip(_LINES)
         while self._next():
             self._rule()
-        if not self._rules:
+        if not self.rules:
             raise GrammarError("the grammar does not parse: it has no rule")
-        if len(self._numbers) > _MAX_RULES:  # in a chain they would overflow llguidance's stack
-            raise GrammarError(
-                f"the grammar has {len(self._numbers)} rules, more than {_MAX_RULES}"
-            )
         if "root" not in self._numbers:
             raise GrammarError("the grammar has no rule 'root', its start symbol")
+        # An undefined name is allowed if only a rule that was replaced used it, and no later rule is
+        # defined.
+        used = {symbol for ways in self.rules.values() for way in ways for symbol in way}
         for name, number in self._numbers.items():
-            if number not in self._rules:
+            if number not in self.rules and (number in used or number < self._end):
                 raise GrammarError(f"the grammar does not parse: the rule {name!r} is not defined")
+        self.root = self._numbers["root"]
+        self._names = {number: name for name, number in self._numbers.items()}
+        self._check_left_recursion()
 
     # -- the text ----------------------------------------------------------------------------------
 
@@ -74,6 +83,9 @@ class Gbnf:
         self._at += len(found)
         return found
 
+    def _blank(self, nested: bool) -> None:
+        self._skip(_LINES if nested else _SPACE)
+
     def _fail(self, reason: str, at: int | None = None) -> GrammarError:
         at = self._at if at is None else at
         line = self._text.count("\n", 0, at) + 1
@@ -82,14 +94,28 @@ class Gbnf:
 
     def _expect(self, symbol: str) -> None:
         if not self._text.startswith(symbol, self._at):
-            found = repr(self._next()) if self._next() else "the end"
-            raise self._fail(f"expected {symbol!r}, found {found}")
+            found = self._next()
+            raise self._fail(
+                f"expected {symbol!r}, found {found!r}"
+                if found
+                else f"expected {symbol!r}, found the end"
+            )
         self._at += len(symbol)
 
-    # -- llama_grammar_parser ----------------------------------------------------------------------
-
     def _number_of(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers))
+        if name not in self._numbers:
+            self._numbers[name] = self._new()
+        return self._numbers[name]
+
+    def _new(self) -> int:
+        self._n_symbols += 1
+        return self._n_symbols - 1
+
+    def _define(self, number: int, ways: list[Sequence]) -> None:
+        self.rules[number] = ways
+        self._end = max(self._end, number + 1)
+
+    # -- llama_grammar_parser ----------------------------------------------------------------------
 
     def _rule(self) -> None:
         name = self._skip(_WORD)
@@ -99,86 +125,122 @@ class Gbnf:
         number = self._number_of(name)
         self._expect("::=")
         self._skip(_LINES)
-        self._rules[number] = self._alternatives(nested=False)
+        ways, self._translations[number] = self._alternatives(nested=False)
+        self._define(number, ways)
         if self._next() not in ("\r", "\n", ""):
             raise self._fail(f"expected a new line or the end, found {self._next()!r}")
         self._skip(_LINES)
 
-    def _alternatives(self, nested: bool) -> str:
-        """Read alternatives; return their translation."""
+    def _alternatives(self, nested: bool) -> tuple[list[Sequence], str]:
+        """Read alternatives; return them, and their translation."""
         found = [self._sequence(nested)]
         while self._next() == "|":
             self._at += 1
             self._skip(_LINES)
             found.append(self._sequence(nested))
-        return " | ".join(found)
+        return [sequence for sequence, _ in found], " | ".join(text for _, text in found)
 
-    def _sequence(self, nested: bool) -> str:
-        items: list[str] = []
-        n = 1  # how many repetitions the last item makes
+    def _sequence(self, nested: bool) -> tuple[Sequence, str]:
+        sequence: Sequence = []
+        items: list[str] = []  # their translations
+        last = 0  # where the item starts that a repetition would repeat
+        n_rules = 1  # the number of rules in that item
         while c := self._next():
             at = self._at
             if c in "*+?{":
                 self._at += 1
-                low, high = _REPEATS.get(c) or self._bounds(at, nested)
-                if not items or not items[-1]:
+                bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(c)
+                low, high = bounds or self._bounds(at, nested)
+                self._blank(nested)
+                if last == len(sequence):
                     raise self._fail(f"{c!r} has nothing to repeat", at)
-                n *= high or low or 1
-                self._n_repeated += n
-                if n > _MAX_REPEAT:
-                    raise self._fail(f"{n} repetitions are above the limit of {_MAX_REPEAT}", at)
-                most = "" if high is None else high
-                items[-1] = f"({items[-1]}{{{low},{most}}})" if high != 0 else ""
-                self._skip(_LINES if nested else _SPACE)
+                n_rules *= high or low or 1
+                if n_rules > _MAX_REPEAT:
+                    most = f"the repetition makes {n_rules} rules, above the limit of {_MAX_REPEAT}"
+                    raise self._fail(most, at)
+                items[-1] = f"({items[-1]}{{{low},{'' if high is None else high}}})"
+                self._repeat(sequence, last, low, high)
                 continue
-            before = self._n_repeated
             if c == "(":
-                items.append(self._group(at))
-            elif c == '"':
+                sequence, last, n_rules = self._group(sequence, items, nested)
+                continue
+            start = len(sequence)
+            if c == '"':
                 literal = self._literal()
+                sequence.extend([None] * len(literal))
                 items.append(f"({' '.join(f'/{one}/' for one in literal)})" if literal else "")
             elif c == "[":
-                items.append(self._set())
+                matched = self._set()
+                sequence.extend([None] if matched else [])
+                items.append(matched)
             elif c in "<!":
-                items.append(self._token())
+                self._token()
+                sequence.append(None)
+                items.append("")
             elif c == ".":
                 self._at += 1
+                sequence.append(None)
                 items.append(r"/[^\x{0}]/")
             elif name := self._skip(_WORD):
-                items.append(f"(@{self._number_of(name)}@)")
+                sequence.append(self._number_of(name))
+                items.append(f"(@{sequence[-1]}@)")
             else:
                 break
-            n = max(1, self._n_repeated - before)
-            self._skip(_LINES if nested else _SPACE)
-        return " ".join(filter(None, items)) or '""'
+            self._blank(nested)
+            last, n_rules = start, 1
+        return sequence, " ".join(filter(None, items)) or '""'
 
-    def _group(self, at: int) -> str:
+    def _repeat(self, sequence: Sequence, last: int, low: int, high: int | None) -> None:
+        """Let the item that starts at ``last`` come ``low`` to ``high`` times."""
+        item = sequence[last:]
+        if low == 0:
+            del sequence[last:]
+        n_optional = 1 if high is None else high - low
+        if n_optional:
+            # llama.cpp creates one rule for each optional item; one of them is enough here.
+            number = self._new()
+            self._n_symbols += n_optional - 1
+            self._define(number, [[*item, number] if high is None else item, []])
+            self._end = max(self._end, self._n_symbols)
+            sequence.append(number)
+
+    def _group(
+        self, sequence: Sequence, items: list[str], nested: bool
+    ) -> tuple[Sequence, int, int]:
+        at = self._at
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise self._fail(f"nested deeper than {_MAX_DEPTH}", at)
+            raise self._fail(
+                f"nested deeper than {_MAX_DEPTH}: llama.cpp's parser would overflow", at
+            )
         self._at += 1
         self._skip(_LINES)
-        found = self._alternatives(nested=True)
+        before = self._n_symbols
+        number = self._new()
+        ways, translation = self._alternatives(nested=True)
+        self._define(number, ways)
+        items.append(f"({translation})")
         self._depth -= 1
+        n_rules = max(1, self._n_symbols - before)
         self._expect(")")
-        return f"({found})"
+        self._blank(nested)
+        return [*sequence, number], len(sequence), n_rules
 
     def _bounds(self, at: int, nested: bool) -> tuple[int, int | None]:
-        blank = _LINES if nested else _SPACE
-        self._skip(blank)
+        self._blank(nested)
         low = self._skip(_INT)
         if not low:
             raise self._fail("expected a number after '{'")
-        self._skip(blank)
+        self._blank(nested)
         least, most = _capped(low), None
         if self._next() == "}":
             most = least
         else:
             self._expect(",")
-            self._skip(blank)
+            self._blank(nested)
             if high := self._skip(_INT):
                 most = _capped(high)
-            self._skip(blank)
+            self._blank(nested)
         self._expect("}")
         if most is not None and most < least:
             raise self._fail(f"the maximum of {{{low},{most}}} is below its minimum", at)
@@ -215,10 +277,7 @@ class Gbnf:
                 self._at += 1
                 if not self._next():
                     raise self._fail("the set does not end", at)
-                last = self._character()
-                if int(last[3:-1], 16) < int(found[-1][3:-1], 16):
-                    raise self._fail("a range of the set is empty", at)
-                found[-1] += f"-{last}"
+                found[-1] += f"-{self._character()}"
         self._at += 1
         return f"{opening}{''.join(found)}]/" if found else ""
 
@@ -239,10 +298,10 @@ class Gbnf:
         self._at = match.end()
         return f"\\x{{{match.group()}}}"
 
-    def _token(self) -> str:
-        self._names_tokens = True
-        inverse = "^" if self._next() == "!" else ""
-        self._at += len(inverse)
+    def _token(self) -> None:
+        self.names_tokens = True
+        if self._next() == "!":
+            self._at += 1
         at = self._at
         self._expect("<")
         if self._next() == "[":
@@ -251,41 +310,62 @@ class Gbnf:
             if not digits or len(digits) > 10 or int(digits) >= 1 << 32:
                 raise self._fail(f"expected the id of a token, found {digits or self._next()!r}")
             self._expect("]>")
-            return f"<[{inverse}{digits}]>"
+            return
         end = self._text.find(">", self._at)
         if end < 0:
             raise self._fail("expected '>', found the end", at)
         self._at = end + 1
         self.token_texts.append(self._text[at : self._at])
-        return f"<[{inverse}%{len(self.token_texts) - 1}%]>"
 
-    # -- the translation ---------------------------------------------------------------------------
+    # -- the rules ---------------------------------------------------------------------------------
 
-    def lark(self, ids: Sequence[int] = ()) -> str:
-        """Return the same grammar in llguidance's dialect of Lark.
+    def _check_left_recursion(self) -> None:
+        """Reject left recursion: what llama.cpp rejects, and what it overlooks and then loops forever."""
+        direct = {n for n, ways in self.rules.items() if [] in ways}  # all that llama.cpp considers
+        nullable = _nullable(self.rules)
+        for empty, forbids_last in ((direct, True), (nullable, False)):
+            firsts = {n: list(_leftmost(ways, empty)) for n, ways in self.rules.items()}
+            component = _components({n: [to for to, _ in found] for n, found in firsts.items()})
+            for number, found in firsts.items():
+                for to, is_last in found:
+                    # If the recursion is at the end of the alternative, llama.cpp detects it.
+                    if component[to] == component[number] and (forbids_last or not is_last):
+                        raise self._left_recursion(number)
 
-        Without recursion it is one terminal, a regular expression, unless it names tokens. Else every
-        character is a terminal of its own: longer ones would be matched greedily. Texts that are forced
-        may be split into any tokens, as llama.cpp allows it.
+    def _left_recursion(self, number: int) -> GrammarError:
+        name = self._names.get(number)
+        where = f"the rule {name!r}" if name else "a group or a repetition"
+        return GrammarError(
+            f"the grammar has left recursion: {where} can begin with itself",
+            hint="write the repetition with * or +, or put something before it",
+        )
 
-        Args:
-            ids: those of ``token_texts``; without them the result can be checked, but not used.
+    @property
+    def lark(self) -> str:
+        """The same grammar in llguidance's dialect of Lark.
+
+        Without recursion it is one terminal, a regular expression. Else every character is a terminal of
+        its own: longer ones would be matched greedily. Texts that are forced may be split into any
+        tokens, as llama.cpp allows it.
         """
         reached, is_recursive = self._reached()
-        name = r"r\1" if is_recursive or self._names_tokens else r"R\1"
-        lines = [f"%llguidance {NO_FORCING}", f"start: @{self._numbers['root']}@"]
-        lines += [f"@{number}@: {self._rules[number]}" for number in reached]
-        text = _RULE.sub(name, "\n".join(lines))
-        return _TOKEN.sub(lambda found: str(ids[int(found[1])] if ids else 0), text)
+        name = r"r\1" if is_recursive else r"R\1"
+        lines = [f"%llguidance {NO_FORCING}", f"start: @{self.root}@"]
+        lines += [f"@{number}@: {self._translations[number]}" for number in reached]
+        return _REFERENCE.sub(name, "\n".join(lines))
 
     def _reached(self) -> tuple[list[int], bool]:
-        """Return the rules that the start symbol needs, and whether one contains itself."""
+        """Return the rules with names that the start symbol needs, and whether one contains itself."""
         uses = {
-            number: [int(n) for n in _RULE.findall(text)] for number, text in self._rules.items()
+            number: [int(n) for n in _REFERENCE.findall(text)]
+            for number, text in self._translations.items()
         }
-        reached = [self._numbers["root"]]
-        for number in reached:  # which grows
-            reached += dict.fromkeys(n for n in uses[number] if n not in reached)
+        reached, todo = [self.root], [self.root]
+        while todo:
+            for number in uses[todo.pop()]:
+                if number not in reached:
+                    reached.append(number)
+                    todo.append(number)
         try:
             TopologicalSorter({number: uses[number] for number in reached}).prepare()
         except CycleError:
@@ -295,3 +375,65 @@ class Gbnf:
 
 def _capped(digits: str) -> int:
     return int(digits) if len(digits) < 9 else 10**9
+
+
+def _leftmost(ways: Iterable[Sequence], empty: set[int]) -> Iterable[tuple[int, bool]]:
+    """Yield each rule that an alternative can begin with, and whether it is its last symbol."""
+    for way in ways:
+        for i, symbol in enumerate(way):
+            if symbol is None:
+                break
+            yield symbol, i == len(way) - 1
+            if symbol not in empty:
+                break
+
+
+def _nullable(rules: dict[int, list[Sequence]]) -> set[int]:
+    """Return the rules that match the empty text: the smallest set with an alternative within it."""
+    users: dict[int, set[int]] = {n: set() for n in rules}
+    for number, ways in rules.items():
+        for way in ways:
+            for symbol in way:
+                if symbol is not None:
+                    users[symbol].add(number)
+    known: set[int] = set()
+    todo = list(rules)
+    while todo:
+        number = todo.pop()
+        if number not in known and any(known.issuperset(way) for way in rules[number]):
+            known.add(number)
+            todo.extend(users[number])
+    return known
+
+
+def _components(edges: dict[int, list[int]]) -> dict[int, int]:
+    """Return one member of each node's strongly connected component (Kosaraju's algorithm)."""
+    order: list[int] = []
+    seen: set[int] = set()
+    for start in edges:
+        if start in seen:
+            continue
+        seen.add(start)
+        stack = [(start, iter(edges[start]))]
+        while stack:
+            node, following = stack[-1]
+            new = next((n for n in following if n not in seen), None)
+            if new is None:
+                order.append(node)
+                stack.pop()
+            else:
+                seen.add(new)
+                stack.append((new, iter(edges[new])))
+    back: dict[int, list[int]] = {n: [] for n in edges}
+    for node, targets in edges.items():
+        for target in targets:
+            back[target].append(node)
+    component: dict[int, int] = {}
+    for start in reversed(order):
+        todo = [start]
+        while todo:
+            node = todo.pop()
+            if node not in component:
+                component[node] = start
+                todo.extend(back[node])
+    return component

@@ -14,8 +14,11 @@ from ...model import Model
 from . import schema as json_schemas
 from .gbnf import NO_FORCING, Gbnf
 from .guidance import Matcher, compiled
+from .sampler_matcher import SamplerMatcher
 
-__all__ = ["Grammar"]
+__all__ = ["Grammar", "GrammarState"]
+
+GrammarState = Matcher | SamplerMatcher
 
 _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
@@ -76,11 +79,9 @@ class Grammar:
         object.__setattr__(self, "guidance", self._compile())
 
     def _compile(self) -> str:
-        """Return the grammar as llguidance reads it."""
+        """Return the grammar as llguidance reads it; "" = llama.cpp's sampler has to follow it."""
         if self.kind == "gbnf":
-            parsed = Gbnf(self.source)
-            object.__setattr__(self, "token_texts", tuple(parsed.token_texts))
-            return compiled("lark", parsed.lark())
+            return self._compile_gbnf()
         if self.kind == "json_schema":
             schema = json_schemas.parse(self.source)
             for given in (json_schemas.closed(schema), schema):  # which may need other properties
@@ -91,6 +92,16 @@ class Grammar:
         if self.kind == "choice":
             return compiled("regex", "|".join(map(_literal, _choices(self.source))))
         return compiled(self.kind, self.source)
+
+    def _compile_gbnf(self) -> str:
+        parsed = Gbnf(self.source)
+        object.__setattr__(self, "token_texts", tuple(parsed.token_texts))
+        if parsed.names_tokens:
+            return ""
+        try:
+            return compiled("lark", parsed.lark)
+        except GrammarError:  # for instance a range that is empty: llama.cpp takes it
+            return ""
 
     @classmethod
     def from_json_schema(
@@ -177,7 +188,7 @@ class Grammar:
             return self.source
         return {"source": self.source, "kind": self.kind, "whitespace": self.whitespace}
 
-    def start(self, model: Model, *, forcing: bool = False) -> Matcher:
+    def start(self, model: Model, *, forcing: bool = False) -> GrammarState:
         """Return the state of this grammar before the first token.
 
         Args:
@@ -190,13 +201,12 @@ class Grammar:
         """
         if not model.has_text:
             raise GrammarError("a grammar needs a model with a vocabulary")
-        guidance = self.guidance
-        if self.token_texts:
-            ids = [_named_token(model, text) for text in self.token_texts]
-            guidance = compiled("lark", Gbnf(self.source).lark(ids))
-        if forcing and self.kind == "gbnf":
-            guidance = guidance.replace(NO_FORCING, "{}")
-        return Matcher(model, guidance)
+        if not self.guidance:
+            return SamplerMatcher(model, self.source, self.token_texts)
+        is_split = forcing and self.kind == "gbnf"
+        return Matcher(
+            model, self.guidance.replace(NO_FORCING, "{}") if is_split else self.guidance
+        )
 
     def parse(self, text: str) -> object:
         """Return what a complete text of a JSON schema means: a JSON value, or an instance of its type.
@@ -209,16 +219,6 @@ class Grammar:
         if self.kind != "json_schema":
             return text
         return json_schemas.value(self.model, text)
-
-
-def _named_token(model: Model, text: str) -> int:
-    """Return the token that a grammar names by its text."""
-    tokens = model.handle.tokenize(text.encode(), False, True)
-    if len(tokens) != 1:
-        raise GrammarError(
-            f"the grammar refers to {text!r}, which is not one token of this vocabulary"
-        )
-    return tokens[0]
 
 
 def _of_schema(schema: dict[str, object], whitespace: str) -> tuple[str, str]:

@@ -138,9 +138,6 @@ class Matcher:
                 address, size = mask.ctypes.data, mask.nbytes
                 _guarded(lambda: self._matcher.unsafe_compute_mask_ptr(address, size))
                 self._check()
-                if not self._matcher.is_accepting():  # a grammar may name them: they end the text
-                    for token in self._model.eog_tokens:
-                        mask[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
             self._mask = mask
         return self._mask
 

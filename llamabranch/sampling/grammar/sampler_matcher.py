@@ -1,0 +1,71 @@
+"""Grammars that name tokens, on llama.cpp's own sampler: it is asked about the whole vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import GrammarError
+from ...model import Model
+from ...native import CandidateBuffer, GrammarHandle
+
+__all__ = ["SamplerMatcher"]
+
+
+class SamplerMatcher:
+    """The state of a GBNF grammar in llama.cpp; its methods are those of ``Matcher``.
+
+    Args:
+        model: whose tokens it matches.
+        gbnf: a grammar that ``Gbnf`` has checked.
+        token_texts: the tokens that it names by their text.
+
+    Raises:
+        GrammarError: one of these is not a token of the vocabulary.
+    """
+
+    def __init__(self, model: Model, gbnf: str, token_texts: tuple[str, ...]) -> None:
+        for text in token_texts:
+            if len(model.handle.tokenize(text.encode(), False, True)) != 1:
+                raise GrammarError(
+                    f"the grammar refers to {text!r}, which is not one token of this vocabulary"
+                )
+        self._model = model
+        self._handle = GrammarHandle(model.handle, gbnf)
+        self._buffer = CandidateBuffer(model.n_vocab)
+        self._mask: npt.NDArray[np.uint32] | None = None
+        self._is_ended = False
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """Return which tokens may come next, one bit each; do not change it."""
+        if self._mask is None:
+            n_words = (self._model.n_vocab + 31) // 32
+            allowed = np.zeros(32 * n_words, dtype=np.uint8)
+            if not self._is_ended:
+                self._buffer.fill(np.zeros(self._model.n_vocab, dtype=np.float32))
+                self._handle.apply(self._buffer)
+                ids, logits = self._buffer.read()
+                allowed[ids[logits > -np.inf]] = 1
+            self._mask = np.packbits(allowed, bitorder="little").view(np.uint32)
+        return self._mask
+
+    def allows(self, token: int) -> bool:
+        """Return whether ``token`` may come next."""
+        return not self._is_ended and self._handle.allows(token, self._buffer)
+
+    def accept(self, token: int) -> None:
+        """Advance by a token that is allowed."""
+        self._handle.accept(token)
+        self._mask = None
+        self._is_ended = self._model.is_eog(token)
+
+    def forced(self) -> list[int]:
+        """Return []: llama.cpp does not tell."""
+        return []
+
+    def clone(self) -> SamplerMatcher:
+        """Return an independent copy with the same state."""
+        clone = object.__new__(SamplerMatcher)
+        clone.__dict__.update(self.__dict__)
+        clone._handle = self._handle.clone()
+        return clone

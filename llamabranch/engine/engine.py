@@ -277,10 +277,11 @@ class Engine:
     def _run(self, core: EngineCore, source: RequestSource) -> Generator[Event, None, None]:
         """Yield the events of all steps until ``source`` and all requests have ended."""
         ahead = max(2, self.target.n_seq_max)  # requests that wait, besides those that run
+        more = True
         try:
             while True:
-                while core.n_ahead < ahead and core.feed(source):
-                    pass
+                while more and core.n_ahead < ahead:
+                    more = core.feed(source)
                 if not core.has_unfinished:
                     if source.failure is not None:
                         raise source.failure

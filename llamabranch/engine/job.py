@@ -344,7 +344,7 @@ class Job:
             if branch is not None and not branch.ctx.closed:
                 branch.sequence.keep_cached(is_last=True)
                 branch.prune()
-            self.branch, self.has_ended = None, ends
+            self.branch, self.has_ended = None, self.has_ended or ends
 
     # -- reading -------------------------------------------------------------------------------------
 

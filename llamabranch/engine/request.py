@@ -472,9 +472,12 @@ def as_request(request: AnyRequest) -> Request:
 def _skipped(skip: Skip) -> frozenset[tuple[str, int]]:
     """Return ``skip`` as a set, after checking that it consists of pairs (id, sample)."""
     pairs = [*skip] if isinstance(skip, Iterable) else [skip]
-    if any(not isinstance(pair, tuple) or [*map(type, pair)] != [str, int] for pair in pairs):
+    for pair in pairs:
+        match pair:
+            case (str(), int()):
+                continue
         raise ConfigError(
-            f"skip is a collection of pairs (id, sample), not {skip!r:.40}",
+            f"skip is a collection of pairs (id, sample), not of {pair!r:.40}",
             hint='for example [("0", 0), ("0", 1)]',
         )
     return frozenset(pairs)

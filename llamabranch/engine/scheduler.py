@@ -22,7 +22,7 @@ class Scheduler:
     Jobs are admitted in the order of their keys while a sequence is free and the cache has room for their
     prompt. A job whose prompt begins like that of an active job shares those cells instead of decoding
     them again; so does one whose prompt begins like a text in the prefix cache.
-    Only the head of the queue is looked at: the cost of a step does not depend on how many wait.
+    Only the head of the queue is looked at in a step.
 
     Args:
         ctx: whose sequences they are.

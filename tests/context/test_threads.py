@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from llama_cpp import llama_cpp as C
 
@@ -479,3 +480,52 @@ def test_threads_share_a_speculator(
             speculator.forget(last)
         assert small.usage().cells_used == 0
         small.audit()
+
+
+def test_model_is_tokenized_with_from_many_threads(target: lb.Model) -> None:
+    texts = [f"{prompt} {i} ." for prompt in PROMPTS for i in range(50)]
+    alone = [target.tokenize(text) for text in texts]
+
+    def tokenize() -> object:
+        return [target.tokenize(text) for text in texts]
+
+    def spell() -> object:
+        return [target.tokenize(target.detokenize(tokens, special=True)) for tokens in alone]
+
+    first, *others = together(tokenize, tokenize, spell, spell)
+    assert first == alone == others[0]
+    assert others[1] == others[2]
+
+
+def test_interrupts_from_many_threads_change_no_text(ctx: Context) -> None:
+    """Whenever the interrupts come, a branch that continues generates the text it would have."""
+    with Branch.start(ctx, "The king", temperature=0.9, seed=1) as branch:
+        whole = [produced.token for produced in branch.generate(60)]
+
+    def disturb() -> None:
+        for _ in range(30):
+            time.sleep(0.003)
+            ctx.interrupt()
+
+    threads = [threading.Thread(target=disturb) for _ in range(3)]
+    branch = Branch.start(ctx, "The king", temperature=0.9, seed=1)
+    for thread in threads:
+        thread.start()
+    n_stopped = 0
+    try:
+        while any(thread.is_alive() for thread in threads) or len(branch.generated) < 60:
+            if len(branch.generated) == 60:  # the other threads are slow: generate it again
+                branch.rewind(branch.n_prompt)
+            try:
+                branch.step()
+            except DecodeInterruptedError:
+                n_stopped += 1
+    finally:
+        for thread in threads:
+            thread.join()
+    assert n_stopped > 0
+    assert branch.generated == whole
+    with Branch.create(ctx) as again:
+        ctx.decoder.handle.resume()
+        again.prefill(branch.tokens)
+        assert np.array_equal(again.logits, branch.logits)

@@ -296,3 +296,14 @@ def test_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert profile_path() == tmp_path / ".cache" / "llamabranch" / "profile.json"
+
+
+def test_text_is_the_same_with_one_thread_and_with_two(target: lb.Model) -> None:
+    texts = []
+    for n_threads in (1, 2):
+        with (
+            Context(target, n_ctx=256, n_threads=n_threads) as ctx,
+            lb.Branch.start(ctx, "Once upon a time", temperature=0.9, seed=7) as branch,
+        ):
+            texts.append([branch.step().token for _ in range(24)])
+    assert texts[0] == texts[1]

@@ -425,3 +425,15 @@ def test_expression_that_explodes_neither_hangs_nor_takes_all_memory(
             sampler.accept(sampler.distribution(row).draw(1, position))
     except GrammarError:
         pass
+
+
+def test_copies_of_a_sampler_keep_their_own_place(target: lb.Model) -> None:
+    sampler = Sampler(target, SamplingParams(temperature=0.0), Grammar.from_choices(["ab", "cd"]))
+    row = np.zeros(target.n_vocab, dtype=np.float32)
+    sampler.distribution(row)
+    copies = {}
+    for letter in "ac":
+        copies[letter] = sampler.clone()
+        copies[letter].accept(target.tokenize(letter, add_special=False)[-1])
+    texts = {c: target.piece(s.distribution(row).argmax()) for c, s in copies.items()}
+    assert texts == {"a": b"b", "c": b"d"}

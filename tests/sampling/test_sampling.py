@@ -701,3 +701,13 @@ def test_texts_as_tokens_of_a_bias_get_the_ids_way() -> None:
     for bias in ({"5": 1.0}, {" the": 1.0}):
         with pytest.raises(ConfigError, match=r"an id of tokenize\) must be an integer"):
             SamplingParams(logit_bias=bias)  # type: ignore[arg-type]
+
+
+def test_clone_is_independent(toy: lb.Model) -> None:
+    sampler = Sampler(toy, SamplingParams(**OFF, presence_penalty=5.0))
+    sampler.accept(5)
+    twin = sampler.clone()
+    twin.accept(6)
+    row = _rows(toy.n_vocab)[2]
+    _same(sampler.distribution(row), reference(row, sampler.params, [5]))
+    _same(twin.distribution(row), reference(row, sampler.params, [5, 6]))

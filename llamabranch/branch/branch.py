@@ -491,9 +491,10 @@ class Branch:
         except BaseException as error:
             for child in children:
                 child.prune()
-            if isinstance(error, SequencesExhaustedError):
-                error = SequencesExhaustedError.of_forks(n, len(children), self.ctx.n_seq_max)
-            raise error from None
+            if not isinstance(error, SequencesExhaustedError):
+                raise
+            n_free, n_all = len(children), self.ctx.n_seq_max
+            raise SequencesExhaustedError.of_forks(n, n_free, n_all) from None
 
     def reseed(self, seed: int | None = None) -> None:
         """Use another seed from here on; without ``seed`` a random one is picked."""

@@ -62,7 +62,7 @@ class BranchStore:
     def append_unscored(self, texts: Mapping[Branch, Sequence[int]]) -> None:
         """Append tokens to each branch without surprisals, in as few decodes as possible.
 
-        For drafters, whose branches follow the target's. Raises the errors of ``commit``.
+        For searches, which know the log-probabilities. Raises the errors of ``commit``.
         """
         with self._ctx.lock:
             work = {branch: token_list(tokens) for branch, tokens in _pairs(texts) if tokens}
@@ -113,7 +113,7 @@ class BranchStore:
     def score(
         self, work: Mapping[Branch, Sequence[str | TokenIds]], top: int = 0
     ) -> dict[Branch, list[list[TokenScore]]]:
-        """Rate given continuations of branches, as ``Branch.score``, many in one decode.
+        """Score given continuations of branches, as ``Branch.score``, many in one decode.
 
         Args:
             work: for each branch its continuations: texts, or token ids.

@@ -253,7 +253,9 @@ class Continuations:
         """
         is_plain = self._loop.drafter is None
         stateless = self._sequences.branch.sequence.sampler.is_stateless
-        self._shares = boundary is None and (is_plain or stateless)
+        root = self._sequences.root
+        is_start = boundary is None and all(line.node is root for line in group)
+        self._shares = is_start and (is_plain or stateless)
         boundary = boundary or Boundary()
         after = after or self._sequences.end_step
         self._is_full = False
@@ -510,6 +512,11 @@ class Continuations:
     def _give_way(self, newest: Continuation | None) -> None:
         """Free cells: those of idle nodes, then those of the newest text, which then waits."""
         sequences = self._sequences
+        heirs = [line for line in self._waiting if line.branch is not None]
+        for line in heirs:
+            self._release(line, keep=False)
+        if heirs:
+            return
         if sequences.n_held > len(self._active):
             sequences.retain(())
         elif newest is not None and len(self._active) > 1:

@@ -71,11 +71,11 @@ def vote(
 
     Returns:
         all texts, those with the most frequent answer first, the most probable of them at the front;
-        ``answer`` is the most frequent one, ``votes`` counts them; ``score`` is the share of all texts
-        that have the same one. Of equally frequent answers the seed decides which comes first. Numbers
-        that are equal, such as 1 and 1.00, are one answer; ``answer_forms`` has the texts in which it
-        was given. With ``confidence``: the texts that were begun; those that did not vote because the
-        vote was decided come last, as "decided".
+        ``answer`` is the most frequent one, ``votes`` counts them; ``score`` is the share of the texts
+        counted that have the same one. Of equally frequent answers the seed decides which comes first.
+        Numbers that are equal, such as 1 and 1.00, are one answer; ``answer_forms`` has the texts in
+        which it was given. With ``confidence``: the texts that were begun; those that did not vote
+        because the vote was decided come last, as "decided".
 
     Raises:
         ConfigError: a value out of range. BranchStateError, CapacityError, DecodeError: all sequences
@@ -175,7 +175,10 @@ class _StopRule(NamedTuple):
         """Return the lowest confidence that ``keep`` of the first texts have, nats."""
         if self.keep == 1:
             return -math.inf
-        known = sorted((line.lowest_group for line in lines), reverse=True)
+        each = (line.lowest_group for line in lines)
+        known = sorted((lowest for lowest in each if not math.isnan(lowest)), reverse=True)
+        if not known:
+            return -math.inf
         return known[max(1, min(len(known), round(self.keep * (len(known) + 1)))) - 1]
 
 

@@ -24,6 +24,7 @@ from llamabranch.context.params import ContextOptions
 from llamabranch.errors import (
     BranchStateError,
     ConfigError,
+    DecodeInterruptedError,
     GrammarError,
     SequencesExhaustedError,
     SnapshotError,
@@ -592,3 +593,18 @@ def test_prompt_longer_than_the_context_is_told_with_both_lengths(ctx: Context) 
         Branch.start(ctx, [5] * (room + 1))
     assert ctx.usage().cells_used == 0
     assert ctx.n_seq_free == ctx.n_seq_max
+
+
+def test_interrupted_step_leaves_the_branch_as_it_was(ctx: Context) -> None:
+    with Branch.start(ctx, "Once upon a time", seed=1) as branch, branch.fork() as twin:
+        expected = [twin.step() for _ in range(20)]
+        made = []
+        for i in range(20):
+            if i % 3 == 0:
+                ctx.interrupt()
+                position = branch.position
+                with pytest.raises(DecodeInterruptedError):
+                    branch.step()
+                assert branch.position == position
+            made.append(branch.step())
+        assert made == expected

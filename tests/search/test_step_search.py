@@ -185,3 +185,23 @@ def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> Non
         with pytest.raises(ConfigError):
             search.step_search(root, **{"reward": likes_e, "max_tokens": 3, **wrong})
         assert ctx.n_seq_free == 7
+
+
+def test_a_cache_that_is_full_in_the_last_step_changes_no_text(target: lb.Model) -> None:
+    """A text that had to wait there does not go on in the branch of one that began elsewhere."""
+    with Context(target, n_ctx=256, n_threads=1) as ctx:
+        prompt = ctx.tokenize("The wolf ran and the wolf ran and the wolf " * 40)[:226]
+    for seed in range(4):
+        texts = []
+        for n_ctx in (1024, 256):
+            with (
+                Context(target, n_ctx=n_ctx, n_seq_max=6, n_threads=1, batch_invariant=True) as ctx,
+                Branch.start(ctx, prompt, temperature=0.5, seed=seed) as root,
+            ):
+                root.steer(dict.fromkeys(target.eog_tokens, -50.0))
+                found = search.step_search(
+                    root, lambda text: len(text) % 5, 4, method="rebase", max_steps=2, step=4,
+                    max_tokens=20,
+                )  # fmt: skip
+                texts.append(sorted(h.text for h in found.hypotheses))
+        assert texts[0] == texts[1]

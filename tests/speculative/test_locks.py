@@ -79,6 +79,7 @@ def pair(
 ) -> Iterator[tuple[lb.Context, AnyDrafter]]:
     monkeypatch.setattr("llamabranch.native.context.forkable_lock", NotingLock)
     NotingLock.faults.clear()
+    NotingLock.n_made = 0
     if request.param == "shared memory":
         toys.write_toy(tmp_path / "t.gguf", "gemma4", vocab="bytes", weights="f32")
         toys.write_toy(tmp_path / "h.gguf", "gemma4-assistant", vocab="bytes", weights="f32")

@@ -538,3 +538,26 @@ def test_sources_tell_where_tokens_came_from(ctx: Context, draft_ctx: Context) -
     assert stats.num_accepted_tokens - sources.count("drafted") <= 3  # a last block cut short
     assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens
     assert stats.num_drafts + stats.num_plain_steps == stats.target_forward_passes
+
+
+SENTENCE = r"""
+    root ::= "The " ("king" | "witch" | "frog") " " ("slept" | "wept") " and " last "."
+    last ::= "sang" | "danced"
+"""
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("which", ["model", "same model", "wrong"])
+def test_rejection_rules_reach_the_end_of_a_grammar_too(
+    which: str, rule: str, ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    drafter = make(which, draft_ctx, other_ctx)
+    speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=16, rule=rule))
+    for seed in range(6):
+        no_end = dict.fromkeys(ctx.model.eog_tokens, -np.inf)
+        params = SamplingParams(temperature=1.0, seed=seed, logit_bias=no_end)
+        text = ""
+        with pytest.raises(lb.errors.GrammarError, match="no token"):
+            for one in speculator.generate(PROMPTS[0], sampling=params, grammar=SENTENCE):
+                text += one.text
+        assert re.fullmatch(r"The (king|witch|frog) (slept|wept) and (sang|danced)\.", text), text

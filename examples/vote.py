@@ -21,7 +21,8 @@ def main() -> None:
                 found = search.vote(branch, first_word, 32, 12, confidence=confidence, stop=["."])
                 ranked = ", ".join(f"{answer} {n}" for answer, n in list(found.votes.items())[:6])
                 stats = found.stats
-                print(f"confidence {confidence}: {len(found.hypotheses)} texts")
+                heard = [h for h in found.hypotheses if h.finish_reason != "decided"]
+                print(f"confidence {confidence}: {len(heard)} texts")
                 print(f"  votes: {ranked}")
                 print(f"  {stats.decodes} decodes, {stats.tokens_decoded} tokens")
         print(f"the text of the winner: {PROMPT}{found.text}")

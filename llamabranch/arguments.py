@@ -125,7 +125,9 @@ def placed(place: str) -> Iterator[None]:
 def choice(name: str, value: object, choices: Collection[str]) -> None:
     """Check that ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"unknown {name} {shown(value)}", hint=f"{name}: {', '.join(choices)}")
+        raise ConfigError(
+            f"unknown {name} {shown(value):.60}", hint=f"{name}: {', '.join(choices)}"
+        )
 
 
 def flag(name: str, value: object) -> None:

@@ -107,12 +107,14 @@ class Command(TyperCommand):
 
         Click would read an unknown option of one dash as a short one with text behind it.
         """
-        found, takes_value = [], False
-        for each in args:
+        found, takes_value = list[str](), False
+        for i, each in enumerate(args):
+            if each == "--" and not takes_value:
+                return [*found, *args[i:]]
             is_value, param = takes_value, options.get(each)
             takes_value = not is_value and param is not None and not param.is_flag
             is_unknown = not is_value and param is None
-            if is_unknown and each in _HINTS and re.match("-[a-z]", each):
+            if is_unknown and each in _HINTS and re.match("-[a-z][a-z-]", each):
                 raise UsageError(f"No such option: {each} ({_HINTS[each]})")
             if not (is_unknown and self.name == "serve" and each in _TRUE_ANYWAY):
                 found.append(each)

@@ -133,21 +133,27 @@ class Comparison:
             ("same text", self.same_text, ""),
         ]
 
-    def explain(self) -> str:
-        """Return the speedup and what the verdict means; where there is none, what to do about it."""
+    def explain(self, shorter: str = ": generate less (-n)") -> str:
+        """Return the speedup and what the verdict means; where there is none, what to do about it.
+
+        ``shorter`` follows where a run took too long to be repeated often enough.
+        """
         interval, verdict = self.interval, self.verdict
         if verdict == "nothing drafted":
             return NOTHING_DRAFTED
         fast = f"drafting is {self.speedup:.2f} times as fast as plain decoding here"
-        ends = {"faster": ".", "slower": ": it does not pay (--draft none)."}
+        ends = {
+            "faster": ".",
+            "slower": ": it does not pay; --draft-max auto, the default, stops it.",
+        }
         if verdict in ends:
             return fast.capitalize() + ends[verdict]
         why = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
         if math.isnan(interval.low):
-            why = f"fewer than 6 pairs of runs ({interval.n}) have no interval"
+            why = f"fewer than 6 pairs of runs ({interval.n}) have no interval{shorter}"
         return (
-            f"Inconclusive: {fast}, but {why}. Stop other programs on the machine, generate less (-n), "
-            "or measure several prompts with `llamabranch bench`."
+            f"Inconclusive: {fast}, but {why}. Stop other programs on the machine, or measure "
+            "several prompts with `llamabranch bench`."
         )
 
 

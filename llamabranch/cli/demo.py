@@ -299,7 +299,7 @@ class _Demo:
         show.table(("", "drafted", "plain"), rows)
         show.line()
         self._explain(same)
-        why = compared.explain()
+        why = compared.explain(shorter="")
         show.line(why)
         return {
             "text": fast.results[0].text,

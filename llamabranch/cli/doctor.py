@@ -199,8 +199,6 @@ def _failed(name: str, error: Exception) -> Check:
 
 
 def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
-    plain = lb.Engine(target, None)
-
     def texts(engine: lb.Engine, *seeds: int) -> list[list[int]]:
         found = engine.generate([_request(seed) for seed in seeds])
         for error in (result.error for result in found if result.error is not None):
@@ -214,12 +212,13 @@ def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
         return False, f"not {what}, though the context is batch-invariant"
 
     def batch() -> tuple[bool, str]:
-        alone = [text for seed in range(4) for text in texts(plain, seed)]
-        return exact(alone == texts(plain, *range(4)), "the text that each has alone")
+        alone = [text for seed in range(4) for text in texts(lb.Engine(target), seed)]
+        return exact(alone == texts(lb.Engine(target), *range(4)), "the text that each has alone")
 
     def drafts() -> tuple[bool, str]:
         drafting = lb.Engine(target, lb.ModelDrafter(draft), lb.SpeculativeConfig(draft_k=4))
-        return exact(texts(drafting, 1) == texts(plain, 1), "the text of plain decoding")
+        same = texts(drafting, 1) == texts(lb.Engine(target, None), 1)
+        return exact(same, "the text of plain decoding")
 
     def saved() -> tuple[bool, str]:
         start = lb.Branch.start(target, PROMPT, temperature=0.8, seed=1)
@@ -284,7 +283,8 @@ def advise(
     """
     from llamabranch.bench.machine import processor_flags
 
-    flags, tools = flags or processor_flags(), _gpu_tools() if tools is None else tools
+    flags = processor_flags() if flags is None else flags
+    tools = _gpu_tools() if tools is None else tools
     # AVX512 in a build means several features; names of ARM's features vary.
     built = "\n".join(machine.features)
     unused = [

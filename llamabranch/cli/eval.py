@@ -160,7 +160,7 @@ def _run(
 ) -> None:
     """Add the result of a task to ``results``: of the items that are done, where it is interrupted."""
     order = {item.id: i for i, item in enumerate(task.items[:limit])}
-    found = [sample for sample in file.done[task.name] if sample.item.id in order]
+    found = list({s.item.id: s for s in file.done[task.name] if s.item.id in order}.values())
     shown = Progress(console, f"items of {task.name}", len(found))
 
     def note(sample: Sample) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -159,7 +159,7 @@ class Checkpoint:
         elif path is not None and path.exists() and not path.is_file():
             raise ConfigError(f"{path} is not a regular file", hint="leave out --output")
 
-    def save(self, data: dict[str, object], *, now: bool = False) -> None:
+    def save(self, data: Callable[[], dict[str, object]], *, now: bool = False) -> None:
         """Write the file, unless that was done some seconds ago and is not wanted ``now``.
 
         Raises:
@@ -167,7 +167,7 @@ class Checkpoint:
         """
         if self.path is None or (not now and perf_counter() - self._saved_s < _SAVED_EVERY_S):
             return
-        text = json.dumps(finite({"kind": self._kind, **data}), ensure_ascii=False)
+        text = json.dumps(finite({"kind": self._kind, **data()}), ensure_ascii=False)
         with writing(self.path), atomic_write(self.path) as file:
             file.write(f"{text}\n".encode())
         self._saved_s = perf_counter()
@@ -195,14 +195,13 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
     kind: type[Perplexity | KLDivergence] = Perplexity if logits is None else KLDivergence
     earlier: Any = kind.from_dict(checkpoint.data) if checkpoint.data else None
     found: Perplexity | KLDivergence | None = earlier
-    shown = Progress(console, "chunks", 0 if earlier is None else earlier.n_done)
 
     def note(done: Perplexity | KLDivergence) -> None:
         nonlocal found
         found = done
         message = f"perplexity {number(done.value, 4)}" if isinstance(done, Perplexity) else ""
         shown.show(done.n_done, done.n_chunks, message)
-        checkpoint.save(done.as_dict())
+        checkpoint.save(done.as_dict)
 
     options: Any = {"progress": note, "resume": earlier}
     if logits is None:
@@ -211,6 +210,7 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         with lb.eval.LogitsFile.open(logits) as file:
             window = file.window
     with open_for_chunks(name, models, window, console) as ctx:
+        shown = Progress(console, "chunks", 0 if earlier is None else earlier.n_done)
         try:
             if logits is not None:
                 found = lb.eval.divergence(ctx, logits, **options)
@@ -220,7 +220,7 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         finally:
             console.progress("")
             if found is not None and found.n_done:
-                checkpoint.save(found.as_dict(), now=True)
+                checkpoint.save(found.as_dict, now=True)
                 _print(console, ctx, found)
 
 
@@ -317,7 +317,7 @@ def compare_models(
                 check_new_file(logits)
             if base not in rows:
                 logits.unlink(missing_ok=True)
-        checkpoint.save(kept, now=True)
+        checkpoint.save(lambda: kept, now=True)
         try:
             for name in (name for name in names if name not in rows):
                 with open_for_chunks(name, models, window, console) as ctx:
@@ -326,7 +326,7 @@ def compare_models(
                         ctx, name, text, window, chunks, saved, console, is_base=name == base
                     )
                 rows[name] = {"model": name, "size_bytes": sizes[name], **row}
-                checkpoint.save(kept, now=True)
+                checkpoint.save(lambda: kept, now=True)
             logits.unlink(missing_ok=True)
         finally:
             console.progress("")

@@ -83,7 +83,13 @@ def load_function(place: str) -> Callable[[str], bool]:
 
 def schema_text(given: str) -> str:
     """Return a JSON schema that is given as its text, or as the name of a file of it."""
-    return given if given.lstrip().startswith("{") else read_text(Path(given))
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the schema {given!r:.80}: {why}") from None
 
 
 def read_prompt_file(path: Path) -> str:

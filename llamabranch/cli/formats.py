@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from llamabranch.bench.timing import Interval, Spread
 
 ROUNDING = (
-    "Logits are rounded by how many tokens are decoded at once there, so a text that is drafted or "
+    "Logits are rounded by how many tokens are decoded at once, so a text that is drafted or "
     "batched can differ."
 )
 

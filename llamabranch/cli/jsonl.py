@@ -13,7 +13,7 @@ import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 from llamabranch.model import chat_messages
 
-from ..arguments import choice, instance
+from ..arguments import choice, instance, plain_int
 from .files import is_unicode, read_standard_input, read_text, schema_text
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -149,8 +149,10 @@ def _prompt(data: Mapping[str, Any]) -> Any:
     if "messages" in data:
         return chat_messages(data["messages"])
     prompt = data.get("prompt")
-    if not isinstance(prompt, (str, list)) or prompt == []:
+    if not isinstance(prompt, (str, list)):
         raise ConfigError("the prompt must be text or a list of token ids")
+    if prompt == []:
+        raise ConfigError("the prompt has no tokens")
     for token in prompt if isinstance(prompt, list) else ():
         if type(token) is not int or not 0 <= token < _MOST_TOKENS:
             raise ConfigError(f"{token!r:.40} is not a token id")
@@ -166,10 +168,13 @@ def _text_id(value: object) -> str:
 
 def _grammar(data: Mapping[str, Any]) -> lb.Grammar | None:
     schema = data.get("json_schema")
-    if isinstance(schema, str):
-        return lb.Grammar.from_json_schema(schema_text(schema))
     if schema is not None:
-        return lb.Grammar.from_json_schema(instance("json_schema", schema, dict))
+        if not isinstance(schema, (str, dict)):
+            message = "json_schema must be an object, its text or the name of a file"
+            raise ConfigError(f"{message}, not {schema!r:.40}")
+        return lb.Grammar.from_json_schema(
+            schema_text(schema) if isinstance(schema, str) else schema
+        )
     if "regex" in data:
         return lb.Grammar.from_regex(str(data["regex"]))
     if "choice" in data:
@@ -185,11 +190,12 @@ def _top_logprobs(data: Mapping[str, Any]) -> int | None:
     given, top = data.get("logprobs"), data.get("top_logprobs")
     if given is False:
         return None
-    if given in (None, True) and type(given) in (type(None), bool):
-        return (top or 0) if given else top
-    if top is not None or isinstance(given, bool):
+    if given is not None and given is not True and top is not None:
         raise ConfigError("logprobs is true or false beside top_logprobs")
-    return given
+    found = (top or 0) if given is True else top if given is None else given
+    if found is not None and plain_int(found) is None:
+        raise ConfigError(f"logprobs and top_logprobs must be whole numbers, not {found!r:.40}")
+    return found
 
 
 def _settings(data: Mapping[str, Any], sampling: SamplingParams | None) -> SamplingParams | None:

@@ -70,7 +70,7 @@ class MethodOptions:
 
     def check(self, max_tokens: int | None) -> None:
         """Raise ConfigError for what cannot be searched with."""
-        choice("methods", self.method, WIDTHS)
+        choice("method", self.method, WIDTHS)
         hint = "for example --reward 'python score.py', which reads a text and prints a number"
         if self.method in NEED_REWARD and self.reward is None:
             raise ConfigError(f"--method {self.method} needs a reward", hint=hint)

@@ -105,6 +105,11 @@ class Journal:
         self._document.apply(record)
         self._lines.append(msgspec.json.encode(record) + b"\n")
 
+    @property
+    def saved(self) -> bool:
+        """Whether the file has all records."""
+        return self.error is None and not self._lines
+
     def write(self) -> bool:
         """Write what is kept; False if the disk refuses, and it is kept longer."""
         if self._file is None or self.read_only is not None:

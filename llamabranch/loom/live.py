@@ -1,7 +1,7 @@
 """What happens while one looks: events for the tabs, and the jobs that make tokens.
 
 Everything here belongs to the event loop. Threads (the engine's, those of searches and comparisons) hand
-over what they have with `Live.call`. Tokens wait at most 25 ms for an event and the file.
+over what they have with `Live.call`. Tokens wait at most 25 ms for an event, 0.12 s for the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .journal import Journal
 
 __all__ = ["MOST_TOP", "Job", "Live", "Work"]
 
-_EVENT_S, _RETRY_S, _SYNC_S, _BEAT_S = 0.025, 0.1, 1.0, 15.0
+_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.025, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # that a tab can have missed
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
@@ -93,12 +93,11 @@ class Live:
         self._lost = 0  # the newest event that is not in the ring any more
         self._news: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unsent: dict[
-            Node, tuple[int, int]
-        ] = {}  # own tokens not reported, and not in the file
+        # Own tokens that are not reported, and not in the journal.
+        self._unsent: dict[Node, tuple[int, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
         self._timer: asyncio.TimerHandle | None = None
-        self._sent = self._synced = 0.0
+        self._sent = self._written = self._synced = 0.0
 
     @property
     def service(self) -> Service:
@@ -205,7 +204,7 @@ class Live:
     def file(self) -> dict[str, object]:
         """What is shown of the file."""
         journal = self.journal
-        saved = journal.error is None and not self._unsent
+        saved = journal.saved and not self._unsent
         return {
             "name": journal.path.name, "saved": saved, "read_only": journal.read_only,
             "error": journal.error,
@@ -220,19 +219,20 @@ class Live:
             self._timer = asyncio.get_running_loop().call_later(wait, self._tick)
 
     def _tick(self) -> None:
-        """Send tokens and write them; sync once a second."""
+        """Send tokens, write them every fourth time, and sync once a second."""
         self._timer = None
         self.send_tokens()
         loop, self._sent = asyncio.get_running_loop(), perf_counter()
-        had = self.journal.error
-        self.journal.write()
-        if self._sent - self._synced >= _SYNC_S:
-            self._synced = self._sent
-            loop.run_in_executor(None, self.journal.sync)
-        if had != self.journal.error:
-            self.emit("set", {"file": self.file})
-        if self.journal.error:
-            self._timer = loop.call_later(_RETRY_S, self._tick)
+        if self._sent - self._written >= _WRITE_S:
+            had, self._written = self.journal.error, self._sent
+            self.journal.write()
+            if self._sent - self._synced >= _SYNC_S:
+                self._synced = self._sent
+                loop.run_in_executor(None, self.journal.sync)
+            if had != self.journal.error:
+                self.emit("set", {"file": self.file})
+        if not self.journal.saved:
+            self._timer = loop.call_later(_EVENT_S, self._tick)
 
     def send_tokens(self) -> None:
         """Send the tokens that no event has reported yet, and add them to the file."""

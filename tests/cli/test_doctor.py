@@ -104,6 +104,17 @@ def test_texts_that_fail_alike_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> 
         assert f"FAIL  {name}: DecodeError: no" in shown
 
 
+def test_engine_that_cannot_be_made_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_arguments: object) -> None:
+        raise lb.ConfigError("no engine")
+
+    monkeypatch.setattr(lb.Engine, "__init__", refused)
+    shown = run().stdout
+    for name in ("four texts in one batch", "speculative decoding"):
+        assert f"FAIL  {name}: ConfigError: no engine" in shown
+    assert "ok    a saved branch" in shown
+
+
 @pytest.mark.parametrize(
     ("machine", "n_threads", "more", "advice"),
     [
@@ -112,6 +123,7 @@ def test_texts_that_fail_alike_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> 
         (MACHINE, 4, {"flags": FLAGS | {"avx512f"}}, ["avx512f", "-DGGML_NATIVE=on"]),
         (MACHINE, 4, {"tools": ("nvidia-smi",)}, ["-DGGML_CUDA=on"]),
         (replace(MACHINE, load=4.0), 4, {}, ["busy"]),
+        (replace(MACHINE, features=()), 4, {"flags": frozenset()}, []),  # unknown: no advice
         (MACHINE, 8, {}, ["8 threads share 4 cores"]),
         (MACHINE, 4, {"extra": False}, ["llamabranch[hub]"]),
     ],

@@ -87,6 +87,8 @@ def test_eval_runs_tasks_and_continues_samples(tmp_path: Path) -> None:
     again = answer(*shared, "-o", samples, "--resume")
     assert again["tasks"] == tables
     assert sorted(samples.read_text().splitlines(keepends=True)) == sorted(lines)
+    samples.write_text("".join([*lines, lines[0]]))  # an item that stands there twice counts once
+    assert answer(*shared, "-o", samples, "--resume")["tasks"] == tables
     assert run(*shared, "-o", samples).exit_code == 2
     refused = run(*shared, "-o", samples, "--resume", "-m", DRAFT)
     assert refused.exit_code == 2 and "another model" in refused.stderr

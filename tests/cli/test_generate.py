@@ -417,6 +417,9 @@ def test_verdict_needs_the_whole_interval_and_noise_is_no_answer(
     assert message.startswith("Inconclusive") == (verdict in ("inconclusive", "nothing drafted"))
     if verdict == "inconclusive":
         assert ("fewer than 6" in message) == (n_pairs < 6) and "`llamabranch bench`" in message
+        assert ("generate less (-n)" in message) == (n_pairs < 6)
+        assert "Stop other programs on the machine, or measure" in message
+        assert "(-n)" not in found.explain(shorter="")  # as in the demo, which has no -n
 
 
 def test_models_are_taken_by_name_and_by_path() -> None:

@@ -14,7 +14,7 @@ from toys import CHAT_TEMPLATE, write_toy
 import llamabranch as lb
 from llamabranch import hub
 from llamabranch.cli.app import COMMANDS, HIDDEN, MOVED, load_command
-from llamabranch.cli.command import HINTS
+from llamabranch.cli.command import HINTS, spread_out
 
 TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
 SHORT = ("-c", "256", "-d", "none")
@@ -201,6 +201,19 @@ def test_flags_that_a_command_lacks_get_a_hint() -> None:
 def test_a_value_that_looks_like_an_option_is_a_value() -> None:
     assert run("speculate", "--stop", "-hff", "-n", "2").exit_code == 0
     assert run("speculate", "-n2", "-k2", "-dlookup").exit_code == 0
+    for prompt in ("-b", "-hff"):
+        assert run("speculate", "-n", "2", "-t", "1", *SHORT, "--", prompt).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["--input", "-", "--max_tokens=5"], ["--input", "-", "--max-tokens=5"]),
+        (["--no_such_thing", "x_y"], ["--no_such_thing", "x_y"]),
+    ],
+)
+def test_known_names_get_dashes(given: list[str], meant: list[str]) -> None:
+    assert spread_out(given, {"--prompts", "--input", "--max-tokens"}) == meant
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -56,7 +56,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("generate", "a", "--draft", "no-such-model"), "no-such-model"),
     (("generate", "a", "--samples", "100000000"), "from 1 to"),
     (("search", "a", "b"), "more than one prompt"),
-    (("search", "a", "--method", "best"), "methods"),
+    (("search", "a", "--method", "best"), "unknown method 'best'"),
     (("search", "a", "--method", "mcts"), "reward"),
     (("search", "a", "--method", "vote", "--answer", "("), "regular expression"),
     (("search", "a", "--method", "best-of", "-n", "2", "--reward", "echo good"), "good"),

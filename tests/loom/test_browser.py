@@ -101,6 +101,12 @@ def test_tokens_have_their_numbers(page: Page) -> None:
     assert page.locator("#text [aria-selected=true]").get_attribute("data-token") == str(there)
 
 
+def test_bytes_that_are_no_text_can_be_told_apart(page: Page) -> None:
+    pieces = [[226, 130], [32, 240], "a", {"c": "<s>"}, [226, 130, 172]]
+    shown = "all => import('/loom/app/store.js').then(store => all.map(store.pieceText))"
+    assert page.evaluate(shown, pieces) == [r"\xe2\x82", r" \xf0", "a", "<s>", "€"]
+
+
 def test_session_with_the_keyboard_alone(page: Page) -> None:
     """From the empty page on: write, continue, move, fork, bookmark, note, undo, redo, find, help."""
     page.keyboard.type("The old king said")

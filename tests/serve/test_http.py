@@ -119,7 +119,7 @@ CASES += [(path, json.dumps(body).encode()) for path, body in DEEP_CASES]
 @pytest.mark.parametrize(("path", "body"), CASES)
 def test_bodies_that_are_no_requests(api: Any, path: str, body: bytes) -> None:
     answer = api.post(path, content=body)
-    assert 400 <= answer.status_code < 500, answer.text
+    assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
 
 

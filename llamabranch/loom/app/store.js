@@ -243,8 +243,9 @@ export const texts = (/** @type {Piece[]} */ all) => all.map((piece, i) => {
   return UTF8.decode(new Uint8Array(piece), { stream: Array.isArray(all[i + 1]) });
 });
 
-/** A piece by itself. @param {Piece} piece */
-export const pieceText = (piece) => texts([piece])[0];
+/** A piece by itself, with bytes that are no text as \xNN. @param {Piece} piece */
+export const pieceText = (piece) => Array.isArray(piece) && texts([piece])[0].includes("\ufffd")
+  ? piece.map((byte) => byte < 128 ? String.fromCharCode(byte) : "\\x" + byte.toString(16)).join("") : texts([piece])[0];
 
 /** The state of the page, the most pressing first. @param {{session: boolean, connected: boolean}} net */
 export function stateOf(net) {

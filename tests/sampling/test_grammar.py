@@ -127,6 +127,18 @@ def test_llguidance_follows_gbnf_as_llama_cpp_does(
     assert n > 100
 
 
+@pytest.mark.parametrize("end", ['"y"', '"y" | "z" r0'], ids=["chain", "recursion"])
+def test_rules_that_are_groups_of_rules_end_no_process(end: str, toy: lb.Model) -> None:
+    """3,000 groups, one in another: llguidance would overflow its stack, so llama.cpp follows them."""
+    rules = [f'r{i} ::= ("x" ("x" ("x" r{i + 1})))' for i in range(1000)]
+    grammar = Grammar("\n".join(["root ::= r0", *rules, f"r1000 ::= {end}"]))
+    sampler = Sampler(toy, SamplingParams(temperature=0.0), grammar)
+    for _ in range(5):
+        token = sampler.distribution(np.zeros(toy.n_vocab, dtype=np.float32)).argmax()
+        assert toy.piece(token) == b"x"
+        sampler.accept(token)
+
+
 def test_left_recursion_that_llama_cpp_overlooks_is_refused() -> None:
     """``b`` can be empty through ``c``: llama.cpp looks only one rule deep, and would loop forever."""
     with pytest.raises(GrammarError, match="left recursion"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
+from itertools import accumulate
 
 from ...errors import GrammarError
 
@@ -19,6 +20,7 @@ NO_FORCING = '{"no_forcing": true}'  # texts that are certain may be split into 
 
 _MAX_DEPTH = 200
 _MAX_REPEAT = 2000
+_MAX_PATH = 1000  # parentheses, rule in rule: llguidance overflows a stack of 8 MB at some 2,500
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _ESCAPED = {"t": "\t", "n": "\n", "r": "\r", **{c: c for c in '\\"[]-'}}
 _WORD = re.compile(r"[a-zA-Z0-9-]*")
@@ -348,14 +350,23 @@ class Gbnf:
         its own: longer ones would be matched greedily. Texts that are forced may be split into any
         tokens, as llama.cpp allows it.
         """
-        reached, is_recursive = self._reached()
+        reached, is_recursive, path = self._reached()
+        if path > _MAX_PATH:
+            raise GrammarError(
+                f"the grammar is {path} groups deep, rule in rule, above the limit of {_MAX_PATH}",
+                hint="use fewer groups, or fewer rules that stand for other rules",
+            )
         name = r"r\1" if is_recursive else r"R\1"
         lines = [f"%llguidance {NO_FORCING}", f"start: @{self.root}@"]
         lines += [f"@{number}@: {self._translations[number]}" for number in reached]
         return _REFERENCE.sub(name, "\n".join(lines))
 
-    def _reached(self) -> tuple[list[int], bool]:
-        """Return the rules with names that the start symbol needs, and whether one contains itself."""
+    def _reached(self) -> tuple[list[int], bool, int]:
+        """Return the rules with names that the start symbol needs; whether one contains itself; how deep.
+
+        The depth counts the groups of the deepest path from rule to rule, of rules that contain each
+        other those of all.
+        """
         uses = {
             number: [int(n) for n in _REFERENCE.findall(text)]
             for number, text in self._translations.items()
@@ -366,11 +377,21 @@ class Gbnf:
                 if number not in reached:
                     reached.append(number)
                     todo.append(number)
-        try:
-            TopologicalSorter({number: uses[number] for number in reached}).prepare()
-        except CycleError:
-            return reached, True
-        return reached, False
+        of = _components({number: uses[number] for number in reached})
+        depths = dict.fromkeys(of.values(), 0)
+        below: dict[int, set[int]] = {each: set() for each in depths}
+        for number in reached:
+            depths[of[number]] += _n_nested(self._translations[number])
+            below[of[number]] |= {of[each] for each in uses[number]} - {of[number]}
+        for each in TopologicalSorter(below).static_order():
+            depths[each] += max((depths[other] for other in below[each]), default=0)
+        recursive = len(depths) < len(reached) or any(n in uses[n] for n in reached)
+        return reached, recursive, depths[of[self.root]]
+
+
+def _n_nested(text: str) -> int:
+    """Return how many parentheses are open at once in a translation."""
+    return max(accumulate((c == "(") - (c == ")") for c in text), default=0)
 
 
 def _capped(digits: str) -> int:

@@ -308,7 +308,7 @@ def _printed(report: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
              "1.05 (0.90 to 1.20) times plain decoding, by 12 pairs of texts", "nothing else running"],
         ),
         (_decided(*[0.9, 1.2] * 6), 9.0, ["The timings are noisy: "]),
-        (PairReport(lengths=[_cell("auto", "seeded", 1.3, n_drafted=0)]), 0.0, ["nothing was drafted"]),
+        (PairReport(lengths=[_cell("auto", "seeded", 1.3, n_drafted=0)]), 0.0, ["drafted nothing"]),
         (_decided(*[0.5] * 12), 0.0, ["Drafting does not pay here", "--draft none"]),
     ],
 )  # fmt: skip

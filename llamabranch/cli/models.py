@@ -164,21 +164,21 @@ def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, A
         fault = first.head_fault(second)
         compatible, path = not fault, "none" if fault else "hidden states"
         reason = fault or "the head fits the hidden states of the first"
-        told = f"{second.name} is a head that cannot draft for the first: {fault}."
+        verdict = f"{second.name} is a head that cannot draft for the first: {fault}."
         if compatible:
-            told = (
+            verdict = (
                 f"{second.name} is a head that fits the hidden states of the first: it can draft for it. "
                 "Whether it was trained for it, only the acceptance shows."
             )
     else:
         report = first.compatibility(second)
         compatible, path, reason = report.compatible, report.path, report.reason
-        told = {
+        verdict = {
             "tokens": f"These two can speculate together, token by token: {reason}.",
             "text": f"These two can speculate together through the text only: {reason}. Every draft is "
             "then tokenized again, which costs time, and fewer tokens are accepted.",
         }.get(path, f"These two cannot speculate together: {reason}")
-    return {"compatible": compatible, "path": path, "reason": reason, "told": told}
+    return {"compatible": compatible, "path": path, "reason": reason, "told": verdict}
 
 
 def _print_drafts(console: Console, found: Sequence[Mapping[str, Any]]) -> None:

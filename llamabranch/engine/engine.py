@@ -297,7 +297,7 @@ class Engine:
             core.close()
 
     def explain(self) -> str:
-        """Return a description of how it drafts and fills decodes, with the measurements behind it."""
+        """Return a description of how it drafts and batches, with the measurements behind it."""
         loop = self._settings.drafting.loop
         if loop.drafter is not None:
             return loop.length.explain()

@@ -188,9 +188,9 @@ class StopRule:
 
 
 class DraftLength(ABC):
-    """How many tokens one stream drafts, decided before each of them is drawn.
+    """How many tokens one sequence drafts, decided before each of them is drawn.
 
-    Each stream has its own, made by ``stream()`` and used by one thread at a time. These may share what
+    Each sequence has its own, made by ``stream()`` and used by one thread at a time. These may share what
     they learn; then any number of threads may each use one.
 
     Attributes:
@@ -206,7 +206,7 @@ class DraftLength(ABC):
     n_before = 0
 
     def stream(self) -> DraftLength:
-        """Return one for another stream, which shares what is learned."""
+        """Return one for another sequence, which shares what is learned."""
         return copy.copy(self)
 
     def plain_steps(self, n_behind: int) -> int:
@@ -244,10 +244,10 @@ class DraftLength(ABC):
     def learn(  # noqa: B027  (a fixed length learns nothing)
         self, rounds: Sequence[Round], n_tokens: int, verify_s: float, n_rounds: int = 1
     ) -> None:
-        """Learn from the rounds of all streams that shared a decode of the target.
+        """Learn from the rounds of all sequences that shared a decode of the target.
 
         Args:
-            rounds: one for each stream.
+            rounds: one for each sequence.
             n_tokens: of the decode.
             verify_s: its seconds; NaN = it also read prompts, so its time is not comparable.
             n_rounds: how many such rounds it were: plain steps are reported together, with the median
@@ -347,7 +347,7 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
 
 
 class DraftRequest(NamedTuple):
-    """One stream's request for a draft, with the arguments of ``DraftState.propose``."""
+    """One sequence's request for a draft, with the arguments of ``DraftState.propose``."""
 
     state: DraftState
     tokens: Sequence[int]

@@ -74,9 +74,9 @@ class _Learned:
         self.lock = forkable_lock()
         self.records: dict[tuple[str, str], _Record] = {}
         self.seconds: dict[int, float] = {}  # t(n), by the target's tokens
-        self.n_streams = 1  # in the last round
+        self.n_sequences = 1  # in the last round
         self.since_plain = 0  # rounds since the last plain one
-        self.gained, self.spent_s = 0.0, 1.0  # a stream's tokens and seconds, the older the less
+        self.gained, self.spent_s = 0.0, 1.0  # a sequence's tokens and seconds, the older the less
 
     def times(self, sizes: Sequence[int]) -> list[float]:
         """Return t(n) of these numbers of tokens, between and beyond those that were decoded."""
@@ -111,8 +111,8 @@ class AutoLength(DraftLength):
     A draft of k tokens is expected to bring E_k = 1 + sum_{j<=k} prod_{i<=j} b_i tokens in
     t(n) / n + k c + t(n + k) - t(n) seconds: b_i is the learned probability that a token drawn at this
     entropy is accepted, c the time of a draft step, t(m) that of a round with m tokens in the target's
-    decode, n the number of streams that share it. A draft goes on while some longer one adds more tokens
-    than would come in the added time.
+    decode, n the number of sequences that share it. A draft goes on while some longer one adds more
+    tokens than would come in the added time.
 
     A drafter that no length makes 3 % faster than plain steps is called again after longer and longer
     pauses. One that copies at next to no cost is always called: it shows what could follow. All that is
@@ -202,7 +202,7 @@ class AutoLength(DraftLength):
 
     def _is_free(self, record: _Record) -> bool:
         """Return whether it can be looked at all that could follow at next to no cost."""
-        n = self._learned.n_streams
+        n = self._learned.n_sequences
         return record.estimates and n * record.step_s < self.CHEAP * self._learned.times([n])[0]
 
     def _is_due(self, record: _Record) -> bool:
@@ -213,8 +213,8 @@ class AutoLength(DraftLength):
         return record.waited >= record.pause and cost_s < self.TRIAL_SHARE * record.waited_s
 
     def _costs(self, record: _Record) -> list[float]:
-        """Return a stream's seconds per round by the length of its draft; it pays all that this adds."""
-        n, sizes = self._learned.n_streams, range(1, self.limit + 1)
+        """Return a sequence's seconds a round by the length of its draft; it pays all that this adds."""
+        n, sizes = self._learned.n_sequences, range(1, self.limit + 1)
         # With non-unified K/V llama.cpp decodes what one text has more than the others by itself.
         shared = n if n == 1 or not self._splits else 0
         plain_s, *times = self._learned.times([n, *(shared + k for k in sizes)])
@@ -234,7 +234,7 @@ class AutoLength(DraftLength):
     def learn(
         self, rounds: Sequence[Round], n_tokens: int, verify_s: float, n_rounds: int = 1
     ) -> None:
-        """Learn from the rounds of all streams that shared a decode."""
+        """Learn from the rounds of all sequences that shared a decode."""
         learned, n = self._learned, len(rounds)
         with learned.lock:
             for each in rounds:
@@ -246,7 +246,7 @@ class AutoLength(DraftLength):
             has_draft = any(each.draft.tokens for each in rounds)
             if n == 1 or not (has_draft and self._splits):
                 learned.learn(n_tokens, seconds, n_rounds)
-            learned.n_streams = n
+            learned.n_sequences = n
             learned.since_plain = has_draft * (learned.since_plain + 1)
             seconds += sum(each.draft.seconds for each in rounds)
             n_gained, keep = 1 + sum(each.n_accepted for each in rounds) / n, 0.97**n_rounds
@@ -271,18 +271,18 @@ class AutoLength(DraftLength):
         with learned.lock:
             if not (learned.seconds and used and used[-1].n_drafts):
                 return f"still measuring: {'' if learned.seconds else 'no plain step and '}no draft yet"
-            record, n, one_s = used[-1], learned.n_streams, learned.times([1])[0]
+            record, n, one_s = used[-1], learned.n_sequences, learned.times([1])[0]
             k, gain = self._best(record)
             state, expected = "on", f": {gain:.2f} x expected, with about {k} tokens a draft"
             if self._is_free(record):
                 state, expected = "on where a copy is likely", ""
             elif all(each.pause for each in used):
                 state, expected = "off", f": at best {gain:.2f} x"
-            streams = "" if n == 1 else f" with {n} sequences in a decode"
+            beside = "" if n == 1 else f" with {n} sequences in a decode"
             share = record.n_accepted / max(1, record.n_tested)
             v = (f"{m} tokens v = {s / one_s:.2f}" for m, s in sorted(learned.seconds.items()))
             return (
-                f"drafting is {state}{streams}: a drafted token costs {record.step_s / one_s:.2f} of a "
+                f"drafting is {state}{beside}: a drafted token costs {record.step_s / one_s:.2f} of a "
                 f"target's step, about {share:.0%} are accepted ({record.n_accepted} of "
                 f"{record.n_tested} tested){expected}\na target decode of {', '.join(v)}"
             )

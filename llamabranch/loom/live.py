@@ -1,7 +1,7 @@
 """What happens while one looks: events for the tabs, and the jobs that make tokens.
 
 Everything here belongs to the event loop. Threads (the engine's, those of searches and comparisons) hand
-over what they have with `Live.call`. Tokens wait at most 25 ms for an event, 0.12 s for the file.
+over what they have with `Live.call`. Tokens wait at most 50 ms for an event, 0.1 s for the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .journal import Journal
 
 __all__ = ["MOST_TOP", "Job", "Live", "Work"]
 
-_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.025, 0.09, 1.0, 15.0
+_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # that a tab can have missed
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
@@ -219,7 +219,7 @@ class Live:
             self._timer = asyncio.get_running_loop().call_later(wait, self._tick)
 
     def _tick(self) -> None:
-        """Send tokens, write them every fourth time, and sync once a second."""
+        """Send tokens, write them every other time, and sync once a second."""
         self._timer = None
         self.send_tokens()
         loop, self._sent = asyncio.get_running_loop(), perf_counter()

@@ -461,3 +461,11 @@ def test_recurrent_memory_has_no_trained_length(tmp_path: Path) -> None:
 def test_default_threads_do_not_exceed_the_cores_of_this_process(target: lb.Model) -> None:
     with Context(target, n_ctx=256) as ctx:
         assert ctx.n_threads == len(os.sched_getaffinity(0))
+
+
+def test_logits_are_a_copy(ctx: Context) -> None:
+    ctx.decode(A, 0)
+    row = ctx.logits()
+    kept = row.copy()
+    row += 1
+    assert np.array_equal(ctx.logits(), kept)

@@ -801,3 +801,13 @@ def test_program_that_imports_the_library_keeps_its_ctrl_c() -> None:
     code = "import signal, llamabranch; print(signal.getsignal(signal.SIGINT).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "default_int_handler\n"
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+def test_ctrl_c_in_the_progress_of_a_load_reaches_the_caller(at: float) -> None:
+    def progress(fraction: float) -> None:
+        if fraction >= at:
+            ctrl_c()
+
+    with pytest.raises(KeyboardInterrupt):
+        lb.load("tale-target", n_ctx=256, n_threads=1, progress=progress)

@@ -99,8 +99,19 @@ def test_any_drafter_gives_that_text_on_a_toy(toy: lb.Model) -> None:
             for _ in range(2):
                 found = ctx.complete("abcabcabc", max_tokens=40, drafter=drafter, **WARM)
                 assert same(found, expected)
+        with pytest.raises(lb.errors.VocabularyMismatchError):
+            ctx.complete("abc", drafter=Picky())
         twin.audit()
         ctx.audit()
+
+
+class Picky(lb.Drafter):
+    name = "picky"
+
+    def check(self, target: lb.Model) -> None:
+        raise lb.errors.VocabularyMismatchError("not this one")
+
+    def start(self, target: lb.speculative.Text, rule: str) -> Any: ...
 
 
 def test_several_texts_of_a_prompt(ctx: Context) -> None:

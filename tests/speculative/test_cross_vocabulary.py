@@ -166,3 +166,21 @@ def test_pairs_that_cannot_draft_are_refused(
             with pytest.raises(VocabularyMismatchError, match="cannot draft") as caught:
                 Speculator(target, drafter, FIXED)
             assert caught.value.hint
+
+
+def test_models_without_text_draft_for_each_other(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0.8, seed=1)
+    paths = [
+        toys.write_llama(tmp_path / f"{i}.gguf", vocab="none", drift=0.3 * i) for i in range(2)
+    ]
+    with (
+        lb.Model(paths[0]) as one,
+        lb.Model(paths[1]) as two,
+        Context(one, n_threads=1) as ctx,
+        Context(two, n_threads=1) as other,
+    ):
+        expected = [t.token for t in plain(ctx, [3, 4], params, 40)]
+        speculator = Speculator(ctx, ModelDrafter(other), FIXED)
+        generation = speculator.generate([3, 4], max_tokens=40, sampling=params).finish()
+        assert generation.tokens == expected
+        assert generation.stats.num_accepted_tokens > 0

@@ -914,3 +914,24 @@ def test_drafted_tokens_are_those_of_llama_cpp(
             text.append(branch.produce().token)
             state.observe(branch.position)
         state.close()
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "own cells"])
+def test_several_texts_are_drafted_for_together_as_alone(unified: bool, target: lb.Model) -> None:
+    """Also where llama.cpp takes the texts in another order than they are given."""
+    with lb.Context(target, n_ctx=512, n_seq_max=4, n_threads=1) as ctx:
+        head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=unified)
+        drafter = lb.EagleDrafter(head)
+        requests, branches = [], []
+        for prompt in PROMPTS:
+            tokens = ctx.tokenize(prompt)
+            branch = lb.Branch.create(ctx, SETTINGS["greedy"])
+            branches.append(branch)
+            branch.prefill(tokens[:-1])
+            state = drafter.start(branch.sequence, "seeded")
+            requests.append(DraftRequest(state, tokens, FixedLength(5), 5))
+        together = [draft.tokens for draft in drafter.propose_many(requests)]
+        for request in requests:
+            request.state.observe(len(request.tokens) - 1)
+        alone = [drafter.propose_many([request])[0].tokens for request in requests]
+    assert together == alone

@@ -132,19 +132,22 @@ MEASURE = """() => {
     },
   };
 }"""
-# Tokens a second of three texts that the server writes, as its own clock tells.
-RATE = """async () => {
+# Tokens a second of texts of 96 tokens that the server writes, from the request until it says that they have ended.
+RATE = """async (n) => {
   const ask = async (path, init) => (await fetch(path, init)).json();
   const node = (await ask("/loom/doc")).nodes.id[0];
-  const body = {cid: crypto.randomUUID(), op: "continue", node, n: 3, max_tokens: 96, seed: "1"};
+  const body = {cid: crypto.randomUUID(), op: "continue", node, n, max_tokens: 96, seed: "1"};
   const begin = performance.now();
-  const {job} = await ask("/loom/do", {method: "POST", body: JSON.stringify(body)});
+  const {job, nodes} = await ask("/loom/do", {method: "POST", body: JSON.stringify(body)});
+  const row = () => document.querySelector(`[data-node="${nodes[0].id}"]`);
+  while (n === 1 && document.querySelector("#tree") && !row()) await new Promise(requestAnimationFrame);
+  if (n === 1) row()?.click(); // the text grows where it is read
   for (;;) {
     const {jobs} = await ask("/loom/doc");
     if (!jobs.some((each) => each.id === job && each.state === "running")) break;
     await new Promise((done) => setTimeout(done, 50));
   }
-  return 288000 / (performance.now() - begin);
+  return 96000 * n / (performance.now() - begin);
 }"""
 
 
@@ -176,9 +179,10 @@ def _spread(values: Sequence[float]) -> tuple[float, float, int]:
 
 
 @contextmanager
-def _served(target: str, folder: Path) -> Iterator[str]:
+def _served(target: str, folder: Path, threads: int) -> Iterator[str]:
     """Run the server; yield its link."""
     command = [sys.executable, "-m", "llamabranch.cli", "open", target, "--no-browser"]
+    command += ["-t", str(threads)] if threads else []
     process = subprocess.Popen(
         [*command, "--port", "0", "--file", str(folder / "page.loom.jsonl")],
         env={**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CONFIG_HOME": str(folder)},
@@ -195,8 +199,8 @@ def _served(target: str, folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def open_page(target: str, scale: float = 1.0) -> Iterator[Any]:
-    """Open the page, ready, in Chromium."""
+def open_page(target: str, scale: float = 1.0, threads: int = 0) -> Iterator[Any]:
+    """Open the page, ready, in Chromium; 0 threads: as many as the server finds best."""
     from playwright.sync_api import sync_playwright
 
     path = shutil.which("chromium")
@@ -210,7 +214,7 @@ def open_page(target: str, scale: float = 1.0) -> Iterator[Any]:
     arguments += ["--no-sandbox"] if os.geteuid() == 0 else []
     with (
         tempfile.TemporaryDirectory() as folder,
-        _served(target, Path(folder)) as link,
+        _served(target, Path(folder), threads) as link,
         sync_playwright() as playwright,
     ):
         browser = playwright.chromium.launch(executable_path=path, args=arguments)
@@ -253,7 +257,7 @@ def _times(page: Any, n: int, name: str, before: str = "", argument: bool = Fals
 
 def _small(settings: Settings) -> dict[str, list[float]]:
     n = settings.runs
-    with open_page(settings.target) as page:
+    with open_page(settings.target, threads=settings.threads) as page:
         begin(page, " ".join(["The moral of the story is that a king must never sleep."] * 7))
         page.evaluate(MEASURE)
         # The first fork ends the first row, so that each fork is made one token before the last.
@@ -285,7 +289,7 @@ def large_document(n_nodes: int = 10_000) -> str:
 
 def _large(settings: Settings) -> dict[str, list[float]]:
     n = settings.runs
-    with open_page(settings.target) as page:
+    with open_page(settings.target, threads=settings.threads) as page:
         page.evaluate("body => fetch('/loom/import', {method: 'POST', body})", large_document())
         found: dict[str, list[float]] = {"first paint": []}
         for _ in range(min(n, 5)):
@@ -309,18 +313,25 @@ def _large(settings: Settings) -> dict[str, list[float]]:
 
 
 def _loss(settings: Settings) -> dict[str, list[float]]:
-    """Return tokens a second while the page shows the texts, and with its tab on a bare file."""
-    found: dict[str, list[float]] = {"tokens/s, watched": [], "tokens/s, unwatched": []}
-    with open_page(settings.target) as page:
+    """Return tokens a second while the page shows the texts, and with its tab on a bare file.
+
+    One text grows where it is read; three are shown with what they begin with, and in the tree.
+    """
+    found: dict[str, list[float]] = {}
+    with open_page(settings.target, threads=settings.threads) as page:
         base = page.url
         begin(page, "The moral of the story is that a king must")
         for _ in range(max(1, settings.runs // 3)):
-            page.goto(base)
-            ready(page)
-            page.evaluate("() => document.querySelector('[role=treeitem]').click()")
-            found["tokens/s, watched"].append(float(page.evaluate(RATE)))
-            page.goto(f"{base}loom/app/app.css")
-            found["tokens/s, unwatched"].append(float(page.evaluate(RATE)))
+            for n in (1, 3):
+                page.goto(base)
+                ready(page)
+                page.evaluate("() => document.querySelector('[role=treeitem]').click()")
+                rates = {"watched": float(page.evaluate(RATE, n))}
+                page.goto(f"{base}loom/app/app.css")
+                rates["unwatched"] = float(page.evaluate(RATE, n))
+                rates["watched / unwatched"] = rates["watched"] / rates["unwatched"]
+                for name, rate in rates.items():
+                    found.setdefault(f"{n} texts: {name}", []).append(rate)
     return found
 
 

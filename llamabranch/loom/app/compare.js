@@ -54,8 +54,7 @@ function drawCompare() {
   const scroller = b.parentElement;
   const { A, B } = store.doc.models;
   const on = view.compare && B != null;
-  scroller.hidden = !on;
-  $("head-a").hidden = !on;
+  scroller.hidden = $("head-a").hidden = !on;
   if (!on) return;
   $("head-a").textContent = `A  ${A?.name ?? ""}`;
   $("head-b").textContent = `B  ${B.name}${partner() ? "" : " on the same text"}`;

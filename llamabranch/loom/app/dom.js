@@ -17,7 +17,7 @@ export function h(tag, props = {}, ...children) {
 export function set(/** @type {any} */ element, /** @type {Record<string, any>} */ props) {
   for (const [name, value] of Object.entries(props)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name.startsWith("--")) element.style.setProperty(name, value);
+    else if (name.startsWith("--")) element.style.getPropertyValue(name) === value || element.style.setProperty(name, value);
     else if (/^(class|role|for|aria-|data-)/.test(name)) attribute(element, name, value);
     else if (element[name] !== value) element[name] = value;
   }
@@ -107,22 +107,24 @@ export function later(ms) {
   };
 }
 
-// What is drawn is drawn in one frame: parts ask, and each is drawn once. While a model writes, at most twenty
-// frames a second are drawn of what it writes; what a key or a click asks for is drawn in the next frame.
-const GAP = 50;
+// What is drawn is drawn in one frame: parts ask, and each is drawn once. What a key or a click asks for is drawn in
+// the next frame; what a model writes SHORTEST ms after the last such frame, later where frames take a larger SHARE of
+// the time than that: the model may need the processor.
+const SHORTEST = 50, LONGEST = 300, SHARE = 1 / 40;
 /** @type {Map<string, () => void>} */
 const painters = new Map();
 /** @type {Set<string>} */
 const dirty = new Set();
 let asked = 0, timer = 0;
-let last = 0; // when a frame was drawn of what may wait
-let waited = false;
+let last = 0, gap = SHORTEST, waited = false; // of frames that may wait
 
 export const paints = (/** @type {string} */ part, /** @type {() => void} */ paint) => void painters.set(part, paint);
 
 function frame() {
   asked = timer = 0;
-  if (waited) last = performance.now();
+  const begin = performance.now();
+  if (waited) last = begin;
+  if (waited) setTimeout(() => (gap += 0.2 * (Math.min(LONGEST, Math.max(SHORTEST, (performance.now() - begin) / SHARE)) - gap)));
   waited = false;
   const parts = [...painters.keys()].filter((part) => dirty.has(part));
   dirty.clear();
@@ -136,7 +138,7 @@ export function redraw(parts, waits = false) {
   waited ||= waits;
   if (asked) return;
   if (!timer) busy(1);
-  const wait = waits ? GAP - (performance.now() - last) : 0;
+  const wait = waits ? gap - (performance.now() - last) : 0;
   if (wait > 0) timer ||= window.setTimeout(() => (asked = requestAnimationFrame(frame)), wait);
   else {
     clearTimeout(timer);

@@ -71,12 +71,8 @@ export function startKeys(run, take) {
  * @param {(name: string, value: any) => Promise<void>} setting keeps one */
 export function keyTable(setting) {
   const rows = ACTIONS.map(([name, where, title]) => {
-    const button = h("button", { type: "button" });
-    const show = () => {
-      const keys = keysOf(name);
-      button.textContent = keys.length ? keys.join("  ") : "off";
-      button.title = `${title}: change the key`;
-    };
+    const button = h("button", { type: "button", title: `${title}: change the key` });
+    const show = () => void (button.textContent = keysOf(name).join("  ") || "off");
     show();
     button.onclick = () => (button.textContent = "press a key; Delete: off, Backspace: as at first");
     button.onblur = show;

@@ -1,6 +1,6 @@
 // @ts-check
 // The six lenses: for a token of a path its value, bin and second cue; the legend. Formulas are those of docs/page.md.
-import { $, check, fill, h, redraw, short, tell } from "./dom.js";
+import { $, check, fill, h, redraw, set, short, tell } from "./dom.js";
 
 /** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */
 /** @typedef {object} Lens
@@ -84,7 +84,7 @@ export function drawLegend(c, visit) {
   }
   counts.forEach((count, bin) => {
     const button = box.children[bin];
-    button.lastChild.textContent = bin < unknown ? String(count) : `${short((100 * count) / Math.max(1, c.n))} %`;
-    button.hidden = bin === unknown && count === 0;
+    set(button.lastChild, { textContent: bin < unknown ? String(count) : `${short((100 * count) / Math.max(1, c.n))} %` });
+    set(button, { hidden: bin === unknown && count === 0 });
   });
 }

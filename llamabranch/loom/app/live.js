@@ -1,6 +1,6 @@
 // @ts-check
 // The instrument: rounds of speculation with their totals, searches as outlines that can be adopted.
-import { $, attribute, fill, h, label, plural, redraw, short, tell, visible } from "./dom.js";
+import { $, attribute, fill, h, label, plural, redraw, set, short, tell, visible } from "./dom.js";
 import { act, listeners } from "./net.js";
 import { pieces, select, store, texts } from "./store.js";
 import { moveTo, named } from "./text.js";
@@ -127,11 +127,11 @@ function drawLive() {
   const search = [...searches.values()].at(-1);
   const latest = all.at(-1);
   const sum = totals(all);
-  $("live-line").textContent = search && !latest ? `${search.kind.replace(/_/g, " ")}: ${plural(search.nodes.length, "place")}`
+  set($("live-line"), { textContent: search && !latest ? `${search.kind.replace(/_/g, " ")}: ${plural(search.nodes.length, "place")}`
     : latest ? `${sentence(latest)} · ${sum.accepted} of ${sum.drafted} accepted${rate}`
-      : rate.slice(3);
+      : rate.slice(3) });
   const body = $("live-body");
-  body.hidden = $("pause").hidden = !isOpen;
+  for (const each of [body, $("pause")]) set(each, { hidden: !isOpen });
   attribute($("fold"), "aria-expanded", String(isOpen));
   if (!isOpen) return;
   const key = `${all.length} ${latest?.node} ${at} ${searches.size} ${search?.nodes.length} ${JSON.stringify(search?.stats)} ${

@@ -117,8 +117,7 @@ async function begin() {
 
 // --- find ---
 
-/** @type {any[]} */ let hits = [];
-let hit = -1;
+/** @type {any[]} */ let hits = [], hit = -1;
 
 /** Find text in all nodes; a number of results, the first is shown. */
 async function find() {
@@ -289,9 +288,8 @@ function drawState() {
   root.style.colorScheme = theme ?? "";
   for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
   const { A, B } = doc.models;
-  const file = doc.file.name ?? "llamabranch";
-  if (doc.file.name) document.title = `${visible(file)} · llamabranch`;
-  $("file").textContent = visible(file);
+  if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
+  $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
   fill($("models"), A && h("span", {}, B ? h("b", {}, "A ") : null, visible(A.name)), B && h("span", {}, h("b", {}, "B "), visible(B.name)),
     A?.batch_invariant === false && h("span", { class: "badge", title: "Sums depend on what else is in the batch." }, "replay may differ"));
@@ -356,14 +354,13 @@ function startPanes() {
   check("panes", "text");
 }
 
-const BUTTONS = ["Continue", "Type", "Edit", "Replay", "Search", "Compare", "Stop"];
-
 /** Put the parts together; nothing is asked of a server. */
 export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), choose);
   choose(LENSES[0].name);
   startPanes();
-  fill($("actions"), BUTTONS.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
+  const buttons = ["Continue", "Type", "Edit", "Replay", "Search", "Compare", "Stop"];
+  fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
     "data-model": ["Stop", "Compare"].includes(title) ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {

@@ -89,7 +89,7 @@ export function textView(box, source, prefix) {
   /** @type {any[]} elements with the tokens that they stand for */ const blocks = [];
   /** @type {Map<number, any>} */ let elements = new Map();
   /** @type {Path | null} */ let drawn = null;
-  let width = 0;
+  let width = 0, looked = "";
 
   /** Cut a path into blocks; one that was not drawn has an estimated height. @param {Path} c */
   function cut(c) {
@@ -140,12 +140,15 @@ export function textView(box, source, prefix) {
     if (now.length !== content.length || content.some((node, i) => now[i] !== node)) run.replaceChildren(...content);
   }
 
-  function draw() {
+  /** Draw what has changed; also after scrolling and resizing, if it is asked for. */
+  function draw(moved = true) {
     const c = source();
+    const looks = [view.cursor, view.limit, view.ghosts, lens.name, c.owners.map(({ id }) => store.nodes.get(id)?.rounds.length)].join();
+    if (!moved && c === drawn && looks === looked) return;
     const anew = c !== drawn || width !== box.clientWidth;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
     if (anew) cut(c);
-    [drawn, width] = [c, box.clientWidth];
+    [drawn, width, looked] = [c, box.clientWidth, looks];
     const { top, bottom } = scroller.getBoundingClientRect();
     const isNear = (/** @type {DOMRect} */ place, /** @type {number} */ margin) =>
       place.bottom > top - margin && place.top < bottom + margin;
@@ -183,7 +186,7 @@ export function textView(box, source, prefix) {
     elements.get(i)?.scrollIntoView({ block: where });
   }
 
-  scroller.addEventListener("scroll", draw, { passive: true });
+  scroller.addEventListener("scroll", () => draw(), { passive: true });
   return { draw, reveal, element: (/** @type {number} */ i) => elements.get(i) };
 }
 
@@ -237,10 +240,12 @@ function drawShoots() {
     button.key = key;
     if (count < wanted && segment.first.reason !== "running") void fetchPath(id, at, n);
     const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + count)));
-    const tail = segment.to - segment.from > SHOOT_TOKENS ? "…" : "";
-    fill(button, words.length
-      ? words.map((word, j) => tokenSpan(tokens, begin + j, j ? word : word.trimStart()))
-      : visible(text) || "…", tail);
+    const tail = words.length === 0 ? visible(text) || "…" : segment.to - segment.from > SHOOT_TOKENS ? "…" : "";
+    [...words, tail].forEach((word, j) => {
+      const of = j < count ? figures(tokens, begin + j) : { class: null, "data-cue": null, "data-lp": null };
+      set(button.children[j] ?? button.appendChild(h("span")), { ...of, textContent: j ? word : word.trimStart() });
+    });
+    while (button.children.length > count + 1) button.lastChild.remove();
   });
   attribute(box, "data-more", all.length > shown.length ? `${plural(all.length - shown.length, "more", "more")} in the tree` : null);
 }
@@ -264,12 +269,12 @@ export function startText() {
     },
   });
   set($("token-pane"), { onmouseleave: () => rest(-1) });
-  new ResizeObserver(() => redraw(["text"])).observe(box.parentElement);
+  new ResizeObserver(() => main.draw()).observe(box.parentElement);
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
     drawShoots();
-    main.draw();
+    main.draw(false);
   };
 }
 

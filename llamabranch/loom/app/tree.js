@@ -215,6 +215,7 @@ function drawRow(row, segment, place, chosen) {
   const marks = (node.flags & FLAGS.bookmark ? " ★" : "") + (node.flags & FLAGS.note ? " ✎" : "")
     + (isClosed ? `  ${children.length}` : "");
   const top = rows[0]?.level ?? 1;
+  const steps = (/** @type {number} */ percent) => `${4 * Math.round(percent / 4)}%`; // most new tokens change nothing
   set(row, {
     hidden: false, "--top": `${place * ROW}px`, "--level": String(Math.min(level - top, 14)),
     id: `row-${place}`, "data-row": place, "data-node": node.id, "aria-level": level,
@@ -223,8 +224,8 @@ function drawRow(row, segment, place, chosen) {
     class: `row${node.flags & FLAGS.deleted ? " gone" : ""}${node.reason === "running" ? " running" : ""}`,
   });
   set(words, { textContent: label(wording(segment).trimStart().slice(0, 80)) || "…", "data-marks": marks.trim() || null });
-  set(line, { class: `strip b${bin < 0 ? "x" : bin}`, "--worst": worst < 0 ? "-9px" : `${100 * worst}%`,
-    "--length": `${Math.min(100, 8 + 14 * Math.log2(1 + segment.to - segment.from))}%` });
+  set(line, { class: `strip b${bin < 0 ? "x" : bin}`, "--worst": worst < 0 ? "-9px" : steps(100 * worst),
+    "--length": steps(Math.min(100, 8 + 14 * Math.log2(1 + segment.to - segment.from))) });
 }
 
 /** @type {any} */ let shownRow = null;
@@ -262,7 +263,7 @@ function drawTree() {
       if (node.tokens.n < node.n && node.reason !== "running") void fetchPath(node.id, node.at, node.n);
     }
   });
-  $("hoisted").hidden = !hoisted;
+  set($("hoisted"), { hidden: !hoisted });
 }
 
 /** The whole tree from left to right, by tokens; a click goes there. */

@@ -139,9 +139,12 @@ RATE = """async (n) => {
   const body = {cid: crypto.randomUUID(), op: "continue", node, n, max_tokens: 96, seed: "1"};
   const begin = performance.now();
   const {job, nodes} = await ask("/loom/do", {method: "POST", body: JSON.stringify(body)});
-  const row = () => document.querySelector(`[data-node="${nodes[0].id}"]`);
-  while (n === 1 && document.querySelector("#tree") && !row()) await new Promise(requestAnimationFrame);
-  if (n === 1) row()?.click(); // the text grows where it is read
+  const tree = document.querySelector("#tree");
+  const shown = () => tree.querySelector("[aria-selected=true]")?.dataset.node === nodes[0].id;
+  while (n === 1 && tree && !shown()) { // the text grows where it is read
+    tree.dispatchEvent(new KeyboardEvent("keydown", {key: "End", bubbles: true}));
+    await new Promise(requestAnimationFrame);
+  }
   for (;;) {
     const {jobs} = await ask("/loom/doc");
     if (!jobs.some((each) => each.id === job && each.state === "running")) break;

@@ -390,7 +390,7 @@ def test_bad_grammar_is_an_error_at_once_with_its_reason(
     name: str, toy: lb.Model, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make, reason = REFUSED[name]
-    with pytest.raises(GrammarError, match=reason) as caught:
+    with pytest.raises(GrammarError, match=reason or None) as caught:
         Sampler(toy, SamplingParams(), make())
     assert len(str(caught.value)) < 500
     assert capfd.readouterr().err == ""

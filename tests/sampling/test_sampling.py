@@ -44,7 +44,9 @@ def _keep(x: Floats, kept: npt.NDArray[np.int64]) -> Floats:
 
 def _penalised(x: Floats, p: SamplingParams, history: Sequence[int]) -> Floats:
     x = x.copy()
-    window = history if p.penalty_last_n == -1 else history[len(history) - p.penalty_last_n :]
+    window = (
+        history if p.penalty_last_n == -1 else history[max(0, len(history) - p.penalty_last_n) :]
+    )
     for token, count in Counter(window if p.penalty_last_n else ()).items():
         x[token] = x[token] / p.repeat_penalty if x[token] > 0 else x[token] * p.repeat_penalty
         x[token] -= count * p.frequency_penalty + p.presence_penalty

@@ -30,7 +30,7 @@ def every_text(
 ) -> dict[tuple[int, ...], float]:
     """Return the probability of all tokens that may follow: up to ``n``, or fewer that end with EOG.
 
-    It is the model's own, or with these settings that of draws, from 32-bit floats.
+    It is that of ``log_probs``, or with settings that of draws: the last digits differ.
     """
     found: dict[tuple[int, ...], float] = {}
 

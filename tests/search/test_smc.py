@@ -171,7 +171,7 @@ def exact(
     root: Branch, max_tokens: int, weight: Callable[[str], float], power: float = 1.0
 ) -> dict[str, float]:
     """Return probability ** power x weight of every text of at most ``max_tokens`` that ends with EOG."""
-    texts = by_text(root, {t: p**power for t, p in ended(root, max_tokens).items()})
+    texts = by_text(root, {t: p**power for t, p in ended(root, max_tokens, PLAIN).items()})
     return {text: p * weight(text) for text, p in texts.items() if weight(text) > 0.0}
 
 
@@ -264,7 +264,7 @@ def test_a_grammar_is_weighted_by_the_mass_it_keeps(
     root: Branch, bound: Branch, monkeypatch: pytest.MonkeyPatch, constraint: Any, power: float
 ) -> None:
     """A text longer than two tokens: those particles die. The grammar forbids BOS, which has no text."""
-    every = {t: p**power for t, p in ended(root, 2).items() if 0 not in t}
+    every = {t: p**power for t, p in ended(root, 2, PLAIN).items() if 0 not in t}
     allowed = {"ab", "b"} if constraint else {"ab", "b", "bb", "a"}
     expected = {text: p for text, p in by_text(root, every).items() if text in allowed}
     for ramp in (0, 1):
@@ -298,7 +298,7 @@ def test_a_constraint_beside_a_potential_and_cut_texts(
 ) -> None:
     both = exact(root, 2, lambda text: OneB().complete(text) * likes_b(text))
     check(root, monkeypatch, 1, 2, both, constraint=one_b(), potentials=[LikesB()])
-    cut = {t: p for t, p in every_text(root, 2).items() if len(t) == 2 or t[-1] == EOG}
+    cut = {t: p for t, p in every_text(root, 2, PLAIN).items() if len(t) == 2 or t[-1] == EOG}
     assert sum(cut.values()) == pytest.approx(1.0)
     mean, _, _ = moments(root, monkeypatch, 2, 2, force_end=False, threshold=1.0)
     assert mean == pytest.approx(1.0, abs=1e-12)

@@ -114,13 +114,8 @@ def _object(**more: Any) -> dict[str, Any]:
 _INT: dict[str, Any] = {"type": "integer"}
 _AB = {"a": _INT, "b": {"type": "string"}}
 
-KEPT: list[Any] = [
-    # types
-    *({"type": t} for t in ("object", "array", "string", "boolean", "null", "number", "integer")),
-    True,
-    {},
-    {"description": "anything"},
-    {"type": ["string", "null"]},
+KEPT: list[Any] = [  # beside those of real_schemas
+    {"type": "object"}, {"type": "array"}, True, {"description": "anything"},
     {"type": ["string", "integer", "array"], "maxLength": 3, "minItems": 2},
     {"minItems": 2},
     {"maxLength": 3},
@@ -130,17 +125,12 @@ KEPT: list[Any] = [
     {"type": "string", "enum": [1, "a", None]},
     {"enum": ["a", "abcd", 7], "maxLength": 3},
     {"enum": [1, 2], "const": 2},
-    # strings
-    {"type": "string", "minLength": 2},
-    {"type": "string", "maxLength": 4},
+    # strings and numbers
     {"type": "string", "minLength": 3, "maxLength": 3},
     *({"type": "string", "format": f} for f in _FORMS),
     {"type": "string", "format": "date", "minLength": 10, "maxLength": 10},
-    {"type": "integer", "minimum": 0}, {"type": "integer", "maximum": -3},
     {"type": "integer", "minimum": -12, "exclusiveMaximum": 105},
     {"type": "integer", "exclusiveMinimum": 6.5, "maximum": 7.5},
-    {"type": "number", "minimum": 0, "maximum": 1},
-    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     {"type": "number", "exclusiveMinimum": -20, "maximum": 3},
     {"type": "number", "minimum": -2, "exclusiveMaximum": 0}, {"minimum": 99999},
     {"type": ["integer", "null"], "minimum": 5, "maximum": 5},
@@ -151,36 +141,24 @@ KEPT: list[Any] = [
             "^[^a]$", "^.{1,4}$", "^a.c$", "^(a|b)$", r"^\d+$", r"^\w{2}\s\W\D\S$", "^(ab|c)*d?$",
             r"^[a-f\d]{3,}$", r"^[^\d\"]{2}$", r'^"[\\"]\\$', r"^\[\]\{\}\(\)\.\*\+\?\^\$\|\/\-$",
             "^(a(b|)c){0,2}$", "^(?:x|yy)+?$", "^[]-]$".replace("[]", r"[\]"), r"^[\n\t\x41é-ü]$",
-            "^\u00e9\u20ac$", "^$", "^a{2}b{0,1}c{1,}$", "^[.]$", "^[a\\-z]$", r"^\x41\u0042\n$",
-            '^[!-~]{3}$', "^(|a)b$", "^a{0}b$", "^-#\"'<>!=;:,%&@~`_$",
+            "^$", "^a{2}b{0,1}c{1,}$", "^[.]$", "^[a\\-z]$", r"^\x41\u0042\n$", "^(|a)b$", "^a{0}b$",
+            "^\u00e9\u20ac$", "^[!-~]{3}$", "^-#\"'<>!=;:,%&@~`_$",
         )
     ),
     {"pattern": "^.{1,4}$", "minLength": 1, "maxLength": 4},
     # arrays
-    {"type": "array", "minItems": 3},
-    {"type": "array", "maxItems": 1},
-    {"items": _INT, "minItems": 1, "maxItems": 1},
-    {"items": _INT, "minItems": 2, "maxItems": 5},
     {"items": _INT, "maxItems": 0},
     {"type": "array", "items": False},
     {"items": {"type": "string", "maxLength": 1}, "minItems": 4},
-    {"type": "array", "items": True, "maxItems": 2},
     {"type": "array", "items": [_INT, {"type": "null"}]},
-    {"prefixItems": [_INT, {"type": "null"}], "items": False},
     {"prefixItems": [_INT, {"type": "null"}], "minItems": 2, "maxItems": 2},
     # objects
-    _object(properties=_AB),
-    _object(properties=_AB, required=["b"]),
     _object(properties=_AB, required=["a", "b"], additionalProperties=False),
     _object(additionalProperties=False),
-    _object(additionalProperties={"type": "string"}),
-    _object(properties=_AB, additionalProperties={"type": "null"}),
     _object(properties=_AB, required=["a"], additionalProperties={"type": "boolean"}),
     _object(properties=_AB, additionalProperties=True),
     _object(properties={"": _INT, "ab": _INT, "a": _INT}, additionalProperties={"type": "string"}),
     _object(properties={'a"b': _INT, "c\\d": _INT, "e\nf": _INT, "é": _INT}, required=['a"b']),
-    _object(properties={"a b": _INT, "a-b": {"type": "null"}, "string": _INT, "root": _INT},
-            required=["a b", "a-b", "string", "root"]),
     _object(properties={"a": False, "b": True}),
     {"required": ["a"], "properties": {"a": {"const": 1}}},
     # combinations
@@ -234,7 +212,12 @@ KEPT: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("schema", KEPT, ids=lambda s: json.dumps(s)[:70])
+# Texts of unbounded patterns are long, and Python has no year 0, which RFC 3339 has.
+NOT_WALKED = {'"pattern"', '"format"'}
+WALKED = [s for s, *_ in REAL if not NOT_WALKED & set(re.findall(r'"\w+"', json.dumps(s)))]
+
+
+@pytest.mark.parametrize("schema", [*KEPT, *WALKED], ids=lambda s: json.dumps(s)[:70])
 def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
     grammar, valid = Grammar.from_json_schema(json.dumps(schema)), judge(schema)
     for seed in range(N_TEXTS):
@@ -327,33 +310,6 @@ def test_objects_have_what_is_declared_or_required(
         judge(schema).validate(json.loads(_walk(toy, grammar, seed)))
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        (_object(properties={"a": _object(properties={"b": {"pattern": "^(a$"}})}),
-         "at #/properties/a/properties/b: pattern: unclosed group"),
-        (_object(properties={"not": _INT, "x": {"not": {}}}), "'not' at #/properties/x is"),
-        (_object(properties={"a/b": {"items": [{"anyOf": [_INT, {"format": "x"}]}]}}),
-         "at #/properties/a~1b/items/0/anyOf/1: Unknown format: x"),
-        (_object(properties={"a": {"$ref": "#/$defs/B"}}, required=["a"],
-                 **{"$defs": {"B": {"items": {"type": "x"}}, "C": {"not": {}}}}),
-         "at #/$defs/B/items: Invalid type: x"),
-        (_object(properties={"a": _object(properties={"b": {"enum": ["x"], "pattern": "^y$"}},
-                                          required=["b"])}, required=["a"]),
-         "at #/properties/a/properties/b: no text satisfies it: pattern and the other"),
-        (_object(properties={f"p{i}": {"pattern": "(" if i == 90 else "a"} for i in range(99)}),
-         "at #/properties/p90: pattern: unclosed group"),
-        ({"pattern": "^$a$"}, "at #: pattern: lookarounds not supported"),
-    ],
-    ids=lambda s: json.dumps(s)[:70],
-)  # fmt: skip
-def test_refusals_name_the_place(schema: Any, message: str) -> None:
-    with pytest.raises(GrammarError) as caught:
-        Grammar.from_json_schema(schema)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value) and "regex" not in str(caught.value)
-
-
 def test_schemas_stay_small_where_many_objects_are_put_together() -> None:
     base = _object(properties={f"p{i}": _INT for i in range(3_000)})
     parts = {f"q{i}": {"allOf": [{"$ref": "#/$defs/B"}, {}]} for i in range(3_000)}
@@ -379,11 +335,23 @@ def test_integers_between_bounds_are_exactly_those(toy: lb.Model) -> None:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ({"pattern": "^$a$"}, "lookarounds not supported"),
+    (_object(properties={"a": _object(properties={"b": {"pattern": "^(a$"}})}),
+     "at #/properties/a/properties/b: pattern: unclosed group"),
+    (_object(properties={"not": _INT, "x": {"not": {}}}), "'not' at #/properties/x is"),
+    (_object(properties={"a/b": {"items": [{"anyOf": [_INT, {"format": "x"}]}]}}),
+     "at #/properties/a~1b/items/0/anyOf/1: Unknown format: x"),
+    (_object(properties={"a": {"$ref": "#/$defs/B"}}, required=["a"],
+             **{"$defs": {"B": {"items": {"type": "x"}}, "C": {"not": {}}}}),
+     "at #/$defs/B/items: Invalid type: x"),
+    (_object(properties={"a": _object(properties={"b": {"enum": ["x"], "pattern": "^y$"}},
+                                      required=["b"])}, required=["a"]),
+     "at #/properties/a/properties/b: no text satisfies it: pattern and the other"),
+    (_object(properties={f"p{i}": {"pattern": "(" if i == 90 else "a"} for i in range(99)}),
+     "at #/properties/p90: pattern: unclosed group"),
+    ({"pattern": "^$a$"}, "at #: pattern: lookarounds not supported"),
     ({"pattern": r"^\bа$"}, "lookarounds not supported"),
     ({"pattern": r"^(a)\1$"}, "backreferences"),
     ({"pattern": "^(?=a)a$"}, "look-around"),
-    ({"pattern": "^(a$"}, "unclosed group"),
     ({"pattern": "^[a$"}, "unclosed character class"),
     ({"pattern": "^[b-a]$"}, "character class range"),
     ({"pattern": "^a{2,1}$"}, "repetition count range"),
@@ -434,9 +402,12 @@ REFUSED: list[tuple[Any, str]] = [
     REFUSED,
     ids=lambda s: json.dumps(s)[:70] if not isinstance(s, str) else "",
 )
-def test_what_cannot_be_kept_is_refused_by_name(schema: Any, reason: str) -> None:
-    with pytest.raises(GrammarError, match=reason):
+def test_what_cannot_be_kept_is_refused_by_name_and_place(schema: Any, reason: str) -> None:
+    with pytest.raises(GrammarError) as caught:
         Grammar.from_json_schema(json.dumps(schema))
+    told = str(caught.value)
+    assert reason in told
+    assert "\n" not in told and ("regex" not in told or "regex" in json.dumps(schema))
 
 
 @pytest.mark.parametrize(
@@ -467,21 +438,12 @@ def test_valid_texts_are_accepted_and_invalid_ones_refused(number: int, toy: lb.
 
 
 @pytest.mark.parametrize(
-    ("whitespace", "texts"),
-    [
-        ("single", ['{"a": 1, "b": [1, 2]}']),
-        ("none", ['{"a":1,"b":[1,2]}']),
-        ("any", ['{"a": 1, "b": [1, 2]}', '{"a":1,"b":[1,2]}', '{\n  "a": 1,\n\t"b": [ 1,2 ]\n}']),
-    ],
+    ("whitespace", "taken"),
+    [("single", [True, False, False]), ("none", [False, True, False]), ("any", [True] * 3)],
 )
-def test_whitespace_is_as_asked(whitespace: str, texts: list[str], toy: lb.Model) -> None:
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"items": {"type": "integer"}, "type": "array"}},
-        "required": ["a", "b"],
-    }  # fmt: skip
+def test_whitespace_is_as_asked(whitespace: str, taken: list[bool], toy: lb.Model) -> None:
+    numbers = {"items": _INT, "type": "array"}
+    schema = _object(properties={"a": _INT, "b": numbers}, required=["a", "b"])
     grammar = Grammar.from_json_schema(schema, whitespace=whitespace)
-    every = ['{"a": 1, "b": [1, 2]}', '{"a":1,"b":[1,2]}', '{\n  "a": 1,\n\t"b": [ 1,2 ]\n}']
-    assert [text for text in every if _accepts(toy, grammar, text)] == [
-        text for text in every if text in texts
-    ]
+    texts = ['{"a": 1, "b": [1, 2]}', '{"a":1,"b":[1,2]}', '{\n  "a": 1,\n\t"b": [ 1,2 ]\n}']
+    assert [_accepts(toy, grammar, text) for text in texts] == taken

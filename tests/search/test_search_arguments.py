@@ -17,20 +17,8 @@ from llamabranch.errors import ConfigError, LlamaBranchWarning
 STORY = "Once upon a time"
 Values = tuple[object, ...]
 
-NOT_POSITIVE: Values = (
-    0,
-    -1,
-    2.5,
-    math.nan,
-    math.inf,
-    True,
-    "3",
-    None,
-    [3],
-    np.array([1, 2]),
-    -(2**63),
-    1 << 9000,
-)
+NOT_INTEGER: Values = (2.5, math.nan, math.inf, True, "3", None, [3], np.array([1, 2]))
+NOT_POSITIVE: Values = (0, -1, -(2**63), 1 << 9000, *NOT_INTEGER)
 COUNT: Values = (*NOT_POSITIVE, 10**9, 2**63)
 TOKENS: Values = (-1, 2.5, math.nan, True, "3", [3], 2**31, 2**63, 1 << 9000)
 LIMIT: Values = (0, *TOKENS, None)
@@ -181,6 +169,39 @@ def test_a_drafter_must_suit_the_target(shared_branch: Branch) -> None:
     assert shared_branch.ctx.decoder.n_decodes == before
 
 
+COMBINATIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("beam_search", {"groups": 2, "diversity_penalty": -1.0}, "diversity_penalty"),
+    ("best_of_n", {"score": "sum", "reward": len}, "either score or reward"),
+    ("best_of_n", {"entropy": 0.5, "drafter": lb.SuffixDrafter()}, "drafter"),
+    ("vote", {"confidence": 1.0, "adaptive": True}, "one of adaptive, confidence and keep"),
+    ("vote", {"keep": 0.5, "adaptive": True}, "one of adaptive, confidence and keep"),
+    ("vote", {"keep": 0.5, "confidence": 1.0}, "one of adaptive, confidence and keep"),
+    ("vote", {"entropy": 0.5, "confidence": 0.95}, "independent"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "words"), COMBINATIONS)
+def test_arguments_that_exclude_each_other(
+    name: str, given: dict[str, Any], words: str, shared_branch: Branch
+) -> None:
+    call, needed, _ = SEARCHES[name]
+    with pytest.raises(ConfigError, match=words):
+        call(shared_branch, **needed | given)
+
+
+def test_settings_that_a_search_cannot_have(shared_branch: Branch) -> None:
+    ctx, plain = shared_branch.ctx, shared_branch.sampling
+    settings = {"top_k": 40, "top_p": 0.9, "min_p": 0.1, "temperature": 0.0, "typical_p": 0.9}
+    for name, value in settings.items():
+        root = Branch.start(ctx, STORY, sampling=plain.replace(**{name: value}))
+        with root, pytest.raises(ConfigError, match=name):
+            search.smc(root, 2, 3)
+    root = Branch.start(ctx, STORY, sampling=plain, grammar='root ::= "a"')
+    with root, pytest.raises(ConfigError, match="grammar") as raised:
+        search.rejection(root, lambda text: True)
+    assert "smc" in (raised.value.hint or "")
+
+
 def test_trees_are_asked_and_drawn_with_what_they_know(shared_branch: Branch) -> None:
     with search.TreeSearch(shared_branch, 2, max_tokens=4) as tree:
         for n in COUNT:
@@ -189,34 +210,52 @@ def test_trees_are_asked_and_drawn_with_what_they_know(shared_branch: Branch) ->
         for n in NOT_POSITIVE:
             with pytest.raises(ConfigError):
                 tree.result(n)  # type: ignore[arg-type]
-        ((node, _),) = tree.ask()
-        for wrong in (None, 1, "a", [], object(), search.SearchNode(None, (), 0.0)):
+        asked = tree.ask(3)
+        node = asked[0][0]
+        for wrong in (
+            None,
+            1,
+            "a",
+            [],
+            object(),
+            search.SearchNode(None, (), 0.0),
+            tree.lines.root,
+        ):
             with pytest.raises(lb.errors.UsageError):
                 tree.tell(wrong, 1.0)  # type: ignore[arg-type]
         for value in (None, "1", math.nan, math.inf, True):
             with pytest.raises(ConfigError):
                 tree.tell(node, value)  # type: ignore[arg-type]
+        for each, _ in asked:
+            tree.tell(each, 0.5)
+        with pytest.raises(lb.errors.UsageError):
+            tree.tell(node, 0.5)  # a second time
+        assert tree.result(3).best.score == 0.5
     for wrong in (None, 1, "a", []):
         with pytest.raises(ConfigError):
             search.outline(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="abstract"):
+        search.SearchObserver()  # type: ignore[abstract]
 
 
-WRONG_NUMBERS = (None, "1", math.nan, [1], True, 1j, np.array([1.0, 2.0]))
-RETURNS: dict[str, Callable[[Branch, object], object]] = {
-    "best_of_n reward": lambda b, value: search.best_of_n(b, 2, 2, reward=lambda _: value),  # type: ignore[arg-type, return-value]
-    "best_of_n score": lambda b, value: search.best_of_n(b, 2, 2, score=lambda _: value),  # type: ignore[arg-type, return-value]
-    "step_search": lambda b, value: search.step_search(b, lambda _: value, step=1, max_tokens=2),  # type: ignore[arg-type, return-value]
-    "tree_search": lambda b, value: search.tree_search(b, lambda _: value, 2, max_tokens=2),  # type: ignore[arg-type, return-value]
-    "critic": lambda b, value: search.smc(b, 2, 2, critic=lambda _: value),  # type: ignore[arg-type, return-value]
+WRONG_NUMBERS: Values = (None, "1", math.nan, [1], True, 1j, np.array([1.0, 2.0]))
+RETURNS: dict[str, tuple[Call, str, Values]] = {
+    "best_of_n": (search.best_of_n, "reward", WRONG_NUMBERS),
+    "best_of_n score": (search.best_of_n, "score", WRONG_NUMBERS),
+    "step_search": (search.step_search, "reward", (*WRONG_NUMBERS, math.inf)),
+    "tree_search": (search.tree_search, "reward", WRONG_NUMBERS),
+    "smc critic": (search.smc, "critic", (*WRONG_NUMBERS, math.inf)),
+    "smc proposal": (search.smc, "proposal", (lb.Distribution.point(5),)),  # of other tokens
 }
 
 
 @pytest.mark.parametrize("name", RETURNS)
 def test_what_functions_return_is_checked(name: str, shared_branch: Branch) -> None:
+    call, argument, values = RETURNS[name]
     before = shared_branch.ctx.usage(), shared_branch.ctx.n_seq_free
-    for value in WRONG_NUMBERS:
+    for value in values:
         with pytest.raises(ConfigError):
-            RETURNS[name](shared_branch, value)
+            call(shared_branch, max_tokens=2, **{argument: lambda *_, value=value: value})
         assert (shared_branch.ctx.usage(), shared_branch.ctx.n_seq_free) == before
 
 

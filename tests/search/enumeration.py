@@ -1,0 +1,60 @@
+"""Toys of few tokens, and all their texts with their probabilities: what exact tests compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch
+
+PLAIN = lb.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=3)
+EOG = 1
+
+
+@contextmanager
+def toy_of_letters(folders: pytest.TempPathFactory, letters: str) -> Iterator[lb.Model]:
+    """Open a random model with BOS (0, which has no text), EOG (1) and these letters."""
+    path = folders.mktemp("few") / "few.gguf"
+    vocabulary = toys.Vocabulary((toys.BOS, toys.EOS, *letters))
+    with lb.Model(toys.write_llama(path, vocab=vocabulary)) as model:
+        yield model
+
+
+def every_text(
+    root: Branch, n: int, settings: lb.SamplingParams | None = None
+) -> dict[tuple[int, ...], float]:
+    """Return the probability of all tokens that may follow: up to ``n``, or fewer that end with EOG.
+
+    It is that of ``log_probs``, or with settings that of draws: the last digits differ.
+    """
+    found: dict[tuple[int, ...], float] = {}
+
+    def visit(branch: Branch, tokens: tuple[int, ...], before: float) -> None:
+        drawn = branch.distribution().dense(root.ctx.model.n_vocab)
+        probs = np.exp(branch.log_probs()) if settings is None else drawn
+        for token, p in enumerate(probs.tolist()):
+            if p > 0.0:
+                longer = (*tokens, token)
+                found[longer] = before * p
+                if token != EOG and len(longer) < n:
+                    with branch.fork() as child:
+                        child.commit(token)
+                        visit(child, longer, found[longer])
+
+    with root.fork() as branch:
+        branch.resample(settings or PLAIN)
+        visit(branch, (), 1.0)
+    return found
+
+
+def ended(
+    root: Branch, n: int, settings: lb.SamplingParams | None = None
+) -> dict[tuple[int, ...], float]:
+    """Return the probability of each text of at most ``n`` tokens, EOG not counted but in the key."""
+    every = every_text(root, n + 1, settings)
+    return {tokens: p for tokens, p in every.items() if tokens[-1] == EOG}

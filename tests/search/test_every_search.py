@@ -1,0 +1,409 @@
+"""What all searches promise: room, drafts and company change no text, and nothing is left behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+from llama_cpp import llama_cpp as C
+
+import llamabranch as lb
+from llamabranch import Branch, Context, SuffixDrafter, search
+from llamabranch.errors import CacheFullError, ConfigError, DecodeInterruptedError
+from llamabranch.search.continuations import slot_seed
+from llamabranch.speculative import PromptLookupDrafter
+
+STORY = "The wolf ran and the wolf ran and the wolf"
+WARM = lb.SamplingParams(temperature=0.9, top_k=0, top_p=1.0, min_p=0.0, seed=5)
+CHOICES = [" beautiful and good", " beautiful", " telephone wires", " beautiful and bad", " be"]
+Run = Callable[..., Any]
+
+
+class Short(search.Potential):
+    """Short texts."""
+
+    def prefix(self, text: str) -> float:
+        return -0.2 * len(text)
+
+
+def likes_e(text: str) -> float:
+    return text.count("e") / (1 + len(text))
+
+
+def first_letter(text: str) -> str | None:
+    """Return one of three answers, or none for some texts."""
+    letters = [c for c in text.lower() if c.isalpha()]
+    place = ord(letters[0]) % 7 if letters else 6
+    return None if place == 6 else "aaabbc"[place]
+
+
+def spells(text: str) -> list[str]:
+    return [] if len(text) == 5 else [" a", " b", " c", " d"] if not text else list("abcd")
+
+
+def no_s(text: str) -> bool:
+    return "s" not in text
+
+
+STEPS: dict[str, Any] = {"reward": likes_e, "beam_width": 2, "step": 3, "max_tokens": 8}
+RUNS: dict[str, Run] = {
+    "beam_search": partial(search.beam_search, beams=4, max_tokens=8, n=4),
+    "beam_search groups": partial(
+        search.beam_search, beams=4, groups=2, diversity_penalty=1.0, max_tokens=5, n=4
+    ),
+    "best_of_n": partial(search.best_of_n, n=5, max_tokens=12),
+    "best_of_n rejects": partial(search.best_of_n, n=5, max_tokens=9, reject_every=4),
+    "vote": partial(search.vote, answer=first_letter, n=6, max_tokens=6),
+    "vote decided": partial(search.vote, answer=first_letter, n=8, max_tokens=6, confidence=0.8),
+    "vote keep": partial(search.vote, answer=first_letter, n=8, max_tokens=19, keep=0.5),
+    **{
+        f"step_search {method}": partial(search.step_search, n=4, method=method, **STEPS)
+        for method in ("beam", "dvts", "rebase", "particles")
+    },
+    "step_search entropy": partial(search.step_search, n=4, **{**STEPS, "entropy": 2.0}),
+    "smc": partial(search.smc, particles=5, max_tokens=7, potentials=[Short()], threshold=0.9),
+    "smc constraint": partial(search.smc, particles=4, max_tokens=6, constraint=no_s, power=2.0),
+    "rejection": partial(
+        search.rejection, constraint=no_s, n=3, max_tokens=6, stop=[".", ","], max_draws=30
+    ),
+    "tree_search moves": partial(
+        search.tree_search, reward=likes_e, iterations=12, expand=spells, n=5
+    ),
+    "tree_search samples": partial(
+        search.tree_search, reward=likes_e, iterations=10, expand=2, step=2, max_tokens=6,
+        rollout_tokens=2, n=6,
+    ),
+    "select": partial(search.select, choices=CHOICES),
+    "select contrast": partial(search.select, choices=CHOICES, method="contrast"),
+}  # fmt: skip
+OBSERVED = [name for name in RUNS if "select" not in name]
+DRAFTED = [name for name in RUNS if name.split()[0] in ("best_of_n", "vote", "step_search")]
+DRAFTED.append("tree_search samples")
+
+
+def outcome(found: Any) -> tuple[Any, ...]:
+    """Return all that a search has found, its cost and its tree not."""
+    if isinstance(found, search.Selection):
+        return found.choice, found.logprobs, found.scores
+    # How far texts had come that were not needed for a decision depends on the room.
+    hypotheses = [h for h in found.hypotheses if h.finish_reason != "decided"]
+    return hypotheses, found.votes, found.log_evidence, found.valid_mass
+
+
+@contextmanager
+def nothing_is_left(root: Branch) -> Iterator[None]:
+    """Assert that afterwards ``root`` and what its context holds are as they were."""
+    ctx = root.ctx
+
+    def state() -> tuple[object, ...]:
+        held = ctx.n_seq_free, ctx.usage().cells_used
+        return *held, root.tokens, root.logits.tolist(), root.produce(), root.children
+
+    before = state()
+    yield
+    assert state() == before
+    ctx.audit()
+
+
+# -- room, drafts, company -----------------------------------------------------------------------------
+
+ROOMS: dict[str, dict[str, Any]] = {
+    "2 sequences": {"n_seq_max": 2, "n_batch": 64},
+    "3 sequences": {"n_seq_max": 3, "n_batch": 64},
+    "small batches": {"n_seq_max": 4, "n_batch": 4},
+    "few cells": {"n_seq_max": 8, "n_batch": 64},
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("name", RUNS)
+def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, room: str) -> None:
+    run = RUNS[name]
+    with Branch.start(ctx, STORY, sampling=WARM) as root, nothing_is_left(root):
+        expected = run(root)
+        if not name.startswith(("rejection", "tree_search")):  # these return to earlier nodes
+            assert expected.stats.tokens_redecoded == 0
+    with (
+        Context(target, n_ctx=256, n_threads=1, batch_invariant=True, **ROOMS[room]) as small,
+        Branch.start(small, STORY, sampling=WARM) as root,
+    ):
+        others = [[9] * (small.usage().cells_free - 24)] if room == "few cells" else []
+        rivals = [Branch.start(small, tokens) for tokens in others]
+        with nothing_is_left(root):
+            found = run(root)
+        assert all(rival.position == len(others[0]) for rival in rivals)
+        assert outcome(found) == outcome(expected)
+        if room == "3 sequences" and name in OBSERVED:
+            assert found.stats.peak_sequences == 2
+
+
+@pytest.mark.parametrize("kind", ["lookup", "suffixes", "model"])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafters_change_no_text(ctx: Context, draft_ctx: Context, name: str, kind: str) -> None:
+    drafters: dict[str, Callable[[], Any]] = {
+        "lookup": PromptLookupDrafter,
+        "suffixes": SuffixDrafter,
+        "model": lambda: lb.ModelDrafter(draft_ctx),
+    }
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        expected = outcome(RUNS[name](root))
+        assert outcome(RUNS[name](root, drafter=drafters[kind]())) == expected
+    assert draft_ctx.n_seq_free == 8 and draft_ctx.usage().cells_used == 0
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_recurrent_memory_searches_too(tmp_path: Path, name: str) -> None:
+    found = []
+    more = {"drafter": SuffixDrafter()} if name in DRAFTED else {}  # it is ignored
+    with lb.Model(toys.write_lfm2(tmp_path / "lfm2.gguf", vocab="bytes")) as model:
+        for n_seq_max in (7, 3):
+            with (
+                Context(model, n_ctx=512, n_seq_max=n_seq_max, n_threads=1) as ctx,
+                Branch.start(ctx, "abcabc", sampling=WARM) as root,
+                nothing_is_left(root),
+            ):
+                found.append(outcome(RUNS[name](root, **more)))
+    if "select" in name:
+        assert found[0][2] == pytest.approx(found[1][2], abs=1e-3)
+    else:
+        assert [h.tokens for h in found[0][0]] == [h.tokens for h in found[1][0]] != []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_where_no_sequence_is_free_the_reason_is_told(target: lb.Model, name: str) -> None:
+    with (
+        Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as one,
+        Branch.start(one, STORY, sampling=WARM) as only,
+        pytest.raises(lb.errors.SequencesExhaustedError) as caught,
+    ):
+        RUNS[name](only)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_full_cache_ends_texts_or_the_search(target: lb.Model, name: str) -> None:
+    """Texts that are sampled have "capacity"; a search that compares its texts raises."""
+    with (
+        Context(target, n_ctx=256, n_seq_max=8, n_threads=1, batch_invariant=True) as ctx,
+        Branch.start(ctx, STORY, sampling=WARM) as root,
+        Branch.start(ctx, [9] * (ctx.usage().cells_free - 2)),
+        nothing_is_left(root),
+    ):
+        if name in DRAFTED:
+            found = RUNS[name](root).hypotheses
+            assert {h.finish_reason for h in found} - {"decided"} == {"capacity"}
+            assert {len(h.tokens) for h in found if h.finish_reason == "capacity"} == {3}
+        else:
+            with pytest.raises(CacheFullError):
+                RUNS[name](root)
+
+
+@pytest.mark.parametrize("drafter", [None, SuffixDrafter()], ids=["plain", "drafted"])
+def test_a_text_that_waits_for_cells_is_decoded_once(ctx: Context, drafter: Any) -> None:
+    with (
+        Branch.start(ctx, STORY, sampling=WARM) as root,
+        Branch.start(ctx, [9] * (ctx.usage().cells_free - 70)),
+    ):
+        found = search.best_of_n(root, 6, 30, drafter=drafter)
+        assert found.stats.tokens_redecoded == 0
+        assert found.stats.decodes > 2 * 29 - 5  # nearly all of a text had to wait for others
+
+
+def test_a_cache_that_is_full_in_the_last_step_changes_no_text(target: lb.Model) -> None:
+    """A text that had to wait there does not go on in the branch of one that began elsewhere."""
+    prompt = target.tokenize("The wolf ran and the wolf ran and the wolf " * 40)[:226]
+    for seed in range(4):
+        texts = []
+        for n_ctx in (1024, 256):
+            with (
+                Context(target, n_ctx=n_ctx, n_seq_max=6, n_threads=1, batch_invariant=True) as ctx,
+                Branch.start(ctx, prompt, temperature=0.5, seed=seed) as root,
+            ):
+                root.steer(dict.fromkeys(target.eog_tokens, -50.0))
+                found = search.step_search(
+                    root, lambda text: len(text) % 5, 4, method="rebase", max_steps=2, step=4,
+                    max_tokens=20,
+                )  # fmt: skip
+                texts.append(sorted(h.text for h in found.hypotheses))
+        assert texts[0] == texts[1]
+
+
+# -- cells of their own: sequences that cannot make room for each other --------------------------------
+
+NO_END = lb.SamplingParams(temperature=0.9, seed=3, logit_bias={1: -math.inf})
+BYTES = [5, 6, 7, 8, 9, 5, 6, 7, 8]
+N_CELLS = 256  # llama.cpp's least
+
+
+@pytest.fixture
+def own(toy: lb.Model) -> Iterator[Context]:
+    with Context(toy, n_ctx=4 * N_CELLS, n_seq_max=4, n_threads=1, kv_unified=False) as ctx:
+        yield ctx
+        ctx.audit()
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookupDrafter()], ids=["plain", "drafted"])
+def test_full_texts_end_and_the_others_are_not_begun_again(own: Context, drafter: Any) -> None:
+    with Branch.start(own, BYTES, sampling=NO_END) as branch:
+        found = search.best_of_n(branch, 3, None, drafter=drafter)
+    assert {h.finish_reason for h in found.hypotheses} == {"capacity"}
+    assert {len(h.tokens) for h in found.hypotheses} == {N_CELLS - len(BYTES) + 1}
+    if drafter is None:
+        assert found.stats.tokens_decoded == 3 * (N_CELLS - len(BYTES))
+    texts = []
+    for i in range(3):
+        with Branch.start(own, BYTES, sampling=NO_END.replace(seed=slot_seed(3, i))) as alone:
+            texts.append(alone.generate(N_CELLS - len(BYTES)).finish().tokens)
+    assert sorted(h.tokens[:-1] for h in found.hypotheses) == sorted(texts)
+
+
+def test_select_reads_choices_that_share_a_beginning(own: Context) -> None:
+    choices = ["abcd", "abxy", "yz"]
+    scores = []
+    with Context(own.model, n_ctx=1024, n_seq_max=4, n_threads=1) as shared:
+        for ctx in (shared, own):
+            with Branch.start(ctx, BYTES, sampling=NO_END) as branch:
+                scores.append(search.select(branch, choices).scores)
+    assert scores[0] == pytest.approx(scores[1], abs=0.02)
+
+
+# -- what ends a search early ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_failed_decode_leaves_nothing_behind(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each decode in turn is interrupted, by llama.cpp's own abort; afterwards the text is the same."""
+    run, real, n, fail_at = RUNS[name], C.llama_decode, 0, -1
+    more = {"drafter": SuffixDrafter()} if name in DRAFTED[::2] else {}
+
+    def decode(ptr: object, batch: C.llama_batch) -> int:
+        nonlocal n
+        if n == fail_at:
+            ctx.interrupt()
+        n += 1
+        return int(real(ptr, batch))
+
+    monkeypatch.setattr(C, "llama_decode", decode)
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        n = 0
+        expected, n_decodes = outcome(run(root, **more)), n
+        assert n_decodes >= (1 if "select" in name else 3)
+        for fail_at in range(n_decodes):
+            n = 0
+            with nothing_is_left(root):
+                try:
+                    run(root, **more)
+                except DecodeInterruptedError:
+                    continue
+            assert more and n <= fail_at  # with a drafter the number of decodes may differ
+        n, fail_at = 0, -1
+        assert outcome(run(root, **more)) == expected
+
+
+# The decode after their second step is not one that all samples share.
+UNSHARED = ("tree_search moves", "step_search entropy")
+
+
+@pytest.mark.parametrize(
+    ("name", "interrupts"),
+    [(n, i) for n in OBSERVED for i in (False, True) if not i or n not in UNSHARED],
+)
+def test_ended_early_it_returns_what_there_is(ctx: Context, name: str, interrupts: bool) -> None:
+    """Also where a decode is interrupted and the observer then ends the search."""
+    calls = count(1)
+
+    def on_step(stats: search.SearchStats) -> bool:
+        n = next(calls)
+        if n == 2 and interrupts:
+            ctx.interrupt()
+        return n == 2 + interrupts
+
+    with Branch.start(ctx, STORY, sampling=WARM) as root, nothing_is_left(root):
+        found = RUNS[name](root, on_step=on_step)
+    assert not any(node.status == "open" for node in found.tree.walk() if not node.children)
+    if name != "tree_search moves":  # whose rewards are no steps
+        assert found.stats.steps == 2
+    if name not in ("rejection", "tree_search moves"):
+        assert {h.finish_reason for h in found.hypotheses} - {"decided"} == {"cancelled"}
+    lengths = [len(h.tokens) for h in found.hypotheses]
+    method = name.split()[0]
+    if method in ("beam_search", "best_of_n", "smc"):
+        assert set(lengths) == {3 if method == "best_of_n" else 2}
+    if method in ("beam_search", "best_of_n", "step_search"):
+        assert len(lengths) == (5 if method == "best_of_n" else 4)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DecodeInterruptedError])
+@pytest.mark.parametrize("name", OBSERVED)
+def test_an_observer_that_raises_or_interrupts_leaves_nothing(
+    ctx: Context, name: str, error: type[BaseException]
+) -> None:
+    calls = count(1)
+
+    def on_step(stats: search.SearchStats) -> bool:
+        if next(calls) == 2:
+            if error is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            ctx.interrupt()
+        return False
+
+    with (
+        Branch.start(ctx, STORY, sampling=WARM) as root,
+        nothing_is_left(root),
+        pytest.raises(error),
+    ):
+        RUNS[name](root, on_step=on_step)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("best_of_n", "reward"), ("best_of_n rejects", "score"), ("step_search beam", "reward"),
+        ("tree_search samples", "reward"), ("tree_search moves", "expand"), ("smc", "critic"),
+        ("smc constraint", "constraint"), ("rejection", "constraint"),
+    ],
+)  # fmt: skip
+def test_what_a_function_raises_comes_through_and_nothing_is_left(
+    ctx: Context, name: str, argument: str
+) -> None:
+    """That of a constraint is named in a ConfigError."""
+    calls = count()
+
+    def fails(text: Any) -> Any:
+        value = 1 / (next(calls) < 3)
+        return [" a"] if argument == "expand" else value > 0 if argument == "constraint" else value
+
+    kind = ConfigError if argument == "constraint" else ZeroDivisionError
+    with (
+        Branch.start(ctx, STORY, sampling=WARM) as root,
+        nothing_is_left(root),
+        pytest.raises(kind, match=r"ZeroDivisionError|division by zero"),
+    ):
+        RUNS[name](root, **{argument: fails})
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+def test_an_observer_sees_the_tree(ctx: Context, name: str) -> None:
+    class Watch(search.SearchObserver):
+        n_nodes: list[int] = []  # noqa: RUF012
+
+        def __call__(self, stats: search.SearchStats) -> bool:
+            assert self.root is not None
+            self.n_nodes = [*self.n_nodes, sum(1 for _ in self.root.walk())]
+            return False
+
+    watch = Watch()
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        found = RUNS[name](root, on_step=watch)
+    assert watch.root is found.tree
+    assert watch.n_nodes == sorted(watch.n_nodes)
+    assert list(watch.effective_sizes) == list(found.effective_sizes)

@@ -147,46 +147,6 @@ def test_a_store_appends_to_many_at_once(ctx: Context) -> None:
         assert child.generated == twin.generated == child.tokens[root.position : root.position + 4]
 
 
-def test_memory_that_cannot_be_cut(tmp_path: Path) -> None:
-    with (
-        lb.Model(toys.write_mamba(tmp_path / "mamba.gguf")) as model,
-        Context(model, n_ctx=256, n_threads=1) as ctx,
-    ):
-        branch = Branch.start(ctx, [5, 6, 7], temperature=0.8, seed=1)
-        list(branch.generate(4))
-        branch.append([8, 9, 10])
-        list(branch.generate(3))
-        again = Branch.start(ctx, branch.tokens[:10], seed=1)
-        branch.rewind(10)
-        assert np.allclose(branch.logits, again.logits, atol=1e-3)
-        assert branch.generated == branch.tokens[3:7]
-
-
-def test_what_cannot_be_appended_changes_nothing(ctx: Context) -> None:
-    branch = Branch.start(ctx, STORY, temperature=0.8, seed=1)
-    answer(branch, 4)
-    other = Branch.start(ctx, [7] * 600)
-    before = branch.tokens, branch.generated, branch.finish_reason, ctx.usage()
-    for wrong, error in (
-        ("", ConfigError),
-        ([], ConfigError),
-        ([1 << 40], TokenizeError),
-        (b"abc", TokenizeError),
-        (5, TokenizeError),
-        ([5] * 600, CacheFullError),
-    ):
-        with pytest.raises(error):
-            branch.append(wrong)  # type: ignore[arg-type]
-        assert (branch.tokens, branch.generated, branch.finish_reason, ctx.usage()) == before
-    with pytest.raises(BranchStateError, match="prefill comes before") as raised:
-        branch.prefill([5])
-    assert "append" in str(raised.value.hint)
-    other.prune()
-    branch.prune()
-    with pytest.raises(BranchStateError, match="pruned"):
-        branch.append(NEXT)
-
-
 def test_control_tokens_in_appended_text_are_parsed_unless_told_otherwise(ctx: Context) -> None:
     end = min(ctx.model.eog_tokens)
     name = ctx.model.handle.token_text(end).decode()

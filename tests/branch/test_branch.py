@@ -499,29 +499,6 @@ def test_resampling_keeps_history_and_seed(ctx: Context) -> None:
     assert branch.produce().token not in branch.tokens
 
 
-def test_grammar_refuses_tokens_and_the_branch_is_as_before(ctx: Context) -> None:
-    branch = Branch.start(ctx, "Answer:", temperature=0.0, grammar='root ::= "yes" "!"+')
-    before = (branch.logits, branch.tokens, branch.produce(), ctx.usage())
-    wrong = ctx.tokenize("no", add_special=False)
-    for call in (
-        lambda: branch.commit(wrong[0]),
-        lambda: branch.extend(wrong),
-        lambda: branch.extend([*ctx.tokenize("yes!", add_special=False), *wrong]),
-    ):
-        with pytest.raises(GrammarError):
-            call()
-    assert np.array_equal(branch.logits, before[0])
-    assert (branch.tokens, branch.produce(), ctx.usage()) == before[1:]
-
-
-def test_bad_grammar_takes_no_sequence(ctx: Context) -> None:
-    for grammar in ("root ::= (", "not a grammar", ""):
-        with pytest.raises(GrammarError):
-            Branch.start(ctx, STORY, grammar=grammar)
-    assert ctx.usage().sequences == {}
-    assert len([Branch.start(ctx, [5]) for _ in range(8)]) == 8
-
-
 # -- trees ---------------------------------------------------------------------------------------
 
 
@@ -583,16 +560,6 @@ def test_with_block_prunes_the_tree(ctx: Context) -> None:
 
 
 # -- misuse --------------------------------------------------------------------------------------
-
-
-def test_prompt_longer_than_the_context_is_told_with_both_lengths(ctx: Context) -> None:
-    room = ctx.n_ctx_seq
-    with pytest.raises(
-        lb.errors.CacheFullError, match=f"has {room + 1} tokens, the context has room for {room}"
-    ):
-        Branch.start(ctx, [5] * (room + 1))
-    assert ctx.usage().cells_used == 0
-    assert ctx.n_seq_free == ctx.n_seq_max
 
 
 def test_interrupted_step_leaves_the_branch_as_it_was(ctx: Context) -> None:

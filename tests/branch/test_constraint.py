@@ -312,26 +312,3 @@ def test_a_faulty_constraint_is_a_typed_error(
     ctx.audit()
     result = ctx.complete("The", max_tokens=40, seed=1, constraint=make())
     assert isinstance(result.error, ConfigError) and result.tokens
-
-
-class Whole:
-    def complete(self, text: str) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [5, "no e", [no_e], Short, Whole(), object()],
-    ids=["number", "text", "list", "class", "no prefix", "object"],
-)
-def test_what_is_no_constraint_is_refused_before_anything_happens(ctx: Context, wrong: Any) -> None:
-    with Branch.start(ctx, "The") as root:
-        n_decodes = ctx.decoder.n_decodes
-        with pytest.raises(ConfigError) as raised:
-            root.generate(4, constraint=wrong)
-        assert raised.value.hint
-        with pytest.raises(ConfigError):
-            ctx.complete("The", max_tokens=4, constraint=wrong)
-        with pytest.raises(ConfigError):
-            search.smc(root, 2, 4, constraint=wrong)
-        assert ctx.decoder.n_decodes == n_decodes

@@ -116,65 +116,7 @@ def test_bad_token_for_one_moves_none(bad: int, ctx: Context) -> None:
     assert [b.position for b in empty] == [0, 0]
 
 
-def test_branches_of_recurrent_memory_are_restored_too(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """Their tail cannot be dropped: after a failure they are emptied and decoded again."""
-    import toys
-
-    path = toys.write_lfm2(tmp_path_factory.mktemp("store") / "lfm2.gguf")
-    with (
-        lb.Model(path) as model,
-        Context(model, n_ctx=256, n_seq_max=4, n_batch=64, n_threads=1) as ctx,
-    ):
-        assert not ctx.capabilities.can_truncate
-        one, two = (Branch.start(ctx, [3 + i] * 90, sampling=WARM) for i in range(2))
-        before = [facts(b)[3].token for b in (one, two)]
-        logits = [b.logits for b in (one, two)]
-        fresh = Branch.create(ctx, WARM)
-        with pytest.raises(CacheFullError):
-            BranchStore(ctx).prefill({fresh: [5] * 100})
-        assert fresh.position == 0
-        for branch, token, row in zip((one, two), before, logits, strict=True):
-            assert branch.produce().token == token
-            assert np.allclose(branch.logits, row, atol=rounding(ctx, 1e-3))
-        BranchStore(ctx).step([one, two])
-        ctx.audit()
-
-
 # -- misuse ----------------------------------------------------------------------------------------
-
-
-def test_pruned_branches_and_those_of_other_contexts_are_refused(
-    ctx: Context, other_ctx: Context
-) -> None:
-    mine, theirs = Branch.start(ctx, STORY, sampling=WARM), Branch.start(other_ctx, STORY)
-    dead = mine.fork()
-    dead.prune()
-    empty = Branch.create(ctx, WARM)
-    store = BranchStore(ctx)
-    before = repr(facts(mine))
-    for wrong, error in (
-        (theirs, ConfigError),
-        (dead, BranchStateError),
-        (empty, BranchStateError),
-    ):
-        with pytest.raises(error):
-            store.step([mine, wrong])
-        with pytest.raises(error):
-            store.commit({mine: 5, wrong: 5})
-    with pytest.raises(ConfigError):
-        store.retain_only(theirs)
-    with pytest.raises(BranchStateError):
-        store.retain_only(dead)
-    with pytest.raises(ConfigError, match="no tokens"):
-        store.prefill({empty: []})
-    mine.step()
-    with pytest.raises(BranchStateError, match="before anything is generated"):
-        store.prefill({empty: [1, 2], mine: [3]})
-    assert empty.position == 0
-    mine.rewind(mine.position - 1)
-    assert repr(facts(mine)) == before
 
 
 # -- trees of branches -------------------------------------------------------------------------------

@@ -96,14 +96,6 @@ def test_sample_draws_what_a_branch_draws_whatever_the_batches(
     assert len(set(expected)) > 5
 
 
-def test_sample_refuses_draws_that_need_a_history_or_a_seed(ctx: Context) -> None:
-    ctx.decode(A, 0)
-    with pytest.raises(ConfigError, match="needs a seed"):
-        ctx.sample(lb.SamplingParams(temperature=0.8))
-    with pytest.raises(UnsupportedError, match="Branch"):
-        ctx.sample(lb.SamplingParams(repeat_penalty=1.1))
-
-
 def test_entropy_and_surprisal_are_those_of_softmax(ctx: Context) -> None:
     ctx.decode(A, 0)
     logits = ctx.logits().astype(np.float64)
@@ -270,21 +262,6 @@ def test_child_outlives_a_forgotten_parent(ctx: Context, other_ctx: Context) -> 
 # -- life ----------------------------------------------------------------------------------------
 
 
-def test_what_is_closed_is_named(target: lb.Model) -> None:
-    model = lb.Model(target.path)
-    calls: list[Callable[[Context, Branch], object]] = [
-        lambda ctx, _: ctx.complete("a"), lambda ctx, _: ctx.tokenize("a"),
-        lambda ctx, _: Branch.start(ctx, "a"), lambda _, branch: branch.text,
-    ]  # fmt: skip
-    for owner, said in ((True, "the context is closed"), (False, "the model is closed")):
-        ctx = Context(model if not owner else lb.Model(target.path), n_ctx=256, owns_model=owner)
-        branch = Branch.start(ctx, [1, 2])
-        (ctx if owner else model).close()
-        for call in calls:
-            with pytest.raises(ClosedError, match=said):
-                call(ctx, branch)
-
-
 def test_forgotten_context_is_freed_while_its_model_lives(target: lb.Model) -> None:
     handles = len(target.handle._children)
     for _ in range(5):
@@ -328,18 +305,6 @@ def test_builtin_bases_let_plain_python_catch_them() -> None:
     assert issubclass(BranchStateError, RuntimeError)
     assert issubclass(CacheFullError, errors.CapacityError)
     assert issubclass(SequencesExhaustedError, errors.CapacityError)
-
-
-@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
-def test_kv_type_too_wide_for_the_heads_is_refused_with_the_reason(
-    kv_type: str, tmp_path: Path
-) -> None:
-    path = toys.write_toy(tmp_path / "narrow.gguf", n_embd=32)  # two heads of 16, blocks of 32
-    with lb.Model(path) as model:
-        with pytest.raises(ConfigError, match=f"{kv_type} with block size 32 .*=16") as caught:
-            lb.Context(model, n_ctx=256, kv_type=kv_type)
-        assert "enabling" not in str(caught.value)  # what it logged before
-        assert "kv_type" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

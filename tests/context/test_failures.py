@@ -251,28 +251,3 @@ def test_memory_that_the_system_does_not_give_is_an_error_and_nothing_is_lost() 
         check=False,
     )
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("write", [toys.write_lfm2, toys.write_gemma3], ids=["lfm2", "gemma3"])
-def test_full_cache_loses_nothing_in_memory_that_cannot_be_cut(
-    write: Callable[..., Path], tmp_path: Path
-) -> None:
-    with (
-        lb.Model(write(tmp_path / "toy.gguf", vocab="bytes")) as model,
-        Context(model, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1, swa_full=False) as ctx,
-    ):
-        assert not ctx.capabilities.can_truncate
-        branch = Branch.start(ctx, [2 + i % 200 for i in range(100)])
-        rival = Branch.start(ctx, [2 + 3 * i % 200 for i in range(100)])
-        before = branch.logits
-        with pytest.raises(CacheFullError):
-            branch.prefill([5] * 150)
-        ctx.audit()
-        assert branch.position == 100
-        assert np.abs(branch.logits - before).max() < 0.05
-        rival.prune()
-        branch.prefill([5])
-        with Branch.create(ctx) as again:
-            again.prefill(branch.tokens)
-            assert np.abs(branch.logits - again.logits).max() < 0.05
-        ctx.audit()

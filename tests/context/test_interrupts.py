@@ -35,7 +35,6 @@ pytestmark = [
 ]
 
 N_LONG = 2600  # tokens: long enough for the bundled target that a decode is watched for signals
-ROUNDING = 0.05  # nats; a wrong state moves several
 
 
 class Decodes:
@@ -425,72 +424,7 @@ def test_time_that_ran_out_without_a_decode_stops_nothing_after_the_block(ctx: C
     Branch.start(ctx, "Once upon a time", seed=3).step()
 
 
-@pytest.mark.parametrize("seconds", [0, -1, math.nan, "1", True, None])
-def test_time_limits_are_checked(seconds: object, ctx: Context) -> None:
-    with pytest.raises(ConfigError), ctx.time_limit(seconds):  # type: ignore[arg-type]
-        pass
-
-
 # -- every kind of memory --------------------------------------------------------------------------
-
-KINDS: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
-    "llama": (toys.write_llama, {}),
-    "gemma3, full window": (toys.write_gemma3, {}),
-    "gemma3": (toys.write_gemma3, {"swa_full": False}),
-    "mamba": (toys.write_mamba, {}),
-    "rwkv7": (toys.write_rwkv7, {}),
-    "lfm2": (toys.write_lfm2, {}),
-}
-BYTES = [2 + (5 * i) % 200 for i in range(100)]
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind_ctx(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Context]:
-    write, options = KINDS[request.param]
-    path = write(tmp_path_factory.mktemp("toy") / "toy.gguf", vocab="bytes")
-    with (
-        lb.Model(path) as model,
-        Context(model, n_ctx=512, n_seq_max=6, n_batch=32, n_threads=1, **options) as context,  # type: ignore[arg-type]
-    ):
-        yield context
-
-
-def check_logits(branch: Branch, ctx: Context) -> None:
-    with Branch.create(ctx) as again:
-        again.prefill(branch.tokens)
-        assert np.abs(again.logits - branch.logits).max() < ROUNDING
-    branch.commit(70)
-    with Branch.create(ctx) as again:
-        again.prefill(branch.tokens)
-        assert np.abs(again.logits - branch.logits).max() < ROUNDING
-    branch.rewind(branch.position - 1)
-    ctx.audit()
-
-
-@pytest.mark.parametrize("how", ["ctrl-c", "interrupt"])
-@pytest.mark.parametrize("call", [0, 1, 2])
-def test_no_kind_of_memory_loses_a_branch(
-    call: int, how: str, kind_ctx: Context, decodes: Decodes
-) -> None:
-    """Neither the branch that is decoded, nor those that share its cells or the same cache."""
-    ctx = kind_ctx
-    with Branch.create(ctx) as root, Branch.start(ctx, BYTES[3:11]) as beside:
-        root.prefill(BYTES[:40])
-        children = root.fork_many(2)
-        children[0].prefill([80, 81])
-        wanted = decodes.n_calls + call
-        if how == "ctrl-c":
-            decodes.after = lambda number: ctrl_c() if number == wanted else None
-        else:
-            decodes.during = lambda number: ctx.interrupt() if number == wanted else None
-        with pytest.raises((KeyboardInterrupt, DecodeInterruptedError)):
-            children[1].prefill(BYTES)
-        assert [b.position for b in (root, *children, beside)] == [40, 42, 40, 8]
-        ctx.audit()
-        for branch in (children[1], root, children[0], beside):
-            check_logits(branch, ctx)
 
 
 def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(
@@ -529,45 +463,6 @@ def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(
         monkeypatch.setattr(C, "llama_decode", decode)
         branch.prefill([5] * 10)  # nothing is left to interrupt
     assert unraisable == []
-
-
-def test_second_ctrl_c_while_memory_is_read_again_loses_nothing(
-    kind_ctx: Context, decodes: Decodes
-) -> None:
-    with Branch.start(kind_ctx, BYTES[:90]) as branch, branch.fork() as sibling:
-        decodes.after = lambda call: ctrl_c()
-        for _ in range(3):
-            with pytest.raises(KeyboardInterrupt):
-                branch.commit(90)
-        decodes.after = lambda call: None
-        assert branch.tokens == BYTES[:90]
-        check_logits(branch, kind_ctx)
-        check_logits(sibling, kind_ctx)
-
-
-def test_raw_sequence_is_as_before_or_empty_and_the_error_states_which(
-    kind_ctx: Context, decodes: Decodes
-) -> None:
-    ctx = kind_ctx
-    ctx.decode(BYTES[:10], 0, seq_id=0)
-    decodes.on_call(1, ctx.interrupt)
-    with pytest.raises(DecodeInterruptedError) as caught:
-        ctx.decode(BYTES, 10, seq_id=0)
-    # The error comes in the second batch; the tokens of the first are dropped as well.
-    assert caught.value.memory_changed
-    assert ctx.kv_cache_size(0) == (10 if ctx.capabilities.can_truncate else 0)
-    ctx.audit()
-    ctx.kv_cache_clear()
-
-
-def test_recurrent_memory_is_never_left_half_computed(kind_ctx: Context, decodes: Decodes) -> None:
-    """An unfinished graph would leave wrong states in sequences outside the batch (lfm2: by nats)."""
-    ctx = kind_ctx
-    decodes.on_call(0, ctx.interrupt)
-    with Branch.create(ctx) as branch, pytest.raises(DecodeInterruptedError):
-        branch.prefill(BYTES)
-    expected = 0 if ctx.capabilities.recurrent else 2
-    assert decodes.answers[-1] == (32, expected)
 
 
 # -- while a model loads ---------------------------------------------------------------------------

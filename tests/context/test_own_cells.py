@@ -146,30 +146,6 @@ def test_scores_are_those_of_a_unified_cache(own: Context, ctx: Context) -> None
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ContextOptions(kv_unified=False, n_threads=1, n_seq_max=8, n_ubatch=4),
-            "n_ubatch .* at least n_seq_max",
-        ),
-        (ContextOptions(kv_unified=False, n_seq_max=300), "n_seq_max"),
-    ],
-)
-def test_impossible_sizes_are_refused(
-    options: ContextOptions, message: str, target: lb.Model
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Context(target, **options)
-
-
-@pytest.mark.parametrize("architecture", ["mamba", "gemma3"])
-def test_other_memory_is_refused(architecture: str, tmp_path: Path) -> None:
-    path = getattr(toys, f"write_{architecture}")(tmp_path / "other.gguf")
-    with lb.Model(path) as model, pytest.raises(UnsupportedError, match="kv_unified"):
-        Context(model, n_ctx=512, n_seq_max=2, n_threads=1, kv_unified=False)
-
-
 # -- the engine ------------------------------------------------------------------------------------
 
 

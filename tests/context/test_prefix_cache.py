@@ -183,48 +183,6 @@ def test_more_texts_than_ids_can_be_kept_in_turn(toy: lb.Model) -> None:
         ctx.audit()
 
 
-def test_ids_must_be_left_for_it(toy: lb.Model) -> None:
-    with pytest.raises(ConfigError, match="at most 240 with a prefix cache"):
-        Context(toy, n_ctx=512, n_seq_max=241, prefix_cache=True)
-
-
-@pytest.mark.parametrize("architecture", ["mamba", "lfm2", "gemma3"])
-def test_memory_that_cannot_be_cut_shares_whole_texts(architecture: str, tmp_path: Path) -> None:
-    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes", weights="f32")
-    rng = np.random.default_rng(8)
-    with (
-        lb.Model(path) as model,
-        Context(
-            model, n_ctx=512, n_seq_max=9, n_threads=1, swa_full=False, prefix_cache=True
-        ) as ctx,
-        Context(model, n_ctx=512, n_seq_max=3, n_threads=1, swa_full=False) as clean,
-    ):
-        assert not ctx.capabilities.can_truncate
-        tokens, allowed = [int(t) for t in rng.integers(2, 250, 40)], rounding(clean, 1e-4)
-        for n, n_hit in ((30, 0), (40, 30), (35, 30), (20, 0)):
-            prefixes, given = prefixes_of(ctx), [*tokens[:n], 7]
-            before = prefixes.n_hit_tokens
-            branch = Branch.start(ctx, tokens[:n])
-            branch.prune()
-            assert prefixes.n_hit_tokens - before == n_hit
-            branch = Branch.start(ctx, given, sampling=WARM)
-            assert prefixes.n_hit_tokens - before == n_hit + n
-            with Branch.start(clean, given, sampling=WARM) as again:
-                assert np.allclose(branch.logits, again.logits, atol=allowed)
-                assert [t.token for t in branch.generate(5)] == [t.token for t in again.generate(5)]
-            branch.prune()
-            assert ctx.n_seq_free == 9
-            ctx.audit()
-        guests = [Branch.create(ctx) for _ in range(9)]  # kept texts make room for them
-        with pytest.raises(SequencesExhaustedError):
-            Branch.create(ctx)
-        for guest in guests:
-            guest.prune()
-        prefixes_of(ctx).clear()
-        assert ctx.usage().cells_used == 0
-        ctx.audit()
-
-
 @pytest.mark.parametrize("n", [60, 99])
 def test_a_kept_text_longer_than_the_window_serves_its_beginnings(n: int, tmp_path: Path) -> None:
     """llama.cpp writes later tokens into cells that have left the window (32) of their only sequence."""
@@ -324,13 +282,3 @@ def test_host_memory_is_limited(target: lb.Model) -> None:
         Branch.start(ctx, random_tokens(rng, 250)).prune()
         assert saved.n_bytes <= 1_000_000
         assert len(saved) < 6
-
-
-def test_host_memory_is_for_a_prefix_cache_that_can_be_copied(
-    toy: lb.Model, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match="set prefix_cache=True"):
-        Context(toy, n_ctx=256, cache_ram=1000)
-    path = toys.write_toy(tmp_path / "toy.gguf", "mamba", vocab="bytes", weights="f32")
-    with lb.Model(path) as model, pytest.raises(UnsupportedError, match="recurrent memory"):
-        Context(model, n_ctx=256, n_seq_max=3, prefix_cache=True, cache_ram=1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import toys
 from crash_harness import ABC, World, case, must_raise, refuses
@@ -11,6 +12,7 @@ from crash_harness import ABC, World, case, must_raise, refuses
 from llamabranch import Branch, Context, Grammar, Model, SamplingParams
 from llamabranch.errors import (
     BranchStateError,
+    ConfigError,
     GrammarError,
     LlamaBranchError,
     ModelLoadError,
@@ -67,9 +69,13 @@ def nan_weights_unchecked(w: World) -> None:
 
 @case("load")
 def vocabulary_only(w: World) -> None:
-    with Model(w.path, vocab_only=True) as model:
-        assert model.detokenize(model.tokenize("abc")) == "abc"
-        must_raise(UnsupportedError, lambda: Context(model, n_ctx=256))
+    weightless = toys.write_llama(w.folder / "weightless.gguf", drop=("*",))
+    must_raise(ModelLoadError, lambda: Model(weightless))
+    for path in (w.path, weightless):
+        with Model(path, vocab_only=True) as model:
+            assert model.detokenize(model.tokenize("abc")) == "abc"
+            told = must_raise(UnsupportedError, lambda m=model: Context(m, n_ctx=256))
+            assert "only its vocabulary" in told
 
 
 @case("load")
@@ -143,18 +149,25 @@ def odd_texts(w: World) -> None:
     assert not any(w.model.is_eog(token) for token in (-1, 258, 1 << 40))
 
 
+NO_MESSAGES: list[Any] = [
+    [], "Hello", [{"content": "a"}], [{"role": "user"}], [{"role": "user", "content": 5}], [5],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+    [{"role": "user", "content": "\udc80"}], {"role": "user", "content": "a"}, [("", "a")],
+]  # fmt: skip
+
+
+@case("text", is_quick=True)
+def no_messages(w: World) -> None:
+    with Model(w.path, vocab_only=True, chat_template="chatml") as model:
+        for messages in NO_MESSAGES:
+            must_raise(ConfigError, model.apply_chat_template, messages)
+
+
 @case("text")
 def odd_chats(w: World) -> None:
-    for messages in (
-        [],
-        [("", "")],
-        [("user", "a\0b")],
-        [("x" * 300, "é🙂")],
-        [("user", "a" * 99999)],
-    ):
+    for messages in ([("user", "a\0b")], [("x" * 300, "é🙂")], [("user", "a" * 99999)]):
         with suppress(LlamaBranchError):
             w.model.apply_chat_template(messages)
-    must_raise(LlamaBranchError, lambda: w.model.apply_chat_template([("user", "a\udc80")]))
 
 
 # -- snapshots -------------------------------------------------------------------------------------

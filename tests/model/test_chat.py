@@ -154,26 +154,6 @@ def test_without_an_interpreter_to_start_the_built_in_template_is_used(
     assert "interpreter" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        "Hello",
-        [{"content": "a"}],
-        [{"role": "user"}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-        [{"role": "user", "content": "\udc80"}],
-        [5],
-        {"role": "user", "content": "a"},
-    ],
-)
-def test_what_are_no_messages_is_refused(messages: Any, open_model: Open) -> None:
-    model = open_model(toys.CHAT_TEMPLATE)
-    with pytest.raises(ConfigError):
-        model.apply_chat_template(messages)
-
-
 def test_a_role_is_a_common_one_or_a_word_of_the_template(open_model: Open) -> None:
     model = open_model("{% if messages[0].role == 'observation' %}seen{% endif %}{# users #}")
     assert model.apply_chat_template([("observation", "a")]) == "seen"

@@ -9,7 +9,7 @@ import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from llamabranch import Branch, Context, errors
 from llamabranch.errors import (
     BranchStateError,
     CacheFullError,
-    ClosedError,
     ConfigError,
     ContextLengthWarning,
     DecodeError,

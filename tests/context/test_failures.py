@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import toys
 from llama_cpp import llama_cpp as C
 
 import llamabranch as lb

@@ -12,8 +12,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, Engine, Request, SamplingParams
-from llamabranch.context.params import ContextOptions
-from llamabranch.errors import CacheFullError, ConfigError, UnsupportedError
+from llamabranch.errors import CacheFullError, ConfigError
 
 WARM = SamplingParams(temperature=0.8, seed=42)
 PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]

@@ -8,16 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
-from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
 from llamabranch.context.prefix_cache import PrefixCache
 from llamabranch.errors import (
     CacheFullError,
-    ConfigError,
-    SequencesExhaustedError,
-    UnsupportedError,
 )
 
 WARM = SamplingParams(temperature=0.8, seed=42)

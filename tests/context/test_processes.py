@@ -6,17 +6,15 @@ Each case is a separate program. A child that hangs is ended by its alarm, which
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 import llamabranch as lb
 
 DATA = Path(lb.__file__).parent / "data"
-TIMEOUT_S = 600
 
 BEGIN = """
     import gc, os, random, signal, sys, threading, time, traceback
@@ -54,28 +52,13 @@ BEGIN = """
 """
 
 
-def run(program: str, *, code: int = 0, arguments: tuple[str, ...] = ()) -> str:
+def run(program: str, *arguments: str, code: int = 0) -> str:
     """Run a program after ``BEGIN``; return what it printed."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-X",
-            "faulthandler",
-            "-c",
-            textwrap.dedent(BEGIN) + textwrap.dedent(program),
-            str(DATA / "tale-target-q8_0.gguf"),
-            str(DATA / "tale-draft-q8_0.gguf"),
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    complaints = ("Exception ignored", "Traceback", "Fatal Python error")
-    if done.returncode != code or any(word in done.stderr for word in complaints):
-        pytest.fail(f"it ended with {done.returncode}: {done.stderr[-3000:]}", pytrace=False)
+    source = textwrap.dedent(BEGIN) + textwrap.dedent(program)
+    pair = (DATA / f"tale-{name}-q8_0.gguf" for name in ("target", "draft"))
+    done = run_python("-X", "faulthandler", "-c", source, *pair, *arguments, code=code)
+    for complaint in ("Exception ignored", "Traceback", "Fatal Python error"):
+        assert complaint not in done.stderr, done.stderr[-3000:]
     return done.stdout
 
 
@@ -142,7 +125,7 @@ def test_everything_inherited_through_fork_raises_and_the_parent_goes_on(n_threa
         next(stream)
         assert [r.finish_reason for r in engine.generate(["The king"])] in (["stop"], ["length"])
         """,
-        arguments=(n_threads,),
+        n_threads,
     )
 
 
@@ -257,27 +240,19 @@ ALIVE = """
 """
 
 
-def scene(*lines: str) -> str:
-    return textwrap.dedent(ALIVE) + "".join(f"\n{textwrap.dedent(line)}" for line in lines)
+ENDINGS = [
+    "", "cycle = [branch, engine, events, ctx]; cycle.append(cycle)", "gc.disable()",
+    "ctx.keep = branch; model.keep = ctx; branch.keep = model", "lb.Branch.keep = branch",
+    "import builtins; builtins.kept = (branch, generation, events, session)",
+    "import atexit; atexit.register(lambda: ctx.closed)",
+    "import atexit; atexit.register(branch.prune_subtree)",
+    "threading.main_thread().keep = (branch, events)", "sys.exit(3)",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("ending", "code"),
-    [
-        ("", 0),
-        ("sys.exit(3)", 3),
-        ("cycle = [branch, engine, events, ctx]; cycle.append(cycle)", 0),
-        ("ctx.keep = branch; model.keep = ctx; branch.keep = model", 0),
-        ("import builtins; builtins.kept = (branch, generation, events, session)", 0),
-        ("import atexit; atexit.register(lambda: ctx.closed)", 0),
-        ("import atexit; atexit.register(branch.prune_subtree)", 0),
-        ("gc.disable()", 0),
-        ("lb.Branch.keep = branch", 0),
-        ("threading.main_thread().keep = (branch, events)", 0),
-    ],
-)
-def test_interpreter_ends_with_everything_alive(ending: str, code: int) -> None:
-    run(scene(ending), code=code)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_interpreter_ends_with_everything_alive(ending: str) -> None:
+    run(f"{textwrap.dedent(ALIVE)}\n{ending}", code=3 * (ending == "sys.exit(3)"))
 
 
 def test_everything_is_closed_and_dropped_in_any_order() -> None:
@@ -349,7 +324,7 @@ def test_interpreter_ends_while_threads_decode(daemon: bool) -> None:
             threading.Thread(target=target, args=arguments, daemon=daemon).start()
         started.wait()
         """,
-        arguments=(str(daemon),),
+        str(daemon),
     )
 
 

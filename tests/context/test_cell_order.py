@@ -205,7 +205,7 @@ def test_full_cache_with_raw_sequences_loses_the_order_and_continues(small: Cont
 def test_compaction_that_fails_is_finished_first(
     way: str, end: str, small: Context, replay: Replay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C must not leave branches without their cells: it waits for copies of the cells, and what was not
+    """Ctrl-C must not leave branches without their cells: it waits for copies of cells, and what was not
     decoded again is decoded later. If llama.cpp takes one copy and refuses the next, all are decoded."""
     rng = np.random.default_rng(8)
     branches = [Branch.start(small, random_tokens(rng, 60)) for _ in range(3)]

@@ -8,10 +8,6 @@ with those from before and with a clean replay.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as C
+from programs import run_code
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context
@@ -65,6 +62,10 @@ class Failures:
             rival.prefill(TOKENS[: free or 1])
             yield
 
+    def shift(self) -> None:
+        """Shift the positions of a batch, so that they do not follow those in the cache."""
+        self._ctx.decoder.handle.positions += 5
+
     @contextmanager
     def abort(self) -> Iterator[None]:
         """Ask for an abort once llama.cpp has been called."""
@@ -74,12 +75,8 @@ class Failures:
 
     @contextmanager
     def gap(self) -> Iterator[None]:
-        """Shift the positions of every batch, so that they do not follow those in the cache."""
-
-        def shift() -> None:
-            self._ctx.decoder.handle.positions += 5
-
-        self.before = shift
+        """Leave a gap below the positions of every batch."""
+        self.before = self.shift
         yield
         self.before = lambda: None
 
@@ -160,17 +157,8 @@ def test_prefill_that_fails_in_a_later_batch_is_taken_back_whole(
     small.decode([3] * (256 - 10 - fails_at * BATCH - 5), 0)
     if way != "full_cache":
         small.kv_cache_remove(0)
-        start = len(failures.codes)
-        act = failures._ctx.interrupt if way == "abort" else None
-
-        def before_call() -> None:
-            if len(failures.codes) - start == fails_at:
-                if act is not None:
-                    act()
-                else:
-                    small.decoder.handle.positions += 5
-
-        failures.before = before_call
+        start, fail = len(failures.codes), small.interrupt if way == "abort" else failures.shift
+        failures.before = lambda: len(failures.codes) - start == fails_at and fail()
     with pytest.raises(kind):
         branch.prefill(tokens)
     failures.before = lambda: None
@@ -238,15 +226,8 @@ OUT_OF_MEMORY = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_memory_that_the_system_does_not_give_is_an_error_and_nothing_is_lost() -> None:
-    model = Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf"
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(OUT_OF_MEMORY), str(model)],
-        capture_output=True,
-        text=True,
-        # One arena: that of the thread in which the context is created has address space to spare.
-        env={**os.environ, "GGML_NO_BACKTRACE": "1", "MALLOC_ARENA_MAX": "1"},
-        timeout=600,
-        check=False,
-    )
-    assert done.stdout.strip() == "fine", done.stderr[-2000:]
+def test_memory_that_the_system_does_not_give_is_an_error_and_nothing_is_lost(
+    target: lb.Model,
+) -> None:
+    # One arena: that of the thread in which the context is created has address space to spare.
+    assert run_code(OUT_OF_MEMORY, target.path, MALLOC_ARENA_MAX="1").strip() == "fine"

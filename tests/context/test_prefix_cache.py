@@ -49,14 +49,10 @@ def check(branch: Branch, clean: Context, n: int = 8) -> None:
         assert [t.token for t in branch.generate(n)] == [t.token for t in again.generate(n)]
 
 
-def test_without_it_nothing_is_kept(ctx: Context) -> None:
-    assert ctx.prefix_cache is None
-    Branch.start(ctx, [5] * 50).prune()
-    assert ctx.usage().cells_cached == 0
-
-
 def test_same_prompt_is_not_read_again(cached: Context, clean: Context) -> None:
     tokens = random_tokens(np.random.default_rng(0), 100)
+    Branch.start(clean, tokens).prune()
+    assert (clean.prefix_cache, clean.usage().cells_cached) == (None, 0)
     Branch.start(cached, tokens).prune()
     usage = cached.usage()
     assert (usage.cells_used, usage.cells_cached, usage.sequences) == (0, 100, {})
@@ -67,6 +63,10 @@ def test_same_prompt_is_not_read_again(cached: Context, clean: Context) -> None:
     assert cached.usage().cells_used == 100
     check(branch, clean)
     branch.prune()
+    cached.kv_cache_clear()
+    assert (len(prefixes_of(cached)), cached.usage().cells_cached) == (0, 0)
+    Branch.start(cached, tokens).prune()
+    assert prefixes_of(cached).n_hits == 1
 
 
 def test_longest_prefix_is_shared(cached: Context, clean: Context) -> None:
@@ -85,17 +85,14 @@ def test_longest_prefix_is_shared(cached: Context, clean: Context) -> None:
 
 def test_text_that_continues_another_replaces_it(cached: Context) -> None:
     rng = np.random.default_rng(2)
+    Branch.start(cached, [5] * 7).prune()
+    assert len(prefixes_of(cached)) == 0  # too short to be kept
     tokens = random_tokens(rng, 30)
     for _ in range(6):
         tokens += random_tokens(rng, 10)
         Branch.start(cached, tokens).prune()
         assert len(prefixes_of(cached)) == 1
     assert cached.usage().cells_cached == len(tokens)
-
-
-def test_short_prompts_are_not_kept(cached: Context) -> None:
-    Branch.start(cached, [5] * 7).prune()
-    assert len(prefixes_of(cached)) == 0
 
 
 def test_least_recently_used_text_gives_up_its_end_first(cached: Context, clean: Context) -> None:
@@ -158,15 +155,6 @@ def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
     prefixes_of(cached).clear()
     usage = cached.usage()
     assert (usage.cells_used, usage.cells_cached, usage.cells_reserved) == (0, 0, 0)
-
-
-def test_cleared_cache_keeps_nothing(cached: Context) -> None:
-    Branch.start(cached, [5] * 50).prune()
-    cached.kv_cache_clear()
-    assert len(prefixes_of(cached)) == 0
-    assert cached.usage().cells_cached == 0
-    Branch.start(cached, [5] * 50).prune()
-    assert prefixes_of(cached).n_hits == 0
 
 
 def test_more_texts_than_ids_can_be_kept_in_turn(toy: lb.Model) -> None:

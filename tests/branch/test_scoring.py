@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import toys
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, TokenScore
 from llamabranch.errors import (
-    BranchStateError,
     CacheFullError,
-    ConfigError,
-    SequencesExhaustedError,
-    TokenizeError,
 )
 
 WARM = SamplingParams(temperature=0.8, seed=42)

@@ -103,31 +103,15 @@ def test_least_recently_used_text_gives_up_its_end_first(cached: Context, clean:
     Branch.start(cached, [*texts[0][:90], 7]).prune()  # now the second is the oldest
     branch = Branch.start(cached, random_tokens(rng, 150), sampling=WARM)  # 111 cells were vacant
     prefixes = prefixes_of(cached)
-    assert 38 <= prefixes.n_evicted <= 64
-    assert [prefixes.n_common(tokens) for tokens in texts] == [
-        100,
-        100 - prefixes.n_evicted,
-        100,
-        100,
-    ]
+    n = prefixes.n_evicted
+    assert 38 <= n <= 64
+    assert [prefixes.n_common(tokens) for tokens in texts] == [100, 100 - n, 100, 100]
     check(branch, clean)
     again = Branch.start(cached, texts[1], sampling=WARM)
     check(again, clean)
     branch.prune()
     again.prune()
     assert cached.usage().cells_used == 0
-
-
-def test_all_cells_can_be_used_by_others(cached: Context) -> None:
-    rng = np.random.default_rng(4)
-    for _ in range(5):
-        Branch.start(cached, random_tokens(rng, 90)).prune()
-    branch = Branch.start(cached, random_tokens(rng, 512))
-    assert cached.usage().cells_free == 0
-    with pytest.raises(CacheFullError):
-        branch.commit(5)
-    branch.prune()
-    assert cached.usage().cells_free == 512
 
 
 def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
@@ -155,6 +139,14 @@ def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
     prefixes_of(cached).clear()
     usage = cached.usage()
     assert (usage.cells_used, usage.cells_cached, usage.cells_reserved) == (0, 0, 0)
+    for _ in range(5):
+        Branch.start(cached, random_tokens(rng, 90)).prune()
+    branch = Branch.start(cached, random_tokens(rng, 512))  # all cells can be used by others
+    assert cached.usage().cells_free == 0
+    with pytest.raises(CacheFullError):
+        branch.commit(5)
+    branch.prune()
+    assert cached.usage().cells_free == 512
 
 
 def test_more_texts_than_ids_can_be_kept_in_turn(toy: lb.Model) -> None:
@@ -208,6 +200,7 @@ def saving(target: lb.Model) -> Iterator[Context]:
 
 
 def test_evicted_texts_come_back_from_host_memory(saving: Context, clean: Context) -> None:
+    """Also a part of one."""
     rng = np.random.default_rng(9)
     texts = [random_tokens(rng, 200) for _ in range(5)]
     prefixes = prefixes_of(saving)
@@ -229,16 +222,11 @@ def test_evicted_texts_come_back_from_host_memory(saving: Context, clean: Contex
     assert prefixes.n_restored > 2 * 199
     prefixes.clear()
     assert (saving.usage().cells_cached, saved.n_bytes, len(saved)) == (0, 0, 0)
-
-
-def test_part_of_a_saved_text_comes_back(saving: Context, clean: Context) -> None:
-    rng = np.random.default_rng(10)
-    first = random_tokens(rng, 300)
-    Branch.start(saving, first).prune()
+    Branch.start(saving, texts[0]).prune()
     Branch.start(saving, random_tokens(rng, 500)).prune()
-    saving.decoder.read_s = 1.0
-    branch = Branch.start(saving, [*first[:120], 7, 8, 9], sampling=WARM)
-    assert prefixes_of(saving).n_restored == 120
+    saving.decoder.read_s, n_restored = 1.0, prefixes.n_restored
+    branch = Branch.start(saving, [*texts[0][:120], 7, 8, 9], sampling=WARM)
+    assert prefixes.n_restored == n_restored + 120
     assert saving.usage().sequences == {branch.seq_id: 123}
     check(branch, clean)
     branch.prune()

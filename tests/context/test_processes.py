@@ -170,12 +170,10 @@ def test_fork_inside_a_with_block_leaves_it_in_both_processes() -> None:
             with lb.Branch.start(ctx, "Once", seed=1) as branch, ctx.lock:
                 before = branch.produce()
                 pid = os.fork()
-                if pid == 0:
-                    signal.alarm(30)
-                else:
+                if pid:
                     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
                     assert branch.step() == before
-        print("child" if pid == 0 else "parent")
+        print("parent" if pid else "child")
         """
     )
     assert sorted(out.split()) == ["child", "parent"]
@@ -299,84 +297,27 @@ def test_interpreter_ends_while_threads_decode(daemon: bool) -> None:
         stop = time.monotonic() + 0.3
         started = threading.Barrier(6)
 
-        def step(seed):
+        def step(branch):
+            branch.step()
+            if branch.position > 60:
+                branch.rewind(20)
+
+        def read(branch):
+            branch.rewind(0)
+            branch.prefill([5 + i % 900 for i in range(1200)])
+
+        def work(act, seed):
             branch = lb.Branch.start(ctx, "Once", temperature=0.9, repeat_penalty=1.1, seed=seed)
             started.wait()
             try:
                 while daemon or time.monotonic() < stop:
-                    branch.step()
-                    if branch.position > 60:
-                        branch.rewind(20)
+                    act(branch)
             except LlamaBranchError:
                 pass
 
-        def read():
-            branch = lb.Branch.create(ctx)
-            started.wait()
-            try:
-                while daemon or time.monotonic() < stop:
-                    branch.prefill([5 + i % 900 for i in range(1200)])
-                    branch.rewind(0)
-            except LlamaBranchError:
-                pass
-
-        for target, arguments in [(step, (i,)) for i in range(4)] + [(read, ())]:
-            threading.Thread(target=target, args=arguments, daemon=daemon).start()
+        for arguments in [(step, i) for i in range(4)] + [(read, 4)]:
+            threading.Thread(target=work, args=arguments, daemon=daemon).start()
         started.wait()
         """,
         str(daemon),
-    )
-
-
-def test_exceptions_in_the_middle_of_calls_leak_no_sequence() -> None:
-    run(
-        """
-        ctx = lb.Context(lb.Model(TARGET), n_ctx=512, n_seq_max=6, n_threads=1)
-        draft_ctx = lb.Context(lb.Model(DRAFT), n_ctx=512, n_seq_max=6, n_threads=1)
-
-        class Oops(Exception):
-            pass
-
-        rng = random.Random(1)
-        for i in range(300):
-            # The n-th line of this library that runs from here on raises.
-            left = rng.randrange(1, 1500)
-
-            def trace(frame, event, argument):
-                global left
-                if "llamabranch" not in frame.f_code.co_filename:
-                    return None
-                if "weakref" in frame.f_code.co_name or frame.f_code.co_name in ("end", "__exit__"):
-                    return trace
-                left -= 1
-                if left == 0:
-                    sys.settrace(None)
-                    raise Oops
-                return trace
-
-            def act():
-                with lb.Branch.start(ctx, "Once", temperature=0.9, seed=i) as root:
-                    for child in root.fork_many(2):
-                        child.step()
-                        child.extend([5, 6])
-                        child.rewind(2)
-                    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx))
-                    speculator.generate(root, max_tokens=5).finish()
-
-            sys.settrace(trace)
-            try:
-                act()
-            except Oops:
-                pass
-            finally:
-                sys.settrace(None)
-            gc.collect()
-            for context in (ctx, draft_ctx):
-                context.audit()
-                assert context.n_seq_free == 6, (i, context.sequences.holders())
-                assert context.usage().cells_used == 0, (i, context.usage())
-        branch = lb.Branch.start(ctx, "Once upon a time", temperature=0.8, seed=1)
-        again = lb.Branch.start(ctx, "Once upon a time", temperature=0.8, seed=1)
-        assert np.array_equal(branch.logits, again.logits)
-        """
     )

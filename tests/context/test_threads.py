@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -62,15 +62,6 @@ def write_text(ctx: Context, prompt: str, seed: int, n: int = 40) -> list[int]:
         return texts
 
 
-def test_threads_of_one_context_generate_what_they_generate_alone(ctx: Context) -> None:
-    jobs = [(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    alone = [write_text(ctx, *job) for job in jobs]
-    for _ in range(3):
-        assert together(*(lambda job=job: write_text(ctx, *job) for job in jobs)) == alone
-        ctx.audit()
-        assert ctx.usage().cells_used == 0
-
-
 def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) -> None:
     config = lb.SpeculativeConfig(draft_k=3)
     engine = lb.Engine(ctx, lb.ModelDrafter(draft_ctx), config, seed=4, max_tokens=40)
@@ -103,11 +94,19 @@ def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) ->
                 BranchStore(ctx).step(branches)
             return [branch.text for branch in branches]
 
-    acts = (speculate, session, batch, raw, store)
+    def write(job: tuple[int, str]) -> Callable[[], object]:
+        return lambda: write_text(ctx, job[1], job[0], 25)
+
+    for acts in ((speculate, session, batch, raw, store), tuple(map(write, enumerate(PROMPTS)))):
+        check_alone_and_together(acts, ctx, draft_ctx)
+
+
+def check_alone_and_together(acts: Sequence[Callable[[], object]], *contexts: Context) -> None:
+    """Each gives in threads of their own, at the same time, what it gives alone."""
     alone = [act() for act in acts]
     for _ in range(3):
         assert together(*acts) == alone
-        for context in (ctx, draft_ctx):
+        for context in contexts:
             context.audit()
             assert context.usage().cells_used == 0
 
@@ -210,26 +209,25 @@ def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("close", ["context", "model", "branches"])
 def test_closing_while_threads_decode_is_an_error_for_them_and_no_crash(
-    close: str, target: lb.Model, tmp_path: object
+    close: str, target: lb.Model
 ) -> None:
-    for round_ in range(4):
+    def work(branch: Branch, started: threading.Barrier) -> lb.LlamaBranchError:
+        started.wait()
+        while True:
+            try:
+                branch.step()
+                if branch.position > 100:
+                    branch.rewind(20)
+            except lb.LlamaBranchError as error:
+                return error
+
+    for seed in range(4):
         model = lb.Model(target.path)
         ctx = Context(model, n_ctx=512, n_seq_max=6, n_threads=1)
-        branches = [Branch.start(ctx, prompt, seed=round_) for prompt in PROMPTS]
+        branches = [Branch.start(ctx, prompt, seed=seed) for prompt in PROMPTS]
         started = threading.Barrier(len(branches) + 1)
-
-        def work(branch: Branch, started: threading.Barrier = started) -> lb.LlamaBranchError:
-            started.wait()
-            try:
-                while True:
-                    branch.step()
-                    if branch.position > 100:
-                        branch.rewind(20)
-            except lb.LlamaBranchError as error:
-                return error  # noqa: B023  (returned at once)
-
         with ThreadPoolExecutor(len(branches)) as pool:
-            futures = [pool.submit(work, branch) for branch in branches]
+            futures = [pool.submit(work, branch, started) for branch in branches]
             started.wait()
             if close == "context":
                 ctx.close()
@@ -425,9 +423,9 @@ def test_model_is_tokenized_with_from_many_threads(target: lb.Model) -> None:
     def spell() -> object:
         return [target.tokenize(target.detokenize(tokens, special=True)) for tokens in alone]
 
-    first, *others = together(tokenize, tokenize, spell, spell)
-    assert first == alone == others[0]
-    assert others[1] == others[2]
+    first, other, one, two = together(tokenize, tokenize, spell, spell)
+    assert first == alone == other
+    assert one == two
 
 
 def test_interrupts_from_many_threads_change_no_text(ctx: Context) -> None:

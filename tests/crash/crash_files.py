@@ -11,12 +11,10 @@ from crash_harness import ABC, World, case, must_raise, refuses
 
 from llamabranch import Branch, Context, Grammar, Model, SamplingParams
 from llamabranch.errors import (
-    BranchStateError,
     ConfigError,
     GrammarError,
     LlamaBranchError,
     ModelLoadError,
-    SnapshotError,
     TokenizeError,
     UnsupportedError,
 )
@@ -168,17 +166,3 @@ def odd_chats(w: World) -> None:
     for messages in ([("user", "a\0b")], [("x" * 300, "é🙂")], [("user", "a" * 99999)]):
         with suppress(LlamaBranchError):
             w.model.apply_chat_template(messages)
-
-
-# -- snapshots -------------------------------------------------------------------------------------
-
-
-refuses(
-    "snapshot",
-    (SnapshotError, BranchStateError),
-    snapshot_missing=lambda w: Branch.load(w.ctx, w.folder / "missing.branch"),
-    snapshot_directory=lambda w: Branch.load(w.ctx, w.folder),
-    snapshot_empty=lambda w: Branch.load(w.ctx, w.file(b"")),
-    snapshot_is_a_model=lambda w: Branch.load(w.ctx, w.path),
-    save_nowhere=lambda w: w.root.save(w.folder / "no" / "such" / "folder.branch"),
-)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -101,11 +102,12 @@ def test_bad_token_for_one_moves_none(ctx: Context) -> None:
     empty = [Branch.create(ctx, WARM) for _ in range(2)]
     bound = Branch.start(ctx, STORY, sampling=WARM, grammar='root ::= "yes" | "no"')
     before, store = [facts(b) for b in branches], BranchStore(ctx)
-    for error, call in (
+    calls: list[tuple[type[Exception], Callable[[], object]]] = [
         (TokenizeError, lambda: store.commit({branches[0]: 7, branches[1]: 4096})),
         (GrammarError, lambda: store.commit({branches[0]: 7, bound: 7})),
         (TokenizeError, lambda: store.prefill({empty[0]: [1, 2, 3], empty[1]: [4, -1]})),
-    ):
+    ]
+    for error, call in calls:
         with pytest.raises(error):
             call()
     assert repr([facts(b) for b in branches]) == repr(before)

@@ -39,8 +39,12 @@ def test_runs_get_their_rows_in_as_few_decodes_as_possible(
         for seq_id, tokens in TEXTS.items():
             rows = [row.best for row in decode_run(ctx.decoder, tokens, seq_id, "all")]
             alone.append(rows[len(rows) - sizes[seq_id] :])
-    options = {"n_batch": n_batch, "n_outputs_max": n_rows}
-    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4, **options) as ctx, ctx.lock:
+    with (
+        Context(
+            target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=n_batch, n_outputs_max=n_rows
+        ) as ctx,
+        ctx.lock,
+    ):
         batch, read = Batch(), []
         for seq_id, tokens in TEXTS.items():
             batch.add(seq_id, tokens, wants[seq_id])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -185,13 +186,14 @@ def test_warns_once_where_texts_may_differ(target: lb.Model) -> None:
     prompt = "the king and the queen and the king and the"
     with Context(target, n_ctx=512, n_threads=1) as ctx:
         able = ctx.capabilities
-        for k, found, sampling, n in (
+        cases: list[tuple[int, dict[str, Any], SamplingParams, int]] = [
             (4, {"exact_rows": 3, "total_variation": None}, SEEDED, 0),  # not known
             (4, {"exact_rows": ctx.n_batch, "total_variation": 0.0}, SEEDED, 0),
             (1, DIFFERS, SEEDED, 0),
             (4, DIFFERS, SEEDED.replace(seed=None), 1),  # its seed would be reported
             (4, DIFFERS, SEEDED, 0),
-        ):
+        ]
+        for k, found, sampling, n in cases:
             ctx.capabilities = replace(able, batch_invariant=False, **found)
             speculator = lb.Speculator(ctx, repeats(2.0), lb.SpeculativeConfig(draft_k=k))
             generation = speculator.generate(prompt, max_tokens=40, sampling=sampling)
@@ -201,10 +203,10 @@ def test_warns_once_where_texts_may_differ(target: lb.Model) -> None:
             assert all("0.026" in text and "batch_invariant=True" in text for text in said)
     for temperature in (0.0, 0.9):  # a batch
         with Context(target, n_ctx=512, n_threads=1) as ctx:
-            found = {"exact_rows": 1, "total_variation": 0.1}
-            ctx.capabilities = replace(able, batch_invariant=False, **found)
+            differs: dict[str, Any] = {"exact_rows": 1, "total_variation": 0.1}
+            ctx.capabilities = replace(able, batch_invariant=False, **differs)
             engine = Engine(ctx, max_tokens=4, sampling=SamplingParams(temperature=temperature))
-            assert len(told(lambda engine=engine: engine.generate(["one", "two"]))) == 1
+            assert len(told(partial(engine.generate, ["one", "two"]))) == 1
 
 
 def test_exact_mode_keeps_to_the_rows_that_are_exact(model: lb.Model) -> None:
@@ -254,6 +256,7 @@ def test_models_that_take_long_to_measure_are_measured_when_asked(
     model: lb.Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What was measured is kept in the profile."""
+    monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
     options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1}
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
     with Context(model, kv_type="bf16", **options) as ctx:

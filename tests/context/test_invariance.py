@@ -12,18 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from divergence import first_divergence
-from rounding import rounding
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch import Branch, BranchStore, Context
 from llamabranch.generation.drafter import Draft
 from llamabranch.generation.verify import Plan
 
 Logits = npt.NDArray[np.float32]
-GREEDY = SamplingParams(temperature=0.0)
-WARM = SamplingParams(temperature=0.8, seed=42)
-PROMPT = "Once upon a time there was a king who had three daughters, and the youngest"
 
 
 @pytest.fixture(params=["target", "draft"])
@@ -115,57 +110,3 @@ def test_long_contexts(n: int, shared: Context, alone: Alone) -> None:
     children[0].extend(random_tokens(rng, 12))
     for branch in (root, children[0], children[3]):
         check(branch, alone)
-
-
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])
-def test_long_text_is_the_same_alone_and_batched(
-    params: SamplingParams, target: lb.Model, draft_ctx: Context
-) -> None:
-    """500 tokens: plainly alone, stepped with seven others, and speculatively among them."""
-    with (
-        Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as quiet,
-        Branch.start(quiet, PROMPT, sampling=params) as branch,
-    ):
-        expected = [t.token for t in branch.generate(500)]
-    n = len(expected)
-    with Context(target, n_ctx=8192, n_seq_max=12, n_threads=1) as busy:
-        branches = [Branch.start(busy, PROMPT, sampling=params)]
-        branches += [Branch.start(busy, [5 + i] * 9, temperature=1.0, seed=i) for i in range(7)]
-        store = BranchStore(busy)
-        for _ in range(n // 2):
-            store.step([b for b in branches if b.state != "finished"])
-        config = SpeculativeConfig(draft_k=4)
-        speculator = Speculator(busy, lb.ModelDrafter(draft_ctx), config)
-        for _ in range(5):
-            left = min(20, n - len(branches[0].generated))
-            if left > 0 and branches[0].state != "finished":
-                speculator.generate(branches[0], max_tokens=left).finish()
-            store.step([b for b in branches[1:] if b.state != "finished"])
-        list(branches[0].generate(n - len(branches[0].generated)))
-        assert branches[0].generated == expected
-        speculator.forget(branches[0])
-        busy.audit()
-
-
-# -- contexts that are not batch-invariant -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])
-def test_first_difference_of_inexact_contexts_is_a_near_tie(
-    params: SamplingParams, target: lb.Model, draft_ctx: Context
-) -> None:
-    """F16 K/V without flash attention: where texts part, the two tokens were almost equally good."""
-    with Context(target, n_ctx=1024, n_threads=1, kv_type="f16", flash_attention=False) as ctx:
-        prompt, allowed = ctx.tokenize(PROMPT) * 8, rounding(ctx)
-        for start in range(4):
-            with Branch.start(ctx, prompt[start:], sampling=params) as branch:
-                left = [t.token for t in branch.generate(150)]
-            speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=8))
-            generation = speculator.generate(prompt[start:], max_tokens=150, sampling=params)
-            right = generation.finish().tokens
-            found = first_divergence(ctx, prompt[start:], left, right, params, params.seed or 0)
-            assert (found is None) == (left == right)
-            if found is not None:
-                assert left[: found.position] == right[: found.position]
-                assert 0 <= found.gap <= allowed, found
-        assert ctx.usage().cells_used == 0

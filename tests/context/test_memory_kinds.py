@@ -200,12 +200,10 @@ def refused_for_room(w: World, folder: Path) -> Iterator[Branch]:
     ctx = w.ctx
     branch, rival = (Branch.start(ctx, TOKENS[i:] + TOKENS[:i]) for i in (0, 50))
     if not ctx.capabilities.recurrent or w.name == "hybrid":
-        for call in (
-            lambda: branch.prefill([5] * 500),
-            lambda: BranchStore(ctx).prefill({branch: [5] * 500, Branch.create(ctx): [6] * 20}),
-        ):
+        store = BranchStore(ctx)
+        for more in ({}, {Branch.create(ctx): [6] * 20}):
             with pytest.raises(CacheFullError):
-                call()
+                store.prefill({branch: [5] * 500, **more})
             assert (branch.position, rival.position) == (100, 100)
             yield branch
             yield rival
@@ -225,33 +223,56 @@ def test_text_in_company_is_the_text_alone(
         world.check(branch)
 
 
+def on_decode(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[int], object], after: Callable[[int], object]
+) -> list[int]:
+    """Call these with the number of a decode, before and after it; return llama.cpp's answers."""
+    decode = C.llama_decode
+    codes: list[int] = []
+
+    def decoded(*arguments: Any) -> int:
+        before(len(codes))
+        codes.append(int(decode(*arguments)))
+        after(len(codes) - 1)
+        return codes[-1]
+
+    monkeypatch.setattr(C, "llama_decode", decoded)
+    return codes
+
+
+def nothing(_number: int) -> None:
+    pass
+
+
+def ctrl_c(_number: int) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def at(wanted: int, act: Callable[[int], object]) -> Callable[[int], object]:
+    """Return what acts at the decode of this number alone."""
+    return lambda number: act(number) if number == wanted else None
+
+
 @pytest.mark.parametrize("how", ["ctrl-c", "interrupt"])
 @pytest.mark.parametrize("call", [0, 1, 2])
 def test_no_kind_of_memory_loses_a_branch(
     call: int, how: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the branch whose decode is interrupted, nor those that share its cells or the same cache."""
-    ctx, decode, codes = world.ctx, C.llama_decode, []
-
-    def interrupted(*arguments: Any) -> int:
-        if len(codes) == call and how == "interrupt":
-            ctx.interrupt()
-        codes.append(int(decode(*arguments)))
-        if len(codes) == call + 1 and how == "ctrl-c":
-            os.kill(os.getpid(), signal.SIGINT)
-        return codes[-1]
-
+    ctx = world.ctx
     with Branch.create(ctx) as root, Branch.start(ctx, TOKENS[3:11]) as beside:
         root.prefill(TOKENS[:40])
         children = root.fork_many(2)
         children[0].prefill([80, 81])
         with monkeypatch.context() as patch:
-            patch.setattr(C, "llama_decode", interrupted)
+            if how == "ctrl-c":
+                codes = on_decode(patch, nothing, at(call, ctrl_c))
+            else:
+                codes = on_decode(patch, at(call, lambda _: ctx.interrupt()), nothing)
             with pytest.raises((KeyboardInterrupt, DecodeInterruptedError)):
                 children[1].prefill(TOKENS)
         # An unfinished graph would leave wrong states in sequences outside the batch.
-        stopped = 2 if how == "interrupt" and not ctx.capabilities.recurrent else 0
-        assert codes[call] == stopped
+        assert codes[call] == (2 if how == "interrupt" and not ctx.capabilities.recurrent else 0)
         assert [b.position for b in (root, *children, beside)] == [40, 42, 40, 8]
         world.check(children[1], root, children[0], beside)
 
@@ -259,16 +280,9 @@ def test_no_kind_of_memory_loses_a_branch(
 def test_a_second_ctrl_c_while_memory_is_read_again_loses_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = C.llama_decode
-
-    def interrupted(*arguments: Any) -> int:
-        code = int(decode(*arguments))
-        os.kill(os.getpid(), signal.SIGINT)
-        return code
-
     with Branch.start(world.ctx, TOKENS[:90]) as branch, branch.fork() as sibling:
         with monkeypatch.context() as patch:
-            patch.setattr(C, "llama_decode", interrupted)
+            on_decode(patch, nothing, ctrl_c)
             for _ in range(3):
                 with pytest.raises(KeyboardInterrupt):
                     branch.commit(90)
@@ -282,17 +296,12 @@ def test_a_second_ctrl_c_while_memory_is_read_again_loses_nothing(
 def test_an_interrupted_raw_sequence_is_as_before_or_empty(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ctx, decode, codes = world.ctx, C.llama_decode, []
+    ctx = world.ctx
     ctx.decode(TOKENS[:10], 0)
-
-    def interrupted(*arguments: Any) -> int:
-        codes.append(0)
-        if len(codes) == 2:  # the tokens of the first batch are dropped as well
-            ctx.interrupt()
-        return int(decode(*arguments))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(C, "llama_decode", interrupted)
+    with (
+        monkeypatch.context() as patch
+    ):  # in its second batch: the tokens of the first are dropped as well
+        on_decode(patch, at(1, lambda _: ctx.interrupt()), nothing)
         with pytest.raises(DecodeInterruptedError) as caught:
             ctx.decode(TOKENS, 10)
     assert caught.value.memory_changed

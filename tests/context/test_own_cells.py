@@ -123,15 +123,6 @@ def test_snapshots_fit_both_layouts(own: Context, ctx: Context, tmp_path: Path) 
     guard.prune()
 
 
-def test_scores_are_those_of_a_unified_cache(own: Context, ctx: Context) -> None:
-    found = []
-    for context in (own, ctx):
-        branch = Branch.start(context, "Once upon a time there was a")
-        ends = [context.tokenize(end, add_special=False) for end in (" king", " old wolf", " fox")]
-        found.append(BranchStore(context).score({branch: ends})[branch])
-    assert found[0] == found[1]
-
-
 # -- the engine ------------------------------------------------------------------------------------
 
 

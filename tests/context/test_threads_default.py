@@ -89,7 +89,7 @@ def test_logits_are_equal_to_the_bit_with_one_thread_and_with_two(
         path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes")
     with lb.Model(path) as model:
         numbers = ((1, 1), (1, 2)) if for_batches else ((1, None), (2, None))
-        one, two = (_rows(model, *number, options) for number in numbers)
+        one, two = (_rows(model, n, n_batch, options) for n, n_batch in numbers)
         assert np.array_equal(one, two)
 
 

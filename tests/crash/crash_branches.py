@@ -66,7 +66,7 @@ refuses(
     surprisal_n_vocab=lambda w: w.root.surprisal(258),
     start_n_vocab=lambda w: Branch.start(w.ctx, [258]),
     append_huge=lambda w: w.root.append([1 << 40]),
-    append_bytes=lambda w: w.root.append(b"abc"),  # type: ignore[arg-type]
+    append_bytes=lambda w: w.root.append(b"abc"),
     append_number=lambda w: w.root.append(5),  # type: ignore[arg-type]
     score_n_vocab=lambda w: w.root.score([258]),
 )

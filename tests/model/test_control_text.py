@@ -242,19 +242,6 @@ def test_a_role_can_be_a_word_and_nothing_else(models: dict[str, lb.Model]) -> N
             model.chat_tokens([{"role": forged, "content": "a"}])
 
 
-def test_stand_ins_occur_nowhere_else() -> None:
-    text = ControlText({"<|end|>": ControlToken(7, False, False)})
-    given = {"content": "a<|end|>\U000f0000", "more": ["is <|end|> it", 5, None]}
-    guarded, stand_ins = text.guard(given, ())
-    assert guarded == {
-        "content": "a\U000f0001|end|>\U000f0000",
-        "more": ["is \U000f0001|end|> it", 5, None],
-    }
-    assert stand_ins == {0xF0001: "<"}
-    untouched = {"role": "end", "content": "a <b> c", "type": "function"}
-    assert text.guard(untouched, ("x",)) == (untouched, {})
-
-
 def test_spaces_are_dropped_where_llama_cpp_drops_them() -> None:
     def tokenize(part: str, parse: bool) -> list[int]:
         assert not parse
@@ -269,4 +256,6 @@ def test_spaces_are_dropped_where_llama_cpp_drops_them() -> None:
 def test_a_vocabulary_may_have_no_control_token() -> None:
     text = ControlText({})
     assert text.guard("<|end|>", ()) == ("<|end|>", {})
+    untouched = {"role": "end", "content": "a <b> c", "type": "function"}
+    assert text.guard(untouched, ("x",)) == (untouched, {})
     assert text.tokenize("ab", {}, lambda part, parse: [len(part), parse]) == [2, True]

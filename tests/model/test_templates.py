@@ -152,10 +152,10 @@ except LlamaBranchError as error:
 """
 
 
-def run(before: str, **environment: str) -> Any:
+def run(before: str, folder: str = "") -> Any:
     # From standard input: __main__ has no file that could be imported.
     program = PROGRAM.format(before=before, after="")
-    done = run_python("-W", "error::ResourceWarning", "-", stdin=program, **environment)
+    done = run_python("-W", "error::ResourceWarning", "-", stdin=program, FOLDER=folder)
     assert "subprocess" not in done.stderr, done.stderr
     return json.loads(done.stdout)
 
@@ -163,7 +163,7 @@ def run(before: str, **environment: str) -> Any:
 def test_it_needs_neither_a_main_module_nor_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "signal.py").write_text("raise ImportError")
     before = "os.chdir(os.environ['FOLDER']); os.environ['PYTHONPATH'] = os.environ['FOLDER']"
-    assert run(before, FOLDER=str(tmp_path)) == "2"
+    assert run(before, str(tmp_path)) == "2"
 
 
 def test_without_jinja_it_names_what_to_install() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,17 +75,17 @@ def test_it_continues_after_an_end(small_toy: lb.Model) -> None:
         assert len(list(branch.generate(5))) == 5
 
 
-def test_a_grammar_holds_for_each_answer(ctx: Context, other_ctx: Context) -> None:
+def test_a_grammar_holds_for_each_answer(ctx: Context, other_ctx: Context, tmp_path: Path) -> None:
     branch = Branch.start(ctx, STORY, grammar=WORDS, seed=2, repeat_penalty=1.2)
     first = answer(branch, 40)
     assert first.endswith(".") and branch.is_stop
     branch.append(NEXT)
     again = Branch.start(other_ctx, branch.tokens, grammar=WORDS, sampling=branch.sampling)
-    saved = branch.snapshot()
+    branch.save(tmp_path / "a.branch")
     second = answer(branch, 40)
     assert second == answer(again, 40)
     assert second.startswith(" ") and second.endswith(".")
-    restored = Branch.restore(other_ctx, saved)  # it knows what was appended
+    restored = Branch.load(other_ctx, tmp_path / "a.branch")  # it knows what was appended
     assert restored.generated == ctx.tokenize(first, add_special=False)
     assert answer(restored, 40) == second
     restored.rewind(restored.n_prompt)

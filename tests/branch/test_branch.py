@@ -217,7 +217,8 @@ def test_generation_ends_at_an_end_token_that_is_not_yielded(ctx: Context) -> No
     branch = Branch.start(ctx, STORY, temperature=0.0)
     tokens = [t.token for t in branch.generate(5)]
     branch.steer({end: 1e6})
-    assert branch.produce().is_stop
+    assert branch.produce().is_stop and branch.step().is_stop
+    assert (branch.finish_reason, branch.generated) == ("stop", tokens)
     assert list(branch.generate(5)) == []
     assert (branch.is_stop, branch.finish_reason, branch.state) == (True, "stop", "finished")
     assert branch.generated == tokens

@@ -101,6 +101,7 @@ def test_memory_is_the_one_that_fits(world: World) -> None:
     assert memory.can_draft == world.ctx.capabilities.can_truncate == world.gives_parts
     is_recurrent = world.ctx.capabilities.recurrent
     assert bool(memory.spare_seq_ids) != (is_recurrent or kind is NonUnified)
+    assert world.ctx.fits(0, 4) == 4
     assert memory.usable(5, 5) == 5
     assert memory.usable(5, 9) == memory.usable(5, END) == (5 if world.gives_parts else 0)
 

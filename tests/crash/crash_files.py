@@ -47,6 +47,14 @@ def _renamed(w: World, old: bytes, new: bytes) -> Path:
     return w.file(w.path.read_bytes().replace(old, new))
 
 
+EMBEDDING = "predicts no tokens"
+refuses(
+    "load",
+    UnsupportedError,
+    embedding=(EMBEDDING, lambda w: Context(Model(toys.write_bert(w.folder / "bert.gguf")))),
+)
+
+
 @case("load")
 def nan_weights_with_check_tensors(w: World) -> None:
     data = bytearray(toys.write_llama(w.folder / "f32.gguf", weights="f32").read_bytes())
@@ -65,7 +73,7 @@ def nan_weights_unchecked(w: World) -> None:
             ctx.sample(SamplingParams())
 
 
-@case("load")
+@case("load", is_quick=True)
 def vocabulary_only(w: World) -> None:
     weightless = toys.write_llama(w.folder / "weightless.gguf", drop=("*",))
     must_raise(ModelLoadError, lambda: Model(weightless))

@@ -137,11 +137,6 @@ def test_flipped_bits_in_the_header_kill_no_process(seed: int, header_bytes: int
     assert all(text == RAN or text.split(":")[0].endswith("Error") for text in found)
 
 
-def test_embedding_model_is_refused_where_it_would_generate(tmp_path: Path) -> None:
-    path = toys.write_bert(tmp_path / "bert.gguf")
-    assert "predicts no tokens" in outcomes(path, [["cut", path.stat().st_size]])[0]
-
-
 def test_model_without_an_eog_token_generates_up_to_its_limit(tmp_path: Path) -> None:
     """Only ``max_tokens`` ends its texts. (With 12 tokens or more llama.cpp would use id 11 as EOS.)"""
     tokens = tuple("@ABCDEFGHIJ")

@@ -178,7 +178,8 @@ def test_kept_numbers_are_used(target: lb.Model, profile: Path) -> None:
 
 
 ENTRIES: list[dict[str, object]] = [
-    {}, {"n_threads": 0, "n_threads_batch": 1}, {"n_threads": 10_000, "n_threads_batch": 1},
+    {}, {"n_threads": 0, "n_threads_batch": 1},
+    {"n_threads": 10_000, "n_threads_batch": 1, "step_ms": {"10000": 1.0}, "batch_ms": {"1": 1.0}},
     {"n_threads": "1", "n_threads_batch": None}, {"n_threads": True, "n_threads_batch": True},
     {"n_threads": 1, "n_threads_batch": 1, "step_ms": [], "batch_ms": {"1": "fast"}},
     {"n_threads": 1, "n_threads_batch": 1, "batch_ms": {"1": -1}},

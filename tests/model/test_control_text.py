@@ -244,8 +244,8 @@ def test_a_role_can_be_a_word_and_nothing_else(models: dict[str, lb.Model]) -> N
 
 def test_stand_ins_occur_nowhere_else() -> None:
     text = ControlText({"<|end|>": ControlToken(7, False, False)})
-    guarded, stand_ins = text.guard({"content": "\U000f0000", "more": ["a<|end|>", 5, None]}, ())
-    assert guarded == {"content": "\U000f0000", "more": ["a\U000f0001|end|>", 5, None]}
+    guarded, stand_ins = text.guard({"content": "\U000f0000", "more": ["a<|end|> b", 5, None]}, ())
+    assert guarded == {"content": "\U000f0000", "more": ["a\U000f0001|end|> b", 5, None]}
     assert stand_ins == {0xF0001: "<"}
 
 

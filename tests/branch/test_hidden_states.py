@@ -14,8 +14,6 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, Context
 from llamabranch.errors import (
-    BranchStateError,
-    ConfigError,
     SequencesExhaustedError,
     UnsupportedError,
 )
@@ -110,21 +108,7 @@ def test_states_follow_forks_rewinds_and_batches(ctx: Context, layer: int) -> No
     ctx.audit()
 
 
-def test_what_is_refused(ctx: Context, tmp_path: Path) -> None:
-    branch = Branch.create(ctx)
-    with pytest.raises(BranchStateError, match="empty"):
-        branch.hidden_state()
-    branch.prefill(ctx.tokenize(TEXT))
-    n_layer = ctx.model.n_layer
-    bad: list[tuple[Any, Any]] = [
-        (n_layer + 1, 0), (-n_layer - 2, 0), ("1", 0), (1, -1), (1, branch.position), (1, 2.0),
-    ]  # fmt: skip
-    for layer, start in bad:
-        with pytest.raises(ConfigError):
-            branch.hidden_states(layer, start)
-    branch.prune()
-    with pytest.raises(BranchStateError, match="pruned"):
-        branch.hidden_state()
+def test_what_memory_or_sequences_do_not_allow_is_refused(ctx: Context, tmp_path: Path) -> None:
     with Context(ctx.model, n_ctx=256, n_seq_max=1, n_threads=1) as single:
         alone = Branch.start(single, TEXT)
         for layer in (1, -1):

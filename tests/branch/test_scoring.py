@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import toys
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, TokenScore
 from llamabranch.errors import (
-    BranchStateError,
     CacheFullError,
-    ConfigError,
-    SequencesExhaustedError,
-    TokenizeError,
 )
 
 WARM = SamplingParams(temperature=0.8, seed=42)
@@ -133,51 +127,6 @@ def test_continuations_that_do_not_fit_together_are_rated_in_turn(
         assert ctx.usage().cells_used == 50
         assert branch.step()
         ctx.audit()
-
-
-@pytest.mark.parametrize("architecture", ["mamba", "lfm2"])
-def test_memory_that_cannot_be_cut_is_rated_on_a_fork(architecture: str, tmp_path: Path) -> None:
-    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes", weights="f32")
-    rng = np.random.default_rng(3)
-    with (
-        lb.Model(path) as model,
-        Context(model, n_ctx=512, n_seq_max=3, n_threads=1) as ctx,
-        Context(model, n_ctx=512, n_seq_max=1, n_threads=1) as clean,
-    ):
-        prompt = random_tokens(rng, 20, 250)
-        branch = Branch.start(ctx, prompt)
-        work = {branch: [random_tokens(rng, 10, 250) for _ in range(3)]}
-        for tokens, scores in zip(work[branch], BranchStore(ctx).score(work)[branch], strict=True):
-            check(clean, prompt, tokens, scores)
-        guests = [Branch.create(ctx) for _ in range(2)]
-        with pytest.raises(SequencesExhaustedError):
-            branch.score([5, 6])
-        assert len(branch.score([5])) == 1
-        for guest in guests:
-            guest.prune()
-        ctx.audit()
-
-
-def test_what_cannot_be_rated_is_refused(ctx: Context, other_ctx: Context) -> None:
-    branch, store = Branch.start(ctx, [5, 6]), BranchStore(ctx)
-    with pytest.raises(ConfigError, match="no tokens"):
-        branch.score([])
-    with pytest.raises(ConfigError, match="no tokens"):
-        branch.score("")
-    with pytest.raises(ConfigError, match="no tokens"):
-        store.score({branch: [[5], []]})
-    with pytest.raises(TokenizeError):
-        branch.score([10**6])
-    with pytest.raises(ConfigError, match="top"):
-        branch.score([5], top=-1)
-    with pytest.raises(ConfigError, match="another context"):
-        store.score({Branch.start(other_ctx, [5]): [[5]]})
-    with pytest.raises(BranchStateError, match="empty"):
-        Branch.create(ctx).score([5])
-    assert store.score({}) == {}
-    branch.prune()
-    with pytest.raises(BranchStateError, match="pruned"):
-        branch.score([5])
 
 
 def test_common_beginnings_are_decoded_once_and_change_no_score(ctx: Context) -> None:

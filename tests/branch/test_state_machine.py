@@ -15,24 +15,16 @@ import llamabranch as lb
 N_KINDS = 18  # of the 23 kinds of steps that the rules count, at least
 
 
-LONG = pytest.mark.slow
-
-
+# The longer runs repeat the shorter ones with more steps.
+@pytest.mark.parametrize("longer", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("which", "n_runs"),
-    [
-        ("toy", 40),
-        ("plain", 30),
-        ("window", 30),
-        ("draft", 20),
-        pytest.param("toy", 120, marks=LONG),
-        pytest.param("plain", 80, marks=LONG),
-        pytest.param("window", 80, marks=LONG),
-        pytest.param("draft", 60, marks=LONG),
-    ],
+    ("which", "n_runs"), [("toy", 40), ("plain", 30), ("window", 30), ("draft", 20)]
 )
-def test_context_and_branches_match_the_reference(which: str, n_runs: int, tmp_path: Path) -> None:
+def test_context_and_branches_match_the_reference(
+    which: str, n_runs: int, longer: int, tmp_path: Path
+) -> None:
     """A toy, one whose context is not batch-invariant, one with a sliding window, the bundled draft."""
+    n_runs *= longer
     paths = {
         "toy": lambda: tiny(tmp_path / "toy.gguf"),
         "plain": lambda: tiny(tmp_path / "toy.gguf", "f32"),

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams
 from llamabranch.errors import (
-    BranchStateError,
-    CacheFullError,
-    ConfigError,
     GrammarError,
     TokenizeError,
 )
@@ -100,81 +97,21 @@ def test_end_of_one_branch_stops_only_that_branch(ctx: Context, target: lb.Model
 # -- all or none -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [-1, 4096, 1 << 40, True, 2.0, None])
-def test_bad_token_for_one_moves_none(bad: int, ctx: Context) -> None:
+def test_bad_token_for_one_moves_none(ctx: Context) -> None:
     branches = [Branch.start(ctx, STORY, sampling=WARM), Branch.start(ctx, [5, 6], sampling=WARM)]
-    before = [facts(b) for b in branches]
-    with pytest.raises(TokenizeError):
-        BranchStore(ctx).commit({branches[0]: 7, branches[1]: bad})
-    bound = Branch.start(ctx, STORY, sampling=WARM, grammar='root ::= "yes" | "no"')
-    with pytest.raises(GrammarError):
-        BranchStore(ctx).commit({branches[0]: 7, bound: 7})
-    assert repr([facts(b) for b in branches]) == repr(before)
     empty = [Branch.create(ctx, WARM) for _ in range(2)]
-    with pytest.raises(TokenizeError):
-        BranchStore(ctx).prefill({empty[0]: [1, 2, 3], empty[1]: [4, bad]})
+    bound = Branch.start(ctx, STORY, sampling=WARM, grammar='root ::= "yes" | "no"')
+    before, store = [facts(b) for b in branches], BranchStore(ctx)
+    calls: list[tuple[type[Exception], Callable[[], object]]] = [
+        (TokenizeError, lambda: store.commit({branches[0]: 7, branches[1]: 4096})),
+        (GrammarError, lambda: store.commit({branches[0]: 7, bound: 7})),
+        (TokenizeError, lambda: store.prefill({empty[0]: [1, 2, 3], empty[1]: [4, -1]})),
+    ]
+    for error, call in calls:
+        with pytest.raises(error):
+            call()
+    assert repr([facts(b) for b in branches]) == repr(before)
     assert [b.position for b in empty] == [0, 0]
-
-
-def test_branches_of_recurrent_memory_are_restored_too(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """Their tail cannot be dropped: after a failure they are emptied and decoded again."""
-    import toys
-
-    path = toys.write_lfm2(tmp_path_factory.mktemp("store") / "lfm2.gguf")
-    with (
-        lb.Model(path) as model,
-        Context(model, n_ctx=256, n_seq_max=4, n_batch=64, n_threads=1) as ctx,
-    ):
-        assert not ctx.capabilities.can_truncate
-        one, two = (Branch.start(ctx, [3 + i] * 90, sampling=WARM) for i in range(2))
-        before = [facts(b)[3].token for b in (one, two)]
-        logits = [b.logits for b in (one, two)]
-        fresh = Branch.create(ctx, WARM)
-        with pytest.raises(CacheFullError):
-            BranchStore(ctx).prefill({fresh: [5] * 100})
-        assert fresh.position == 0
-        for branch, token, row in zip((one, two), before, logits, strict=True):
-            assert branch.produce().token == token
-            assert np.allclose(branch.logits, row, atol=rounding(ctx, 1e-3))
-        BranchStore(ctx).step([one, two])
-        ctx.audit()
-
-
-# -- misuse ----------------------------------------------------------------------------------------
-
-
-def test_pruned_branches_and_those_of_other_contexts_are_refused(
-    ctx: Context, other_ctx: Context
-) -> None:
-    mine, theirs = Branch.start(ctx, STORY, sampling=WARM), Branch.start(other_ctx, STORY)
-    dead = mine.fork()
-    dead.prune()
-    empty = Branch.create(ctx, WARM)
-    store = BranchStore(ctx)
-    before = repr(facts(mine))
-    for wrong, error in (
-        (theirs, ConfigError),
-        (dead, BranchStateError),
-        (empty, BranchStateError),
-    ):
-        with pytest.raises(error):
-            store.step([mine, wrong])
-        with pytest.raises(error):
-            store.commit({mine: 5, wrong: 5})
-    with pytest.raises(ConfigError):
-        store.retain_only(theirs)
-    with pytest.raises(BranchStateError):
-        store.retain_only(dead)
-    with pytest.raises(ConfigError, match="no tokens"):
-        store.prefill({empty: []})
-    mine.step()
-    with pytest.raises(BranchStateError, match="before anything is generated"):
-        store.prefill({empty: [1, 2], mine: [3]})
-    assert empty.position == 0
-    mine.rewind(mine.position - 1)
-    assert repr(facts(mine)) == before
 
 
 # -- trees of branches -------------------------------------------------------------------------------
@@ -237,10 +174,6 @@ def test_tree_has_the_text_of_each_edge_and_the_chosen_columns(ctx: Context) -> 
     assert second.endswith(f"seed {child.seed}, ready")
     child.prune()
     assert repr(tree).split("\n") == [first, second]  # it shows the branches as they were
-    with pytest.raises(ConfigError, match="columns"):
-        store.tree(["score"])
-    with pytest.raises(ConfigError, match="columns"):
-        store.tree("seed")
 
 
 def test_tree_is_coloured_on_a_terminal_only(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:

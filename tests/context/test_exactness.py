@@ -7,8 +7,9 @@ and on how llama.cpp was built: the tests ask the context, and attack what it cl
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -148,7 +149,7 @@ def test_exact_rows_of_a_sliding_window_are_measured(tmp_path: Path, weights: st
         assert can.total_variation is not None and 1 <= can.exact_rows <= ctx.n_batch
         assert (can.total_variation == 0) == (can.exact_rows == ctx.n_batch)
         assert "sliding window" in can.batch_invariant_reason
-        drafter = lb.SuffixDrafter(8, 1, factor=2.0, offset=2.0, min_probability=0.0)
+        drafter = repeats(2.0)
         most = min(4, can.exact_rows - 1)
         for seed in range(4):
             params = SamplingParams(temperature=0.7, seed=seed, logit_bias={1: -np.inf})
@@ -160,47 +161,52 @@ def test_exact_rows_of_a_sliding_window_are_measured(tmp_path: Path, weights: st
                 )
                 texts.append(generated.finish().tokens)
             assert not texts or texts[0] == texts[1]
-        with pytest.raises(UnsupportedError, match="sliding window"):
-            Context(model, n_ctx=512, n_threads=1, batch_invariant=True, kv_type="bf16")
     with lb.Model(path) as model, Context(model, n_ctx=512, n_threads=1, kv_type="f16") as ctx:
         assert ctx.capabilities.exact_rows == 0 and ctx.capabilities.total_variation is not None
 
 
+DIFFERS: dict[str, Any] = {"exact_rows": 3, "total_variation": 0.026}
+SEEDED = SamplingParams(temperature=0.9, seed=3)
+
+
+def repeats(factor: float) -> lb.SuffixDrafter:
+    """A drafter that proposes whatever it has seen."""
+    return lb.SuffixDrafter(8, 1, factor=factor, offset=factor, min_probability=0.0)
+
+
+def told(call: Callable[[], object]) -> list[str]:
+    """Return the warnings of inexact texts."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught if each.category is ExactnessWarning]
+
+
 def test_warns_once_where_texts_may_differ(target: lb.Model) -> None:
-    prompt, seeded = (
-        "the king and the queen and the king and the",
-        SamplingParams(temperature=0.9, seed=3),
-    )
+    prompt = "the king and the queen and the king and the"
     with Context(target, n_ctx=512, n_threads=1) as ctx:
         able = ctx.capabilities
-
-        def warned(sampling: SamplingParams, k: int, **found: Any) -> list[str]:
+        cases: list[tuple[int, dict[str, Any], SamplingParams, int]] = [
+            (4, {"exact_rows": 3, "total_variation": None}, SEEDED, 0),  # not known
+            (4, {"exact_rows": ctx.n_batch, "total_variation": 0.0}, SEEDED, 0),
+            (1, DIFFERS, SEEDED, 0),
+            (4, DIFFERS, SEEDED.replace(seed=None), 1),  # its seed would be reported
+            (4, DIFFERS, SEEDED, 0),
+        ]
+        for k, found, sampling, n in cases:
             ctx.capabilities = replace(able, batch_invariant=False, **found)
-            drafter = lb.SuffixDrafter(8, 1, factor=2.0, offset=4.0, min_probability=0.0)
-            speculator = lb.Speculator(ctx, drafter, lb.SpeculativeConfig(draft_k=k))
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                speculator.generate(prompt, max_tokens=40, sampling=sampling).finish()
+            speculator = lb.Speculator(ctx, repeats(2.0), lb.SpeculativeConfig(draft_k=k))
+            generation = speculator.generate(prompt, max_tokens=40, sampling=sampling)
+            said = told(generation.finish)
             assert speculator.stats.num_drafts > 0
-            return [str(each.message) for each in caught if each.category is ExactnessWarning]
-
-        differs: dict[str, Any] = {"exact_rows": 3, "total_variation": 0.026}
-        assert not warned(seeded, 4, exact_rows=3, total_variation=None)  # not known
-        assert not warned(seeded, 4, exact_rows=ctx.n_batch, total_variation=0.0)
-        assert not warned(seeded, 1, **differs)
-        (told,) = warned(seeded.replace(seed=None), 4, **differs)  # its seed would be reported
-        assert "0.026" in told and "batch_invariant=True" in told
-        assert not warned(seeded, 4, **differs)
+            assert len(said) == n
+            assert all("0.026" in text and "batch_invariant=True" in text for text in said)
     for temperature in (0.0, 0.9):  # a batch
         with Context(target, n_ctx=512, n_threads=1) as ctx:
-            ctx.capabilities = replace(
-                able, batch_invariant=False, exact_rows=1, total_variation=0.1
-            )
+            differs: dict[str, Any] = {"exact_rows": 1, "total_variation": 0.1}
+            ctx.capabilities = replace(able, batch_invariant=False, **differs)
             engine = Engine(ctx, max_tokens=4, sampling=SamplingParams(temperature=temperature))
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                engine.generate(["one", "two"])
-            assert len([each for each in caught if each.category is ExactnessWarning]) == 1
+            assert len(told(partial(engine.generate, ["one", "two"]))) == 1
 
 
 def test_exact_mode_keeps_to_the_rows_that_are_exact(model: lb.Model) -> None:
@@ -218,7 +224,7 @@ def test_exact_mode_keeps_to_the_rows_that_are_exact(model: lb.Model) -> None:
             assert f"{rows} tokens at a time" in ctx.capabilities.batch_invariant_reason
         prompts = [tokens_of(seq)[: 10 + 17 * seq] for seq in range(4)]
         params = SamplingParams(temperature=0.9, seed=3)
-        drafter = lb.SuffixDrafter(8, 1, factor=2.0, offset=2.0, min_probability=0.0)
+        drafter = repeats(2.0)
         together = Engine(ctx, drafter, sampling=params, max_tokens=40).generate(
             [lb.Request(p) for p in prompts]
         )
@@ -236,7 +242,7 @@ def test_differences_where_nothing_is_claimed_are_explained(model: lb.Model) -> 
         assert ctx.kv_type == "f16"
         assert ctx.capabilities.batch_invariant_reason.startswith("measured: logits of batches of ")
         params, allowed = SamplingParams(temperature=0.9, seed=3), rounding(ctx)
-        drafter = lb.SuffixDrafter(8, 1, factor=2.0, offset=2.0, min_probability=0.0)
+        drafter = repeats(2.0)
         for seq in range(6):
             prompt = tokens_of(seq)
             with Branch.start(ctx, prompt, sampling=params) as branch:
@@ -247,25 +253,26 @@ def test_differences_where_nothing_is_claimed_are_explained(model: lb.Model) -> 
 
 
 def test_models_that_take_long_to_measure_are_measured_when_asked(
-    model: lb.Model, monkeypatch: pytest.MonkeyPatch
+    model: lb.Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """What was measured is kept in the profile."""
+    monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
+    options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1}
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
+    with Context(model, kv_type="bf16", **options) as ctx:
+        first = ctx.capabilities
+    with monkeypatch.context() as patch:
+        patch.setattr("llamabranch.context.exactness._measure", None)  # nobody measures again
+        patch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
+        with Context(model, kv_type="bf16", **options) as ctx:
+            assert ctx.capabilities == first
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
+    monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
     monkeypatch.setattr("llamabranch.context.exactness._SOME", 1.0)
-    with Context(model, n_ctx=256, n_threads=1) as ctx:
+    with Context(model, **options) as ctx:
         assert not ctx.capabilities.batch_invariant
         assert "batch_invariant=True" in ctx.capabilities.batch_invariant_reason
         assert ctx.kv_type == "f16"
-
-
-def test_what_was_measured_is_kept_in_the_profile(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
-    options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "kv_type": "bf16"}
-    with lb.Model(files["Q8_0"]) as model, Context(model, **options) as ctx:
-        first = ctx.capabilities
-    monkeypatch.setattr("llamabranch.context.exactness._measure", None)  # nobody measures again
-    with lb.Model(files["Q8_0"]) as model, Context(model, **options) as ctx:
-        assert ctx.capabilities == first
 
 
 def test_context_of_small_batches_says_nothing_about_larger_ones(
@@ -273,12 +280,15 @@ def test_context_of_small_batches_says_nothing_about_larger_ones(
 ) -> None:
     """llama.cpp cuts batches at ``n_ubatch``, so that larger ones were not tried there."""
     options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 2, "n_threads": 1, "kv_type": "bf16"}
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "first.json"))
-    monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
+
+    def forget(name: str) -> None:
+        monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / name))
+        monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
+
+    forget("first.json")
     with Context(model, **options) as ctx:
         first = ctx.capabilities.exact_rows
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "second.json"))
-    monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
+    forget("second.json")
     for small in ({"n_ubatch": 3}, {"n_batch": 3}, {"n_ubatch": 1}):
         with Context(model, **{**options, **small}) as ctx:
             assert ctx.capabilities.batch_invariant or first < 3

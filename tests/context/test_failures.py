@@ -8,18 +8,14 @@ with those from before and with a clean replay.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-import toys
 from llama_cpp import llama_cpp as C
+from programs import run_code
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context
@@ -66,6 +62,10 @@ class Failures:
             rival.prefill(TOKENS[: free or 1])
             yield
 
+    def shift(self) -> None:
+        """Shift the positions of a batch, so that they do not follow those in the cache."""
+        self._ctx.decoder.handle.positions += 5
+
     @contextmanager
     def abort(self) -> Iterator[None]:
         """Ask for an abort once llama.cpp has been called."""
@@ -75,12 +75,8 @@ class Failures:
 
     @contextmanager
     def gap(self) -> Iterator[None]:
-        """Shift the positions of every batch, so that they do not follow those in the cache."""
-
-        def shift() -> None:
-            self._ctx.decoder.handle.positions += 5
-
-        self.before = shift
+        """Leave a gap below the positions of every batch."""
+        self.before = self.shift
         yield
         self.before = lambda: None
 
@@ -161,17 +157,8 @@ def test_prefill_that_fails_in_a_later_batch_is_taken_back_whole(
     small.decode([3] * (256 - 10 - fails_at * BATCH - 5), 0)
     if way != "full_cache":
         small.kv_cache_remove(0)
-        start = len(failures.codes)
-        act = failures._ctx.interrupt if way == "abort" else None
-
-        def before_call() -> None:
-            if len(failures.codes) - start == fails_at:
-                if act is not None:
-                    act()
-                else:
-                    small.decoder.handle.positions += 5
-
-        failures.before = before_call
+        start, fail = len(failures.codes), small.interrupt if way == "abort" else failures.shift
+        failures.before = lambda: len(failures.codes) - start == fails_at and fail()
     with pytest.raises(kind):
         branch.prefill(tokens)
     failures.before = lambda: None
@@ -239,40 +226,8 @@ OUT_OF_MEMORY = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_memory_that_the_system_does_not_give_is_an_error_and_nothing_is_lost() -> None:
-    model = Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf"
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(OUT_OF_MEMORY), str(model)],
-        capture_output=True,
-        text=True,
-        # One arena: that of the thread in which the context is created has address space to spare.
-        env={**os.environ, "GGML_NO_BACKTRACE": "1", "MALLOC_ARENA_MAX": "1"},
-        timeout=600,
-        check=False,
-    )
-    assert done.stdout.strip() == "fine", done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("write", [toys.write_lfm2, toys.write_gemma3], ids=["lfm2", "gemma3"])
-def test_full_cache_loses_nothing_in_memory_that_cannot_be_cut(
-    write: Callable[..., Path], tmp_path: Path
+def test_memory_that_the_system_does_not_give_is_an_error_and_nothing_is_lost(
+    target: lb.Model,
 ) -> None:
-    with (
-        lb.Model(write(tmp_path / "toy.gguf", vocab="bytes")) as model,
-        Context(model, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1, swa_full=False) as ctx,
-    ):
-        assert not ctx.capabilities.can_truncate
-        branch = Branch.start(ctx, [2 + i % 200 for i in range(100)])
-        rival = Branch.start(ctx, [2 + 3 * i % 200 for i in range(100)])
-        before = branch.logits
-        with pytest.raises(CacheFullError):
-            branch.prefill([5] * 150)
-        ctx.audit()
-        assert branch.position == 100
-        assert np.abs(branch.logits - before).max() < 0.05
-        rival.prune()
-        branch.prefill([5])
-        with Branch.create(ctx) as again:
-            again.prefill(branch.tokens)
-            assert np.abs(branch.logits - again.logits).max() < 0.05
-        ctx.audit()
+    # One arena: that of the thread in which the context is created has address space to spare.
+    assert run_code(OUT_OF_MEMORY, target.path, MALLOC_ARENA_MAX="1").strip() == "fine"

@@ -11,21 +11,21 @@ import math
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
-import toys
 from llama_cpp import llama_cpp as C
+from programs import run_code, run_python
+from self_signal import signalled_at_decode
 
 import llamabranch as lb
 from llamabranch import Branch, Context, DecodeInterruptedError, SamplingParams
-from llamabranch.errors import ConfigError
 from llamabranch.sampling.sampler import Sampler
 
 pytestmark = [
@@ -35,7 +35,6 @@ pytestmark = [
 ]
 
 N_LONG = 2600  # tokens: long enough for the bundled target that a decode is watched for signals
-ROUNDING = 0.05  # nats; a wrong state moves several
 
 
 class Decodes:
@@ -78,28 +77,21 @@ class Interrupter:
     the timer is set again. The code in its block gets at most one ``KeyboardInterrupt``.
     """
 
-    def __init__(self) -> None:
-        self.n_lost = 0
-        self._is_set = False
-        self._report = sys.unraisablehook
-
     def __enter__(self) -> Interrupter:
+        self._is_set = False
         self._previous = signal.signal(signal.SIGALRM, self._ring)
         self._report, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.start(0)
         sys.unraisablehook = self._report
         signal.signal(signal.SIGALRM, self._previous)
 
     def start(self, seconds: float) -> None:
-        self._is_set = True
+        """Ring after so many seconds; 0: not at all."""
+        self._is_set = seconds > 0
         signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    def stop(self) -> None:
-        self._is_set = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _ring(self, _number: int, _frame: FrameType | None) -> None:
         if self._is_set:
@@ -108,7 +100,6 @@ class Interrupter:
 
     def _on_unraisable(self, lost: sys.UnraisableHookArgs) -> None:
         if lost.exc_type is KeyboardInterrupt:
-            self.n_lost += 1
             self.start(0.002)
         else:
             self._report(lost)
@@ -148,63 +139,71 @@ def check_goes_on(branch: Branch, ctx: Context, n: int = 12) -> None:
     ctx.audit()
 
 
-# -- Ctrl-C ----------------------------------------------------------------------------------------
+# -- what stops a decode ---------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_a_long_prefill_inside_its_micro_batch(
-    long_ctx: Context, decodes: Decodes
+class Alarm(Exception):
+    """What a handler of a signal raises."""
+
+
+def twice(ctx: Context) -> None:
+    ctrl_c()
+    while not ctx.decoder.handle._stop[0]:
+        pass  # until the first one has been handled
+    ctrl_c()
+    ctrl_c()
+
+
+STOPS: dict[str, tuple[type[BaseException], Callable[[Context], object]]] = {
+    "ctrl-c": (KeyboardInterrupt, lambda _: ctrl_c()),
+    # The context must not be used while llama.cpp still decodes, also after a second one.
+    "ctrl-c, twice": (KeyboardInterrupt, twice),
+    "a handler of one's own": (Alarm, lambda _: os.kill(os.getpid(), signal.SIGUSR1)),
+    "interrupt": (DecodeInterruptedError, lambda ctx: ctx.interrupt()),
+    "interrupt of another thread": (
+        DecodeInterruptedError,
+        lambda ctx: threading.Thread(target=ctx.interrupt).start(),
+    ),
+    "time limit": (DecodeInterruptedError, lambda _: None),
+}
+
+
+@pytest.mark.parametrize("how", STOPS)
+def test_a_long_prefill_ends_inside_its_micro_batch(
+    how: str, long_ctx: Context, decodes: Decodes
 ) -> None:
-    with Branch.start(long_ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
-        before = branch.tokens, branch.logits
-        decodes.on_call(0, ctrl_c)
-        with pytest.raises(KeyboardInterrupt):
-            branch.prefill(long_prompt())
-        assert decodes.answers[-1] == (N_LONG, 2), "llama.cpp broke the decode off"
-        assert branch.tokens == before[0]
-        assert np.array_equal(branch.logits, before[1])
-        check_goes_on(branch, long_ctx)
+    """What a handler raises is what the user gets; one that raises nothing stops nothing."""
+    kind, act = STOPS[how]
+    raises = [False]
 
-
-def test_second_ctrl_c_waits_for_the_decode_too(long_ctx: Context, decodes: Decodes) -> None:
-    """The context must not be used while llama.cpp still decodes, also after a second Ctrl-C."""
-
-    def twice() -> None:
-        ctrl_c()
-        while not long_ctx.decoder.handle._stop[0]:
-            pass  # until the first one has been handled
-        ctrl_c()
-        ctrl_c()
-
-    with Branch.start(long_ctx, "Once upon a time", seed=3) as branch:
-        decodes.on_call(0, twice)
-        with pytest.raises(KeyboardInterrupt):
-            branch.prefill(long_prompt())
-        assert decodes.answers[-1] == (N_LONG, 2)
-        check_goes_on(branch, long_ctx)
-
-
-def test_what_a_handler_raises_is_what_the_user_gets(long_ctx: Context, decodes: Decodes) -> None:
-    class Alarm(Exception):
-        pass
-
-    signals = []
-
-    def handler(number: int, _frame: FrameType | None) -> None:
-        signals.append(number)
-        if len(signals) == 2:
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        if raises[0]:
             raise Alarm
 
     previous = signal.signal(signal.SIGUSR1, handler)
     try:
-        decodes.on_call(0, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-        with Branch.create(long_ctx) as branch:
-            branch.prefill(long_prompt(1800))
-        assert decodes.answers[-1] == (1800, 0), "a handler that raises nothing stops nothing"
-        with Branch.start(long_ctx, "Once upon a time", seed=3) as branch:
-            decodes.on_call(0, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-            with pytest.raises(Alarm):
-                branch.prefill(long_prompt())
-            assert decodes.answers[-1] == (N_LONG, 2)
+        if kind is Alarm:
+            decodes.on_call(0, lambda: act(long_ctx))
+            with Branch.create(long_ctx) as branch:
+                branch.prefill(long_prompt(1800))
+            assert decodes.answers[-1] == (1800, 0)
+            raises[0] = True
+        with Branch.start(long_ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
+            before = branch.tokens, branch.logits
+            decodes.on_call(0, lambda: act(long_ctx))
+            limit = long_ctx.time_limit(0.01 if how == "time limit" else 3600)
+            with pytest.raises(kind) as caught, limit:
+                while (
+                    True
+                ):  # on a busy machine the first may be over before the timer's thread runs
+                    branch.prefill(long_prompt())
+                    assert how == "time limit"
+                    branch.rewind(len(before[0]))
+            if isinstance(caught.value, DecodeInterruptedError):
+                assert (caught.value.code, caught.value.memory_changed) == (2, True)
+            assert decodes.answers[-1] == (N_LONG, 2), "llama.cpp broke the decode off"
+            assert branch.tokens == before[0]
+            assert np.array_equal(branch.logits, before[1])
             check_goes_on(branch, long_ctx)
     finally:
         signal.signal(signal.SIGUSR1, previous)
@@ -280,7 +279,7 @@ def test_ctrl_c_at_any_moment_leaves_a_branch_that_goes_on(
             try:
                 alarm.start(rng.uniform(0.0005, 0.03))
                 act(branch)
-                alarm.stop()
+                alarm.start(0)
             except KeyboardInterrupt:
                 n_interrupted += 1
             ctx.audit()
@@ -305,35 +304,7 @@ def test_ctrl_c_at_any_moment_leaves_a_branch_that_goes_on(
     assert n_interrupted >= 10
 
 
-# -- interrupt() -----------------------------------------------------------------------------------
-
-
-def in_thread(call: Callable[[], object]) -> list[BaseException]:
-    """Run ``call`` in a thread; return what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised
-
-
-def test_interrupt_stops_the_decode_of_another_thread(long_ctx: Context, decodes: Decodes) -> None:
-    with Branch.start(long_ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
-        before = branch.logits
-        decodes.on_call(0, lambda: threading.Thread(target=long_ctx.interrupt).start())
-        (error,) = in_thread(lambda: branch.prefill(long_prompt()))
-        assert isinstance(error, DecodeInterruptedError)
-        assert (error.code, error.memory_changed) == (2, True)
-        assert decodes.answers[-1] == (N_LONG, 2)
-        assert np.array_equal(branch.logits, before)
-        check_goes_on(branch, long_ctx)
+# -- interrupt() and time limits -------------------------------------------------------------------
 
 
 def test_interrupt_without_a_decode_stops_the_next_one_and_only_that(ctx: Context) -> None:
@@ -354,24 +325,25 @@ def test_interrupted_generation_holds_what_it_yielded_and_goes_on(
     with branch.fork() as fork:
         whole = [produced.token for produced in fork.generate(40)]
     decodes.on_call(17, ctx.interrupt)
-    tokens_so_far = []
+    given: list[int] = []
     with pytest.raises(DecodeInterruptedError):
         for produced in branch.generate(40):
-            tokens_so_far.append(produced.token)
+            given.append(produced.token)
     # The last one was given out before it was decoded.
-    assert branch.generated == tokens_so_far == whole[:18]
-    tokens_so_far += [produced.token for produced in branch.generate(22)]
-    assert tokens_so_far == whole
+    assert branch.generated == given == whole[:18]
+    assert [produced.token for produced in branch.generate(22)] == whole[18:]
 
 
 @pytest.mark.parametrize("call", range(6))
 def test_interrupted_engine_leaves_clean_contexts_and_generates_the_same_again(
     call: int, ctx: Context, draft_ctx: Context, decodes: Decodes
 ) -> None:
-    engine = lb.Engine(ctx, lb.ModelDrafter(draft_ctx), lb.SpeculativeConfig(draft_k=3), seed=5)
+    """And a branch whose speculation is interrupted goes on."""
+    drafter, config = lb.ModelDrafter(draft_ctx), lb.SpeculativeConfig(draft_k=3)
+    engine, victim = lb.Engine(ctx, drafter, config, seed=5), (ctx, draft_ctx)[call % 2]
     prompts = ["The king", "The queen had a daughter"]
     whole = [result.text for result in engine.generate(prompts)]
-    decodes.on_call(3 * call, (draft_ctx if call % 2 else ctx).interrupt)
+    decodes.on_call(3 * call, victim.interrupt)
     with pytest.raises(DecodeInterruptedError):
         engine.generate(prompts)
     for context in (ctx, draft_ctx):
@@ -379,118 +351,25 @@ def test_interrupted_engine_leaves_clean_contexts_and_generates_the_same_again(
         assert context.usage().cells_used == 0
         context.audit()
     assert [result.text for result in engine.generate(prompts)] == whole
-
-
-@pytest.mark.parametrize("call", range(6))
-def test_interrupted_speculation_leaves_a_branch_that_goes_on(
-    call: int, ctx: Context, draft_ctx: Context, decodes: Decodes
-) -> None:
-    drafter = lb.ModelDrafter(draft_ctx)
-    speculator = lb.Speculator(ctx, drafter, lb.SpeculativeConfig(draft_k=3))
     branch = Branch.start(ctx, "Once upon a time", temperature=0.9, seed=3)
-    decodes.on_call(2 * call, (draft_ctx if call % 2 else ctx).interrupt)
+    decodes.on_call(2 * call, victim.interrupt)
     with pytest.raises(DecodeInterruptedError):
-        speculator.generate(branch, max_tokens=60).finish()
+        lb.Speculator(ctx, drafter, config).generate(branch, max_tokens=60).finish()
     draft_ctx.audit()
     check_goes_on(branch, ctx)
 
 
-# -- time limits -----------------------------------------------------------------------------------
-
-
-def test_time_limit_stops_what_takes_longer(long_ctx: Context, decodes: Decodes) -> None:
-    with Branch.start(long_ctx, "Once upon a time", seed=3) as branch:
-        before = branch.logits
-        start = branch.position
-        with pytest.raises(DecodeInterruptedError), long_ctx.time_limit(0.01):
-            while True:  # on a busy machine the first may be over before the timer's thread runs
-                branch.prefill(long_prompt())
-                branch.rewind(start)
-        assert np.array_equal(branch.logits, before)
-        check_goes_on(branch, long_ctx)
-
-
-@pytest.mark.parametrize("seconds", [3600, math.inf])
-def test_time_limit_that_is_kept_stops_nothing(seconds: float, ctx: Context) -> None:
-    with ctx.time_limit(seconds):
-        branch = Branch.start(ctx, "Once upon a time", seed=3)
-    branch.step()
-    check_goes_on(branch, ctx)
-
-
 def test_time_that_ran_out_without_a_decode_stops_nothing_after_the_block(ctx: Context) -> None:
+    """Nor does one that is kept."""
+    for seconds in (3600, math.inf):
+        with ctx.time_limit(seconds):
+            branch = Branch.start(ctx, "Once upon a time", seed=3)
+        branch.step()
+    check_goes_on(branch, ctx)
     with ctx.time_limit(0.001):
         while not ctx.decoder.handle._stop[0]:
             pass
     Branch.start(ctx, "Once upon a time", seed=3).step()
-
-
-@pytest.mark.parametrize("seconds", [0, -1, math.nan, "1", True, None])
-def test_time_limits_are_checked(seconds: object, ctx: Context) -> None:
-    with pytest.raises(ConfigError), ctx.time_limit(seconds):  # type: ignore[arg-type]
-        pass
-
-
-# -- every kind of memory --------------------------------------------------------------------------
-
-KINDS: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
-    "llama": (toys.write_llama, {}),
-    "gemma3, full window": (toys.write_gemma3, {}),
-    "gemma3": (toys.write_gemma3, {"swa_full": False}),
-    "mamba": (toys.write_mamba, {}),
-    "rwkv7": (toys.write_rwkv7, {}),
-    "lfm2": (toys.write_lfm2, {}),
-}
-BYTES = [2 + (5 * i) % 200 for i in range(100)]
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind_ctx(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Context]:
-    write, options = KINDS[request.param]
-    path = write(tmp_path_factory.mktemp("toy") / "toy.gguf", vocab="bytes")
-    with (
-        lb.Model(path) as model,
-        Context(model, n_ctx=512, n_seq_max=6, n_batch=32, n_threads=1, **options) as context,  # type: ignore[arg-type]
-    ):
-        yield context
-
-
-def check_logits(branch: Branch, ctx: Context) -> None:
-    with Branch.create(ctx) as again:
-        again.prefill(branch.tokens)
-        assert np.abs(again.logits - branch.logits).max() < ROUNDING
-    branch.commit(70)
-    with Branch.create(ctx) as again:
-        again.prefill(branch.tokens)
-        assert np.abs(again.logits - branch.logits).max() < ROUNDING
-    branch.rewind(branch.position - 1)
-    ctx.audit()
-
-
-@pytest.mark.parametrize("how", ["ctrl-c", "interrupt"])
-@pytest.mark.parametrize("call", [0, 1, 2])
-def test_no_kind_of_memory_loses_a_branch(
-    call: int, how: str, kind_ctx: Context, decodes: Decodes
-) -> None:
-    """Neither the branch that is decoded, nor those that share its cells or the same cache."""
-    ctx = kind_ctx
-    with Branch.create(ctx) as root, Branch.start(ctx, BYTES[3:11]) as beside:
-        root.prefill(BYTES[:40])
-        children = root.fork_many(2)
-        children[0].prefill([80, 81])
-        wanted = decodes.n_calls + call
-        if how == "ctrl-c":
-            decodes.after = lambda number: ctrl_c() if number == wanted else None
-        else:
-            decodes.during = lambda number: ctx.interrupt() if number == wanted else None
-        with pytest.raises((KeyboardInterrupt, DecodeInterruptedError)):
-            children[1].prefill(BYTES)
-        assert [b.position for b in (root, *children, beside)] == [40, 42, 40, 8]
-        ctx.audit()
-        for branch in (children[1], root, children[0], beside):
-            check_logits(branch, ctx)
 
 
 def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(
@@ -531,45 +410,6 @@ def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(
     assert unraisable == []
 
 
-def test_second_ctrl_c_while_memory_is_read_again_loses_nothing(
-    kind_ctx: Context, decodes: Decodes
-) -> None:
-    with Branch.start(kind_ctx, BYTES[:90]) as branch, branch.fork() as sibling:
-        decodes.after = lambda call: ctrl_c()
-        for _ in range(3):
-            with pytest.raises(KeyboardInterrupt):
-                branch.commit(90)
-        decodes.after = lambda call: None
-        assert branch.tokens == BYTES[:90]
-        check_logits(branch, kind_ctx)
-        check_logits(sibling, kind_ctx)
-
-
-def test_raw_sequence_is_as_before_or_empty_and_the_error_states_which(
-    kind_ctx: Context, decodes: Decodes
-) -> None:
-    ctx = kind_ctx
-    ctx.decode(BYTES[:10], 0, seq_id=0)
-    decodes.on_call(1, ctx.interrupt)
-    with pytest.raises(DecodeInterruptedError) as caught:
-        ctx.decode(BYTES, 10, seq_id=0)
-    # The error comes in the second batch; the tokens of the first are dropped as well.
-    assert caught.value.memory_changed
-    assert ctx.kv_cache_size(0) == (10 if ctx.capabilities.can_truncate else 0)
-    ctx.audit()
-    ctx.kv_cache_clear()
-
-
-def test_recurrent_memory_is_never_left_half_computed(kind_ctx: Context, decodes: Decodes) -> None:
-    """An unfinished graph would leave wrong states in sequences outside the batch (lfm2: by nats)."""
-    ctx = kind_ctx
-    decodes.on_call(0, ctx.interrupt)
-    with Branch.create(ctx) as branch, pytest.raises(DecodeInterruptedError):
-        branch.prefill(BYTES)
-    expected = 0 if ctx.capabilities.recurrent else 2
-    assert decodes.answers[-1] == (32, expected)
-
-
 # -- while a model loads ---------------------------------------------------------------------------
 
 LOADING = ("loaded meta data", "load_tensors", "llama_context: constructing", "llama_kv_cache")
@@ -592,38 +432,42 @@ class InterruptingStderr:
         pass
 
 
-@pytest.mark.parametrize("line", LOADING)
+@pytest.mark.parametrize("at", [*LOADING, 0.0, 0.5, 1.0])
 def test_ctrl_c_while_a_model_loads_reaches_the_caller_and_frees_everything(
-    line: str, monkeypatch: pytest.MonkeyPatch
+    at: str | float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes while llama.cpp logs: ctypes would print the exception and go on without it."""
-    made: list[str] = []
-    freed: list[str] = []
-
-    def count(name: str, into: list[str], made_one: bool) -> None:
+    """While llama.cpp logs, where ctypes would print the exception and go on; or in its progress."""
+    made: list[object] = []
+    freed: list[object] = []
+    for name, into in (
+        ("llama_model_load_from_file", made),
+        ("llama_init_from_model", made),
+        ("llama_model_free", freed),
+        ("llama_free", freed),
+    ):
         real = getattr(C, name)
 
-        def counted(*arguments: object) -> object:
+        def counted(*arguments: object, real: Any = real, into: Any = into) -> object:
             result = real(*arguments)
-            if result or not made_one:
-                into.append(name)
+            if result or into is freed:
+                into.append(result)
             return result
 
         monkeypatch.setattr(C, name, counted)
 
-    count("llama_model_load_from_file", made, True)
-    count("llama_init_from_model", made, True)
-    count("llama_model_free", freed, False)
-    count("llama_free", freed, False)
-    stderr = InterruptingStderr(line)
+    def progress(fraction: float) -> None:
+        if not isinstance(at, str) and fraction >= at:
+            ctrl_c()
+
+    stderr = InterruptingStderr(at if isinstance(at, str) else "\0")
     monkeypatch.setattr(sys, "stderr", stderr)
     lb.set_log_level("debug")
     try:
         with pytest.raises(KeyboardInterrupt):
-            lb.load("tale-target", n_ctx=256, n_threads=1)
+            lb.load("tale-target", n_ctx=256, n_threads=1, progress=progress)
     finally:
         lb.set_log_level("none")
-    assert stderr.n_sent == 1, "llama.cpp did not log such a line"
+    assert stderr.n_sent == isinstance(at, str), "llama.cpp did not log such a line"
     gc.collect()
     assert len(freed) == len(made)
     with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
@@ -632,87 +476,31 @@ def test_ctrl_c_while_a_model_loads_reaches_the_caller_and_frees_everything(
 
 # -- the command line ------------------------------------------------------------------------------
 
-COMMAND = [sys.executable, "-m", "llamabranch.cli"]
 LONG_TALE = "Once upon a time there was a king who had a daughter . " * 700
-READING = """
-import os, signal, sys, threading
-from llama_cpp import llama_cpp as C
-from llamabranch.cli.app import app
-real, calls = C.llama_decode, []
-def decode(ctx, batch):
-    if batch.n_tokens > 200:
-        calls.append(batch.n_tokens)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-    if len(calls) > 4:
-        os._exit(99)  # it reads on
-    return real(ctx, batch)
-C.llama_decode = decode
-app(sys.argv[1:])
-"""
-
-
-def run_interrupted(program: str, *arguments: str) -> str:
-    """Run a program that interrupts a command; return its output, after checks of how it ended."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 130, done.stderr
-    assert done.stderr.strip().splitlines()[-1] == "interrupted"
-    assert "Traceback" not in done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["speculate", LONG_TALE],
-        ["speculate", LONG_TALE, "--json", "--compare"],
-        ["speculate", LONG_TALE, "--draft", "none"],
-        ["generate", "--prompts", LONG_TALE, "The king"],
-    ],
-    ids=["speculate", "json", "plain", "generate"],
-)
-def test_ctrl_c_while_a_prompt_is_read_ends_the_command(arguments: list[str]) -> None:
-    run_interrupted(READING, *arguments, "--n-ctx", "16384", "--threads", "1")
-
-
-LOADING_COMMAND = """
+LONG = ["--n-ctx", "16384", "--threads", "1"]
+BEGIN = """
 import os, signal, sys
+from llamabranch import hub
 from llamabranch.cli.app import app
+def stop():
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+LOADING_COMMAND = """
 class Interrupting:
     encoding, sent = "utf-8", False
     def write(self, text):
         if "load_tensors" in text and not self.sent:
             Interrupting.sent = True
-            os.kill(os.getpid(), signal.SIGINT)
+            stop()
         return real.write(text)
     def __getattr__(self, name):
         return getattr(real, name)
 real, sys.stderr = sys.stderr, Interrupting()
-app(sys.argv[1:])
 """
-
-
-@pytest.mark.parametrize("command", ["speculate", "doctor", "generate"])
-def test_ctrl_c_while_a_model_loads_ends_the_command(command: str) -> None:
-    arguments = ["-p", "The king"] if command == "generate" else []
-    printed = run_interrupted(LOADING_COMMAND, command, *arguments, "--verbose")
-    # doctor tells what it knows as it goes
-    assert printed.startswith("\nversions\n") if command == "doctor" else printed == ""
-
-
 FINALIZER = """
-import os, signal, sys
-from llamabranch import hub
-from llamabranch.cli.app import app
 class Interrupting:
     def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
+        stop()
         for _ in range(1000):
             pass
 real = hub.resolve
@@ -721,25 +509,35 @@ def resolve(*arguments, **options):
     hub.resolve = real
     return real(*arguments, **options)
 hub.resolve = resolve
-app(sys.argv[1:])
 """
+# Python loses what is raised in a finalizer.
+COMMANDS: dict[str, tuple[str, list[str]]] = {
+    "speculate": ("", ["speculate", LONG_TALE, *LONG]),
+    "json": ("", ["speculate", LONG_TALE, "--json", "--compare", *LONG]),
+    "plain": ("", ["speculate", LONG_TALE, "--draft", "none", *LONG]),
+    "generate": ("", ["generate", "--prompts", LONG_TALE, "The king", *LONG]),
+    "speculate, loading": (LOADING_COMMAND, ["speculate", "--verbose"]),
+    "doctor, loading": (LOADING_COMMAND, ["doctor", "--verbose"]),
+    "generate, loading": (LOADING_COMMAND, ["generate", "-p", "The king", "--verbose"]),
+    "speculate, finalizer": (FINALIZER, ["speculate", "-n", "100"]),
+    "generate, finalizer": (FINALIZER, ["generate", "-p", "a"]),
+    "models, finalizer": (FINALIZER, ["models", "show"]),
+}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["speculate", "-n", "100"], ["generate", "-p", "a"], ["models", "show"]],
-    ids=" ".join,
-)
-def test_ctrl_c_that_python_loses_in_a_finalizer_ends_the_command(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FINALIZER, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 130, done.stderr
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_while_a_command_reads_or_loads_ends_it(name: str) -> None:
+    program, arguments = COMMANDS[name]
+    command = ["-c", f"{BEGIN}{program}app(sys.argv[1:])"]
+    if not program:
+        command = signalled_at_decode("SIGINT", 3)[1:]
+    done = run_python(*command, *arguments, code=130)
     assert "Traceback" not in done.stderr
+    if program != FINALIZER:
+        assert done.stderr.strip().splitlines()[-1] == "interrupted"
+    if program == LOADING_COMMAND:  # doctor tells what it knows as it goes
+        assert done.stdout.startswith("\nversions\n" if "doctor" in name else "")
+        assert done.stdout == "" or "doctor" in name
 
 
 IMPORTING = """
@@ -754,60 +552,41 @@ ENDING = """
 import atexit, os, signal
 atexit.register(os.kill, os.getpid(), signal.SIGINT)
 """
+MODULES = [
+    "llamabranch.branch", "numpy", "llama_cpp", "llamabranch.engine", "llamabranch.cli", "typer",
+    "rich.console", "llamabranch.cli.generate",
+]  # fmt: skip
 
 
-def run_with_customisation(
-    code: str, folder: Path, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def customised(folder: Path, code: str) -> str:
+    """Return the path on which the interpreter finds this code, and runs it before all else."""
     (folder / "sitecustomize.py").write_text(code, encoding="utf-8")
-    paths = [str(folder), str(Path(lb.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return os.pathsep.join([str(folder), str(Path(lb.__file__).parents[1])])
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "llamabranch.branch",
-        "numpy",
-        "llama_cpp",
-        "llamabranch.engine",
-        "llamabranch.cli",
-        "typer",
-        "rich.console",
-        "llamabranch.cli.generate",
-    ],
-)
+@pytest.mark.parametrize("module", MODULES)
 def test_ctrl_c_while_the_command_is_imported_ends_it(module: str, tmp_path: Path) -> None:
-    command = ("generate", "--prompts", "Once", "-n", "1")  # it needs all of them
-    done = run_with_customisation(IMPORTING, tmp_path, *command, INTERRUPTED_AT=module)
-    assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")
+    command = (
+        "-m",
+        "llamabranch.cli",
+        "generate",
+        "--prompts",
+        "Once",
+        "-n",
+        "1",
+    )  # needs them all
+    path = customised(tmp_path, IMPORTING)
+    done = run_python(*command, code=130, PYTHONPATH=path, INTERRUPTED_AT=module)
+    assert (done.stderr, done.stdout) == ("interrupted\n", "")
 
 
 def test_ctrl_c_when_the_command_has_ended_shows_no_traceback(tmp_path: Path) -> None:
     """Its output is complete and its exit functions have run: it ends as it would have ended."""
-    done = run_with_customisation(ENDING, tmp_path, "models")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = run_python("-m", "llamabranch.cli", "models", PYTHONPATH=customised(tmp_path, ENDING))
+    assert done.stderr == ""
     assert "tale-target" in done.stdout
 
 
 def test_program_that_imports_the_library_keeps_its_ctrl_c() -> None:
     code = "import signal, llamabranch; print(signal.getsignal(signal.SIGINT).__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "default_int_handler\n"
-
-
-@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
-def test_ctrl_c_in_the_progress_of_a_load_reaches_the_caller(at: float) -> None:
-    def progress(fraction: float) -> None:
-        if fraction >= at:
-            ctrl_c()
-
-    with pytest.raises(KeyboardInterrupt):
-        lb.load("tale-target", n_ctx=256, n_threads=1, progress=progress)
+    assert run_code(code) == "default_int_handler\n"

@@ -46,12 +46,20 @@ def test_attention_of_every_type_and_shape_is_timed() -> None:
 def test_faster_type_is_measured_once(
     target: lb.Model, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And nothing without a profile or flash attention."""
     first = of_auto(target)
     (seconds,) = json.loads(profile.read_text())[SECTION].values()
     assert first == ("bf16" if seconds["bf16"] < 0.9 * seconds["f16"] else "f16")
     forget()
     monkeypatch.setattr(measured, "attention_seconds", None)  # nobody measures again
     assert of_auto(target) == first
+    profile.unlink()
+    forget()
+    with Context(target, n_ctx=256, n_threads=1, flash_attention=False) as ctx:
+        assert ctx.kv_type == "f16"
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
+    assert of_auto(target) == "f16"
+    assert not profile.exists()
 
 
 @pytest.mark.parametrize(("bf16", "taken"), [(0.5, "bf16"), (0.95, "f16"), (2.0, "f16")])
@@ -72,14 +80,3 @@ def test_type_follows_the_measurement(
         with Context(other, n_ctx=256, n_threads=1) as ctx:
             exact = ctx.capabilities.batch_invariant
             assert ctx.kv_type == ("bf16" if exact else taken)
-
-
-def test_nothing_is_measured_without_a_profile_or_flash_attention(
-    target: lb.Model, profile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measured, "attention_seconds", None)
-    with Context(target, n_ctx=256, n_threads=1, flash_attention=False) as ctx:
-        assert ctx.kv_type == "f16"
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
-    assert of_auto(target) == "f16"
-    assert not profile.exists()

@@ -8,16 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
-from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
 from llamabranch.context.prefix_cache import PrefixCache
 from llamabranch.errors import (
     CacheFullError,
-    ConfigError,
-    SequencesExhaustedError,
-    UnsupportedError,
 )
 
 WARM = SamplingParams(temperature=0.8, seed=42)
@@ -53,14 +49,10 @@ def check(branch: Branch, clean: Context, n: int = 8) -> None:
         assert [t.token for t in branch.generate(n)] == [t.token for t in again.generate(n)]
 
 
-def test_without_it_nothing_is_kept(ctx: Context) -> None:
-    assert ctx.prefix_cache is None
-    Branch.start(ctx, [5] * 50).prune()
-    assert ctx.usage().cells_cached == 0
-
-
 def test_same_prompt_is_not_read_again(cached: Context, clean: Context) -> None:
     tokens = random_tokens(np.random.default_rng(0), 100)
+    Branch.start(clean, tokens).prune()
+    assert (clean.prefix_cache, clean.usage().cells_cached) == (None, 0)
     Branch.start(cached, tokens).prune()
     usage = cached.usage()
     assert (usage.cells_used, usage.cells_cached, usage.sequences) == (0, 100, {})
@@ -71,6 +63,10 @@ def test_same_prompt_is_not_read_again(cached: Context, clean: Context) -> None:
     assert cached.usage().cells_used == 100
     check(branch, clean)
     branch.prune()
+    cached.kv_cache_clear()
+    assert (len(prefixes_of(cached)), cached.usage().cells_cached) == (0, 0)
+    Branch.start(cached, tokens).prune()
+    assert prefixes_of(cached).n_hits == 1
 
 
 def test_longest_prefix_is_shared(cached: Context, clean: Context) -> None:
@@ -89,17 +85,14 @@ def test_longest_prefix_is_shared(cached: Context, clean: Context) -> None:
 
 def test_text_that_continues_another_replaces_it(cached: Context) -> None:
     rng = np.random.default_rng(2)
+    Branch.start(cached, [5] * 7).prune()
+    assert len(prefixes_of(cached)) == 0  # too short to be kept
     tokens = random_tokens(rng, 30)
     for _ in range(6):
         tokens += random_tokens(rng, 10)
         Branch.start(cached, tokens).prune()
         assert len(prefixes_of(cached)) == 1
     assert cached.usage().cells_cached == len(tokens)
-
-
-def test_short_prompts_are_not_kept(cached: Context) -> None:
-    Branch.start(cached, [5] * 7).prune()
-    assert len(prefixes_of(cached)) == 0
 
 
 def test_least_recently_used_text_gives_up_its_end_first(cached: Context, clean: Context) -> None:
@@ -110,31 +103,15 @@ def test_least_recently_used_text_gives_up_its_end_first(cached: Context, clean:
     Branch.start(cached, [*texts[0][:90], 7]).prune()  # now the second is the oldest
     branch = Branch.start(cached, random_tokens(rng, 150), sampling=WARM)  # 111 cells were vacant
     prefixes = prefixes_of(cached)
-    assert 38 <= prefixes.n_evicted <= 64
-    assert [prefixes.n_common(tokens) for tokens in texts] == [
-        100,
-        100 - prefixes.n_evicted,
-        100,
-        100,
-    ]
+    n = prefixes.n_evicted
+    assert 38 <= n <= 64
+    assert [prefixes.n_common(tokens) for tokens in texts] == [100, 100 - n, 100, 100]
     check(branch, clean)
     again = Branch.start(cached, texts[1], sampling=WARM)
     check(again, clean)
     branch.prune()
     again.prune()
     assert cached.usage().cells_used == 0
-
-
-def test_all_cells_can_be_used_by_others(cached: Context) -> None:
-    rng = np.random.default_rng(4)
-    for _ in range(5):
-        Branch.start(cached, random_tokens(rng, 90)).prune()
-    branch = Branch.start(cached, random_tokens(rng, 512))
-    assert cached.usage().cells_free == 0
-    with pytest.raises(CacheFullError):
-        branch.commit(5)
-    branch.prune()
-    assert cached.usage().cells_free == 512
 
 
 def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
@@ -162,15 +139,14 @@ def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
     prefixes_of(cached).clear()
     usage = cached.usage()
     assert (usage.cells_used, usage.cells_cached, usage.cells_reserved) == (0, 0, 0)
-
-
-def test_cleared_cache_keeps_nothing(cached: Context) -> None:
-    Branch.start(cached, [5] * 50).prune()
-    cached.kv_cache_clear()
-    assert len(prefixes_of(cached)) == 0
-    assert cached.usage().cells_cached == 0
-    Branch.start(cached, [5] * 50).prune()
-    assert prefixes_of(cached).n_hits == 0
+    for _ in range(5):
+        Branch.start(cached, random_tokens(rng, 90)).prune()
+    branch = Branch.start(cached, random_tokens(rng, 512))  # all cells can be used by others
+    assert cached.usage().cells_free == 0
+    with pytest.raises(CacheFullError):
+        branch.commit(5)
+    branch.prune()
+    assert cached.usage().cells_free == 512
 
 
 def test_more_texts_than_ids_can_be_kept_in_turn(toy: lb.Model) -> None:
@@ -180,48 +156,6 @@ def test_more_texts_than_ids_can_be_kept_in_turn(toy: lb.Model) -> None:
             Branch.start(ctx, [2 + i, *(int(t) for t in rng.integers(2, 250, 9))]).prune()
         assert len(prefixes_of(ctx)) == 254 - 200
         assert ctx.usage().cells_cached == 540
-        ctx.audit()
-
-
-def test_ids_must_be_left_for_it(toy: lb.Model) -> None:
-    with pytest.raises(ConfigError, match="at most 240 with a prefix cache"):
-        Context(toy, n_ctx=512, n_seq_max=241, prefix_cache=True)
-
-
-@pytest.mark.parametrize("architecture", ["mamba", "lfm2", "gemma3"])
-def test_memory_that_cannot_be_cut_shares_whole_texts(architecture: str, tmp_path: Path) -> None:
-    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes", weights="f32")
-    rng = np.random.default_rng(8)
-    with (
-        lb.Model(path) as model,
-        Context(
-            model, n_ctx=512, n_seq_max=9, n_threads=1, swa_full=False, prefix_cache=True
-        ) as ctx,
-        Context(model, n_ctx=512, n_seq_max=3, n_threads=1, swa_full=False) as clean,
-    ):
-        assert not ctx.capabilities.can_truncate
-        tokens, allowed = [int(t) for t in rng.integers(2, 250, 40)], rounding(clean, 1e-4)
-        for n, n_hit in ((30, 0), (40, 30), (35, 30), (20, 0)):
-            prefixes, given = prefixes_of(ctx), [*tokens[:n], 7]
-            before = prefixes.n_hit_tokens
-            branch = Branch.start(ctx, tokens[:n])
-            branch.prune()
-            assert prefixes.n_hit_tokens - before == n_hit
-            branch = Branch.start(ctx, given, sampling=WARM)
-            assert prefixes.n_hit_tokens - before == n_hit + n
-            with Branch.start(clean, given, sampling=WARM) as again:
-                assert np.allclose(branch.logits, again.logits, atol=allowed)
-                assert [t.token for t in branch.generate(5)] == [t.token for t in again.generate(5)]
-            branch.prune()
-            assert ctx.n_seq_free == 9
-            ctx.audit()
-        guests = [Branch.create(ctx) for _ in range(9)]  # kept texts make room for them
-        with pytest.raises(SequencesExhaustedError):
-            Branch.create(ctx)
-        for guest in guests:
-            guest.prune()
-        prefixes_of(ctx).clear()
-        assert ctx.usage().cells_used == 0
         ctx.audit()
 
 
@@ -266,6 +200,7 @@ def saving(target: lb.Model) -> Iterator[Context]:
 
 
 def test_evicted_texts_come_back_from_host_memory(saving: Context, clean: Context) -> None:
+    """Also a part of one."""
     rng = np.random.default_rng(9)
     texts = [random_tokens(rng, 200) for _ in range(5)]
     prefixes = prefixes_of(saving)
@@ -287,16 +222,11 @@ def test_evicted_texts_come_back_from_host_memory(saving: Context, clean: Contex
     assert prefixes.n_restored > 2 * 199
     prefixes.clear()
     assert (saving.usage().cells_cached, saved.n_bytes, len(saved)) == (0, 0, 0)
-
-
-def test_part_of_a_saved_text_comes_back(saving: Context, clean: Context) -> None:
-    rng = np.random.default_rng(10)
-    first = random_tokens(rng, 300)
-    Branch.start(saving, first).prune()
+    Branch.start(saving, texts[0]).prune()
     Branch.start(saving, random_tokens(rng, 500)).prune()
-    saving.decoder.read_s = 1.0
-    branch = Branch.start(saving, [*first[:120], 7, 8, 9], sampling=WARM)
-    assert prefixes_of(saving).n_restored == 120
+    saving.decoder.read_s, n_restored = 1.0, prefixes.n_restored
+    branch = Branch.start(saving, [*texts[0][:120], 7, 8, 9], sampling=WARM)
+    assert prefixes.n_restored == n_restored + 120
     assert saving.usage().sequences == {branch.seq_id: 123}
     check(branch, clean)
     branch.prune()
@@ -324,13 +254,3 @@ def test_host_memory_is_limited(target: lb.Model) -> None:
         Branch.start(ctx, random_tokens(rng, 250)).prune()
         assert saved.n_bytes <= 1_000_000
         assert len(saved) < 6
-
-
-def test_host_memory_is_for_a_prefix_cache_that_can_be_copied(
-    toy: lb.Model, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match="set prefix_cache=True"):
-        Context(toy, n_ctx=256, cache_ram=1000)
-    path = toys.write_toy(tmp_path / "toy.gguf", "mamba", vocab="bytes", weights="f32")
-    with lb.Model(path) as model, pytest.raises(UnsupportedError, match="recurrent memory"):
-        Context(model, n_ctx=256, n_seq_max=3, prefix_cache=True, cache_ram=1000)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as C
+from programs import run_code
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context
 from llamabranch.errors import ClosedError, DecodeInterruptedError
-from llamabranch.generation.drafter import DraftLength
 
 WARM = lb.SamplingParams(temperature=0.8, seed=2)
 PROMPTS = ("Once upon a time", "The king", "The queen had", "A wolf")
@@ -64,15 +62,6 @@ def write_text(ctx: Context, prompt: str, seed: int, n: int = 40) -> list[int]:
         return texts
 
 
-def test_threads_of_one_context_generate_what_they_generate_alone(ctx: Context) -> None:
-    jobs = [(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    alone = [write_text(ctx, *job) for job in jobs]
-    for _ in range(3):
-        assert together(*(lambda job=job: write_text(ctx, *job) for job in jobs)) == alone
-        ctx.audit()
-        assert ctx.usage().cells_used == 0
-
-
 def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) -> None:
     config = lb.SpeculativeConfig(draft_k=3)
     engine = lb.Engine(ctx, lb.ModelDrafter(draft_ctx), config, seed=4, max_tokens=40)
@@ -105,11 +94,19 @@ def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) ->
                 BranchStore(ctx).step(branches)
             return [branch.text for branch in branches]
 
-    acts = (speculate, session, batch, raw, store)
+    def write(job: tuple[int, str]) -> Callable[[], object]:
+        return lambda: write_text(ctx, job[1], job[0], 25)
+
+    for acts in ((speculate, session, batch, raw, store), tuple(map(write, enumerate(PROMPTS)))):
+        check_alone_and_together(acts, ctx, draft_ctx)
+
+
+def check_alone_and_together(acts: Sequence[Callable[[], object]], *contexts: Context) -> None:
+    """Each gives in threads of their own, at the same time, what it gives alone."""
     alone = [act() for act in acts]
     for _ in range(3):
         assert together(*acts) == alone
-        for context in (ctx, draft_ctx):
+        for context in contexts:
             context.audit()
             assert context.usage().cells_used == 0
 
@@ -212,26 +209,25 @@ def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("close", ["context", "model", "branches"])
 def test_closing_while_threads_decode_is_an_error_for_them_and_no_crash(
-    close: str, target: lb.Model, tmp_path: object
+    close: str, target: lb.Model
 ) -> None:
-    for round_ in range(4):
+    def work(branch: Branch, started: threading.Barrier) -> lb.LlamaBranchError:
+        started.wait()
+        while True:
+            try:
+                branch.step()
+                if branch.position > 100:
+                    branch.rewind(20)
+            except lb.LlamaBranchError as error:
+                return error
+
+    for seed in range(4):
         model = lb.Model(target.path)
         ctx = Context(model, n_ctx=512, n_seq_max=6, n_threads=1)
-        branches = [Branch.start(ctx, prompt, seed=round_) for prompt in PROMPTS]
+        branches = [Branch.start(ctx, prompt, seed=seed) for prompt in PROMPTS]
         started = threading.Barrier(len(branches) + 1)
-
-        def work(branch: Branch, started: threading.Barrier = started) -> lb.LlamaBranchError:
-            started.wait()
-            try:
-                while True:
-                    branch.step()
-                    if branch.position > 100:
-                        branch.rewind(20)
-            except lb.LlamaBranchError as error:
-                return error  # noqa: B023  (returned at once)
-
         with ThreadPoolExecutor(len(branches)) as pool:
-            futures = [pool.submit(work, branch) for branch in branches]
+            futures = [pool.submit(work, branch, started) for branch in branches]
             started.wait()
             if close == "context":
                 ctx.close()
@@ -315,114 +311,49 @@ def test_contexts_that_draft_for_each_other_wait_for_nobody(
     one: str, other: str, target: lb.Model, draft: lb.Model
 ) -> None:
     """Each is the other's drafter. In a process of its own, whose watchdog ends it if it hangs."""
-    done = subprocess.run(
-        [sys.executable, "-c", MUTUAL, str(target.path), str(draft.path), one, other],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_code(MUTUAL, target.path, draft.path, one, other)
 
 
 class Watched(lb.Drafter):
-    """A drafter that forwards all calls, and records those made while a lock is held."""
+    """Forwards all calls; a draft state must have one caller at a time, and none once it is closed."""
 
-    def __init__(self, drafter: lb.Drafter, lock: threading.RLock) -> None:
+    def __init__(self, drafter: lb.Drafter) -> None:
         self._drafter = drafter
-        self._lock = lock
         self.asked: set[str] = set()
-        self.asked_under_lock: set[str] = set()
 
     @property
     def name(self) -> str:
         return self._drafter.name
 
-    def note(self, what: str) -> None:
-        """Let another thread try the lock: it is free unless this one holds it."""
-        free: list[bool] = []
-
-        def attempt() -> None:
-            free.append(self._lock.acquire(blocking=False))
-            if free[0]:
-                self._lock.release()
-
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        thread.join()
-        self.asked.add(what)
-        if not free[0]:
-            self.asked_under_lock.add(what)
-
     def check(self, target: lb.Model) -> None:
         self._drafter.check(target)
 
-    def start(self, target: lb.speculative.Text, rule: str) -> WatchedState:
-        self.note("state")
+    def start(self, target: lb.speculative.Text, rule: str) -> Any:
         return WatchedState(self, self._drafter.start(target, rule))
 
 
 class WatchedState:
-    """A draft state that only one caller may use at a time, and that is closed once."""
+    """Forwards what is asked of a draft state."""
 
-    def __init__(self, drafter: Watched, state: lb.speculative.DraftState) -> None:
+    def __init__(self, drafter: Watched, state: Any) -> None:
         self._drafter = drafter
         self._state = state
         self._busy = threading.Lock()
         self._closed = False
 
-    @contextmanager
-    def _used(self, what: str) -> Iterator[None]:
-        assert self._busy.acquire(blocking=False), "two threads use one draft state"
-        try:
-            assert not self._closed, "a closed draft state is used"
-            self._drafter.note(what)
-            yield
-        finally:
-            self._busy.release()
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            assert self._busy.acquire(blocking=False), "two threads use one draft state"
+            try:
+                assert not self._closed, "a closed draft state is used"
+                self._drafter.asked.add(name)
+                self._closed = name == "close"
+                result = getattr(self._state, name)(*arguments)
+                return WatchedState(self._drafter, result) if name == "fork" else result
+            finally:
+                self._busy.release()
 
-    def propose(
-        self, tokens: Sequence[int], length: DraftLength, limit: int
-    ) -> lb.speculative.Draft:
-        with self._used("propose"):
-            return self._state.propose(tokens, length, limit)
-
-    def observe(self, n_tokens: int) -> None:
-        with self._used("observe"):
-            self._state.observe(n_tokens)
-
-    def fork(self, target: lb.speculative.Text) -> WatchedState:
-        with self._used("fork"):
-            return WatchedState(self._drafter, self._state.fork(target))
-
-    def close(self) -> None:
-        with self._used("close"):
-            self._state.close()
-        self._closed = True
-
-
-def test_no_drafter_is_called_while_the_target_is_locked(ctx: Context, draft_ctx: Context) -> None:
-    """Holding both locks would deadlock with a thread that takes them in the other order."""
-    watched = Watched(lb.ModelDrafter(draft_ctx), ctx.lock)
-    speculator = lb.Speculator(ctx, watched, lb.SpeculativeConfig(draft_k=4))
-    with Branch.start(ctx, "The king", sampling=WARM) as root:
-        speculator.generate(root, max_tokens=20).finish()
-        with root.fork() as child:
-            list(itertools.islice(speculator.generate(child), 7))
-            speculator.forget(child)
-        speculator.forget(root)
-    with lb.InferenceSession(ctx, "A wolf", sampling=WARM) as generation:
-        for _ in range(20):
-            generation.next_token(watched)
-    with Branch.start(ctx, [5] * (ctx.n_ctx - 40)):  # and where there is no room for a draft
-        with pytest.raises(lb.errors.CacheFullError):
-            speculator.generate("The king", max_tokens=None, sampling=WARM).finish()
-        engine = lb.Engine(ctx, watched, lb.SpeculativeConfig(draft_k=4), seed=1, max_tokens=60)
-        results = engine.generate(["The queen", "A wolf", lb.Request("Once", max_tokens=3)])
-        assert engine.stats.preemptions > 0
-        assert {result.finish_reason for result in results} >= {"length"}
-    assert watched.asked == {"state", "propose", "observe", "fork", "close"}
-    assert watched.asked_under_lock == set()
+        return call
 
 
 @pytest.mark.parametrize("kind", ["model", "chain"])
@@ -435,7 +366,7 @@ def test_threads_share_a_speculator(
         drafter: lb.Drafter = lb.ModelDrafter(small)
         if kind == "chain":
             drafter = lb.ChainDrafter([lb.speculative.PromptLookupDrafter(min_ngram=1), drafter])
-        watched = Watched(drafter, threading.RLock())
+        watched = Watched(drafter)
         config = lb.SpeculativeConfig(draft_k=draft_k)
         speculator = lb.Speculator(ctx, watched, config)
         n_emitted = [0]
@@ -471,7 +402,7 @@ def test_threads_share_a_speculator(
         for _ in range(4):
             assert together(*(lambda job=job: write_text(*job) for job in jobs)) == expected
         assert speculator.stats.num_emitted_tokens == n_emitted[0]
-        assert watched.asked >= {"state", "propose", "observe", "fork", "close"}
+        assert watched.asked >= {"propose", "observe", "fork", "close"}
         gc.collect()
         speculator.forget(Branch.create(ctx))  # nothing is kept for it
         with Branch.start(ctx, "The king", sampling=WARM) as last:
@@ -492,9 +423,9 @@ def test_model_is_tokenized_with_from_many_threads(target: lb.Model) -> None:
     def spell() -> object:
         return [target.tokenize(target.detokenize(tokens, special=True)) for tokens in alone]
 
-    first, *others = together(tokenize, tokenize, spell, spell)
-    assert first == alone == others[0]
-    assert others[1] == others[2]
+    first, other, one, two = together(tokenize, tokenize, spell, spell)
+    assert first == alone == other
+    assert one == two
 
 
 def test_interrupts_from_many_threads_change_no_text(ctx: Context) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Context
-from llamabranch.context.threads import _best, _Timing, candidates
+from llamabranch.context.threads import ThreadTuner, _best, _Timing, candidates
 from llamabranch.native import available_cores
 from llamabranch.profile import MAX_ENTRIES, profile_path, read_entry, write_entries
 
@@ -37,43 +36,31 @@ def write_entry(section: str, key: str, entry: dict[str, object]) -> None:
 
 
 def kept(path: Path) -> dict[str, Any]:
-    """Return the entries about threads, {} if there is no file."""
-    section: dict[str, Any] = {}
-    if path.exists():
-        section = json.loads(path.read_text(encoding="utf-8")).get("threads", {})
-    return section
+    """Return the entries about threads."""
+    sections = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return dict(sections.get("threads", {}))
 
 
-def keep(model: lb.Model, path: Path, **entry: object) -> None:
+def keep(model: lb.Model, **entry: object) -> None:
     """Write an entry for ``model``, whatever this machine is like."""
-    write_entry("threads", _key(model), entry)
-    assert path.exists()
-
-
-def _key(model: lb.Model) -> str:
-    from llamabranch.context.threads import ThreadTuner
-
     key = ThreadTuner(model, lb.ContextParams(n_threads=1))._key()
     assert key is not None
-    return key
+    write_entry("threads", key, entry)
+
+
+def is_chosen(ctx: Context) -> bool:
+    """Return whether the numbers are among those that are measured."""
+    return {ctx.n_threads, ctx.n_threads_batch} <= set(candidates(CORES))
 
 
 # -- logits ----------------------------------------------------------------------------------------
 
 
-def _rows(
-    model: lb.Model, n_threads: int, options: dict[str, Any], n_threads_batch: int | None = None
-) -> np.ndarray[Any, Any]:
-    """Return rows of a prefill, of single tokens and of a small batch."""
+def _rows(model: lb.Model, n: int, n_batch: int | None, options: dict[str, Any]) -> Any:
+    """Return rows of a prefill, of single tokens and of a small batch, with ``n`` threads."""
     tokens = [(7 * i + 3) % model.n_vocab for i in range(600)]
-    with Context(
-        model,
-        n_ctx=1024,
-        n_seq_max=2,
-        n_threads=n_threads,
-        n_threads_batch=n_threads_batch,
-        **options,
-    ) as ctx:
+    given = {"n_ctx": 1024, "n_seq_max": 2, "n_threads": n, "n_threads_batch": n_batch, **options}
+    with Context(model, **given) as ctx:
         ctx.decode(tokens, 0)
         rows = [ctx.logits()]
         for position, token in enumerate(tokens[:4], start=600):
@@ -83,32 +70,27 @@ def _rows(
         return np.array([*rows, *(ctx.logits(i) for i in range(3))])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"kv_type": "q8_0"}, {"kv_type": "f16", "flash_attention": False}],
-    ids=str,
-)
+NO_FLASH = {"kv_type": "f16", "flash_attention": False}
+CASES: list[tuple[str, dict[str, Any], bool]] = [
+    # Architecture, options, and whether the number is that for batches alone.
+    ("", {}, False), ("", {"kv_type": "q8_0"}, False), ("", NO_FLASH, False),
+    ("", {"kv_type": "f16"}, True), ("", {"kv_type": "f32"}, True),
+    ("llama", {}, False), ("gemma3", {}, False), ("mamba", {}, False), ("lfm2", {}, False),
+    ("rwkv7", {}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "options", "for_batches"), CASES)
 def test_logits_are_equal_to_the_bit_with_one_thread_and_with_two(
-    options: dict[str, Any], target: lb.Model
+    architecture: str, options: dict[str, Any], for_batches: bool, target: lb.Model, tmp_path: Path
 ) -> None:
-    assert np.array_equal(_rows(target, 1, options), _rows(target, 2, options))
-
-
-@pytest.mark.parametrize("kv_type", ["f16", "f32"])
-def test_number_for_batches_changes_no_logits_of_any_kv_type(
-    kv_type: str, target: lb.Model
-) -> None:
-    options = {"kv_type": kv_type}
-    assert np.array_equal(_rows(target, 1, options, 1), _rows(target, 1, options, 2))
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba", "lfm2", "rwkv7"])
-def test_every_kind_of_memory_gives_equal_logits_with_one_thread_and_with_two(
-    architecture: str, tmp_path: Path
-) -> None:
-    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes")
+    path = target.path
+    if architecture:
+        path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes")
     with lb.Model(path) as model:
-        assert np.array_equal(_rows(model, 1, {}), _rows(model, 2, {}))
+        numbers = ((1, 1), (1, 2)) if for_batches else ((1, None), (2, None))
+        one, two = (_rows(model, n, n_batch, options) for n, n_batch in numbers)
+        assert np.array_equal(one, two)
 
 
 @several_cores
@@ -117,7 +99,7 @@ def test_number_is_not_measured_where_it_would_change_logits(
     kv_type: str, target: lb.Model, profile: Path
 ) -> None:
     # 512 cells of flash attention over f16 or f32: a part of the sum for each thread.
-    keep(target, profile, n_threads=1, n_threads_batch=1, step_ms={"1": 1.0}, batch_ms={"1": 1.0})
+    keep(target, n_threads=1, n_threads_batch=1, step_ms={"1": 1.0}, batch_ms={"1": 1.0})
     with Context(target, n_ctx=512, kv_type=kv_type) as ctx:
         assert ctx.n_threads == CORES
     for options in ({"n_ctx": 256}, {"flash_attention": False}):
@@ -128,17 +110,19 @@ def test_number_is_not_measured_where_it_would_change_logits(
 # -- the choice ------------------------------------------------------------------------------------
 
 
-def test_candidates_are_one_half_and_all() -> None:
-    assert [candidates(n) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 3], [1, 4, 8]]
-
-
-def test_a_given_number_is_obeyed_and_nothing_is_measured(target: lb.Model, profile: Path) -> None:
-    for given in (1, 2, 3):
-        with Context(target, n_ctx=256, n_threads=given) as ctx:
-            assert (ctx.n_threads, ctx.n_threads_batch) == (given, given)
-    with Context(target, n_ctx=256, n_threads=1, n_threads_batch=2) as ctx:
-        assert (ctx.n_threads, ctx.n_threads_batch) == (1, 2)
+def test_a_given_number_is_obeyed_and_nothing_is_measured(
+    target: lb.Model, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given in ((1, 1), (2, 2), (3, 3), (1, 2)):
+        with Context(target, n_ctx=256, n_threads=given[0], n_threads_batch=given[1]) as ctx:
+            assert (ctx.n_threads, ctx.n_threads_batch) == given
+    with Context(target, n_ctx=256, n_threads=2) as ctx:
+        assert ctx.n_threads_batch == 2
     assert not kept(profile)
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")  # all cores, and no file
+    assert profile_path() is None
+    with Context(target, n_ctx=256) as ctx:
+        assert ctx.n_threads == CORES
 
 
 def test_measuring_leaves_a_context_as_if_nothing_had_been(
@@ -146,8 +130,7 @@ def test_measuring_leaves_a_context_as_if_nothing_had_been(
 ) -> None:
     def drawn(**options: Any) -> tuple[Any, ...]:
         with Context(target, n_ctx=256, n_seq_max=3, **options) as ctx:
-            assert ctx.n_threads in candidates(CORES) or options
-            assert ctx.n_threads_batch in candidates(CORES) or options
+            assert is_chosen(ctx) or options
             ctx.audit()
             before = ctx.usage()
             ctx.decode([5, 6, 7], 0)
@@ -167,17 +150,11 @@ def test_measuring_takes_any_batch_and_kind_of_memory(tmp_path: Path, profile: P
                     ctx.audit()
 
 
-def test_off_means_all_cores_and_no_file(target: lb.Model) -> None:
-    assert os.environ["LLAMABRANCH_PROFILE"] == "0"
-    assert profile_path() is None
-    with Context(target, n_ctx=256) as ctx:
-        assert ctx.n_threads == CORES
-
-
 def test_where_no_decode_ends_in_time_busy_cores_are_left_to_others() -> None:
     def chosen(*numbers: int, idle: bool) -> int:
         return _best({n: _Timing(math.inf, idle or n == 1) for n in numbers})
 
+    assert [candidates(n) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 3], [1, 4, 8]]
     assert [chosen(1, idle=idle) for idle in (True, False)] == [1, 1]
     assert [chosen(1, 2, idle=idle) for idle in (True, False)] == [2, 1]
     assert [chosen(1, 8, 16, idle=idle) for idle in (True, False)] == [16, 8]
@@ -191,10 +168,8 @@ def test_kept_numbers_are_used(target: lb.Model, profile: Path) -> None:
     # Kept times that nothing can be three times slower than.
     forever = {"1": math.inf, str(CORES): math.inf}
     for one, many in ((1, 1), (1, CORES), (CORES, 1), (CORES, CORES)):
-        keep(
-            target, profile,
-            n_threads=one, n_threads_batch=many, step_ms=forever, batch_ms=forever,
-        )  # fmt: skip
+        times = {"step_ms": forever, "batch_ms": forever}
+        keep(target, n_threads=one, n_threads_batch=many, **times)
         before = profile.read_bytes()
         with Context(target, n_ctx=256) as ctx:
             assert (ctx.n_threads, ctx.n_threads_batch) == (one, many)
@@ -202,47 +177,32 @@ def test_kept_numbers_are_used(target: lb.Model, profile: Path) -> None:
         assert profile.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {},
-        {"n_threads": 0, "n_threads_batch": 1},
-        {"n_threads": 10_000, "n_threads_batch": 1},
-        {"n_threads": "1", "n_threads_batch": None},
-        {"n_threads": True, "n_threads_batch": True},
-        {"n_threads": 1, "n_threads_batch": 1, "step_ms": [], "batch_ms": {"1": "fast"}},
-        {"n_threads": 1, "n_threads_batch": 1, "batch_ms": {"1": -1}},
-    ],
-    ids=str,
-)
-def test_invalid_entries_are_measured_again(
-    entry: dict[str, object], target: lb.Model, profile: Path
+ENTRIES: list[dict[str, object]] = [
+    {}, {"n_threads": 0, "n_threads_batch": 1},
+    {"n_threads": 10_000, "n_threads_batch": 1, "step_ms": {"10000": 1.0}, "batch_ms": {"1": 1.0}},
+    {"n_threads": "1", "n_threads_batch": None}, {"n_threads": True, "n_threads_batch": True},
+    {"n_threads": 1, "n_threads_batch": 1, "step_ms": [], "batch_ms": {"1": "fast"}},
+    {"n_threads": 1, "n_threads_batch": 1, "batch_ms": {"1": -1}},
+]  # fmt: skip
+DAMAGED = [
+    "", "{", "[]", "null", '{"version": "1"}', '{"version": 1, "threads": 3}', "\x00\xff",
+    "[" * 10**5,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [*ENTRIES, *DAMAGED], ids=lambda wrong: repr(wrong)[:20])
+def test_what_is_invalid_is_measured_again_and_replaced(
+    wrong: dict[str, object] | str, target: lb.Model, profile: Path
 ) -> None:
-    keep(target, profile, **entry)
-    with Context(target, n_ctx=256) as ctx:
-        assert ctx.n_threads in candidates(CORES)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"version": "1"}',
-        '{"version": 1, "threads": 3}',
-        "\x00\xff",
-        "[" * 10**5,
-    ],
-    ids=lambda text: repr(text[:20]),
-)
-def test_damaged_file_is_ignored_and_replaced(text: str, target: lb.Model, profile: Path) -> None:
+    """An entry, or the whole file."""
     profile.parent.mkdir()
-    profile.write_text(text, encoding="latin-1")
+    if isinstance(wrong, str):
+        profile.write_text(wrong, encoding="latin-1")
+    else:
+        keep(target, **wrong)
     assert read_entry("threads", "key") is None
     with Context(target, n_ctx=256) as ctx:
-        assert ctx.n_threads in candidates(CORES)
+        assert is_chosen(ctx)
     write_entry("threads", "key", {"n_threads": 1})
     assert read_entry("threads", "key") == {"n_threads": 1}
 
@@ -255,18 +215,16 @@ def test_file_of_a_later_version_is_left_alone(profile: Path) -> None:
     assert json.loads(profile.read_text(encoding="utf-8"))["version"] == 2
 
 
-def test_other_sections_and_what_is_beside_the_file_are_left_alone(profile: Path) -> None:
+def test_other_sections_and_what_is_beside_the_file_are_left_alone(
+    profile: Path, tmp_path: Path
+) -> None:
+    profile.parent.mkdir()
+    profile.symlink_to(tmp_path / "elsewhere.json")
     write_entry("costs", "pair", {"v": [1.0, 1.5]})
     write_entry("threads", "key", {"n_threads": 1})
     assert read_entry("costs", "pair") == {"v": [1.0, 1.5]}
     assert [path.name for path in profile.parent.iterdir()] == ["profile.json"]
-
-
-def test_a_link_to_the_file_stays_one(profile: Path, tmp_path: Path) -> None:
-    profile.parent.mkdir()
-    profile.symlink_to(tmp_path / "elsewhere.json")
-    write_entry("threads", "a", {"n": 1})
-    assert profile.is_symlink() and read_entry("threads", "a") == {"n": 1}
+    assert profile.is_symlink()  # a link to the file stays one
 
 
 def test_a_section_keeps_its_youngest_entries(profile: Path) -> None:
@@ -284,7 +242,7 @@ def test_a_place_that_cannot_be_written_is_no_error(
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "file" / "profile.json"))
     write_entry("threads", "key", {})
     with Context(target, n_ctx=256) as ctx:
-        assert ctx.n_threads in candidates(CORES)
+        assert is_chosen(ctx)
 
 
 def test_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -296,14 +254,3 @@ def test_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert profile_path() == tmp_path / ".cache" / "llamabranch" / "profile.json"
-
-
-def test_text_is_the_same_with_one_thread_and_with_two(target: lb.Model) -> None:
-    texts = []
-    for n_threads in (1, 2):
-        with (
-            Context(target, n_ctx=256, n_threads=n_threads) as ctx,
-            lb.Branch.start(ctx, "Once upon a time", temperature=0.9, seed=7) as branch,
-        ):
-            texts.append([branch.step().token for _ in range(24)])
-    assert texts[0] == texts[1]

@@ -1,13 +1,14 @@
-"""Misuse of branches and of what is closed."""
+"""Misuse of branches, of many in a store, and of what is closed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from crash_harness import ABC, World, case, must_raise, refuses
 
-from llamabranch import Branch, Context, Grammar, Model, SamplingParams
+from llamabranch import Branch, BranchStore, Context, Grammar, Model, SamplingParams, search
 from llamabranch.errors import (
     BranchStateError,
     CacheFullError,
@@ -21,6 +22,40 @@ from llamabranch.sampling import Sampler
 
 # -- branches --------------------------------------------------------------------------------------
 
+BAD_TOKENS: list[Any] = [-1, 258, 1 << 40, True, 2.0, None]
+LAYERS: list[tuple[Any, Any]] = [(3, 0), (-4, 0), ("1", 0), (1, -1), (1, 10), (1, 2.0)]
+
+
+class NoPrefix:
+    """Has only a half of what a constraint has."""
+
+    def complete(self, text: str) -> bool:
+        return True
+
+
+NO_CONSTRAINTS: list[Any] = [5, "no e", [str.isalpha], NoPrefix, NoPrefix(), object()]
+
+
+def _empty(w: World) -> Branch:
+    return Branch.create(w.ctx)
+
+
+def _foreign(w: World) -> Branch:
+    return Branch.start(w.context(), [60])
+
+
+def _pruned(w: World) -> Branch:
+    branch = Branch.start(w.ctx, "ab")
+    branch.prune()
+    return branch
+
+
+def _spoken(w: World) -> Branch:
+    branch = Branch.start(w.ctx, "ab", seed=1)
+    branch.commit(60)
+    return branch
+
+
 refuses(
     "branch",
     TokenizeError,
@@ -30,20 +65,35 @@ refuses(
     prefill_minus_one=lambda w: w.root.prefill([60, -1]),
     surprisal_n_vocab=lambda w: w.root.surprisal(258),
     start_n_vocab=lambda w: Branch.start(w.ctx, [258]),
+    append_huge=lambda w: w.root.append([1 << 40]),
+    append_bytes=lambda w: w.root.append(b"abc"),
+    append_number=lambda w: w.root.append(5),  # type: ignore[arg-type]
+    score_n_vocab=lambda w: w.root.score([258]),
 )
 refuses(
     "branch",
     ConfigError,
     prefill_nothing=lambda w: w.root.prefill([]),
     extend_nothing=lambda w: w.root.extend([]),
+    append_nothing=lambda w: w.root.append([]),
+    append_no_text=lambda w: w.root.append(""),
+    score_nothing=("no tokens", lambda w: w.root.score([])),
+    score_no_text=("no tokens", lambda w: w.root.score("")),
+    score_top=("top", lambda w: w.root.score([60], top=-1)),
     rewind_beyond=lambda w: w.root.rewind(11),
     rewind_huge=lambda w: w.root.rewind(1 << 40),
+    fork_minus_one=lambda w: w.root.fork_many(-1),
     extend_without_rows=lambda w: w.root.extend([60], logits="none"),
     generate_with_an_empty_stop=lambda w: w.root.generate(5, stop=[""]),
     generate_with_a_number_as_stop=lambda w: w.root.generate(5, stop=5),  # type: ignore[arg-type]
-    perplexity_since_birth=lambda w: w.root.perplexity("birth"),
-    likelihood_since_birth=lambda w: w.root.log_likelihood("birth"),
+    perplexity_since_birth=("since", lambda w: w.root.perplexity("birth")),
+    likelihood_since_birth=("since", lambda w: w.root.log_likelihood("birth")),
+    likelihood_in_dits=("base", lambda w: w.root.log_likelihood(base="dits")),
     reseed_text=lambda w: w.root.reseed("one"),  # type: ignore[arg-type]
+    **{
+        f"hidden_states_{layer}_{start}": lambda w, i=layer, n=start: w.root.hidden_states(i, n)
+        for layer, start in LAYERS
+    },
 )
 refuses(
     "branch",
@@ -54,42 +104,101 @@ refuses(
     empty_entropy=lambda w: _empty(w).entropy(),
     empty_distribution=lambda w: _empty(w).distribution(),
     empty_step=lambda w: _empty(w).step(),
-    promote_a_root=lambda w: w.root.promote(),
+    empty_score=("empty", lambda w: _empty(w).score([60])),
+    empty_hidden_state=("empty", lambda w: _empty(w).hidden_state()),
+    promote_a_root=("root", lambda w: w.root.promote()),
+    perplexity_of_nothing=("no token was generated", lambda w: w.root.perplexity()),
+    prefill_after_generating=("prefill comes before", lambda w: _spoken(w).prefill([60])),
+    prefill_says_append=("append", lambda w: _spoken(w).prefill([60])),
 )
-refuses("branch", SequencesExhaustedError, fork_too_often=lambda w: w.root.fork_many(20))
-refuses("branch", CacheFullError, prompt_too_long=lambda w: Branch.start(w.ctx, [60] * 300))
-
-
-def _empty(w: World) -> Branch:
-    return Branch.create(w.ctx)
+refuses(
+    "branch",
+    SequencesExhaustedError,
+    fork_too_often=("20 forks need 20 free sequences, 3", lambda w: w.root.fork_many(20)),
+    fork_says_how_many=("n_seq_max=21", lambda w: w.root.fork_many(20)),
+)
+refuses(
+    "branch",
+    CacheFullError,
+    prompt_too_long=(
+        "has 300 tokens, the context has room for 256",
+        lambda w: Branch.start(w.ctx, [60] * 300),
+    ),
+    append_too_long=lambda w: w.root.append([60] * 300),
+    score_too_long=lambda w: w.root.score([60] * 300),
+)
 
 
 @case("branch", is_quick=True)
 def pruned_branch(w: World) -> None:
-    with w.branch() as branch:
-        branch.prune()
-        branch.prune()
+    branch = _pruned(w)
+    branch.prune()
+    calls: list[Callable[[], object]] = [
+        branch.produce, branch.step, branch.fork, branch.promote, branch.entropy,
+        branch.distribution, branch.hidden_state, lambda: branch.fork_many(2),
+        lambda: branch.commit(60), lambda: branch.extend([60]), lambda: branch.prefill([60]),
+        lambda: branch.append([60]), lambda: branch.score([60]), lambda: branch.rewind(0),
+        lambda: branch.logits, lambda: branch.surprisal(60), lambda: branch.steer({60: 1.0}),
+        lambda: branch.reseed(5), lambda: list(branch.generate(max_tokens=2)),
+        lambda: branch.save(w.folder / "pruned.branch"),
+    ]  # fmt: skip
+    for call in calls:
+        assert "pruned" in must_raise(BranchStateError, call)
+    assert branch.text.endswith("ab")  # what it was can still be read
+
+
+@case("branch", is_quick=True)
+def no_constraint(w: World) -> None:
+    n_decodes = w.ctx.decoder.n_decodes
+    for wrong in NO_CONSTRAINTS:
         for call in (
-            branch.produce,
-            branch.step,
-            branch.fork,
-            branch.promote,
-            branch.entropy,
-            branch.distribution,
-            lambda: branch.fork_many(2),
-            lambda: branch.commit(60),
-            lambda: branch.extend([60]),
-            lambda: branch.prefill([60]),
-            lambda: branch.rewind(0),
-            lambda: branch.logits,
-            lambda: branch.surprisal(60),
-            lambda: branch.steer({60: 1.0}),
-            lambda: branch.reseed(5),
-            lambda: list(branch.generate(max_tokens=2)),
-            lambda: branch.save(w.folder / "pruned.branch"),
+            lambda wrong=wrong: w.root.generate(4, constraint=wrong),
+            lambda wrong=wrong: w.ctx.complete("The", max_tokens=4, constraint=wrong),
+            lambda wrong=wrong: search.smc(w.root, 2, 4, constraint=wrong),
         ):
-            must_raise(BranchStateError, call)
-        assert branch.text.endswith("ab")  # what it was can still be read
+            assert not must_raise(ConfigError, call).endswith("None")  # it has a hint
+    assert w.ctx.decoder.n_decodes == n_decodes
+
+
+# -- many branches ---------------------------------------------------------------------------------
+
+refuses(
+    "store",
+    TokenizeError,
+    **{
+        f"commit_{t}": lambda w, t=t: BranchStore(w.ctx).commit({w.root: 60, w.root.fork(): t})
+        for t in BAD_TOKENS
+    },
+    **{
+        f"prefill_{t}": lambda w, t=t: BranchStore(w.ctx).prefill({_empty(w): [1], w.root: [t]})
+        for t in BAD_TOKENS
+    },
+)
+refuses(
+    "store",
+    ConfigError,
+    step_of_another=lambda w: BranchStore(w.ctx).step([w.root, _foreign(w)]),
+    commit_of_another=lambda w: BranchStore(w.ctx).commit({w.root: 60, _foreign(w): 60}),
+    score_of_another=("another context", lambda w: BranchStore(w.ctx).score({_foreign(w): [[60]]})),
+    retain_another=lambda w: BranchStore(w.ctx).retain_only(_foreign(w)),
+    prefill_nothing=("no tokens", lambda w: BranchStore(w.ctx).prefill({_empty(w): []})),
+    score_nothing=("no tokens", lambda w: BranchStore(w.ctx).score({w.root: [[60], []]})),
+    tree_of_scores=("columns", lambda w: BranchStore(w.ctx).tree(["score"])),
+    tree_of_text=("columns", lambda w: BranchStore(w.ctx).tree("seed")),
+)
+refuses(
+    "store",
+    BranchStateError,
+    step_of_pruned=lambda w: BranchStore(w.ctx).step([w.root, _pruned(w)]),
+    step_of_empty=lambda w: BranchStore(w.ctx).step([w.root, _empty(w)]),
+    commit_of_pruned=lambda w: BranchStore(w.ctx).commit({w.root: 60, _pruned(w): 60}),
+    commit_of_empty=lambda w: BranchStore(w.ctx).commit({w.root: 60, _empty(w): 60}),
+    retain_pruned=lambda w: BranchStore(w.ctx).retain_only(_pruned(w)),
+    prefill_after_generating=(
+        "before anything is generated",
+        lambda w: BranchStore(w.ctx).prefill({_empty(w): [60], _spoken(w): [60]}),
+    ),
+)
 
 
 # -- lifetimes -------------------------------------------------------------------------------------
@@ -97,41 +206,26 @@ def pruned_branch(w: World) -> None:
 
 def _closed_calls(ctx: Context, branch: Branch) -> list[Callable[[], object]]:
     return [
-        lambda: ctx.decode([60], 0),
-        lambda: ctx.kv_seq_copy(0, 1),
-        lambda: ctx.kv_cache_remove(0),
-        lambda: ctx.kv_seq_keep(0),
-        lambda: ctx.kv_cache_size(0),
-        ctx.kv_cache_clear,
-        ctx.logits,
-        ctx.sample,
-        ctx.model_entropy,
-        ctx.usage,
-        ctx.audit,
-        branch.produce,
-        branch.step,
-        branch.fork,
-        branch.distribution,
-        lambda: branch.commit(60),
-        lambda: branch.extend([60, 61]),
-        lambda: branch.rewind(1),
+        ctx.kv_cache_clear, ctx.logits, ctx.sample, ctx.model_entropy, ctx.usage, ctx.audit,
+        branch.produce, branch.step, branch.fork, branch.distribution, lambda: ctx.decode([60], 0),
+        lambda: ctx.kv_seq_copy(0, 1), lambda: ctx.kv_cache_remove(0), lambda: ctx.kv_seq_keep(0),
+        lambda: ctx.kv_cache_size(0), lambda: ctx.complete("a"), lambda: branch.commit(60),
+        lambda: branch.extend([60, 61]), lambda: branch.rewind(1),
         lambda: list(branch.generate(max_tokens=2)),
-        lambda: Branch.start(ctx, [60]),
-        lambda: Branch.create(ctx),
-        lambda: branch.logits,
+        lambda: Branch.start(ctx, [60]), lambda: Branch.create(ctx), lambda: branch.logits,
         lambda: branch.save("/nowhere/closed.branch"),
-    ]
+    ]  # fmt: skip
 
 
 @case("lifetime", is_quick=True)
 def context_closed_first(w: World) -> None:
-    ctx = w.context()
-    branch = Branch.start(ctx, "abc")
+    ctx = Context(Model(w.path), n_ctx=256, n_threads=1, owns_model=True)
+    branch = Branch.start(ctx, [60, 61])
     child = branch.fork()
     ctx.close()
     ctx.close()
-    for call in _closed_calls(ctx, branch):
-        must_raise(ClosedError, call)
+    for call in (*_closed_calls(ctx, branch), lambda: branch.text, lambda: ctx.tokenize("a")):
+        assert "the context is closed" in must_raise(ClosedError, call)
     assert branch.tokens == child.tokens
     child.prune()
     branch.prune()
@@ -146,21 +240,17 @@ def model_closed_first(w: World) -> None:
     sampler = Sampler(model, SamplingParams(repeat_penalty=1.1), Grammar(ABC))
     model.close()
     model.close()
-    for call in _closed_calls(ctx, branch):
-        must_raise(ClosedError, call)
-    for call in (
-        lambda: model.tokenize("a"),
-        lambda: model.detokenize([200]),
-        lambda: model.piece(201),
+    calls: list[Callable[[], object]] = [
+        *_closed_calls(ctx, branch), sampler.clone, lambda: model.tokenize("a"),
+        lambda: model.detokenize([200]), lambda: model.piece(201),
         lambda: model.text_decoder().feed(202),
-        lambda: model.apply_chat_template([("user", "a")]),
-        lambda: Context(model),
+        lambda: model.apply_chat_template([("user", "a")]), lambda: Context(model),
         lambda: Sampler(model, SamplingParams(top_k=3), Grammar(ABC)),
-        lambda: sampler.distribution(w.logits),
-        lambda: sampler.accept(60),
-        sampler.clone,
-    ):
+        lambda: sampler.distribution(w.logits), lambda: sampler.accept(60),
+    ]  # fmt: skip
+    for call in calls:
         must_raise(ClosedError, call)
+    assert "the model is closed" in must_raise(ClosedError, lambda: ctx.tokenize("a"))
     repr((model, ctx, branch))
     ctx.close()
 
@@ -179,8 +269,7 @@ def rows_outlive_the_context(w: World) -> None:
 @case("lifetime")
 def closed_while_generating(w: World) -> None:
     ctx = w.context()
-    branch = Branch.start(ctx, "abc", seed=1)
-    stream = branch.generate(max_tokens=50)
+    stream = Branch.start(ctx, "abc", seed=1).generate(max_tokens=50)
     next(stream)
     ctx.close()
     must_raise(ClosedError, lambda: next(stream))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import toys
 from crash_harness import ABC, World, case, must_raise, refuses
 
 from llamabranch import Branch, Context, Grammar, Model, SamplingParams
 from llamabranch.errors import (
-    BranchStateError,
+    ConfigError,
     GrammarError,
     LlamaBranchError,
     ModelLoadError,
-    SnapshotError,
     TokenizeError,
     UnsupportedError,
 )
@@ -47,6 +47,14 @@ def _renamed(w: World, old: bytes, new: bytes) -> Path:
     return w.file(w.path.read_bytes().replace(old, new))
 
 
+EMBEDDING = "predicts no tokens"
+refuses(
+    "load",
+    UnsupportedError,
+    embedding=(EMBEDDING, lambda w: Context(Model(toys.write_bert(w.folder / "bert.gguf")))),
+)
+
+
 @case("load")
 def nan_weights_with_check_tensors(w: World) -> None:
     data = bytearray(toys.write_llama(w.folder / "f32.gguf", weights="f32").read_bytes())
@@ -65,11 +73,15 @@ def nan_weights_unchecked(w: World) -> None:
             ctx.sample(SamplingParams())
 
 
-@case("load")
+@case("load", is_quick=True)
 def vocabulary_only(w: World) -> None:
-    with Model(w.path, vocab_only=True) as model:
-        assert model.detokenize(model.tokenize("abc")) == "abc"
-        must_raise(UnsupportedError, lambda: Context(model, n_ctx=256))
+    weightless = toys.write_llama(w.folder / "weightless.gguf", drop=("*",))
+    must_raise(ModelLoadError, lambda: Model(weightless))
+    for path in (w.path, weightless):
+        with Model(path, vocab_only=True) as model:
+            assert model.detokenize(model.tokenize("abc")) == "abc"
+            told = must_raise(UnsupportedError, lambda m=model: Context(m, n_ctx=256))
+            assert "only its vocabulary" in told
 
 
 @case("load")
@@ -143,29 +155,22 @@ def odd_texts(w: World) -> None:
     assert not any(w.model.is_eog(token) for token in (-1, 258, 1 << 40))
 
 
+NO_MESSAGES: list[Any] = [
+    [], "Hello", [{"content": "a"}], [{"role": "user"}], [{"role": "user", "content": 5}], [5],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+    [{"role": "user", "content": "\udc80"}], {"role": "user", "content": "a"}, [("", "a")],
+]  # fmt: skip
+
+
+@case("text", is_quick=True)
+def no_messages(w: World) -> None:
+    with Model(w.path, vocab_only=True, chat_template="chatml") as model:
+        for messages in NO_MESSAGES:
+            must_raise(ConfigError, model.apply_chat_template, messages)
+
+
 @case("text")
 def odd_chats(w: World) -> None:
-    for messages in (
-        [],
-        [("", "")],
-        [("user", "a\0b")],
-        [("x" * 300, "é🙂")],
-        [("user", "a" * 99999)],
-    ):
+    for messages in ([("user", "a\0b")], [("x" * 300, "é🙂")], [("user", "a" * 99999)]):
         with suppress(LlamaBranchError):
             w.model.apply_chat_template(messages)
-    must_raise(LlamaBranchError, lambda: w.model.apply_chat_template([("user", "a\udc80")]))
-
-
-# -- snapshots -------------------------------------------------------------------------------------
-
-
-refuses(
-    "snapshot",
-    (SnapshotError, BranchStateError),
-    snapshot_missing=lambda w: Branch.load(w.ctx, w.folder / "missing.branch"),
-    snapshot_directory=lambda w: Branch.load(w.ctx, w.folder),
-    snapshot_empty=lambda w: Branch.load(w.ctx, w.file(b"")),
-    snapshot_is_a_model=lambda w: Branch.load(w.ctx, w.path),
-    save_nowhere=lambda w: w.root.save(w.folder / "no" / "such" / "folder.branch"),
-)

@@ -29,17 +29,16 @@ ABC = 'root ::= "abc"'  # a grammar with one sentence
 Errors = type[BaseException] | tuple[type[BaseException], ...]
 Action = Callable[["World"], object]
 GROUPS: dict[str, dict[str, Action]] = {}
-QUICK: dict[
-    str, list[str]
-] = {}  # of each group those that are run in the process of the tests, too
+# Of each group those that are run in the process of the tests, too.
+QUICK: dict[str, list[str]] = {}
 
 
 class World:
     """What the cases of one group share: files, a model, a context, a branch of ten tokens."""
 
-    def __init__(self, folder: Path, architecture: str = "llama") -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.path = toys.write_toy(folder / "model.gguf", architecture, vocab="bytes", n_layer=2)
+        self.path = toys.write_llama(folder / "model.gguf", vocab="bytes", n_layer=2)
         self.model = Model(self.path)
         self.ctx = self.context()
         self.root = Branch.start(self.ctx, [0, *range(60, 69)], seed=1, temperature=1.0)
@@ -100,18 +99,20 @@ def case(
     return register
 
 
-def refuses(group: str, error: Errors, **calls: Action) -> None:
-    """Register one-line cases that must raise ``error``."""
-    for name, call in calls.items():
+def refuses(group: str, error: Errors, **calls: Action | tuple[str, Action]) -> None:
+    """Register one-line cases that must raise ``error``, some with words that it must say."""
+    for name, given in calls.items():
+        said, call = given if isinstance(given, tuple) else ("", given)
 
-        def action(world: World, call: Action = call) -> None:
-            must_raise(error, lambda: call(world))
+        def action(world: World, call: Action = call, said: str = said) -> None:
+            told = must_raise(error, lambda: call(world))
+            assert said in told, f"{said!r} is not in {told!r}"
 
         case(group, name, is_quick=True)(action)
 
 
-def must_raise(error: Errors, call: Callable[..., object], *arguments: object) -> None:
-    """Fail unless ``call(*arguments)`` raises ``error``, or one of them, with a message."""
+def must_raise(error: Errors, call: Callable[..., object], *arguments: object) -> str:
+    """Fail unless ``call(*arguments)`` raises ``error``, or one of them; return its message and hint."""
     try:
         result = call(*arguments)
     except LlamaBranchError as raised:
@@ -119,18 +120,17 @@ def must_raise(error: Errors, call: Callable[..., object], *arguments: object) -
             raise
         if not str(raised).strip():
             raise AssertionError("the error says nothing") from raised
-    else:
-        raise AssertionError(f"no error; it returned {result!r:.60}")
+        return f"{raised} {raised.hint}"
+    raise AssertionError(f"no error; it returned {result!r:.60}")
 
 
-def run(group: str, first: str | None, n: int | None = None) -> None:
+def run(group: str, first: str | None = None, n: str | None = None) -> None:
     """Run ``n`` cases of a group, or all, from the case named ``first`` on; print a line for each."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     names = list(GROUPS[group])
-    names = names[names.index(first) if first else 0 :][:n]
-    architecture = group.removeprefix("memory_") if group.startswith("memory_") else "llama"
+    names = names[names.index(first) if first else 0 :][: int(n) if n else None]
     with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder), architecture)
+        world = World(Path(folder))
         for name in names:
             signal.setitimer(signal.ITIMER_PROF, CASE_SECONDS)
             print(f"start {name}", flush=True)

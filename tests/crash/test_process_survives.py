@@ -1,40 +1,33 @@
-"""Whatever is done to the public API, the process lives, and the context goes on as before."""
+"""Whatever is done to the public API, the process lives, and the context goes on as before.
+
+As a program, ``python test_process_survives.py GROUP [FIRST [HOW MANY]]``, it runs cases of a group. It
+says which case starts, and how it ended; a case without the second line ended the process.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
-import cases
+import crash_branches
+import crash_files
+import crash_memory
+import crash_sampling
+import crash_speculative
 import pytest
-from crash_harness import GROUPS, QUICK, World
+from crash_harness import GROUPS, QUICK, World, run
+from programs import run_python
 
-TIMEOUT_S = 300
+MODULES = (crash_memory, crash_files, crash_sampling, crash_branches, crash_speculative)
 
 
 def outcomes(group: str, n: int | None = None) -> dict[str, str]:
-    """Run ``n`` cases of a group, or all, in processes of their own.
-
-    Returns:
-        each case's line, or how it ended the process.
-    """
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": str(root)}
-    names = list(cases.GROUPS[group])[:n]
+    """Run ``n`` cases of a group, or all; return each one's line, or how it ended the process."""
+    names = list(GROUPS[group])[:n]
     found: dict[str, str] = {}
     while len(found) < len(names):
         first = names[len(found)]
-        done = subprocess.run(
-            [sys.executable, cases.__file__, group, first, str(len(names) - len(found))],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=environment,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        done = run_python(__file__, group, first, len(names) - len(found), code=None)
         lines = [line for line in done.stdout.splitlines() if line]
         started = [line.removeprefix("start ") for line in lines if line.startswith("start ")]
         answers = [line for line in lines if line != "end" and not line.startswith("start ")]
@@ -44,13 +37,6 @@ def outcomes(group: str, n: int | None = None) -> dict[str, str]:
             victim = started[-1] if started else first
             found[victim] = f"the process ended with {done.returncode}: {last}"
     return found
-
-
-def check(found: dict[str, str]) -> None:
-    """Fail, naming them, if there are cases that did not go well."""
-    failed = [f"{name}: {outcome}" for name, outcome in found.items() if outcome != "ok"]
-    if failed:
-        pytest.fail("\n".join(failed), pytrace=False)
 
 
 @pytest.mark.parametrize("group", QUICK)
@@ -63,16 +49,15 @@ def test_every_refused_call_is_a_typed_error_and_changes_nothing(
         world.check()
 
 
-@pytest.mark.parametrize("group", cases.GROUPS)
-def test_one_misuse_of_each_group_is_refused(group: str) -> None:
-    found = outcomes(group, 1)
-    check(found)
-    assert list(found) == list(cases.GROUPS[group])[:1]
+# The second run is of all cases of a group, in one process unless one of them ends it.
+@pytest.mark.parametrize("n", [1, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("group", GROUPS)
+def test_misuse_is_refused_and_the_context_lives_on(group: str, n: int | None) -> None:
+    found = outcomes(group, n)
+    failed = [f"{name}: {outcome}" for name, outcome in found.items() if outcome != "ok"]
+    assert not failed, "\n".join(failed)
+    assert list(found) == list(GROUPS[group])[:n]
 
 
-@pytest.mark.parametrize("group", cases.GROUPS)
-def test_misuse_is_refused_and_the_context_lives_on(group: str) -> None:
-    """One process runs all cases of a group, unless one of them ends it."""
-    found = outcomes(group)
-    check(found)
-    assert found.keys() == cases.GROUPS[group].keys()
+if __name__ == "__main__":
+    run(sys.argv[1], *sys.argv[2:])

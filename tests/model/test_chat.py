@@ -77,6 +77,7 @@ def test_messages_are_written_by_the_template(open_model: Open) -> None:
         ("{% if tools is defined and tools %}{{ tools[0].name }}{% else %}none{% endif %}", "none"),
         ("a\n    {% if true %}\nb\n    {% endif %}\nc", "a\nb\nc"),  # lines of blocks vanish
         ("{{ 'x' * 3 }}{{ 6 * 7 }}", "xxx42"),
+        ("{{ strftime_now('%Y').isdigit() }}", "True"),
     ],
 )  # fmt: skip
 def test_templates_have_what_hugging_face_gives_them(
@@ -91,39 +92,29 @@ def test_templates_have_what_hugging_face_gives_them(
     assert render(model) == text
 
 
-def test_variables_and_tools_reach_the_template(open_model: Open) -> None:
+def test_template_refuses_messages_with_its_reason(open_model: Open) -> None:
+    """And gets variables and tools."""
     model = open_model("{{ enable_thinking }} {{ tools[0].name }}")
     assert render(model, tools=[{"name": "search"}], enable_thinking=False) == "False search"
-
-
-def test_date_is_that_of_today(open_model: Open) -> None:
-    text = render(open_model("{{ strftime_now('%Y') }}"))
-    assert text.isdigit() and int(text) >= 2024
-
-
-def test_template_refuses_messages_with_its_reason(open_model: Open) -> None:
     model = open_model("{{ raise_exception('roles must alternate') }}<|im_start|>")
     with pytest.raises(ConfigError, match="roles must alternate"):
         render(model)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='x') }}",
-        "{{ 'x' * 999999999999 }}",
-        "{{ [1] * 999999999999 }}",
-        "{% for i in range(999999999) %}{% endfor %}",
-        "{{ lipsum.__globals__['os'].system('true') }}",
-        "{{ messages[0].missing.deeper }}",
-        "{{ 1 / 0 }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% unclosed",
-        "{% include '/etc/passwd' %}",
-    ],
-)
+FORBIDDEN = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='x') }}",
+    "{{ lipsum.__globals__['os'].system('true') }}",
+    "{{ messages[0].missing.deeper }}",
+    "{{ 1 / 0 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% unclosed",
+    "{% include '/etc/passwd' %}",
+]
+
+
+@pytest.mark.parametrize("template", FORBIDDEN)
 def test_what_a_template_must_not_or_cannot_do_is_a_typed_error(
     template: str, open_model: Open
 ) -> None:
@@ -154,26 +145,6 @@ def test_without_an_interpreter_to_start_the_built_in_template_is_used(
     assert "interpreter" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        "Hello",
-        [{"content": "a"}],
-        [{"role": "user"}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-        [{"role": "user", "content": "\udc80"}],
-        [5],
-        {"role": "user", "content": "a"},
-    ],
-)
-def test_what_are_no_messages_is_refused(messages: Any, open_model: Open) -> None:
-    model = open_model(toys.CHAT_TEMPLATE)
-    with pytest.raises(ConfigError):
-        model.apply_chat_template(messages)
-
-
 def test_a_role_is_a_common_one_or_a_word_of_the_template(open_model: Open) -> None:
     model = open_model("{% if messages[0].role == 'observation' %}seen{% endif %}{# users #}")
     assert model.apply_chat_template([("observation", "a")]) == "seen"
@@ -187,15 +158,13 @@ def test_a_role_is_a_common_one_or_a_word_of_the_template(open_model: Open) -> N
 
 
 @pytest.mark.parametrize("template", ["foo", "ChatML", "llama-3", "chat.jinja", "", "no braces"])
-def test_what_is_no_template_and_no_name_of_one_is_refused(template: str, target: lb.Model) -> None:
-    opened: list[Callable[[], object]] = [
-        lambda: lb.Model(target.path, chat_template=template),
-        lambda: lb.load(target.path, chat_template=template),
-    ]
-    for open_it in opened:
-        with pytest.raises(ConfigError, match=f"unknown chat template '{template}'") as refused:
-            open_it()
-        assert "chatml" in (refused.value.hint or "") and "llama3" in (refused.value.hint or "")
+@pytest.mark.parametrize("open_it", [lb.Model, lb.load], ids=["Model", "load"])
+def test_what_is_no_template_and_no_name_of_one_is_refused(
+    open_it: Callable[..., object], template: str, target: lb.Model
+) -> None:
+    with pytest.raises(ConfigError, match=f"unknown chat template '{template}'") as refused:
+        open_it(target.path, chat_template=template)
+    assert "chatml" in (refused.value.hint or "") and "llama3" in (refused.value.hint or "")
 
 
 def test_text_parts_of_a_content_are_joined(open_model: Open) -> None:

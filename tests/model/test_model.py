@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import toys
+from programs import run_code, run_python
 
 import llamabranch as lb
 from llamabranch.errors import (
@@ -67,21 +66,15 @@ def test_fingerprint_belongs_to_the_file(target: lb.Model, draft: lb.Model) -> N
 
 
 def test_progress_goes_from_zero_to_one(target: lb.Model) -> None:
-    seen: list[float] = []
-    threads: set[int] = set()
-
-    def progress(share: float) -> None:
-        seen.append(share)
-        threads.add(threading.get_ident())
-
-    lb.Model(target.path, progress=progress).close()
-    assert threads == {threading.get_ident()}
+    seen: list[tuple[int, float]] = []
+    lb.Model(
+        target.path, progress=lambda share: seen.append((threading.get_ident(), share))
+    ).close()
+    assert {thread for thread, _ in seen} == {threading.get_ident()}
     assert seen == sorted(seen)
-    assert seen[0] >= 0
-    assert seen[-1] == 1
+    assert seen[0][1] >= 0
+    assert seen[-1][1] == 1
 
-
-def test_exception_in_progress_stops_the_loading(target: lb.Model) -> None:
     def stop(_share: float) -> None:
         raise KeyError("enough")
 
@@ -102,19 +95,20 @@ def test_extra_buffers_change_no_text(target: lb.Model) -> None:
         lb.Model(target.path, extra_buffers="yes")
 
 
-def test_extra_buffers_work_or_are_refused(target: lb.Model) -> None:
-    code = f"""
-import llamabranch as lb
+EXTRA_BUFFERS = """
+import sys, llamabranch as lb
 try:
-    with lb.load({str(target.path)!r}, n_ctx=64, extra_buffers=True) as ctx:
+    with lb.load(sys.argv[1], n_ctx=64, extra_buffers=True) as ctx:
         ctx.decode([1] * 8, 0, logits="all")
         print("decoded")
 except lb.errors.UnsupportedError as error:
     print("AMX" in str(error), error.hint)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, "llama.cpp died"
-    assert done.stdout in ("decoded\n", "True extra_buffers='auto' does not repack them\n")
+
+
+def test_extra_buffers_work_or_are_refused(target: lb.Model) -> None:
+    said = run_code(EXTRA_BUFFERS, target.path)
+    assert said in ("decoded\n", "True extra_buffers='auto' does not repack them\n")
 
 
 @pytest.mark.parametrize(
@@ -132,19 +126,14 @@ def test_memory_type_is_known(architecture: str, memory: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_survives_tokenizing(text: str, target: lb.Model, toy: lb.Model) -> None:
-    for model in (target, toy):
-        tokens = model.tokenize(text, add_special=False)
-        assert model.detokenize(tokens) == text
-
-
-@pytest.mark.parametrize("text", TEXTS)
 def test_streamed_text_is_whole_and_never_splits_a_character(
     text: str, target: lb.Model, toy: lb.Model
 ) -> None:
     for model in (target, toy):
         decoder = model.text_decoder()
-        pieces = [decoder.feed(token) for token in model.tokenize(text, add_special=False)]
+        tokens = model.tokenize(text, add_special=False)
+        assert model.detokenize(tokens) == text
+        pieces = [decoder.feed(token) for token in tokens]
         assert "".join(pieces) + decoder.flush() == text
         assert not any("\ufffd" in piece for piece in pieces)
         if model is toy:  # a token is a byte here: a character appears with its last byte
@@ -196,18 +185,13 @@ def test_file_type_has_a_name_whatever_the_metadata_hold(
 # -- pairs ---------------------------------------------------------------------------------------
 
 
-def test_bundled_pair_has_the_same_vocabulary(target: lb.Model, draft: lb.Model) -> None:
-    report = target.compatibility(draft)
-    assert report
-    assert report.n_different == 0
-    assert report.first_difference is None
-    assert report.n_vocab == (4096, 4096)
-    assert "same" in report.reason
-
-
-def test_different_vocabularies_are_told_apart(
-    target: lb.Model, toy: lb.Model, small_toy: lb.Model
+def test_vocabularies_are_compared(
+    target: lb.Model, draft: lb.Model, toy: lb.Model, small_toy: lb.Model
 ) -> None:
+    report = target.compatibility(draft)
+    assert report and "same" in report.reason
+    assert (report.n_different, report.first_difference) == (0, None)
+    assert report.n_vocab == (4096, 4096)
     report = target.compatibility(toy)
     assert not report
     assert report.first_difference is not None
@@ -226,9 +210,9 @@ def test_padding_of_the_vocabulary_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_loading_prints_nothing(target: lb.Model) -> None:
-    code = f"import llamabranch as lb; lb.Context(lb.Model({str(target.path)!r}), n_ctx=256)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600, check=True)
-    assert run.stdout == run.stderr == b""
+    code = "import sys, llamabranch as lb; lb.Context(lb.Model(sys.argv[1]), n_ctx=256)"
+    done = run_python("-c", code, target.path)
+    assert done.stdout == done.stderr == ""
 
 
 def test_help_of_load_names_every_option() -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+from programs import run_code, run_python
 
 from llamabranch import ConfigError
 from llamabranch.errors import UnsupportedError
@@ -39,35 +39,35 @@ DOUBLED = (
 )
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        DOUBLED.replace("DOUBLE", "n.s ~ n.s") + "{{ n.s }}",
-        DOUBLED.replace("DOUBLE", "n.s + n.s") + "{{ n.s }}",
-        DOUBLED.replace("DOUBLE", "n.s * 2") + "{{ n.s }}",
-        DOUBLED.replace("DOUBLE", "[n.s, n.s] | join") + "{{ n.s }}",
-        DOUBLED.replace("DOUBLE", "n.s | replace('a', 'aa')") + "{{ n.s }}",
-        DOUBLED.replace("DOUBLE", "'%s%s' % (n.s, n.s)") + "{{ n.s }}",
-        "{{ '%999999999999d' % 1 }}",
-        "{{ '%9999999999.9999999999f' | format(1) }}",
-        "{{ 'a' | center(999999999999) }}",
-        "{{ 'a'.ljust(9999999999) }}",
-        "{{ ('a\n' * 999999) | indent(9999999) }}",
-        "{{ [1] | slice(9999999999) | list }}",
-        "{{ [1] | batch(9999999999, 0) | list }}",
-        "{{ lipsum(n=99999999) }}",
-        "{{ 'x' * 999999999999 }}",
-        "{{ [1] * 999999999999 }}",
-        "{{ 9 ** 999999999 }}",
-        "{% set n = namespace(i=7) %}{% for i in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
-        "{% endfor %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}",
-        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ range(99999) | map('string') | map('center', 99999) | list }}",
-        "{{ messages[0].content * 20000000 }}",  # more characters than any context has tokens
-    ],
-)
+RUNAWAYS = [
+    *(
+        DOUBLED.replace("DOUBLE", twice) + "{{ n.s }}"
+        for twice in (
+            "n.s ~ n.s", "n.s + n.s", "n.s * 2", "[n.s, n.s] | join", "n.s | replace('a', 'aa')",
+            "'%s%s' % (n.s, n.s)",
+        )
+    ),
+    "{{ '%999999999999d' % 1 }}",
+    "{{ '%9999999999.9999999999f' | format(1) }}",
+    "{{ 'a' | center(999999999999) }}",
+    "{{ 'a'.ljust(9999999999) }}",
+    "{{ ('a\n' * 999999) | indent(9999999) }}",
+    "{{ [1] | slice(9999999999) | list }}",
+    "{{ [1] | batch(9999999999, 0) | list }}",
+    "{{ lipsum(n=99999999) }}",
+    "{{ 'x' * 999999999999 }}",
+    "{{ [1] * 999999999999 }}",
+    "{{ 9 ** 999999999 }}",
+    "{% for i in range(999999999) %}{% endfor %}",
+    "{% set n = namespace(i=7) %}{% for i in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}",
+    "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ range(99999) | map('string') | map('center', 99999) | list }}",
+    "{{ messages[0].content * 20000000 }}",  # more characters than any context has tokens
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", RUNAWAYS)
 def test_a_template_that_would_run_on_is_stopped(source: str) -> None:
     with pytest.raises(UnsupportedError, match="chat template"):
         render(source, limit_s=0.5)
@@ -103,31 +103,28 @@ def test_threads_get_their_own_texts() -> None:
     def work(number: int) -> None:
         found[number] = [render("{{ n }} {{ bos_token }}", n=number) for _ in range(20)]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert found == {i: [f"{i} <s>"] * 20 for i in range(4)}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
 def test_a_child_of_fork_renders_for_itself() -> None:
     program = """
-import os, sys
-from llamabranch.model.templates import ChatTemplate
-template = ChatTemplate("{{ n }}", {})
-def render(n):
-    return template.render([], add_generation_prompt=True, variables={"n": n})
-assert render(1) == "1"
-child = os.fork()
-found = [render(n) for n in range(50)]
-assert found == [str(n) for n in range(50)], found
-if child:
-    assert os.waitpid(child, 0)[1] == 0
-    assert render(2) == "2"
-"""
-    subprocess.run([sys.executable, "-W", "error::ResourceWarning", "-c", program], check=True)
+        import os, sys
+        from llamabranch.model.templates import ChatTemplate
+        template = ChatTemplate("{{ n }}", {})
+        def render(n):
+            return template.render([], add_generation_prompt=True, variables={"n": n})
+        assert render(1) == "1"
+        child = os.fork()
+        found = [render(n) for n in range(50)]
+        assert found == [str(n) for n in range(50)], found
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+            assert render(2) == "2"
+    """
+    run_code(program, PYTHONWARNINGS="error::ResourceWarning")
 
 
 def test_an_interrupted_rendering_leaves_no_answer_behind() -> None:
@@ -155,23 +152,18 @@ except LlamaBranchError as error:
 """
 
 
-def run(before: str = "", after: str = "", **options: object) -> Any:
-    program = PROGRAM.format(before=before, after=after)
-    ran = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", "-"],
-        input=program.encode(),  # __main__ has no file that could be imported
-        capture_output=True,
-        check=True,
-        **options,  # type: ignore[call-overload]
-    )
-    assert b"subprocess" not in ran.stderr, ran.stderr
-    return json.loads(ran.stdout)
+def run(before: str, folder: str = "") -> Any:
+    # From standard input: __main__ has no file that could be imported.
+    program = PROGRAM.format(before=before, after="")
+    done = run_python("-W", "error::ResourceWarning", "-", stdin=program, FOLDER=folder)
+    assert "subprocess" not in done.stderr, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_it_needs_neither_a_main_module_nor_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "signal.py").write_text("raise ImportError")
     before = "os.chdir(os.environ['FOLDER']); os.environ['PYTHONPATH'] = os.environ['FOLDER']"
-    assert run(before, env={**os.environ, "FOLDER": str(tmp_path)}) == "2"
+    assert run(before, str(tmp_path)) == "2"
 
 
 def test_without_jinja_it_names_what_to_install() -> None:
@@ -182,18 +174,10 @@ def test_without_jinja_it_names_what_to_install() -> None:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts processes in /proc")
 def test_the_process_ends_with_the_one_that_started_it() -> None:
     children = "open('/proc/self/task/%d/children' % os.getpid()).read().split()"
-    after = f"print(json.dumps({children}), file=open(os.environ['PIDS'], 'w'))"
-    for end in ("", "\nos.kill(os.getpid(), 9)"):
-        read, write = os.pipe()
-        environment = {**os.environ, "PIDS": f"/proc/self/fd/{write}"}
-        program = PROGRAM.format(before="", after=after + end)
-        subprocess.run(
-            [sys.executable, "-c", program], env=environment, pass_fds=[write], check=False,
-            capture_output=True,
-        )  # fmt: skip
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            (pid,) = json.load(pipe)
+    for end in ("", "\nsys.stdout.flush()\nos.kill(os.getpid(), 9)"):
+        program = PROGRAM.format(before="", after=f"print(json.dumps({children})){end}")
+        done = run_python("-c", program, code=None)
+        (pid,) = json.loads(done.stdout.splitlines()[1])
         for _ in range(600):  # its end follows that of its input
             if not os.path.exists(f"/proc/{pid}/exe"):
                 break

@@ -7,10 +7,8 @@ The trials run in a process of their own (this file, as a program), so that a cr
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,9 +18,10 @@ import gguf
 import numpy as np
 import pytest
 import toys
+from programs import run_python
 
 import llamabranch as lb
-from llamabranch.errors import LlamaBranchError, UnsupportedError
+from llamabranch.errors import LlamaBranchError
 
 TRIAL_SECONDS = 20  # an endless loop is a failure, too
 MEMORY_BYTES = 4 << 30
@@ -83,27 +82,16 @@ def program() -> None:
 
 def outcomes(base: Path, trials: list[Trial]) -> list[str]:
     """Return the outcome of each trial; fail with the trials that crashed their process."""
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]  # for ``toys``
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     found: list[str] = []
     dead: list[str] = []
     while len(found) < len(trials):
-        done = subprocess.run(
-            [sys.executable, __file__],
-            input=json.dumps([str(base), trials[len(found) :]]),
-            capture_output=True,
-            text=True,
-            env=environment,
-            errors="replace",
-            check=False,
-        )
+        done = run_python(__file__, stdin=json.dumps([str(base), trials[len(found) :]]), code=None)
         found += [json.loads(line) for line in done.stdout.splitlines()]
         if len(found) < len(trials):
             last = (done.stderr.strip().splitlines() or ["no output"])[-1][-200:]
             dead.append(f"{trials[len(found)]} ended with {done.returncode}: {last}")
             found.append("dead")
-    if dead:
-        pytest.fail("\n".join(dead), pytrace=False)
+    assert not dead, "\n".join(dead)
     return found
 
 
@@ -147,20 +135,6 @@ def test_flipped_bits_in_the_header_kill_no_process(seed: int, header_bytes: int
     found = outcomes(TARGET, trials)
     assert 5 < found.count(RAN) < 75  # in the text of a token it is harmless, in a size it is not
     assert all(text == RAN or text.split(":")[0].endswith("Error") for text in found)
-
-
-def test_vocabulary_without_weights_is_refused(tmp_path: Path) -> None:
-    path = toys.write_llama(tmp_path / "vocabulary.gguf", drop=("*",))
-    assert outcomes(path, [["cut", path.stat().st_size]])[0].startswith("ModelLoadError")
-    with lb.Model(path, vocab_only=True) as model:
-        assert model.detokenize(model.tokenize("abc")) == "abc"
-        with pytest.raises(UnsupportedError, match="only its vocabulary"):
-            lb.Context(model)
-
-
-def test_embedding_model_is_refused_where_it_would_generate(tmp_path: Path) -> None:
-    path = toys.write_bert(tmp_path / "bert.gguf")
-    assert "predicts no tokens" in outcomes(path, [["cut", path.stat().st_size]])[0]
 
 
 def test_model_without_an_eog_token_generates_up_to_its_limit(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from programs import run_code, run_python
 from rows import KINDS, row
 
 import llamabranch as lb
@@ -72,15 +72,9 @@ def test_row_with_nan_or_inf_is_left_to_numpy(n_vocab: int, bad: list[float]) ->
         x = row(rng, n_vocab, "half masked")
         x[rng.integers(n_vocab, size=len(bad))] = bad
         best, logsumexp, entropy = core.measure(x.ctypes.data, 1, n_vocab)[0]
-        assert best == -1
-        assert math.isnan(logsumexp)
-        assert math.isnan(entropy)
-
-
-@needs_core
-def test_row_without_a_token_is_left_to_numpy() -> None:
-    x = np.full(100, -math.inf, dtype=np.float32)
-    assert core.measure(x.ctypes.data, 1, 100)[0][0] == -1
+        assert (best, math.isnan(logsumexp), math.isnan(entropy)) == (-1, True, True)
+    x[:] = -math.inf  # no token can be drawn
+    assert core.measure(x.ctypes.data, 1, n_vocab)[0][0] == -1
 
 
 def test_system_info_says_which_code_runs() -> None:
@@ -89,33 +83,23 @@ def test_system_info_says_which_code_runs() -> None:
 
 
 _SMALL_TEXT = """
-import sys, llamabranch as lb
+import llamabranch as lb
 from llamabranch.native import core
 with lb.load(n_threads=1) as ctx:
+    print(core.available)
     for settings in ({}, {"temperature": 0.0}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}):
         with lb.Branch.start(ctx, "Once upon a time", seed=7, **settings) as branch:
             made = list(branch.generate(60))
             print([one.token for one in made])
             assert abs(branch.perplexity() - 1.0) >= 0.0
-print(core.available, file=sys.stderr)
 """
 
 
 @needs_core
 def test_text_is_the_same_with_the_core_and_without() -> None:
-    def run(setting: str) -> tuple[str, str]:
-        environment = {**os.environ, "LLAMABRANCH_CORE": setting}
-        done = subprocess.run(
-            [sys.executable, "-c", _SMALL_TEXT],
-            env=environment, capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
-        return done.stdout, done.stderr.split()[-1]
-
-    with_core, on = run("1")
-    without, off = run("0")
-    assert (on, off) == ("True", "False")
-    assert with_core == without
-    assert with_core.count("[") == 3
+    on, off = (run_code(_SMALL_TEXT, LLAMABRANCH_CORE=on).splitlines() for on in "10")
+    assert (on[0], off[0], len(on)) == ("True", "False", 4)
+    assert on[1:] == off[1:]
 
 
 def _shared_library_of(compiler: str, name: str) -> str | None:
@@ -151,20 +135,13 @@ def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
-    for name in ("core.py",):
-        shutil.copy(NATIVE / name, copies / name)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]),
-        "LD_PRELOAD": " ".join(str(path) for path in sanitizers),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONMALLOC": "malloc",
-        "LLAMABRANCH_CORE": "1",
-    }
-    driver = Path(__file__).with_name("core_driver.py")
-    done = subprocess.run(
-        [sys.executable, str(driver)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    shutil.copy(NATIVE / "core.py", copies / "core.py")
+    done = run_python(
+        Path(__file__).with_name("core_driver.py"),
+        PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]),
+        LD_PRELOAD=" ".join(str(path) for path in sanitizers),
+        ASAN_OPTIONS="detect_leaks=0",
+        PYTHONMALLOC="malloc",
+        LLAMABRANCH_CORE="1",
+    )
     assert done.stdout.startswith("rows: ")

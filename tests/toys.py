@@ -266,7 +266,7 @@ def _lfm2(s: Sizes) -> tuple[Metadata, Blocks]:
     }  # fmt: skip
     kinds = (convolution, s.attention_block() | _head_norms(s))
     heads = [s.n_head_kv * (i % 2) for i in range(s.n_layer)]
-    own = {"attention.head_count_kv": heads, "shortconv.l_cache": 3}
+    own: Metadata = {"attention.head_count_kv": heads, "shortconv.l_cache": 3}
     return s.attention_metadata() | own, [kinds[i % 2] for i in range(s.n_layer)]
 
 
@@ -284,7 +284,7 @@ def _rwkv7(s: Sizes) -> tuple[Metadata, Blocks]:
     block |= {f"time_mix_{part}": (d, d) for part in ("key", "value", "receptance", "output")}
     block |= {"channel_mix_key": (ff, d), "channel_mix_value": (d, ff)}
     ranks = ("decay", "iclr", "value_residual_mix", "gate")
-    own = {"wkv.head_size": 64, "attention.layer_norm_epsilon": 1e-5}
+    own: Metadata = {"wkv.head_size": 64, "attention.layer_norm_epsilon": 1e-5}
     own |= {f"attention.{rank}_lora_rank": lora for rank in ranks}
     return s.metadata(feed_forward_length=ff) | own, [block] * s.n_layer
 
@@ -306,7 +306,7 @@ def _eagle3(s: Sizes) -> tuple[Metadata, Blocks]:
     d, kv = s.n_embd, s.n_kv
     block = _norms(s, "attn_norm", "attn_norm_2") | s.feed_forward()
     block |= {"attn_q": (d, 2 * d), "attn_k": (kv, 2 * d), "attn_v": (kv, 2 * d)}
-    own = {"block_count": 1, "target_layers": [0, 1, 1], "target_hidden_size": d}
+    own: Metadata = {"block_count": 1, "target_layers": [0, 1, 1], "target_hidden_size": d}
     metadata = s.attention_metadata() | own | {"rope.dimension_count": s.d_head}
     return metadata, [block | {"attn_output": (d, d)}]
 
@@ -410,7 +410,8 @@ def _last_tensors(architecture: str, s: Sizes) -> Shapes:
     """Return the tensors that come after the blocks."""
     if architecture not in ("gemma4", "gemma4-assistant"):
         return {}
-    half, last = s.n_embd // 2, {"rope_freqs.weight": (s.d_head // 2,)}
+    half = s.n_embd // 2
+    last: Shapes = {"rope_freqs.weight": (s.d_head // 2,)}
     if architecture == "gemma4":
         return last
     joined: Shapes = {"nextn.pre_projection.weight": (half, 2 * s.n_embd)}

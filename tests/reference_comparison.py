@@ -233,7 +233,6 @@ class ReferenceComparison(RuleBasedStateMachine):
 
     model: ClassVar[lb.Model]
     clean: ClassVar[Context]
-    foreign: ClassVar[Branch]
     exact: ClassVar[bool]
     close: ClassVar[float]
     tally: ClassVar[Tally]

@@ -12,7 +12,7 @@ from state_machine import long_settings, machine, tiny, tiny_window
 
 import llamabranch as lb
 
-N_KINDS = 18  # of the 23 kinds of steps that the rules count, at least
+N_KINDS = 18  # of the 22 kinds of steps that the rules count, at least
 
 
 LONG = pytest.mark.slow

@@ -385,18 +385,18 @@ def test_exported_file_works_from_disk_without_a_request(
     page.context.close()
 
 
-def test_imported_text_is_scored_when_it_is_first_seen(page: Page) -> None:
-    branch = {"text": " and wanted a horse", "children": []}
-    assert imported(page, json.dumps({"text": "A queen was bored", "children": [branch] * 2})) == 3
-    page.locator("[role=treeitem]", has_text="wanted a horse").first.click()
-    idle(page)
-    n_tokens = len(tokens(page))
-    assert n_tokens > 8
-    assert page.locator("#text [data-lp]").count() == n_tokens - 1
-
-
-def test_hostile_text_runs_nothing_and_reorders_nothing(chromium: Browser, tmp_path: Path) -> None:
+def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(
+    chromium: Browser, tmp_path: Path
+) -> None:
     with Opened(tmp_path) as served, visiting(chromium, served) as page:
+        branch = {"text": " and wanted a horse", "children": []}
+        queen = {"text": "A queen was bored", "children": [branch] * 2}
+        assert imported(page, json.dumps(queen)) == 3
+        page.locator("[role=treeitem]", has_text="wanted a horse").first.click()
+        idle(page)
+        n_tokens = len(tokens(page))
+        assert n_tokens > 8
+        assert page.locator("#text [data-lp]").count() == n_tokens - 1
         for i, text in enumerate(HOSTILE):
             body = json.dumps({"op": "type", "cid": f"hostile {i}", "text": text})
             assert "node" in asked(page, "/loom/do", body), text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -18,10 +18,16 @@ import llamabranch as lb
 from llamabranch.context.runner import Batch
 from llamabranch.context.token_states import kept_states
 
-MISSING = [m for m in ("torch", "tokenizers", "gguf") if importlib.util.find_spec(m) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"the extra `train` is not installed: {', '.join(MISSING)}"
+torch, tokenizers, _ = (
+    pytest.importorskip(name, reason="the extra `train` is not installed")
+    for name in ("torch", "tokenizers", "gguf")
 )
+
+from training.distill import sample  # noqa: E402
+from training.eagle import load_head, unroll  # noqa: E402
+from training.export import write, write_head  # noqa: E402
+from training.loop import load_network, make_network  # noqa: E402
+from training.muon import orthogonalise  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 320
@@ -84,15 +90,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokenizer_in(folder: Path) -> Any:
     """Return the tokenizer that a step of the recipe wrote."""
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def shake(network: Any, amount: float = 0.1) -> Any:
     """Return the network with noise added: a few steps of training hardly wake the attention up."""
-    import torch
-
     torch.manual_seed(7)
     for parameter in network.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=amount)
@@ -125,12 +127,6 @@ def test_training_lowers_the_heldout_loss(work: Path) -> None:
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_llama_cpp_computes_the_logits_of_torch(work: Path, role: str) -> None:
     """Interleaved rotary pairs, K/V groups and tensor names are right, or this is far off."""
-    import llama_cpp
-    import torch
-
-    from training.export import write
-    from training.loop import load_network
-
     network = shake(load_network(work / f"{role}.pt"))
     path = work / f"shaken-{role}.gguf"
     write(network, work / "tokenizer.json", role, "f32", path)
@@ -163,12 +159,6 @@ def test_exported_pair_speaks_and_shares_its_tokenizer(work: Path) -> None:
 
 def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
     """Three unrolled steps of the training are three steps of a draft in llama.cpp, logits and all."""
-    import torch
-
-    from training.eagle import load_head, unroll
-    from training.export import write, write_head
-    from training.loop import load_network
-
     target = load_network(work / "target.pt").requires_grad_(False)
     head = shake(load_head(work / "eagle.pt", target))
     write(target, work / "tokenizer.json", "target", "f32", work / "whole.gguf")
@@ -197,10 +187,6 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
 
 
 def test_weights_and_tokenizer_come_back_from_a_file(work: Path, tmp_path: Path) -> None:
-    import torch
-
-    from training.loop import load_network
-
     run("restore", work / "tale-target-f32.gguf", tmp_path)
     there, back = load_network(work / "target.pt"), load_network(tmp_path / "target.pt")
     assert there.config == back.config
@@ -212,11 +198,6 @@ def test_weights_and_tokenizer_come_back_from_a_file(work: Path, tmp_path: Path)
 
 def test_sampler_with_cache_draws_from_the_softmax() -> None:
     """At a temperature near zero the sampler's text is the greedy text without a cache."""
-    import torch
-
-    from training.distill import sample
-    from training.loop import make_network
-
     network = shake(make_network("tiny"), 0.2)
     prompts = torch.randint(0, 320, (2, 5))
     text = sample(network, prompts, 8, torch.full((2,), 1e-4))
@@ -228,10 +209,6 @@ def test_sampler_with_cache_draws_from_the_softmax() -> None:
 
 
 def test_muon_update_is_nearly_orthogonal() -> None:
-    import torch
-
-    from training.muon import orthogonalise
-
     torch.manual_seed(5)
     for shape in ((3, 64, 64), (2, 96, 32), (2, 32, 96)):
         values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)).float())

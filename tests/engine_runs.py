@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import toys
+from drafts import GREEDY, WARM
 
 from llamabranch import Branch, Context, Engine, Event, Request, Result, SamplingParams
 
 __all__ = ["GREEDY", "PROMPTS", "WARM", "alone", "assert_clean", "results_of", "run", "write_tiny"]
 
-WARM = SamplingParams(temperature=0.8, seed=42)
-GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
 
 

@@ -83,9 +83,7 @@ class FakeHub:
 
     def of(self, method: str, part: str = "") -> list[tuple[str, Mapping[str, str]]]:
         """Return (path, headers) of the requests of a method whose path has this part."""
-        return [
-            (path, headers) for m, path, headers in self.requests if m == method and part in path
-        ]
+        return [(path, h) for m, path, h in self.requests if m == method and part in path]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -118,22 +116,25 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(path, fault)
 
     def _error(self, status: int, code: str = "", message: str = "") -> None:
-        headers = {"X-Error-Code": code} if code else {}
-        if message:
-            headers["X-Error-Message"] = message
-        self._send(status, headers, json.dumps({"error": message or code}).encode())
+        headers = {"X-Error-Code": code, "X-Error-Message": message}
+        given = {name: value for name, value in headers.items() if value}
+        self._send(status, given, json.dumps({"error": message or code}).encode())
 
-    def _refusal(self, found: Repository | None) -> bool:
-        allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if found is None or (found.private and not allowed):
+    def _repository(self, name: str, revision: str) -> Repository | None:
+        """Return what is asked for, or send the error."""
+        found = self.hub.repositories.get(name)
+        may_see = self.is_cdn or self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if found is None or (found.private and not may_see):
             self._error(401 if found is None else 404, "RepoNotFound", "Repository not found")
-            return True
-        if found.gated and not allowed and "/resolve/" in self.path:
+        elif found.gated and not may_see and "/resolve/" in self.path:
             self._error(
                 401, "GatedRepo", "Access to model is restricted. You must be authenticated"
             )
-            return True
-        return False
+        elif revision not in ("main", found.commit):
+            self._error(404, "RevisionNotFound", "Invalid rev id")
+        else:
+            return found
+        return None
 
     def _api(self, path: str) -> None:
         parts = path.split("/")
@@ -141,51 +142,30 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404)
             return
         name = "/".join(parts[3:5])
-        repository = self.hub.repositories.get(name)
-        if self._refusal(repository):
+        found = self._repository(name, parts[6] if parts[5:6] == ["revision"] else "main")
+        if found is None:
             return
-        if repository is None:
-            raise AssertionError
-        if parts[5:6] == ["revision"] and parts[6] not in ("main", repository.commit):
-            self._error(404, "RevisionNotFound", "Invalid rev id")
-            return
-        names = repository.names or list(repository.files)
-        siblings = [
-            {
-                "rfilename": each,
-                "size": len(data),
-                "lfs": {"sha256": _sha(data), "size": len(data), "pointerSize": 134},
-            }
-            for each in names
-            for data in [repository.files.get(each, b"hostile")]
-        ]
-        body = {
-            "id": name,
-            "modelId": name,
-            "sha": repository.commit,
-            "siblings": siblings,
-            "tags": [],
-        }
+        siblings = []
+        for each in found.names or list(found.files):
+            data = found.files.get(each, b"hostile")
+            lfs = {"sha256": _sha(data), "size": len(data), "pointerSize": 134}
+            siblings.append({"rfilename": each, "size": len(data), "lfs": lfs})
+        body = {"id": name, "modelId": name, "sha": found.commit, "siblings": siblings, "tags": []}
         self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
     def _file(self, path: str, fault: Fault | None) -> None:
         owner, name, _, revision, *rest = path.strip("/").split("/")
-        repository = self.hub.repositories.get(f"{owner}/{name}")
-        if not self.is_cdn and self._refusal(repository):
+        found = self._repository(f"{owner}/{name}", revision)
+        if found is None:
             return
-        if repository is None:
-            raise AssertionError
-        if revision not in ("main", repository.commit):
-            self._error(404, "RevisionNotFound", "Invalid rev id")
-            return
-        data = repository.files.get("/".join(rest))
+        data = found.files.get("/".join(rest))
         if data is None:
             self._error(404, "EntryNotFound", "Entry not found")
         elif self.is_cdn:
-            self._bytes(data, fault)
+            self._bytes(data, fault or Fault("get"))
         else:
             headers = {
-                "X-Repo-Commit": repository.commit,
+                "X-Repo-Commit": found.commit,
                 "ETag": f'"{_sha(data)[:32]}"',
                 "X-Linked-Etag": f'"{_sha(data)}"',
                 "X-Linked-Size": str(len(data)),
@@ -193,21 +173,16 @@ class _Handler(BaseHTTPRequestHandler):
             }
             self._send(302, headers, b"")
 
-    def _bytes(self, data: bytes, fault: Fault | None) -> None:
-        status, begin = 200, 0
+    def _bytes(self, data: bytes, fault: Fault) -> None:
+        status, begin, headers = 200, 0, {"Accept-Ranges": "bytes"}
         given = self.headers.get("Range")
         if given:
             status, begin = 206, int(given.removeprefix("bytes=").partition("-")[0])
-        body = bytearray(data[begin:])
-        headers = {"Accept-Ranges": "bytes"}
-        if status == 206:
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        if fault is not None and fault.flip:
+        body = bytearray(data[begin:])
+        if fault.flip:
             body[len(body) // 2] ^= 1
-        if fault is not None and fault.cut is not None:
-            self._send(status, headers, bytes(body), only=fault.cut)
-        else:
-            self._send(status, headers, bytes(body))
+        self._send(status, headers, bytes(body), only=fault.cut)
 
     def _send(
         self, status: int, headers: Mapping[str, str], body: bytes, only: int | None = None
@@ -244,17 +219,16 @@ def serve() -> Iterator[FakeHub]:
     """Run a fake hub until the block ends."""
     hub = FakeHub()
     servers = []
-    for name, is_cdn in (("127.0.0.1", False), ("localhost", True)):
-        handler = type("Handler", (_Handler,), {"hub": hub, "is_cdn": is_cdn})
+    for name in ("127.0.0.1", "localhost"):
+        handler = type("Handler", (_Handler,), {"hub": hub, "is_cdn": name == "localhost"})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
-        address = f"http://{name}:{server.server_port}"
-        if is_cdn:
-            hub.cdn = address
-        else:
-            hub.endpoint = address
+    hub.endpoint, hub.cdn = (
+        f"http://{name}:{server.server_port}"
+        for name, server in zip(("127.0.0.1", "localhost"), servers, strict=True)
+    )
     try:
         yield hub
     finally:

@@ -3,39 +3,34 @@
 After each step usage, tokens, parents and children must equal the reference's, and the ledger llama.cpp's
 positions. A branch must equal its replay in a clean context: to the bit where the context is
 batch-invariant and its cells are in order, up to rounding elsewhere.
+
+In the reference a cell is a number that is never used twice, a sequence maps positions to cells, a fork
+copies the map. `Full` and `Exhausted` are raised where the library must raise ``CacheFullError`` and
+``SequencesExhaustedError``; a call that raises them has changed nothing, except that a branch whose last
+token had to be decoded again may be left without it (see `need_row`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant
-from reference_cache import (
-    Exhausted,
-    Full,
-    ReferenceBranch,
-    ReferenceSnapshot,
-    ReferenceWorld,
-)
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams
-from llamabranch.errors import (
-    BranchStateError,
-    CacheFullError,
-    CapacityError,
-    SequencesExhaustedError,
-)
+from llamabranch.errors import BranchStateError, CacheFullError, SequencesExhaustedError
 
 N_CELLS = 256
 N_SEQ = 6
 N_BATCH = 32  # a longer prompt takes several decodes
 CLOSE = 1.0  # logits: rounding differences are far smaller, a wrong token's are larger
+END = 1 << 31
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0, seed=5),
@@ -45,6 +40,176 @@ SAMPLINGS = (
         dry_multiplier=0.8, dry_allowed_length=1, xtc_probability=0.3, seed=5,
     ),
 )  # fmt: skip
+
+
+class Full(Exception):
+    """No cell is free."""
+
+
+class Exhausted(Exception):
+    """No sequence is free."""
+
+
+@dataclass(eq=False)
+class ReferenceBranch:
+    """The expected state of a branch; a copy without a parent is that of a snapshot."""
+
+    seq: int
+    sampling: int
+    seed: int
+    parent: ReferenceBranch | None = None
+    tokens: list[int] = field(default_factory=list)
+    n_prompt: int = 0
+    has_row: bool = False
+    is_finished: bool = False
+
+
+class ReferenceWorld:
+    """Branches, and cells by position for each sequence. Nothing in it is of the library."""
+
+    def __init__(self, n_cells: int, n_seq: int) -> None:
+        self.n_cells = n_cells
+        self.held: list[dict[int, int]] = [{} for _ in range(n_seq)]
+        self.compacted: list[dict[int, int]] = []  # lengths at each compaction that was observed
+        self.branches: list[ReferenceBranch] = []
+        self._names = itertools.count()
+
+    # -- cells -------------------------------------------------------------------------------------
+
+    def end(self, seq: int) -> int:
+        """Return where the next token goes."""
+        return max(self.held[seq], default=-1) + 1
+
+    def lengths(self) -> dict[int, int]:
+        return {seq: len(cells) for seq, cells in enumerate(self.held) if cells}
+
+    def uses(self) -> Counter[int]:
+        """Count for each cell in use how many sequences use it."""
+        return Counter(cell for cells in self.held for cell in cells.values())
+
+    def remove(self, seq: int, start: int = 0, end: int = END) -> None:
+        held = self.held[seq]
+        self.held[seq] = {p: cell for p, cell in held.items() if not start <= p < end}
+
+    def share(self, source: int, target: int) -> None:
+        self.held[target] = dict(self.held[source])
+
+    def append(self, lengths: Mapping[int, int]) -> None:
+        """Give each sequence this many more cells, or change none of them."""
+        if self.compacted and self.compacted[0] == self.lengths():
+            del self.compacted[0]
+            self._compact()
+        if len(self.uses()) + sum(lengths.values()) > self.n_cells:
+            raise Full
+        for seq, n in lengths.items():
+            start = self.end(seq)
+            self.held[seq].update((start + i, next(self._names)) for i in range(n))
+
+    def _compact(self) -> None:
+        """Hold every common prefix once: the result is a trie of the texts."""
+        texts = {branch.seq: branch.tokens for branch in self.branches}
+        nodes: dict[tuple[int, int], int] = {}  # (cell before, token) -> cell
+        for seq, length in self.lengths().items():
+            before = -1
+            for position, token in enumerate(texts[seq][:length]):
+                if (before, token) not in nodes:
+                    nodes[before, token] = next(self._names)
+                before = self.held[seq][position] = nodes[before, token]
+
+    # -- branches ----------------------------------------------------------------------------------
+
+    def children(self, branch: ReferenceBranch) -> list[ReferenceBranch]:
+        return [other for other in self.branches if other.parent is branch]
+
+    def raw_seqs(self) -> list[int]:
+        leased = {branch.seq for branch in self.branches}
+        return [seq for seq in range(len(self.held)) if seq not in leased]
+
+    def free_seqs(self) -> list[int]:
+        return [seq for seq in self.raw_seqs() if not self.held[seq]]
+
+    def create(self, sampling: int, seed: int) -> ReferenceBranch:
+        """Take the highest free sequence."""
+        free = self.free_seqs()
+        if not free:
+            raise Exhausted
+        branch = ReferenceBranch(free[-1], sampling, seed)
+        self.branches.append(branch)
+        return branch
+
+    def start(self, sampling: int, seed: int, tokens: Sequence[int]) -> ReferenceBranch:
+        """Create a branch of these tokens, or none."""
+        branch = self.create(sampling, seed)
+        try:
+            self.append({branch.seq: len(tokens)})
+        except Full:
+            self.branches.remove(branch)
+            raise
+        branch.tokens, branch.n_prompt, branch.has_row = list(tokens), len(tokens), bool(tokens)
+        return branch
+
+    def fork(self, parent: ReferenceBranch) -> ReferenceBranch:
+        child = self.create(parent.sampling, parent.seed)
+        child.parent, child.tokens = parent, list(parent.tokens)
+        child.n_prompt, child.has_row = parent.n_prompt, parent.has_row
+        self.share(parent.seq, child.seq)
+        return child
+
+    def need_row(self, branch: ReferenceBranch) -> None:
+        """Decode the last token again if its logits are invalid; without a free cell it stays dropped."""
+        if branch.tokens and not branch.has_row:
+            self.remove(branch.seq, len(branch.tokens) - 1)
+            self.append({branch.seq: 1})
+            branch.has_row = True
+
+    def grow(
+        self, appended: Mapping[ReferenceBranch, Sequence[int]], is_prompt: bool = False
+    ) -> None:
+        """Append tokens; before those of a prompt only what an error has dropped is decoded again."""
+        for branch in appended:
+            if not is_prompt or self.end(branch.seq) < len(branch.tokens):
+                self.need_row(branch)
+        self.append({branch.seq: len(tokens) for branch, tokens in appended.items()})
+        for branch, tokens in appended.items():
+            branch.tokens += tokens
+            branch.has_row, branch.is_finished = True, False
+            branch.n_prompt = len(branch.tokens) if is_prompt else branch.n_prompt
+
+    def rewind(self, branch: ReferenceBranch, position: int) -> None:
+        if position < len(branch.tokens):
+            self.remove(branch.seq, position)
+            del branch.tokens[position:]
+            branch.n_prompt = min(branch.n_prompt, position)
+            branch.has_row = branch.is_finished = False
+
+    def prune(self, branch: ReferenceBranch) -> None:
+        """Remove the branch and its descendants."""
+        for child in self.children(branch):
+            self.prune(child)
+        self.branches.remove(branch)
+        self.remove(branch.seq)
+
+    def promote(self, branch: ReferenceBranch) -> None:
+        parent = branch.parent
+        assert parent is not None
+        branch.parent = parent.parent
+        self.prune(parent)
+
+    def retain_only(self, winner: ReferenceBranch) -> None:
+        for branch in self.branches:
+            if branch is not winner:
+                self.remove(branch.seq)
+        self.branches = [winner]
+        winner.parent = None
+
+    def snapshot(self, branch: ReferenceBranch) -> ReferenceBranch:
+        self.need_row(branch)
+        return replace(branch, parent=None, tokens=list(branch.tokens))
+
+    def restore(self, saved: ReferenceBranch) -> ReferenceBranch:
+        branch = self.start(saved.sampling, saved.seed, saved.tokens)
+        branch.n_prompt, branch.is_finished = saved.n_prompt, saved.is_finished
+        return branch
 
 
 @dataclass
@@ -68,7 +233,6 @@ class ReferenceComparison(RuleBasedStateMachine):
 
     model: ClassVar[lb.Model]
     clean: ClassVar[Context]
-    foreign: ClassVar[Branch]
     exact: ClassVar[bool]
     close: ClassVar[float]
     tally: ClassVar[Tally]
@@ -81,18 +245,17 @@ class ReferenceComparison(RuleBasedStateMachine):
         )  # fmt: skip
         self.store = BranchStore(self.ctx)
         self.world = ReferenceWorld(N_CELLS, N_SEQ)
-        self.cache = self.world.cache
         self.real: dict[ReferenceBranch, Branch] = {}
         self.pruned: Branch | None = None
         self.is_sound = True
-        self.snapshots: list[tuple[ReferenceSnapshot, lb.Snapshot]] = []
+        self.snapshots: list[tuple[ReferenceBranch, lb.Snapshot]] = []
         compact, usage = self.ctx.compact, self.ctx.usage
 
         def watched() -> bool:
             lengths = usage().sequences
             done = compact()
             if done:
-                self.cache.compacted.append(lengths)
+                self.world.compacted.append(lengths)
                 self.tally.n_compacted += 1
             return done
 
@@ -102,44 +265,40 @@ class ReferenceComparison(RuleBasedStateMachine):
 
     def both(self, real: Callable[[], object], reference: Callable[[], object]) -> bool:
         """Do it in the context and the reference; False if both report that there is no room."""
-        refused: type[CapacityError] | None = None
-        expected: type[CapacityError] | None = None
+        refused = expected = ""
         try:
             real()
-        except CapacityError as error:
+        except (CacheFullError, SequencesExhaustedError) as error:
             assert error.hint
-            refused = type(error)
+            refused = "Full" if isinstance(error, CacheFullError) else "Exhausted"
         try:
             reference()
-        except Full:
-            expected = CacheFullError
-        except Exhausted:
-            expected = SequencesExhaustedError
-        assert refused is expected, (refused, expected)
-        assert not self.cache.compacted
-        self.tally.n_full += refused is CacheFullError
-        self.tally.n_exhausted += refused is SequencesExhaustedError
-        return refused is None
+        except (Full, Exhausted) as error:
+            expected = type(error).__name__
+        assert refused == expected, (refused, expected)
+        assert not self.world.compacted
+        self.tally.n_full += refused == "Full"
+        self.tally.n_exhausted += refused == "Exhausted"
+        return not refused
 
     def count(self, name: str) -> None:
         self.tally.steps[name] += 1
         self.is_sound = False  # until ``check`` has passed
 
-    def need_branch(self) -> None:
-        """Create an empty branch if there is none; raw calls leave a sequence for it."""
-        if not self.world.branches:
+    def some(self, mask: int) -> list[ReferenceBranch]:
+        """Return the branches of a mask; an empty one is created if there is none."""
+        if not self.world.branches:  # raw calls leave a sequence for it
             self.add_branch(
                 lambda: Branch.create(self.ctx, self.settings(1, 5)),
                 lambda: self.world.create(1, 5),
             )
-
-    def branch(self, who: int) -> ReferenceBranch:
-        self.need_branch()
-        return self.world.branches[who % len(self.world.branches)]
-
-    def some(self, mask: int) -> list[ReferenceBranch]:
-        self.need_branch()
         return [b for i, b in enumerate(self.world.branches) if (mask >> i) & 1]
+
+    def pick(self, who: int) -> tuple[ReferenceBranch, Branch]:
+        """Return a branch as it should be, and as it is."""
+        everyone = self.some(-1)
+        expected = everyone[who % len(everyone)]
+        return expected, self.real[expected]
 
     def raw_seqs(self) -> list[int]:
         """Return the sequences that raw rules may use: the lower half, where no branch is."""
@@ -160,10 +319,9 @@ class ReferenceComparison(RuleBasedStateMachine):
     ) -> None:
         """Add the branch that context and reference create, if there is room."""
         new: list[Branch] = []
-        known = set(self.world.branches)
-        if self.both(lambda: new.append(real()), reference):
-            (expected,) = set(self.world.branches) - known
-            self.real[expected] = new[0]
+        expected: list[ReferenceBranch] = []
+        if self.both(lambda: new.append(real()), lambda: expected.append(reference())):
+            self.real[expected[0]] = new[0]
 
     def drop_pruned(self) -> None:
         """Drop the branches that the reference has removed; they must be pruned."""
@@ -199,8 +357,8 @@ class ReferenceComparison(RuleBasedStateMachine):
 
     @invariant()
     def check(self) -> None:
-        usage, uses = self.ctx.usage(), self.cache.uses()
-        assert usage.sequences == self.cache.lengths()
+        usage, uses = self.ctx.usage(), self.world.uses()
+        assert usage.sequences == self.world.lengths()
         assert usage.cells_used == len(uses)
         assert usage.cells_shared == sum(n > 1 for n in uses.values())
         assert usage.cells_total == N_CELLS
@@ -209,16 +367,15 @@ class ReferenceComparison(RuleBasedStateMachine):
         self.ctx.audit()
         assert len(self.real) == len(self.world.branches)
         for expected, branch in self.real.items():
-            assert branch.tokens == expected.tokens
-            assert branch.position == len(expected.tokens)
-            assert branch.n_prompt == expected.n_prompt
-            assert branch.seq_id == expected.seq
-            assert branch.seed == expected.seed
-            assert branch.parent is (
-                None if expected.parent is None else self.real[expected.parent]
-            )
             ready = "finished" if expected.is_finished else "ready"
-            assert branch.state == (ready if expected.tokens else "empty")
+            assert branch.tokens == expected.tokens
+            assert (
+                branch.position, branch.n_prompt, branch.seq_id, branch.seed, branch.parent, branch.state
+            ) == (
+                len(expected.tokens), expected.n_prompt, expected.seq, expected.seed,
+                None if expected.parent is None else self.real[expected.parent],
+                ready if expected.tokens else "empty",
+            )  # fmt: skip
         self.is_sound = True
 
     def teardown(self) -> None:
@@ -238,7 +395,7 @@ class ReferenceComparison(RuleBasedStateMachine):
         self.drop_pruned()
         for seq in (0, 1):
             self.ctx.kv_cache_remove(seq)
-            self.cache.remove(seq)
+            self.world.remove(seq)
         self.check()
         free = self.ctx.usage().cells_free
         if free:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,43 +38,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy with bias": {"temperature": 0.0, "logit_bias": {0: 30.0, 1: -math.inf}},
 }
 
-KINDS = (
-    "plain",
-    "flat",
-    "steep",
-    "whole numbers",
-    "quarters",
-    "half masked",
-    "sorted",
-    "equal",
-    "far from 0",
-    "tiny",
-    "huge",
-)
+_MAKE: dict[str, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]] = {
+    "plain": lambda x: x,
+    "flat": lambda x: x * 0.01,
+    "steep": lambda x: x * 30.0,
+    "whole numbers": np.round,
+    "quarters": lambda x: np.round(4.0 * x) / 4.0,
+    "half masked": lambda x: x,
+    "sorted": lambda x: np.sort(x)[::-1],
+    "equal": lambda x: np.full_like(x, x[0]),
+    "far from 0": lambda x: x - 1e4,
+    "tiny": lambda x: x * 1e-30,
+    "huge": lambda x: x * 1e30,
+}
+KINDS = tuple(_MAKE)
 
 
 def row(rng: np.random.Generator, n_vocab: int, kind: str) -> Row:
     """Return a row of logits, float32 (n_vocab,), with at least one finite one."""
-    x = rng.standard_normal(n_vocab) * 3.0
-    if kind == "flat":
-        x *= 0.01
-    elif kind == "steep":
-        x *= 30.0
-    elif kind == "whole numbers":
-        x = np.round(x)
-    elif kind == "quarters":
-        x = np.round(4.0 * x) / 4.0
-    elif kind == "half masked":
+    x = _MAKE[kind](rng.standard_normal(n_vocab) * 3.0)
+    if kind == "half masked":
         x[rng.random(n_vocab) < 0.5] = -math.inf
         x[int(rng.integers(n_vocab))] = 1.0
-    elif kind == "sorted":
-        x = np.sort(x)[::-1]
-    elif kind == "equal":
-        x[:] = x[0]
-    elif kind == "far from 0":
-        x -= 1e4
-    elif kind == "tiny":
-        x *= 1e-30
-    elif kind == "huge":
-        x *= 1e30
     return x.astype(np.float32)

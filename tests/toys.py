@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ import numpy.typing as npt
 
 Value = bool | int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
 Shape = tuple[int, ...]
+Metadata = dict[str, Value]
+Shapes = dict[str, Shape]
+Blocks = list[Shapes]  # the shapes of each block
 Array = npt.NDArray[np.float32]
 BOS = "<|bos|>"
 EOS = "<|endoftext|>"
@@ -44,6 +47,10 @@ _FILE_TYPES = {
     "f16": gguf.LlamaFileType.MOSTLY_F16,
     "f32": gguf.LlamaFileType.ALL_F32,
 }
+_VALUE_TYPES: dict[type, gguf.GGUFValueType] = {
+    bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32,
+    float: gguf.GGUFValueType.FLOAT32, str: gguf.GGUFValueType.STRING,
+}  # fmt: skip
 _NO_VOCABULARY: dict[str, Value] = {"tokenizer.ggml.model": "none", "vocab_size": 16}
 _LOGIT_SPREAD = 1.8  # standard deviation of the logits over the vocabulary
 
@@ -85,43 +92,25 @@ class Vocabulary:
         spm = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
         return cls((*control, *(spm if is_spm else _byte_alphabet())), len(control), is_spm)
 
-    def metadata(self) -> dict[str, Value]:
-        control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
-        n, n_normal = self.n_control, len(self.tokens) - self.n_control
-        if self.is_spm:
-            byte = int(gguf.TokenType.BYTE)
-            return {
-                "tokenizer.ggml.model": "llama",
-                "tokenizer.ggml.tokens": list(self.tokens),
-                "tokenizer.ggml.token_type": [control] * n + [byte] * 256 + [normal],
-                "tokenizer.ggml.scores": [0.0] * len(self.tokens),
-                "tokenizer.ggml.bos_token_id": 0,
-                "tokenizer.ggml.eos_token_id": 1,
-            }
-        return {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "gpt-2",
+    def metadata(self) -> Metadata:
+        kinds = gguf.TokenType
+        n_normal = len(self.tokens) - self.n_control - 256 * self.is_spm
+        types = [kinds.CONTROL] * self.n_control + [kinds.BYTE] * 256 * self.is_spm
+        shared: Metadata = {
+            "tokenizer.ggml.model": "llama" if self.is_spm else "gpt2",
             "tokenizer.ggml.tokens": list(self.tokens),
-            "tokenizer.ggml.token_type": [control] * n + [normal] * n_normal,
-            # llama.cpp insists on a merge; this one can never apply, so a byte stays a token.
-            "tokenizer.ggml.merges": ["zz zz"],
+            "tokenizer.ggml.token_type": [*map(int, types), *[int(kinds.NORMAL)] * n_normal],
             "tokenizer.ggml.bos_token_id": 0,
             "tokenizer.ggml.eos_token_id": 1,
+        }
+        if self.is_spm:
+            return shared | {"tokenizer.ggml.scores": [0.0] * len(self.tokens)}
+        return shared | {
+            "tokenizer.ggml.pre": "gpt-2",
+            # llama.cpp insists on a merge; this one can never apply, so a byte stays a token.
+            "tokenizer.ggml.merges": ["zz zz"],
             "tokenizer.ggml.add_bos_token": True,
         }
-
-
-def _add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, list(value))
 
 
 def _add_tensor(
@@ -148,12 +137,8 @@ def _scaled(noise: Array, name: str, architecture: str) -> Array:
     role, shape = _role(name), noise.shape
     if role == "ssm_a":
         return -np.exp(noise)
-    if (
-        role.endswith("norm")
-        or role in ("layer_output_scale", "rope_freqs")
-        or "norm_" in role
-        or role in ("time_mix_ln", "ssm_d")
-    ):
+    others = ("layer_output_scale", "rope_freqs", "time_mix_ln", "ssm_d")
+    if role.endswith("norm") or "norm_" in role or role in others:
         return 1 + 0.1 * noise
     if role.endswith(".bias") or len(shape) == 1:
         return 0.1 * noise
@@ -166,7 +151,7 @@ def _scaled(noise: Array, name: str, architecture: str) -> Array:
     return scaled
 
 
-def _in_blocks(blocks: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
+def _in_blocks(blocks: Blocks) -> Shapes:
     """Name each block's tensors; `.weight` is added to names without a dotted suffix of theirs."""
     bare = (".weight", ".bias")
     exact = ("ssm_a", "ssm_d")
@@ -177,7 +162,7 @@ def _in_blocks(blocks: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
     }
 
 
-def _with_bias(name: str, size: int) -> dict[str, Shape]:
+def _with_bias(name: str, size: int) -> Shapes:
     return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
 
 
@@ -191,97 +176,103 @@ class Sizes:
     n_head_kv: int = 1
     n_ff: int = 128
     n_ctx_train: int = 2048
-    window: int = 32  # gemma3, sliding layers
-    n_state: int = 8  # mamba
-    n_mtp: int = 3  # mimo2, step35 and hy_v3: MTP layers
-    n_lora: int = 8  # rwkv7
+    window: int = 32  # gemma3, gemma4, mimo2: sliding layers
+    n_mtp: int = 3  # mimo2, hy_v3: MTP layers
 
     @property
     def d_head(self) -> int:
         return self.n_embd // self.n_head
 
-    def metadata(self) -> dict[str, Value]:
-        return {
-            "context_length": self.n_ctx_train,
-            "embedding_length": self.n_embd,
-            "block_count": self.n_layer,
-        }
+    @property
+    def n_kv(self) -> int:
+        return self.d_head * self.n_head_kv
 
-    def attention_metadata(self) -> dict[str, Value]:
-        return self.metadata() | {
-            "feed_forward_length": self.n_ff,
+    def metadata(self, **more: Value) -> Metadata:
+        """Return the keys that all architectures have, and ``more`` of names without dots."""
+        return {
+            "context_length": self.n_ctx_train, "embedding_length": self.n_embd,
+            "block_count": self.n_layer, **more,
+        }  # fmt: skip
+
+    def attention_metadata(self) -> Metadata:
+        return self.metadata(feed_forward_length=self.n_ff) | {
             "attention.head_count": self.n_head,
             "attention.head_count_kv": self.n_head_kv,
             "attention.layer_norm_rms_epsilon": 1e-5,
         }
 
-    def feed_forward(self) -> dict[str, Shape]:
-        d, ff = self.n_embd, self.n_ff
-        return {"ffn_norm": (d,), "ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
+    def mtp_metadata(self, n_mtp: int) -> Metadata:
+        counts = {"block_count": self.n_layer + n_mtp, "nextn_predict_layers": n_mtp}
+        return self.attention_metadata() | counts | {"rope.dimension_count": self.d_head}
 
-    def attention(self) -> dict[str, Shape]:
-        d, kv = self.n_embd, self.d_head * self.n_head_kv
+    def dense(self) -> Shapes:
+        d, ff = self.n_embd, self.n_ff
+        return {"ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
+
+    def attention(self) -> Shapes:
+        d, kv = self.n_embd, self.n_kv
         return {"attn_q": (d, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, d)}
 
-    def attention_block(self) -> dict[str, Shape]:
+    def feed_forward(self) -> Shapes:
+        return {"ffn_norm": (self.n_embd,), **self.dense()}
+
+    def attention_block(self) -> Shapes:
         return {"attn_norm": (self.n_embd,), **self.attention(), **self.feed_forward()}
 
+    def nextn(self) -> Shapes:
+        """Return the tensors that join a token's embedding and a state in an MTP layer."""
+        d = self.n_embd
+        return {"nextn.eh_proj": (d, 2 * d), "nextn.enorm": (d,), "nextn.hnorm": (d,)}
 
-def _llama(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
-    return s.attention_metadata(), _in_blocks([s.attention_block()] * s.n_layer)
+
+def _llama(s: Sizes) -> tuple[Metadata, Blocks]:
+    return s.attention_metadata(), [s.attention_block()] * s.n_layer
 
 
-def _gemma3(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
-    d, head = (s.n_embd,), (s.d_head,)
-    extra = {"post_attention_norm": d, "post_ffw_norm": d, "attn_q_norm": head, "attn_k_norm": head}
+def _gemma3(s: Sizes) -> tuple[Metadata, Blocks]:
+    norms = _norms(s, "post_attention_norm", "post_ffw_norm")
     window = {"attention.sliding_window": s.window, "attention.sliding_window_pattern": 2}
-    blocks = [s.attention_block() | extra] * s.n_layer
-    return s.attention_metadata() | window, _in_blocks(blocks)
+    return s.attention_metadata() | window, [
+        s.attention_block() | norms | _head_norms(s)
+    ] * s.n_layer
 
 
-def _mamba(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
-    d, inner, state, rank, kernel = s.n_embd, 2 * s.n_embd, s.n_state, 4, 4
-    block: dict[str, Shape] = {
-        "attn_norm": (d,),
-        "ssm_in": (2 * inner, d),
-        "ssm_conv1d.weight": (inner, kernel),
-        "ssm_conv1d.bias": (inner,),
-        "ssm_x": (rank + 2 * state, inner),
-        "ssm_dt.weight": (inner, rank),
-        "ssm_dt.bias": (inner,),
-        "ssm_a": (inner, state),
-        "ssm_d": (inner,),
-        "ssm_out": (d, inner),
-    }
-    metadata: dict[str, Value] = s.metadata() | {
-        "ssm.conv_kernel": kernel,
-        "ssm.inner_size": inner,
-        "ssm.state_size": state,
-        "ssm.time_step_rank": rank,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-    }
-    return metadata, _in_blocks([block] * s.n_layer)
+def _norms(s: Sizes, *names: str) -> Shapes:
+    return dict.fromkeys(names, (s.n_embd,))
 
 
-def _lfm2(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
-    d, head = s.n_embd, (s.d_head,)
-    attention = s.attention_block() | {"attn_q_norm": head, "attn_k_norm": head}
-    convolution = {"attn_norm": (d,), **s.feed_forward()} | {
-        "shortconv.conv": (d, 3),
-        "shortconv.in_proj": (3 * d, d),
-        "shortconv.out_proj": (d, d),
-    }
-    is_attention = [i % 2 == 1 for i in range(s.n_layer)]
-    metadata = s.attention_metadata() | {
-        "attention.head_count_kv": [s.n_head_kv if yes else 0 for yes in is_attention],
-        "shortconv.l_cache": 3,
-    }
-    return metadata, _in_blocks([attention if yes else convolution for yes in is_attention])
+def _head_norms(s: Sizes) -> Shapes:
+    return dict.fromkeys(("attn_q_norm", "attn_k_norm"), (s.d_head,))
 
 
-def _rwkv7(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
-    d, ff, lora = s.n_embd, s.n_ff, s.n_lora
-    block: dict[str, Shape] = {}
+def _mamba(s: Sizes) -> tuple[Metadata, Blocks]:
+    d, inner, state, rank, kernel = s.n_embd, 2 * s.n_embd, 8, 4, 4
+    block: Shapes = {
+        "attn_norm": (d,), "ssm_in": (2 * inner, d), "ssm_conv1d.weight": (inner, kernel),
+        "ssm_conv1d.bias": (inner,), "ssm_x": (rank + 2 * state, inner), "ssm_dt.weight": (inner, rank),
+        "ssm_dt.bias": (inner,), "ssm_a": (inner, state), "ssm_d": (inner,), "ssm_out": (d, inner),
+    }  # fmt: skip
+    ssm = {
+        "ssm.conv_kernel": kernel, "ssm.inner_size": inner, "ssm.state_size": state,
+        "ssm.time_step_rank": rank, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    return s.metadata() | ssm, [block] * s.n_layer
+
+
+def _lfm2(s: Sizes) -> tuple[Metadata, Blocks]:
+    d = s.n_embd
+    convolution = _norms(s, "attn_norm") | s.feed_forward() | {
+        "shortconv.conv": (d, 3), "shortconv.in_proj": (3 * d, d), "shortconv.out_proj": (d, d),
+    }  # fmt: skip
+    kinds = (convolution, s.attention_block() | _head_norms(s))
+    heads = [s.n_head_kv * (i % 2) for i in range(s.n_layer)]
+    own: Metadata = {"attention.head_count_kv": heads, "shortconv.l_cache": 3}
+    return s.attention_metadata() | own, [kinds[i % 2] for i in range(s.n_layer)]
+
+
+def _rwkv7(s: Sizes) -> tuple[Metadata, Blocks]:
+    d, ff, lora = s.n_embd, s.n_ff, 8
+    block: Shapes = {}
     for norm in ("attn_norm", "attn_norm_2", "time_mix_ln"):
         block |= _with_bias(norm, d)
     for part in "wav":
@@ -293,216 +284,141 @@ def _rwkv7(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
     block |= {f"time_mix_{part}": (d, d) for part in ("key", "value", "receptance", "output")}
     block |= {"channel_mix_key": (ff, d), "channel_mix_value": (d, ff)}
     ranks = ("decay", "iclr", "value_residual_mix", "gate")
-    metadata: dict[str, Value] = s.metadata() | {
-        "feed_forward_length": ff,
-        "wkv.head_size": 64,
-        "attention.layer_norm_epsilon": 1e-5,
-        **{f"attention.{rank}_lora_rank": lora for rank in ranks},
-    }
-    return metadata, _in_blocks([block] * s.n_layer)
+    own: Metadata = {"wkv.head_size": 64, "attention.layer_norm_epsilon": 1e-5}
+    own |= {f"attention.{rank}_lora_rank": lora for rank in ranks}
+    return s.metadata(feed_forward_length=ff) | own, [block] * s.n_layer
 
 
-def _bert(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+def _bert(s: Sizes) -> tuple[Metadata, Blocks]:
     d = s.n_embd
-    block: dict[str, Shape] = {f"attn_{part}": (d, d) for part in ("q", "k", "v", "output")}
+    block: Shapes = {f"attn_{part}": (d, d) for part in ("q", "k", "v", "output")}
     block |= {"ffn_up": (s.n_ff, d), "ffn_down": (d, s.n_ff)}
     block |= _with_bias("attn_output_norm", d) | _with_bias("layer_output_norm", d)
-    metadata: dict[str, Value] = s.metadata() | {
-        "feed_forward_length": s.n_ff,
-        "attention.head_count": s.n_head,
-        "attention.layer_norm_epsilon": 1e-5,
-        "attention.causal": False,
-        "pooling_type": 1,
-        "tokenizer.ggml.token_type_count": 2,
-    }
-    return metadata, _in_blocks([block] * s.n_layer)
+    metadata = s.metadata(feed_forward_length=s.n_ff, pooling_type=1) | {
+        "attention.head_count": s.n_head, "attention.layer_norm_epsilon": 1e-5,
+        "attention.causal": False, "tokenizer.ggml.token_type_count": 2,
+    }  # fmt: skip
+    return metadata, [block] * s.n_layer
 
 
-def _eagle3(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+def _eagle3(s: Sizes) -> tuple[Metadata, Blocks]:
     """A head for a target of the same width: give `target_layers` as metadata for another depth."""
-    d, kv = s.n_embd, s.d_head * s.n_head_kv
-    block: dict[str, Shape] = {"attn_norm": (d,), "attn_norm_2": (d,), **s.feed_forward()}
+    d, kv = s.n_embd, s.n_kv
+    block = _norms(s, "attn_norm", "attn_norm_2") | s.feed_forward()
     block |= {"attn_q": (d, 2 * d), "attn_k": (kv, 2 * d), "attn_v": (kv, 2 * d)}
-    metadata = s.attention_metadata() | {
-        "block_count": 1,
-        "target_layers": [0, 1, 1],
-        "target_hidden_size": d,
-        "rope.dimension_count": s.d_head,
-    }
-    return metadata, _in_blocks([block | {"attn_output": (d, d)}])
+    own: Metadata = {"block_count": 1, "target_layers": [0, 1, 1], "target_hidden_size": d}
+    metadata = s.attention_metadata() | own | {"rope.dimension_count": s.d_head}
+    return metadata, [block | {"attn_output": (d, d)}]
 
 
-def _nextn(s: Sizes) -> dict[str, Shape]:
-    """Return the tensors that join a token's embedding and a state in an MTP layer."""
-    d = s.n_embd
-    return {"nextn.eh_proj": (d, 2 * d), "nextn.enorm": (d,), "nextn.hnorm": (d,)}
-
-
-def _glm4moe(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+def _glm4moe(s: Sizes) -> tuple[Metadata, Blocks]:
     """Attention only; dense layers, then one MTP layer with experts."""
     d, ff, n_experts = s.n_embd, s.n_ff // 2, 4
-    norms: dict[str, Shape] = {"attn_norm": (d,), "post_attention_norm": (d,)}
-    experts: dict[str, Shape] = {
-        "ffn_gate_inp": (n_experts, d),
-        "exp_probs_b.bias": (n_experts,),
-        "ffn_gate_exps": (n_experts, ff, d),
-        "ffn_up_exps": (n_experts, ff, d),
-        "ffn_down_exps": (n_experts, d, ff),
-        "ffn_gate_shexp": (ff, d),
-        "ffn_up_shexp": (ff, d),
+    shared = _norms(s, "attn_norm", "post_attention_norm") | s.attention()
+    experts: Shapes = {
+        "ffn_gate_inp": (n_experts, d), "exp_probs_b.bias": (n_experts,),
+        "ffn_gate_exps": (n_experts, ff, d), "ffn_up_exps": (n_experts, ff, d),
+        "ffn_down_exps": (n_experts, d, ff), "ffn_gate_shexp": (ff, d), "ffn_up_shexp": (ff, d),
         "ffn_down_shexp": (d, ff),
-    }
-    dense = {name: shape for name, shape in s.feed_forward().items() if name != "ffn_norm"}
-    trunk = [norms | s.attention() | dense] * s.n_layer
-    metadata = s.attention_metadata() | {
-        "block_count": s.n_layer + 1,
-        "nextn_predict_layers": 1,
-        "leading_dense_block_count": s.n_layer,
-        "expert_count": n_experts,
-        "expert_used_count": 2,
-        "expert_shared_count": 1,
-        "expert_feed_forward_length": ff,
-        "expert_weights_scale": 1.0,
-        "rope.dimension_count": s.d_head,
-    }
-    return metadata, _in_blocks([*trunk, norms | s.attention() | experts | _nextn(s)])
+    }  # fmt: skip
+    metadata = s.mtp_metadata(1) | {
+        "leading_dense_block_count": s.n_layer, "expert_count": n_experts, "expert_used_count": 2,
+        "expert_shared_count": 1, "expert_feed_forward_length": ff, "expert_weights_scale": 1.0,
+    }  # fmt: skip
+    return metadata, [*[shared | s.dense()] * s.n_layer, shared | experts | s.nextn()]
 
 
-def _qwen35(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+def _qwen35(s: Sizes) -> tuple[Metadata, Blocks]:
     """Linear and full attention in turn, then one MTP layer with full attention."""
-    d, head, kv, rank, state = s.n_embd, (s.d_head,), s.d_head * s.n_head_kv, 2, 16
+    d, rank, state = s.n_embd, 2, 16
     rows = state * rank
-    dense = {name: shape for name, shape in s.feed_forward().items() if name != "ffn_norm"}
-    shared: dict[str, Shape] = {"attn_norm": (d,), "post_attention_norm": (d,), **dense}
-    full = shared | {
-        "attn_q": (2 * d, d),
-        "attn_k": (kv, d),
-        "attn_v": (kv, d),
-        "attn_output": (d, d),
-        "attn_q_norm": head,
-        "attn_k_norm": head,
-    }
+    shared = _norms(s, "attn_norm", "post_attention_norm") | s.dense()
+    full = shared | s.attention() | {"attn_q": (2 * d, d)} | _head_norms(s)
     linear = shared | {
-        "attn_qkv": (3 * rows, d),
-        "attn_gate": (rows, d),
-        "ssm_conv1d.weight": (3 * rows, 4),
-        "ssm_dt.bias": (rank,),
-        "ssm_a": (rank,),
-        "ssm_beta": (rank, d),
-        "ssm_alpha": (rank, d),
-        "ssm_norm": (state,),
-        "ssm_out": (d, rows),
-    }
-    metadata = s.attention_metadata() | {
-        "block_count": s.n_layer + 1,
-        "nextn_predict_layers": 1,
-        "full_attention_interval": 2,
-        "attention.key_length": s.d_head,
-        "attention.value_length": s.d_head,
-        "rope.dimension_count": s.d_head,
-        "rope.dimension_sections": [s.d_head // 2, 0, 0, 0],
-        "ssm.conv_kernel": 4,
-        "ssm.inner_size": rows,
-        "ssm.state_size": state,
-        "ssm.time_step_rank": rank,
-        "ssm.group_count": rank,
-    }
+        "attn_qkv": (3 * rows, d), "attn_gate": (rows, d), "ssm_conv1d.weight": (3 * rows, 4),
+        "ssm_dt.bias": (rank,), "ssm_a": (rank,), "ssm_beta": (rank, d), "ssm_alpha": (rank, d),
+        "ssm_norm": (state,), "ssm_out": (d, rows),
+    }  # fmt: skip
+    metadata = s.mtp_metadata(1) | {
+        "full_attention_interval": 2, "attention.key_length": s.d_head,
+        "attention.value_length": s.d_head, "rope.dimension_sections": [s.d_head // 2, 0, 0, 0],
+        "ssm.conv_kernel": 4, "ssm.inner_size": rows, "ssm.state_size": state,
+        "ssm.time_step_rank": rank, "ssm.group_count": rank,
+    }  # fmt: skip
     trunk = [full if i % 2 else linear for i in range(s.n_layer)]
-    return metadata, _in_blocks([*trunk, full | _nextn(s)])
+    return metadata, [*trunk, full | s.nextn()]
 
 
-def _mimo2(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+def _mimo2(s: Sizes) -> tuple[Metadata, Blocks]:
     """Full and sliding attention in turn, then MTP layers of both kinds."""
-    d, rows = s.n_embd, s.n_embd + 2 * s.d_head * s.n_head_kv
     trunk = s.attention_block()
     fused = {name: shape for name, shape in trunk.items() if name[:-1] != "attn_"}
-    n = s.n_layer + s.n_mtp
-    metadata = s.attention_metadata() | {
-        "block_count": n,
-        "nextn_predict_layers": s.n_mtp,
-        "expert_feed_forward_length": 0,
-        "attention.sliding_window": s.window,
-        "attention.sliding_window_pattern": [i % 2 for i in range(n)],
-        "rope.dimension_count": s.d_head,
-    }
-    head = fused | {"attn_qkv": (rows, d)} | _nextn(s)
-    return metadata, _in_blocks([trunk] * s.n_layer + [head] * s.n_mtp)
+    metadata = s.mtp_metadata(s.n_mtp) | {
+        "expert_feed_forward_length": 0, "attention.sliding_window": s.window,
+        "attention.sliding_window_pattern": [i % 2 for i in range(s.n_layer + s.n_mtp)],
+    }  # fmt: skip
+    head = fused | {"attn_qkv": (s.n_embd + 2 * s.n_kv, s.n_embd)} | s.nextn()
+    return metadata, [trunk] * s.n_layer + [head] * s.n_mtp
 
 
-def _hy_v3(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+def _hy_v3(s: Sizes) -> tuple[Metadata, Blocks]:
     """Attention only, dense layers, then MTP layers, whose states come after their norm."""
-    block = s.attention_block() | {"attn_q_norm": (s.d_head,), "attn_k_norm": (s.d_head,)}
-    metadata = s.attention_metadata() | {
-        "block_count": s.n_layer + s.n_mtp,
-        "nextn_predict_layers": s.n_mtp,
-        "expert_feed_forward_length": 0,
-        "rope.dimension_count": s.d_head,
-    }
-    head = block | _nextn(s) | {"nextn.shared_head_norm": (s.n_embd,)}
-    return metadata, _in_blocks([block] * s.n_layer + [head] * s.n_mtp)
+    block = s.attention_block() | _head_norms(s)
+    head = block | s.nextn() | _norms(s, "nextn.shared_head_norm")
+    metadata = s.mtp_metadata(s.n_mtp) | {"expert_feed_forward_length": 0}
+    return metadata, [block] * s.n_layer + [head] * s.n_mtp
 
 
-def _gemma4(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+def _gemma4(s: Sizes) -> tuple[Metadata, Blocks]:
     """Sliding and full attention in turn; the last layer is full, the one before it is not."""
-    d, head = (s.n_embd,), (s.d_head,)
-    norms: dict[str, Shape] = {"post_attention_norm": d, "post_ffw_norm": d, "attn_q_norm": head}
-    block = s.attention_block() | norms | {"attn_k_norm": head}
-    metadata = s.attention_metadata() | _gemma4_attention(s, s.d_head)
-    return metadata, _in_blocks([block] * s.n_layer) | {"rope_freqs.weight": (s.d_head // 2,)}
+    norms = _norms(s, "post_attention_norm", "post_ffw_norm") | _head_norms(s)
+    return s.attention_metadata() | _gemma4_attention(s), [s.attention_block() | norms] * s.n_layer
 
 
-def _gemma4_assistant(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+def _gemma4_assistant(s: Sizes) -> tuple[Metadata, Blocks]:
     """MTP layers that read the K/V of a gemma4 of `s`; half as wide, without keys and values."""
-    d, ff, d_head = s.n_embd // 2, s.n_ff // 2, s.d_head
-    block: dict[str, Shape] = dict.fromkeys(("attn_norm", "post_attention_norm"), (d,))
-    block |= {"ffn_norm": (d,), "post_ffw_norm": (d,), "attn_q_norm": (d_head,)}
-    block |= {"attn_q": (d_head * s.n_head, d), "attn_output": (d, d_head * s.n_head)}
-    block |= {
-        "ffn_gate": (ff, d),
-        "ffn_up": (ff, d),
-        "ffn_down": (d, ff),
-        "layer_output_scale": (1,),
-    }
-    metadata = s.attention_metadata() | _gemma4_attention(s, d_head)
-    metadata |= {"embedding_length": d, "embedding_length_out": s.n_embd, "feed_forward_length": ff}
-    metadata["nextn_predict_layers"] = s.n_layer
-    outer: dict[str, Shape] = {"rope_freqs.weight": (d_head // 2,)}
-    outer |= {"nextn.pre_projection.weight": (d, 2 * s.n_embd)}
-    outer |= {"nextn.post_projection.weight": (s.n_embd, d)}
-    return metadata, _in_blocks([block] * s.n_layer) | outer
+    half = replace(s, n_embd=s.n_embd // 2, n_ff=s.n_ff // 2)
+    d, rows = half.n_embd, s.d_head * s.n_head
+    block = _norms(half, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    block |= {"attn_q_norm": (s.d_head,), "attn_q": (rows, d), "attn_output": (d, rows)}
+    block |= half.dense() | {"layer_output_scale": (1,)}
+    metadata = half.attention_metadata() | _gemma4_attention(s)
+    metadata |= {"embedding_length_out": s.n_embd, "nextn_predict_layers": s.n_layer}
+    return metadata, [block] * s.n_layer
 
 
-def _gemma4_attention(s: Sizes, d_head: int) -> dict[str, Value]:
-    found: dict[str, Value] = {
+def _gemma4_attention(s: Sizes) -> Metadata:
+    sizes = ("key_length", "value_length", "key_length_swa", "value_length_swa")
+    return {
         "attention.sliding_window": s.window,
         "attention.sliding_window_pattern": [1 - i % 2 for i in range(s.n_layer)],
         "embedding_length_per_layer_input": 0,
-        "rope.dimension_count": d_head,
-        "rope.dimension_count_swa": d_head,
+        "rope.dimension_count": s.d_head,
+        "rope.dimension_count_swa": s.d_head,
+        **{f"attention.{size}": s.d_head for size in sizes},
     }
-    for size in ("key_length", "value_length", "key_length_swa", "value_length_swa"):
-        found[f"attention.{size}"] = d_head
-    return found
 
 
-_ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Shape]]]] = {
-    "llama": _llama,
-    "gemma3": _gemma3,
-    "mamba": _mamba,
-    "lfm2": _lfm2,
-    "rwkv7": _rwkv7,
-    "bert": _bert,
-    "eagle3": _eagle3,
-    "glm4moe": _glm4moe,
-    "qwen35": _qwen35,
-    "mimo2": _mimo2,
-    "hy_v3": _hy_v3,
-    "gemma4": _gemma4,
-    "gemma4-assistant": _gemma4_assistant,
-}
+_ARCHITECTURES: dict[str, Callable[[Sizes], tuple[Metadata, Blocks]]] = {
+    "llama": _llama, "gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2, "rwkv7": _rwkv7,
+    "bert": _bert, "eagle3": _eagle3, "glm4moe": _glm4moe, "qwen35": _qwen35, "mimo2": _mimo2,
+    "hy_v3": _hy_v3, "gemma4": _gemma4, "gemma4-assistant": _gemma4_assistant,
+}  # fmt: skip
 
 
-def _outer_tensors(architecture: str, s: Sizes, n_vocab: int) -> dict[str, Shape]:
+def _last_tensors(architecture: str, s: Sizes) -> Shapes:
+    """Return the tensors that come after the blocks."""
+    if architecture not in ("gemma4", "gemma4-assistant"):
+        return {}
+    half = s.n_embd // 2
+    last: Shapes = {"rope_freqs.weight": (s.d_head // 2,)}
+    if architecture == "gemma4":
+        return last
+    joined: Shapes = {"nextn.pre_projection.weight": (half, 2 * s.n_embd)}
+    return last | joined | {"nextn.post_projection.weight": (s.n_embd, half)}
+
+
+def _outer_tensors(architecture: str, s: Sizes, n_vocab: int) -> Shapes:
     """Return the tensors outside the blocks; output weights are not tied to the embeddings,
     or a random model would mostly repeat its last token."""
     d = s.n_embd
@@ -510,11 +426,11 @@ def _outer_tensors(architecture: str, s: Sizes, n_vocab: int) -> dict[str, Shape
         return {"token_embd.weight": (n_vocab, d // 2), "output_norm.weight": (d // 2,)}
     if architecture == "eagle3":  # embedding and output are the target's
         return {"fc.weight": (d, 3 * d), "output_norm.weight": (d,)}
-    embedding: dict[str, Shape] = {"token_embd.weight": (n_vocab, d)}
+    embedding: Shapes = {"token_embd.weight": (n_vocab, d)}
     if architecture == "bert":
-        position: dict[str, Shape] = {"position_embd.weight": (s.n_ctx_train, d)}
+        position: Shapes = {"position_embd.weight": (s.n_ctx_train, d)}
         return embedding | position | _with_bias("token_embd_norm", d)
-    output: dict[str, Shape] = {"output.weight": (n_vocab, d)}
+    output: Shapes = {"output.weight": (n_vocab, d)}
     if architecture == "rwkv7":
         norms = _with_bias("token_embd_norm", d) | _with_bias("output_norm", d)
         return embedding | norms | output
@@ -555,13 +471,18 @@ def write_toy(
     file_type = {"general.file_type": int(_FILE_TYPES[weights])}
     merged = {**file_type, **own, **text, **(metadata or {})}
     kept = {key: value for key, value in merged.items() if value is not None}
-    shapes = _outer_tensors(architecture, s, n_vocab) | blocks
+    shapes = _outer_tensors(architecture, s, n_vocab) | _in_blocks(blocks)
+    shapes |= _last_tensors(architecture, s)
     shapes = {name: shape for name, shape in shapes.items() if name not in drop}
     path = Path(path)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in kept.items():
         shared = key.startswith(("general.", "tokenizer."))
-        _add_value(writer, key if shared else f"{architecture}.{key}", value)
+        name = key if shared else f"{architecture}.{key}"
+        if isinstance(value, bool | int | float | str):
+            writer.add_key_value(name, value, _VALUE_TYPES[type(value)])
+        else:
+            writer.add_array(name, list(value))
     noise, other = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     for name, shape in ({} if "*" in drop else shapes).items():
         unit = noise.standard_normal(shape, dtype=np.float32)
@@ -569,6 +490,10 @@ def write_toy(
             unit *= np.float32(math.sqrt(1 - drift * drift))
             unit += np.float32(drift) * other.standard_normal(shape, dtype=np.float32)
         _add_tensor(writer, name, _scaled(unit, name, architecture), weights, half)
+    return _written(writer, path)
+
+
+def _written(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -576,15 +501,15 @@ def write_toy(
     return path
 
 
-write_llama = partial(write_toy, architecture="llama")
-write_gemma3 = partial(write_toy, architecture="gemma3")
-write_mamba = partial(write_toy, architecture="mamba")
-write_lfm2 = partial(write_toy, architecture="lfm2")
-write_rwkv7 = partial(write_toy, architecture="rwkv7")
-write_bert = partial(write_toy, architecture="bert")
-write_eagle3 = partial(write_toy, architecture="eagle3")
+write_llama, write_gemma3, write_mamba, write_lfm2, write_rwkv7, write_bert, write_eagle3 = (
+    partial(write_toy, architecture=name)
+    for name in ("llama", "gemma3", "mamba", "lfm2", "rwkv7", "bert", "eagle3")
+)
 write_glm4moe = partial(write_toy, architecture="glm4moe")
-write_qwen35 = partial(write_toy, architecture="qwen35")
+
+
+def _of(architecture: str, key: str, value: Value) -> dict[str, Any]:
+    return {"architecture": architecture, "metadata": {key: value}}
 
 
 def _experts(n_groups: int) -> dict[str, Value]:
@@ -596,7 +521,7 @@ def _experts(n_groups: int) -> dict[str, Value]:
 # at the first decode, or llama.cpp returns NULL for them (truncated, no tensors).
 BROKEN: dict[str, dict[str, Any]] = {
     "duplicate_tokens": {"vocab": Vocabulary((BOS, EOS, *"abcdefghijkla"))},
-    "zero_blocks": {"metadata": {"block_count": 0}},
+    "zero_blocks": _of("llama", "block_count", 0),
     "too_many_blocks": {"metadata": {"block_count": 100_000}},
     "nextn_layers": {"metadata": {"nextn_predict_layers": 3}},
     "rope_scaling": {"metadata": {"rope.scaling.type": "bogus"}},
@@ -606,14 +531,11 @@ BROKEN: dict[str, dict[str, Any]] = {
     "uneven_groups": {"metadata": _experts(n_groups=3)},
     "huge_head_count_kv": {"metadata": {"attention.head_count_kv": 1 + (1 << 27)}},
     "nan_epsilon": {"metadata": {"attention.layer_norm_rms_epsilon": math.nan}},
-    "gemma3_pattern_1": {
-        "architecture": "gemma3",
-        "metadata": {"attention.sliding_window_pattern": 1},
-    },
-    "rwkv_head_size": {"architecture": "rwkv7", "metadata": {"wkv.head_size": 128}},
+    "gemma3_pattern_1": _of("gemma3", "attention.sliding_window_pattern", 1),
+    "rwkv_head_size": _of("rwkv7", "wkv.head_size", 128),
     "lfm2_one_kind_of_layer": {"architecture": "lfm2", "n_layer": 1},
-    "odd_rotation": {"architecture": "gemma3", "metadata": {"rope.dimension_count": 7}},
-    "unequal_heads": {"architecture": "bert", "metadata": {"attention.key_length": 16}},
+    "odd_rotation": _of("gemma3", "rope.dimension_count", 7),
+    "unequal_heads": _of("bert", "attention.key_length", 16),
     "half_precision_norms": {"half": ("blk.0.attn_norm.weight",)},
     "no_tensors": {"drop": ("*",)},
     "truncated": {},
@@ -712,8 +634,4 @@ def _rewrite(
         rows = data(tensor.name, tensor.data)
         if rows is not None:
             writer.add_tensor(tensor.name, np.ascontiguousarray(rows), raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return _written(writer, path)

@@ -7,12 +7,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from paging import Opened
     from playwright.sync_api import Browser, BrowserContext, Page
 
@@ -24,24 +26,16 @@ QUIET = [  # no requests of the browser's own
 PATIENCE_MS = float(os.environ.get("PATIENCE_MS", 60_000))  # the machine may be busy
 
 
-def chromium_path() -> str | None:
-    """Return where Chromium is installed."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return next(filter(None, map(shutil.which, names)), None)
-
-
 @contextmanager
 def browser() -> Iterator[Browser]:
     """Run Chromium; skip the test where it, or Playwright, is absent."""
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        pytest.skip("needs playwright: pip install playwright")
-    path = chromium_path()
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     arguments = [*QUIET, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-    with sync_playwright() as playwright:
+    with sync_api.sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=path, args=arguments)
         try:
             yield running
@@ -51,7 +45,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def visiting(browser: Browser, served: Opened, **settings: object) -> Iterator[Page]:
-    """Open the page in a context of its own; record what it requests and what goes wrong."""
+    """Open the page in a context of its own, ready; record what it requests and what goes wrong."""
     context: BrowserContext = browser.new_context(**settings)  # type: ignore[arg-type]
     context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
@@ -66,6 +60,7 @@ def visiting(browser: Browser, served: Opened, **settings: object) -> Iterator[P
             page.goto(served.link)
         page.wait_for_url(f"{served.url}/")
         served.cookies += context.cookies()
+    state(page, "ready")
     try:
         yield page
         assert wrong == []
@@ -78,11 +73,9 @@ def visiting(browser: Browser, served: Opened, **settings: object) -> Iterator[P
         context.close()
 
 
-def state(page: Page, *names: str) -> None:
-    """Wait until the page is in one of these states."""
-    page.wait_for_function(
-        "names => names.includes(document.documentElement.dataset.state)", arg=list(names)
-    )
+def state(page: Page, name: str) -> None:
+    """Wait until the page is in this state."""
+    page.wait_for_function("name => document.documentElement.dataset.state === name", arg=name)
 
 
 def idle(page: Page) -> None:
@@ -91,6 +84,13 @@ def idle(page: Page) -> None:
         """() => { const {busy, state} = document.documentElement.dataset;
         return busy === undefined && ["ready", "read-only"].includes(state); }"""
     )
+
+
+def press(page: Page, *keys: str, at: str = "") -> None:
+    """Press keys one after another, each once the page is idle, where the focus is or in an element."""
+    for key in keys:
+        (page.locator(at) if at else page.keyboard).press(key)
+        idle(page)
 
 
 def begin(page: Page, text: str = "Once upon a time there was a little fox who") -> None:
@@ -114,14 +114,38 @@ def tokens(page: Page) -> list[str]:
     return page.locator("#text [data-token]").all_text_contents()
 
 
+def told(page: Page, selector: str, pattern: str) -> None:
+    """Wait until an element of the page says something like this."""
+    page.wait_for_function(
+        "([selector, pattern]) => RegExp(pattern).test(document.querySelector(selector).textContent)",
+        arg=[selector, pattern],
+    )
+
+
+def asked(page: Page, path: str, body: str | None = None) -> Any:
+    """Return the server's answer to the page, as JSON."""
+    script = """([path, body]) => fetch(path, body === null ? {} : {method: "POST", body})
+        .then((answer) => answer.json())"""
+    return page.evaluate(script, [path, body])
+
+
 def lens_of(page: Page) -> object:
     """Return the lens of the page."""
     return page.evaluate("document.documentElement.dataset.lens")
 
 
+def exported(page: Page, folder: Path) -> Path:
+    """Export the document as one HTML file."""
+    page.locator("#text").press("E")
+    with page.expect_download() as download:
+        page.locator("dialog a", has_text="HTML").click()
+    page.keyboard.press("Escape")
+    file = folder / "tale.html"
+    download.value.save_as(file)
+    return file
+
+
 def axe() -> str:
     """Return axe-core's source; skip the test where it is absent."""
-    try:
-        return files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")
-    except ImportError:
-        pytest.skip("needs axe-core: pip install axe-playwright-python")
+    pytest.importorskip("axe_playwright_python", reason="pip install axe-playwright-python")
+    return files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from time import sleep
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from serving import TARGET, WAIT_S, Command, Serving, bundled_engine, httpx
@@ -88,14 +87,11 @@ class Paged(Serving):
 
         def open_engine() -> lb.AsyncEngine:
             self.may_load.wait(WAIT_S)
-            engine = bundled_engine(
-                n_seq_max=12, drafter=made, config=lb.SpeculativeConfig(draft_k=4)
-            )
+            config = lb.SpeculativeConfig(draft_k=4)
+            engine = bundled_engine(n_seq_max=12, drafter=made, config=config)
             if partner is not None:
-                kv_type = engine.engine.target.kv_type
-                self.partner = lb.load(
-                    partner, n_ctx=1024, n_seq_max=4, n_threads=1, kv_type=kv_type
-                )
+                like: Any = {"n_threads": 1, "kv_type": engine.engine.target.kv_type}
+                self.partner = lb.load(partner, n_ctx=1024, n_seq_max=4, **like)
                 self.contexts.append(self.partner)
             return engine
 
@@ -126,20 +122,13 @@ class Paged(Serving):
         self.wait(lambda: bool(self.events))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self.may_load.set()
         self.wait_ready()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*raised)
         self.api.close()
         for ctx in () if self.drafter is None else self.drafter.contexts:
             ctx.close()
-
-    # -- events ----------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         try:
@@ -174,16 +163,11 @@ class Paged(Serving):
         self.wait(lambda: any(each["state"] != "running" for each in self.of("job", id=job)))
         return next(each for each in self.of("job", id=job) if each["state"] != "running")
 
-    # -- requests --------------------------------------------------------------------------------------
-
     def do(self, op: str, status: int | None = None, **fields: object) -> Any:
         """Do an operation and return its answer, which has this status."""
         body = {"op": op, "cid": f"{self._name}-{next(self._numbers)}", **fields}
         answer = self.api.post("/loom/do", json=body)
-        if status is None:
-            assert answer.status_code in (200, 202), answer.text
-        else:
-            assert answer.status_code == status, answer.text
+        assert answer.status_code in ((status,) if status else (200, 202)), answer.text
         return answer.json()
 
     def done(self, op: str, **fields: object) -> Any:
@@ -193,20 +177,32 @@ class Paged(Serving):
         assert job["state"] == "done", job
         return answer | {"ended": job}
 
+    def grow(self, node: str, n: int = 1, **fields: object) -> Any:
+        """Continue a node, wait, and return the new node, or the nodes if there are several."""
+        nodes = self.done("continue", node=node, n=n, **fields)["nodes"]
+        return nodes[0] if n == 1 else nodes
+
     def type(self, text: str, node: str | None = None, **fields: object) -> Any:
         """Type a text, wait until it is scored, and return its node."""
         return self.done("type", node=node, text=text, **fields)["node"]
 
-    def doc(self) -> Any:
+    def get(self, path: str, /, **query: object) -> Any:
+        """Return the answer to a GET request."""
+        answer = self.api.get(path, params={key: str(value) for key, value in query.items()})
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def doc(self, **query: object) -> Any:
         """Return the document."""
-        return self.api.get("/loom/doc").json()
+        return self.get("/loom/doc", **query).json()
+
+    def nodes(self) -> list[str]:
+        """Return the names of the nodes of the document."""
+        return list(self.doc()["nodes"]["id"])
 
     def tokens(self, node: str, **more: object) -> Any:
         """Return the tokens of a node, those of all its owners in one."""
-        query = {"node": node, **{key: str(value) for key, value in more.items()}}
-        answer = self.api.get("/loom/tokens", params=query)
-        assert answer.status_code == 200, answer.text
-        found = answer.json()
+        found = self.get("/loom/tokens", node=node, **more).json()
         parts = found.pop("parts")
         for name in ("ids", "lp", "h", "rk", "text", *(("top",) if "top" in more else ())):
             found[name] = [value for part in parts for value in part[name]]
@@ -214,6 +210,4 @@ class Paged(Serving):
 
     def text(self, node: str) -> str:
         """Return the text of a node, from its root on."""
-        found = self.api.get("/loom/export", params={"format": "markdown", "node": node})
-        assert found.status_code == 200, found.text
-        return str(found.text)
+        return str(self.get("/loom/export", format="markdown", node=node).text)

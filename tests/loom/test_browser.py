@@ -1,18 +1,34 @@
-"""The page as a reader uses it: the first half minute, by mouse and by keys; two tabs; states."""
+"""The page as a reader uses it: by mouse and by keys; two tabs; exported files; hostile text."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browsing import begin, idle, lens_of, state, tokens, visiting, written
+from browsing import (
+    asked,
+    begin,
+    exported,
+    idle,
+    lens_of,
+    press,
+    state,
+    tokens,
+    told,
+    visiting,
+    written,
+)
 from paging import Opened
 
 if TYPE_CHECKING:
     from playwright.sync_api import APIResponse, Browser, Page, Route
+
+ROWS = "[role=treeitem]:not([hidden])"
+NOTED = ".words[data-marks*='✎']"
 
 
 @pytest.fixture(scope="module")
@@ -23,42 +39,47 @@ def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def page(chromium: Browser, served: Opened) -> Iterator[Page]:
+    """The page at the beginning of another text than those that other tests wrote."""
     with visiting(chromium, served) as opened:
-        state(opened, "ready")
-        new_text(opened)
+        idle(opened)
+        if opened.locator("#empty").is_hidden():
+            opened.locator("[data-action=menu]").click()
+            opened.locator("dialog button", has_text="begin another text").click()
+            idle(opened)
         yield opened
-
-
-def new_text(page: Page) -> None:
-    """Leave what other tests wrote in the document; begin another text."""
-    idle(page)
-    if page.locator("#empty").is_hidden():
-        page.locator("[data-action=menu]").click()
-        page.locator("dialog button", has_text="begin another text").click()
-        idle(page)
 
 
 def chosen_node(page: Page) -> str | None:
     return page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
 
 
+def chosen_token(page: Page) -> int:
+    return int(page.locator("#text [aria-selected=true]").get_attribute("data-token") or -1)
+
+
 def stored(page: Page) -> Any:
     """Return what the server holds of the chosen path."""
-    path = f"/loom/tokens?node={chosen_node(page)}&path=1"
-    return page.evaluate("path => fetch(path).then(answer => answer.json())", path)
+    return asked(page, f"/loom/tokens?node={chosen_node(page)}&path=1")
+
+
+def focus(page: Page, name: str, key: str) -> None:
+    """Press a key until an element has the focus."""
+    page.keyboard.press(key)
+    while page.evaluate("document.activeElement.id") != name:
+        page.keyboard.press(key)
+    idle(page)
 
 
 def test_first_half_minute(page: Page) -> None:
     begin(page)
-    rows = page.locator("#tree [role=treeitem]:not([hidden])")
-    assert rows.count() >= 4
+    assert page.locator(f"#tree {ROWS}").count() >= 4
     assert page.locator(".shoot").count() == 3
     assert page.locator(".shoot .t").count() >= 48
     page.locator(".shoot").first.click()
     idle(page)
-    n_before = len(tokens(page))
-    page.locator("#text [data-token]").nth(n_before - 5).hover()
-    page.locator(f"#token-pane[data-position='{n_before - 5}']").wait_for()
+    at = len(tokens(page)) - 5
+    page.locator("#text [data-token]").nth(at).hover()
+    page.locator(f"#token-pane[data-position='{at}']").wait_for()
     other = page.locator("[data-alternative]:not([aria-current])").first
     other.wait_for()
     word = other.get_attribute("data-alternative")
@@ -71,34 +92,29 @@ def test_first_half_minute(page: Page) -> None:
     page.keyboard.press("v")
     assert lens_of(page) == "entropy"
     page.keyboard.press("r")
-    page.wait_for_function(
-        "() => /bit for bit/.test(document.querySelector('#status').textContent)"
-    )
+    told(page, "#status", "bit for bit")
 
 
 def test_tokens_have_their_numbers(page: Page) -> None:
     written(page)
-    shown = page.locator("#text [data-token]")
-    indices = [int(i) for i in shown.evaluate_all("all => all.map(each => each.dataset.token)")]
-    assert indices == list(range(len(indices)))
-    known = shown.evaluate_all(
-        "all => all.filter(each => each.dataset.lp).map(each => Number(each.dataset.lp))"
+    shown = page.locator("#text [data-token]").evaluate_all(
+        "all => all.map(each => [each.dataset.token, each.dataset.lp, each.classList[1]])"
     )
-    missing = "all => all.filter(each => !each.dataset.lp).map(each => each.dataset.token)"
-    assert shown.evaluate_all(missing) == ["0"]  # which nothing predicts
-    assert all(lp <= 0 for lp in known)
+    assert [int(i) for i, *_ in shown] == list(range(len(shown)))
+    assert [i for i, lp, _ in shown if not lp] == ["0"]  # which nothing predicts
+    known = [float(lp) for _, lp, _ in shown[1:]]
+    assert max(known) <= 0
     numbers = [lp for part in stored(page)["parts"] for lp in part["lp"] if lp is not None]
     assert known == pytest.approx(numbers, rel=1e-2, abs=1e-3)
-    surprises = [i for i, lp in zip(indices[1:], known, strict=True) if lp < math.log(0.05)]
+    surprises = [i for i, lp in enumerate(known, 1) if lp < math.log(0.05)]
     for key, i in (("}", surprises[0]), ("{", surprises[-1])):  # behind the first comes the last
-        page.locator("#text").press(key)
-        idle(page)
-        assert page.locator("#text [aria-selected=true]").get_attribute("data-token") == str(i)
-    bins = shown.evaluate_all("all => all.map(each => each.classList[1])")
+        press(page, key, at="#text")
+        assert chosen_token(page) == i
+    bins = [name for *_, name in shown]
     page.locator(f"#legend .{bins[i]}").click()  # the next of its bin
     idle(page)
     there = next(j for j in [*range(i + 1, len(bins)), *range(i + 1)] if bins[j] == bins[i])
-    assert page.locator("#text [aria-selected=true]").get_attribute("data-token") == str(there)
+    assert chosen_token(page) == there
 
 
 def test_bytes_that_are_no_text_can_be_told_apart(page: Page) -> None:
@@ -114,30 +130,20 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     page.locator(".shoot").nth(2).wait_for()
     idle(page)
     assert page.evaluate("document.activeElement.id") == "text"
-    page.keyboard.press("Shift+Tab")
-    while page.evaluate("document.activeElement.id") != "tree":
-        page.keyboard.press("Shift+Tab")
-    page.keyboard.press("ArrowRight")
-    idle(page)
+    focus(page, "tree", "Shift+Tab")
+    press(page, "ArrowRight")
     first = chosen_node(page)
-    page.keyboard.press("j")
-    idle(page)
+    press(page, "j")
     second = chosen_node(page)
     assert first != second
-    while page.evaluate("document.activeElement.id") != "text":
-        page.keyboard.press("Tab")
-    idle(page)
-    page.keyboard.press("End")
-    page.keyboard.press("ArrowLeft")
-    idle(page)
-    chosen = page.locator("#text [aria-selected=true]")
-    assert chosen.get_attribute("data-token") == str(len(tokens(page)) - 2)
+    focus(page, "text", "Tab")
+    press(page, "End", "ArrowLeft")
+    assert chosen_token(page) == len(tokens(page)) - 2
     active = page.locator("#text").get_attribute("aria-activedescendant")
-    assert active == chosen.get_attribute("id")
+    assert active == page.locator("#text [aria-selected=true]").get_attribute("id")
     others = page.locator("[data-alternative]")
     others.nth(2).wait_for()
-    page.keyboard.press("2" if others.nth(1).get_attribute("aria-current") is None else "3")
-    idle(page)
+    press(page, "2" if others.nth(1).get_attribute("aria-current") is None else "3")
     assert chosen_node(page) not in (first, second)
     page.keyboard.press("b")
     page.locator(".words[data-marks*='★']").first.wait_for()
@@ -145,17 +151,16 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     page.keyboard.type("a turn")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    page.locator(".words[data-marks*='✎']").first.wait_for()
+    page.locator(NOTED).first.wait_for()
     page.keyboard.press("u")
-    page.wait_for_function("() => !document.querySelector(\".words[data-marks*='✎']\")")
+    page.wait_for_function("noted => !document.querySelector(noted)", arg=NOTED)
     page.keyboard.press("Control+Shift+Z")
-    page.locator(".words[data-marks*='✎']").first.wait_for()
+    page.locator(NOTED).first.wait_for()
     page.keyboard.press("/")
     page.keyboard.type("old king")
-    page.wait_for_function("() => /[1-9]/.test(document.querySelector('#found').textContent)")
-    page.keyboard.press("Enter")
-    page.keyboard.press("Escape")
-    page.keyboard.press("?")
+    told(page, "#found", "[1-9]")
+    for key in ("Enter", "Escape", "?"):
+        page.keyboard.press(key)
     assert page.locator("dialog table.keys tr").count() > 30
     page.keyboard.press("Escape")
     page.locator("#tree:focus").wait_for()  # where the dialog was opened
@@ -167,8 +172,7 @@ def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
     page.locator("#text").press("Enter")
     page.locator(".typing textarea").fill(" Then the moon rose.")
     page.locator(".preview .t[data-lp]").first.wait_for()
-    page.keyboard.press("Escape")
-    idle(page)
+    press(page, "Escape")
     assert "".join(tokens(page)).endswith("Then the moon rose.")
     page.wait_for_function(
         "n => document.querySelectorAll('#text [data-lp]').length >= n", arg=len(before)
@@ -177,14 +181,13 @@ def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
     page.locator("#text").press("e")
     box = page.locator(".typing textarea")
     box.fill(box.input_value().replace("moon", "sun"))
-    page.keyboard.press("Escape")
-    idle(page)
+    press(page, "Escape")
     now = "".join(tokens(page))
     assert "sun rose" in now and "moon" not in now
     assert tokens(page)[: len(before)] == before
     page.locator("#tree").focus()
     page.keyboard.press("u")
-    page.wait_for_function("() => !/sun rose/.test(document.querySelector('#rows').textContent)")
+    told(page, "#rows", "^(?![^]*sun rose)")
 
 
 def test_a_fork_is_shown_before_its_answer(page: Page) -> None:
@@ -208,22 +211,6 @@ def test_a_fork_is_shown_before_its_answer(page: Page) -> None:
     assert chosen_node(page) == fork
 
 
-def test_two_tabs_show_the_same(chromium: Browser, tmp_path: Path) -> None:
-    with (
-        Opened(tmp_path) as served,
-        visiting(chromium, served) as page,
-        visiting(chromium, served) as other,
-    ):
-        state(page, "ready")
-        state(other, "ready")
-        begin(page, "In the second tab one reads")
-        other.locator(".words", has_text="In the second tab").first.wait_for()
-        node = chosen_node(page)
-        page.locator("#tree").focus()
-        page.keyboard.press("b")
-        other.locator(f"[data-node={node}] .words[data-marks*='★']").wait_for()
-
-
 def test_searches_are_watched_and_adopted(page: Page) -> None:
     begin(page)
     for kind in ("beam", "best_of_n", "smc", "vote", "steps", "tree"):
@@ -234,7 +221,7 @@ def test_searches_are_watched_and_adopted(page: Page) -> None:
         page.locator("#live-body .totals", has_text=kind.replace("_", " ")).wait_for()
         page.locator("#live-body .outline li.finished").first.wait_for()
         idle(page)
-        n = page.evaluate("fetch('/loom/doc').then(a => a.json()).then(d => d.nodes.id.length)")
+        n = len(asked(page, "/loom/doc")["nodes"]["id"])
         page.locator("#live-body .outline li.finished button").first.focus()
         page.keyboard.press("Enter")
         page.wait_for_function(
@@ -253,14 +240,53 @@ def test_rounds_add_up_and_ghosts_are_not_in_the_text(page: Page) -> None:
         numbers = [int(word) for word in title.replace(",", "").split() if word.isdigit()]
         drafted, accepted, rejected, unreached = numbers
         assert drafted == accepted + rejected + unreached
-    page.locator("#text").press("x")
-    idle(page)
+    press(page, "x", at="#text")
     found = stored(page)
     texts = [text for part in found["parts"] for text in part["text"]]
     assert "".join(text for text in texts if isinstance(text, str)) == plain
     judged = any(each["accepted"] < len(each["draft"]) for each in found["rounds"])
     assert (page.locator("#text .ghost").count() > 0) == judged
     page.locator("#text").press("x")
+
+
+def test_a_request_that_fails_is_made_again(page: Page) -> None:
+    begin(page)
+    failed: list[str] = []
+
+    def fail_once(route: Route) -> None:
+        failed.append(route.request.url)
+        route.abort()
+
+    page.route("**/loom/tokens*", fail_once, times=1)
+    page.reload()
+    idle(page)
+    assert failed and tokens(page)
+
+
+# -- pages of their own ----------------------------------------------------------------------------
+
+
+def test_two_tabs_show_the_same_and_what_is_typed_outlives_the_server(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    with Opened(tmp_path) as first, visiting(chromium, first) as page:
+        with visiting(chromium, first) as other:
+            begin(page, "In the second tab one reads")
+            other.locator(".words", has_text="In the second tab").first.wait_for()
+            page.locator("#tree").focus()
+            page.keyboard.press("b")
+            row = f"[data-node={chosen_node(page)}]"
+            other.locator(f"{row} .words[data-marks*='★']").wait_for()
+        page.locator("#text").press("Enter")
+        page.locator(".typing textarea").fill(" and nothing of this is lost")
+        first.process.kill()
+        first.process.wait()
+        state(page, "connection-lost")
+        assert page.locator(".typing textarea").input_value().endswith("is lost")
+        with Opened(tmp_path, "--port", first.url.rpartition(":")[2]) as second:
+            page.goto(second.link)
+            idle(page)
+            assert page.locator("[role=treeitem]").count() > 0
 
 
 def test_two_models_are_compared(chromium: Browser, tmp_path: Path) -> None:
@@ -277,51 +303,14 @@ def test_two_models_are_compared(chromium: Browser, tmp_path: Path) -> None:
         assert page.locator("#text [data-cue='⚑']").count() == 1  # the first of another top token
         assert "tokens compared: mean KL(A, B)" in page.locator("#status").inner_text()
         assert "Under B" in page.locator("#token").inner_text()
-        page.keyboard.press("v")
-        idle(page)
+        press(page, "v")
         told = page.locator("#text [data-cue]")
         cues = set(told.evaluate_all("all => all.map(each => each.dataset.cue)"))
         assert cues and cues <= {"+", "−"}
 
 
-def test_a_lost_connection_keeps_what_is_typed(chromium: Browser, tmp_path: Path) -> None:
-    with Opened(tmp_path) as first:
-        port = first.url.rpartition(":")[2]
-        with visiting(chromium, first) as page:
-            state(page, "ready")
-            begin(page)
-            page.locator("#text").press("Enter")
-            page.locator(".typing textarea").fill(" and nothing of this is lost")
-            first.process.kill()
-            first.process.wait()
-            state(page, "connection-lost")
-            assert page.locator(".typing textarea").input_value().endswith("is lost")
-            with Opened(tmp_path, "--port", port) as second:
-                page.goto(second.link)
-                idle(page)
-                assert page.locator("[role=treeitem]").count() > 0
-
-
-def test_a_request_that_fails_is_made_again(page: Page) -> None:
-    begin(page)
-    failed: list[str] = []
-
-    def fail_once(route: Route) -> None:
-        if failed:
-            route.fallback()
-        else:
-            failed.append(route.request.url)
-            route.abort()
-
-    page.route("**/loom/tokens*", fail_once)
-    page.reload()
-    idle(page)
-    assert failed and tokens(page)
-
-
 def test_remapped_keys_survive_another_port(chromium: Browser, tmp_path: Path) -> None:
     with Opened(tmp_path) as first, visiting(chromium, first) as page:
-        state(page, "ready")
         begin(page)
         page.locator("#text").press("?")
         row = page.locator("table.keys tr", has_text="the next lens").locator("button")
@@ -329,11 +318,135 @@ def test_remapped_keys_survive_another_port(chromium: Browser, tmp_path: Path) -
         row.press("q")
         page.locator("table.keys button", has_text="q").first.wait_for()
         page.keyboard.press("Escape")
-        page.locator("#text").press("v")
-        assert lens_of(page) == "probability"
-        page.locator("#text").press("q")
-        assert lens_of(page) == "entropy"
+        for key, lens in (("v", "probability"), ("q", "entropy")):
+            page.locator("#text").press(key)
+            assert lens_of(page) == lens
     with Opened(tmp_path) as second, visiting(chromium, second) as page:
         idle(page)
         page.locator("#text").press("q")
         assert lens_of(page) == "entropy"
+
+
+# -- exported files and hostile text ---------------------------------------------------------------
+
+HOSTILE = [
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "\u202eright to left\u202c",
+    "\x1b[31mred\x1b[0m",
+    "\x00nul",
+    "]]> --> <!-- ${window.hacked = 1} {{7*7}}",
+    "العربية हिन्दी 👩‍👩‍👧 \u2028 line",
+]
+PILE = "a" + "\u0301" * 10_000  # more than the model reads: it can only be imported
+
+
+def imported(page: Page, text: str) -> int:
+    """Import a file; return how many nodes it has."""
+    return int(asked(page, "/loom/import", text)["count"])
+
+
+def opened(chromium: Browser, file: Path) -> tuple[Page, list[str], list[str]]:
+    """Open a file from disk; what it requests and what goes wrong is recorded."""
+    page = chromium.new_context().new_page()
+    requests: list[str] = []
+    wrong: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
+    page.goto(file.as_uri())
+    state(page, "read-only")
+    idle(page)
+    return page, requests, wrong
+
+
+def test_exported_file_works_from_disk_without_a_request(
+    chromium: Browser, page: Page, tmp_path: Path
+) -> None:
+    text = "".join(written(page))
+    n_rows = page.locator(ROWS).count()
+    file = exported(page, tmp_path)
+    assert imported(page, file.read_text("utf-8")) >= 4
+    page, requests, wrong = opened(chromium, file)
+    assert "".join(tokens(page)) == text
+    assert page.locator(ROWS).count() == n_rows
+    page.locator("#text [data-token]").last.hover()
+    page.locator("[data-alternative]").first.wait_for()
+    page.locator("#text").press("v")
+    assert lens_of(page) == "entropy"
+    page.locator("#text").press("g")
+    told(page, "#status", "no model")
+    page.locator("#fold").click()
+    page.locator("#live-body").wait_for()
+    page.locator("#find").fill("fox")
+    told(page, "#found", "[1-9]")
+    assert [url for url in requests if not url.startswith(("data:", "blob:"))] == [file.as_uri()]
+    assert wrong == []
+    page.context.close()
+
+
+def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    with Opened(tmp_path) as served, visiting(chromium, served) as page:
+        branch = {"text": " and wanted a horse", "children": []}
+        queen = {"text": "A queen was bored", "children": [branch] * 2}
+        assert imported(page, json.dumps(queen)) == 3
+        page.locator("[role=treeitem]", has_text="wanted a horse").first.click()
+        idle(page)
+        n_tokens = len(tokens(page))
+        assert n_tokens > 8
+        assert page.locator("#text [data-lp]").count() == n_tokens - 1
+        for i, text in enumerate(HOSTILE):
+            body = json.dumps({"op": "type", "cid": f"hostile {i}", "text": text})
+            assert "node" in asked(page, "/loom/do", body), text
+        imported(page, json.dumps({"text": PILE, "children": []}))
+        page.locator("[role=treeitem]", has_text="marks]").wait_for()
+        check_hostile(page)
+        file = exported(page, tmp_path)
+    page, _, wrong = opened(chromium, file)
+    check_hostile(page)
+    assert wrong == []
+    page.context.close()
+
+
+def check_hostile(page: Page) -> None:
+    tree, rows, shown = page.locator("#tree"), [""], []
+    press(page, "Home", at="#tree")
+    while rows[-1] != (row := tree.get_attribute("aria-activedescendant") or ""):
+        rows.append(row)
+        press(page, "Home", at="#text")  # the view is at its end
+        shown.append(page.locator("#text").text_content() or "")
+        press(page, "ArrowDown", at="#tree")
+    everything = "".join([page.locator("body").text_content() or "", *shown])
+    assert not page.evaluate("'hacked' in window")
+    assert page.locator("img, #text script").count() == 0
+    assert not set("\u202e\u202c\x1b\x00\u2028") & {*everything}
+    for part in ("\\u202e", "\\u001b[31m", "<img src=x", "a" + "\u0301" * 8):
+        assert any(part in text for text in shown)
+    # Of the pile only the beginning is drawn.
+    assert all(text.count("\u0301") <= 8 and len(text) < 4000 for text in shown)
+
+
+def large(n_nodes: int = 10_000, n_tokens: int = 10) -> str:
+    """Return a document of many nodes as loomsidian writes it."""
+    nodes: dict[str, object] = {}
+    for i in range(n_nodes):
+        parent = (i - 1) // 3 if i % 5 else i - 1  # bushes along a path of 2,000 nodes
+        text = "".join(f" word{j}" for j in range(n_tokens))
+        nodes[f"m{i}"] = {"text": text, "parentId": f"m{parent}" if i else None}
+    return json.dumps({"current": "m0", "nodes": nodes})
+
+
+@pytest.mark.slow
+def test_ten_thousand_nodes_in_few_elements(chromium: Browser, tmp_path: Path) -> None:
+    with Opened(tmp_path) as served, visiting(chromium, served) as page:
+        assert imported(page, large()) == 10_000
+        page.reload()
+        idle(page)
+        page.locator("[role=treeitem]").nth(10).wait_for()
+        for key in ["End", "Home", *["ArrowDown"] * 30]:
+            press(page, key, at="#tree")
+            count = page.evaluate("document.querySelectorAll('#tree *, #text *, #after *').length")
+            assert count <= 500
+        assert page.evaluate("fetch('/loom/doc').then(a => a.blob()).then(b => b.size)") < 1_000_000

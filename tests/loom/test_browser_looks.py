@@ -42,7 +42,6 @@ CONTRAST = """([selector]) => {
 def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     with Opened(tmp_path_factory.mktemp("loom")) as running:
         with visiting(chromium, running) as page:
-            state(page, "ready")
             begin(page)
         yield running
 
@@ -50,7 +49,6 @@ def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(params=["light", "dark"])
 def page(chromium: Browser, served: Opened, request: pytest.FixtureRequest) -> Iterator[Page]:
     with visiting(chromium, served, color_scheme=request.param) as opened:
-        state(opened, "ready")
         opened.locator("[role=treeitem]").nth(1).click()
         idle(opened)
         yield opened
@@ -99,44 +97,41 @@ def test_every_lens_has_a_cue_besides_colour(page: Page) -> None:
     assert len(set(lines)) == 6  # the two most probable bins have none
 
 
+def violations(page: Page) -> list[str]:
+    """Return what axe-core finds, once it is loaded and the page is idle."""
+    page.wait_for_function("() => document.documentElement.dataset.busy === undefined")
+    found = page.evaluate(
+        "() => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map("
+        " each => `${each.id}: ${each.nodes.map(node => node.html).slice(0, 3)}`))"
+    )
+    return list(found)
+
+
 def test_axe_finds_nothing(page: Page) -> None:
-    source = axe()
-    page.evaluate(source)
-
-    def violations() -> list[str]:
-        page.wait_for_function("() => document.documentElement.dataset.busy === undefined")
-        found = page.evaluate(
-            "() => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map("
-            " each => `${each.id}: ${each.nodes.map(node => node.html).slice(0, 3)}`))"
-        )
-        return list(found)
-
-    assert violations() == []
+    page.evaluate(axe())
+    assert violations(page) == []
     for key in ("?", "S"):
         page.locator("#text").press(key)
-        assert violations() == [], key
+        assert violations(page) == [], key
         page.keyboard.press("Escape")
     page.locator("#text").press("Enter")
-    assert violations() == []
-    page.locator(".typing button", has_text="Discard").click()
-    page.locator("#fold").click()
-    assert violations() == []
-    page.locator("[data-action=menu]").click()
-    assert violations() == []
-    page.locator("dialog button", has_text="begin another text").click()
-    assert violations() == []
+    assert violations(page) == []
+    for button in (
+        page.locator(".typing button", has_text="Discard"), page.locator("#fold"),
+        page.locator("[data-action=menu]"),
+        page.locator("dialog button", has_text="begin another text"),
+    ):  # fmt: skip
+        button.click()
+        assert violations(page) == []
 
 
-def test_states_without_a_session_or_a_server_have_no_violation(
-    chromium: Browser, served: Opened
-) -> None:
+def test_a_page_without_a_session_asks_for_a_link(chromium: Browser, served: Opened) -> None:
     page = chromium.new_page()
     page.goto(served.url)
     state(page, "no-session")
     assert "fresh link" in page.locator("#bar").inner_text()
     page.evaluate(axe())
-    found = page.evaluate("() => axe.run().then(result => result.violations.map(each => each.id))")
-    assert found == []
+    assert violations(page) == []
     page.close()
 
 
@@ -146,7 +141,6 @@ def test_small_windows_lose_nothing(
 ) -> None:
     size = {"width": width // zoom, "height": 900 // zoom}
     with visiting(chromium, served, viewport=size, device_scale_factor=zoom) as page:
-        state(page, "ready")
         for name in ("Tree", "Token", "Text"):
             page.locator("#panes label", has_text=name).click()
             idle(page)
@@ -157,9 +151,10 @@ def test_small_windows_lose_nothing(
             assert max(page.locator(selector).evaluate_all(rights)) <= size["width"]
 
 
-def test_reduced_motion_moves_nothing(chromium: Browser, served: Opened) -> None:
+def test_reduced_motion_moves_nothing_and_forced_colours_keep_the_cues(
+    chromium: Browser, served: Opened
+) -> None:
     with visiting(chromium, served, reduced_motion="reduce") as page:
-        state(page, "ready")
         page.locator("#text").press("g")
         most = page.evaluate(
             """async () => {
@@ -172,11 +167,7 @@ def test_reduced_motion_moves_nothing(chromium: Browser, served: Opened) -> None
             return most; }"""
         )
         assert most == 0
-
-
-def test_forced_colours_keep_the_cues(chromium: Browser, served: Opened) -> None:
     with visiting(chromium, served, forced_colors="active") as page:
-        state(page, "ready")
         page.locator("[role=treeitem]").nth(1).click()
         idle(page)
         paint_every_bin(page)

@@ -66,8 +66,7 @@ def test_a_killed_process_loses_no_action_and_goes_on_the_same(
         assert told["ids"] == kept and told["node"]["reason"] in ("interrupted", "length")
         if told["node"]["reason"] == "interrupted":
             page.done("continue", node=node, resume=True)
-        whole = page.tokens(node)
-        other = page.tokens(page.done("continue", **asked)["nodes"][0]["id"])
+        whole, other = page.tokens(node), page.tokens(page.grow(**asked)["id"])
         assert all(whole[name] == other[name] for name in ("ids", "lp", "h"))
         assert whole["node"]["digest"] == other["node"]["digest"]
         assert page.done("replay", node=node)["ended"]["result"]["same"]
@@ -89,7 +88,7 @@ def test_an_action_is_done_once_also_after_a_restart(tmp_path: Path) -> None:
         assert answers[0].json()["node"]["id"] == root
         assert page.doc()["nodes"] == before and page.doc()["redo"] == 1
         page.type("and new ones go on")
-        assert len(page.doc()["nodes"]["id"]) == len(before["id"]) + 1
+        assert len(page.nodes()) == len(before["id"]) + 1
 
 
 def test_every_cut_of_a_file_opens(tmp_path: Path) -> None:
@@ -123,16 +122,22 @@ def test_a_bad_line_is_named_and_the_file_is_left_alone(tmp_path: Path) -> None:
     broken = b"".join([*lines[:4], b"not a record\n", *lines[4:]])
     file.write_bytes(broken)
     with Paged(tmp_path) as page:
-        told = page.doc()["file"]["read_only"]
-        assert "line 5" in told
-        assert page.do("type", 409, text="more")["error"]["type"] == "read_only"
-        assert len(page.doc()["nodes"]["id"]) == 1
+        assert "line 5" in refusal(page)
+        assert len(page.nodes()) == 1
     assert file.read_bytes() == broken
+
+
+def refusal(page: Paged) -> str:
+    """Return why the document is read only; typing is refused, settings are not."""
+    assert page.do("type", 409, text="more")["error"]["type"] == "read_only"
+    page.do("settings", set={"theme": "dark"})
+    return str(page.doc()["file"]["read_only"])
 
 
 @pytest.mark.parametrize(
     "data",
     [b"hello\n", b"{}\n", b"[" * 1_000_000, b'{"op":"node","id":"n1"}\n', b"\x00\xff" * 100],
+    ids=range(5),
 )  # fmt: skip
 def test_other_files_are_refused_and_left_alone(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "other.loom.jsonl"
@@ -142,46 +147,38 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path, data: bytes) -> 
     assert file.read_bytes() == data
 
 
-def test_one_process_writes(tmp_path: Path) -> None:
+def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
     with Opened(tmp_path, *LEAN) as first:
         root = first.do("type", "a", text=START)["node"]["id"]
         with Paged(tmp_path) as second:
-            doc = second.doc()
-            assert "another process" in doc["file"]["read_only"]
-            assert doc["nodes"]["id"] == [root]
-            assert second.do("type", 409, text="more")["error"]["type"] == "read_only"
+            assert "another process" in refusal(second)
+            assert second.nodes() == [root]
         first.do("type", "b", text="more")
     with Paged(tmp_path) as third:  # it ended: the next one may
         third.type("again")
-        assert len(third.doc()["nodes"]["id"]) == 3
-
-
-def test_a_file_that_cannot_be_written_is_read(tmp_path: Path) -> None:
-    with Paged(tmp_path) as page:
-        page.type(START)
+        assert len(third.nodes()) == 3
     with Paged(tmp_path, read_only=True) as page:
-        doc = page.doc()
-        assert "--read-only" in doc["file"]["read_only"] and len(doc["nodes"]["id"]) == 1
-        page.do("type", 409, text="more")
-        page.do("settings", set={"theme": "dark"})
+        assert "--read-only" in refusal(page)
+        assert len(page.nodes()) == 3
+
+
+class Full:
+    """A file on a disk that is full until it is not."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.is_full = file, True
+
+    def write(self, data: bytes) -> int:
+        if self.is_full:
+            self.file.write(data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+        return int(self.file.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
 
 
 def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
-    class Full:
-        """A file on a disk that is full until it is not."""
-
-        def __init__(self, file: Any) -> None:
-            self.file, self.is_full = file, True
-
-        def write(self, data: bytes) -> int:
-            if self.is_full:
-                self.file.write(data[: len(data) // 2])
-                raise OSError(28, "No space left on device")
-            return int(self.file.write(data))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
     with Paged(tmp_path) as page:
         page.type(START)
         journal: Any = page.loom.journal
@@ -189,7 +186,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
         told = page.do("type", 507, text="not saved")["error"]
         assert told["type"] == "disk_error" and "No space" in told["message"]
         assert "No space" in page.doc()["file"]["error"]
-        assert len(page.doc()["nodes"]["id"]) == 2
+        assert len(page.nodes()) == 2
         disk.is_full = False
         page.type("saved")
         assert page.doc()["file"]["error"] is None
@@ -199,53 +196,46 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
 def test_a_file_of_another_model_is_read_and_can_be_copied(tmp_path: Path) -> None:
     with Paged(tmp_path) as page:
         root = page.type(START)
-        node = page.done("continue", node=root["id"], n=1, max_tokens=6)["nodes"][0]["id"]
+        node = page.grow(root["id"], max_tokens=6)["id"]
         text, numbers = page.text(node), page.tokens(node, top=1)
     file = tmp_path / FILE
     data = re.sub(rb'"fingerprint":"[^"]*"', b'"fingerprint":"other"', file.read_bytes(), count=1)
     file.write_bytes(data)
     with Paged(tmp_path) as page:
-        assert "of the model" in page.doc()["file"]["read_only"]
+        assert "of the model" in refusal(page)
         assert page.tokens(node, top=1) == numbers
-        page.do("type", 409, text="more")
         name = page.do("reread")["file"]
         assert name == "tale.2.loom.jsonl" and page.doc()["file"]["read_only"] is None
-        texts = {page.text(each) for each in page.doc()["nodes"]["id"]}
-        assert texts == {START, text}
-        page.type(" and more", page.doc()["nodes"]["id"][-1])
+        assert {page.text(each) for each in page.nodes()} == {START, text}
+        page.type(" and more", page.nodes()[-1])
     assert file.read_bytes() == data
 
 
-def test_compaction_keeps_what_is_shown(tmp_path: Path) -> None:
+def test_compaction_and_reading_again_keep_what_is_shown(tmp_path: Path) -> None:
     file = tmp_path / FILE
     with Paged(tmp_path) as page:
         root = page.type(START)
-        page.done("continue", node=root["id"], n=2, max_tokens=6)
+        nodes = page.grow(root["id"], 2, max_tokens=9)
         page.do("set", node=root["id"], note="here")
         page.type("gone")
         page.do("undo")
         before, old = page.doc(), file.read_bytes()
+        told = [page.tokens(node["id"], top=1) for node in nodes]
         page.do("compact")
         assert file.with_name(file.name + ".bak").read_bytes() == old
         assert len(file.read_bytes()) < len(old)
         after = page.doc()
         assert after["nodes"] == before["nodes"] and after["notes"] == before["notes"]
         page.type("more")
-    with Paged(tmp_path) as page:
-        assert len(page.doc()["nodes"]["id"]) == 4
-        for _ in range(page.doc()["undo"]):
-            page.do("undo")
-        assert page.doc()["nodes"]["id"] == []
-
-
-def test_numbers_are_read_as_they_were_told(tmp_path: Path) -> None:
-    with Paged(tmp_path) as page:
-        root = page.type(START)
-        nodes = page.done("continue", node=root["id"], n=3, max_tokens=9)["nodes"]
-        told = [page.tokens(node["id"], top=1) for node in nodes]
-    with Paged(tmp_path) as page:
-        assert [page.tokens(node["id"], top=1) for node in nodes] == told
-        assert page.done("replay", node=nodes[2]["id"])["ended"]["result"]["same"]
+    for data in (old, file.read_bytes()):
+        file.write_bytes(data)
+        with Paged(tmp_path) as page:
+            assert len(page.nodes()) == 3 + (data != old)
+            assert [page.tokens(node["id"], top=1) for node in nodes] == told
+            assert page.done("replay", node=nodes[1]["id"])["ended"]["result"]["same"]
+            for _ in range(page.doc()["undo"]):
+                page.do("undo")
+            assert page.nodes() == []
 
 
 def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,103 +9,82 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import COMMAND, run
 
-from llamabranch.cli import app
 from llamabranch.files import atomic_write, check_writable, read_small
 from llamabranch.profile import profile_path, profile_problem, read_entry, write_entries
 
-FEW = ("-n", "4", "--threads", "1", "--n-ctx", "256")
-GENERATE = ("generate", "--prompts", "Once", *FEW, "--output")
+GENERATE = ("generate", "--prompts", "Once", "-n", 4, "-t", 1, "--n-ctx", 256, "--output")
 
 
 @pytest.fixture
-def null(tmp_path: Path) -> Path:
-    """A null device that a test may lose, unlike /dev/null."""
-    path = tmp_path / "null"
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder, a pipe, or a null device that a test may lose, unlike /dev/null."""
+    path = tmp_path / "place"
     try:
-        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        path.write_bytes(b"x")
+        if request.param == "null":
+            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+            path.write_bytes(b"x")
+        else:
+            os.mkfifo(path) if request.param == "pipe" else path.mkdir()
     except (AttributeError, OSError) as error:
-        pytest.skip(f"no device can be made here: {error}")
-    return path
-
-
-@pytest.fixture
-def fifo(tmp_path: Path) -> Path:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
+        pytest.skip(f"no {request.param} can be made here: {error}")
     return path
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path, link = tmp_path / "file", tmp_path / "link"
+    path, link, usual = (tmp_path / name for name in ("file", "link", "usual"))
     link.symlink_to("file")
+    usual.touch()
     for data in (b"new", b"newer"):
         with atomic_write(link) as file:
             file.write(data)
         assert path.read_bytes() == data
-        path.chmod(0o640)
+        if data == b"new":  # a new file has the mode of the umask, and keeps what it is given
+            assert path.stat().st_mode == usual.stat().st_mode
+            path.chmod(0o640)
     assert link.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     with pytest.raises(KeyboardInterrupt), atomic_write(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert path.read_bytes() == b"newer"
-    assert sorted(tmp_path.iterdir()) == [path, link]
+    assert sorted(tmp_path.iterdir()) == [path, link, usual]
 
 
-def test_a_new_file_has_the_mode_of_the_umask(tmp_path: Path) -> None:
-    path, usual = tmp_path / "file", tmp_path / "usual"
-    usual.touch()
-    with atomic_write(path):
-        pass
-    assert path.stat().st_mode == usual.stat().st_mode
-
-
-@pytest.mark.parametrize("kind", ["null", "fifo", "tmp_path"])
-def test_what_is_no_regular_file_is_neither_replaced_nor_read(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    path: Path = request.getfixturevalue(kind)
-    before = path.stat().st_mode, path.stat().st_ino
-    with pytest.raises(OSError, match=r"regular|directory"), atomic_write(path):
+@pytest.mark.parametrize("place", ["null", "pipe", "folder"], indirect=True)
+def test_what_is_no_regular_file_is_neither_replaced_nor_read(place: Path) -> None:
+    before = place.stat().st_mode, place.stat().st_ino
+    with pytest.raises(OSError, match=r"regular|directory"), atomic_write(place):
         pass
     for call in (check_writable, read_small):
         with pytest.raises(OSError, match=r"regular|directory"):
-            call(path)
-    assert (path.stat().st_mode, path.stat().st_ino) == before
+            call(place)
+    assert (place.stat().st_mode, place.stat().st_ino) == before
 
 
-@pytest.mark.parametrize("kind", ["null", "fifo"])
-def test_a_profile_that_is_no_file_is_not_read_and_stays(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("place", ["null", "pipe"], indirect=True)
+def test_a_profile_that_is_no_file_is_not_read_and_stays(place: Path) -> None:
     """In a process of its own, which opening a pipe would hang."""
-    path: Path = request.getfixturevalue(kind)
-    before = path.stat().st_mode
-    program = """
-from llamabranch.profile import *
-write_entries([("threads", "a", {"n": 1})])
-print(read_entry("threads", "a"), profile_problem())
-"""
+    before = place.stat().st_mode
+    program = (
+        "from llamabranch.profile import *; write_entries([('threads', 'a', {'n': 1})]); "
+        "print(read_entry('threads', 'a'), profile_problem())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], timeout=60, check=True, capture_output=True, text=True,
-        env={**os.environ, "LLAMABRANCH_PROFILE": str(path)},
+        env={**os.environ, "LLAMABRANCH_PROFILE": str(place)},
     )  # fmt: skip
     assert done.stdout == "None not a regular file\n"
-    assert path.stat().st_mode == before
+    assert place.stat().st_mode == before
 
 
-def test_the_null_device_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_null_device_and_a_large_file_are_no_profiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LLAMABRANCH_PROFILE", os.devnull)
     assert profile_path() is None  # so nothing is read, and nothing written
     assert profile_problem() is None
-
-
-def test_a_large_file_is_no_profile_and_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     path = tmp_path / "model.gguf"
     with path.open("wb") as file:
         file.truncate((16 << 20) + 1)
@@ -116,11 +95,12 @@ def test_a_large_file_is_no_profile_and_is_kept(
     assert "large" in str(profile_problem())
 
 
-def test_generate_writes_to_devices(null: Path) -> None:
+@pytest.mark.parametrize("place", ["null"], indirect=True)
+def test_generate_writes_to_devices(place: Path) -> None:
     for more in ((), ("--resume",)):
-        result = CliRunner().invoke(app, [*GENERATE, str(null), *more])
+        result = run(*GENERATE, place, *more)
         assert result.exit_code == 0, result.output
-    assert stat.S_ISCHR(null.stat().st_mode)
+    assert stat.S_ISCHR(place.stat().st_mode)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no /dev/stdout")
@@ -128,8 +108,8 @@ def test_generate_writes_to_devices(null: Path) -> None:
 def test_generate_writes_to_standard_output(is_pipe: bool, tmp_path: Path) -> None:
     with (tmp_path / "out").open("w+") as file:
         done = subprocess.run(
-            [sys.executable, "-m", "llamabranch.cli", *GENERATE, "/dev/stdout"],
-            stdout=subprocess.PIPE if is_pipe else file, stderr=subprocess.PIPE, text=True,
+            [*COMMAND, *map(str, GENERATE), "/dev/stdout"], text=True,
+            stdout=subprocess.PIPE if is_pipe else file, stderr=subprocess.PIPE,
         )  # fmt: skip
         file.seek(0)
         said = done.stdout if is_pipe else file.read()

@@ -30,61 +30,55 @@ if shutil.which("cmake") is None:
     pytest.skip("no CMake", allow_module_level=True)
 
 
+def _python(code: str, where: Path, **environment: str) -> list[str]:
+    """Run a program and return the lines it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=where, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
 def _build(what: str, source: Path, to: Path, **environment: str) -> Path:
     """Call the build backend as pip does, without a network; return what it made."""
     code = f"from scikit_build_core.build import build_{what} as b; print(b({str(to)!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=source,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return to / done.stdout.split()[-1]
+    return to / _python(code, source, **environment)[-1]
 
 
-def _description(wheel: Path, to: Path) -> str:
-    """Return which code an unpacked wheel measures and draws with."""
+def _names_and_core(wheel: Path, to: Path) -> tuple[set[str], str]:
+    """Return the files of a wheel, and which code it measures and draws with once it is unpacked."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(to)
+        names = set(archive.namelist())
+    assert names >= DATA
     # The finder of an editable install comes before PYTHONPATH.
     code = (
         "import sys; "
         "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]; "
         "import llamabranch; print(llamabranch.__file__); print(llamabranch.system_info())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=to, env={**os.environ, "PYTHONPATH": str(to), "LLAMABRANCH_CORE": "1"},
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    where, what = done.stdout.splitlines()
+    where, what = _python(code, to, PYTHONPATH=str(to), LLAMABRANCH_CORE="1")
     assert where.startswith(str(to))
-    return what.split("llamabranch core: ")[1]
+    return names, what.split("llamabranch core: ")[1]
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_wheel_from_the_sdist_holds_the_core(tmp_path: Path) -> None:
-    sdist = _build("sdist", ROOT, tmp_path)
-    with tarfile.open(sdist) as archive:
+    with tarfile.open(_build("sdist", ROOT, tmp_path)) as archive:
         archive.extractall(tmp_path / "source", filter="data")
     (source,) = (tmp_path / "source").iterdir()
     wheel = _build("wheel", source, tmp_path)
-    assert "-py3-none-" in wheel.name
-    assert not wheel.name.endswith("-any.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert DATA | {f"llamabranch/native/lib/{core.LIBRARY.name}"} <= names
+    assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
+    names, described = _names_and_core(wheel, tmp_path / "unpacked")
+    assert f"llamabranch/native/lib/{core.LIBRARY.name}" in names
     assert not [name for name in names if name.startswith(("tests/", "CMake"))]
-    assert _description(wheel, tmp_path / "unpacked").startswith("compiled (")
+    assert described.startswith("compiled (")
 
 
 def test_without_a_compiler_the_wheel_is_pure_python(tmp_path: Path) -> None:
     wheel = _build("wheel", ROOT, tmp_path, CC=str(tmp_path / "no-compiler"))
     assert wheel.name.endswith("-py3-none-any.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert names >= DATA
+    names, described = _names_and_core(wheel, tmp_path / "unpacked")
     assert not [name for name in names if "_core" in name]
-    assert _description(wheel, tmp_path / "unpacked") == "not built: NumPy"
+    assert described == "not built: NumPy"

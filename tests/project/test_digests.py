@@ -10,6 +10,7 @@ import subprocess
 import zipfile
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import combinations
 
 import pytest
 from digests import pack, record
@@ -17,22 +18,17 @@ from digests.cases import CASES, SAMPLING
 from digests.library import DATA, World
 from digests.older import ARCHIVE, Older
 
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("digests")) as opened:
-        yield opened
+Worlds = tuple[World, Older, record.Record]
 
 
 @pytest.fixture(scope="module")
-def older(world: World) -> Iterator[Older]:
-    with closing(Older(world.folder, DATA)) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def of_0_1() -> record.Record:
-    return record.load()
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    """This version, version 0.1 in a process of its own, and the record that it made."""
+    with (
+        World(tmp_path_factory.mktemp("digests")) as opened,
+        closing(Older(opened.folder, DATA)) as process,
+    ):
+        yield opened, process, record.load()
 
 
 def _one_of_each() -> set[str]:
@@ -45,11 +41,10 @@ def _one_of_each() -> set[str]:
     found = set()
     for name in CASES:
         section, _, rest = name.partition("/")
+        parts = {(section, part) for part in rest.rpartition("/")[2].split(", ")}
         if section == "memory":
             memory, _, what = rest.partition("/")
-            parts = {(memory, what.split(" ")[0]), *((section, part) for part in what.split(", "))}
-        else:
-            parts = {(section, part) for part in rest.split(", ")}
+            parts.add((memory, what.split(" ")[0]))
         if parts - seen:
             found.add(name)
         seen |= parts
@@ -63,19 +58,23 @@ ONE_OF_EACH = _one_of_each()
     "name",
     [pytest.param(n, marks=() if n in ONE_OF_EACH else pytest.mark.slow, id=n) for n in CASES],
 )
-def test_generates_what_version_0_1_generates(
-    name: str, world: World, older: Older, of_0_1: record.Record
-) -> None:
+def test_generates_what_version_0_1_generates(name: str, worlds: Worlds) -> None:
+    world, older, of_0_1 = worlds
     assert not record.compare(world, name, older, of_0_1)
 
 
-def test_record_is_of_version_0_1_and_of_this_table(of_0_1: record.Record) -> None:
+def test_record_is_of_version_0_1_and_every_setting_changes_its_text() -> None:
+    """A setting that did nothing here would be held by nothing."""
+    of_0_1 = record.load()
     assert of_0_1["version"] == "0.1.0"
     assert list(of_0_1["cases"]) == list(CASES)
     for digest, words in of_0_1["texts"].items():
         assert record.sha256(words["tokens"]) == digest
     models = {model for case in of_0_1["cases"].values() for model in case["models"]}
     assert models == set(of_0_1["machine"])
+    texts = {n: of_0_1["cases"][f"sampling/{n}"]["texts"][0]["sha256"] for n in SAMPLING}
+    same = [{a, b} for a, b in combinations(SAMPLING, 2) if texts[a] == texts[b]]
+    assert same == [{"temperature 0", "top-k 1"}]
 
 
 def test_archive_holds_version_0_1_as_git_has_it() -> None:
@@ -88,33 +87,16 @@ def test_archive_holds_version_0_1_as_git_has_it() -> None:
         assert {name: archive.read(name) for name in archive.namelist()} == pack.members()
 
 
-def test_every_sampling_setting_changes_the_text(of_0_1: record.Record) -> None:
-    """A setting that did nothing here would be held by nothing."""
-    digests = [of_0_1["cases"][f"sampling/{name}"]["texts"][0]["sha256"] for name in SAMPLING]
-    same = [
-        {a, b}
-        for i, a in enumerate(SAMPLING)
-        for j, b in enumerate(SAMPLING)
-        if i < j and digests[i] == digests[j]
-    ]
-    assert same == [{"temperature 0", "top-k 1"}]
-
-
-SENSITIVE = (
-    "sampling/default",
-    "branches/forks, warm",
-    "speculative/model, token, warm",
-    "session/in turn",
-    "engine/mixed, model, 5",
-    "memory/mamba/forks",
-)
-
-
-@pytest.mark.parametrize("name", SENSITIVE)
-def test_record_is_what_version_0_1_makes_where_it_was_made(
-    name: str, world: World, older: Older, of_0_1: record.Record
+@pytest.mark.parametrize(
+    "name",
+    ["sampling/default", "branches/forks, warm", "speculative/model, token, warm",
+     "session/in turn", "engine/mixed, model, 5", "memory/mamba/forks"],
+)  # fmt: skip
+def test_record_is_what_version_0_1_makes_and_another_seed_is_noticed(
+    name: str, worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process runs what made the record; elsewhere its texts may be others."""
+    """The process runs what made the record; on other machines its texts may be others."""
+    world, older, of_0_1 = worlds
     case, texts = record.make_older(world, older, name)
     recorded = of_0_1["cases"][name]
     digests = [text["sha256"] for text in case["texts"]]
@@ -122,39 +104,25 @@ def test_record_is_what_version_0_1_makes_where_it_was_made(
     assert set(digests) == set(texts)
     if record.is_recorded_here(world, name, of_0_1):
         assert digests == [text["sha256"] for text in recorded["texts"]]
+    monkeypatch.setattr(world, "seed_shift", 1)
+    assert record.compare(world, name, older, of_0_1)
 
 
-@pytest.mark.parametrize("name", SENSITIVE)
-def test_another_seed_is_noticed(
-    name: str, world: World, older: Older, of_0_1: record.Record
-) -> None:
-    world.seed_shift = 1
-    try:
-        assert record.compare(world, name, older, of_0_1)
-    finally:
-        world.seed_shift = 0
-
-
-def test_another_number_is_noticed(world: World, older: Older) -> None:
+def test_another_number_is_noticed_and_another_machines_record_not_asked(worlds: Worlds) -> None:
     """A log-probability that is off by 0.00002 is a change, and so is another machine's text here."""
+    world, older, of_0_1 = worlds
     name = "sampling/default"
     case, texts = record.make_older(world, older, name)
     (text,) = case["texts"]
-    first = text["logprobs"][1]
+    total, first, *rest = text["logprobs"]
     assert first is not None
     outcome, _ = record.run(world, CASES[name])
     assert not record.differences(outcome, case, texts)
-    for logprobs in ([text["logprobs"][0], first + 2e-5], text["logprobs"][:-1]):
-        rest = text["logprobs"][2:] if len(logprobs) == 2 else []
-        moved: record.TextRecord = {**text, "logprobs": [*logprobs, *rest]}
+    for logprobs in ([total, first + 2e-5, *rest], text["logprobs"][:-1]):
+        moved: record.TextRecord = {**text, "logprobs": logprobs}
         assert record.differences(outcome, {**case, "texts": [moved]}, texts)
-
-
-def test_record_of_another_machine_is_not_asked(
-    world: World, older: Older, of_0_1: record.Record
-) -> None:
-    """Whatever it holds: here the texts of another case."""
-    name, other = "sampling/temperature 0", of_0_1["cases"]["sampling/temperature 2"]
-    altered: record.Record = {**of_0_1, "cases": {name: other}}
-    foreign: record.Record = {**altered, "machine": dict.fromkeys(of_0_1["machine"], "another")}
-    assert not record.compare(world, name, older, foreign)
+    altered = {
+        name: of_0_1["cases"]["sampling/temperature 2"]
+    }  # whatever it holds: another's texts
+    machine = dict.fromkeys(of_0_1["machine"], "another")
+    assert not record.compare(world, name, older, {**of_0_1, "cases": altered, "machine": machine})

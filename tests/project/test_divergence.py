@@ -9,10 +9,9 @@ import pytest
 from divergence import first_divergence, least_gap
 
 import llamabranch as lb
-from llamabranch import Branch, Context, SamplingParams
 from llamabranch.sampling import Sampler
 
-OPEN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+OPEN = lb.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 @pytest.mark.parametrize(
@@ -34,26 +33,31 @@ def test_a_draw_that_a_small_move_turns_has_a_small_gap(
     tokens: tuple[int, int],
 ) -> None:
     """A token next to a boundary, and noise that favours it: the scores themselves are no near-tie."""
-    params = SamplingParams(temperature=1.0).replace(**OPEN | changes)
     row = np.full(small_toy.n_vocab, -30.0, dtype=np.float32)
     row[2 : 2 + len(logits)] = logits
     other = row.copy()
     other[list(tokens)] += np.array([-1e-3, 1e-3], dtype=np.float32)
-    sampler = Sampler(small_toy, params)
+    sampler = Sampler(small_toy, OPEN.replace(**changes))
     for seed in range(20_000):
         drawn = [sampler.distribution(each, 5, seed).draw(seed, 5) for each in (row, other)]
         if set(drawn) == set(tokens):
             break
-    else:
-        pytest.fail("no seed turns this draw")
+    assert set(drawn) == set(tokens), "no seed turns this draw"
     assert 0 < max(least_gap(sampler, row, 5, seed, token) for token in tokens) < 0.01
 
 
-def test_what_another_seed_draws_is_no_near_tie(toy: lb.Model) -> None:
-    """The negative control. By chance two scores lie closer than 0.04 once in some fifty draws."""
-    with Context(toy, n_ctx=256, n_threads=1) as ctx, Branch.start(ctx, [2, 3, 4, 5, 6]) as branch:
-        row = branch.logits
-    sampler = Sampler(toy, SamplingParams(temperature=1.0).replace(**OPEN))
+def test_other_seeds_and_ends_of_texts_are_no_near_ties(toy: lb.Model) -> None:
+    """By chance two scores lie closer than 0.04 once in some fifty draws. A text that ended is compared
+    with its end: one cut short elsewhere is far from it.
+    """
+    greedy, sampler = lb.SamplingParams(temperature=0.0), Sampler(toy, OPEN)
+    (end,) = toy.eog_tokens
+    with lb.Context(toy, n_ctx=256, n_threads=1) as ctx:
+        with lb.Branch.start(ctx, [5, 6], sampling=greedy) as branch:
+            row, best = branch.logits, branch.sequence.logits_row().best
+        found = first_divergence(ctx, [5, 6], [best], [], greedy)
+    gap = float(row[best] - row[end])
+    assert found is not None and found.tokens == (best, None) and gap <= found.gap <= 1.2 * gap
     gaps = []
     for seed in range(60):
         one, other = (sampler.distribution(row, 5, s).draw(s, 5) for s in (seed, seed + 1000))
@@ -61,16 +65,3 @@ def test_what_another_seed_draws_is_no_near_tie(toy: lb.Model) -> None:
             gaps.append(least_gap(sampler, row, 5, seed, other))
     assert len(gaps) > 40
     assert sum(gap < 0.04 for gap in gaps) < len(gaps) / 10
-
-
-def test_a_text_that_ended_is_compared_with_its_end(toy: lb.Model) -> None:
-    """The gap is that of the end token; a text cut short elsewhere is far from ending."""
-    params = SamplingParams(temperature=0.0)
-    (end,) = toy.eog_tokens
-    with Context(toy, n_ctx=256, n_threads=1) as ctx:
-        with Branch.start(ctx, [5, 6], sampling=params) as branch:
-            best = branch.sequence.logits_row().best
-            gap = float(branch.logits[best] - branch.logits[end])
-        found = first_divergence(ctx, [5, 6], [best], [], params)
-        assert found is not None and found.tokens == (best, None)
-        assert gap <= found.gap <= 1.2 * gap

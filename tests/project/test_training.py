@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -15,10 +18,16 @@ import llamabranch as lb
 from llamabranch.context.runner import Batch
 from llamabranch.context.token_states import kept_states
 
-MISSING = [m for m in ("torch", "tokenizers", "gguf") if importlib.util.find_spec(m) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"the extra `train` is not installed: {', '.join(MISSING)}"
+torch, tokenizers, _ = (
+    pytest.importorskip(name, reason="the extra `train` is not installed")
+    for name in ("torch", "tokenizers", "gguf")
 )
+
+from training.distill import sample  # noqa: E402
+from training.eagle import load_head, unroll  # noqa: E402
+from training.export import write, write_head  # noqa: E402
+from training.loop import load_network, make_network  # noqa: E402
+from training.muon import orthogonalise  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 320
@@ -79,34 +88,36 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
-def test_prepared_text_is_ascii_and_joined(work: Path) -> None:
-    from tokenizers import Tokenizer
+def tokenizer_in(folder: Path) -> Any:
+    """Return the tokenizer that a step of the recipe wrote."""
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
-    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
-    ids = np.load(work / "fairy.train.npy")
-    text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+def shake(network: Any, amount: float = 0.1) -> Any:
+    """Return the network with noise added: a few steps of training hardly wake the attention up."""
+    torch.manual_seed(7)
+    for parameter in network.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=amount)
+    return network
+
+
+def test_prepared_text_is_ascii_and_joined_and_heldout_tales_are_apart(work: Path) -> None:
+    tokenizer = tokenizer_in(work)
+    text, heldout = (
+        tokenizer.decode(np.load(work / f"fairy.{part}.npy").tolist(), skip_special_tokens=False)
+        for part in ("train", "heldout")
+    )
     assert text.isascii()
     assert "near the mill a miller's daughter, who" in text
     assert '"What good is it?" said the neighbours -- and' in text
     assert "[1]" not in text and "no account" not in text
     assert text.startswith("THE TALE OF NUMBER 0\n\nOnce") and text.endswith("<|endoftext|>")
-
-
-def test_heldout_tales_are_not_trained_on(work: Path) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
-    texts = {
-        part: tokenizer.decode(np.load(work / f"fairy.{part}.npy").tolist()).split("THE TALE OF ")
-        for part in ("train", "heldout")
-    }
-    assert len(texts["heldout"]) - 1 == 4  # one in six of 24
-    assert not {t[:10] for t in texts["heldout"] if t} & {t[:10] for t in texts["train"] if t}
+    there, left_out = ({*re.findall(r"NUMBER \d+", part)} for part in (text, heldout))
+    assert len(left_out) == 4  # one in six of 24
+    assert not there & left_out
 
 
 def test_training_lowers_the_heldout_loss(work: Path) -> None:
-    import json
-
     for role, key in (("target", "heldout_fairy_64"), ("draft", "heldout_fairy")):
         reports = [json.loads(x) for x in (work / f"{role}.log").read_text().splitlines()]
         measured = [r[key] for r in reports if key in r]
@@ -115,20 +126,8 @@ def test_training_lowers_the_heldout_loss(work: Path) -> None:
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_llama_cpp_computes_the_logits_of_torch(work: Path, role: str) -> None:
-    """Interleaved rotary pairs, K/V groups and tensor names are right, or this is far off.
-
-    The weights are shaken first, since a few steps of training hardly wake the attention up.
-    """
-    import llama_cpp
-    import torch
-
-    from training.export import write
-    from training.loop import load_network
-
-    network = load_network(work / f"{role}.pt")
-    torch.manual_seed(7)
-    for parameter in network.parameters():
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    """Interleaved rotary pairs, K/V groups and tensor names are right, or this is far off."""
+    network = shake(load_network(work / f"{role}.pt"))
     path = work / f"shaken-{role}.gguf"
     write(network, work / "tokenizer.json", role, "f32", path)
     tokens = np.random.default_rng(7).integers(1, VOCAB, 200).tolist()
@@ -145,9 +144,7 @@ def test_llama_cpp_computes_the_logits_of_torch(work: Path, role: str) -> None:
 
 
 def test_exported_pair_speaks_and_shares_its_tokenizer(work: Path) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    tokenizer = tokenizer_in(work)
     text = "Once upon a time, it's said:\n\n  \"Give me 3 feathers!\" -- and he'd laugh\xe9\u2603."
     for role in ("target", "draft"):
         path = work / f"tale-{role}-q8_0.gguf"
@@ -161,21 +158,9 @@ def test_exported_pair_speaks_and_shares_its_tokenizer(work: Path) -> None:
 
 
 def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
-    """Three unrolled steps of the training are three steps of a draft in llama.cpp.
-
-    The weights are shaken first; then the logits of torch and of the F32 export agree at each step.
-    """
-    import torch
-
-    from training.eagle import load_head, unroll
-    from training.export import write, write_head
-    from training.loop import load_network
-
+    """Three unrolled steps of the training are three steps of a draft in llama.cpp, logits and all."""
     target = load_network(work / "target.pt").requires_grad_(False)
-    head = load_head(work / "eagle.pt", target)
-    torch.manual_seed(5)
-    for parameter in head.parameters():
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    head = shake(load_head(work / "eagle.pt", target))
     write(target, work / "tokenizer.json", "target", "f32", work / "whole.gguf")
     write_head(head, target, work / "tokenizer.json", "f32", work / "head.gguf")
     tokens = np.random.default_rng(5).integers(1, VOCAB, 24).tolist()
@@ -202,34 +187,18 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
 
 
 def test_weights_and_tokenizer_come_back_from_a_file(work: Path, tmp_path: Path) -> None:
-    import torch
-    from tokenizers import Tokenizer
-
-    from training.loop import load_network
-
     run("restore", work / "tale-target-f32.gguf", tmp_path)
     there, back = load_network(work / "target.pt"), load_network(tmp_path / "target.pt")
     assert there.config == back.config
     for left, right in zip(there.parameters(), back.parameters(), strict=True):
         assert torch.equal(left, right)
     text = "The old mill, it's said, had 3 doors -- and one key."
-    first, second = (
-        Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (work, tmp_path)
-    )
-    assert first.encode(text).ids == second.encode(text).ids
+    assert tokenizer_in(work).encode(text).ids == tokenizer_in(tmp_path).encode(text).ids
 
 
 def test_sampler_with_cache_draws_from_the_softmax() -> None:
     """At a temperature near zero the sampler's text is the greedy text without a cache."""
-    import torch
-
-    from training.distill import sample
-    from training.loop import make_network
-
-    torch.manual_seed(3)
-    network = make_network("tiny")
-    for parameter in network.parameters():
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    network = shake(make_network("tiny"), 0.2)
     prompts = torch.randint(0, 320, (2, 5))
     text = sample(network, prompts, 8, torch.full((2,), 1e-4))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -240,10 +209,6 @@ def test_sampler_with_cache_draws_from_the_softmax() -> None:
 
 
 def test_muon_update_is_nearly_orthogonal() -> None:
-    import torch
-
-    from training.muon import orthogonalise
-
     torch.manual_seed(5)
     for shape in ((3, 64, 64), (2, 96, 32), (2, 32, 96)):
         values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)).float())

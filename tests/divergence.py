@@ -12,15 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from rounding import gumbel_noise
 
 from llamabranch import Branch, Context, SamplingParams
-from llamabranch.cli.comparison import Logits
 from llamabranch.errors import ConfigError, GrammarError
 from llamabranch.sampling import Sampler
 
 __all__ = ["Divergence", "first_divergence"]
 
+Logits = npt.NDArray[np.float32]
 _MOVES = [2.0 ** (i / 4) for i in range(-80, 21)]  # that are tried, in logits
 
 

@@ -15,6 +15,7 @@ import llamabranch as lb
 from llamabranch.chat import Answer
 
 from .console import Console
+from .formats import shortened
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .options import setting_value
 from .trees import drawn_tree
@@ -84,8 +85,8 @@ class ChatSession:
             name, _, rest = line[1:].partition(" ")
             name = _ALIASES.get(name, name)
             if name not in COMMANDS:
-                hint = _INSTEAD.get(name, "/help lists the commands")
-                raise lb.ConfigError(f"there is no command /{name}", hint=hint)
+                message = f"there is no command /{name}"
+                raise lb.ConfigError(message, hint="/help lists the commands")
             COMMANDS[name](self, rest.strip())
         except lb.LlamaBranchError as error:
             if not self._interactive and not line.startswith("/"):
@@ -150,7 +151,7 @@ class ChatSession:
 
     def undo(self, _: str) -> None:
         """Take the last message and its answer back."""
-        self._console.note(f"taken back: {_short(self.chat.undo())}")
+        self._console.note(f"taken back: {shortened(self.chat.undo())}")
 
     def edit(self, rest: str) -> None:
         """Replace message N and answer it, on a new branch."""
@@ -231,7 +232,7 @@ class ChatSession:
     def _where(self) -> None:
         """Note which branch this is and what its last message was."""
         found = self.chat.exchanges
-        after = f", after: {_short(found[-1].user)}" if found else ", at the beginning"
+        after = f", after: {shortened(found[-1].user)}" if found else ", at the beginning"
         self._console.note(f"branch {self.chat.current}{after}")
 
 
@@ -252,24 +253,13 @@ USAGES: dict[str, Callable[[ChatSession, str], None]] = {
 }
 COMMANDS = {usage.split()[0][1:]: method for usage, method in USAGES.items()}
 
-# llama-cli's names, and what does the same or nearly so.
+# llama-cli's names.
 _ALIASES = {"regen": "retry", "exit": "quit"}
 _SETTINGS = {"temp": "temperature", "predict": "max_tokens", "n_predict": "max_tokens"}
-_INSTEAD = {
-    "clear": "/undo takes a message back, /edit 1 TEXT begins anew on another branch",
-    "read": 'llamabranch chat -p "$(cat FILE)" begins with the text of a file',
-    "compare": "/switch N shows another branch; `llamabranch open` shows texts side by side",
-    "stats": "`llamabranch chat --json -f FILE` tells what was evaluated and drafted",
-}
 
 
 def _typed() -> str:
     return input(_PROMPT if sys.stdout.isatty() else "")
-
-
-def _short(text: str, longest: int = 60) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def _number(text: str, usage: str) -> int:

@@ -117,13 +117,14 @@ def _score_tasks(
         described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
         console.answer({"tasks": described})
         return
-    results: list[tuple[str, list[TaskResult], dict[str, Any]]] = []
-    file = _SampleFile(reading, tasks, console)
     names = models.names(console)
-    for name in names:
-        hub.resolve(name, download=None)
     if reading.output_file is not None and len(names) > 1:
         raise ConfigError("--output is for one model", hint="give one file for each run")
+    for name in names:
+        hub.resolve(name, download=None)
+    file = _SampleFile(reading, tasks, console)
+    answers: list[dict[str, Any]] = []
+    lines: list[tuple[object, ...]] = []
     try:
         for name in names:
             more = scoring_options(name, models, _SEQUENCES)
@@ -131,23 +132,36 @@ def _score_tasks(
                 more["n_ctx"] = _N_CTX
             with models.open(name, console, **more) as ctx:
                 file.check(name, ctx)
-                found = list[TaskResult]()
-                about: dict[str, Any] = {"model": name, "name": ctx.model.name}
-                about["batch_invariant"] = ctx.capabilities.batch_invariant
-                results.append((name, found, about))
-                start_s = time.perf_counter()
+                found, start_s = list[TaskResult](), time.perf_counter()
                 try:
                     for task in tasks:
                         _run(ctx, task, given.limit, file, console, found)
                 finally:
+                    lines += [(name, *row) for result in found for row in _rows(result)]
+                    about: dict[str, Any] = {"model": name, "name": ctx.model.name}
+                    about["batch_invariant"] = ctx.capabilities.batch_invariant
                     about["seconds"] = time.perf_counter() - start_s
-                    about["tasks"] = [result.as_dict() for result in found]
+                    answers.append({**about, "tasks": [result.as_dict() for result in found]})
     finally:  # what is done is printed also when it is interrupted
         console.progress("")
-        if any(found for _, found, _ in results):
-            _print(console, results, with_model=len(names) > 1)
-            answers = [about for _, _, about in results]
+        if lines:
+            columns = ("model", "task", "items", "metric", "value", "±", "95 % interval", "chance")
+            skipped = len(names) == 1  # the model
+            lines = [line[skipped:] for line in lines]
+            console.table(columns[skipped:], lines, left=("task", "metric"))
             console.answer(answers[0] if len(names) == 1 else {"models": answers})
+
+
+def _rows(result: TaskResult) -> list[tuple[object, ...]]:
+    """Return what the table shows of a task: a row for each metric."""
+    n, n_items = len(result.samples), len(result.task.items)
+    low, high = result.interval
+    last = {"acc": (f"{low:.3f} to {high:.3f}", number(result.chance, 3))}
+    first = result.task.name, str(n) if n == n_items else f"{n} of {n_items}"
+    return [
+        (*first, metric, number(value, 4), number(stderr, 4), *last.get(metric, ("", "")))
+        for metric, (value, stderr) in result.metrics.items()
+    ]
 
 
 def _run(
@@ -166,8 +180,7 @@ def _run(
     def note(sample: Sample) -> None:
         found.append(sample)
         file.write(task, ctx, sample)
-        right = sum(each.is_right for each in found)
-        shown.show(len(found), len(order), f"{right / len(found):.1%} right")
+        shown.show(len(found), len(order))
 
     try:
         run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)
@@ -231,28 +244,3 @@ class _SampleFile:
 
 def _model_key(ctx: Context) -> str:
     return f"{ctx.model.fingerprint} {ctx.kv_type}"
-
-
-def _print(
-    console: Console,
-    results: list[tuple[str, list[TaskResult], dict[str, Any]]],
-    *,
-    with_model: bool,
-) -> None:
-    rows: list[tuple[str, ...]] = []
-    for model, result in ((model, result) for model, found, _ in results for result in found):
-        low, high = result.interval
-        n, n_items = len(result.samples), len(result.task.items)
-        first = (model, result.task.name, str(n) if n == n_items else f"{n} of {n_items}")
-        last = (f"{low:.3f} to {high:.3f}", number(result.chance, 3))
-        for metric, (value, stderr) in result.metrics.items():
-            figures = (metric, number(value, 4), number(stderr, 4))
-            is_first = metric == "acc"
-            row = (
-                *(first if is_first else ("",) * 3),
-                *figures,
-                *(last if is_first else ("",) * 2),
-            )
-            rows.append(row if with_model else row[1:])
-    columns = ("task", "items", "metric", "value", "±", "95 % interval", "chance")
-    console.table((*("model",) * with_model, *columns), rows, left=("task", "metric"))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -133,44 +133,28 @@ def _window_of(name: str, models: ModelOptions) -> int:
     return (trained_length(name) if models.n_ctx == 0 else models.n_ctx) or _WINDOW
 
 
-class Checkpoint:
-    """Results in a JSON file that is replaced as a whole while a command goes on.
-
-    Args:
-        reading: names the file, if any, and whether it is resumed: then ``data`` is what it holds.
-        kind: what it is of; a file of another kind is refused.
+def read_earlier(reading: ReadingOptions, kind: str) -> dict[str, Any]:
+    """Return the results in the file that is resumed, {} to begin anew.
 
     Raises:
-        ConfigError: a file is there, and is not to be resumed; or it is of another kind.
+        ConfigError: a file is there, and is not to be resumed; or it is of another ``kind``.
     """
+    earlier = reading.resumed_file()
+    if earlier is None:
+        return {}
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        found: dict[str, Any] = json.loads(read_text(earlier))
+        if found["kind"] == kind:
+            return found
+    raise ConfigError(f"{earlier} has no results of this kind ({kind})", hint="name another file")
 
-    def __init__(self, reading: ReadingOptions, kind: str) -> None:
-        self.data: dict[str, Any] = {}
-        self.path = path = reading.output_file
-        self._kind, self._saved_s = kind, perf_counter()
-        earlier = reading.resumed_file()
-        if earlier is not None:
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                found = json.loads(read_text(earlier))
-                self.data = found if found["kind"] == kind else {}
-            if not self.data:
-                message = f"{path} has no results of this kind ({kind})"
-                raise ConfigError(message, hint="name another file")
-        elif path is not None and path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is not a regular file", hint="leave out --output")
 
-    def save(self, data: Callable[[], dict[str, object]], *, now: bool = False) -> None:
-        """Write the file, unless that was done some seconds ago and is not wanted ``now``.
-
-        Raises:
-            OutputError: the disk is full.
-        """
-        if self.path is None or (not now and perf_counter() - self._saved_s < _SAVED_EVERY_S):
-            return
-        text = json.dumps(finite({"kind": self._kind, **data()}), ensure_ascii=False)
-        with writing(self.path), atomic_write(self.path) as file:
+def save(path: Path | None, kind: str, data: Mapping[str, object]) -> None:
+    """Write results to a JSON file, which is replaced as a whole; OutputError if it cannot be."""
+    if path is not None:
+        text = json.dumps(finite({"kind": kind, **data}), ensure_ascii=False)
+        with writing(path), atomic_write(path) as file:
             file.write(f"{text}\n".encode())
-        self._saved_s = perf_counter()
 
 
 # -- one model -----------------------------------------------------------------------------------------
@@ -187,40 +171,40 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         raise ConfigError(message, hint="--against MODEL compares several")
     if stride is not None and (save_to is not None or reading.chunks is not None):
         raise ConfigError("--stride goes with neither --save-logits nor --chunks")
-    text = reading.text() if logits is None else ""
-    checkpoint = Checkpoint(reading, "perplexity" if logits is None else "kld")
-    if save_to is not None and not checkpoint.data:
+    kind: type[Perplexity | KLDivergence] = Perplexity if logits is None else KLDivergence
+    kind_name = "perplexity" if logits is None else "kld"
+    earlier = read_earlier(reading, kind_name)
+    if save_to is not None and not earlier:
         hint = f"--against {save_to} reads it; to write, name another file, or delete it"
         check_new_file(save_to, hint=hint)
-    kind: type[Perplexity | KLDivergence] = Perplexity if logits is None else KLDivergence
-    earlier: Any = kind.from_dict(checkpoint.data) if checkpoint.data else None
-    found: Perplexity | KLDivergence | None = earlier
+    found: Any = kind.from_dict(earlier) if earlier else None
+    shown, saved_s = Progress(console, "chunks", found.n_done if found else 0), perf_counter()
 
     def note(done: Perplexity | KLDivergence) -> None:
-        nonlocal found
+        nonlocal found, saved_s
         found = done
-        message = f"perplexity {number(done.value, 4)}" if isinstance(done, Perplexity) else ""
-        shown.show(done.n_done, done.n_chunks, message)
-        checkpoint.save(done.as_dict)
+        shown.show(done.n_done, done.n_chunks)
+        if perf_counter() - saved_s > _SAVED_EVERY_S:
+            save(reading.output_file, kind_name, done.as_dict())
+            saved_s = perf_counter()
 
-    options: Any = {"progress": note, "resume": earlier}
+    options: Any = {"progress": note, "resume": found}
     if logits is None:
-        window = _window_of(name, models)
+        text, window = reading.text(), _window_of(name, models)
+        options |= {"chunks": reading.chunks, "stride": stride, "save_to": save_to}
     else:
         with lb.eval.LogitsFile.open(logits) as file:
             window = file.window
     with open_for_chunks(name, models, window, console) as ctx:
-        shown = Progress(console, "chunks", 0 if earlier is None else earlier.n_done)
         try:
-            if logits is not None:
-                found = lb.eval.divergence(ctx, logits, **options)
-            else:
-                options |= {"chunks": reading.chunks, "stride": stride, "save_to": save_to}
+            if logits is None:
                 found = lb.eval.perplexity(ctx, text, window, **options)
+            else:
+                found = lb.eval.divergence(ctx, logits, **options)
         finally:
             console.progress("")
             if found is not None and found.n_done:
-                checkpoint.save(found.as_dict, now=True)
+                save(reading.output_file, kind_name, found.as_dict())
                 _print(console, ctx, found)
 
 
@@ -232,8 +216,6 @@ def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> 
             console.table(names, rows)
             console.line()
         console.line(f"{found.n_tokens} tokens, {n_chunks} chunks", "dim")
-        if found.n_tokens < 100:
-            console.note("fewer than 100 tokens: llama-perplexity gives no statistics for so few")
     else:
         its |= {"by_chunk": found.by_chunk, "running": found.running}
         row = (number(found.value, 4), number(found.stderr, 4), found.n_tokens, n_chunks)
@@ -285,66 +267,50 @@ def compare_models(
     models: ModelOptions,
     console: Console,
 ) -> None:
-    """Measure several models on a text; with a base also how far the others are from it."""
-    if reading.stride is not None or reading.save_to is not None:
-        raise ConfigError("--stride and --save-logits are for one model")
-    text = reading.text()
+    """Measure several models on a text; with a base also how far the others are from it.
+
+    What is done is printed, and written to ``--output``, when it is interrupted, too.
+    """
+    if reading.stride is not None or reading.save_to is not None or reading.resume:
+        raise ConfigError("--stride, --save-logits and --resume are for one model")
+    text, path = reading.text(), reading.output_file
     names = list(dict.fromkeys(names if base is None else [base, *names]))
     if len(names) < 2:
         raise ConfigError("--against compares with another model", hint="-m names one")
-    checkpoint = Checkpoint(reading, "quants")
+    reading.resumed_file()
     files = {name: lb.hub.parts(lb.hub.resolve(name, download=None)) for name in names}
     sizes = {name: sum(part.stat().st_size for part in parts) for name, parts in files.items()}
     if base is not None:
-        names = [base, *sorted((n for n in names if n != base), key=lambda n: -sizes[n])]
-        _check_vocabularies(names)
+        names = [base, *sorted(names[1:], key=lambda n: -sizes[n])]
+        _check_vocabularies(base, names[1:])
     window, chunks = _window_of(names[0], models), reading.chunks or _CHUNKS
-    settings: dict[str, object] = {
-        "models": names, "file": str(reading.text_file), "chunks": chunks, "window": window,
-        "kv_type": models.kv_type or "f16",
-    }  # fmt: skip
-    if checkpoint.data and checkpoint.data.get("settings") != settings:
-        message = f"{checkpoint.path} is of other models, another text or other settings"
-        raise ConfigError(message, hint="resume with the same command")
-    rows: dict[str, dict[str, Any]] = dict(checkpoint.data.get("rows", {}))
-    kept: dict[str, object] = {"settings": settings, "rows": rows}
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         # The base's log-probabilities, which the others are compared with.
-        logits = Path(folder, "logits")
-        if checkpoint.path is not None:
-            logits = checkpoint.path.with_name(checkpoint.path.name + ".logits")
-            if not checkpoint.data:
-                check_new_file(logits)
-            if base not in rows:
-                logits.unlink(missing_ok=True)
-        checkpoint.save(lambda: kept, now=True)
+        logits = None if base is None else Path(folder, "logits")
         try:
-            for name in (name for name in names if name not in rows):
+            for name in names:
+                about = {"model": name, "size_bytes": sizes[name]}
                 with open_for_chunks(name, models, window, console) as ctx:
-                    saved = None if base is None else logits
-                    row = _row(
-                        ctx, name, text, window, chunks, saved, console, is_base=name == base
-                    )
-                rows[name] = {"model": name, "size_bytes": sizes[name], **row}
-                checkpoint.save(lambda: kept, now=True)
-            logits.unlink(missing_ok=True)
+                    shown = Progress(console, f"chunks, {base_name(name)}")
+                    rows.append(about | _row(ctx, name, text, window, chunks, logits, shown))
         finally:
             console.progress("")
-            done = [rows[name] for name in names if name in rows]
-            if done:
-                _print_rows(console, done, with_base=base is not None)
-                console.answer({"base": base, "window": window, "models": done})
+            if rows:
+                found: dict[str, object] = {"base": base, "window": window, "models": rows}
+                save(path, "quants", found)
+                _print_rows(console, rows, with_base=base is not None)
+                console.answer(found)
 
 
-def _check_vocabularies(names: Sequence[str]) -> None:
-    with vocabulary(names[0]) as first:
-        for name in names[1:]:
+def _check_vocabularies(base: str, names: Sequence[str]) -> None:
+    with vocabulary(base) as first:
+        for name in names:
             with vocabulary(name) as other:
                 if first.compatibility(other).path != "tokens":
-                    raise lb.errors.VocabularyMismatchError(
-                        f"{name} has another vocabulary than {names[0]}",
-                        hint="compare quantisations of one model",
-                    )
+                    message = f"{name} has another vocabulary than {base}"
+                    hint = "compare quantisations of one model"
+                    raise lb.errors.VocabularyMismatchError(message, hint=hint)
 
 
 def _row(
@@ -354,29 +320,24 @@ def _row(
     window: int,
     chunks: int,
     logits: Path | None,
-    console: Console,
-    *,
-    is_base: bool,
+    shown: Progress,
 ) -> dict[str, Any]:
-    """Return what is known of a model; the base writes its log-probabilities to ``logits``."""
-    shown = Progress(console, f"chunks, {base_name(name)}")
+    """Return what is known of a model; the first one, the base, writes the file ``logits``."""
 
     def note(done: Perplexity | KLDivergence) -> None:
         shown.show(done.n_done, chunks)
 
-    start_s = perf_counter()
+    start_s, found = perf_counter(), None
     row: dict[str, Any] = {"file_type": ctx.model.file_type}
-    row |= {"kl": 0.0, "kl_stderr": 0.0, "kl_99": 0.0, "same_top": 1.0}
-    found: Perplexity | KLDivergence
-    if is_base or logits is None:
-        options: Any = {"chunks": chunks, "progress": note, "save_to": logits}
-        found = lb.eval.perplexity(ctx, text, window, **options)
-        figures = found.value, found.stderr
-    else:
+    if logits is not None and logits.exists():
         found = lb.eval.divergence(ctx, logits, progress=note)
-        its, figures = found.statistics, found.statistics.perplexity
-        row |= {"kl": its.mean.value, "kl_stderr": its.mean.stderr, "same_top": its.same_top.value}
-        row["kl_99"] = found.percentile(0.99)
+        its, n_done = found.statistics, found.n_done
+        figures = its.perplexity.value, its.perplexity.stderr
+        kl = (*its.mean, found.percentile(0.99), its.same_top.value)
+    else:
+        read = lb.eval.perplexity(ctx, text, window, chunks=chunks, progress=note, save_to=logits)
+        n_done, figures, kl = read.n_done, (read.value, read.stderr), (0.0, 0.0, 0.0, 1.0)
+    row |= zip(("kl", "kl_stderr", "kl_99", "same_top"), kl, strict=True)
     read_s = perf_counter() - start_s
     with lb.Context(ctx.model, n_ctx=256, n_seq_max=2, n_threads=ctx.n_threads) as plain:
         can = plain.capabilities
@@ -387,7 +348,7 @@ def _row(
     return row | {
         "perplexity": figures[0],
         "perplexity_stderr": figures[1],
-        "read_tokens_per_s": found.n_done * window / read_s,
+        "read_tokens_per_s": n_done * window / read_s,
         "write_tokens_per_s": n / write_s,
         "exact": can.batch_invariant,
         "why": can.batch_invariant_reason,
@@ -396,21 +357,22 @@ def _row(
 
 
 def _print_rows(console: Console, rows: Sequence[dict[str, Any]], *, with_base: bool) -> None:
-    def cells(names: Sequence[str], row: dict[str, Any], digits: Sequence[int]) -> list[str]:
-        values = (math.nan if row[name] is None else row[name] for name in names)  # of a file
-        return [number(value, n) for value, n in zip(values, digits, strict=True)]
-
-    columns = ("model", "type", "size", "perplexity", "±", "read/s", "write/s", "exact")
+    digits = {"perplexity": 3, "perplexity_stderr": 3}
+    digits |= {"kl": 5, "kl_stderr": 5, "kl_99": 4, "same_top": 4} if with_base else {}
+    digits |= {"read_tokens_per_s": 0, "write_tokens_per_s": 0}
     between = ("KL, nats", "±", "99 % KL", "same top") if with_base else ()
-    table = []
-    for i, row in enumerate(rows):
-        compared = cells(("kl", "kl_stderr", "kl_99"), row, (5, 5, 4)) if i else ["base", "", ""]
-        compared.append(f"{row['same_top']:.2%}" if i else "")
-        about = (base_name(row["model"]), row["file_type"], decimal_size(row["size_bytes"]))
-        first = cells(("perplexity", "perplexity_stderr"), row, (3, 3))
-        speeds = cells(("read_tokens_per_s", "write_tokens_per_s"), row, (0, 0))
-        table.append([*about, *first, *(compared if with_base else ()), *speeds, row["exact"]])
-    console.table((*columns[:5], *between, *columns[5:]), table, left=("type",))
+    columns = ("model", "type", "size", "perplexity", "±", *between, "read/s", "write/s", "exact")
+    table = [
+        (
+            base_name(row["model"]),
+            row["file_type"],
+            decimal_size(row["size_bytes"]),
+            *(number(row[name], n) for name, n in digits.items()),
+            row["exact"],
+        )
+        for row in rows
+    ]
+    console.table(columns, table, left=("type",))
     for row in rows if with_base else ():
         if row["made_from"] is not None:
             console.line()

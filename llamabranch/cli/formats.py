@@ -24,6 +24,12 @@ def base_name(name: str) -> str:
     return path.name if is_path else name
 
 
+def shortened(text: str, longest: int = 60) -> str:
+    """Return a text as one line of ``longest`` characters at most."""
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
 def number(value: float, digits: int, unit: str = "") -> str:
     """Format a number, or a dash for one that does not exist (nan)."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}{unit}"

@@ -89,51 +89,6 @@ class ResultOptions:
         None, "Give each token with its log-probability and the N most probable ones.", min=0
     )
 
-    def completed(
-        self, request: Request, text: TextOptions, grammar: Any, constraint: Any
-    ) -> Request:
-        """Return a request with the settings of the command line that it has none of."""
-        top = request.top_logprobs
-        return replace(
-            request,
-            constraint=constraint,
-            stop=request.stop or text.stop_strings,
-            grammar=request.grammar or grammar,
-            n=max(request.n, self.samples),
-            top_logprobs=self.top_logprobs if top is None else top,
-        )
-
-    def settings(
-        self, text: TextOptions, params: SamplingParams, chat: ChatOptions, models: BatchOptions
-    ) -> dict[str, Any]:
-        """Return what --resume compares; how to sample and when to stop as a digest."""
-        grammar = text.parse_grammar()
-        more = {
-            "system": chat.system,
-            "chat_template": chat.template,
-            "constraint": text.constraint,
-        }
-        options = {
-            "sampling": asdict(params),
-            "grammar": None if grammar is None else grammar.as_dict(),
-            "max_tokens": text.max_tokens,
-            "stop": list(text.stop_strings),
-            "ignore_end": text.ignore_eos,
-            "chat": chat.is_on,
-            # The digests of older files have none of these.
-            **{name: value for name, value in more.items() if value is not None},
-        }
-        is_fast = models.set("load").get("batch_invariant") is False
-        return {
-            "sampling": digest(options),
-            "samples": self.samples,
-            "rule": str(models.config().rule),
-            "kv_type": models.kv_type or ("fast" if is_fast else "auto"),
-            "seed": text.seed,
-            "seed_given": text.seed is not None,
-            "model": None,
-        }
-
 
 @with_bundles
 def generate(
@@ -157,11 +112,14 @@ def generate(
         # Everything that can be wrong in the arguments is found before a model loads.
         if models.compare and text.seed is None:
             text = replace(text, seed=secrets.randbits(31))
-        if job.resume and job.output_file is None:
-            raise typer.BadParameter("needs --output", param_hint="--resume")
         is_flat = call.command.name == "speculate"
-        requests, params = _requests(prompts, text, models, job, is_flat=is_flat)
-        settings, file = job.settings(text, params, chat, models), None
+        if is_flat and not any((prompts.texts, prompts.prompts, prompts.files, prompts.input_file)):
+            prompts = replace(prompts, texts=[DEFAULT_PROMPT])
+        # The seed is that of the text itself, or of a job.
+        params = text.params(models, text.seed if is_flat else None)
+        requests = _requests(prompts, text, job, params)
+        _check(requests, models, job, is_flat=is_flat)
+        settings, file = _settings(text, params, chat, models, job), None
         if job.output_file is not None:
             file = ResultFile(job.output_file, settings, requests, resume=job.resume)
             settings = console.resources.enter_context(file).job
@@ -184,41 +142,81 @@ def generate(
         shown = GenerateReport(engine, requests, console, file, chat=chat.is_on, is_flat=is_flat)
         prepared = [_prepared(request, text, chat, context) for request in requests]
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
-            if models.compare:
-                _warm_up(context, drafter, config, prepared)
+            if models.compare:  # the first decodes of a context are slower than later ones
+                few = [replace(request, max_tokens=8, n=1) for request in prepared]
+                for each in (drafter, NullDrafter()):  # engines of their own, which learn no length
+                    Engine(context, each, replace(config, draft_k=2)).generate(few)
             _run(shown, prepared, interrupts)
             if models.compare and not interrupts.requested:
                 shown.comparison = compare(
-                    engine, plain, prepared, interrupts,
-                    explains=shown.expects_same_text, progress=console.progress,
-                )  # fmt: skip
+                    engine, plain, prepared, interrupts, progress=console.progress
+                )
         shown.finish(interrupted=interrupts.requested)
 
 
 def _requests(
-    prompts: ManyPrompts,
-    text: TextOptions,
-    models: BatchOptions,
-    job: ResultOptions,
-    *,
-    is_flat: bool,
-) -> tuple[list[Request], SamplingParams]:
-    """Return the requests, as they were given, and the settings of those without; check what is asked."""
-    params, grammar = text.params(models), text.parse_grammar()
+    prompts: ManyPrompts, text: TextOptions, job: ResultOptions, params: SamplingParams
+) -> list[Request]:
+    """Return the requests as they were given, with the settings of the command line that they lack."""
+    grammar, constraint = text.parse_grammar(), text.load_constraint()
+    return [
+        replace(
+            request,
+            constraint=constraint,
+            stop=request.stop or text.stop_strings,
+            grammar=request.grammar or grammar,
+            n=max(request.n, job.samples),
+            top_logprobs=job.top_logprobs if request.top_logprobs is None else request.top_logprobs,
+        )
+        for request in prompts.requests(params)
+    ]
+
+
+def _check(
+    requests: list[Request], models: BatchOptions, job: ResultOptions, *, is_flat: bool
+) -> None:
+    """Raise ConfigError for what does not go together."""
     models.config()
-    if is_flat:
-        params = params.replace(seed=text.seed)  # that of the text itself, not of a job
-        if not (prompts.texts or prompts.prompts or prompts.files or prompts.input_file):
-            prompts = replace(prompts, texts=[DEFAULT_PROMPT])
-    constraint = text.load_constraint()
-    found = [job.completed(each, text, grammar, constraint) for each in prompts.requests(params)]
-    if not found:
+    if job.resume and job.output_file is None:
+        raise typer.BadParameter("needs --output", param_hint="--resume")
+    if not requests:
         raise ConfigError("there is no prompt", hint="give one, or --input")
     if models.compare and job.output_file is not None:
         raise ConfigError("--compare prints its results: leave out --output")
-    if is_flat and (len(found) > 1 or found[0].n > 1 or job.output_file is not None):
+    if is_flat and (len(requests) > 1 or requests[0].n > 1 or job.output_file is not None):
         raise ConfigError("speculate has one text", hint="`llamabranch generate` takes more")
-    return found, params
+
+
+def _settings(
+    text: TextOptions,
+    params: SamplingParams,
+    chat: ChatOptions,
+    models: BatchOptions,
+    job: ResultOptions,
+) -> dict[str, Any]:
+    """Return what --resume compares; how to sample and when to stop as a digest."""
+    grammar = text.parse_grammar()
+    more = {"system": chat.system, "chat_template": chat.template, "constraint": text.constraint}
+    options = {
+        "sampling": asdict(params),
+        "grammar": None if grammar is None else grammar.as_dict(),
+        "max_tokens": text.max_tokens,
+        "stop": list(text.stop_strings),
+        "ignore_end": text.ignore_eos,
+        "chat": chat.is_on,
+        # The digests of older files have none of these.
+        **{name: value for name, value in more.items() if value is not None},
+    }
+    is_fast = models.set("load").get("batch_invariant") is False
+    return {
+        "sampling": digest(options),
+        "samples": job.samples,
+        "rule": str(models.config().rule),
+        "kv_type": models.kv_type or ("fast" if is_fast else "auto"),
+        "seed": text.seed,
+        "seed_given": text.seed is not None,
+        "model": None,
+    }
 
 
 def _prepared(
@@ -233,29 +231,13 @@ def _prepared(
     return request
 
 
-def _warm_up(
-    context: lb.Context,
-    drafter: lb.Drafter,
-    config: lb.SpeculativeConfig,
-    requests: list[Request],
-) -> None:
-    """Decode some tokens: the first decodes of a context are slower than later ones.
-
-    Engines of their own run them, so that they do not influence the draft length.
-    """
-    few = [replace(request, max_tokens=8, n=1) for request in requests]
-    for each in (drafter, NullDrafter()):
-        Engine(context, each, replace(config, draft_k=2)).generate(few)
-
-
 def _run(report: GenerateReport, requests: list[Request], interrupts: InterruptHandler) -> None:
     """Run all requests, and show their texts."""
-    engine = report.engine
     report.begin()
-    stream = engine.stream(requests, skip=report.done)
+    stream = report.engine.stream(requests, skip=report.done)
     try:
         if interrupts.requested:  # before there was a decode to stop
-            engine.target.interrupt()
+            report.engine.target.interrupt()
         for event in stream:  # the last ones after a Ctrl-C are what unfinished texts have
             report.show(event)
     except lb.DecodeInterruptedError:

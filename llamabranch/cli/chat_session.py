@@ -14,8 +14,7 @@ import typer
 import llamabranch as lb
 from llamabranch.chat import Answer
 
-from .console import Console
-from .formats import shortened
+from .console import Console, shortened
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .options import setting_value
 from .trees import drawn_tree

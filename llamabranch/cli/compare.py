@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import html
+import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from llamabranch import ConfigError, pictures
 
 from ..files import atomic_write
 from .bundles import option, with_bundles
-from .console import Console, Progress
+from .console import Console, decimal_size, drawn_table, number
 from .eval_text import divergence_tables, open_for_chunks
 from .files import check_new_file, read_prompt_file
-from .formats import decimal_size, number
 from .interrupts import EXIT_FAILURE
 from .options import OUTPUT, TEXT, ModelOptions, OutputOptions
 
@@ -26,13 +28,9 @@ if TYPE_CHECKING:
     from llamabranch.loom.report import Comparison
 
 Rows = list[tuple[str, ...]]
-_HEAD = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta name="color-scheme" content="light dark"><title>Two models compared</title>
-<style>body { max-width: 60em; margin: 2em auto; padding: 0 1em; font-family: sans-serif }
-td { text-align: right; padding: 0 1em 0 0; font-family: monospace; white-space: pre-wrap }
-td:first-child { text-align: left; opacity: .65 }</style>
-<h1>Two models compared</h1>
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<title>Two models compared</title><pre>{code}</pre></html>
 """
 
 
@@ -75,11 +73,10 @@ def compare(
         text, window = read_prompt_file(asked.text), asked.window
         both = [open_for_chunks(name, models, window, console) for name in (a, b)]
         found: list[Comparison] = []
-        shown = Progress(console, "chunks")
 
         def note(done: Comparison) -> None:
             found[:] = [done]
-            shown.show(done.n_chunks, asked.chunks)
+            console.progress(f"{done.n_chunks} of {asked.chunks} chunks")
 
         try:
             compare_models(
@@ -101,28 +98,18 @@ def compare(
 
 
 def _report(console: Console, asked: CompareOptions, found: Comparison) -> None:
-    tables = list(_tables(found))
+    parts: list[RenderableType] = []
+    for title, (names, *rows) in _tables(found):
+        table = drawn_table(names, [tuple(map(pictures.visible, row)) for row in rows])
+        parts += [Text(title, style="bold"), table, ""]
+    parts.append(found.advice)
+    console.render(Group(*parts))
     if asked.report is not None:
+        page = RichConsole(record=True, file=io.StringIO(), width=200)
+        page.print(Group(*parts))
         with atomic_write(asked.report) as file:
-            file.write(_page([*tables, (found.advice, [])]).encode())
-    for _, rows in tables:
-        console.table(rows[0], [tuple(map(pictures.visible, row)) for row in rows[1:]])
-        console.line()
-    console.line(found.advice)
+            file.write(page.export_html(code_format=_PAGE, inline_styles=True).encode())
     console.answer(found.as_dict())
-
-
-def _page(tables: Sequence[tuple[str, Rows]]) -> str:
-    """Return the tables as a page that is light or dark as the reader's browser is."""
-
-    def shown(text: str) -> str:
-        return html.escape(pictures.visible(text))
-
-    parts = []
-    for title, rows in tables:
-        lines = ["<tr>" + "".join(f"<td>{shown(cell)}" for cell in row) for row in rows]
-        parts.append(f"<h2>{shown(title)}</h2>\n<table>{''.join(lines)}</table>")
-    return _HEAD + "\n".join(parts) + "\n"
 
 
 def _tables(found: Comparison) -> Iterator[tuple[str, Rows]]:

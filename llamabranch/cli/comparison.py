@@ -12,7 +12,7 @@ import llamabranch as lb
 from llamabranch import Engine, Request, Result, SpeculativeStats
 from llamabranch.bench.timing import Interval, Maker, Series, Stopped, Timing, Work, interleave
 
-from .formats import interval_text, number
+from .console import interval_text, number
 from .interrupts import InterruptHandler
 
 NOTHING_DRAFTED = (

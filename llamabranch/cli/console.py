@@ -13,10 +13,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from pathlib import Path
 from time import monotonic
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
+from rich import filesize
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
@@ -27,9 +28,16 @@ from rich.text import Text
 import llamabranch as lb
 from llamabranch.pictures import SOURCES
 
+if TYPE_CHECKING:
+    from llamabranch.bench.timing import Interval, Spread
+
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
 }  # fmt: skip
+ROUNDING = (
+    "Logits are rounded by how many tokens are decoded at once, so a text that is drafted or "
+    "batched can differ."
+)
 PROGRESS_S = 15.0  # on a pipe, between two lines about what is going on
 
 
@@ -118,13 +126,7 @@ class Console:
         self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: Sequence[str] = ()
     ) -> None:
         """Print rows under headings; the first column and those of ``left`` are left-aligned."""
-        table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 3), header_style="bold")
-        for i, column in enumerate(columns):
-            aligned_left = i == 0 or column in left
-            table.add_column(column, justify="left" if aligned_left else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*map(cell, row))
-        self.render(table)
+        self.render(drawn_table(columns, rows, left))
 
     def render(self, what: RenderableType) -> None:
         """Print anything that rich can draw, without spaces at the ends of lines."""
@@ -188,24 +190,17 @@ class Console:
             self.progress("")
 
 
-class Progress:
-    """A line of progress with the time that is left: how many of ``what`` are done, of all.
-
-    ``n_before`` were done before.
-    """
-
-    def __init__(self, console: Console, what: str, n_before: int = 0) -> None:
-        self._console, self._what, self._n_before = console, what, n_before
-        self.start_s = monotonic()
-
-    def show(self, n_done: int, n_total: int, text: str = "") -> None:
-        """Show that ``n_done`` are done, and ``text``."""
-        n, left = n_done - self._n_before, ""
-        if n > 0:
-            seconds = (monotonic() - self.start_s) / n * (n_total - n_done)
-            left = f", {timedelta(seconds=round(seconds))} left"
-        more = f", {text}" if text else ""
-        self._console.progress(f"{n_done} of {n_total} {self._what}{more}{left}")
+def drawn_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[str] = ()
+) -> Table:
+    """Return rows under headings; the first column and those of ``left`` are left-aligned."""
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 3), header_style="bold")
+    for i, column in enumerate(columns):
+        aligned_left = i == 0 or column in left
+        table.add_column(column, justify="left" if aligned_left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(cell, row))
+    return table
 
 
 def cell(value: object) -> str:
@@ -288,3 +283,43 @@ def finite(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [finite(inner) for inner in value]
     return value
+
+
+# -- numbers as text, the same in all tables -----------------------------------------------------------
+
+
+def base_name(name: str) -> str:
+    """Return the name of the file, if a model is named by a path; other names as they are."""
+    path = Path(name)
+    is_path = path.is_absolute() or name.startswith((".", "~")) or path.is_file()
+    return path.name if is_path else name
+
+
+def shortened(text: str, longest: int = 60) -> str:
+    """Return a text as one line of ``longest`` characters at most."""
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def number(value: float, digits: int, unit: str = "") -> str:
+    """Format a number, or a dash for one that does not exist (nan)."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}{unit}"
+
+
+def decimal_size(n_bytes: float) -> str:
+    """Format a number of bytes in decimal units."""
+    return filesize.decimal(round(n_bytes), precision=2)
+
+
+def interval_text(found: Interval | Spread, digits: int = 2) -> str:
+    """Format the ends of an interval, or a dash where there are too few values for one."""
+    if math.isnan(found.low):
+        return "-"
+    return f"{found.low:.{digits}f} to {found.high:.{digits}f}"
+
+
+def spread_text(spread: Spread, digits: int) -> str:
+    """Format a median with the lowest and the highest value, or a dash without values."""
+    if math.isnan(spread.median):
+        return "-"
+    return f"{spread.median:.{digits}f} ({interval_text(spread, digits)})"

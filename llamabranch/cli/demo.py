@@ -14,8 +14,7 @@ from llamabranch.search import select
 
 from .bundles import with_bundles
 from .comparison import compare, total
-from .console import Console
-from .formats import ROUNDING, number
+from .console import ROUNDING, Console, number
 from .interrupts import InterruptHandler
 from .options import ModelOptions, OutputOptions, Threads
 from .trees import LEGEND, drawn_tree, tree_of

@@ -24,7 +24,7 @@ import llamabranch as lb
 from llamabranch import hub
 
 from .bundles import with_bundles
-from .formats import decimal_size
+from .console import decimal_size
 from .interrupts import EXIT_FAILURE
 from .options import ModelOptions, OutputOptions, Threads
 

@@ -13,10 +13,9 @@ from llamabranch import ConfigError, Context, hub
 from llamabranch.eval import Sample, Task, TaskResult, find_task, run_task, task_names
 
 from .bundles import argument, option, with_bundles
-from .console import Console, Progress
+from .console import Console, number
 from .eval_text import ReadingOptions, compare_models, measure, scoring_options
 from .files import read_text
-from .formats import number
 from .options import TEXT, ModelOptions, OutputOptions
 
 _SEQUENCES = 64
@@ -175,12 +174,11 @@ def _run(
     """Add the result of a task to ``results``: of the items that are done, where it is interrupted."""
     order = {item.id: i for i, item in enumerate(task.items[:limit])}
     found = list({s.item.id: s for s in file.done[task.name] if s.item.id in order}.values())
-    shown = Progress(console, f"items of {task.name}", len(found))
 
     def note(sample: Sample) -> None:
         found.append(sample)
         file.write(task, ctx, sample)
-        shown.show(len(found), len(order))
+        console.progress(f"{len(found)} of {len(order)} items of {task.name}")
 
     try:
         run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)

@@ -19,9 +19,8 @@ from llamabranch.eval import KLDivergence, Perplexity, Uncertain
 from ..files import atomic_write
 from ..loading import LoadOptions
 from .bundles import option
-from .console import Console, Progress, finite
+from .console import Console, base_name, decimal_size, finite, number
 from .files import check_new_file, read_prompt_file, read_text, writing
-from .formats import base_name, decimal_size, number
 from .options import OUTPUT, ModelOptions, trained_length, vocabulary
 
 _CHUNKS, _WINDOW = 16, 512  # where models are compared; tokens a chunk
@@ -178,12 +177,12 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         hint = f"--against {save_to} reads it; to write, name another file, or delete it"
         check_new_file(save_to, hint=hint)
     found: Any = kind.from_dict(earlier) if earlier else None
-    shown, saved_s = Progress(console, "chunks", found.n_done if found else 0), perf_counter()
+    saved_s = perf_counter()
 
     def note(done: Perplexity | KLDivergence) -> None:
         nonlocal found, saved_s
         found = done
-        shown.show(done.n_done, done.n_chunks)
+        console.progress(f"{done.n_done} of {done.n_chunks} chunks")
         if perf_counter() - saved_s > _SAVED_EVERY_S:
             save(reading.output_file, kind_name, done.as_dict())
             saved_s = perf_counter()
@@ -292,8 +291,7 @@ def compare_models(
             for name in names:
                 about = {"model": name, "size_bytes": sizes[name]}
                 with open_for_chunks(name, models, window, console) as ctx:
-                    shown = Progress(console, f"chunks, {base_name(name)}")
-                    rows.append(about | _row(ctx, name, text, window, chunks, logits, shown))
+                    rows.append(about | _row(ctx, name, text, window, chunks, logits, console))
         finally:
             console.progress("")
             if rows:
@@ -320,12 +318,12 @@ def _row(
     window: int,
     chunks: int,
     logits: Path | None,
-    shown: Progress,
+    console: Console,
 ) -> dict[str, Any]:
     """Return what is known of a model; the first one, the base, writes the file ``logits``."""
 
     def note(done: Perplexity | KLDivergence) -> None:
-        shown.show(done.n_done, chunks)
+        console.progress(f"{done.n_done} of {chunks} chunks of {base_name(name)}")
 
     start_s, found = perf_counter(), None
     row: dict[str, Any] = {"file_type": ctx.model.file_type}

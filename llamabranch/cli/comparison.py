@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import llamabranch as lb
-from llamabranch import Engine, Request, Result, SpeculativeStats
-from llamabranch.bench.timing import Interval, Maker, Series, Stopped, Timing, Work, interleave
+from llamabranch import Engine, Request, Result
+from llamabranch.bench.timing import Interval, Maker, Series, Stopped, Timing, interleave
 
 from .console import interval_text, number
 from .interrupts import InterruptHandler
@@ -48,9 +48,8 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """ "faster", "slower" or "inconclusive"; "nothing drafted" where both were plain decoding."""
-        if total(self.results).num_draft_tokens == 0:
-            return "nothing drafted"
-        return self.interval.verdict
+        drafts = any(result.stats.num_draft_tokens for result in self.results)
+        return self.interval.verdict if drafts else "nothing drafted"
 
     @property
     def same_text(self) -> bool:
@@ -90,14 +89,6 @@ class Comparison:
         )
 
 
-def total(results: Sequence[Result]) -> SpeculativeStats:
-    """Return the statistics of all texts together."""
-    found = SpeculativeStats()
-    for result in results:
-        found.add(result.stats)
-    return found
-
-
 def compare(
     drafting: Engine,
     plain: Engine,
@@ -123,10 +114,7 @@ def compare(
             n_tokens = sum(len(result.tokens) for result in found)
             return Timing(n_tokens, engine.stats.elapsed_s - before)
 
-        def make(_: int) -> Work:
-            return work
-
-        return make
+        return lambda _: work
 
     found = interleave(
         {"drafted": maker(drafting), "plain": maker(plain)},

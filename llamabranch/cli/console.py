@@ -242,20 +242,13 @@ _answered = False  # whether the running command has printed its JSON object
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print one JSON object and nothing else: null for numbers that do not exist.
+    """Print one JSON object in ASCII and nothing else: null for numbers that do not exist.
 
     Raises:
         OutputError: standard output is closed, or its disk is full.
     """
     global _answered
-    found = finite(value)
-    text = json.dumps(found, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        # JSON can spell every character in ASCII, also half a surrogate pair.
-        text = json.dumps(found)
-    _write(sys.stdout, text + "\n")
+    _write(sys.stdout, json.dumps(finite(value)) + "\n")
     _answered = True
 
 

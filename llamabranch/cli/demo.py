@@ -13,7 +13,7 @@ from llamabranch.pictures import Token, TreeLine
 from llamabranch.search import select
 
 from .bundles import with_bundles
-from .comparison import compare, total
+from .comparison import compare
 from .console import ROUNDING, Console, number
 from .interrupts import InterruptHandler
 from .options import ModelOptions, OutputOptions, Threads
@@ -237,7 +237,7 @@ def _compare(
     found = compare(drafting, plain, [request], interrupts, budget_s=COMPARE_S)
     if found is None:
         return {}
-    stats, plain_stats = total(found.results), total(found.plain_results)
+    stats, plain_stats = found.results[0].stats, found.plain_results[0].stats
     rows = [
         ("decodes", stats.target_forward_passes, plain_stats.target_forward_passes),
         ("accept rate", number(100 * stats.draft_acceptance_rate, 0, " %"), ""),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,16 +13,17 @@ from typing import Any, ClassVar
 import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError, Engine, Request, SamplingParams
+from llamabranch import ConfigError, Engine, Event, Request, Result, SamplingParams
+from llamabranch.bench.machine import Machine
 from llamabranch.speculative import NullDrafter
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .comparison import compare
+from .comparison import Comparison, compare, first_difference
+from .console import ROUNDING, Console, number
 from .drafters import has_model
 from .files import digest
-from .generate_report import GenerateReport
-from .interrupts import InterruptHandler
+from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .job import JobLengths
 from .options import (
     DEFAULT_PROMPT,
@@ -33,6 +37,289 @@ from .options import (
     TextOptions,
 )
 from .results import ResultFile
+
+# What ended a text before its grammar did, and what is to be raised.
+_CUT = {"length": ("-n", "it"), "capacity": ("the context", "--ctx-size")}
+
+
+class GenerateReport:
+    """The results of a job and what is printed of them.
+
+    Args:
+        engine: what runs the job.
+        requests: all of them, as they were given.
+        console: where results, progress and totals go.
+        file: where results are appended instead, if anywhere.
+        chat: prompts are questions: print them on lines of their own.
+        is_flat: the JSON object is that of the only text, as ``speculate`` prints it.
+
+    Attributes:
+        done: the texts (id, sample) that the file had before.
+        comparison: with plain decoding, if requested.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        console: Console,
+        file: ResultFile | None,
+        *,
+        chat: bool = False,
+        is_flat: bool = False,
+    ) -> None:
+        self.engine, self._console, self._file = engine, console, file
+        self._requests = {str(request.id): request for request in requests}
+        self.done = set() if file is None else file.done
+        self.comparison: Comparison | None = None
+        self._chat, self._is_flat = chat, is_flat
+        self._is_plain = isinstance(engine.drafter, NullDrafter)
+        self._results: list[Result] = []
+        self._finish_reasons: Counter[str] = Counter()
+        self._n_failed = self._n_printed = 0
+        self._on_terminal = console.out.is_terminal
+        texts = [(str(r.id), i) for r in requests for i in range(r.n)]
+        self._n_texts, self._n_ended = len(texts), len(self.done)
+        prints = file is None and not console.silent
+        self._streams = len(texts) == 1 and prints
+        # Where results are shown as they end, they are the progress.
+        self._counts = not self._streams and not (prints and self._on_terminal)
+        # A pipe gets the texts in the order of the prompts; others as they end.
+        self._order = texts if prints and not self._on_terminal else []
+        self._held: dict[tuple[str, int], Result] = {}
+        self._machine = Machine.now()
+
+    # -- texts -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Show the prompt of the only text on a terminal."""
+        if self._streams and self._on_terminal:
+            if not self._is_plain:
+                self._console.legend()
+            self._console.write(self._prompt(*self._requests.values()), "dim")
+
+    def show(self, event: Event) -> None:
+        """Print a token of the only text, or what is known of a text that has ended.
+
+        A text that an interruption has cut is printed if it has a token, and not written to a file, which
+        --resume completes.
+        """
+        result = event.result
+        if event.emitted is not None and self._streams:
+            self._console.emit(event.emitted)
+        if result is None:
+            return
+        self._n_ended += 1
+        if self._counts:
+            self._console.progress(f"{self._n_ended} of {self._n_texts} texts")
+        if result.finish_reason == "cancelled" and (self._file is not None or not result.tokens):
+            return
+        if not self._order:
+            self._give(result)
+            return
+        self._held[result.id, result.sample] = result
+        while self._order and self._order[0] in self._held:
+            self._give(self._held.pop(self._order.pop(0)))
+
+    def end(self) -> None:
+        """Give what is still kept back, if the job was interrupted; keep the figures of the job."""
+        self._console.progress("")
+        for text in sorted(self._held, key=self._order.index):
+            self._give(self._held[text])
+        self._stats = copy.deepcopy(self.engine.stats)  # a comparison adds to the engine's later
+        self._explanation = self.engine.explain()
+        if not self._is_plain:
+            self._explanation = f"drafter: {self.engine.drafter.name}; {self._explanation}"
+
+    def _give(self, result: Result) -> None:
+        """Write a result to the file, or print it, or keep it for the JSON object."""
+        request, error, note = self._requests[result.id], result.error, self._console.note
+        result.prompt = request.prompt  # the given one, without the chat template
+        self._n_failed += error is not None and not result.tokens
+        self._finish_reasons[result.finish_reason] += 1
+        label = result.id + (f", sample {result.sample}" if result.sample else "")
+        if self._file is not None:
+            self._file.write(result, request)
+        else:
+            self._results.append(result)
+            if error is None or result.tokens:
+                self._print(result, request, label)
+        if error is not None and not self._console.silent:
+            self._console.error(f"{label}: {error.message}", error.hint)
+        if result.finish_reason == "constraint":
+            message = "the constraint allows no token there, and the text may be incomplete"
+            note(f"warning: {label}: {message}")
+        elif result.grammar is not None and result.finish_reason in _CUT:
+            limit, more = _CUT[result.finish_reason]
+            message = f"{limit} ended the text before its grammar: it may be incomplete"
+            note(f"warning: {label}: {message}; raise {more}")
+
+    def _print(self, result: Result, request: Request, label: str) -> None:
+        if self._streams:
+            self._console.write("\n\n" if self._on_terminal else "\n")
+            return
+        if self._on_terminal:
+            self._console.write(f"[{label}] ", "bold")
+            self._console.write(self._prompt(request), "dim")
+        elif self._n_printed:
+            self._console.write("\n")  # an empty line between two texts
+        self._n_printed += 1
+        self._console.write(result.text + "\n" + "\n" * self._on_terminal)
+
+    def _prompt(self, request: Request) -> str:
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            return prompt + "\n" * self._chat
+        return f"{prompt[-1]['content']}\n" if isinstance(prompt[-1], Mapping) else ""
+
+    # -- totals ----------------------------------------------------------------------------------------
+
+    def finish(self, *, interrupted: bool) -> None:
+        """Print the totals, and exit as the job asks for."""
+        compared = {} if self.comparison is None else self._compared(self.comparison)
+        self._print_totals(self._console.beside, compared)
+        answer = self._flat() if self._is_flat else self._totals(interrupted)
+        self._console.answer({**answer, **compared})
+        if interrupted:
+            more = "" if self._file is None else "; --resume continues from here"
+            self._console.note("interrupted" + more)
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if self._n_failed:
+            raise typer.Exit(EXIT_FAILURE)
+
+    def _totals(self, interrupted: bool) -> dict[str, object]:
+        """Return the totals, and the results unless a file has them."""
+        answer: dict[str, object] = {
+            "requests": len(self._requests),
+            "skipped": len(self.done),
+            "failed": self._n_failed,
+            "interrupted": interrupted,
+            "seed": self.engine.seed,
+            "batch_invariant": self.engine.target.capabilities.batch_invariant,
+            "explain": self._explanation,
+            "stats": self._stats.as_dict(),
+        }
+        if self._file is None:
+            answer["results"] = [result.as_dict(stats=False) for result in self._results]
+        return answer
+
+    def _flat(self) -> dict[str, object]:
+        """Return what ``speculate`` prints of its only text."""
+        explained = {"explain": self._explanation}
+        if not self._results:  # it was interrupted before the first token, or failed
+            return {"text": "", "tokens": [], "finish_reason": None, **explained}
+        (result,), compared = self._results, self.comparison
+        return {
+            "text": result.text,
+            "tokens": result.tokens,
+            "finish_reason": None if result.finish_reason == "cancelled" else result.finish_reason,
+            "tokens_per_s": compared.drafted.rate.median if compared else self._stats.tokens_per_s,
+            "seed": result.seed,
+            "rule": str(self.engine.config.rule),
+            **explained,
+            "stats": result.stats.as_dict(),
+        }
+
+    def _compared(self, found: Comparison) -> dict[str, object]:
+        results, engine = found.plain_results, self.engine
+        can, is_exact = engine.target.capabilities, engine.sampling.temperature == 0
+        plain: dict[str, object] = {"tokens_per_s": found.plain.rate.median}
+        if self._is_flat:
+            plain |= {"text": results[0].text, "tokens": results[0].tokens}
+        else:
+            plain["results"] = [result.as_dict(stats=False) for result in results]
+        # Whether the text of plain decoding is promised, not only its distribution.
+        expected = self._is_plain or is_exact or str(engine.config.rule) == "seeded"
+        requests = list(self._requests.values())
+        return {
+            "plain": plain,
+            "speedup": found.speedup,
+            "speedup_interval": found.interval.as_dict(),
+            "speedup_verdict": found.verdict,
+            "machine": self._machine.as_dict(),
+            "n_threads": engine.target.n_threads,
+            "same_text": found.same_text,
+            "same_text_expected": expected,
+            "batch_invariant": can.batch_invariant,
+            "batch_invariant_reason": can.batch_invariant_reason,
+            "divergence": first_difference(engine.target, found, requests) if expected else None,
+        }
+
+    def _rows(self) -> list[tuple[str, object]]:
+        stats, engine, can = self._stats, self.engine, self.engine.target.capabilities
+        drafting, rows = stats.speculative, dict[str, object]({"requests": len(self._requests)})
+        if not self._is_plain:
+            rows |= {
+                "iterations": drafting.num_drafts,
+                "drafted": drafting.num_draft_tokens,
+                "accepted": drafting.num_accepted_tokens,
+                "accept rate": number(100 * drafting.draft_acceptance_rate, 1, " %"),
+                "tokens a drafted round": number(drafting.mean_acceptance_length, 2),
+                "plain steps": drafting.num_plain_steps,
+                "drafts ended by": _reasons(drafting.stop_reasons),
+            }
+        counts = {
+            "texts in the file already": len(self.done),
+            "failed": self._n_failed,
+            "draft forward passes": stats.draft_forward_passes,
+            "prompt tokens shared": stats.shared_prompt_tokens,
+            "preemptions": stats.preemptions,
+        }
+        rows |= {
+            "finish reason": _reasons(self._finish_reasons),
+            "target forward passes": stats.target_forward_passes,
+            **{name: n for name, n in counts.items() if n},
+            "seed": self._results[0].seed if self._is_flat and self._results else engine.seed,
+            "K/V type": engine.target.kv_type,
+            "batch-invariant": can.batch_invariant or f"no: {can.batch_invariant_reason}",
+            "tokens": stats.generated_tokens,
+        }
+        return [row for row in rows.items() if row[1] != ""]
+
+    def _print_totals(self, console: Console, compared: Mapping[str, object]) -> None:
+        """Print the totals as a table: on a pipe to standard error."""
+        paragraphs, found = [self._explanation] if self._console.verbose else [], self.comparison
+        if found is None:
+            rate = ("tokens a second", number(self._stats.tokens_per_s, 1))
+            console.table(("", "total"), [*self._rows(), rate])
+        else:
+            rows = [*((*row, "") for row in self._rows()), *found.rows()]
+            console.table(("", "drafted", "plain"), rows)
+            machine = self._machine.describe(self.engine.target.n_threads)
+            paragraphs += [self._about_the_texts(compared), found.explain(), machine]
+        if "capacity" in self._finish_reasons and not self._console.silent:
+            self._console.note("the context is full: raise --ctx-size to go on")
+        for paragraph in filter(None, paragraphs):
+            console.line()
+            console.line(paragraph)
+
+    def _about_the_texts(self, compared: Mapping[str, object]) -> str:
+        if not compared["same_text_expected"]:
+            rule = self.engine.config.rule
+            return f"same text: not expected (rule {rule} is lossless in distribution)"
+        where, why = compared["divergence"], compared["batch_invariant_reason"]
+        if not isinstance(where, dict):
+            return ""
+        model = self.engine.target.model
+        plain, drafted = (
+            "nothing" if token is None else repr(model.piece(token).decode(errors="replace"))
+            for token in where["tokens"]
+        )
+        message = (
+            f"The texts differ. First difference at token {where['position']}: plain decoding "
+            f"generated {plain}, with drafts {drafted}."
+        )
+        if compared["batch_invariant"]:
+            return (
+                f"{message} This context is batch-invariant ({why}): this is a bug in llamabranch."
+            )
+        return f"{message} This context is not batch-invariant ({why}). {ROUNDING}"
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    """Return reasons with how often each was the case, the most frequent one first."""
+    return ", ".join(f"{reason} {n}" for reason, n in Counter(counts).most_common())
+
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
 _LEAST_CELLS = 2048

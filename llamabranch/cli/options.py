@@ -21,7 +21,7 @@ import typer
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
-from ..arguments import nearest
+from ..arguments import choice, nearest
 from .bundles import argument, option
 from .console import Console
 from .files import load_function, read_prompt_file, read_standard_input, read_text, schema_text
@@ -42,6 +42,7 @@ LENGTH = "--n-predict --max-tokens --predict -n"  # the option of how many token
 _FUNCTION = re.compile(r".+\.py:\w+")  # FILE.py:NAME
 DEFAULTS = SamplingParams()
 DEFAULT_PROMPT = "Once upon a time"
+_SWITCH = {"on": True, "1": True, "off": False, "0": False, "auto": None}
 _NOT_SETTINGS = {"logprobs", "logits_processor"}
 
 Threads = Annotated[
@@ -70,13 +71,6 @@ def trained_length(model: lb.Model | str) -> int | None:
             return trained_length(opened)
     found = model.metadata.get(f"{model.architecture}.context_length", "")
     return int(found) if found.isdigit() and int(found) else None
-
-
-def _on_off_auto(value: str) -> str:
-    value = {"1": "on", "0": "off"}.get(value, value)
-    if value not in ("on", "off", "auto"):
-        raise typer.BadParameter(f"{value!r} is none of on, off, auto", param_hint="--flash-attn")
-    return value
 
 
 def setting_value(text: str) -> Any:
@@ -153,7 +147,6 @@ class ModelOptions:
         "Flash attention; auto is on where the model can.",
         "--flash-attn -fa",
         metavar="on|off|auto",
-        callback=_on_off_auto,
     )
     settings: list[str] | None = option(
         None,
@@ -163,11 +156,6 @@ class ModelOptions:
         metavar="NAME=VALUE",
         rich_help_panel=SAMPLING,
     )
-
-    @property
-    def target_name(self) -> str:
-        """The model that was named, else the default."""
-        return hub.default_model() if self.target is None else self.target
 
     @property
     def kv_type(self) -> str | None:
@@ -180,8 +168,8 @@ class ModelOptions:
     def announce(self, console: Console) -> str:
         """Return the name of the model; the default is named on standard error, but for --json."""
         if self.target is None and not console.silent:
-            console.note(f"model: {self.target_name}, as -m names none")
-        return self.target_name
+            console.note(f"model: {hub.default_model()}, as -m names none")
+        return self.target or hub.default_model()
 
     def set(self, kind: Literal["sampling", "drafting", "load"]) -> dict[str, Any]:
         """Return the settings of ``-S`` that are of a kind, by name.
@@ -216,13 +204,14 @@ class ModelOptions:
 
     def load_options(self) -> LoadOptions:
         """Return what was given, by the names of `llamabranch.load`."""
+        choice("--flash-attn", self.flash_attn, _SWITCH)
         given: dict[str, Any] = {
             "n_gpu_layers": self.gpu_layers,
             "n_ctx": self.n_ctx,
             "n_threads": self.threads,
             "n_threads_batch": self.threads,
             "kv_type": self.kv_type,
-            "flash_attention": None if self.flash_attn == "auto" else self.flash_attn == "on",
+            "flash_attention": _SWITCH[self.flash_attn],
         }
         found = {name: value for name, value in given.items() if value is not None}
         return cast("LoadOptions", found | self.set("load"))
@@ -265,10 +254,7 @@ class DraftOptions(ModelOptions):
 
     def config(self) -> lb.SpeculativeConfig:
         """Return the settings of drafting; ConfigError for a value out of range."""
-        if self.draft_length != "auto" and not self.draft_length.lstrip("-").isdecimal():
-            message = f"{self.draft_length!r} is neither a number nor auto"
-            raise typer.BadParameter(message, param_hint="--draft-max")
-        length = "auto" if self.draft_length == "auto" else int(self.draft_length)
+        length = setting_value(self.draft_length)
         return lb.SpeculativeConfig(**{"draft_k": length, **self.set("drafting")})
 
     def resolve(
@@ -519,18 +505,16 @@ class TextOptions(SamplingOptions):
         """The place of the constraint, FILE.py:NAME, or None."""
         return self._rule(is_function=True)
 
+    def _rule(self, *, is_function: bool) -> str | None:
+        """Return the only one of ``--grammar`` that names a function, or that does not."""
+        rules = [r for r in self.rules or () if bool(_FUNCTION.fullmatch(r)) == is_function]
+        if len(rules) > 1:
+            raise typer.BadParameter("one grammar and one constraint at most")
+        return rules[0] if rules else None
+
     def load_constraint(self) -> Callable[[str], bool] | None:
         """Return the constraint that these options name, or None; its file is run."""
-        place = self.constraint
-        return None if place is None else load_function(place)
-
-    def _rule(self, *, is_function: bool) -> str | None:
-        found = [
-            rule for rule in self.rules or () if bool(_FUNCTION.fullmatch(rule)) == is_function
-        ]
-        if len(found) > 1:
-            raise typer.BadParameter("one grammar and one constraint at most")
-        return found[0] if found else None
+        return None if self.constraint is None else load_function(self.constraint)
 
 
 @dataclass(frozen=True)

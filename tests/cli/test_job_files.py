@@ -348,7 +348,7 @@ def test_resuming_leaves_a_file_alone_that_is_not_its_own(job: Callable[..., Job
         ("no json\n", "line 1: invalid result"),
         ("Dear diary", "line 1: invalid result"),  # without an end of line: not a torn result
         (old.replace("}", ', "job": {}}') + "more", "line 2: invalid result"),
-        (old, "does not record its settings"),
+        (old, "line 1: invalid result"),
     ]:
         begun.out.write_text(text, encoding="utf-8")
         assert message in begun.run(code=2)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import typer
-from rich.console import Group, RenderableType
 
 import llamabranch as lb
 from llamabranch import ConfigError
@@ -19,7 +18,7 @@ from llamabranch.bench.pair import Cell, PairBench, PairReport, Sweep
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .comparison import NOTHING_DRAFTED
-from .console import Console, base_name, drawn_table, interval_text, number, spread_text
+from .console import Console, interval_text
 from .drafters import is_model, make_drafter
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .options import LENGTH, ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
@@ -119,7 +118,6 @@ def bench(
             len(texts), sweep, _arguments(sampling, models),
         )  # fmt: skip
         report.print(console)
-        console.answer(report.as_json())
         if interrupts.requested:
             console.note("interrupted: this is what was measured until then")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -197,64 +195,14 @@ class BenchReport:
             "then plain decoding (--draft none) is the safe choice."
         )
 
-    # -- text --------------------------------------------------------------------------------------
-
     def print(self, console: Console) -> None:
-        """Print everything that was measured."""
-        report, model, n_threads = self.report, self.target.model, self.target.n_threads
-        paragraphs: list[RenderableType] = [
-            f"target {model.name} ({model.n_params / 1e6:.1f}M, {model.file_type}), drafter "
-            f"{' + '.join(map(base_name, self.names[1:])) or 'none'}; temperature {self.temperature:g}, "
-            f"{'GPU' if model.on_gpu else 'CPU'}, threads {n_threads}, {self.n_prompts} prompts x "
-            f"{self.sweep.n_tokens} tokens, medians of {self.sweep.n_runs} runs (lowest to highest)",
-            self.machine.describe(n_threads),
-        ]
-        if report.t:
-            rows = [
-                (n, f"{v:.2f}", interval_text(report.v_intervals[n]) if n > 1 else "")
-                for n, v in report.v.items()
-            ]
-            one = f"which takes {1e3 * report.t[1]:.3f} ms"
-            title = f"v(n): a target decode of n tokens over one of 1, {one}"
-            paragraphs.append(Group(title, drawn_table(("n", "v(n)", "95 %"), rows)))
-        if report.plain.runs:
-            rate = spread_text(report.plain.rate, 1)
-            paragraphs.append(f"Plain decoding: {rate} tokens a second")
-        if report.lengths:
-            paragraphs.append(
-                f"A drafted token costs c = {number(report.c, 3)} of a target step and is accepted "
-                f"with probability a = {number(report.a, 2)} when it is tested."
-            )
-        confirmed = [] if report.confirmed is None else [report.confirmed]
-        for title, cells in (
-            ("Draft lengths:", report.lengths),
-            ("Rules:", report.rules),
-            ("The best setting, measured again:", confirmed),
-        ):
-            if cells:
-                columns = (
-                    "length, rule", "tokens a second", "x plain", "95 %", "theory",
-                    "accepted / drafted", "tokens a round",
-                )  # fmt: skip
-                paragraphs.append(Group(title, drawn_table(columns, [*map(self._row, cells)])))
-        for paragraph in (*paragraphs, self._advice()):
-            console.render(paragraph)
-            console.line()
+        """Print everything that was measured, or the JSON object."""
+        console.line(self.machine.describe(self.target.n_threads))
+        console.line()
+        console.report(self.as_json(), hidden=("machine", "stats", "best", "command"))
+        console.line(self._advice())
         if command := self.command():
-            console.write(f"  {command}\n")
-
-    def _row(self, cell: Cell) -> Sequence[object]:
-        return (
-            f"{cell.length}, {cell.rule}",
-            spread_text(cell.series.rate, 1),
-            spread_text(cell.speedup, 2),
-            interval_text(cell.interval),
-            number(self.report.predicted(cell), 2),
-            number(100 * cell.stats.draft_acceptance_rate, 1, " %"),
-            number(cell.stats.mean_acceptance_length, 2),
-        )
-
-    # -- JSON --------------------------------------------------------------------------------------
+            console.write(f"\n  {command}\n")
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
@@ -298,6 +246,7 @@ class BenchReport:
             "theory": self.report.predicted(cell),
             "same_text": same,
             "compared_text": compared,
+            "accept_rate": cell.stats.draft_acceptance_rate,
             "stats": cell.stats.as_dict(),
         }
 

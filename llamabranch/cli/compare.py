@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 from rich.console import Console as RichConsole
-from rich.console import Group, RenderableType
-from rich.text import Text
 
-from llamabranch import ConfigError, pictures
+from llamabranch import ConfigError
 
 from ..files import atomic_write
 from .bundles import option, with_bundles
-from .console import Console, decimal_size, drawn_table, number
-from .eval import divergence_tables, open_for_chunks
+from .console import Console, tables_of
+from .eval import open_for_chunks
 from .files import check_new_file, read_prompt_file
 from .interrupts import EXIT_FAILURE
 from .options import OUTPUT, TEXT, ModelOptions, OutputOptions
@@ -27,7 +23,6 @@ from .options import OUTPUT, TEXT, ModelOptions, OutputOptions
 if TYPE_CHECKING:
     from llamabranch.loom.report import Comparison
 
-Rows = list[tuple[str, ...]]
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
 <title>Two models compared</title><pre>{code}</pre></html>
@@ -98,57 +93,12 @@ def compare(
 
 
 def _report(console: Console, asked: CompareOptions, found: Comparison) -> None:
-    parts: list[RenderableType] = []
-    for title, (names, *rows) in _tables(found):
-        table = drawn_table(names, [tuple(map(pictures.visible, row)) for row in rows])
-        parts += [Text(title, style="bold"), table, ""]
-    parts.append(found.advice)
-    console.render(Group(*parts))
+    answer = found.as_dict()
+    console.report(answer)
     if asked.report is not None:
         page = RichConsole(record=True, file=io.StringIO(), width=200)
-        page.print(Group(*parts))
+        for table in tables_of(answer):
+            page.print(table)
+            page.print()
         with atomic_write(asked.report) as file:
             file.write(page.export_html(code_format=_PAGE, inline_styles=True).encode())
-    console.answer(found.as_dict())
-
-
-def _tables(found: Comparison) -> Iterator[tuple[str, Rows]]:
-    """Yield the tables of the report, each with a title and a first row of names."""
-    yield "Models", [
-        ("", "name", "type", "size", "vocabulary", "K/V"),
-        *(
-            (side, str(m["name"]), str(m["type"]), decimal_size(float(str(m["bytes"]))),
-             str(m["n_vocab"]), str(m["kv_type"]))
-            for side, m in zip("AB", found.models, strict=True)
-        ),
-    ]  # fmt: skip
-    if found.divergence is None:
-        t = {name: math.nan if x is None else x for name, x in found.totals.items()}
-        yield "Different tokenizers: bits", [
-            ("", "bits", "bits per byte"),
-            *((s, number(t[f"bits{s}"], 1), number(t[f"bpb{s}"], 4)) for s in "AB"),
-            ("bytes", number(t["bytes"], 0), ""),
-            ("greedy next texts agree, %", number(100 * t["agreement"], 1), ""),
-        ]  # fmt: skip
-        return
-    (names, *numbers), percentiles = divergence_tables(found.divergence)
-    reverse = ("mean KL(B, A), nats", number(found.reverse, 6), "")
-    yield (
-        "Numbers, KL(A, B): of B from A, the base",
-        [("A is the base", *names[1:]), *numbers, reverse],
-    )
-    yield "Percentiles", percentiles
-    yield "The worst tokens", [
-        ("KL", "before", "token", "after", "A's top", "B's top"),
-        *((number(t.kl, 3), t.before, t.text, t.after, t.top_a, t.top_b) for t in found.worst),
-    ]  # fmt: skip
-    groups = [*found.by(lambda t: f"quarter {t.quarter}").items()]
-    groups += found.by(lambda t: t.kind).items()
-    yield "Where", [
-        ("", "tokens", "mean KL(A, B)"), *((name, str(n), number(kl, 5)) for name, (n, kl) in groups)
-    ]  # fmt: skip
-    if found.forks:
-        yield "Greedy texts", [
-            ("", "tokens until they part"), ("median", f"{found.median_fork:g}"),
-            ("each", ", ".join(map(str, found.forks))),
-        ]  # fmt: skip

@@ -12,7 +12,7 @@ import llamabranch as lb
 from llamabranch import Engine, Request, Result
 from llamabranch.bench.timing import Interval, Maker, Series, Stopped, Timing, interleave
 
-from .console import interval_text, number
+from .console import interval_text
 from .interrupts import InterruptHandler
 
 NOTHING_DRAFTED = (
@@ -57,15 +57,14 @@ class Comparison:
         pairs = zip(self.results, self.plain_results, strict=True)
         return all(drafted.tokens == plain.tokens for drafted, plain in pairs)
 
-    def rows(self) -> list[tuple[str, object, object]]:
-        """Return what a table shows of it: names, the drafted and the plain figures."""
-        drafted, plain = (number(each.rate.median, 1) for each in (self.drafted, self.plain))
-        return [
-            ("tokens a second", drafted, plain),
-            ("speedup", number(self.speedup, 2), "1"),
-            ("95 % interval", interval_text(self.interval), ""),
-            ("same text", self.same_text, ""),
-        ]
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON types."""
+        return {
+            "speedup": self.speedup,
+            "speedup_interval": self.interval.as_dict(),
+            "speedup_verdict": self.verdict,
+            "same_text": self.same_text,
+        }
 
     def explain(self, shorter: str = ": generate less (-n)") -> str:
         """Return the speedup and what the verdict means; where there is none, what to do about it.

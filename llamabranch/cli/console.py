@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
@@ -26,10 +26,10 @@ from rich.table import Table
 from rich.text import Text
 
 import llamabranch as lb
-from llamabranch.pictures import SOURCES
+from llamabranch.pictures import SOURCES, visible
 
 if TYPE_CHECKING:
-    from llamabranch.bench.timing import Interval, Spread
+    from llamabranch.bench.timing import Interval
 
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
@@ -109,6 +109,17 @@ class Console:
         """Print the JSON object, where one is asked for."""
         if self.silent:
             print_json(value)
+
+    def report(self, answer: Mapping[str, object], *, hidden: Collection[str] = ()) -> None:
+        """Print the JSON object where one is asked for, else its figures as tables but for ``hidden``."""
+        self.answer(answer)
+        self.figures(answer, hidden=hidden)
+
+    def figures(self, answer: Mapping[str, object], *, hidden: Collection[str] = ()) -> None:
+        """Print the figures of an object as tables, by their names in it, but for ``hidden``."""
+        for part in () if self.silent else tables_of(answer, hidden):
+            self.render(part)
+            self.line()
 
     def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""
@@ -201,6 +212,48 @@ def drawn_table(
     for row in rows:
         table.add_row(*map(cell, row))
     return table
+
+
+def tables_of(answer: Mapping[str, object], hidden: Collection[str] = ()) -> Iterator[Table]:
+    """Yield the figures of a JSON object as tables, by the same names: first its own, then its lists."""
+    shown = {name: inner for name, inner in answer.items() if name not in hidden}
+    if figures := _figures(shown, hidden):
+        yield drawn_table(("", ""), list(figures.items()), left=("",))
+    for name, inner in shown.items():
+        if isinstance(inner, list) and inner and _told(inner) is None:
+            rows = [_figures(each, hidden) for each in inner]
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            table = drawn_table(columns, [[row.get(each) for each in columns] for row in rows])
+            table.title, table.title_justify = name.replace("_", " "), "left"
+            yield table
+
+
+def _figures(its: Mapping[str, object], hidden: Collection[str], above: str = "") -> dict[str, str]:
+    """Return the figures of an object by their names; those of an object in it have both names."""
+    found: dict[str, str] = {}
+    for name, inner in its.items():
+        label, text = above + str(name).replace("_", " "), _told(inner)
+        if text is not None and name not in hidden:
+            found[label] = text
+        elif isinstance(inner, Mapping) and name not in hidden:
+            found |= _figures(inner, hidden, f"{label} ")
+    return found
+
+
+def _told(value: object) -> str | None:
+    """Return a value of an answer as a cell of a table; None for what has figures of its own."""
+    if isinstance(value, float):
+        return "-" if math.isnan(value) else f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        parts = list(map(_told, value))
+        return None if None in parts else ", ".join(map(str, parts))
+    if isinstance(value, Mapping):
+        its = {name: _told(inner) for name, inner in value.items()}
+        if its.keys() == {"value", "stderr"}:
+            return f"{its['value']} ± {its['stderr']}"
+        is_spread = "median" in its
+        return f"{its['median']} ({its['low']} to {its['high']})" if is_spread else None
+    return visible(cell(value))
 
 
 def cell(value: object) -> str:
@@ -304,15 +357,8 @@ def decimal_size(n_bytes: float) -> str:
     return filesize.decimal(round(n_bytes), precision=2)
 
 
-def interval_text(found: Interval | Spread, digits: int = 2) -> str:
+def interval_text(found: Interval, digits: int = 2) -> str:
     """Format the ends of an interval, or a dash where there are too few values for one."""
     if math.isnan(found.low):
         return "-"
     return f"{found.low:.{digits}f} to {found.high:.{digits}f}"
-
-
-def spread_text(spread: Spread, digits: int) -> str:
-    """Format a median with the lowest and the highest value, or a dash without values."""
-    if math.isnan(spread.median):
-        return "-"
-    return f"{spread.median:.{digits}f} ({interval_text(spread, digits)})"

@@ -14,7 +14,7 @@ from llamabranch.search import select
 
 from .bundles import with_bundles
 from .comparison import compare
-from .console import ROUNDING, Console, number
+from .console import ROUNDING, Console
 from .interrupts import InterruptHandler
 from .options import ModelOptions, OutputOptions, Threads
 from .trees import LEGEND, drawn_tree, tree_of
@@ -238,15 +238,18 @@ def _compare(
     if found is None:
         return {}
     stats, plain_stats = found.results[0].stats, found.plain_results[0].stats
-    rows = [
-        ("decodes", stats.target_forward_passes, plain_stats.target_forward_passes),
-        ("accept rate", number(100 * stats.draft_acceptance_rate, 0, " %"), ""),
-        *found.rows(),
-    ]
-    show.table(("", "drafted", "plain"), rows)
-    show.line()
-    _explain(ctx, found.same_text, show)
     why = found.explain(shorter="")
+    show.figures(
+        {
+            "decodes": stats.target_forward_passes,
+            "plain_decodes": plain_stats.target_forward_passes,
+            "draft_acceptance_rate": stats.draft_acceptance_rate,
+            "tokens_per_s": found.drafted.rate.median,
+            "plain_tokens_per_s": found.plain.rate.median,
+            **found.as_dict(),
+        }
+    )
+    _explain(ctx, found.same_text, show)
     show.line(why)
     return {
         "text": found.results[0].text,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import tempfile
 import time
@@ -22,7 +21,6 @@ from llamabranch.eval import (
     Sample,
     Task,
     TaskResult,
-    Uncertain,
     find_task,
     run_task,
     task_names,
@@ -31,7 +29,7 @@ from llamabranch.eval import (
 from ..files import atomic_write
 from ..loading import LoadOptions
 from .bundles import argument, option, with_bundles
-from .console import Console, base_name, decimal_size, finite, number
+from .console import Console, base_name, finite
 from .files import check_new_file, read_prompt_file, read_text, writing
 from .options import OUTPUT, TEXT, ModelOptions, OutputOptions, trained_length, vocabulary
 
@@ -39,10 +37,7 @@ _CHUNKS, _WINDOW = 16, 512  # where models are compared; tokens a chunk
 _N_WRITTEN = 48
 _ROW_BYTES = 64 * 2**20  # of logits at a time
 _SAVED_EVERY_S = 10.0
-_FRACTIONS = {
-    "minimum": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "95 %": 0.95, "99 %": 0.99,
-    "99.9 %": 0.999, "maximum": 1.0,
-}  # fmt: skip
+_SEQUENCES, _N_CTX = 64, 4096  # for tasks
 
 
 @dataclass(frozen=True)
@@ -221,35 +216,10 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
 
 def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> None:
     its = {k: v for k, v in found.as_dict().items() if k not in ("losses", "rows")}
-    n_chunks = f"{found.n_done} of {found.n_chunks}"
-    if isinstance(found, KLDivergence):
-        for names, *rows in divergence_tables(found):
-            console.table(names, rows)
-            console.line()
-        console.line(f"{found.n_tokens} tokens, {n_chunks} chunks", "dim")
-    else:
+    if isinstance(found, Perplexity):
         its |= {"by_chunk": found.by_chunk, "running": found.running}
-        row = (number(found.value, 4), number(found.stderr, 4), found.n_tokens, n_chunks)
-        columns = ("perplexity", "±", "tokens scored", "chunks", "window", "method", "K/V")
-        console.table(columns, [(*row, found.window, found.method, ctx.kv_type)])
-    console.answer({"name": ctx.model.name, "kv_type": ctx.kv_type, **its})
-
-
-def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
-    """Return the statistics and the percentiles as tables, each with a first row of names."""
-    rows: list[tuple[str, ...]] = [("", "value", "±")]
-    for name, its in found.statistics._asdict().items():
-        value, stderr = its if isinstance(its, Uncertain) else (its, math.nan)
-        is_share = name in ("same_top", "p_change", "p_change_rms")
-        scale, digits = (100, 3) if is_share else (1, 6)
-        label = name.replace("_", " ") + ", %" * is_share
-        rows.append((label, number(scale * value, digits), number(scale * stderr, digits)))
-    kls = (number(found.percentile(f), 6) for f in _FRACTIONS.values())
-    changes = (number(100 * found.p_change_percentile(f), 3) for f in _FRACTIONS.values())
-    return [
-        rows,
-        [("percentiles", *_FRACTIONS), ("KL divergence", *kls), ("p change, %", *changes)],
-    ]
+    about = {"name": ctx.model.name, "kv_type": ctx.kv_type}
+    console.report({**about, **its}, hidden=("by_chunk", "running", "text", "model"))
 
 
 # -- several models ------------------------------------------------------------------------------------
@@ -293,8 +263,7 @@ def compare_models(
             if rows:
                 found: dict[str, object] = {"base": base, "window": window, "models": rows}
                 save(path, "quants", found)
-                _print_rows(console, rows, with_base=base is not None)
-                console.answer(found)
+                console.report(found)
 
 
 def _check_vocabularies(base: str, names: Sequence[str]) -> None:
@@ -348,36 +317,6 @@ def _row(
         "why": can.batch_invariant_reason,
         "made_from": lb.hub.made_from(name),
     }
-
-
-def _print_rows(console: Console, rows: Sequence[dict[str, Any]], *, with_base: bool) -> None:
-    digits = {"perplexity": 3, "perplexity_stderr": 3}
-    digits |= {"kl": 5, "kl_stderr": 5, "kl_99": 4, "same_top": 4} if with_base else {}
-    digits |= {"read_tokens_per_s": 0, "write_tokens_per_s": 0}
-    between = ("KL, nats", "±", "99 % KL", "same top") if with_base else ()
-    columns = ("model", "type", "size", "perplexity", "±", *between, "read/s", "write/s", "exact")
-    table = [
-        (
-            base_name(row["model"]),
-            row["file_type"],
-            decimal_size(row["size_bytes"]),
-            *(number(row[name], n) for name, n in digits.items()),
-            row["exact"],
-        )
-        for row in rows
-    ]
-    console.table(columns, table, left=("type",))
-    for row in rows if with_base else ():
-        if row["made_from"] is not None:
-            console.line()
-            console.line(
-                f"{base_name(row['model'])} was made from {row['made_from']}, whose losses it has: its "
-                "figures show what that step changed, not how near it is to the original model."
-            )
-
-
-_SEQUENCES = 64
-_N_CTX = 4096
 
 
 @dataclass(frozen=True)
@@ -469,10 +408,8 @@ def _score_tasks(
 ) -> None:
     tasks = given.tasks()
     if given.list_tasks:
-        rows = [(t.name, len(t.items), "choices" if t.is_choice else "targets") for t in tasks]
-        console.table(("task", "items", "kind"), rows, left=("kind",))
         described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
-        console.answer({"tasks": described})
+        console.report({"tasks": described})
         return
     names = models.names(console)
     if reading.output_file is not None and len(names) > 1:
@@ -481,7 +418,6 @@ def _score_tasks(
         hub.resolve(name, download=None)
     file = _SampleFile(reading, tasks, console)
     answers: list[dict[str, Any]] = []
-    lines: list[tuple[object, ...]] = []
     try:
         for name in names:
             more = scoring_options(name, models, _SEQUENCES)
@@ -494,31 +430,14 @@ def _score_tasks(
                     for task in tasks:
                         _run(ctx, task, given.limit, file, console, found)
                 finally:
-                    lines += [(name, *row) for result in found for row in _rows(result)]
                     about: dict[str, Any] = {"model": name, "name": ctx.model.name}
                     about["batch_invariant"] = ctx.capabilities.batch_invariant
                     about["seconds"] = time.perf_counter() - start_s
                     answers.append({**about, "tasks": [result.as_dict() for result in found]})
     finally:  # what is done is printed also when it is interrupted
         console.progress("")
-        if lines:
-            columns = ("model", "task", "items", "metric", "value", "±", "95 % interval", "chance")
-            skipped = len(names) == 1  # the model
-            lines = [line[skipped:] for line in lines]
-            console.table(columns[skipped:], lines, left=("task", "metric"))
-            console.answer(answers[0] if len(names) == 1 else {"models": answers})
-
-
-def _rows(result: TaskResult) -> list[tuple[object, ...]]:
-    """Return what the table shows of a task: a row for each metric."""
-    n, n_items = len(result.samples), len(result.task.items)
-    low, high = result.interval
-    last = {"acc": (f"{low:.3f} to {high:.3f}", number(result.chance, 3))}
-    first = result.task.name, str(n) if n == n_items else f"{n} of {n_items}"
-    return [
-        (*first, metric, number(value, 4), number(stderr, 4), *last.get(metric, ("", "")))
-        for metric, (value, stderr) in result.metrics.items()
-    ]
+        if any(each["tasks"] for each in answers):
+            console.report(answers[0] if len(names) == 1 else {"models": answers})
 
 
 def _run(

@@ -6,11 +6,9 @@ import contextlib
 import errno
 import hashlib
 import json
-import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 from llamabranch import ConfigError
 
@@ -56,22 +54,6 @@ def read_text(path: Path, errors: str = "strict") -> str:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path!s:.80}: {why}") from None
-
-
-def load_function(place: str) -> Callable[[str], bool]:
-    """Return a function of a Python file, or an object of it, by "FILE.py:NAME"; the file is run.
-
-    Raises:
-        ConfigError: it has no such name, or cannot be run.
-    """
-    file, _, name = place.rpartition(":")
-    try:
-        names = runpy.run_path(file)
-    except Exception as error:
-        raise ConfigError(f"{file} cannot be run: {error!r}") from error
-    if name not in names:
-        raise ConfigError(f"{file} has no {name!r}")
-    return cast("Callable[[str], bool]", names[name])
 
 
 def schema_text(given: str) -> str:

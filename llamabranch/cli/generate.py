@@ -20,7 +20,7 @@ from llamabranch.speculative import NullDrafter
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .comparison import Comparison, compare, first_difference
-from .console import ROUNDING, Console, number
+from .console import ROUNDING, Console
 from .drafters import has_model
 from .files import digest
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
@@ -38,6 +38,12 @@ from .options import (
 )
 from .results import ResultFile
 
+# Of the statistics: what the table shows.
+_SHOWN = (
+    "num_drafts", "num_draft_tokens", "num_accepted_tokens", "draft_acceptance_rate",
+    "mean_acceptance_length", "num_plain_steps", "stop_reasons", "target_forward_passes",
+    "draft_forward_passes", "shared_prompt_tokens", "preemptions", "generated_tokens", "tokens_per_s",
+)  # fmt: skip
 # What ended a text before its grammar did, and what is to be raised.
 _CUT = {"length": ("-n", "it"), "capacity": ("the context", "--ctx-size")}
 
@@ -146,10 +152,7 @@ class GenerateReport:
                 self._print(result, request, label)
         if error is not None and not self._console.silent:
             self._console.error(f"{label}: {error.message}", error.hint)
-        if result.finish_reason == "constraint":
-            message = "the constraint allows no token there, and the text may be incomplete"
-            note(f"warning: {label}: {message}")
-        elif result.grammar is not None and result.finish_reason in _CUT:
+        if result.grammar is not None and result.finish_reason in _CUT:
             limit, more = _CUT[result.finish_reason]
             message = f"{limit} ended the text before its grammar: it may be incomplete"
             note(f"warning: {label}: {message}; raise {more}")
@@ -233,65 +236,42 @@ class GenerateReport:
         requests = list(self._requests.values())
         return {
             "plain": plain,
-            "speedup": found.speedup,
-            "speedup_interval": found.interval.as_dict(),
-            "speedup_verdict": found.verdict,
+            **found.as_dict(),
             "machine": self._machine.as_dict(),
             "n_threads": engine.target.n_threads,
-            "same_text": found.same_text,
             "same_text_expected": expected,
             "batch_invariant": can.batch_invariant,
             "batch_invariant_reason": can.batch_invariant_reason,
             "divergence": first_difference(engine.target, found, requests) if expected else None,
         }
 
-    def _rows(self) -> list[tuple[str, object]]:
-        stats, engine, can = self._stats, self.engine, self.engine.target.capabilities
-        drafting, rows = stats.speculative, dict[str, object]({"requests": len(self._requests)})
-        if not self._is_plain:
-            rows |= {
-                "iterations": drafting.num_drafts,
-                "drafted": drafting.num_draft_tokens,
-                "accepted": drafting.num_accepted_tokens,
-                "accept rate": number(100 * drafting.draft_acceptance_rate, 1, " %"),
-                "tokens a drafted round": number(drafting.mean_acceptance_length, 2),
-                "plain steps": drafting.num_plain_steps,
-                "drafts ended by": _reasons(drafting.stop_reasons),
-            }
-        counts = {
-            "texts in the file already": len(self.done),
-            "failed": self._n_failed,
-            "draft forward passes": stats.draft_forward_passes,
-            "prompt tokens shared": stats.shared_prompt_tokens,
-            "preemptions": stats.preemptions,
-        }
-        rows |= {
-            "finish reason": _reasons(self._finish_reasons),
-            "target forward passes": stats.target_forward_passes,
-            **{name: n for name, n in counts.items() if n},
-            "seed": self._results[0].seed if self._is_flat and self._results else engine.seed,
-            "K/V type": engine.target.kv_type,
-            "batch-invariant": can.batch_invariant or f"no: {can.batch_invariant_reason}",
-            "tokens": stats.generated_tokens,
-        }
-        return [row for row in rows.items() if row[1] != ""]
-
     def _print_totals(self, console: Console, compared: Mapping[str, object]) -> None:
         """Print the totals as a table: on a pipe to standard error."""
-        paragraphs, found = [self._explanation] if self._console.verbose else [], self.comparison
-        if found is None:
-            rate = ("tokens a second", number(self._stats.tokens_per_s, 1))
-            console.table(("", "total"), [*self._rows(), rate])
-        else:
-            rows = [*((*row, "") for row in self._rows()), *found.rows()]
-            console.table(("", "drafted", "plain"), rows)
-            machine = self._machine.describe(self.engine.target.n_threads)
+        engine, found, stats = self.engine, self.comparison, self._stats.as_dict()
+        can = engine.target.capabilities
+        figures = {
+            "requests": len(self._requests),
+            "texts in the file already": len(self.done),
+            "failed": self._n_failed,
+            "finish reason": self._finish_reasons,
+            **{name: stats[name] for name in _SHOWN},
+        }
+        figures = {name: value for name, value in figures.items() if value}
+        figures["seed"] = self._results[0].seed if self._is_flat and self._results else engine.seed
+        figures["kv_type"] = engine.target.kv_type
+        figures["batch_invariant"] = can.batch_invariant or f"no: {can.batch_invariant_reason}"
+        paragraphs = [self._explanation] if self._console.verbose else []
+        if found is not None:
+            figures["tokens_per_s"] = found.drafted.rate.median
+            figures |= {"plain_tokens_per_s": found.plain.rate.median, **found.as_dict()}
+            machine = self._machine.describe(engine.target.n_threads)
             paragraphs += [self._about_the_texts(compared), found.explain(), machine]
+        console.figures(figures)
         if "capacity" in self._finish_reasons and not self._console.silent:
             self._console.note("the context is full: raise --ctx-size to go on")
         for paragraph in filter(None, paragraphs):
-            console.line()
             console.line(paragraph)
+            console.line()
 
     def _about_the_texts(self, compared: Mapping[str, object]) -> str:
         if not compared["same_text_expected"]:
@@ -314,11 +294,6 @@ class GenerateReport:
                 f"{message} This context is batch-invariant ({why}): this is a bug in llamabranch."
             )
         return f"{message} This context is not batch-invariant ({why}). {ROUNDING}"
-
-
-def _reasons(counts: Mapping[str, int]) -> str:
-    """Return reasons with how often each was the case, the most frequent one first."""
-    return ", ".join(f"{reason} {n}" for reason, n in Counter(counts).most_common())
 
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
@@ -445,11 +420,10 @@ def _requests(
     prompts: ManyPrompts, text: TextOptions, job: ResultOptions, params: SamplingParams
 ) -> list[Request]:
     """Return the requests as they were given, with the settings of the command line that they lack."""
-    grammar, constraint = text.parse_grammar(), text.load_constraint()
+    grammar = text.parse_grammar()
     return [
         replace(
             request,
-            constraint=constraint,
             stop=request.stop or text.stop_strings,
             grammar=request.grammar or grammar,
             n=max(request.n, job.samples),
@@ -483,7 +457,7 @@ def _settings(
 ) -> dict[str, Any]:
     """Return what --resume compares; how to sample and when to stop as a digest."""
     grammar = text.parse_grammar()
-    more = {"system": chat.system, "chat_template": chat.template, "constraint": text.constraint}
+    more = {"system": chat.system, "chat_template": chat.template}
     options = {
         "sampling": asdict(params),
         "grammar": None if grammar is None else grammar.as_dict(),

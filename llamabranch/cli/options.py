@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,7 +23,7 @@ from llamabranch import ConfigError, SamplingParams, hub
 from ..arguments import choice, nearest
 from .bundles import argument, option
 from .console import Console
-from .files import load_function, read_prompt_file, read_standard_input, read_text, schema_text
+from .files import read_prompt_file, read_standard_input, read_text, schema_text
 from .interrupts import reporting_errors
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ TEXT, SAMPLING, DRAFTING, OUTPUT, MODEL = "Text", "Sampling", "Drafting", "Outpu
 
 LENGTH = "--n-predict --max-tokens --predict -n"  # the option of how many tokens
 
-_FUNCTION = re.compile(r".+\.py:\w+")  # FILE.py:NAME
 DEFAULTS = SamplingParams()
 DEFAULT_PROMPT = "Once upon a time"
 _SWITCH = {"on": True, "1": True, "off": False, "0": False, "auto": None}
@@ -465,12 +463,11 @@ class TextOptions(SamplingOptions):
     stop: list[str] | None = option(
         None, "End at this text; may be repeated.", "--stop", rich_help_panel=TEXT
     )
-    rules: list[str] | None = option(
+    grammar: str | None = option(
         None,
-        "A GBNF grammar, a file of it, or a /regular expression/ that the whole text matches; or, beside "
-        "that, a Python function of the text so far, False where no allowed text begins so.",
-        "--grammar --constraint --grammar-file",
-        metavar="GBNF|FILE|/REGEX/|FILE.py:NAME",
+        "A GBNF grammar, a file of it, or a /regular expression/ that the whole text matches.",
+        "--grammar --grammar-file",
+        metavar="GBNF|FILE|/REGEX/",
         rich_help_panel=TEXT,
     )
     json_schema: str | None = option(
@@ -488,7 +485,7 @@ class TextOptions(SamplingOptions):
 
     def parse_grammar(self) -> lb.Grammar | None:
         """Return the grammar that these options describe, or None; it may be invalid (GrammarError)."""
-        given = self._rule(is_function=False)
+        given = self.grammar
         if given is not None and self.json_schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
         if self.json_schema is not None:
@@ -499,22 +496,6 @@ class TextOptions(SamplingOptions):
             return lb.Grammar.from_regex(given[1:-1])
         inline = "::=" in given and not os.path.isfile(given)
         return lb.Grammar(given if inline else read_text(Path(given)))
-
-    @property
-    def constraint(self) -> str | None:
-        """The place of the constraint, FILE.py:NAME, or None."""
-        return self._rule(is_function=True)
-
-    def _rule(self, *, is_function: bool) -> str | None:
-        """Return the only one of ``--grammar`` that names a function, or that does not."""
-        rules = [r for r in self.rules or () if bool(_FUNCTION.fullmatch(r)) == is_function]
-        if len(rules) > 1:
-            raise typer.BadParameter("one grammar and one constraint at most")
-        return rules[0] if rules else None
-
-    def load_constraint(self) -> Callable[[str], bool] | None:
-        """Return the constraint that these options name, or None; its file is run."""
-        return None if self.constraint is None else load_function(self.constraint)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from ..eval.perplexity import exp
 from ..loading import LoadOptions
 from ..search.selection import METHODS
 from .bundles import argument, option, with_bundles
-from .console import Console, number, shortened
 from .files import read_prompt_file
 from .job import with_room
 from .options import TEXT, ModelOptions, OutputOptions
@@ -98,19 +97,13 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
         for i, records in enumerate(groups):
             if len(groups) > 1:
                 console.line(f"[{i}]", "bold")
-            if context is None:
-                _print_tokens(console, records[0]["tokens"], given.top)
-            summary = [
-                (
-                    shortened(its["text"], 40),
-                    its["n_tokens"],
-                    number(its["logprob"], 3),
-                    number(its["perplexity"], 3),
-                    max((token["rank"] for token in its["tokens"]), default=None),
-                )
-                for its in records
-            ]
-            console.table(("text", "tokens", "logprob", "perplexity", "worst rank"), summary)
+            for record in records if context is None else ():
+                shown = [
+                    {**its, "text": repr(its["text"]), "most probable": _texts(its["top"])}
+                    for its in record["tokens"]
+                ]
+                console.figures({"tokens": shown}, hidden=() if given.top else ("most probable",))
+            console.figures({"scores": records})
         every = [record for records in groups for record in records]
         total = _totals([each["logprob"] for each in every], sum(e["n_tokens"] for e in every))
         if len(groups) > 1:
@@ -158,12 +151,5 @@ def _totals(logprobs: Sequence[float], n: int) -> dict[str, Any]:
     return {"n_tokens": n, "logprob": total, "perplexity": exp(-total / n) if n else math.nan}
 
 
-def _print_tokens(console: Console, tokens: Sequence[dict[str, Any]], top: int) -> None:
-    columns = ("token", "logprob", "rank", "entropy", *("most probable",) * (top > 0))
-    rows = []
-    for its in tokens:
-        figures = number(its["logprob"], 3), its["rank"], number(its["entropy"], 3)
-        others = " ".join(repr(other["text"]) for other in its["top"])
-        rows.append((repr(its["text"]), *figures, others)[: len(columns)])
-    console.table(columns, rows, left=columns[4:])
-    console.line()
+def _texts(tokens: Sequence[dict[str, Any]]) -> str:
+    return " ".join(repr(token["text"]) for token in tokens)

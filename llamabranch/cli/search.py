@@ -69,14 +69,10 @@ class MethodOptions:
     iterations: int = option(40, "steps: at most N steps; mcts: texts evaluated.", min=1)
     tree: bool = option(False, "Draw the tree of the search.", "--tree")
 
-    def searching(
-        self, text: TextOptions, constraint: Callable[[str], bool] | None
-    ) -> Callable[..., SearchResult]:
+    def searching(self, text: TextOptions) -> Callable[..., SearchResult]:
         """Return the library's search, but for its branch; ConfigError for what does not go together."""
         choice("method", self.method, WIDTHS)
         name, n, step = self.method, self.n, self.step.replace("\\n", "\n").replace("\\t", "\t")
-        if constraint is not None and name != "smc":
-            raise ConfigError("of the searches only --method smc has a --constraint")
         if name in NEED_REWARD and self.reward is None:
             hint = "for example --reward 'python score.py', which reads a text and prints a number"
             raise ConfigError(f"--method {name} needs a reward", hint=hint)
@@ -90,7 +86,7 @@ class MethodOptions:
             "best-of": (lb.search.best_of_n, {"n": n, "reward": reward}),
             "vote": (lb.search.vote, {"answer": last_match(self.answer), "n": n}),
             # A text that may not end by itself cannot be weighted by the probability that it does.
-            "smc": (lb.search.smc, {"particles": n, "constraint": constraint, "force_end": ends}),
+            "smc": (lb.search.smc, {"particles": n, "force_end": ends}),
             "steps": (lb.search.step_search, by_steps | {"n": n, "beam_width": n, "max_steps": most}),
             "mcts": (
                 lb.search.tree_search, by_steps | {"iterations": most, "expand": n, "n": self.best},
@@ -135,7 +131,7 @@ def search(
     pipe standard output is the text alone.
     """
     with output.console() as console:
-        grammar, searching = text.parse_grammar(), method.searching(text, text.load_constraint())
+        grammar, searching = text.parse_grammar(), method.searching(text)
         params = method.params(text.params(models, text.seed))
         prompt = given.one()
         names = replace(models, draft=models.draft or "none").resolve(console)
@@ -173,7 +169,7 @@ def search(
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
         if not result.hypotheses:
-            message = f"no text was found: none can be complete within {text.max_tokens} tokens"
+            message = f"the search has found no text that ends within {text.max_tokens} tokens"
             raise lb.LlamaBranchError(message, hint=_NONE_HINT)
 
 

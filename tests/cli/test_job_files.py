@@ -451,7 +451,7 @@ def test_interrupted_run_keeps_what_is_done(job: Callable[..., Job]) -> None:
     )
     err = process.stderr
     assert process.returncode == 130, err
-    assert "Traceback" not in err and "--resume" in err and "tokens a second" in err
+    assert "Traceback" not in err and "--resume" in err and "tokens per s" in err
     assert 0 < len(begun.lines) < 160
     assert {record["finish_reason"] for record in begun.records} <= {"stop", "length"}
 

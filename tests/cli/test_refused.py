@@ -24,7 +24,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("speculate", "--draft", "suffix+"), "not a chain of drafters"),
     (("speculate", "--draft", "none+suffix"), "not a chain of drafters"),
     (("speculate", "--draft", "suffix+tale-dratf"), "did you mean tale-draft?"),
-    (("speculate", "--draft", "16"), "--draft-max 16"),
+    (("speculate", "--draft", "16"), "no model is called"),
     (("speculate", "-S", "rule=best"), "unknown rule 'best'"),
     (("speculate", "-S", "hotness=3"), "no setting 'hotness'"),
     (("speculate", "-S", "typical_p"), "takes NAME=VALUE"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -105,7 +104,7 @@ class Command(TyperCommand):
             is_value, param = takes_value, options.get(name)
             takes_value = not is_value and param is not None and name == each and not param.is_flag
             is_unknown = not is_value and param is None
-            if is_unknown and name in _HINTS and re.match("-[a-z-][a-z-]", name):
+            if is_unknown and name in _HINTS:
                 raise UsageError(f"No such option: {name} ({_HINTS[name]})")
             if not (is_unknown and self.name == "serve" and each in _TRUE_ANYWAY):
                 found.append(each)

@@ -508,11 +508,10 @@ class _SampleFile:
 
     def write(self, task: Task, ctx: Context, sample: Sample) -> None:
         """Append a sample."""
-        about: dict[str, Any] = {"task": task.name, "model": _model_key(ctx)}
-        about |= {"id": sample.item.id, "answer": sample.item.answer}
-        names = ("logprobs", "is_greedy", "is_right")
-        line = {**about, **{name: getattr(sample, name) for name in names}}
         if self._file is not None:
+            about = {"task": task.name, "model": _model_key(ctx), "id": sample.item.id}
+            its = {name: getattr(sample, name) for name in ("logprobs", "is_greedy", "is_right")}
+            line = {**about, "answer": sample.item.answer, **its}
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._file.flush()
 

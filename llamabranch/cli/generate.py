@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -89,9 +89,10 @@ class GenerateReport:
         prints = file is None and not console.silent
         self._streams = len(texts) == 1 and prints
         # Where results are shown as they end, they are the progress.
-        self._counts = not self._streams and not (prints and self._on_terminal)
+        shows = self._streams or (prints and self._on_terminal)
+        self._counts = console.err.is_terminal and not shows
         # A pipe gets the texts in the order of the prompts; others as they end.
-        self._order = texts if prints and not self._on_terminal else []
+        self._order = deque(texts if prints and not self._on_terminal else ())
         self._held: dict[tuple[str, int], Result] = {}
         self._machine = Machine.now()
 
@@ -125,12 +126,12 @@ class GenerateReport:
             return
         self._held[result.id, result.sample] = result
         while self._order and self._order[0] in self._held:
-            self._give(self._held.pop(self._order.pop(0)))
+            self._give(self._held.pop(self._order.popleft()))
 
     def end(self) -> None:
         """Give what is still kept back, if the job was interrupted; keep the figures of the job."""
         self._console.progress("")
-        for text in sorted(self._held, key=self._order.index):
+        for text in filter(self._held.__contains__, self._order):
             self._give(self._held[text])
         self._stats = copy.deepcopy(self.engine.stats)  # a comparison adds to the engine's later
         self._explanation = self.engine.explain()

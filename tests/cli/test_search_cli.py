@@ -108,11 +108,6 @@ def test_a_draft_changes_no_text() -> None:
         assert answer("search", PROMPT, *given, "-d", draft)["hypotheses"] == plain["hypotheses"]
 
 
-def test_prompts_may_come_from_standard_input() -> None:
-    result = run("search", "-", "-n", "2", "--json", stdin="Once upon a time")
-    assert json.loads(result.stdout)["prompt"] == "Once upon a time"
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
 def test_ctrl_c_prints_the_best_so_far() -> None:
     arguments = ["search", PROMPT, "-n", "400", "-t", "1", "-m", "tale-target", "--json"]

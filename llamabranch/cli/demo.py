@@ -20,6 +20,7 @@ from .options import ModelOptions, OutputOptions, Threads
 from .trees import LEGEND, drawn_tree, tree_of
 
 N_CTX, N_FORKS, N_STEPS, SEED = 1024, 8, 24, 7
+DRAFT_K: int | str = "auto"
 COMPARE_S = 4.0  # for each comparison with plain decoding
 MOST_TOKENS = 160  # of an edit or a JSON text
 # SmolLM2 in BF16: a decode of many tokens costs little more than one of one token.
@@ -226,7 +227,8 @@ def _compare(
     interrupts: InterruptHandler,
 ) -> dict[str, object]:
     """Show ``given`` and the drafted text as it comes, then time both; {} if interrupted."""
-    drafting, plain = lb.Engine(ctx, drafter), lb.Engine(ctx, None)
+    config = lb.SpeculativeConfig(draft_k=DRAFT_K)
+    drafting, plain = lb.Engine(ctx, drafter, config), lb.Engine(ctx, None, config)
     for warming_up in (drafting, plain):
         warming_up.generate([request])
     show.write(given, "dim")

@@ -23,7 +23,7 @@ HEADINGS = (
     "4. Three endings, ranked by the model",
 )
 # A smaller demo of the bundled model, in a process of its own.
-SETTINGS = {"N_STEPS": 8, "MOST_TOKENS": 24}
+SETTINGS = {"N_STEPS": 8, "MOST_TOKENS": 24, "DRAFT_K": 4}
 SMALL = f"""
 import sys
 import llamabranch.hub

@@ -200,11 +200,13 @@ def test_lines_take_the_names_of_openai_and_vllm() -> None:
         {"prompt": "x", "json_schema": {"type": "boolean"}, "logprobs": True, "top_logprobs": 2},
         {"prompt": "x", "logprobs": True},
         {"prompt": "x", "logprobs": False, "top_logprobs": 2},
+        {"prompt": "x", "choice": ["a", "b"]},
     ]
-    chat, schema, bare, off = read_requests(map(json.dumps, data), json_lines=True)
+    chat, schema, bare, off, one = read_requests(map(json.dumps, data), json_lines=True)
     assert (list(chat.prompt), chat.id, tuple(chat.stop)) == (messages, "a", (".",))
     assert [r.top_logprobs for r in (chat, schema, bare, off)] == [3, 2, 0, None]
     assert schema.grammar == lb.Grammar.from_json_schema({"type": "boolean"})
+    assert one.grammar == lb.Grammar.from_choices(["a", "b"])
 
 
 # -- results that are resumed --------------------------------------------------------------------------

@@ -179,6 +179,14 @@ def test_show_says_whether_two_models_can_speculate_and_why(
     assert len(found["models"]) == 2 and "drafts" not in found
 
 
+def test_show_says_whether_a_head_fits() -> None:
+    found = answer("models", "show", "tale-target", "tale-eagle")
+    assert (found["compatible"], found["path"]) == (True, "hidden states")
+    assert found["models"][1]["head_kind"] == "eagle3" and found["models"][1]["eagle3"]
+    shown = run("models", "show", "tale-target", "tale-eagle").stdout
+    assert "The second is a head that can draft for the first: the head fits" in shown
+
+
 def test_show_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
     other = toys.write_toy(tmp_path / "other.gguf", "mamba")
     shown = " ".join(run("models", "show", other).stdout.split())

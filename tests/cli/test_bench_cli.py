@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -46,6 +47,7 @@ def test_bench_prints_costs_tables_and_a_command_that_works() -> None:
     out = result.stdout
     for label in ("t1 s", "v 2", "v interval 2", "c ", "a ", "plain tokens per s", "theory"):
         assert f"\n{label}" in out
+    assert re.search(r"\nplain tokens per s +[\d.]+ \([\d.]+ to [\d.]+\)\n", out)
     rows = {tuple(line.split()[:2]) for line in out.splitlines()}
     assert {*((str(n), "seeded") for n in (1, 2)), ("lengths",), ("rules",)} <= rows
     assert {("auto", rule) for rule in ("seeded", "token", "block")} <= rows

@@ -130,6 +130,7 @@ def test_quants_shows_files_side_by_side(text: Path, tmp_path: Path) -> None:
     rows = found["models"]
     assert found["base"] == TARGET and [row["model"] for row in rows] == [TARGET, DRAFT]
     assert rows[0]["kl"] == 0.0 < rows[1]["kl"] and rows[1]["same_top"] < 1.0
+    assert rows[0]["perplexity"] < rows[1]["perplexity"]
     assert rows[0]["size_bytes"] == Path(TARGET).stat().st_size
     assert not list(tmp_path.glob("*.logits"))
     shown = run(*shared).stdout
@@ -143,11 +144,26 @@ def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None
     """The names of the files that are made of a package's tell it; they need not be here."""
     made = tmp_path / "smollm2-135m-Q8_0.gguf"
     made.symlink_to(TARGET)
-    shared = ("eval", "-m", DRAFT, "--against", made, "--perplexity", text, "-c", 64, "--chunks", 1)
+    shared = (
+        "eval",
+        "-m",
+        DRAFT,
+        "-m",
+        TARGET,
+        "--against",
+        made,
+        "--perplexity",
+        text,
+        "-c",
+        64,
+        "--chunks",
+        1,
+    )
     assert "made from" in run(*shared).stdout
     found = answer(*shared)
     assert found["base"] == str(made)
-    assert [each["made_from"] for each in found["models"]] == ["smollm2-135m", None]
+    assert [each["made_from"] for each in found["models"]] == ["smollm2-135m", None, None]
+    assert [each["model"] for each in found["models"]] == [str(made), TARGET, DRAFT]  # by size
     assert hub.made_from("smollm2-135m:bf16") == "smollm2-135m"
     assert hub.made_from("smollm2-135m") is hub.made_from("tale-target") is None
 

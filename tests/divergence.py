@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
+import numpy.typing as npt
 from rounding import gumbel_noise
 
 from llamabranch import Branch, Context, SamplingParams
-from llamabranch.cli.comparison import Logits
 from llamabranch.errors import ConfigError, GrammarError
 from llamabranch.sampling import Sampler
 
 __all__ = ["Divergence", "first_divergence"]
 
+Logits = npt.NDArray[np.float32]
 _MOVES = [2.0 ** (i / 4) for i in range(-80, 21)]  # that are tried, in logits
 
 

@@ -14,14 +14,12 @@ import llamabranch as lb
 from llamabranch import ConfigError
 from llamabranch.bench.machine import Machine, profile_in_use, profile_problem
 from llamabranch.bench.pair import Cell, PairBench, PairReport, Sweep
-from llamabranch.model import Prompt
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .comparison import NOTHING_DRAFTED
-from .console import Console
+from .console import Console, interval_text
 from .drafters import is_model, make_drafter
-from .formats import base_name, interval_text, number, spread_text
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .options import LENGTH, ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
 
@@ -85,7 +83,10 @@ def bench(
     with output.console() as console:
         # Everything that can be wrong in the arguments is found before a model loads.
         params, sweep = sampling.params(models), size.sweep()
-        texts = _prompts(prompts, params) or PROMPTS[: 1 if size.quick else None]
+        texts = [request.prompt for request in prompts.requests(params)]
+        if prompts.input_file is not None and not texts:
+            raise ConfigError(f"{prompts.input_file} has no prompts")
+        texts = texts or [*PROMPTS[: 1 if size.quick else None]]
         if problem := profile_problem():
             console.note(
                 f"{profile_in_use()} cannot be written ({problem}): threads and exactness are "
@@ -117,24 +118,9 @@ def bench(
             len(texts), sweep, _arguments(sampling, models),
         )  # fmt: skip
         report.print(console)
-        console.answer(report.as_json())
         if interrupts.requested:
             console.note("interrupted: this is what was measured until then")
             raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _prompts(prompts: ManyPrompts, params: lb.SamplingParams) -> Sequence[Prompt]:
-    """Return the prompts that were given."""
-    if any(text.isdecimal() for text in (*(prompts.texts or ()), *(prompts.prompts or ()))):
-        raise ConfigError(
-            "-p is a text to continue, not llama-bench's number of prompt tokens",
-            hint="leave it out to measure drafting on four prompts; -n sets the generated tokens, "
-            "--file a long prompt",
-        )
-    found = [request.prompt for request in prompts.requests(params)]
-    if prompts.input_file is not None and not found:
-        raise ConfigError(f"{prompts.input_file} has no prompts")
-    return found
 
 
 def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
@@ -190,12 +176,8 @@ class BenchReport:
         report, found = self.report, self.report.confirmed
         if not self.names[1:]:
             return "There is no drafter, so there is nothing to choose."
-        if report.verdict == "nothing compared":
-            return "Nothing was compared."
         if report.verdict == "nothing drafted" or (found is not None and not found.drafts):
-            return (
-                f"{NOTHING_DRAFTED} Give prompts that the drafter can continue, or another --draft."
-            )
+            return f"{NOTHING_DRAFTED} Give prompts that it can continue, or another --draft."
         if found is None:
             return "Inconclusive: it was interrupted before the best setting was measured again."
         n, setting = found.interval.n, f"draft length {found.length} and rule {found.rule}"
@@ -213,71 +195,14 @@ class BenchReport:
             "then plain decoding (--draft none) is the safe choice."
         )
 
-    # -- text --------------------------------------------------------------------------------------
-
     def print(self, console: Console) -> None:
-        """Print everything that was measured."""
-        report, model, n_threads = self.report, self.target.model, self.target.n_threads
-        console.line(
-            f"target {model.name} ({model.n_params / 1e6:.1f}M, {model.file_type}), drafter "
-            f"{' + '.join(map(base_name, self.names[1:])) or 'none'}; temperature {self.temperature:g}, "
-            f"{'GPU' if model.on_gpu else 'CPU'}, threads {n_threads}, {self.n_prompts} prompts x "
-            f"{self.sweep.n_tokens} tokens, medians of {self.sweep.n_runs} runs (lowest to highest)"
-        )
+        """Print everything that was measured, or the JSON object."""
+        console.line(self.machine.describe(self.target.n_threads))
         console.line()
-        console.line(self.machine.describe(n_threads))
-        if report.t:
-            console.line()
-            one = f"which takes {1e3 * report.t[1]:.3f} ms"
-            console.line(f"v(n): a target decode of n tokens over one of 1, {one}")
-            rows = [
-                (n, f"{v:.2f}", interval_text(report.v_intervals[n]) if n > 1 else "")
-                for n, v in report.v.items()
-            ]
-            console.table(("n", "v(n)", "95 %"), rows)
-        if report.plain.runs:
-            console.line()
-            console.line(f"Plain decoding: {spread_text(report.plain.rate, 1)} tokens a second")
-        if report.lengths:
-            console.line(
-                f"A drafted token costs c = {number(report.c, 3)} of a target step and is accepted "
-                f"with probability a = {number(report.a, 2)} when it is tested."
-            )
-        self._table(console, "Draft lengths:", report.lengths)
-        self._table(console, "Rules:", report.rules)
-        confirmed = [] if report.confirmed is None else [report.confirmed]
-        self._table(console, "The best setting, measured again:", confirmed)
-        console.line()
+        console.report(self.as_json(), hidden=("machine", "stats", "best", "command"))
         console.line(self._advice())
-        command = self.command()
-        if command is not None:
-            console.line()
-            console.write(f"  {command}\n")
-
-    def _table(self, console: Console, title: str, cells: Sequence[Cell]) -> None:
-        if not cells:
-            return
-        rows = [
-            (
-                f"{cell.length}, {cell.rule}",
-                spread_text(cell.series.rate, 1),
-                spread_text(cell.speedup, 2),
-                interval_text(cell.interval),
-                number(self.report.predicted(cell), 2),
-                number(100 * cell.stats.draft_acceptance_rate, 1, " %"),
-                number(cell.stats.mean_acceptance_length, 2),
-            )
-            for cell in cells
-        ]
-        columns = (
-            "length, rule", "tokens a second", "x plain", "95 %", "theory", "accepted / drafted",
-            "tokens a round",
-        )  # fmt: skip
-        console.line()
-        console.line(title)
-        console.table(columns, rows)
-
-    # -- JSON --------------------------------------------------------------------------------------
+        if command := self.command():
+            console.write(f"\n  {command}\n")
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
@@ -321,6 +246,7 @@ class BenchReport:
             "theory": self.report.predicted(cell),
             "same_text": same,
             "compared_text": compared,
+            "accept_rate": cell.stats.draft_acceptance_rate,
             "stats": cell.stats.as_dict(),
         }
 

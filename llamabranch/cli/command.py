@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -90,20 +89,10 @@ class Command(TyperCommand):
             args = ["--help"]
         if any(name in options for name in _PROMPTS):
             args = spread_out(args, options)
-        args = self._without_what_is_so(args, options)
-        try:
-            return super().parse_args(ctx, args)
-        except UsageError as error:
-            name = getattr(error, "option_name", None)
-            if name in _HINTS:
-                raise UsageError(f"No such option: {name} ({_HINTS[name]})", ctx) from None
-            if name is not None:
-                close = getattr(error, "possibilities", None) or ()
-                error.possibilities = [n for n in close if n in options]  # type: ignore[attr-defined]
-            raise
+        return super().parse_args(ctx, self._known(args, options))
 
-    def _without_what_is_so(self, args: Sequence[str], options: dict[str, Any]) -> list[str]:
-        """Return the arguments without those that change nothing; refuse unknown short names.
+    def _known(self, args: Sequence[str], options: dict[str, Any]) -> list[str]:
+        """Return the arguments without those that change nothing; refuse unknown ones that have a hint.
 
         Click would read an unknown option of one dash as a short one with text behind it.
         """
@@ -111,11 +100,12 @@ class Command(TyperCommand):
         for i, each in enumerate(args):
             if each == "--" and not takes_value:
                 return [*found, *args[i:]]
-            is_value, param = takes_value, options.get(each)
-            takes_value = not is_value and param is not None and not param.is_flag
+            name = each.partition("=")[0]
+            is_value, param = takes_value, options.get(name)
+            takes_value = not is_value and param is not None and name == each and not param.is_flag
             is_unknown = not is_value and param is None
-            if is_unknown and each in _HINTS and re.match("-[a-z][a-z-]", each):
-                raise UsageError(f"No such option: {each} ({_HINTS[each]})")
+            if is_unknown and name in _HINTS:
+                raise UsageError(f"No such option: {name} ({_HINTS[name]})")
             if not (is_unknown and self.name == "serve" and each in _TRUE_ANYWAY):
                 found.append(each)
         return found

@@ -11,12 +11,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from pathlib import Path
 from time import monotonic
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
+from rich import filesize
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
@@ -25,11 +26,18 @@ from rich.table import Table
 from rich.text import Text
 
 import llamabranch as lb
-from llamabranch.pictures import SOURCES
+from llamabranch.pictures import SOURCES, visible
+
+if TYPE_CHECKING:
+    from llamabranch.bench.timing import Interval
 
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
 }  # fmt: skip
+ROUNDING = (
+    "Logits are rounded by how many tokens are decoded at once, so a text that is drafted or "
+    "batched can differ."
+)
 PROGRESS_S = 15.0  # on a pipe, between two lines about what is going on
 
 
@@ -102,6 +110,17 @@ class Console:
         if self.silent:
             print_json(value)
 
+    def report(self, answer: Mapping[str, object], *, hidden: Collection[str] = ()) -> None:
+        """Print the JSON object where one is asked for, else its figures as tables but for ``hidden``."""
+        self.answer(answer)
+        self.figures(answer, hidden=hidden)
+
+    def figures(self, answer: Mapping[str, object], *, hidden: Collection[str] = ()) -> None:
+        """Print the figures of an object as tables, by their names in it, but for ``hidden``."""
+        for part in () if self.silent else tables_of(answer, hidden):
+            self.render(part)
+            self.line()
+
     def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""
         self.write(token.text, SOURCE_STYLES[token.source])
@@ -118,13 +137,7 @@ class Console:
         self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: Sequence[str] = ()
     ) -> None:
         """Print rows under headings; the first column and those of ``left`` are left-aligned."""
-        table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 3), header_style="bold")
-        for i, column in enumerate(columns):
-            aligned_left = i == 0 or column in left
-            table.add_column(column, justify="left" if aligned_left else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*map(cell, row))
-        self.render(table)
+        self.render(drawn_table(columns, rows, left))
 
     def render(self, what: RenderableType) -> None:
         """Print anything that rich can draw, without spaces at the ends of lines."""
@@ -188,24 +201,59 @@ class Console:
             self.progress("")
 
 
-class Progress:
-    """A line of progress with the time that is left: how many of ``what`` are done, of all.
+def drawn_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[str] = ()
+) -> Table:
+    """Return rows under headings; the first column and those of ``left`` are left-aligned."""
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 3), header_style="bold")
+    for i, column in enumerate(columns):
+        aligned_left = i == 0 or column in left
+        table.add_column(column, justify="left" if aligned_left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(cell, row))
+    return table
 
-    ``n_before`` were done before.
-    """
 
-    def __init__(self, console: Console, what: str, n_before: int = 0) -> None:
-        self._console, self._what, self._n_before = console, what, n_before
-        self.start_s = monotonic()
+def tables_of(answer: Mapping[str, object], hidden: Collection[str] = ()) -> Iterator[Table]:
+    """Yield the figures of a JSON object as tables, by the same names: first its own, then its lists."""
+    shown = {name: inner for name, inner in answer.items() if name not in hidden}
+    if figures := _figures(shown, hidden):
+        yield drawn_table(("", ""), list(figures.items()), left=("",))
+    for name, inner in shown.items():
+        if isinstance(inner, list) and inner and _told(inner) is None:
+            rows = [_figures(each, hidden) for each in inner]
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            table = drawn_table(columns, [[row.get(each) for each in columns] for row in rows])
+            table.title, table.title_justify = name.replace("_", " "), "left"
+            yield table
 
-    def show(self, n_done: int, n_total: int, text: str = "") -> None:
-        """Show that ``n_done`` are done, and ``text``."""
-        n, left = n_done - self._n_before, ""
-        if n > 0:
-            seconds = (monotonic() - self.start_s) / n * (n_total - n_done)
-            left = f", {timedelta(seconds=round(seconds))} left"
-        more = f", {text}" if text else ""
-        self._console.progress(f"{n_done} of {n_total} {self._what}{more}{left}")
+
+def _figures(its: Mapping[str, object], hidden: Collection[str], above: str = "") -> dict[str, str]:
+    """Return the figures of an object by their names; those of an object in it have both names."""
+    found: dict[str, str] = {}
+    for name, inner in its.items():
+        label, text = above + str(name).replace("_", " "), _told(inner)
+        if text is not None and name not in hidden:
+            found[label] = text
+        elif isinstance(inner, Mapping) and name not in hidden:
+            found |= _figures(inner, hidden, f"{label} ")
+    return found
+
+
+def _told(value: object) -> str | None:
+    """Return a value of an answer as a cell of a table; None for what has figures of its own."""
+    if isinstance(value, float):
+        return "-" if math.isnan(value) else f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        parts = list(map(_told, value))
+        return None if None in parts else ", ".join(map(str, parts))
+    if isinstance(value, Mapping):
+        its = {name: _told(inner) for name, inner in value.items()}
+        if its.keys() == {"value", "stderr"}:
+            return f"{its['value']} ± {its['stderr']}"
+        is_spread = "median" in its
+        return f"{its['median']} ({its['low']} to {its['high']})" if is_spread else None
+    return visible(cell(value))
 
 
 def cell(value: object) -> str:
@@ -247,20 +295,13 @@ _answered = False  # whether the running command has printed its JSON object
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print one JSON object and nothing else: null for numbers that do not exist.
+    """Print one JSON object in ASCII and nothing else: null for numbers that do not exist.
 
     Raises:
         OutputError: standard output is closed, or its disk is full.
     """
     global _answered
-    found = finite(value)
-    text = json.dumps(found, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        # JSON can spell every character in ASCII, also half a surrogate pair.
-        text = json.dumps(found)
-    _write(sys.stdout, text + "\n")
+    _write(sys.stdout, json.dumps(finite(value)) + "\n")
     _answered = True
 
 
@@ -288,3 +329,36 @@ def finite(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [finite(inner) for inner in value]
     return value
+
+
+# -- numbers as text, the same in all tables -----------------------------------------------------------
+
+
+def base_name(name: str) -> str:
+    """Return the name of the file, if a model is named by a path; other names as they are."""
+    path = Path(name)
+    is_path = path.is_absolute() or name.startswith((".", "~")) or path.is_file()
+    return path.name if is_path else name
+
+
+def shortened(text: str, longest: int = 60) -> str:
+    """Return a text as one line of ``longest`` characters at most."""
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def number(value: float, digits: int, unit: str = "") -> str:
+    """Format a number, or a dash for one that does not exist (nan)."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}{unit}"
+
+
+def decimal_size(n_bytes: float) -> str:
+    """Format a number of bytes in decimal units."""
+    return filesize.decimal(round(n_bytes), precision=2)
+
+
+def interval_text(found: Interval, digits: int = 2) -> str:
+    """Format the ends of an interval, or a dash where there are too few values for one."""
+    if math.isnan(found.low):
+        return "-"
+    return f"{found.low:.{digits}f} to {found.high:.{digits}f}"

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import typer
 
 import llamabranch as lb
-from llamabranch import LlamaBranchError, hub
+from llamabranch import hub
 
 from .bundles import with_bundles
-from .formats import decimal_size
+from .console import decimal_size
 from .interrupts import EXIT_FAILURE
 from .options import ModelOptions, OutputOptions, Threads
 
@@ -34,14 +34,9 @@ if TYPE_CHECKING:
 PROMPT = "Once upon a time there was a king"
 N_TOKENS = 32
 SPEED_S = 1.0  # how long each speed is measured
-PACKAGES = ("llama-cpp-python", "numpy", "rich", "typer", "huggingface_hub")
-VARIABLES = (
-    "CMAKE_ARGS", "GGML_CUDA_ENABLE_UNIFIED_MEMORY", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE", "HF_TOKEN", "LD_LIBRARY_PATH", "LLAMABRANCH_CACHE", "LLAMABRANCH_DOWNLOAD",
-    "LLAMABRANCH_LOG", "LLAMABRANCH_PROFILE", "LLAMA_CACHE", "LLAMA_CPP_LIB_PATH", "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-)  # fmt: skip
-SECRET = ("HF_TOKEN",)
+PACKAGES = ("llamabranch", "llama-cpp-python", "numpy", "rich", "typer", "huggingface_hub")
+VARIABLES = re.compile(r"(CMAKE_ARGS|(GGML|HF|LLAMA|LLAMABRANCH|OMP)_\w+|LD_LIBRARY_PATH)")
+SECRET = re.compile(r"TOKEN|KEY")
 # A flag of the processor, and the feature of a build that uses it.
 FEATURES = {
     "avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512",
@@ -53,7 +48,6 @@ REBUILD = (
 )
 GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
 _COST_OF_EXACT = ". --kv-type f16 gives it up, and may read long prompts in half the time"
-
 
 Check = tuple[str, bool, str]  # a test, whether it went as it should, and what was seen
 
@@ -77,9 +71,7 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
         tell("versions", _versions())
         tell("environment", _environment())
         tell("caches", _caches())
-        checks: list[Check] = []
-        speeds: dict[str, float] = {}
-        advice: list[str] = []
+        checks, speeds, advice = list[Check](), dict[str, float](), list[str]()
         try:
             from llamabranch.bench.machine import Machine
 
@@ -87,8 +79,9 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
             tell("machine", _described(machine))
             sections["machine"] |= machine.as_dict()
             runtime = ModelOptions(n_ctx=1024, threads=threads)
-            target = runtime.open(hub.BUNDLED_TARGET, console)
-            draft = runtime.open(hub.BUNDLED_DRAFT, console)
+            target, draft = (
+                runtime.open(name, console) for name in (hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT)
+            )
         except Exception as error:  # a broken build can fail in any way; this command is for that
             checks.append(_failed("loading llama.cpp and the bundled pair", error))
             sections.setdefault("machine", {})
@@ -126,17 +119,15 @@ def _version(package: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {
-        "llamabranch": f"{_version('llamabranch')} ({Path(lb.__file__).parent})",
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "system": platform.platform(),
-        **{name: _version(name) for name in PACKAGES},
-    }
+    found = {name: _version(name) for name in PACKAGES}
+    found["llamabranch"] += f" ({Path(lb.__file__).parent})"
+    python = f"{platform.python_version()} ({sys.executable})"
+    return {**found, "python": python, "system": platform.platform()}
 
 
 def _environment() -> dict[str, str]:
-    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    found = {name: "set" if name in SECRET else value for name, value in given.items()}
+    given = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
+    found = {name: "set" if SECRET.search(name) else value for name, value in given.items()}
     return found or {"variables": "none is set"}
 
 
@@ -161,12 +152,8 @@ def _described(machine: Machine) -> dict[str, str]:
         "processor features": " ".join(flag for flag in FEATURES if flag in flags) or "unknown",
         "load": "unknown" if machine.load is None else f"{machine.load:.2f}",
         "memory": "unknown" if free is None else f"{decimal_size(free)} free",
-        "GPU driver": ", ".join(_gpu_tools()) or "none was found",
+        "GPU driver": ", ".join(filter(shutil.which, GPUS)) or "none was found",
     }
-
-
-def _gpu_tools() -> list[str]:
-    return [tool for tool in GPUS if shutil.which(tool)]
 
 
 def _build(context: lb.Context, machine: Machine) -> dict[str, str]:
@@ -200,53 +187,49 @@ def _failed(name: str, error: Exception) -> Check:
 
 def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
     def texts(engine: lb.Engine, *seeds: int) -> list[list[int]]:
-        found = engine.generate([_request(seed) for seed in seeds])
+        given = (lb.SamplingParams(temperature=0.8, seed=seed) for seed in seeds)
+        found = engine.generate(
+            [lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=each) for each in given]
+        )
         for error in (result.error for result in found if result.error is not None):
             raise error
         return [result.tokens for result in found]
 
-    def exact(same: bool, what: str) -> tuple[bool, str]:
-        can = target.capabilities
-        if same or not can.batch_invariant:
-            return True, what if same else f"not {what}, as may be: {can.batch_invariant_reason}"
-        return False, f"not {what}, though the context is batch-invariant"
-
-    def batch() -> tuple[bool, str]:
+    def batch() -> bool:
         alone = [text for seed in range(4) for text in texts(lb.Engine(target), seed)]
-        return exact(alone == texts(lb.Engine(target), *range(4)), "the text that each has alone")
+        return alone == texts(lb.Engine(target), *range(4))
 
-    def drafts() -> tuple[bool, str]:
+    def drafts() -> bool:
         drafting = lb.Engine(target, lb.ModelDrafter(draft), lb.SpeculativeConfig(draft_k=4))
-        same = texts(drafting, 1) == texts(lb.Engine(target, None), 1)
-        return exact(same, "the text of plain decoding")
+        return texts(drafting, 1) == texts(lb.Engine(target, None), 1)
 
-    def saved() -> tuple[bool, str]:
+    def saved() -> bool:
         start = lb.Branch.start(target, PROMPT, temperature=0.8, seed=1)
         with tempfile.TemporaryDirectory() as folder, start as branch:
             branch.save(Path(folder, "branch"))
             with lb.Branch.load(target, Path(folder, "branch")) as loaded:
-                same = all(branch.step().token == loaded.step().token for _ in range(8))
-        return same, "the same tokens follow" if same else "other tokens follow"
+                return all(branch.step().token == loaded.step().token for _ in range(8))
 
-    def accounting() -> tuple[bool, str]:
+    def accounting() -> bool:
         target.audit()
-        return True, "agrees with llama.cpp's"
+        return True
 
-    checks: list[Check] = []
-    for name, test in {
-        "four texts in one batch": batch, "speculative decoding": drafts,
-        "a saved branch": saved, "the cache's accounting": accounting,
-    }.items():  # fmt: skip
+    can, checks = target.capabilities, list[Check]()
+    for name, test, what, is_exact in (
+        ("four texts in one batch", batch, "the text that each has alone", False),
+        ("speculative decoding", drafts, "the text of plain decoding", False),
+        ("a saved branch", saved, "the same tokens follow", True),
+        ("the cache's accounting", accounting, "agrees with llama.cpp's", True),
+    ):
         try:
-            checks.append((name, *test()))
-        except LlamaBranchError as error:
+            same = test()
+        except lb.LlamaBranchError as error:
             checks.append(_failed(name, error))
+            continue
+        may_differ = not is_exact and not can.batch_invariant
+        detail = what if same else f"not so: {what} ({can.batch_invariant_reason})"
+        checks.append((name, same or may_differ, detail))
     return checks
-
-
-def _request(seed: int) -> lb.Request:
-    sampling = lb.SamplingParams(temperature=0.8, seed=seed)
-    return lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=sampling)
 
 
 def _speed(ctx: lb.Context, n_texts: int) -> float:
@@ -284,7 +267,7 @@ def advise(
     from llamabranch.bench.machine import processor_flags
 
     flags = processor_flags() if flags is None else flags
-    tools = _gpu_tools() if tools is None else tools
+    tools = list(filter(shutil.which, GPUS)) if tools is None else tools
     # AVX512 in a build means several features; names of ARM's features vary.
     built = "\n".join(machine.features)
     unused = [

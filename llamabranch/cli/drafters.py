@@ -37,17 +37,14 @@ def choose_drafters(
     path = hub.resolve(target, download=None)
     if has_grammar and given is None:
         return parse_draft("grammar+suffix")
-    if given in (None, "auto", MTP):
-        if Model.head_kind(path) == MTP:
-            if given != MTP:
-                console.note("draft: mtp, the target's own MTP layers")
-            return (MTP,)
-        if given == MTP:
-            raise lb.errors.UnsupportedError(
-                f"{target} has no MTP layers that llama.cpp computes",
-                hint="`llamabranch models show` lists what a file offers; --draft FILE takes MTP "
-                "layers that are in a file of their own",
-            )
+    if given in (None, "auto", MTP) and Model.head_kind(path) == MTP:
+        if given != MTP:
+            console.note("draft: mtp, the target's own MTP layers")
+        return (MTP,)
+    if given == MTP:
+        message = f"{target} has no MTP layers that llama.cpp computes"
+        hint = "--draft FILE takes MTP layers that are in a file of their own"
+        raise lb.errors.UnsupportedError(message, hint=hint)
     listed = hub.draft_for(target)
     entry = None if listed is None else hub.find_entry(listed)
     if given is None and entry is not None and entry.path is not None:
@@ -80,9 +77,6 @@ def parse_draft(given: str) -> tuple[str, ...]:
         if part in ("", "none"):
             hint = "for example suffix+tale-draft"
             raise ConfigError(f"{given!r} is not a chain of drafters", hint=hint)
-        if part.isdecimal() and not Path(part).exists():
-            hint = f"--draft-max {part} drafts that many tokens"
-            raise ConfigError(f"--draft names what drafts, not {part}", hint=hint)
         if part != MTP and is_model(part):
             hub.resolve(part, download=None)
     return parts
@@ -151,8 +145,7 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
     draft is left out of the last: it knows fairy tales only.
     """
     path, listed = hub.resolve(target), hub.draft_for(target)
-    size = _size(path)
-    found = []
+    size, found = _size(path), list[PossibleDraft]()
     with Model(path, vocab_only=True) as model:
         if not model.has_text:
             return []
@@ -162,14 +155,15 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
             if not each.samefile(path) and _size(each) <= LARGEST_SHARE * size
         )
         for _, name, each in nearby[:MOST]:
-            with contextlib.suppress(lb.errors.ModelLoadError):
-                if Model.is_head(each) and name != listed:
+            with (
+                contextlib.suppress(lb.errors.ModelLoadError),
+                Model(each, vocab_only=True) as draft,
+            ):
+                if name != listed and Model.is_head(each):
                     continue  # it fits one model only
-                with Model(each, vocab_only=True) as draft:
-                    if draft.n_params > LARGEST_SHARE * model.n_params:
-                        continue
-                    way = model.compatibility(draft).path
-                if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
+                way = model.compatibility(draft).path
+                fits = way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT)
+                if fits and draft.n_params <= LARGEST_SHARE * model.n_params:
                     found.append(PossibleDraft(name, each, _size(each), way, name == listed))
     entry = None if listed is None else hub.find_entry(listed)
     if entry is not None and entry.path is None and not any(each.listed for each in found):

@@ -2,25 +2,321 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import IO, Any, ClassVar
 
+import llamabranch as lb
 from llamabranch import ConfigError, Context, hub
-from llamabranch.eval import Sample, Task, TaskResult, find_task, run_task, task_names
+from llamabranch.eval import (
+    KLDivergence,
+    Perplexity,
+    Sample,
+    Task,
+    TaskResult,
+    find_task,
+    run_task,
+    task_names,
+)
 
+from ..files import atomic_write
+from ..loading import LoadOptions
 from .bundles import argument, option, with_bundles
-from .console import Console, Progress
-from .eval_text import ReadingOptions, compare_models, measure, scoring_options
-from .files import read_text
-from .formats import number
-from .options import TEXT, ModelOptions, OutputOptions
+from .console import Console, base_name, finite
+from .files import check_new_file, read_prompt_file, read_text, writing
+from .options import OUTPUT, TEXT, ModelOptions, OutputOptions, trained_length, vocabulary
 
-_SEQUENCES = 64
-_N_CTX = 4096
+_CHUNKS, _WINDOW = 16, 512  # where models are compared; tokens a chunk
+_N_WRITTEN = 48
+_ROW_BYTES = 64 * 2**20  # of logits at a time
+_SAVED_EVERY_S = 10.0
+_SEQUENCES, _N_CTX = 64, 4096  # for tasks
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """Which text is read, and what the models are compared with."""
+
+    panel: ClassVar[str] = "Perplexity and KL divergence"
+    first: ClassVar[str] = "text_file against chunks output_file"
+
+    text_file: Path | None = option(
+        None,
+        "The text: a file in UTF-8. It is cut into chunks of --ctx-size tokens (512), of which the "
+        "second half is scored, as llama-perplexity does.",
+        "--perplexity --file -f",
+        metavar="FILE",
+    )
+    against: str | None = option(
+        None,
+        "A model that the others are compared with by KL divergence; or what --save-logits or "
+        "llama-perplexity wrote of one, which holds the text too.",
+        metavar="MODEL|FILE",
+    )
+    chunks: int | None = option(
+        None, "Score at most N chunks.  [default: all; 16 with --against MODEL]", min=1
+    )
+    stride: int | None = option(
+        None,
+        "Sliding windows, each N tokens after the one before; not comparable with chunks.",
+        "--stride --ppl-stride",
+        min=1,
+    )
+    save_to: Path | None = option(
+        None,
+        "Write the log-probabilities to this file, for --against and llama-perplexity.",
+        "--save-logits --save-all-logits --kl-divergence-base",
+    )
+    output_file: Path | None = option(
+        None,
+        "Write the results to this file, also when interrupted; of tasks, each item on a line.",
+        "--output -o",
+        rich_help_panel=OUTPUT,
+    )
+    resume: bool = option(False, "Go on where --output ends.", "--resume", rich_help_panel=OUTPUT)
+
+    def resumed_file(self) -> Path | None:
+        """Return the file of results to go on with, None to begin anew.
+
+        Raises:
+            ConfigError: a file is there, and is not to be resumed; or none is named to resume.
+        """
+        path = self.output_file
+        if path is None and self.resume:
+            raise ConfigError("--resume needs --output, where the results are kept")
+        if path is None or (self.resume and path.is_file()):
+            return path
+        check_new_file(path, hint="name another file, or go on with --resume")
+        return None
+
+    @property
+    def logits(self) -> Path | None:
+        """The file of log-probabilities to compare with; None where that is a model, or nothing."""
+        path = Path(self.against or "")
+        if self.against is None or not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return None if file.read(4) == b"GGUF" else path
+
+    def text(self) -> str:
+        """Return the text. Raises ConfigError if it cannot be read."""
+        if self.text_file is None:
+            raise ConfigError("there is no text", hint="--perplexity FILE")
+        return read_prompt_file(self.text_file)
+
+
+# -- what all that scores shares -----------------------------------------------------------------------
+
+
+def scoring_options(name: str, models: ModelOptions, n_seq_max: int) -> LoadOptions:
+    """Return options of a context whose rows of logits take a bounded memory, whatever the vocabulary."""
+    with vocabulary(name) as model:
+        rows = _ROW_BYTES // (4 * model.n_vocab)
+    n_batch = models.set("load").get("n_batch") or 512
+    n_seq_max = min(n_seq_max, n_batch)
+    return {"n_seq_max": n_seq_max, "n_outputs_max": max(n_seq_max, min(n_batch, 256, rows))}
+
+
+def open_for_chunks(name: str, models: ModelOptions, window: int, console: Console) -> Context:
+    """Open a context for texts that are read in chunks, with llama-perplexity's K/V type, f16."""
+    more = scoring_options(name, models, 1)
+    n_batch = models.set("load").get("n_batch") or min(512, window)
+    n_outputs = min(more["n_outputs_max"] or n_batch, n_batch)
+    more |= {"n_ctx": window, "n_batch": n_batch, "n_outputs_max": n_outputs}
+    more |= {"batch_invariant": False, "kv_type": models.kv_type or "f16"}
+    return models.open(name, console, **more)
+
+
+def _window_of(name: str, models: ModelOptions) -> int:
+    """Return the tokens of a chunk: ``--ctx-size`` as in llama-perplexity; 0 is the trained length."""
+    return (trained_length(name) if models.n_ctx == 0 else models.n_ctx) or _WINDOW
+
+
+def read_earlier(reading: ReadingOptions, kind: str) -> dict[str, Any]:
+    """Return the results in the file that is resumed, {} to begin anew.
+
+    Raises:
+        ConfigError: a file is there, and is not to be resumed; or it is of another ``kind``.
+    """
+    earlier = reading.resumed_file()
+    if earlier is None:
+        return {}
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        found: dict[str, Any] = json.loads(read_text(earlier))
+        if found["kind"] == kind:
+            return found
+    raise ConfigError(f"{earlier} has no results of this kind ({kind})", hint="name another file")
+
+
+def save(path: Path | None, kind: str, data: Mapping[str, object]) -> None:
+    """Write results to a JSON file, which is replaced as a whole; OutputError if it cannot be."""
+    if path is not None:
+        text = json.dumps(finite({"kind": kind, **data}), ensure_ascii=False)
+        with writing(path), atomic_write(path) as file:
+            file.write(f"{text}\n".encode())
+
+
+# -- one model -----------------------------------------------------------------------------------------
+
+
+def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: Console) -> None:
+    """Print the perplexity of a model, or how far it is from the one that a file has logits of.
+
+    What is done is kept and printed when it is interrupted, too.
+    """
+    logits, stride, save_to = reading.logits, reading.stride, reading.save_to
+    if logits is not None and (reading.text_file or reading.chunks or stride or save_to):
+        message = f"{logits} holds the text and its chunks, and is compared with one model"
+        raise ConfigError(message, hint="--against MODEL compares several")
+    if stride is not None and (save_to is not None or reading.chunks is not None):
+        raise ConfigError("--stride goes with neither --save-logits nor --chunks")
+    kind: type[Perplexity | KLDivergence] = Perplexity if logits is None else KLDivergence
+    kind_name = "perplexity" if logits is None else "kld"
+    earlier = read_earlier(reading, kind_name)
+    if save_to is not None and not earlier:
+        hint = f"--against {save_to} reads it; to write, name another file, or delete it"
+        check_new_file(save_to, hint=hint)
+    found: Any = kind.from_dict(earlier) if earlier else None
+    saved_s = perf_counter()
+
+    def note(done: Perplexity | KLDivergence) -> None:
+        nonlocal found, saved_s
+        found = done
+        console.progress(f"{done.n_done} of {done.n_chunks} chunks")
+        if perf_counter() - saved_s > _SAVED_EVERY_S:
+            save(reading.output_file, kind_name, done.as_dict())
+            saved_s = perf_counter()
+
+    options: Any = {"progress": note, "resume": found}
+    if logits is None:
+        text, window = reading.text(), _window_of(name, models)
+        options |= {"chunks": reading.chunks, "stride": stride, "save_to": save_to}
+    else:
+        with lb.eval.LogitsFile.open(logits) as file:
+            window = file.window
+    with open_for_chunks(name, models, window, console) as ctx:
+        try:
+            if logits is None:
+                found = lb.eval.perplexity(ctx, text, window, **options)
+            else:
+                found = lb.eval.divergence(ctx, logits, **options)
+        finally:
+            console.progress("")
+            if found is not None and found.n_done:
+                save(reading.output_file, kind_name, found.as_dict())
+                _print(console, ctx, found)
+
+
+def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> None:
+    its = {k: v for k, v in found.as_dict().items() if k not in ("losses", "rows")}
+    if isinstance(found, Perplexity):
+        its |= {"by_chunk": found.by_chunk, "running": found.running}
+    about = {"name": ctx.model.name, "kv_type": ctx.kv_type}
+    console.report({**about, **its}, hidden=("by_chunk", "running", "text", "model"))
+
+
+# -- several models ------------------------------------------------------------------------------------
+
+
+def compare_models(
+    reading: ReadingOptions,
+    names: Sequence[str],
+    base: str | None,
+    models: ModelOptions,
+    console: Console,
+) -> None:
+    """Measure several models on a text; with a base also how far the others are from it.
+
+    What is done is printed, and written to ``--output``, when it is interrupted, too.
+    """
+    if reading.stride is not None or reading.save_to is not None or reading.resume:
+        raise ConfigError("--stride, --save-logits and --resume are for one model")
+    text, path = reading.text(), reading.output_file
+    names = list(dict.fromkeys(names if base is None else [base, *names]))
+    if len(names) < 2:
+        raise ConfigError("--against compares with another model", hint="-m names one")
+    reading.resumed_file()
+    files = {name: lb.hub.parts(lb.hub.resolve(name, download=None)) for name in names}
+    sizes = {name: sum(part.stat().st_size for part in parts) for name, parts in files.items()}
+    if base is not None:
+        names = [base, *sorted(names[1:], key=lambda n: -sizes[n])]
+        _check_vocabularies(base, names[1:])
+    window, chunks = _window_of(names[0], models), reading.chunks or _CHUNKS
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        # The base's log-probabilities, which the others are compared with.
+        logits = None if base is None else Path(folder, "logits")
+        try:
+            for name in names:
+                about = {"model": name, "size_bytes": sizes[name]}
+                with open_for_chunks(name, models, window, console) as ctx:
+                    rows.append(about | _row(ctx, name, text, window, chunks, logits, console))
+        finally:
+            console.progress("")
+            if rows:
+                found: dict[str, object] = {"base": base, "window": window, "models": rows}
+                save(path, "quants", found)
+                console.report(found)
+
+
+def _check_vocabularies(base: str, names: Sequence[str]) -> None:
+    with vocabulary(base) as first:
+        for name in names:
+            with vocabulary(name) as other:
+                if first.compatibility(other).path != "tokens":
+                    message = f"{name} has another vocabulary than {base}"
+                    hint = "compare quantisations of one model"
+                    raise lb.errors.VocabularyMismatchError(message, hint=hint)
+
+
+def _row(
+    ctx: Context,
+    name: str,
+    text: str,
+    window: int,
+    chunks: int,
+    logits: Path | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Return what is known of a model; the first one, the base, writes the file ``logits``."""
+
+    def note(done: Perplexity | KLDivergence) -> None:
+        console.progress(f"{done.n_done} of {chunks} chunks of {base_name(name)}")
+
+    start_s, found = perf_counter(), None
+    row: dict[str, Any] = {"file_type": ctx.model.file_type}
+    if logits is not None and logits.exists():
+        found = lb.eval.divergence(ctx, logits, progress=note)
+        its, n_done = found.statistics, found.n_done
+        figures = its.perplexity.value, its.perplexity.stderr
+        kl = (*its.mean, found.percentile(0.99), its.same_top.value)
+    else:
+        read = lb.eval.perplexity(ctx, text, window, chunks=chunks, progress=note, save_to=logits)
+        n_done, figures, kl = read.n_done, (read.value, read.stderr), (0.0, 0.0, 0.0, 1.0)
+    row |= zip(("kl", "kl_stderr", "kl_99", "same_top"), kl, strict=True)
+    read_s = perf_counter() - start_s
+    with lb.Context(ctx.model, n_ctx=256, n_seq_max=2, n_threads=ctx.n_threads) as plain:
+        can = plain.capabilities
+    with lb.Branch.start(ctx, ctx.model.tokenize(text)[:64], temperature=0.8, seed=1) as branch:
+        start_s = perf_counter()
+        n = sum(1 for _ in branch.generate(min(_N_WRITTEN, ctx.n_ctx - 64)))
+        write_s = perf_counter() - start_s
+    return row | {
+        "perplexity": figures[0],
+        "perplexity_stderr": figures[1],
+        "read_tokens_per_s": n_done * window / read_s,
+        "write_tokens_per_s": n / write_s,
+        "exact": can.batch_invariant,
+        "why": can.batch_invariant_reason,
+        "made_from": lb.hub.made_from(name),
+    }
 
 
 @dataclass(frozen=True)
@@ -112,18 +408,16 @@ def _score_tasks(
 ) -> None:
     tasks = given.tasks()
     if given.list_tasks:
-        rows = [(t.name, len(t.items), "choices" if t.is_choice else "targets") for t in tasks]
-        console.table(("task", "items", "kind"), rows, left=("kind",))
         described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
-        console.answer({"tasks": described})
+        console.report({"tasks": described})
         return
-    results: list[tuple[str, list[TaskResult], dict[str, Any]]] = []
-    file = _SampleFile(reading, tasks, console)
     names = models.names(console)
-    for name in names:
-        hub.resolve(name, download=None)
     if reading.output_file is not None and len(names) > 1:
         raise ConfigError("--output is for one model", hint="give one file for each run")
+    for name in names:
+        hub.resolve(name, download=None)
+    file = _SampleFile(reading, tasks, console)
+    answers: list[dict[str, Any]] = []
     try:
         for name in names:
             more = scoring_options(name, models, _SEQUENCES)
@@ -131,23 +425,19 @@ def _score_tasks(
                 more["n_ctx"] = _N_CTX
             with models.open(name, console, **more) as ctx:
                 file.check(name, ctx)
-                found = list[TaskResult]()
-                about: dict[str, Any] = {"model": name, "name": ctx.model.name}
-                about["batch_invariant"] = ctx.capabilities.batch_invariant
-                results.append((name, found, about))
-                start_s = time.perf_counter()
+                found, start_s = list[TaskResult](), time.perf_counter()
                 try:
                     for task in tasks:
                         _run(ctx, task, given.limit, file, console, found)
                 finally:
+                    about: dict[str, Any] = {"model": name, "name": ctx.model.name}
+                    about["batch_invariant"] = ctx.capabilities.batch_invariant
                     about["seconds"] = time.perf_counter() - start_s
-                    about["tasks"] = [result.as_dict() for result in found]
+                    answers.append({**about, "tasks": [result.as_dict() for result in found]})
     finally:  # what is done is printed also when it is interrupted
         console.progress("")
-        if any(found for _, found, _ in results):
-            _print(console, results, with_model=len(names) > 1)
-            answers = [about for _, _, about in results]
-            console.answer(answers[0] if len(names) == 1 else {"models": answers})
+        if any(each["tasks"] for each in answers):
+            console.report(answers[0] if len(names) == 1 else {"models": answers})
 
 
 def _run(
@@ -161,13 +451,11 @@ def _run(
     """Add the result of a task to ``results``: of the items that are done, where it is interrupted."""
     order = {item.id: i for i, item in enumerate(task.items[:limit])}
     found = list({s.item.id: s for s in file.done[task.name] if s.item.id in order}.values())
-    shown = Progress(console, f"items of {task.name}", len(found))
 
     def note(sample: Sample) -> None:
         found.append(sample)
         file.write(task, ctx, sample)
-        right = sum(each.is_right for each in found)
-        shown.show(len(found), len(order), f"{right / len(found):.1%} right")
+        console.progress(f"{len(found)} of {len(order)} items of {task.name}")
 
     try:
         run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)
@@ -220,39 +508,13 @@ class _SampleFile:
 
     def write(self, task: Task, ctx: Context, sample: Sample) -> None:
         """Append a sample."""
-        about: dict[str, Any] = {"task": task.name, "model": _model_key(ctx)}
-        about |= {"id": sample.item.id, "answer": sample.item.answer}
-        names = ("logprobs", "is_greedy", "is_right")
-        line = {**about, **{name: getattr(sample, name) for name in names}}
         if self._file is not None:
+            about = {"task": task.name, "model": _model_key(ctx), "id": sample.item.id}
+            its = {name: getattr(sample, name) for name in ("logprobs", "is_greedy", "is_right")}
+            line = {**about, "answer": sample.item.answer, **its}
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._file.flush()
 
 
 def _model_key(ctx: Context) -> str:
     return f"{ctx.model.fingerprint} {ctx.kv_type}"
-
-
-def _print(
-    console: Console,
-    results: list[tuple[str, list[TaskResult], dict[str, Any]]],
-    *,
-    with_model: bool,
-) -> None:
-    rows: list[tuple[str, ...]] = []
-    for model, result in ((model, result) for model, found, _ in results for result in found):
-        low, high = result.interval
-        n, n_items = len(result.samples), len(result.task.items)
-        first = (model, result.task.name, str(n) if n == n_items else f"{n} of {n_items}")
-        last = (f"{low:.3f} to {high:.3f}", number(result.chance, 3))
-        for metric, (value, stderr) in result.metrics.items():
-            figures = (metric, number(value, 4), number(stderr, 4))
-            is_first = metric == "acc"
-            row = (
-                *(first if is_first else ("",) * 3),
-                *figures,
-                *(last if is_first else ("",) * 2),
-            )
-            rows.append(row if with_model else row[1:])
-    columns = ("task", "items", "metric", "value", "±", "95 % interval", "chance")
-    console.table((*("model",) * with_model, *columns), rows, left=("task", "metric"))

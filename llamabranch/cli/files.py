@@ -7,13 +7,11 @@ import errno
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 from llamabranch import ConfigError
 
-from ..arguments import nearest
 from ..files import check_writable
 from .console import OutputError
 
@@ -53,43 +51,14 @@ def read_text(path: Path, errors: str = "strict") -> str:
     """Return the text of a file, without a byte order mark; ConfigError if it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig", errors=errors)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-
-
-def load_function(place: str) -> Callable[[str], bool]:
-    """Return a function of a Python file, or an object of it, by "FILE.py:NAME"; the file is run.
-
-    Raises:
-        ConfigError: it has no such name, or cannot be run.
-    """
-    file, _, name = place.rpartition(":")
-    if not file or not name:
-        raise ConfigError(
-            f"no function is named by {place!r}", hint="write FILE.py:NAME, as in rules.py:no_e"
-        )
-    names: dict[str, Any] = {"__name__": Path(file).stem, "__file__": file}
-    try:
-        exec(compile(read_text(Path(file)), file, "exec"), names)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{file} cannot be run: {error!r}") from error
-    if name not in names:
-        callables = [n for n, value in names.items() if callable(value) and not n.startswith("_")]
-        raise ConfigError(f"{file} has no {name!r}", hint=nearest(name, callables, "it has"))
-    return cast("Callable[[str], bool]", names[name])
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path!s:.80}: {why}") from None
 
 
 def schema_text(given: str) -> str:
     """Return a JSON schema that is given as its text, or as the name of a file of it."""
-    if given.lstrip().startswith("{"):
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read the schema {given!r:.80}: {why}") from None
+    return given if given.lstrip().startswith("{") else read_text(Path(given))
 
 
 def read_prompt_file(path: Path) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,16 +13,17 @@ from typing import Any, ClassVar
 import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError, Engine, Request, SamplingParams
+from llamabranch import ConfigError, Engine, Event, Request, Result, SamplingParams
+from llamabranch.bench.machine import Machine
 from llamabranch.speculative import NullDrafter
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .comparison import compare
+from .comparison import Comparison, compare, first_difference
+from .console import ROUNDING, Console
 from .drafters import has_model
 from .files import digest
-from .generate_report import GenerateReport
-from .interrupts import InterruptHandler
+from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .job import JobLengths
 from .options import (
     DEFAULT_PROMPT,
@@ -33,6 +37,265 @@ from .options import (
     TextOptions,
 )
 from .results import ResultFile
+
+# Of the statistics: what the table shows.
+_SHOWN = (
+    "num_drafts", "num_draft_tokens", "num_accepted_tokens", "draft_acceptance_rate",
+    "mean_acceptance_length", "num_plain_steps", "stop_reasons", "target_forward_passes",
+    "draft_forward_passes", "shared_prompt_tokens", "preemptions", "generated_tokens", "tokens_per_s",
+)  # fmt: skip
+# What ended a text before its grammar did, and what is to be raised.
+_CUT = {"length": ("-n", "it"), "capacity": ("the context", "--ctx-size")}
+
+
+class GenerateReport:
+    """The results of a job and what is printed of them.
+
+    Args:
+        engine: what runs the job.
+        requests: all of them, as they were given.
+        console: where results, progress and totals go.
+        file: where results are appended instead, if anywhere.
+        chat: prompts are questions: print them on lines of their own.
+        is_flat: the JSON object is that of the only text, as ``speculate`` prints it.
+
+    Attributes:
+        done: the texts (id, sample) that the file had before.
+        comparison: with plain decoding, if requested.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        console: Console,
+        file: ResultFile | None,
+        *,
+        chat: bool = False,
+        is_flat: bool = False,
+    ) -> None:
+        self.engine, self._console, self._file = engine, console, file
+        self._requests = {str(request.id): request for request in requests}
+        self.done = set() if file is None else file.done
+        self.comparison: Comparison | None = None
+        self._chat, self._is_flat = chat, is_flat
+        self._is_plain = isinstance(engine.drafter, NullDrafter)
+        self._results: list[Result] = []
+        self._finish_reasons: Counter[str] = Counter()
+        self._n_failed = self._n_printed = 0
+        self._on_terminal = console.out.is_terminal
+        texts = [(str(r.id), i) for r in requests for i in range(r.n)]
+        self._n_texts, self._n_ended = len(texts), len(self.done)
+        prints = file is None and not console.silent
+        self._streams = len(texts) == 1 and prints
+        # Where results are shown as they end, they are the progress.
+        shows = self._streams or (prints and self._on_terminal)
+        self._counts = console.err.is_terminal and not shows
+        # A pipe gets the texts in the order of the prompts; others as they end.
+        self._order = deque(texts if prints and not self._on_terminal else ())
+        self._held: dict[tuple[str, int], Result] = {}
+        self._machine = Machine.now()
+
+    # -- texts -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Show the prompt of the only text on a terminal."""
+        if self._streams and self._on_terminal:
+            if not self._is_plain:
+                self._console.legend()
+            self._console.write(self._prompt(*self._requests.values()), "dim")
+
+    def show(self, event: Event) -> None:
+        """Print a token of the only text, or what is known of a text that has ended.
+
+        A text that an interruption has cut is printed if it has a token, and not written to a file, which
+        --resume completes.
+        """
+        result = event.result
+        if event.emitted is not None and self._streams:
+            self._console.emit(event.emitted)
+        if result is None:
+            return
+        self._n_ended += 1
+        if self._counts:
+            self._console.progress(f"{self._n_ended} of {self._n_texts} texts")
+        if result.finish_reason == "cancelled" and (self._file is not None or not result.tokens):
+            return
+        if not self._order:
+            self._give(result)
+            return
+        self._held[result.id, result.sample] = result
+        while self._order and self._order[0] in self._held:
+            self._give(self._held.pop(self._order.popleft()))
+
+    def end(self) -> None:
+        """Give what is still kept back, if the job was interrupted; keep the figures of the job."""
+        self._console.progress("")
+        for text in filter(self._held.__contains__, self._order):
+            self._give(self._held[text])
+        self._stats = copy.deepcopy(self.engine.stats)  # a comparison adds to the engine's later
+        self._explanation = self.engine.explain()
+        if not self._is_plain:
+            self._explanation = f"drafter: {self.engine.drafter.name}; {self._explanation}"
+
+    def _give(self, result: Result) -> None:
+        """Write a result to the file, or print it, or keep it for the JSON object."""
+        request, error, note = self._requests[result.id], result.error, self._console.note
+        result.prompt = request.prompt  # the given one, without the chat template
+        self._n_failed += error is not None and not result.tokens
+        self._finish_reasons[result.finish_reason] += 1
+        label = result.id + (f", sample {result.sample}" if result.sample else "")
+        if self._file is not None:
+            self._file.write(result, request)
+        else:
+            self._results.append(result)
+            if error is None or result.tokens:
+                self._print(result, request, label)
+        if error is not None and not self._console.silent:
+            self._console.error(f"{label}: {error.message}", error.hint)
+        if result.grammar is not None and result.finish_reason in _CUT:
+            limit, more = _CUT[result.finish_reason]
+            message = f"{limit} ended the text before its grammar: it may be incomplete"
+            note(f"warning: {label}: {message}; raise {more}")
+
+    def _print(self, result: Result, request: Request, label: str) -> None:
+        if self._streams:
+            self._console.write("\n\n" if self._on_terminal else "\n")
+            return
+        if self._on_terminal:
+            self._console.write(f"[{label}] ", "bold")
+            self._console.write(self._prompt(request), "dim")
+        elif self._n_printed:
+            self._console.write("\n")  # an empty line between two texts
+        self._n_printed += 1
+        self._console.write(result.text + "\n" + "\n" * self._on_terminal)
+
+    def _prompt(self, request: Request) -> str:
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            return prompt + "\n" * self._chat
+        return f"{prompt[-1]['content']}\n" if isinstance(prompt[-1], Mapping) else ""
+
+    # -- totals ----------------------------------------------------------------------------------------
+
+    def finish(self, *, interrupted: bool) -> None:
+        """Print the totals, and exit as the job asks for."""
+        compared = {} if self.comparison is None else self._compared(self.comparison)
+        self._print_totals(self._console.beside, compared)
+        answer = self._flat() if self._is_flat else self._totals(interrupted)
+        self._console.answer({**answer, **compared})
+        if interrupted:
+            more = "" if self._file is None else "; --resume continues from here"
+            self._console.note("interrupted" + more)
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if self._n_failed:
+            raise typer.Exit(EXIT_FAILURE)
+
+    def _totals(self, interrupted: bool) -> dict[str, object]:
+        """Return the totals, and the results unless a file has them."""
+        answer: dict[str, object] = {
+            "requests": len(self._requests),
+            "skipped": len(self.done),
+            "failed": self._n_failed,
+            "interrupted": interrupted,
+            "seed": self.engine.seed,
+            "batch_invariant": self.engine.target.capabilities.batch_invariant,
+            "explain": self._explanation,
+            "stats": self._stats.as_dict(),
+        }
+        if self._file is None:
+            answer["results"] = [result.as_dict(stats=False) for result in self._results]
+        return answer
+
+    def _flat(self) -> dict[str, object]:
+        """Return what ``speculate`` prints of its only text."""
+        explained = {"explain": self._explanation}
+        if not self._results:  # it was interrupted before the first token, or failed
+            return {"text": "", "tokens": [], "finish_reason": None, **explained}
+        (result,), compared = self._results, self.comparison
+        return {
+            "text": result.text,
+            "tokens": result.tokens,
+            "finish_reason": None if result.finish_reason == "cancelled" else result.finish_reason,
+            "tokens_per_s": compared.drafted.rate.median if compared else self._stats.tokens_per_s,
+            "seed": result.seed,
+            "rule": str(self.engine.config.rule),
+            **explained,
+            "stats": result.stats.as_dict(),
+        }
+
+    def _compared(self, found: Comparison) -> dict[str, object]:
+        results, engine = found.plain_results, self.engine
+        can, is_exact = engine.target.capabilities, engine.sampling.temperature == 0
+        plain: dict[str, object] = {"tokens_per_s": found.plain.rate.median}
+        if self._is_flat:
+            plain |= {"text": results[0].text, "tokens": results[0].tokens}
+        else:
+            plain["results"] = [result.as_dict(stats=False) for result in results]
+        # Whether the text of plain decoding is promised, not only its distribution.
+        expected = self._is_plain or is_exact or str(engine.config.rule) == "seeded"
+        requests = list(self._requests.values())
+        return {
+            "plain": plain,
+            **found.as_dict(),
+            "machine": self._machine.as_dict(),
+            "n_threads": engine.target.n_threads,
+            "same_text_expected": expected,
+            "batch_invariant": can.batch_invariant,
+            "batch_invariant_reason": can.batch_invariant_reason,
+            "divergence": first_difference(engine.target, found, requests) if expected else None,
+        }
+
+    def _print_totals(self, console: Console, compared: Mapping[str, object]) -> None:
+        """Print the totals as a table: on a pipe to standard error."""
+        engine, found, stats = self.engine, self.comparison, self._stats.as_dict()
+        can = engine.target.capabilities
+        figures = {
+            "requests": len(self._requests),
+            "texts in the file already": len(self.done),
+            "failed": self._n_failed,
+            "finish reason": self._finish_reasons,
+            **{name: stats[name] for name in _SHOWN},
+        }
+        figures = {name: value for name, value in figures.items() if value}
+        figures["seed"] = self._results[0].seed if self._is_flat and self._results else engine.seed
+        figures["kv_type"] = engine.target.kv_type
+        figures["batch_invariant"] = can.batch_invariant or f"no: {can.batch_invariant_reason}"
+        paragraphs = [self._explanation] if self._console.verbose else []
+        if found is not None:
+            figures["tokens_per_s"] = found.drafted.rate.median
+            figures |= {"plain_tokens_per_s": found.plain.rate.median, **found.as_dict()}
+            machine = self._machine.describe(engine.target.n_threads)
+            paragraphs += [self._about_the_texts(compared), found.explain(), machine]
+        console.figures(figures)
+        if "capacity" in self._finish_reasons and not self._console.silent:
+            self._console.note("the context is full: raise --ctx-size to go on")
+        for paragraph in filter(None, paragraphs):
+            console.line(paragraph)
+            console.line()
+
+    def _about_the_texts(self, compared: Mapping[str, object]) -> str:
+        if not compared["same_text_expected"]:
+            rule = self.engine.config.rule
+            return f"same text: not expected (rule {rule} is lossless in distribution)"
+        where, why = compared["divergence"], compared["batch_invariant_reason"]
+        if not isinstance(where, dict):
+            return ""
+        model = self.engine.target.model
+        plain, drafted = (
+            "nothing" if token is None else repr(model.piece(token).decode(errors="replace"))
+            for token in where["tokens"]
+        )
+        message = (
+            f"The texts differ. First difference at token {where['position']}: plain decoding "
+            f"generated {plain}, with drafts {drafted}."
+        )
+        if compared["batch_invariant"]:
+            return (
+                f"{message} This context is batch-invariant ({why}): this is a bug in llamabranch."
+            )
+        return f"{message} This context is not batch-invariant ({why}). {ROUNDING}"
+
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
 _LEAST_CELLS = 2048
@@ -89,51 +352,6 @@ class ResultOptions:
         None, "Give each token with its log-probability and the N most probable ones.", min=0
     )
 
-    def completed(
-        self, request: Request, text: TextOptions, grammar: Any, constraint: Any
-    ) -> Request:
-        """Return a request with the settings of the command line that it has none of."""
-        top = request.top_logprobs
-        return replace(
-            request,
-            constraint=constraint,
-            stop=request.stop or text.stop_strings,
-            grammar=request.grammar or grammar,
-            n=max(request.n, self.samples),
-            top_logprobs=self.top_logprobs if top is None else top,
-        )
-
-    def settings(
-        self, text: TextOptions, params: SamplingParams, chat: ChatOptions, models: BatchOptions
-    ) -> dict[str, Any]:
-        """Return what --resume compares; how to sample and when to stop as a digest."""
-        grammar = text.parse_grammar()
-        more = {
-            "system": chat.system,
-            "chat_template": chat.template,
-            "constraint": text.constraint,
-        }
-        options = {
-            "sampling": asdict(params),
-            "grammar": None if grammar is None else grammar.as_dict(),
-            "max_tokens": text.max_tokens,
-            "stop": list(text.stop_strings),
-            "ignore_end": text.ignore_eos,
-            "chat": chat.is_on,
-            # The digests of older files have none of these.
-            **{name: value for name, value in more.items() if value is not None},
-        }
-        is_fast = models.set("load").get("batch_invariant") is False
-        return {
-            "sampling": digest(options),
-            "samples": self.samples,
-            "rule": str(models.config().rule),
-            "kv_type": models.kv_type or ("fast" if is_fast else "auto"),
-            "seed": text.seed,
-            "seed_given": text.seed is not None,
-            "model": None,
-        }
-
 
 @with_bundles
 def generate(
@@ -157,11 +375,14 @@ def generate(
         # Everything that can be wrong in the arguments is found before a model loads.
         if models.compare and text.seed is None:
             text = replace(text, seed=secrets.randbits(31))
-        if job.resume and job.output_file is None:
-            raise typer.BadParameter("needs --output", param_hint="--resume")
         is_flat = call.command.name == "speculate"
-        requests, params = _requests(prompts, text, models, job, is_flat=is_flat)
-        settings, file = job.settings(text, params, chat, models), None
+        if is_flat and not any((prompts.texts, prompts.prompts, prompts.files, prompts.input_file)):
+            prompts = replace(prompts, texts=[DEFAULT_PROMPT])
+        # The seed is that of the text itself, or of a job.
+        params = text.params(models, text.seed if is_flat else None)
+        requests = _requests(prompts, text, job, params)
+        _check(requests, models, job, is_flat=is_flat)
+        settings, file = _settings(text, params, chat, models, job), None
         if job.output_file is not None:
             file = ResultFile(job.output_file, settings, requests, resume=job.resume)
             settings = console.resources.enter_context(file).job
@@ -184,41 +405,80 @@ def generate(
         shown = GenerateReport(engine, requests, console, file, chat=chat.is_on, is_flat=is_flat)
         prepared = [_prepared(request, text, chat, context) for request in requests]
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
-            if models.compare:
-                _warm_up(context, drafter, config, prepared)
+            if models.compare:  # the first decodes of a context are slower than later ones
+                few = [replace(request, max_tokens=8, n=1) for request in prepared]
+                for each in (drafter, NullDrafter()):  # engines of their own, which learn no length
+                    Engine(context, each, replace(config, draft_k=2)).generate(few)
             _run(shown, prepared, interrupts)
             if models.compare and not interrupts.requested:
                 shown.comparison = compare(
-                    engine, plain, prepared, interrupts,
-                    explains=shown.expects_same_text, progress=console.progress,
-                )  # fmt: skip
+                    engine, plain, prepared, interrupts, progress=console.progress
+                )
         shown.finish(interrupted=interrupts.requested)
 
 
 def _requests(
-    prompts: ManyPrompts,
-    text: TextOptions,
-    models: BatchOptions,
-    job: ResultOptions,
-    *,
-    is_flat: bool,
-) -> tuple[list[Request], SamplingParams]:
-    """Return the requests, as they were given, and the settings of those without; check what is asked."""
-    params, grammar = text.params(models), text.parse_grammar()
+    prompts: ManyPrompts, text: TextOptions, job: ResultOptions, params: SamplingParams
+) -> list[Request]:
+    """Return the requests as they were given, with the settings of the command line that they lack."""
+    grammar = text.parse_grammar()
+    return [
+        replace(
+            request,
+            stop=request.stop or text.stop_strings,
+            grammar=request.grammar or grammar,
+            n=max(request.n, job.samples),
+            top_logprobs=job.top_logprobs if request.top_logprobs is None else request.top_logprobs,
+        )
+        for request in prompts.requests(params)
+    ]
+
+
+def _check(
+    requests: list[Request], models: BatchOptions, job: ResultOptions, *, is_flat: bool
+) -> None:
+    """Raise ConfigError for what does not go together."""
     models.config()
-    if is_flat:
-        params = params.replace(seed=text.seed)  # that of the text itself, not of a job
-        if not (prompts.texts or prompts.prompts or prompts.files or prompts.input_file):
-            prompts = replace(prompts, texts=[DEFAULT_PROMPT])
-    constraint = text.load_constraint()
-    found = [job.completed(each, text, grammar, constraint) for each in prompts.requests(params)]
-    if not found:
+    if job.resume and job.output_file is None:
+        raise typer.BadParameter("needs --output", param_hint="--resume")
+    if not requests:
         raise ConfigError("there is no prompt", hint="give one, or --input")
     if models.compare and job.output_file is not None:
         raise ConfigError("--compare prints its results: leave out --output")
-    if is_flat and (len(found) > 1 or found[0].n > 1 or job.output_file is not None):
+    if is_flat and (len(requests) > 1 or requests[0].n > 1 or job.output_file is not None):
         raise ConfigError("speculate has one text", hint="`llamabranch generate` takes more")
-    return found, params
+
+
+def _settings(
+    text: TextOptions,
+    params: SamplingParams,
+    chat: ChatOptions,
+    models: BatchOptions,
+    job: ResultOptions,
+) -> dict[str, Any]:
+    """Return what --resume compares; how to sample and when to stop as a digest."""
+    grammar = text.parse_grammar()
+    more = {"system": chat.system, "chat_template": chat.template}
+    options = {
+        "sampling": asdict(params),
+        "grammar": None if grammar is None else grammar.as_dict(),
+        "max_tokens": text.max_tokens,
+        "stop": list(text.stop_strings),
+        "ignore_end": text.ignore_eos,
+        "chat": chat.is_on,
+        # The digests of older files have none of these.
+        **{name: value for name, value in more.items() if value is not None},
+    }
+    is_fast = models.set("load").get("batch_invariant") is False
+    return {
+        "sampling": digest(options),
+        "samples": job.samples,
+        "rule": str(models.config().rule),
+        "kv_type": models.kv_type or ("fast" if is_fast else "auto"),
+        "seed": text.seed,
+        "seed_given": text.seed is not None,
+        "model": None,
+    }
 
 
 def _prepared(
@@ -233,29 +493,13 @@ def _prepared(
     return request
 
 
-def _warm_up(
-    context: lb.Context,
-    drafter: lb.Drafter,
-    config: lb.SpeculativeConfig,
-    requests: list[Request],
-) -> None:
-    """Decode some tokens: the first decodes of a context are slower than later ones.
-
-    Engines of their own run them, so that they do not influence the draft length.
-    """
-    few = [replace(request, max_tokens=8, n=1) for request in requests]
-    for each in (drafter, NullDrafter()):
-        Engine(context, each, replace(config, draft_k=2)).generate(few)
-
-
 def _run(report: GenerateReport, requests: list[Request], interrupts: InterruptHandler) -> None:
     """Run all requests, and show their texts."""
-    engine = report.engine
     report.begin()
-    stream = engine.stream(requests, skip=report.done)
+    stream = report.engine.stream(requests, skip=report.done)
     try:
         if interrupts.requested:  # before there was a decode to stop
-            engine.target.interrupt()
+            report.engine.target.interrupt()
         for event in stream:  # the last ones after a Ctrl-C are what unfinished texts have
             report.show(event)
     except lb.DecodeInterruptedError:

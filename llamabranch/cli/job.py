@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isinf, nan
 
-from llamabranch import ConfigError, LlamaBranchError, Model, Request
+from llamabranch import ConfigError, LlamaBranchError, Request
 from llamabranch.errors import CacheFullError
 
 from .options import ModelOptions, trained_length, vocabulary
 
-_MOST_NAMED = 20  # ids in a message
 _N_COMPARED = 64  # prompts whose beginnings are compared
 # Of all texts together, from which attention to other texts costs more than it saves.
 _LEAST_CELLS = 1024
@@ -55,7 +54,9 @@ class JobLengths:
         ``max_tokens`` is the limit of those that give none, ``lengths`` the tokens of each prompt (None:
         estimates from their bytes). A prompt longer than ``most`` cannot run, and does not count.
         """
-        _check_ids(requests)
+        counts = Counter(str(request.id) for request in requests)
+        if twice := [name for name, n in counts.items() if n > 1]:
+            raise ConfigError(f"several requests have the id {twice[0]!r}")
         lengths = list(map(_n_prompt, requests)) if lengths is None else lengths
         limits = [max_tokens if r.max_tokens is None else r.max_tokens for r in requests]
         runnable = [
@@ -90,10 +91,16 @@ class JobLengths:
             return found
         with vocabulary(name) as model:
             most = n_ctx or trained_length(model) or inf
-            lengths = [
-                n if n <= min(most, _SHORT) else _n_tokens(model, request)
-                for n, request in zip(about, requests, strict=True)
-            ]
+
+            def length(request: Request, n: float) -> float:
+                if n <= min(most, _SHORT):
+                    return n
+                try:
+                    return len(model.prompt_tokens(request.prompt))
+                except LlamaBranchError:  # with which the request will fail
+                    return nan
+
+            lengths = list(map(length, requests, about))
         if len(requests) == 1 and lengths[0] > most:
             limit = "--n-ctx is" if n_ctx else "the model is made for"
             raise CacheFullError(
@@ -137,16 +144,6 @@ def with_room(models: ModelOptions, name: str, prompt: str, max_tokens: int | No
     return models if is_short else replace(models, n_ctx=found.n_ctx)
 
 
-def _check_ids(requests: Sequence[Request]) -> None:
-    twice = [name for name, n in Counter(str(r.id) for r in requests).items() if n > 1]
-    if twice:
-        shown = ", ".join(map(repr, twice[:_MOST_NAMED])) + ", ..." * (len(twice) > _MOST_NAMED)
-        one = f"two requests have the id {shown}"
-        raise ConfigError(
-            one if len(twice) == 1 else f"{len(twice)} ids are given to several requests: {shown}"
-        )
-
-
 def _whole_steps(n: float) -> int:
     return -(-int(n) // _STEP) * _STEP
 
@@ -163,14 +160,6 @@ def _n_prompt(request: Request, n_bytes: int = _BYTES) -> float:
     """Return how many tokens a prompt has: about, and rather too many."""
     parts = _parts(request)
     return len(parts) / (n_bytes if isinstance(parts, bytes) else 1)
-
-
-def _n_tokens(model: Model, request: Request) -> float:
-    """Return how many tokens a prompt has; nan where the request fails with its error."""
-    try:
-        return len(model.prompt_tokens(request.prompt))
-    except LlamaBranchError:
-        return nan
 
 
 def _n_shared(requests: Sequence[Request]) -> float:

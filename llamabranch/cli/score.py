@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
-from llamabranch.search import Selection, select
+from llamabranch.search import select
 
-from ..arguments import choice
 from ..eval.perplexity import exp
 from ..loading import LoadOptions
 from ..search.selection import METHODS
 from .bundles import argument, option, with_bundles
-from .console import Console
 from .files import read_prompt_file
-from .formats import number
 from .job import with_room
 from .options import TEXT, ModelOptions, OutputOptions
 from .search import stats_text
@@ -52,22 +49,12 @@ class ScoreOptions:
     top: int = option(0, "Show the N most probable tokens.", min=0)
 
     def given(self) -> tuple[str, ...]:
-        """Return the texts that are to be scored.
-
-        Raises:
-            ConfigError: there is none, or a file cannot be read.
-        """
+        """Return the texts that are to be scored; ConfigError if there is none."""
         texts = (*(self.texts or ()), *map(read_prompt_file, self.files or ()))
-        if not texts and self.context is not None:
-            raise ConfigError("--context needs a text that continues it")
         if not texts:
             raise ConfigError("there is no text", hint="give a text, or --file")
-        if self.best is not None:
-            choice("measure", self.best, METHODS)
-            if self.context is None:
-                raise ConfigError("--best needs a --context, which the texts continue")
-            if not all(texts):
-                raise ConfigError("a choice must not be empty")
+        if self.best is not None and self.context is None:
+            raise ConfigError("--best needs a --context, which the texts continue")
         return texts
 
 
@@ -88,43 +75,53 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
         if best is not None:
             with Branch.start(ctx, context or "") as branch:
                 chosen = select(branch, texts, method=best)
-            _print_choices(console, texts, chosen)
+            order = sorted(range(len(texts)), key=lambda i: (i != chosen.index, -chosen.scores[i]))
+            rows = [
+                (texts[i], f"{chosen.scores[i]:.4f}", f"{sum(p):.3f}", len(p))
+                for i, p in ((i, chosen.logprobs[i]) for i in order)
+            ]
+            console.table(("choice", "score", "log p, nats", "tokens"), rows)
+            console.line(stats_text(chosen.stats), "dim")
             about = {"id": "0", "context": context, "method": best, **chosen.as_dict()}
             console.answer({"items": [about]})
             return
-        found: list[dict[str, Any]] = []
-        for i, group in enumerate([(text,) for text in texts] if context is None else [texts]):
-            scores = _score(ctx, context, group, given.top)
-            records = [_record(ctx, *pair) for pair in zip(group, scores, strict=True)]
-            if context is None and len(texts) > 1:
+        if context is None:
+            groups = [[_record(ctx, text, _alone(ctx, text, given.top))] for text in texts]
+        else:
+            tokens = [ctx.tokenize(text, add_special=False, parse_special=True) for text in texts]
+            if not all(tokens):
+                raise ConfigError(f"a continuation has no tokens: {texts[tokens.index([])]!r}")
+            with Branch.start(ctx, context) as branch:
+                scores = BranchStore(ctx).score({branch: tokens}, given.top)[branch]
+            groups = [[_record(ctx, *pair) for pair in zip(texts, scores, strict=True)]]
+        for i, records in enumerate(groups):
+            if len(groups) > 1:
                 console.line(f"[{i}]", "bold")
-            _print(console, records, given.top, with_tokens=context is None)
-            found.append({"id": str(i), "context": context, "scores": records})
-        records = [record for item in found for record in item["scores"]]
-        n_tokens = sum(record["n_tokens"] for record in records)
-        total = _totals([record["logprob"] for record in records], n_tokens)
-        if len(found) > 1:
+            for record in records if context is None else ():
+                shown = [
+                    {**its, "text": repr(its["text"]), "most probable": _texts(its["top"])}
+                    for its in record["tokens"]
+                ]
+                console.figures({"tokens": shown}, hidden=() if given.top else ("most probable",))
+            console.figures({"scores": records})
+        every = [record for records in groups for record in records]
+        total = _totals([each["logprob"] for each in every], sum(e["n_tokens"] for e in every))
+        if len(groups) > 1:
             console.line(
                 f"{total['n_tokens']} tokens, log-probability {total['logprob']:.3f} nats, "
                 f"perplexity {total['perplexity']:.3f}"
             )
-        console.answer({"items": found, "total": total})
+        items = [{"id": str(i), "context": context, "scores": g} for i, g in enumerate(groups)]
+        console.answer({"items": items, "total": total})
 
 
-def _score(
-    ctx: Context, context: str | None, texts: Sequence[str], top: int
-) -> list[list[TokenScore]]:
-    if context is None:
-        tokens = ctx.model.prompt_tokens(texts[0])
-        if len(tokens) == 1:
-            return [[]]
-        with Branch.start(ctx, tokens[:1]) as branch:
-            return [branch.score(tokens[1:], top)]
-    continuations = [ctx.tokenize(text, add_special=False, parse_special=True) for text in texts]
-    if not all(continuations):
-        raise ConfigError(f"a continuation has no tokens: {texts[continuations.index([])]!r}")
-    with Branch.start(ctx, context) as branch:
-        return BranchStore(ctx).score({branch: continuations}, top)[branch]
+def _alone(ctx: Context, text: str, top: int) -> list[TokenScore]:
+    """Return the scores of a text's tokens but the first."""
+    tokens = ctx.model.prompt_tokens(text)
+    if len(tokens) == 1:
+        return []
+    with Branch.start(ctx, tokens[:1]) as branch:
+        return branch.score(tokens[1:], top)
 
 
 def _record(ctx: Context, text: str, scores: Sequence[TokenScore]) -> dict[str, Any]:
@@ -141,45 +138,18 @@ def _record(ctx: Context, text: str, scores: Sequence[TokenScore]) -> dict[str, 
         }
         for score in scores
     ]
-    return {"text": text, **_totals([score.logprob for score in scores]), "tokens": tokens}
+    return {
+        "text": text,
+        **_totals([score.logprob for score in scores], len(scores)),
+        "tokens": tokens,
+    }
 
 
-def _totals(logprobs: Sequence[float], n_tokens: int | None = None) -> dict[str, Any]:
-    """Return the sums over tokens, or over parts of texts that have ``n_tokens`` together."""
-    n, total = len(logprobs) if n_tokens is None else n_tokens, math.fsum(logprobs)
+def _totals(logprobs: Sequence[float], n: int) -> dict[str, Any]:
+    """Return the sums over ``n`` tokens."""
+    total = math.fsum(logprobs)
     return {"n_tokens": n, "logprob": total, "perplexity": exp(-total / n) if n else math.nan}
 
 
-def _print_choices(console: Console, texts: Sequence[str], found: Selection) -> None:
-    order = sorted(range(len(texts)), key=lambda i: (i != found.index, -found.scores[i]))
-    rows = [
-        (texts[i], f"{found.scores[i]:.4f}", f"{sum(found.logprobs[i]):.3f}", len(found.tokens[i]))
-        for i in order
-    ]
-    console.table(("choice", "score", "log p, nats", "tokens"), rows)
-    console.line(stats_text(found.stats), "dim")
-
-
-def _print(
-    console: Console, records: Sequence[dict[str, Any]], top: int, *, with_tokens: bool
-) -> None:
-    if with_tokens:
-        columns = ("token", "logprob", "rank", "entropy", *("most probable",) * (top > 0))
-        rows = []
-        for its in records[0]["tokens"]:
-            figures = number(its["logprob"], 3), its["rank"], number(its["entropy"], 3)
-            others = " ".join(repr(other["text"]) for other in its["top"])
-            rows.append((repr(its["text"]), *figures, others)[: len(columns)])
-        console.table(columns, rows, left=columns[4:])
-        console.line()
-    summary = [
-        (
-            its["text"] if len(its["text"]) <= 40 else its["text"][:37] + "...",
-            its["n_tokens"],
-            number(its["logprob"], 3),
-            number(its["perplexity"], 3),
-            max((token["rank"] for token in its["tokens"]), default=None),
-        )
-        for its in records
-    ]
-    console.table(("text", "tokens", "logprob", "perplexity", "worst rank"), summary)
+def _texts(tokens: Sequence[dict[str, Any]]) -> str:
+    return " ".join(repr(token["text"]) for token in tokens)

@@ -27,6 +27,7 @@ from .trees import LEGEND, drawn_tree
 
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
 NEED_REWARD = ("steps", "mcts")
+DRAFTED = ("best-of", "vote", "steps", "mcts")
 NEED_LIMIT = ("beam", "smc", "mcts")  # of tokens: they weigh or compare texts by their lengths
 _MOST_SEQUENCES = 33  # of the cache; a wider search decodes in waves
 _CELLS_PER_TEXT = 256
@@ -68,16 +69,31 @@ class MethodOptions:
     iterations: int = option(40, "steps: at most N steps; mcts: texts evaluated.", min=1)
     tree: bool = option(False, "Draw the tree of the search.", "--tree")
 
-    def check(self, max_tokens: int | None) -> None:
-        """Raise ConfigError for what cannot be searched with."""
+    def searching(self, text: TextOptions) -> Callable[..., SearchResult]:
+        """Return the library's search, but for its branch; ConfigError for what does not go together."""
         choice("method", self.method, WIDTHS)
-        hint = "for example --reward 'python score.py', which reads a text and prints a number"
-        if self.method in NEED_REWARD and self.reward is None:
-            raise ConfigError(f"--method {self.method} needs a reward", hint=hint)
-        last_match(self.answer)
-        if max_tokens is None and self.method in NEED_LIMIT:
-            message = f"--method {self.method} needs a limit"
-            raise ConfigError(message, hint="--n-predict N, at least 1")
+        name, n, step = self.method, self.n, self.step.replace("\\n", "\n").replace("\\t", "\t")
+        if name in NEED_REWARD and self.reward is None:
+            hint = "for example --reward 'python score.py', which reads a text and prints a number"
+            raise ConfigError(f"--method {name} needs a reward", hint=hint)
+        if text.max_tokens is None and name in NEED_LIMIT:
+            raise ConfigError(f"--method {name} needs a limit", hint="--n-predict N, at least 1")
+        reward = None if self.reward is None else partial(_reward, self.reward)
+        by_steps = {"reward": reward, "step": int(step) if step.isdecimal() else step}
+        most, ends = self.iterations, not text.ignore_eos
+        found: dict[str, tuple[Callable[..., SearchResult], dict[str, Any]]] = {
+            "beam": (lb.search.beam_search, {"beams": n, "n": min(n, self.best)}),
+            "best-of": (lb.search.best_of_n, {"n": n, "reward": reward}),
+            "vote": (lb.search.vote, {"answer": last_match(self.answer), "n": n}),
+            # A text that may not end by itself cannot be weighted by the probability that it does.
+            "smc": (lb.search.smc, {"particles": n, "force_end": ends}),
+            "steps": (lb.search.step_search, by_steps | {"n": n, "beam_width": n, "max_steps": most}),
+            "mcts": (
+                lb.search.tree_search, by_steps | {"iterations": most, "expand": n, "n": self.best},
+            ),
+        }  # fmt: skip
+        search, arguments = found[name]
+        return partial(search, max_tokens=text.max_tokens, stop=text.stop_strings, **arguments)
 
     @property
     def n(self) -> int:
@@ -90,12 +106,6 @@ class MethodOptions:
         if self.method == "mcts":
             return _MOST_SEQUENCES
         return max(2, min(self.n + 1, _MOST_SEQUENCES))
-
-    def boundary(self) -> str | int:
-        """Return where a step ends."""
-        if self.step.isdecimal():
-            return int(self.step)
-        return self.step.replace("\\n", "\n").replace("\\t", "\t")
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return the sampling settings for the method: particles must not be truncated."""
@@ -121,10 +131,7 @@ def search(
     pipe standard output is the text alone.
     """
     with output.console() as console:
-        grammar, constraint = text.parse_grammar(), text.load_constraint()
-        if constraint is not None and method.method != "smc":
-            raise ConfigError("of the searches only --method smc has a --constraint")
-        method.check(text.max_tokens)
+        grammar, searching = text.parse_grammar(), method.searching(text)
         params = method.params(text.params(models, text.seed))
         prompt = given.one()
         names = replace(models, draft=models.draft or "none").resolve(console)
@@ -148,10 +155,9 @@ def search(
                 )
                 return interrupts.requested
 
+            drafting = {"drafter": drafter} if names[1] and method.method in DRAFTED else {}
             try:
-                result = _run(
-                    method, branch, text, drafter if names[1] else None, constraint, on_step
-                )
+                result = searching(branch, on_step=on_step, **drafting)
             finally:
                 console.progress("")
         before = prompt + "\n" * chat.is_on if console.out.is_terminal else ""
@@ -163,43 +169,8 @@ def search(
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
         if not result.hypotheses:
-            raise lb.LlamaBranchError(
-                f"the search has found no text: none can be complete within {text.max_tokens} tokens",
-                hint=_NONE_HINT,
-            )
-
-
-def _run(
-    method: MethodOptions,
-    branch: lb.Branch,
-    text: TextOptions,
-    drafter: lb.Drafter | None,
-    constraint: Callable[[str], bool] | None,
-    on_step: Callable[[SearchStats], bool],
-) -> SearchResult:
-    n, most, name = method.n, text.max_tokens, method.method
-    limit = most or 0  # checked: it is given where it must be
-    shared: dict[str, Any] = {"stop": text.stop_strings, "on_step": on_step}
-    more: dict[str, Any] = {**shared, "drafter": drafter}
-    if name == "beam":
-        return lb.search.beam_search(branch, n, limit, n=min(n, method.best), **shared)
-    if name == "smc":
-        # A text that may not end by itself cannot be weighted by the probability that it does.
-        ends = not text.ignore_eos
-        return lb.search.smc(branch, n, limit, constraint=constraint, force_end=ends, **shared)
-    if name == "vote":
-        return lb.search.vote(branch, last_match(method.answer), n, most, **more)
-    reward = None if method.reward is None else partial(_reward, method.reward)
-    if name == "best-of":
-        return lb.search.best_of_n(branch, n, most, reward=reward, **more)
-    if reward is None:
-        raise ConfigError(f"--method {name} needs a reward")
-    more["step"], n_most = method.boundary(), method.iterations
-    if name == "steps":
-        more |= {"max_steps": n_most, "max_tokens": most}
-        return lb.search.step_search(branch, reward, n, beam_width=n, **more)
-    more |= {"n": method.best, "max_tokens": limit}
-    return lb.search.tree_search(branch, reward, n_most, expand=n, **more)
+            message = f"the search has found no text that ends within {text.max_tokens} tokens"
+            raise lb.LlamaBranchError(message, hint=_NONE_HINT)
 
 
 def _reward(command: str, text: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from llamabranch import AsyncEngine, ConfigError
 from llamabranch import serve as server
@@ -86,14 +86,12 @@ class ServerOptions:
         Raises:
             ConfigError: a value out of range, or a file that cannot be read.
         """
-        found: dict[str, Any] = {}
+        found = {name: getattr(self, name) for name in ("host", "port", "alias", "log_requests")}
         for text in self.limits or ():
             name, equals, value = text.partition("=")
             if name not in _LIMITS or not equals:
                 raise ConfigError(f"no limit {text!r}", hint=nearest(name, _LIMITS, "limits"))
             found[name] = setting_value(value)
-        for name in ("host", "port", "alias", "log_requests"):
-            found[name] = getattr(self, name)
         return ServeSettings(
             api_keys=self._keys(), allow_origins=_parts(self.allow_origin),
             allowed_hosts=_parts(self.allowed_host), request_timeout_s=self.request_timeout, **found,
@@ -138,17 +136,11 @@ class ServedModels(DraftOptions):
         kv_unified = self.set("load").get("kv_unified")
         if kv_unified is None:
             kv_unified = True if self.parallel < 2 or has_model(drafters) else "auto"
-        n_ctx = self.n_ctx
-        if n_ctx is None:
-            n_texts = 1 if kv_unified is True else parallel
-            n_ctx = max(_MOST_CELLS, n_texts * _CELLS_PER_TEXT)
-            n_ctx = min(n_ctx, n_texts * (trained or n_ctx))
-        return LoadOptions(
-            n_seq_max=parallel,
-            n_ctx=n_ctx,
-            kv_unified=kv_unified,
-            prefix_cache=True,
-        )
+        n_texts = 1 if kv_unified is True else parallel
+        n_ctx = max(_MOST_CELLS, n_texts * _CELLS_PER_TEXT)
+        n_ctx = self.n_ctx if self.n_ctx is not None else min(n_ctx, n_texts * (trained or n_ctx))
+        more = LoadOptions(n_seq_max=parallel, n_ctx=n_ctx, prefix_cache=True)
+        return {**more, "kv_unified": kv_unified}
 
 
 @with_bundles

@@ -235,7 +235,7 @@ def test_a_wrong_command_of_a_file_does_not_end_the_run(tmp_path: Path) -> None:
     lines = ("One day", "/what", "/clear", "/regen", "/edit 1", "/exit", "never sent")
     result = run(*OPTIONS, "-n", "4", *turns(tmp_path / "turns", *lines))
     assert result.exit_code == 1 and "never sent" not in result.stdout
-    for said in ("there is no command /what", "/edit 1", "nothing to replace it with", "branch 2"):
+    for said in ("there is no command /what", "/edit N TEXT", "of what?", "branch 2"):
         assert said in result.stderr
 
 

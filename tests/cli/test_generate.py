@@ -15,8 +15,7 @@ from commands import answer, run, said_by, texts
 from toys import CHAT_TEMPLATE, Vocabulary, write_toy
 
 import llamabranch as lb
-from llamabranch import hub
-from llamabranch.cli.comparison import Comparison, FirstDifference, compare
+from llamabranch.cli.comparison import Comparison, compare
 from llamabranch.cli.interrupts import InterruptHandler
 
 ESCAPE = "\x1b["
@@ -24,8 +23,8 @@ FIXED = ("--draft-length", "4")  # where a test needs drafts: "auto" drafts wher
 PROMPTS = ("What is random forest?", "Explain black holes", "What is the capital of France?")
 REFRAIN = "Mirror, mirror on the wall, who is the fairest of them all?\n\n" * 4
 STATISTICS = (
-    "iterations", "drafted", "accepted", "accept rate", "tokens a drafted round", "plain steps",
-    "drafts ended by", "tokens a second",
+    "num drafts", "num draft tokens", "num accepted tokens", "draft acceptance rate",
+    "mean acceptance length", "stop reasons", "tokens per s",
 )  # fmt: skip
 
 
@@ -56,7 +55,7 @@ def test_command_of_the_seed_runs_as_it_is_written() -> None:
     assert ESCAPE not in result.output
     plain = run(*command, "--auto_regressive")
     assert plain.exit_code == 0, plain.stderr
-    assert "accept rate" not in plain.output and "draft forward passes" not in plain.output
+    assert "acceptance rate" not in plain.output and "draft forward passes" not in plain.output
 
 
 def test_drafts_and_neighbours_change_no_text() -> None:
@@ -92,7 +91,7 @@ def test_one_text_is_streamed_and_coloured_by_source_on_a_terminal() -> None:
     assert run("speculate", *given).stdout == text + "\n"
     terminal = run("speculate", *given, FORCE_COLOR="1", TERM="dumb", NO_COLOR="1")
     assert terminal.stdout.startswith("A prince" + text + "\n\n")
-    assert "tokens a second" in terminal.stdout and ESCAPE not in terminal.stdout
+    assert "tokens per s" in terminal.stdout and ESCAPE not in terminal.stdout
     colored = run("speculate", *given, FORCE_COLOR="1", TERM="xterm-256color").stdout
     assert "drafted and accepted" in colored
     assert "\x1b[32m" in colored and "\x1b[33m" in colored  # drafted: green; corrected: yellow
@@ -118,11 +117,6 @@ def test_json_of_speculate_is_flat_and_has_the_names_of_the_field() -> None:
     assert speculate("-n", "8", "--temp", "0")["rule"] == "seeded"
 
 
-def test_same_seed_gives_the_same_text_and_another_seed_another() -> None:
-    one, again, other = (speculate("-n", "32", "-s", seed) for seed in "112")
-    assert one["tokens"] == again["tokens"] != other["tokens"]
-
-
 def test_prompt_comes_from_standard_input_and_files(tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("Once upon\na time\n\n")
@@ -146,9 +140,9 @@ def test_structure_that_the_limit_cuts_is_warned_of() -> None:
     cut = run(*common, "-n", "3")
     assert cut.exit_code == 0, cut.stderr
     assert "-n ended the text before its grammar" in cut.stderr
-    assert re.search(r"finish reason +length", cut.stderr)
+    assert re.search(r"finish reason length +1", cut.stderr)
     whole = run(*common, "-n", "40")
-    assert "warning" not in whole.stderr and re.search(r"finish reason +stop", whole.stderr)
+    assert "warning" not in whole.stderr and re.search(r"finish reason stop +1", whole.stderr)
     (result,) = answer(*common, "-n", "40", "-s", "1")["results"]
     assert re.fullmatch(r" is [0-9]{8}", result["text"])
 
@@ -281,8 +275,8 @@ def test_compare_takes_several_prompts_and_picks_a_seed() -> None:
     again = answer("generate", *PROMPTS, "-s", found["seed"], "-n", "12")
     assert texts(again) == texts(found) == texts(found["plain"])
     shown = run("generate", *PROMPTS, "--compare", "-n", "12", *FIXED).stderr
-    rows = {line.split("  ")[0]: line.split()[-2:] for line in shown.splitlines() if line}
-    assert rows["same text"][-1] == "yes" and float(rows["speedup"][0]) > 0
+    rows = {line.split("  ")[0]: line.split()[-1] for line in shown.splitlines() if line}
+    assert rows["same text"] == "yes" and float(rows["speedup"]) > 0
     assert "Machine: " in shown
 
 
@@ -318,55 +312,25 @@ def _flawed(drafting: lb.Engine, plain: lb.Engine, *rest: Any, **options: Any) -
         return compare(drafting, plain, *rest, **options)
 
 
-ALL = ("--top-k", "0", "--top-p", "1", "--min-p", "0")  # every token can be drawn
-
-
-@pytest.mark.parametrize(
-    ("more", "decided_by"),
-    [
-        (ALL, "scores"),
-        ((*ALL, "--top-k", "2"), "top_k"),
-        ((), "top_k+top_p+min_p"),
-        (("--temp", "0", "--kv-type", "f16"), "logits"),
-    ],
-)
-def test_texts_that_differ_are_reported_with_place_tokens_and_what_decided(
-    more: tuple[str, ...], decided_by: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("more", [(), ("--temp", "0", "--kv-type", "f16")])
+def test_texts_that_differ_are_reported_with_place_tokens_and_probabilities(
+    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.import_module("llamabranch.cli.generate"), "compare", _flawed)
     arguments = ("--compare", "-n", "12", "-s", "7", *FIXED, *more)
     found = speculate(*arguments)
     assert found["same_text"] is False
-    divergence = found["divergence"]
-    assert [*divergence] == ["position", "tokens", "gap", "difference", "decided_by", "explained"]
+    divergence, is_exact = found["divergence"], "f16" not in more
     assert (divergence["position"], divergence["tokens"]) == (5, [0, found["tokens"][5]])
-    # Token 0 was not drawn: much more than rounding is needed for that.
-    assert divergence["decided_by"] == decided_by and divergence["explained"] is False
-    assert divergence["gap"] > 2 * divergence["difference"]
-    shown, is_exact = said_by("speculate", *arguments), "f16" not in more
-    assert divergence["difference"] == 0 or not is_exact
+    assert divergence["logprobs"][0] < divergence["logprobs"][1] <= 0
+    shown = said_by("speculate", *arguments)
     assert f"This context is {'' if is_exact else 'not '}batch-invariant (" in shown
     assert "First difference at token 5: " in shown
-    assert f"decided by {decided_by}: logits must move by" in shown
     assert ("bug in llamabranch" in shown) == is_exact
-
-
-def test_figures_stay_where_a_difference_cannot_be_explained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(*_: object) -> FirstDifference:
-        raise lb.errors.DecodeInterruptedError("Ctrl-C")
-
-    monkeypatch.setattr(importlib.import_module("llamabranch.cli.generate"), "compare", _flawed)
-    comparison = importlib.import_module("llamabranch.cli.comparison")
-    monkeypatch.setattr(comparison, "_decision", interrupted)
-    found = speculate("--compare", "-n", "12", "-s", "7", *FIXED)
-    assert found["same_text"] is False and found["divergence"] is None and found["speedup"] > 0
-
-
-def test_rounding_explains_a_gap_of_twice_the_difference_at_most() -> None:
-    found = [FirstDifference(5, (1, 2), gap, 0.05, "logits").as_dict() for gap in (0.1, 0.11)]
-    assert [each["explained"] for each in found] == [True, False]
+    if is_exact:  # there is no room for the text: the place and the figures stay
+        monkeypatch.setattr(lb.Branch, "start", mock.Mock(side_effect=lb.errors.CacheFullError("")))
+        found = speculate(*arguments)
+        assert found["divergence"] == {**divergence, "logprobs": [None, None]}
 
 
 class TimedEngine(lb.Engine):
@@ -420,10 +384,3 @@ def test_verdict_needs_the_whole_interval_and_noise_is_no_answer(
         assert ("generate less (-n)" in message) == (n_pairs < 6)
         assert "Stop other programs on the machine, or measure" in message
         assert "(-n)" not in found.explain(shorter="")  # as in the demo, which has no -n
-
-
-def test_models_are_taken_by_name_and_by_path() -> None:
-    paths = ("-m", hub.resolve(hub.BUNDLED_TARGET), "-d", hub.resolve(hub.BUNDLED_DRAFT))
-    names = ("-m", "tale-target", "-d", "tale-draft")
-    by_path, by_name = (speculate(*each, "-n", "8", "-s", "1") for each in (paths, names))
-    assert all(by_path[key] == by_name[key] for key in ("tokens", "seed", "rule", "finish_reason"))

@@ -125,12 +125,13 @@ def test_models_lists_every_entry_in_order_with_its_draft_and_whether_it_is_here
     (tmp_path / "Qwen3-0.6B-Q8_0.gguf").touch()
     caches = {"LLAMABRANCH_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
     lines = run("models", **caches).stdout.splitlines()
-    assert lines[0].split() == ["name", "role", "repository", "file", "licence", "size", "here"]
-    for line, entry in zip(lines[1:], names.catalogue(), strict=False):
+    columns = ["name", "role", "repository", "file", "licence", "size", "present"]
+    assert lines[0].strip() == "models" and lines[1].split() == columns
+    for line, entry in zip(lines[2:], names.catalogue(), strict=False):
         assert line.startswith(entry.name)
         for field in (entry.role, entry.repository, entry.file, entry.licence, entry.size):
             assert field in line
-    assert lines[1].rstrip().endswith("yes") and "llamabranch models pull" in "".join(lines)
+    assert lines[2].rstrip().endswith("yes") and "llamabranch models pull" in "".join(lines)
     listed = {entry["name"]: entry for entry in answer("models", **caches)["models"]}
     assert (listed["qwen3-4b"]["draft"], listed["qwen3-0.6b"]["draft"]) == ("qwen3-0.6b", None)
     present = {name for name, entry in listed.items() if entry["present"]}
@@ -154,7 +155,7 @@ def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
     result = run("models", "show", *paths)
     assert result.exit_code == 0, result.stderr
     assert str(tmp_path) not in result.stdout
-    assert result.stdout.split()[:2] == ["large.gguf", "small.gguf"]
+    assert "large.gguf\n" in result.stdout and "\nsmall.gguf\n" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,14 @@ def test_show_says_whether_two_models_can_speculate_and_why(
     assert said in shown and found["reason"] in shown
     assert (found["compatible"], found["path"]) == (path == "tokens", path)
     assert len(found["models"]) == 2 and "drafts" not in found
+
+
+def test_show_says_whether_a_head_fits() -> None:
+    found = answer("models", "show", "tale-target", "tale-eagle")
+    assert (found["compatible"], found["path"]) == (True, "hidden states")
+    assert found["models"][1]["head_kind"] == "eagle3" and found["models"][1]["eagle3"]
+    shown = run("models", "show", "tale-target", "tale-eagle").stdout
+    assert "The second is a head that can draft for the first: the head fits" in shown
 
 
 def test_show_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:

@@ -193,7 +193,6 @@ def test_flags_that_a_command_lacks_get_a_hint() -> None:
             assert hint.split()[0] in said
             assert run("generate", name).exit_code == 2
     assert "--temperature" in said_by("generate", "--temprature", "1")
-    assert said_by("bench", "-p", "512", "-r", "3").count("not llama-bench's") == 1
     assert "llamabranch generate -m" in said_by("-m", "a.gguf", "-p", "x")
     assert "$'...\\n...'" in said_by("speculate", r"a\nb", *SHORT, "-n", "1")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from self_signal import signalled_at_decode
 TIMEOUT_S = 600  # for a machine that is busy with other things
 MODEL = ("-m", "tale-target", "-t", "1")
 ENDLESS = ["speculate", *MODEL, "-n", "100000", "--ignore-eos", "-c", "16384"]
-STATISTICS = ("iterations", "drafted", "accepted", "accept rate", "tokens a second")
+STATISTICS = ("num drafts", "num accepted tokens", "draft acceptance rate", "tokens per s")
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -110,7 +109,7 @@ def test_interrupt_prints_what_there_is_and_exits_with_130(arguments: list[str])
         assert found["finish_reason"] is None and found["tokens"]
         return
     assert len(process.stdout) > 40
-    assert re.search(r"finish reason +cancelled 1\n", process.stderr)
+    assert re.search(r"finish reason cancelled +1\n", process.stderr)
     for label in STATISTICS if "none" not in arguments else ():
         assert label in process.stderr
 
@@ -148,26 +147,6 @@ main()
     assert done.returncode in (0, 130), done.stderr
     assert done.stdout.startswith("{"), done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
-def test_ctrl_c_at_any_moment_after_the_output_never_ends_the_process_by_the_signal() -> None:
-    for n_spins in range(0, 60_000, 10_000):  # some milliseconds, in steps
-        with subprocess.Popen(
-            [*COMMAND, "models", "--json"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_take_ctrl_c,
-        ) as process:  # fmt: skip
-            assert process.stdout is not None
-            assert process.stdout.read(20)
-            for _ in range(n_spins):
-                pass
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode in (0, 130)
-
-
-def _take_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows reads arguments as Unicode")

@@ -67,8 +67,9 @@ def test_table_has_a_row_for_each_token(ctx: lb.Context) -> None:
     result = run("Once upon a time", "--top", "1")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[0].split()[:4] == ["token", "logprob", "rank", "entropy"]
-    assert len(lines) == 1 + len(ctx.tokenize("Once upon a time")) - 1 + 3
+    columns = ["token", "text", "logprob", "rank", "entropy", "most", "probable"]
+    assert lines[0].strip() == "tokens" and lines[1].split() == columns
+    assert lines.index("") == 2 + len(ctx.tokenize("Once upon a time")) - 1
 
 
 def test_best_prints_the_choice_that_the_model_prefers_first() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -109,11 +108,6 @@ def test_a_draft_changes_no_text() -> None:
         assert answer("search", PROMPT, *given, "-d", draft)["hypotheses"] == plain["hypotheses"]
 
 
-def test_prompts_may_come_from_standard_input() -> None:
-    result = run("search", "-", "-n", "2", "--json", stdin="Once upon a time")
-    assert json.loads(result.stdout)["prompt"] == "Once upon a time"
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
 def test_ctrl_c_prints_the_best_so_far() -> None:
     arguments = ["search", PROMPT, "-n", "400", "-t", "1", "-m", "tale-target", "--json"]
@@ -127,29 +121,3 @@ def test_ctrl_c_prints_the_best_so_far() -> None:
     assert found["interrupted"] is True
     assert found["hypotheses"][0]["finish_reason"] == "cancelled"
     assert found["hypotheses"][0]["tokens"]
-
-
-def test_a_constraint_is_a_function_of_a_file(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.py"
-    rules.write_text(
-        "import re\n"
-        "def no_e(text):\n    return not re.search('e', text)\n"
-        "def broken(text):\n    return 1 // 0\n"
-    )
-    given = ["-n", "24", "--seed", "3", "--constraint", f"{rules}:no_e"]
-    found = answer("generate", "-p", PROMPT, *given)
-    assert "e" not in found["results"][0]["text"] and found["results"][0]["text"]
-    both = answer("generate", "-p", PROMPT, *given, "--grammar", "/ [a-z ]{8,12}\\./")
-    assert re.fullmatch(r" [a-df-z ]{8,12}\.", both["results"][0]["text"])
-    weighted = answer("search", PROMPT, "--method", "smc", *given, "--stop", ".", "--ignore-eos")
-    assert all("e" not in h["text"] for h in weighted["hypotheses"])
-    for wrong, message in (
-        (["--constraint", f"{rules}:no_f"], "has no 'no_f'"),
-        (["--constraint", f"{tmp_path}/absent.py:no_e"], "cannot read"),
-        (["--constraint", f"{rules}:no_e", "--grammar", f"{rules}:broken"], "one constraint"),
-        (["--constraint", f"{rules}:broken"], "ZeroDivisionError"),
-    ):
-        result = run("generate", "-p", PROMPT, "-n", "3", *wrong)
-        assert result.exit_code != 0 and message in result.stderr
-    refused = run("search", PROMPT, "--constraint", f"{rules}:no_e")
-    assert refused.exit_code == 2 and "--method smc" in refused.stderr

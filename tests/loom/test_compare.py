@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,22 +66,19 @@ def test_a_model_is_at_zero_from_itself(text: str) -> None:
     assert len(set(found.forks)) == 1 and found.advice == "both give the same distributions"
 
 
-def read_pair(a: lb.Context, b: lb.Context, text: str) -> tuple[list[int], list[pair.Place]]:
-    """Return the tokens of a text, and what both models find at each of them."""
-    tokens = a.model.prompt_tokens(text)
-    places: list[pair.Place] = []
-
+def keeping(places: list[pair.Place]) -> Callable[[int, list[pair.Place]], bool]:
     def keep(_: int, found: list[pair.Place]) -> bool:
         places.extend(found)
         return False
 
-    pair.read_pair((a, b), tokens, 1, None, keep)
-    return tokens, places
+    return keep
 
 
 def test_divergences_are_sums_over_the_vocabulary() -> None:
     with opened(TARGET) as a, opened(DRAFT) as b:
-        tokens, places = read_pair(a, b, "Once upon a time there was a fox")
+        tokens = a.model.prompt_tokens("Once upon a time there was a fox")
+        places: list[pair.Place] = []
+        pair.read_pair((a, b), tokens, 1, None, keeping(places))
         for i, place in enumerate(places, 1):
             logs = []
             for ctx in (a, b):
@@ -95,12 +92,13 @@ def test_divergences_are_sums_over_the_vocabulary() -> None:
 
 
 def test_ids_of_one_model_only_are_left_out(tmp_path: Path) -> None:
-    small, large = (
-        toys.write_llama(tmp_path / f"{n}.gguf", vocab=n, weights="f32") for n in (300, 340)
-    )
+    small = toys.write_llama(tmp_path / "small.gguf", vocab=300, weights="f32")
+    large = toys.write_llama(tmp_path / "large.gguf", vocab=340, weights="f32")
     with opened(small) as a, opened(large) as b:
         assert pair.same_vocabulary(a.model, b.model)
-        _, places = read_pair(a, b, "abcdefgh")
+        tokens = a.model.tokenize("abcdefgh")
+        places: list[pair.Place] = []
+        pair.read_pair((a, b), tokens, 1, None, keeping(places))
         assert all(math.isfinite(place.kl) and place.kl >= 0 for place in places)
 
 
@@ -164,25 +162,31 @@ def test_the_command_prints_and_writes_a_report(file: Path, tmp_path: Path) -> N
     page = tmp_path / "report.html"
     done = run(TARGET, DRAFT, "--text", file, "--output", page)
     assert done.exit_code == 0, done.output
-    for part in ("perplexity of the base", "KL(B, A)", "quarter 1", "until they part"):
+    for part in ("base perplexity", "reverse kl", "worst", "by quarter 1", "median fork"):
         assert part in done.output
     html = page.read_text("utf-8")
-    assert "The worst tokens" in html and "<script" not in html
+    assert "worst" in html and "<script" not in html
     again = run(TARGET, DRAFT, "--text", file, "--output", page)
     assert again.exit_code == 2 and page.read_text("utf-8") == html
     found = json.loads(run(TARGET, DRAFT, "--text", file, "--json").stdout)
     assert found["mean"]["value"] > 0 and len(found["worst"]) == 10 and len(found["forks"]) == 8
 
 
-def test_limits_and_wrong_use_decide_the_exit_code(file: Path, tmp_path: Path) -> None:
-    both = (TARGET, DRAFT, "--text", file)
-    for name, limit, code in (("kl", 0, 1), ("kl", 99, 0), ("top", 1, 1), ("top", 0, 0)):
-        assert run(*both, f"--fail-{name}", limit).exit_code == code
-    short = tmp_path / "short.txt"
-    short.write_text("too short")
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [(["--fail-kl", "0"], 1), (["--fail-kl", "99"], 0), (["--fail-top", "1"], 1),
+     (["--fail-top", "0"], 0)],
+)  # fmt: skip
+def test_limits_decide_the_exit_code(file: Path, limits: list[str], code: int) -> None:
+    assert run(TARGET, DRAFT, "--text", file, *limits).exit_code == code
+
+
+def test_wrong_use_is_told(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
     for arguments in (
         (TARGET, DRAFT), (TARGET, DRAFT, "--text", tmp_path / "none.txt"),
-        (TARGET, tmp_path / "none.gguf", "--text", file), (TARGET, DRAFT, "--text", short),
+        (TARGET, tmp_path / "none.gguf", "--text", file),
+        (TARGET, DRAFT, "--text", tmp_path / "short.txt"),
     ):  # fmt: skip
         done = run(*arguments)
         assert done.exit_code in (1, 2) and "error:" in done.output
@@ -191,11 +195,12 @@ def test_limits_and_wrong_use_decide_the_exit_code(file: Path, tmp_path: Path) -
 HOSTILE = "\x1b[31m red \u202e reversed </script><img src=x onerror=alert(1)> \x00 end. "
 
 
-def test_tokens_cannot_act_in_the_report(file: Path, tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
+def test_tokens_cannot_act_in_the_report(tmp_path: Path) -> None:
+    file, page = tmp_path / "text.txt", tmp_path / "report.html"
     file.write_text(HOSTILE * 30, "utf-8")
     done = run(TARGET, DRAFT, "--text", file, "--output", page)
     assert done.exit_code == 0, done.output
     html = page.read_text("utf-8")
-    assert not {"\x1b", "\u202e", "\x00"} & {*done.output, *html}
+    for each in ("\x1b", "\u202e", "\x00"):
+        assert each not in done.output and each not in html
     assert "<img" not in html and "</script" not in html

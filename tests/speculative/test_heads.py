@@ -791,10 +791,10 @@ def test_models_show_tells_what_files_offer(folder: Path) -> None:
     assert (pair["compatible"], pair["path"]) == (True, "hidden states")
     assert [(m["head_kind"], m["mtp_layers"]) for m in pair["models"]] == [("", 0), ("mtp-only", 3)]
     files = str(toy("gemma4", folder)), str(toy("gemma4-assistant", folder))
-    shown = CliRunner().invoke(app, ["models", "show", *files]).stdout
-    assert "mtp layers 0 2" in " ".join(shown.split())
-    assert "shares memory no yes" in " ".join(shown.split())
-    assert "it can draft for it" in " ".join(shown.split())
+    shown = " ".join(CliRunner().invoke(app, ["models", "show", *files]).stdout.split())
+    for part in ("mtp layers 0", "mtp layers 2", "shares memory no", "shares memory yes"):
+        assert part in shown
+    assert "can draft for the first" in shown
 
 
 def test_drafter_of_another_context_is_refused(eagle: Pair, target: lb.Model) -> None:

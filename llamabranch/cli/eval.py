@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from llamabranch.eval import Sample, Task, TaskResult, find_task, run_task, task
 from .bundles import argument, option, with_bundles
 from .console import Console, Progress
 from .eval_text import ReadingOptions, compare_models, measure, scoring_options
-from .files import read_text
 from .formats import number
 from .options import TEXT, ModelOptions, OutputOptions
 
@@ -85,8 +83,8 @@ def eval(
     with output.console() as console:
         against = reading.against
         if reading.text_file is None and against is None:
-            if reading.chunks or reading.stride or reading.save_to:
-                raise ConfigError("--chunks, --stride and --save-logits need --perplexity FILE")
+            if reading.chunks or reading.save_to:
+                raise ConfigError("--chunks and --save-logits need --perplexity FILE")
             _score_tasks(given, reading, models, console)
             return
         if given.names or given.tasks_dir or given.limit or given.list_tasks:
@@ -118,7 +116,7 @@ def _score_tasks(
         console.answer({"tasks": described})
         return
     results: list[tuple[str, list[TaskResult], dict[str, Any]]] = []
-    file = _SampleFile(reading, tasks, console)
+    file = _SampleFile(reading, console)
     names = models.names(console)
     for name in names:
         hub.resolve(name, download=None)
@@ -130,7 +128,6 @@ def _score_tasks(
             if models.n_ctx is None:
                 more["n_ctx"] = _N_CTX
             with models.open(name, console, **more) as ctx:
-                file.check(name, ctx)
                 found = list[TaskResult]()
                 about: dict[str, Any] = {"model": name, "name": ctx.model.name}
                 about["batch_invariant"] = ctx.capabilities.batch_invariant
@@ -160,8 +157,8 @@ def _run(
 ) -> None:
     """Add the result of a task to ``results``: of the items that are done, where it is interrupted."""
     order = {item.id: i for i, item in enumerate(task.items[:limit])}
-    found = list({s.item.id: s for s in file.done[task.name] if s.item.id in order}.values())
-    shown = Progress(console, f"items of {task.name}", len(found))
+    found = list[Sample]()
+    shown = Progress(console, f"items of {task.name}")
 
     def note(sample: Sample) -> None:
         found.append(sample)
@@ -170,7 +167,7 @@ def _run(
         shown.show(len(found), len(order), f"{right / len(found):.1%} right")
 
     try:
-        run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)
+        run_task(ctx, task, limit=limit, on_sample=note)
     finally:
         if found:
             found.sort(key=lambda sample: order[sample.item.id])
@@ -178,45 +175,13 @@ def _run(
 
 
 class _SampleFile:
-    """The samples of tasks, one JSON object a line; with ``resume`` those that are there are ``done``."""
+    """The samples of tasks, one JSON object a line."""
 
-    def __init__(self, reading: ReadingOptions, tasks: list[Task], console: Console) -> None:
-        self._path = path = reading.output_file
-        self.done: dict[str, list[Sample]] = {task.name: [] for task in tasks}
-        self._models: set[str] = set()
+    def __init__(self, reading: ReadingOptions, console: Console) -> None:
+        path = reading.check_output()
         self._file: IO[str] | None = None
-        earlier = reading.resumed_file()
-        if earlier is not None:
-            self._read(earlier, tasks)
         if path is not None:
             self._file = console.resources.enter_context(path.open("a", encoding="utf-8"))
-
-    def _read(self, path: Path, tasks: list[Task]) -> None:
-        """Read what is done; the last line, which may have been cut, is removed."""
-        items = {(task.name, item.id): item for task in tasks for item in task.items}
-        lines = read_text(path).split("\n")[:-1]
-        for n, line in enumerate(lines, 1):
-            try:
-                data = json.loads(line)
-                item = items.get((data["task"], data["id"]))
-                if item is None:
-                    continue
-                logprobs, greedy = tuple(map(float, data["logprobs"])), data["is_greedy"]
-                if len(logprobs) != len(item.choices) or data["answer"] != item.answer:
-                    raise ValueError(f"{item.id!r} is another item")
-                self.done[data["task"]].append(Sample(item, logprobs, tuple(map(bool, greedy))))
-                self._models.add(str(data["model"]))
-            except (ValueError, LookupError, TypeError) as error:
-                raise ConfigError(f"{path}, line {n}, is no sample: {error}") from None
-        os.truncate(path, sum(len(line.encode()) + 1 for line in lines))
-
-    def check(self, name: str, ctx: Context) -> None:
-        """Raise ConfigError if samples of another model or K/V type are there."""
-        if self._models - {_model_key(ctx)}:
-            raise ConfigError(
-                f"{self._path} has samples of another model or K/V type than {name}",
-                hint="resume with the same model and options, or name another file",
-            )
 
     def write(self, task: Task, ctx: Context, sample: Sample) -> None:
         """Append a sample."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import tempfile
@@ -20,7 +19,7 @@ from ..files import atomic_write
 from ..loading import LoadOptions
 from .bundles import option
 from .console import Console, Progress, finite
-from .files import check_new_file, read_prompt_file, read_text, writing
+from .files import check_new_file, read_prompt_file, writing
 from .formats import base_name, decimal_size, number
 from .options import OUTPUT, ModelOptions, trained_length, vocabulary
 
@@ -57,12 +56,6 @@ class ReadingOptions:
     chunks: int | None = option(
         None, "Score at most N chunks.  [default: all; 16 with --against MODEL]", min=1
     )
-    stride: int | None = option(
-        None,
-        "Sliding windows, each N tokens after the one before; not comparable with chunks.",
-        "--stride --ppl-stride",
-        min=1,
-    )
     save_to: Path | None = option(
         None,
         "Write the log-probabilities to this file, for --against and llama-perplexity.",
@@ -74,21 +67,12 @@ class ReadingOptions:
         "--output -o",
         rich_help_panel=OUTPUT,
     )
-    resume: bool = option(False, "Go on where --output ends.", "--resume", rich_help_panel=OUTPUT)
 
-    def resumed_file(self) -> Path | None:
-        """Return the file of results to go on with, None to begin anew.
-
-        Raises:
-            ConfigError: a file is there, and is not to be resumed; or none is named to resume.
-        """
-        path = self.output_file
-        if path is None and self.resume:
-            raise ConfigError("--resume needs --output, where the results are kept")
-        if path is None or (self.resume and path.is_file()):
-            return path
-        check_new_file(path, hint="name another file, or go on with --resume")
-        return None
+    def check_output(self) -> Path | None:
+        """Return --output. Raises ConfigError if a file is there."""
+        if self.output_file is not None:
+            check_new_file(self.output_file, hint="name another file")
+        return self.output_file
 
     @property
     def logits(self) -> Path | None:
@@ -137,26 +121,17 @@ class Checkpoint:
     """Results in a JSON file that is replaced as a whole while a command goes on.
 
     Args:
-        reading: names the file, if any, and whether it is resumed: then ``data`` is what it holds.
-        kind: what it is of; a file of another kind is refused.
+        reading: names the file, if any.
+        kind: what it is of.
 
     Raises:
-        ConfigError: a file is there, and is not to be resumed; or it is of another kind.
+        ConfigError: a file is there.
     """
 
     def __init__(self, reading: ReadingOptions, kind: str) -> None:
-        self.data: dict[str, Any] = {}
-        self.path = path = reading.output_file
+        self.path = path = reading.check_output()
         self._kind, self._saved_s = kind, perf_counter()
-        earlier = reading.resumed_file()
-        if earlier is not None:
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                found = json.loads(read_text(earlier))
-                self.data = found if found["kind"] == kind else {}
-            if not self.data:
-                message = f"{path} has no results of this kind ({kind})"
-                raise ConfigError(message, hint="name another file")
-        elif path is not None and path.exists() and not path.is_file():
+        if path is not None and path.exists() and not path.is_file():
             raise ConfigError(f"{path} is not a regular file", hint="leave out --output")
 
     def save(self, data: Callable[[], dict[str, object]], *, now: bool = False) -> None:
@@ -181,20 +156,16 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
 
     What is done is kept and printed when it is interrupted, too.
     """
-    logits, stride, save_to = reading.logits, reading.stride, reading.save_to
-    if logits is not None and (reading.text_file or reading.chunks or stride or save_to):
+    logits, save_to = reading.logits, reading.save_to
+    if logits is not None and (reading.text_file or reading.chunks or save_to):
         message = f"{logits} holds the text and its chunks, and is compared with one model"
         raise ConfigError(message, hint="--against MODEL compares several")
-    if stride is not None and (save_to is not None or reading.chunks is not None):
-        raise ConfigError("--stride goes with neither --save-logits nor --chunks")
     text = reading.text() if logits is None else ""
     checkpoint = Checkpoint(reading, "perplexity" if logits is None else "kld")
-    if save_to is not None and not checkpoint.data:
+    if save_to is not None:
         hint = f"--against {save_to} reads it; to write, name another file, or delete it"
         check_new_file(save_to, hint=hint)
-    kind: type[Perplexity | KLDivergence] = Perplexity if logits is None else KLDivergence
-    earlier: Any = kind.from_dict(checkpoint.data) if checkpoint.data else None
-    found: Perplexity | KLDivergence | None = earlier
+    found: Perplexity | KLDivergence | None = None
 
     def note(done: Perplexity | KLDivergence) -> None:
         nonlocal found
@@ -203,20 +174,20 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         shown.show(done.n_done, done.n_chunks, message)
         checkpoint.save(done.as_dict)
 
-    options: Any = {"progress": note, "resume": earlier}
     if logits is None:
         window = _window_of(name, models)
     else:
         with lb.eval.LogitsFile.open(logits) as file:
             window = file.window
     with open_for_chunks(name, models, window, console) as ctx:
-        shown = Progress(console, "chunks", 0 if earlier is None else earlier.n_done)
+        shown = Progress(console, "chunks")
         try:
             if logits is not None:
-                found = lb.eval.divergence(ctx, logits, **options)
+                found = lb.eval.divergence(ctx, logits, progress=note)
             else:
-                options |= {"chunks": reading.chunks, "stride": stride, "save_to": save_to}
-                found = lb.eval.perplexity(ctx, text, window, **options)
+                found = lb.eval.perplexity(
+                    ctx, text, window, chunks=reading.chunks, save_to=save_to, progress=note
+                )
         finally:
             console.progress("")
             if found is not None and found.n_done:
@@ -237,8 +208,8 @@ def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> 
     else:
         its |= {"by_chunk": found.by_chunk, "running": found.running}
         row = (number(found.value, 4), number(found.stderr, 4), found.n_tokens, n_chunks)
-        columns = ("perplexity", "±", "tokens scored", "chunks", "window", "method", "K/V")
-        console.table(columns, [(*row, found.window, found.method, ctx.kv_type)])
+        columns = ("perplexity", "±", "tokens scored", "chunks", "window", "K/V")
+        console.table(columns, [(*row, found.window, ctx.kv_type)])
     console.answer({"name": ctx.model.name, "kv_type": ctx.kv_type, **its})
 
 
@@ -286,8 +257,8 @@ def compare_models(
     console: Console,
 ) -> None:
     """Measure several models on a text; with a base also how far the others are from it."""
-    if reading.stride is not None or reading.save_to is not None:
-        raise ConfigError("--stride and --save-logits are for one model")
+    if reading.save_to is not None:
+        raise ConfigError("--save-logits is for one model")
     text = reading.text()
     names = list(dict.fromkeys(names if base is None else [base, *names]))
     if len(names) < 2:
@@ -303,23 +274,14 @@ def compare_models(
         "models": names, "file": str(reading.text_file), "chunks": chunks, "window": window,
         "kv_type": models.kv_type or "f16",
     }  # fmt: skip
-    if checkpoint.data and checkpoint.data.get("settings") != settings:
-        message = f"{checkpoint.path} is of other models, another text or other settings"
-        raise ConfigError(message, hint="resume with the same command")
-    rows: dict[str, dict[str, Any]] = dict(checkpoint.data.get("rows", {}))
+    rows: dict[str, dict[str, Any]] = {}
     kept: dict[str, object] = {"settings": settings, "rows": rows}
     with tempfile.TemporaryDirectory() as folder:
         # The base's log-probabilities, which the others are compared with.
         logits = Path(folder, "logits")
-        if checkpoint.path is not None:
-            logits = checkpoint.path.with_name(checkpoint.path.name + ".logits")
-            if not checkpoint.data:
-                check_new_file(logits)
-            if base not in rows:
-                logits.unlink(missing_ok=True)
         checkpoint.save(lambda: kept, now=True)
         try:
-            for name in (name for name in names if name not in rows):
+            for name in names:
                 with open_for_chunks(name, models, window, console) as ctx:
                     saved = None if base is None else logits
                     row = _row(
@@ -327,7 +289,6 @@ def compare_models(
                     )
                 rows[name] = {"model": name, "size_bytes": sizes[name], **row}
                 checkpoint.save(lambda: kept, now=True)
-            logits.unlink(missing_ok=True)
         finally:
             console.progress("")
             done = [rows[name] for name in names if name in rows]

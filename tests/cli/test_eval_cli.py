@@ -1,8 +1,7 @@
-"""The commands that evaluate: tables and JSON, files that are kept, resumed and refused, Ctrl-C."""
+"""The commands that evaluate: tables and JSON, files that are kept and refused, Ctrl-C."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import signal
 import subprocess
@@ -45,56 +44,31 @@ def test_perplexity_saves_what_kld_compares(text: Path, tmp_path: Path) -> None:
     assert f"{means[1]['value']:.6f}" in shown and "percentiles" in shown
 
 
-def test_strided_perplexity_is_named_as_such(text: Path) -> None:
-    found = answer("eval", "--perplexity", text, "-c", 64, "--ppl-stride", 32)
-    assert found["method"] == "strided, 32"
-
-
-def test_results_are_kept_and_continued(text: Path, tmp_path: Path) -> None:
+def test_results_are_kept(text: Path, tmp_path: Path) -> None:
     kept, logits = tmp_path / "kept.json", tmp_path / "base.logits"
     shared = ("eval", "--perplexity", text, "-c", 64)
-    whole = answer(*shared, "--save-logits", tmp_path / "whole")
-    answer(*shared, "-o", kept, "--save-logits", logits)
+    found = answer(*shared, "-o", kept, "--save-logits", logits)
     data = json.loads(kept.read_text())
-    assert data["perplexity"] == whole["perplexity"]
-    # As if it had been interrupted after two chunks.
-    data["losses"] = data["losses"][:2]
-    kept.write_text(json.dumps(data))
-    logits.write_bytes(logits.read_bytes()[:-5000])
+    assert data["kind"] == "perplexity" and data["perplexity"] == found["perplexity"]
+    assert len(data["losses"]) == data["n_done"] == data["n_chunks"]
     assert run(*shared, "-o", kept).exit_code == 2  # it is there already
-    again = answer(*shared, "-o", kept, "--resume", "--save-logits", logits)
-    assert again["perplexity"] == whole["perplexity"]
-    assert logits.read_bytes() == (tmp_path / "whole").read_bytes()
-    assert run(*shared, "--resume").exit_code == 2
-    other = run("eval", "--against", logits, "-o", kept, "--resume")
-    assert other.exit_code == 2 and "kld" in other.stderr
     compared = tmp_path / "kld.json"
     first = answer("eval", "--against", logits, "-m", DRAFT, "-o", compared)
     data = json.loads(compared.read_text())
-    compared.write_text(json.dumps({**data, "rows": data["rows"][:1]}))
-    assert answer("eval", "--against", logits, "-m", DRAFT, "-o", compared, "--resume") == first
+    assert data["kind"] == "kld" and data["mean"] == first["mean"]
+    assert len(data["rows"]) == data["n_chunks"]
 
 
-def test_eval_runs_tasks_and_continues_samples(tmp_path: Path) -> None:
+def test_eval_runs_tasks_and_keeps_samples(tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
     shared = ("eval", "true_ending", "last_word", "--limit", 4, "-c", 1024)
-    whole = answer(*shared, "-o", samples)
-    tables = whole["tasks"]
+    tables = answer(*shared, "-o", samples)["tasks"]
     assert [table["n_done"] for table in tables] == [4, 4]
-    lines = samples.read_text().splitlines(keepends=True)
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(lines) == 8
-    samples.write_text("".join(lines[:3]) + lines[3][:20])  # the last one was cut
-    again = answer(*shared, "-o", samples, "--resume")
-    assert again["tasks"] == tables
-    assert sorted(samples.read_text().splitlines(keepends=True)) == sorted(lines)
-    samples.write_text("".join([*lines, lines[0]]))  # an item that stands there twice counts once
-    assert answer(*shared, "-o", samples, "--resume")["tasks"] == tables
+    right = [line["is_right"] for line in lines if line["task"] == "true_ending"]
+    assert tables[0]["metrics"]["acc"]["value"] == sum(right) / 4
     assert run(*shared, "-o", samples).exit_code == 2
-    refused = run(*shared, "-o", samples, "--resume", "-m", DRAFT)
-    assert refused.exit_code == 2 and "another model" in refused.stderr
-    refused = run(*shared, "-o", samples, "--resume", "--kv-type", "q8_0")
-    assert refused.exit_code == 2 and "K/V type" in refused.stderr
-    assert run(*shared, "--resume").exit_code == 2
     shown = run(*shared)
     assert "acc_norm" in shown.stdout and "chance" in shown.stdout
 
@@ -124,7 +98,7 @@ def test_an_item_that_cannot_be_scored_is_named_and_the_tasks_before_it_are_show
 AGAINST = ("eval", "-m", DRAFT, "--against", TARGET, "-c", 64, "--perplexity")
 
 
-def test_quants_shows_files_side_by_side_and_continues(text: Path, tmp_path: Path) -> None:
+def test_quants_shows_files_side_by_side(text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "quants.json"
     shared = (*AGAINST, text, "--chunks", 2)
     found = answer(*shared, "-o", kept)
@@ -135,11 +109,7 @@ def test_quants_shows_files_side_by_side_and_continues(text: Path, tmp_path: Pat
     assert not list(tmp_path.glob("*.logits"))
     shown = run(*shared).stdout
     assert f"{rows[1]['kl']:.5f}" in shown
-    data = json.loads(kept.read_text())
-    assert set(data["rows"]) == {TARGET, DRAFT}
-    again = ("-o", kept, "--resume", "--kv-type", "f16")  # which is the default
-    assert answer(*shared, *again)["models"] == rows  # nothing is left to do
-    assert run(*shared, "--chunks", 1, "-o", kept, "--resume").exit_code == 2
+    assert set(json.loads(kept.read_text())["rows"]) == {TARGET, DRAFT}
 
 
 def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None:
@@ -155,23 +125,6 @@ def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None
     assert [each["made_from"] for each in found["models"]] == ["smollm2-135m", None]
     assert hub.made_from("smollm2-135m:bf16") == "smollm2-135m"
     assert hub.made_from("smollm2-135m") is hub.made_from("tale-target") is None
-
-
-def test_quants_that_was_interrupted_before_its_first_chunk_is_resumed(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    kept = tmp_path / "quants.json"
-    arguments = (*AGAINST, text, "--chunks", 1, "-o", kept)
-    with monkeypatch.context() as patched:
-        module = importlib.import_module("llamabranch.eval.divergence")
-        patched.setattr(module, "read_chunks", interrupt)
-        assert run(*arguments).exit_code == 130
-    assert (tmp_path / "quants.json.logits").exists()
-    found = answer(*arguments, "--resume")["models"]
-    assert len(found) == 2
 
 
 def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def generate(
     describes.
 
     Args:
-        inputs: Parquet files or JSON lines: paths, folders, patterns or URIs that every node can read.
+        inputs: Parquet files or JSON lines: paths, folders or URIs that every node can read.
         output: a folder that every node can write to.
         model, max_tokens, sampling, stop, grammar, n, chat, parse_special: as for `Generate`.
         seed: the seed from which those of the rows are derived; None = a random one, kept in job.json.
@@ -183,7 +183,7 @@ class _Job:
         )
         self._output = Folder(output, options.get("filesystem"))
         self._folder = self._output / "_job"
-        files = json.dumps([[file.path, file.size] for file in self._input.files])
+        files = json.dumps(self._input.files)
         self._settings: dict[str, object] = {
             "format": 4,
             "kind": "generate" if isinstance(rows, GenerateRows) else "score",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -155,10 +156,19 @@ def gated(folder: Path) -> type[scale.Generate]:
 
 
 def small_disk(folder: Path, n_files: int) -> Any:
-    """Return a file system on which a folder has room for so many Parquet files."""
-    from small_disk import SmallDisk
+    """Return the local file system, on which a folder has room for so many Parquet files."""
+    from fsspec.implementations.local import LocalFileSystem
 
-    return SmallDisk(str(folder), n_files)
+    class SmallDisk(LocalFileSystem):  # type: ignore[misc]
+        cachable = False
+
+        def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+            is_data = Path(path).parent == folder and ".parquet" in path
+            if is_data and "w" in mode and len(list(folder.glob("*.parquet"))) >= n_files:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            return super()._open(path, mode, **kwargs)
+
+    return SmallDisk()
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 240.0) -> Any:

@@ -122,7 +122,7 @@ def test_full_disk_ends_the_job_and_it_can_be_resumed(
 
     rows = prompts(40)
     inputs = write_rows(tmp_path / "in.jsonl", rows)
-    full = PyFileSystem(FSSpecHandler(clusters.small_disk(tmp_path / "out", n_files=2)))
+    full = PyFileSystem(FSSpecHandler(clusters.SmallDisk(str(tmp_path / "out"), n_files=2)))
     with pytest.raises(lb.errors.JobError, match="No space left on device") as caught:
         generate(inputs, workers=1, filesystem=full)
     assert "resume" in (caught.value.hint or "")

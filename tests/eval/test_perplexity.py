@@ -184,7 +184,7 @@ def test_short_texts_and_small_contexts_are_refused(ctx: Context, tmp_path: Path
     before = ctx.decoder.n_decodes
     for text, window, options, message in (
         ("", 32, {}, "empty"),
-        ("Once upon a time", 32, {}, "needs 64"),
+        ([5] * 63, 32, {}, "needs 64"),
         (TEXT, 4096, {}, "4096"),
         (TEXT, 3, {}, "window"),
         (TEXT, 32, {"chunks": 0}, "chunks"),

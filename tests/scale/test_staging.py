@@ -90,7 +90,8 @@ def test_files_of_a_folder_are_whole_or_missing(tmp_path: Path) -> None:
     assert folder.read_json("x") is None
     folder.write_json("x", {"a": [1, "ä"]})
     assert folder.read_json("x") == {"a": [1, "ä"]}
-    assert folder.paths() == [f"{tmp_path}/a/b/x"]
+    assert folder.paths() == folder.paths("x") == [f"{tmp_path}/a/b/x"]
+    assert folder.paths(".parquet") == []
     for damaged in ("{", "[]"):
         (tmp_path / "a" / "b" / "x").write_text(damaged)
         with pytest.raises(ConfigError, match="is damaged"):

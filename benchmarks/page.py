@@ -132,7 +132,7 @@ MEASURE = """() => {
     },
   };
 }"""
-# Tokens a second of texts of 96 tokens that the server writes, from the request until it says that they have ended.
+# Tokens a second of n texts of 96 tokens, from the request until the server says that they have ended.
 RATE = """async (n) => {
   const ask = async (path, init) => (await fetch(path, init)).json();
   const node = (await ask("/loom/doc")).nodes.id[0];

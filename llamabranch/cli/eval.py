@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +28,7 @@ from ..files import atomic_write
 from ..loading import LoadOptions
 from .bundles import argument, option, with_bundles
 from .console import Console, base_name, finite
-from .files import check_new_file, read_prompt_file, read_text, writing
+from .files import check_new_file, read_prompt_file, writing
 from .options import OUTPUT, TEXT, ModelOptions, OutputOptions, trained_length, vocabulary
 
 _CHUNKS, _WINDOW = 16, 512  # where models are compared; tokens a chunk
@@ -63,12 +61,6 @@ class ReadingOptions:
     chunks: int | None = option(
         None, "Score at most N chunks.  [default: all; 16 with --against MODEL]", min=1
     )
-    stride: int | None = option(
-        None,
-        "Sliding windows, each N tokens after the one before; not comparable with chunks.",
-        "--stride --ppl-stride",
-        min=1,
-    )
     save_to: Path | None = option(
         None,
         "Write the log-probabilities to this file, for --against and llama-perplexity.",
@@ -80,21 +72,12 @@ class ReadingOptions:
         "--output -o",
         rich_help_panel=OUTPUT,
     )
-    resume: bool = option(False, "Go on where --output ends.", "--resume", rich_help_panel=OUTPUT)
 
-    def resumed_file(self) -> Path | None:
-        """Return the file of results to go on with, None to begin anew.
-
-        Raises:
-            ConfigError: a file is there, and is not to be resumed; or none is named to resume.
-        """
-        path = self.output_file
-        if path is None and self.resume:
-            raise ConfigError("--resume needs --output, where the results are kept")
-        if path is None or (self.resume and path.is_file()):
-            return path
-        check_new_file(path, hint="name another file, or go on with --resume")
-        return None
+    def check_output(self) -> Path | None:
+        """Return --output. Raises ConfigError if a file is there."""
+        if self.output_file is not None:
+            check_new_file(self.output_file, hint="name another file")
+        return self.output_file
 
     @property
     def logits(self) -> Path | None:
@@ -139,22 +122,6 @@ def _window_of(name: str, models: ModelOptions) -> int:
     return (trained_length(name) if models.n_ctx == 0 else models.n_ctx) or _WINDOW
 
 
-def read_earlier(reading: ReadingOptions, kind: str) -> dict[str, Any]:
-    """Return the results in the file that is resumed, {} to begin anew.
-
-    Raises:
-        ConfigError: a file is there, and is not to be resumed; or it is of another ``kind``.
-    """
-    earlier = reading.resumed_file()
-    if earlier is None:
-        return {}
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        found: dict[str, Any] = json.loads(read_text(earlier))
-        if found["kind"] == kind:
-            return found
-    raise ConfigError(f"{earlier} has no results of this kind ({kind})", hint="name another file")
-
-
 def save(path: Path | None, kind: str, data: Mapping[str, object]) -> None:
     """Write results to a JSON file, which is replaced as a whole; OutputError if it cannot be."""
     if path is not None:
@@ -171,19 +138,15 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
 
     What is done is kept and printed when it is interrupted, too.
     """
-    logits, stride, save_to = reading.logits, reading.stride, reading.save_to
-    if logits is not None and (reading.text_file or reading.chunks or stride or save_to):
+    logits, save_to = reading.logits, reading.save_to
+    if logits is not None and (reading.text_file or reading.chunks or save_to):
         message = f"{logits} holds the text and its chunks, and is compared with one model"
         raise ConfigError(message, hint="--against MODEL compares several")
-    if stride is not None and (save_to is not None or reading.chunks is not None):
-        raise ConfigError("--stride goes with neither --save-logits nor --chunks")
-    kind: type[Perplexity | KLDivergence] = Perplexity if logits is None else KLDivergence
-    kind_name = "perplexity" if logits is None else "kld"
-    earlier = read_earlier(reading, kind_name)
-    if save_to is not None and not earlier:
+    kind, output = "perplexity" if logits is None else "kld", reading.check_output()
+    if save_to is not None:
         hint = f"--against {save_to} reads it; to write, name another file, or delete it"
         check_new_file(save_to, hint=hint)
-    found: Any = kind.from_dict(earlier) if earlier else None
+    found: Perplexity | KLDivergence | None = None
     saved_s = perf_counter()
 
     def note(done: Perplexity | KLDivergence) -> None:
@@ -191,26 +154,26 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
         found = done
         console.progress(f"{done.n_done} of {done.n_chunks} chunks")
         if perf_counter() - saved_s > _SAVED_EVERY_S:
-            save(reading.output_file, kind_name, done.as_dict())
+            save(output, kind, done.as_dict())
             saved_s = perf_counter()
 
-    options: Any = {"progress": note, "resume": found}
     if logits is None:
         text, window = reading.text(), _window_of(name, models)
-        options |= {"chunks": reading.chunks, "stride": stride, "save_to": save_to}
     else:
         with lb.eval.LogitsFile.open(logits) as file:
             window = file.window
     with open_for_chunks(name, models, window, console) as ctx:
         try:
             if logits is None:
-                found = lb.eval.perplexity(ctx, text, window, **options)
+                found = lb.eval.perplexity(
+                    ctx, text, window, chunks=reading.chunks, save_to=save_to, progress=note
+                )
             else:
-                found = lb.eval.divergence(ctx, logits, **options)
+                found = lb.eval.divergence(ctx, logits, progress=note)
         finally:
             console.progress("")
             if found is not None and found.n_done:
-                save(reading.output_file, kind_name, found.as_dict())
+                save(output, kind, found.as_dict())
                 _print(console, ctx, found)
 
 
@@ -236,13 +199,12 @@ def compare_models(
 
     What is done is printed, and written to ``--output``, when it is interrupted, too.
     """
-    if reading.stride is not None or reading.save_to is not None or reading.resume:
-        raise ConfigError("--stride, --save-logits and --resume are for one model")
-    text, path = reading.text(), reading.output_file
+    if reading.save_to is not None:
+        raise ConfigError("--save-logits is for one model")
+    text, path = reading.text(), reading.check_output()
     names = list(dict.fromkeys(names if base is None else [base, *names]))
     if len(names) < 2:
         raise ConfigError("--against compares with another model", hint="-m names one")
-    reading.resumed_file()
     files = {name: lb.hub.parts(lb.hub.resolve(name, download=None)) for name in names}
     sizes = {name: sum(part.stat().st_size for part in parts) for name, parts in files.items()}
     if base is not None:
@@ -381,8 +343,8 @@ def eval(
     with output.console() as console:
         against = reading.against
         if reading.text_file is None and against is None:
-            if reading.chunks or reading.stride or reading.save_to:
-                raise ConfigError("--chunks, --stride and --save-logits need --perplexity FILE")
+            if reading.chunks or reading.save_to:
+                raise ConfigError("--chunks and --save-logits need --perplexity FILE")
             _score_tasks(given, reading, models, console)
             return
         if given.names or given.tasks_dir or given.limit or given.list_tasks:
@@ -416,7 +378,7 @@ def _score_tasks(
         raise ConfigError("--output is for one model", hint="give one file for each run")
     for name in names:
         hub.resolve(name, download=None)
-    file = _SampleFile(reading, tasks, console)
+    file = _SampleFile(reading, console)
     answers: list[dict[str, Any]] = []
     try:
         for name in names:
@@ -424,7 +386,6 @@ def _score_tasks(
             if models.n_ctx is None:
                 more["n_ctx"] = _N_CTX
             with models.open(name, console, **more) as ctx:
-                file.check(name, ctx)
                 found, start_s = list[TaskResult](), time.perf_counter()
                 try:
                     for task in tasks:
@@ -450,7 +411,7 @@ def _run(
 ) -> None:
     """Add the result of a task to ``results``: of the items that are done, where it is interrupted."""
     order = {item.id: i for i, item in enumerate(task.items[:limit])}
-    found = list({s.item.id: s for s in file.done[task.name] if s.item.id in order}.values())
+    found = list[Sample]()
 
     def note(sample: Sample) -> None:
         found.append(sample)
@@ -458,7 +419,7 @@ def _run(
         console.progress(f"{len(found)} of {len(order)} items of {task.name}")
 
     try:
-        run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)
+        run_task(ctx, task, limit=limit, on_sample=note)
     finally:
         if found:
             found.sort(key=lambda sample: order[sample.item.id])
@@ -466,55 +427,20 @@ def _run(
 
 
 class _SampleFile:
-    """The samples of tasks, one JSON object a line; with ``resume`` those that are there are ``done``."""
+    """The samples of tasks, one JSON object a line."""
 
-    def __init__(self, reading: ReadingOptions, tasks: list[Task], console: Console) -> None:
-        self._path = path = reading.output_file
-        self.done: dict[str, list[Sample]] = {task.name: [] for task in tasks}
-        self._models: set[str] = set()
+    def __init__(self, reading: ReadingOptions, console: Console) -> None:
+        path = reading.check_output()
         self._file: IO[str] | None = None
-        earlier = reading.resumed_file()
-        if earlier is not None:
-            self._read(earlier, tasks)
         if path is not None:
             self._file = console.resources.enter_context(path.open("a", encoding="utf-8"))
-
-    def _read(self, path: Path, tasks: list[Task]) -> None:
-        """Read what is done; the last line, which may have been cut, is removed."""
-        items = {(task.name, item.id): item for task in tasks for item in task.items}
-        lines = read_text(path).split("\n")[:-1]
-        for n, line in enumerate(lines, 1):
-            try:
-                data = json.loads(line)
-                item = items.get((data["task"], data["id"]))
-                if item is None:
-                    continue
-                logprobs, greedy = tuple(map(float, data["logprobs"])), data["is_greedy"]
-                if len(logprobs) != len(item.choices) or data["answer"] != item.answer:
-                    raise ValueError(f"{item.id!r} is another item")
-                self.done[data["task"]].append(Sample(item, logprobs, tuple(map(bool, greedy))))
-                self._models.add(str(data["model"]))
-            except (ValueError, LookupError, TypeError) as error:
-                raise ConfigError(f"{path}, line {n}, is no sample: {error}") from None
-        os.truncate(path, sum(len(line.encode()) + 1 for line in lines))
-
-    def check(self, name: str, ctx: Context) -> None:
-        """Raise ConfigError if samples of another model or K/V type are there."""
-        if self._models - {_model_key(ctx)}:
-            raise ConfigError(
-                f"{self._path} has samples of another model or K/V type than {name}",
-                hint="resume with the same model and options, or name another file",
-            )
 
     def write(self, task: Task, ctx: Context, sample: Sample) -> None:
         """Append a sample."""
         if self._file is not None:
-            about = {"task": task.name, "model": _model_key(ctx), "id": sample.item.id}
+            model = f"{ctx.model.fingerprint} {ctx.kv_type}"
             its = {name: getattr(sample, name) for name in ("logprobs", "is_greedy", "is_right")}
+            about = {"task": task.name, "model": model, "id": sample.item.id}
             line = {**about, "answer": sample.item.answer, **its}
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._file.flush()
-
-
-def _model_key(ctx: Context) -> str:
-    return f"{ctx.model.fingerprint} {ctx.kv_type}"

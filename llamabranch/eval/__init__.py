@@ -3,7 +3,7 @@
 scoring.py      continuations after contexts
 tasks.py        items with a right answer; suite/ has those that are shipped
 harness.py      a model for lm-evaluation-harness
-perplexity.py   a text in chunks: llama-perplexity's number, and the strided one
+perplexity.py   a text in chunks: llama-perplexity's number
 logits_file.py  llama.cpp's files of log-probabilities
 divergence.py   a model against saved log-probabilities
 

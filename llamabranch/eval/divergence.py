@@ -14,8 +14,8 @@ from ..context import Context
 from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import VocabularyMismatchError
-from .logits_file import Codes, LogitsFile
-from .perplexity import Chunked, Floats, check_room, exp, read_chunks, with_bos
+from .logits_file import Coded, LogitsFile
+from .perplexity import Chunked, Floats, check_room, exp, with_bos
 
 _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
 KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
@@ -114,7 +114,7 @@ class KLDivergence(Chunked):
         return float((np.float32(1) - part) * ordered[below] + part * above)
 
     def as_dict(self) -> dict[str, object]:
-        """Return JSON types, with every statistic; `from_dict` takes them."""
+        """Return JSON types, with every statistic."""
         found: dict[str, object] = {
             name: value._asdict() if isinstance(value, Uncertain) else value
             for name, value in self.statistics._asdict().items()
@@ -131,7 +131,6 @@ def divergence(
     path: str | os.PathLike[str],
     *,
     progress: Callable[[KLDivergence], None] | None = None,
-    resume: KLDivergence | None = None,
 ) -> KLDivergence:
     """Compare a model with saved log-probabilities: KL divergence, perplexities, agreement.
 
@@ -140,8 +139,7 @@ def divergence(
     Args:
         ctx: of the model; with the base's vocabulary, and room for the file's window.
         path: a file of `perplexity` (``save_to``) or of ``llama-perplexity --kl-divergence-base``.
-        progress: called after each decode with what is done so far.
-        resume: what ``progress`` got in an earlier call for the same file and model.
+        progress: called after each decode with what is done so far, also to be kept if it is interrupted.
 
     Raises:
         ConfigError: the file cannot be read, or is of another kind or incomplete.
@@ -157,30 +155,26 @@ def divergence(
         check_room(ctx, file.window)
         flat = [token for chunk in file.chunks for token in chunk]
         ctx.model.check_tokens(flat)
-        found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks)).resumed(resume)
+        found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
 
         def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
-            return compare_coded(row, *file.read(chunk, i), token)
+            return compare_coded(row, file.read(chunk, i), token)
 
-        chunks, firsts = with_bos(ctx.model, file.chunks), [file.first] * len(file.chunks)
-        return read_chunks(ctx, found, chunks, firsts, compare, progress)
+        return found.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
 
 
-def compare_coded(
-    row: LogitsRow, scale: np.float32, smallest: np.float32, codes: Codes, token: int
-) -> tuple[float, float, float, float, float]:
+def compare_coded(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:
     """Return the numbers of one token, with llama-perplexity's arithmetic: 32 bits, sums in 64."""
-    logits = row.array
+    logits, codes = row.array, base.codes
     largest = np.float32(logits.max())
     log_total = np.float32(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
     loss = np.float32(largest + log_total - logits[token])
-    base = scale * codes.astype(np.float32) + smallest
-    base_loss = -base[token]
-    terms = np.exp(base) * (base - logits + np.float32(largest + log_total))
-    kl = float(terms.sum(dtype=np.float64, where=base > _FLOOR))
-    change = np.exp(-loss) - np.exp(-base_loss)
+    logs = base.scale * codes.astype(np.float32) + base.smallest
+    terms = np.exp(logs) * (logs - logits + np.float32(largest + log_total))
+    kl = float(terms.sum(dtype=np.float64, where=logs > _FLOOR))
+    change = np.exp(-loss) - np.exp(logs[token])
     same = int(logits.argmax()) == int(codes.argmax())
-    return float(loss), float(base_loss), kl, float(change), float(same)
+    return float(loss), float(-logs[token]), kl, float(change), float(same)
 
 
 def _mean(values: Floats) -> Uncertain:

@@ -41,8 +41,6 @@ _WITHOUT_EFFECT: dict[str, object] = {
     "num_beams": 1, "num_return_sequences": 1, "do_sample": None, "use_cache": True,
 }  # fmt: skip
 
-TokenRequest = tuple[object, list[int], list[int]]
-
 
 class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
     """A GGUF model for ``lm_eval.simple_evaluate``, as an object or by the name "llamabranch".
@@ -101,10 +99,9 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         else:
             given: dict[str, object] = {"n_ctx": 4096, "n_seq_max": 64, **options}
             self.ctx = load(model if pretrained is None else pretrained, **cast(LoadOptions, given))
-        most = min(self.ctx.n_ctx_seq, self.ctx.model.n_ctx_train or self.ctx.n_ctx_seq)
-        if max_length is not None:
-            most = whole("max_length", max_length, 2, self.ctx.n_ctx_seq)
-        self.max_length = most
+        room = self.ctx.n_ctx_seq
+        usual = min(room, self.ctx.model.n_ctx_train or room)
+        self.max_length = usual if max_length is None else whole("max_length", max_length, 2, room)
         self.max_gen_toks = whole("max_gen_toks", max_gen_toks, 1)
         self._think_end_token = think_end_token
         self._parse_special = parse_special
@@ -143,10 +140,9 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         except ConfigError:  # as the harness's own models: some templates refuse a system message
             messages = [message for message in messages if message["role"] != "system"]
             text = render(messages, add_generation_prompt=add_generation_prompt)
-        if add_generation_prompt:
-            return text
         last = messages[-1]["content"].strip()
-        return text[: text.rindex(last) + len(last)] if last in text else text
+        is_open = not add_generation_prompt and last in text
+        return text[: text.rindex(last) + len(last)] if is_open else text
 
     def get_model_info(self) -> dict[str, object]:
         """Return what is recorded with the results."""
@@ -165,17 +161,18 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
         """Return the tokens of a text, with BOS if the model begins texts with it; never with two."""
-        model = self.ctx.model
-        special = True if add_special_tokens is None else add_special_tokens
+        model, special = self.ctx.model, add_special_tokens is not False
         tokens = model.tokenize(string, add_special=special, parse_special=self._parse_special)
-        if special and model.bos is not None and tokens[:2] == [model.bos] * 2:
-            del tokens[0]
-        return tokens
+        is_double = special and model.bos is not None and tokens[:2] == [model.bos] * 2
+        return tokens[1:] if is_double else tokens
 
     # -- requests ----------------------------------------------------------------------------------
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, **_: object
+        self,
+        requests: Sequence[tuple[object, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: object,
     ) -> list[tuple[float, bool]]:
         """Return of each continuation log p, nats, and whether it is what the model would write."""
         pairs = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -192,7 +192,6 @@ def run_task(
     task: Task,
     *,
     limit: int | None = None,
-    done: Collection[Sample] = (),
     on_sample: Callable[[Sample], None] | None = None,
 ) -> TaskResult:
     """Return how well a model does at a task; items share what they have in common, see `score`.
@@ -201,27 +200,25 @@ def run_task(
         ctx: of the model; the more cells and sequences are free, the faster it is.
         task: from `find_task` or `Task.read`.
         limit: how many items at most, from the beginning; None = all.
-        done: samples of an earlier run: their items are not scored again.
         on_sample: called with each sample as soon as it is known, in any order.
 
     Raises:
         ConfigError: a choice without tokens. CacheFullError: an item is longer than the context; nothing
             is decoded. TokenizeError, DecodeError.
     """
-    items = task.items if limit is None else task.items[:limit]
-    found = {sample.item.id: sample for sample in done}
-    left = [item for item in items if item.id not in found]
+    items = task.items[:limit]
+
+    def sample(number: int, scores: list[Score]) -> Sample:
+        logprobs, greedy = zip(*((its.logprob, its.is_greedy) for its in scores), strict=True)
+        return Sample(items[number], logprobs, greedy)
 
     def note(number: int, scores: list[Score]) -> None:
-        item = left[number]
-        logprobs = tuple(its.logprob for its in scores)
-        found[item.id] = sample = Sample(item, logprobs, tuple(its.is_greedy for its in scores))
         if on_sample is not None:
-            on_sample(sample)
+            on_sample(sample(number, scores))
 
-    names = [f"{task.name}, item {item.id}" for item in left]
-    score(ctx, [(item.context, item.choices) for item in left], on_done=note, names=names)
-    return TaskResult(task, tuple(found[item.id] for item in items))
+    names = [f"{task.name}, item {item.id}" for item in items]
+    found = score(ctx, [(i.context, i.choices) for i in items], on_done=note, names=names)
+    return TaskResult(task, tuple(map(sample, range(len(found)), found)))
 
 
 def _item(path: Path, number: int, line: str) -> Item:
@@ -229,21 +226,21 @@ def _item(path: Path, number: int, line: str) -> Item:
         data = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{path}, line {number} is no JSON: {error}") from None
-    invalid = ConfigError(
-        f"{path}, line {number} is not an object with context, choices and answer, or with context "
-        "and target"
-    )
-    if not isinstance(data, dict) or data.keys() - {"id", "context", "choices", "answer", "target"}:
-        raise invalid
-    context, target, choices, answer = map(data.get, ("context", "target", "choices", "answer"))
-    if isinstance(target, str) and choices is None and answer is None:
-        choices, answer = [target], 0
-    elif not isinstance(choices, list) or len(choices) < 2 or target is not None:
-        raise invalid
-    is_text = isinstance(context, str) and all(isinstance(c, str) and c for c in choices)
-    if not is_text or type(answer) is not int or not 0 <= answer < len(choices):
-        raise invalid
-    return Item(str(data.get("id", number)), str(context), tuple(choices), answer)
+    match data:
+        case {"context": str(context), "target": target}:
+            choices, answer, n_keys = [target], 0, 2
+        case {"context": str(context), "choices": [_, _, *_] as choices, "answer": answer}:
+            n_keys = 3
+        case _:
+            choices, answer, n_keys = [], 0, 0
+    is_answer = type(answer) is int and 0 <= answer < len(choices)
+    are_texts = all(isinstance(choice, str) and choice for choice in choices)
+    if not is_answer or not are_texts or len(data.keys() - {"id"}) != n_keys:
+        raise ConfigError(
+            f"{path}, line {number} is not an object with context, choices and answer, or with context "
+            "and target"
+        )
+    return Item(str(data.get("id", number)), context, tuple(choices), answer)
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:

@@ -19,8 +19,8 @@ from ..context import Context
 from ..context.logits import LogitsRow
 from ..eval import KLDivergence
 from ..eval.divergence import compare_coded
-from ..eval.logits_file import Codes, encode
-from ..eval.perplexity import Perplexity, cut_chunks, read_chunks, text_tokens, with_bos
+from ..eval.logits_file import encode
+from ..eval.perplexity import Perplexity, text_chunks, with_bos
 from ..model import Model
 from ..sampling import SamplingParams
 from .document import Number
@@ -149,8 +149,7 @@ def compare_models(
     Raises:
         ConfigError: the text is too short. CacheFullError, DecodeError.
     """
-    tokens = text_tokens(a, text, window)
-    parts = cut_chunks(tokens, window, chunks)
+    tokens, parts = text_chunks(a, text, window, chunks)
     found = Comparison([_about(ctx) for ctx in (a, b)])
     if not same_vocabulary(a.model, b.model):
         for part in parts:
@@ -188,23 +187,19 @@ def _read(
     """Let both models read a chunk, and take what they find of its second half."""
     a, b = pair
     first = len(part) // 2
-    n_vocab = a.n_vocab
     base: list[npt.NDArray[np.float32]] = []
 
     def hold(_chunk: int, _i: int, _token: int, row: LogitsRow) -> float:
         base.append(row.array.copy())
         return 0.0
 
-    read_chunks(a, Perplexity(len(part), 1, "", ""), [part], [first], hold, None)
-    codes: Codes = np.empty(2 * ((n_vocab + 1) // 2) + 4, dtype="<u2")
+    Perplexity(len(part), 1, "", "").read(a, [part], hold)
 
     def compare(_chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
         place = compared((a.model, b.model), (LogitsRow(base[i - first]), row), token, None, top=1)
         score, other = place.score, place.other
         if coded:
-            encode(base[i - first], codes)
-            scale, smallest = codes[:4].view("<f4")
-            its = compare_coded(row, scale, smallest, codes[4 : 4 + n_vocab], token)
+            its = compare_coded(row, encode(base[i - first]), token)
         else:
             change = math.exp(other.logprob) - math.exp(score.logprob)
             its = -other.logprob, -score.logprob, place.kl, change, float(place.same)
@@ -218,8 +213,7 @@ def _read(
         )
         return its
 
-    numbers = KLDivergence(len(part), 1, "", "")
-    read_chunks(b, numbers, [part], [first], compare, None)
+    numbers = KLDivergence(len(part), 1, "", "").read(b, [part], compare)
     if found.divergence is not None:
         found.divergence.rows.extend(numbers.rows)
     found.n_chunks += 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -13,6 +11,8 @@ from typing import TYPE_CHECKING
 from ..errors import JobError, LlamaBranchError, UnsupportedError
 from .folder import Folder
 from .ledger import Ledger
+
+_KNOWN = (LlamaBranchError, OSError, type(None))
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -84,18 +84,10 @@ def data_context(**values: object) -> Iterator[None]:
     from ray.data import DataContext
 
     context = DataContext.get_current().copy()
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    quiet = {"enable_progress_bars": is_terminal, "print_on_execution_start": False}
-    for name, value in {**quiet, **values}.items():
+    for name, value in values.items():
         setattr(context, name, value)
-    log = logging.getLogger("ray.data")
-    level = log.level
-    log.setLevel(logging.ERROR)  # its bars and our errors tell what its lines tell
-    try:
-        with DataContext.current(context):
-            yield
-    finally:
-        log.setLevel(level)
+    with DataContext.current(context):
+        yield
 
 
 @contextmanager
@@ -105,26 +97,18 @@ def translated(output: Folder) -> Iterator[None]:
 
     try:
         yield
-    except ray.exceptions.RayError as error:  # Ray's copies of our errors are of both kinds
+    except (ray.exceptions.RayError, OSError) as error:
         cause: BaseException | None = error
-        while cause is not None:
+        # Ray's copies of our errors are of both kinds.
+        while isinstance(cause, ray.exceptions.RayError) or not isinstance(cause, _KNOWN):
             inner = getattr(cause, "cause", None)
             cause = inner if isinstance(inner, BaseException) else cause.__cause__
-            if isinstance(cause, LlamaBranchError):
-                raise cause from None
-            if isinstance(cause, OSError):
-                raise _cannot_write(output, cause) from error
-        text = str(error).strip().splitlines()
-        raise JobError(
-            f"the job failed: {text[-1] if text else type(error).__name__}",
-            hint="what is written is kept; resume the job",
-        ) from error
-    except OSError as error:
-        raise _cannot_write(output, error) from None
-
-
-def _cannot_write(output: Folder, error: OSError) -> JobError:
-    return JobError(
-        f"cannot write to {output.path}: {error.strerror or error}",
-        hint="what is written is kept; free some space if there is none, and resume the job",
-    )
+        if isinstance(cause, LlamaBranchError):
+            raise cause from None
+        last = str(error).strip().rpartition("\n")[2]
+        text = f"the job failed: {last or type(error).__name__}"
+        hint = "what is written is kept; resume the job"
+        if isinstance(cause, OSError):
+            text = f"cannot write to {output.path}: {cause.strerror or cause}"
+            hint = "what is written is kept; free some space if there is none, and resume the job"
+        raise JobError(text, hint=hint) from error

@@ -12,8 +12,7 @@ import os
 import posixpath
 from collections.abc import Sequence
 from contextlib import suppress
-from glob import glob
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 
@@ -21,14 +20,7 @@ if TYPE_CHECKING:
     import pyarrow.fs
     import ray.data
 
-_ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-
-
-class File(NamedTuple):
-    """A file of an input: its path on the file system and its size in bytes."""
-
-    path: str
-    size: int
+_KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
 
 class Folder:
@@ -50,8 +42,8 @@ class Folder:
 
     def paths(self, ending: str = "") -> list[str]:
         """Return the paths of its files that end so, sorted; none if the folder does not exist."""
-        found = [file.path for file in _files(self.filesystem, self.path)]
-        return sorted(path for path in found if path.endswith(ending))
+        files = _files(self.filesystem, self.path)
+        return [path for path, _ in files if path.endswith(ending)]
 
     def delete(self) -> None:
         """Delete it with all that it holds, if it exists."""
@@ -87,30 +79,28 @@ class Folder:
 
 def input_files(
     paths: str | Sequence[str], filesystem: pyarrow.fs.FileSystem | None = None
-) -> tuple[list[File], str, pyarrow.fs.FileSystem]:
-    """Return the files of an input in a fixed order, their format, and the file system that they are on.
+) -> tuple[list[tuple[str, int]], str, pyarrow.fs.FileSystem]:
+    """Return the files of an input, sorted, with their sizes; their format, and their file system.
 
     Args:
-        paths: files, folders, or (local) patterns such as ``in/*.parquet``.
+        paths: files, or folders.
         filesystem: as for `Folder`.
 
     Raises:
         ConfigError: there are none, or not all are Parquet, or not all are JSON lines.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
-    found: list[tuple[str, File]] = []
+    found: list[tuple[str, int]] = []
     for path in given:
-        is_pattern = "://" not in path and any(c in path for c in "*?[")
-        for name in sorted(glob(path)) if is_pattern else [path]:
-            filesystem, resolved = _resolve(name, filesystem)
-            for file in _files(filesystem, resolved):
-                kind = _ENDINGS.get(posixpath.splitext(file.path)[1])
-                found += [] if kind is None else [(kind, file)]
-    if not found or filesystem is None:
+        filesystem, resolved = _resolve(path, filesystem)
+        found += _files(filesystem, resolved)
+    kinds = {path: kind for path, _ in found if (kind := _KINDS.get(posixpath.splitext(path)[1]))}
+    if not kinds or filesystem is None:
         raise ConfigError(f"there is no .parquet or .jsonl file in {', '.join(map(str, given))}")
-    if len({kind for kind, _ in found}) > 1:
+    kind, *other = set(kinds.values())
+    if other:
         raise ConfigError("the input has files of both formats", hint="give one of them at a time")
-    return sorted(file for _, file in found), found[0][0], filesystem
+    return sorted(file for file in found if file[0] in kinds), kind, filesystem
 
 
 def _resolve(
@@ -129,14 +119,14 @@ def _resolve(
     return filesystem or found, inner
 
 
-def _files(filesystem: pyarrow.fs.FileSystem, path: str) -> list[File]:
+def _files(filesystem: pyarrow.fs.FileSystem, path: str) -> list[tuple[str, int]]:
+    """Return a file, or those of a folder, sorted, with their sizes; none where nothing is."""
     import pyarrow.fs
 
     info = filesystem.get_file_info(path)
-    if info.is_file:
-        return [File(info.path, info.size)]
     selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
-    return [File(f.path, f.size) for f in filesystem.get_file_info(selector) if f.is_file]
+    found = [info] if info.is_file else filesystem.get_file_info(selector)
+    return sorted((file.path, file.size) for file in found if file.is_file)
 
 
 # -- results ---------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def generate(
     describes.
 
     Args:
-        inputs: Parquet files or JSON lines: paths, folders, patterns or URIs that every node can read.
+        inputs: Parquet files or JSON lines: paths, folders or URIs that every node can read.
         output: a folder that every node can write to.
         model, max_tokens, sampling, stop, grammar, n, chat, parse_special: as for `Generate`.
         seed: the seed from which those of the rows are derived; None = a random one, kept in job.json.
@@ -183,7 +183,7 @@ class _Job:
         )
         self._output = Folder(output, options.get("filesystem"))
         self._folder = self._output / "_job"
-        files = json.dumps([[file.path, file.size] for file in self._input.files])
+        files = json.dumps(self._input.files)
         self._settings: dict[str, object] = {
             "format": 4,
             "kind": "generate" if isinstance(rows, GenerateRows) else "score",
@@ -205,31 +205,21 @@ class _Job:
                 )
             if earlier is None:
                 raise ConfigError(f"{self._output.path} is not the folder of a job")
-        with cluster(self._options.get("address"), self._most, self._cpus):
-            return self._run_connected(stage, seed, earlier)
-
-    def _run_connected(
-        self,
-        stage: type[Generate | Score],
-        seed: int | None,
-        earlier: Mapping[str, object] | None,
-    ) -> JobReport:
-        ray = import_ray()
-        with translated(self._output):
+        connected = cluster(self._options.get("address"), self._most, self._cpus)
+        with connected, translated(self._output):
+            ray = import_ray()
             facts = ray.get(ray.remote(_model_facts).options(num_cpus=0).remote(self._model))
-        if seed is None:
-            before = None if earlier is None else earlier.get("seed")
-            seed = before if isinstance(before, int) else random_seed()
-        settings = {**self._settings, **facts, "seed": seed}
-        n_rows = 0
-        if earlier is not None:
-            n_rows = whole("rows, in job.json,", earlier.get("rows"), 1)
-            _check_same(earlier, {**settings, "rows": n_rows}, self._output.path)
-        with translated(self._output):
+            if seed is None:
+                before = None if earlier is None else earlier.get("seed")
+                seed = before if isinstance(before, int) else random_seed()
+            settings = {**self._settings, **facts, "seed": seed}
             if earlier is None:
                 self._folder.delete()  # of a job that never began
                 n_rows = self._input.stage(self._folder / "prompts", self._block_rows)
                 self._folder.write_json("job.json", {**settings, "rows": n_rows})
+            else:
+                n_rows = whole("rows, in job.json,", earlier.get("rows"), 1)
+                _check_same(earlier, {**settings, "rows": n_rows}, self._output.path)
             n_before = count_rows(self._folder / "checkpoint")
             book = make_ledger()
             worker = WorkerOptions(
@@ -249,9 +239,11 @@ class _Job:
                 )
             n_errors, invariant = self._summary()
             n_deaths = cast(int, ray.get(book.n_deaths.remote()))
-        report = JobReport(self._output.path, n_rows, n_errors, n_before, n_deaths, invariant, seed)
-        self._output.write_json("_SUCCESS", report.as_dict())
-        return report
+            report = JobReport(
+                self._output.path, n_rows, n_errors, n_before, n_deaths, invariant, seed
+            )
+            self._output.write_json("_SUCCESS", report.as_dict())
+            return report
 
     def _map(self, stage: type[Generate | Score], arguments: Mapping[str, object]) -> None:
         ray = import_ray()

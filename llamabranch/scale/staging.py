@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .cluster import data_context, import_ray
-from .folder import File, Folder
+from .folder import Folder
 from .rows import Record
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Input:
         keep: columns that the output has too.
     """
 
-    files: Sequence[File]
+    files: Sequence[tuple[str, int]]
     kind: str
     filesystem: pyarrow.fs.FileSystem
     id_column: str
@@ -50,13 +50,13 @@ class Input:
             ConfigError: there are no rows, a line is no JSON object, a column holds values of several
                 types, or an id is missing or not unique.
         """
-        ray, n_parts = import_ray(), 1 + sum(file.size for file in self.files) // _PART_BYTES
+        ray, n_parts = import_ray(), 1 + sum(size for _, size in self.files) // _PART_BYTES
         read = ray.data.read_parquet if self.kind == "parquet" else ray.data.read_text
         folder.delete()
         # A shuffle of Ray has 200 parts unless their number is given.
         with data_context(default_hash_shuffle_parallelism=max(2, n_parts)):
             rows = read(
-                [file.path for file in self.files],
+                [path for path, _ in self.files],
                 filesystem=self.filesystem,
                 override_num_blocks=n_parts,
             )
@@ -92,12 +92,11 @@ class Input:
             fields.append(
                 (name, usual.get(name, pa.string()) if pa.types.is_null(found) else found)
             )
-        schema = pa.schema([*fields, (_PROBLEM, pa.string())])
-        kind = schema.field(self.id_column).type
+        kind = fields[0][1]
         if kind not in (pa.int64(), pa.string()):
             message = f"ids, in the column {self.id_column!r}, are integers or text, not {kind}"
             raise ConfigError(message)
-        return schema
+        return pa.schema([*fields, (_PROBLEM, pa.string())])
 
     def table(self, given: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
         """Return rows with the columns and the types of the job; or one row that tells why not.

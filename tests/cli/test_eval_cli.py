@@ -1,4 +1,4 @@
-"""The commands that evaluate: tables and JSON, files that are kept, resumed and refused, Ctrl-C."""
+"""The commands that evaluate: tables and JSON, files that are kept and refused, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -44,56 +44,31 @@ def test_perplexity_saves_what_kld_compares(text: Path, tmp_path: Path) -> None:
     assert f"{means[1]['value']:.6g} ± " in shown and "kl percentiles 99.9" in shown
 
 
-def test_strided_perplexity_is_named_as_such(text: Path) -> None:
-    found = answer("eval", "--perplexity", text, "-c", 64, "--ppl-stride", 32)
-    assert found["method"] == "strided, 32"
-
-
-def test_results_are_kept_and_continued(text: Path, tmp_path: Path) -> None:
+def test_results_are_kept(text: Path, tmp_path: Path) -> None:
     kept, logits = tmp_path / "kept.json", tmp_path / "base.logits"
     shared = ("eval", "--perplexity", text, "-c", 64)
-    whole = answer(*shared, "--save-logits", tmp_path / "whole")
-    answer(*shared, "-o", kept, "--save-logits", logits)
+    found = answer(*shared, "-o", kept, "--save-logits", logits)
     data = json.loads(kept.read_text())
-    assert data["perplexity"] == whole["perplexity"]
-    # As if it had been interrupted after two chunks.
-    data["losses"] = data["losses"][:2]
-    kept.write_text(json.dumps(data))
-    logits.write_bytes(logits.read_bytes()[:-5000])
+    assert data["kind"] == "perplexity" and data["perplexity"] == found["perplexity"]
+    assert len(data["losses"]) == data["n_done"] == data["n_chunks"]
     assert run(*shared, "-o", kept).exit_code == 2  # it is there already
-    again = answer(*shared, "-o", kept, "--resume", "--save-logits", logits)
-    assert again["perplexity"] == whole["perplexity"]
-    assert logits.read_bytes() == (tmp_path / "whole").read_bytes()
-    assert run(*shared, "--resume").exit_code == 2
-    other = run("eval", "--against", logits, "-o", kept, "--resume")
-    assert other.exit_code == 2 and "kld" in other.stderr
     compared = tmp_path / "kld.json"
     first = answer("eval", "--against", logits, "-m", DRAFT, "-o", compared)
     data = json.loads(compared.read_text())
-    compared.write_text(json.dumps({**data, "rows": data["rows"][:1]}))
-    assert answer("eval", "--against", logits, "-m", DRAFT, "-o", compared, "--resume") == first
+    assert data["kind"] == "kld" and data["mean"] == first["mean"]
+    assert len(data["rows"]) == data["n_chunks"]
 
 
-def test_eval_runs_tasks_and_continues_samples(tmp_path: Path) -> None:
+def test_eval_runs_tasks_and_keeps_samples(tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
     shared = ("eval", "true_ending", "last_word", "--limit", 4, "-c", 1024)
-    whole = answer(*shared, "-o", samples)
-    tables = whole["tasks"]
+    tables = answer(*shared, "-o", samples)["tasks"]
     assert [table["n_done"] for table in tables] == [4, 4]
-    lines = samples.read_text().splitlines(keepends=True)
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(lines) == 8
-    samples.write_text("".join(lines[:3]) + lines[3][:20])  # the last one was cut
-    again = answer(*shared, "-o", samples, "--resume")
-    assert again["tasks"] == tables
-    assert sorted(samples.read_text().splitlines(keepends=True)) == sorted(lines)
-    samples.write_text("".join([*lines, lines[0]]))  # an item that stands there twice counts once
-    assert answer(*shared, "-o", samples, "--resume")["tasks"] == tables
+    right = [line["is_right"] for line in lines if line["task"] == "true_ending"]
+    assert tables[0]["metrics"]["acc"]["value"] == sum(right) / 4
     assert run(*shared, "-o", samples).exit_code == 2
-    refused = run(*shared, "-o", samples, "--resume", "-m", DRAFT)
-    assert refused.exit_code == 2 and "another model" in refused.stderr
-    refused = run(*shared, "-o", samples, "--resume", "--kv-type", "q8_0")
-    assert refused.exit_code == 2 and "K/V type" in refused.stderr
-    assert run(*shared, "--resume").exit_code == 2
     shown = run(*shared)
     assert "acc norm" in shown.stdout and "chance" in shown.stdout
 
@@ -137,7 +112,6 @@ def test_quants_shows_files_side_by_side(text: Path, tmp_path: Path) -> None:
     assert f"{rows[1]['kl']:.6g}" in shown
     assert json.loads(kept.read_text())["models"] == rows
     assert run(*shared, "-o", kept).exit_code == 2  # it is there already
-    assert run(*shared, "-o", kept, "--resume").exit_code == 2
 
 
 def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None:

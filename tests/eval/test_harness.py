@@ -61,9 +61,8 @@ def evaluate(lm: object, tasks: list[object], **options: object) -> dict[str, di
 def test_pairs_and_windows_are_those_of_the_harness(lm: LlamaBranchLM) -> None:
     from lm_eval.api.model import TemplateLM
 
-    assert (
-        type(lm)._encode_pair is TemplateLM._encode_pair
-    )  # what is tested below is the harness's own
+    # What is tested below is the harness's own.
+    assert type(lm)._encode_pair is TemplateLM._encode_pair
     pairs = [("Once upon ", "a time"), ("", "The king"), (TEXT, " was old"), ("A", " king")]
     found = lm.loglikelihood([Instance(*pair) for pair in pairs], disable_tqdm=True)
     for (context, continuation), (logprob, is_greedy) in zip(pairs, found, strict=True):
@@ -83,12 +82,8 @@ def test_rolling_windows_are_those_of_the_harness(lm: LlamaBranchLM) -> None:
     found = lm.loglikelihood_rolling([Instance(text) for text in texts], disable_tqdm=True)
     for text, total in zip(texts, found, strict=True):
         tokens = lm.tok_encode(text, add_special_tokens=False)
-        windows = list(
-            map(
-                make_disjoint_window,
-                get_rolling_token_windows(tokens, lm.prefix_token_id, lm.max_length, 1),
-            )
-        )
+        rolling = get_rolling_token_windows(tokens, lm.prefix_token_id, lm.max_length, 1)
+        windows = [make_disjoint_window(each) for each in rolling]
         expected = [score(lm.ctx, [(a, [b])])[0][0].logprob for a, b in windows]
         assert total == pytest.approx(math.fsum(expected), abs=1e-9)
         assert sum(len(b) for _, b in windows) == len(tokens)
@@ -130,10 +125,8 @@ def test_thinking_is_cut_before_stop_strings_count(target: lb.Model) -> None:
         (text,) = plain.generate_until([Instance("Once upon a time", {})], disable_tqdm=True)
         end = text.split()[6]
         thinking = LlamaBranchLM(ctx, max_gen_toks=24, think_end_token=end)
-        settings = {"until": [text.split()[2]]}
-        (answer,) = thinking.generate_until(
-            [Instance("Once upon a time", settings)], disable_tqdm=True
-        )
+        asked = Instance("Once upon a time", {"until": [text.split()[2]]})
+        (answer,) = thinking.generate_until([asked], disable_tqdm=True)
         assert answer == text.split(end)[-1].lstrip().split(text.split()[2])[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def by_hand(ctx: Context, context: str, continuation: str) -> tuple[list[float],
     return found, greedy
 
 
-def one_by_one(ctx: Context, questions: list[tuple[str, list[str]]]) -> list[list[Score]]:
+def one_by_one(ctx: Context, questions: list[Any]) -> list[list[Score]]:
     return [[score(ctx, [(c, [one])])[0][0] for one in many] for c, many in questions]
 
 
@@ -57,7 +58,9 @@ def count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_scores_are_those_of_raw_logits(ctx: Context) -> None:
-    found = score(ctx, QUESTIONS)
+    seen: dict[int, list[Score]] = {}
+    found = score(ctx, QUESTIONS, on_done=seen.__setitem__)
+    assert [seen[i] for i in range(len(QUESTIONS))] == found
     for (context, continuations), its in zip(QUESTIONS, found, strict=True):
         for continuation, got in zip(continuations, its, strict=True):
             expected, greedy = by_hand(ctx, context, continuation)
@@ -85,12 +88,8 @@ def test_random_trees_of_tokens_are_what_each_line_is_alone(kind: str, tmp_path:
     lines: list[list[int]] = [[5, 6, 7]]
     for _ in range(40):
         base = rng.choice(lines)
-        lines.append(
-            [
-                *base[: rng.randint(1, len(base))],
-                *(rng.randint(2, 200) for _ in range(rng.randint(1, 30))),
-            ]
-        )
+        kept = base[: rng.randint(1, len(base))]
+        lines.append(kept + [rng.randint(2, 200) for _ in range(rng.randint(1, 30))])
     questions = []
     for line in lines:
         cut = rng.randint(1, len(line) - 1)
@@ -103,7 +102,7 @@ def test_random_trees_of_tokens_are_what_each_line_is_alone(kind: str, tmp_path:
         lb.Context(model, n_seq_max=5, n_threads=1, **own) as ctx,  # type: ignore[arg-type]
     ):
         together = score(ctx, questions)
-        alone = [[score(ctx, [(c, [one])])[0][0] for one in many] for c, many in questions]
+        alone = one_by_one(ctx, questions)
         ctx.audit()
         assert ctx.usage().cells_used == 0 and ctx.n_seq_free == 5
         tolerance = rounding(ctx)
@@ -139,12 +138,6 @@ def test_common_beginnings_are_decoded_once(ctx: Context, monkeypatch: pytest.Mo
     assert sum(seen) == len(tokens) + 10 * (1 + 3 + 2) < unshared / 10
 
 
-def test_a_request_is_reported_as_soon_as_it_is_known(ctx: Context) -> None:
-    seen: dict[int, list[Score]] = {}
-    found = score(ctx, QUESTIONS, on_done=seen.__setitem__)
-    assert [seen[i] for i in range(len(QUESTIONS))] == found
-
-
 def test_spaces_belong_to_the_continuation(target: lb.Model) -> None:
     assert encode_pair(target, "Once upon  ", "a time") == encode_pair(
         target, "Once upon", "  a time"
@@ -156,17 +149,10 @@ def test_spaces_belong_to_the_continuation(target: lb.Model) -> None:
 @pytest.mark.parametrize(
     "requests",
     [
-        "text",
-        [("a", "b")],
-        [("a",)],
-        ["ab"],
-        [("a", [""])],
-        [("a", []), ("a", ["b", ""])],
-        [([1, 2], ["b"])],
-        [("a", [[1]])],
-        [([1, 2], [[]])],
+        "text", [("a", "b")], [("a",)], ["ab"], [("a", [""])], [("a", []), ("a", ["b", ""])],
+        [([1, 2], ["b"])], [("a", [[1]])], [([1, 2], [[]])],
     ],
-)
+)  # fmt: skip
 def test_bad_requests_are_refused_and_nothing_is_decoded(requests: object, ctx: Context) -> None:
     before = ctx.decoder.n_decodes
     with pytest.raises(ConfigError):

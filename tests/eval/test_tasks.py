@@ -80,21 +80,18 @@ def test_targets_are_right_where_the_model_would_write_them(ctx: Context, tmp_pa
     assert found.chance == 0.0
 
 
-def test_a_run_is_continued_and_limited(ctx: Context, tmp_path: Path) -> None:
+def test_samples_are_told_at_once_and_a_run_is_limited(ctx: Context, tmp_path: Path) -> None:
     task = Task.read(write(tmp_path / "few.jsonl", CHOICES))
-    whole = run_task(ctx, task)
     seen: list[Sample] = []
+    whole = run_task(ctx, task, on_sample=seen.append)
+    assert sorted(seen, key=lambda sample: task.items.index(sample.item)) == list(whole.samples)
+    assert run_task(ctx, task, limit=2).samples == whole.samples[:2]
 
     def stop(sample: Sample) -> None:
-        seen.append(sample)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_task(ctx, task, on_sample=stop)
-    later: list[Sample] = []
-    again = run_task(ctx, task, done=seen, on_sample=later.append)
-    assert again == whole and len(later) == len(CHOICES) - len(seen)
-    assert run_task(ctx, task, limit=2).samples == whole.samples[:2]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""A small Ray cluster of this machine, the oracle of jobs, and jobs in processes of their own."""
+"""A small Ray cluster, a full disk, the oracle of jobs, and jobs in processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fsspec.implementations.local import LocalFileSystem
+
 import llamabranch as lb
 from llamabranch import scale
 
@@ -21,6 +24,22 @@ Row = dict[str, Any]
 
 MIB = 1 << 20
 WORDS = ("wolf", "king", "forest", "bread", "river", "horse", "crown")
+
+
+class SmallDisk(LocalFileSystem):  # type: ignore[misc]
+    """The local file system, where a folder has room for so many Parquet files."""
+
+    cachable = False
+
+    def __init__(self, folder: str, n_files: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._small, self._n_files = Path(folder), n_files
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        is_data = Path(path).parent == self._small and ".parquet" in path
+        if is_data and "w" in mode and len(list(self._small.glob("*.parquet"))) >= self._n_files:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return super()._open(path, mode, **kwargs)
 
 
 @contextmanager
@@ -152,13 +171,6 @@ def gated(folder: Path) -> type[scale.Generate]:
             return result
 
     return Gated
-
-
-def small_disk(folder: Path, n_files: int) -> Any:
-    """Return a file system on which a folder has room for so many Parquet files."""
-    from small_disk import SmallDisk
-
-    return SmallDisk(str(folder), n_files)
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 240.0) -> Any:

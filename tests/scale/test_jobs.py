@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 pytest.importorskip("ray", reason="the extra `scale` (Ray) is not installed")
 
 import clusters
-from clusters import alone, assert_equal, prompts, read_output, write_rows
+from clusters import alone, assert_equal, prompts, read_output, wait_for, write_rows
 
 import llamabranch as lb
 from llamabranch import scale
@@ -121,7 +122,7 @@ def test_full_disk_ends_the_job_and_it_can_be_resumed(
 
     rows = prompts(40)
     inputs = write_rows(tmp_path / "in.jsonl", rows)
-    full = PyFileSystem(FSSpecHandler(clusters.small_disk(tmp_path / "out", n_files=2)))
+    full = PyFileSystem(FSSpecHandler(clusters.SmallDisk(str(tmp_path / "out"), n_files=2)))
     with pytest.raises(lb.errors.JobError, match="No space left on device") as caught:
         generate(inputs, workers=1, filesystem=full)
     assert "resume" in (caught.value.hint or "")
@@ -174,8 +175,9 @@ def test_blocks_are_sorted_by_prompt(generate: Any, ctx: lb.Context, tmp_path: P
 
     rows = [{**row, "id": f"row {row['id']:03}"} for row in prompts(40)]
     for part in range(2):
-        pq.write_table(pa.Table.from_pylist(rows[part::2]), tmp_path / f"in-{part}.parquet")
-    _, output = generate(str(tmp_path / "in-*.parquet"), workers=2)
+        (tmp_path / "in").mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows[part::2]), tmp_path / "in" / f"{part}.parquet")
+    _, output = generate(str(tmp_path / "in"), workers=2)
     assert_equal(output, alone(ctx, rows, SEED))
     staged = sorted((tmp_path / "out" / "_job" / "prompts").glob("*.parquet"))
     blocks = [pq.read_table(path).to_pylist() for path in staged]
@@ -269,3 +271,51 @@ def test_model_that_is_no_model_and_unknown_options_are_refused(
         with pytest.raises(lb.ConfigError):
             scale.generate(inputs, str(out), model=TARGET, **wrong)
     assert not out.exists()
+
+
+def test_driver_that_is_killed_is_resumed_where_it_was(
+    ray_cluster: Any, generate: Any, ctx: lb.Context, tmp_path: Path
+) -> None:
+    rows, out = prompts(200), tmp_path / "out"
+    inputs = write_rows(tmp_path / "in.jsonl", rows)
+    settings = {"model": TARGET, "seed": SEED, "block_rows": 8, "streams": 4, "load": dict(LOAD)}
+    code = "scale.generate(inputs, out, **settings)"
+
+    def committed() -> set[str]:
+        names = {path.name for path in (out / "_job" / "checkpoint").glob("*.parquet")}
+        return {name for name in names if not name.endswith(".pending.parquet")}
+
+    with clusters.driver(
+        ray_cluster.address, code, inputs=inputs, out=str(out), settings=settings
+    ) as process:
+        wait_for(lambda: len(committed()) >= 2)
+        process.kill()
+        process.wait()
+    assert not (out / "_SUCCESS").exists()
+    report, output = generate(inputs, resume=True)
+    assert 16 <= report.n_resumed < 200
+    assert_equal(output, alone(ctx, rows, SEED))
+    again, _ = generate(inputs, resume=True)
+    assert (again.n_resumed, again.n_rows) == (200, 200)
+
+
+def test_node_that_goes_without_grace_loses_nothing(
+    ray_cluster: Any,
+    generate: Any,
+    ctx: lb.Context,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, seen = prompts(40), tmp_path / "seen"
+    seen.mkdir()
+    monkeypatch.setattr(job_module, "Generate", clusters.gated(seen))
+    node = ray_cluster.add_node(num_cpus=5, object_store_memory=80 * clusters.MIB)
+    with ThreadPoolExecutor() as pool:
+        # Workers of four CPUs: one for each node.
+        job = pool.submit(generate, rows, workers=2, cpus=4.0)
+        wait_for(lambda: list(seen.glob(f"{node.node_id}-*")))  # it has a batch that is not written
+        ray_cluster.remove_node(node, allow_graceful=False)
+        (seen / "go").touch()
+        report, output = job.result(120)
+    assert_equal(output, alone(ctx, rows, SEED))
+    assert report.n_errors == 0

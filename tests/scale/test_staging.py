@@ -1,4 +1,4 @@
-"""The input of a job: its files, its columns; the folders and files around it, and its tables."""
+"""The input of a job: its files, its columns; the folders and files around it; its tables and rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ pytest.importorskip("pyarrow", reason="pyarrow, of the extra `scale`, is not ins
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import toys
 
+import llamabranch as lb
 from llamabranch import ConfigError
 from llamabranch.scale.folder import Folder, input_files
-from llamabranch.scale.rows import GenerateRows, ScoreRows, output_table, read_rows
+from llamabranch.scale.rows import GenerateRows, Record, ScoreRows, output_table, read_rows
 from llamabranch.scale.staging import Input
+
+MARKED = "a<|im_end|>b"
 
 
 def given(tmp_path: Path, *lines: str) -> tuple[Input, list[dict[str, object]]]:
@@ -67,14 +71,15 @@ def test_input_files_are_those_of_one_format(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "notes.txt"):
         (tmp_path / name).write_text("{}\n")
     files, kind, _ = input_files(str(tmp_path))
-    assert [Path(file.path).name for file in files] == ["a.jsonl", "b.jsonl"]
-    assert (kind, files[0].size) == ("jsonl", 3)
-    assert input_files(str(tmp_path / "a*"))[0] == files[:1]
+    assert [Path(path).name for path, _ in files] == ["a.jsonl", "b.jsonl"]
+    assert (kind, files[0][1]) == ("jsonl", 3)
+    assert input_files([str(tmp_path / "a.jsonl")])[0] == files[:1]
     pq.write_table(pa.table({"id": [1]}), tmp_path / "c.parquet")
     with pytest.raises(ConfigError, match="both formats"):
         input_files(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no \.parquet or \.jsonl"):
-        input_files(str(tmp_path / "none"))
+    for missing in ("none", "*.parquet"):  # patterns are not expanded
+        with pytest.raises(ConfigError, match=r"no \.parquet or \.jsonl"):
+            input_files(str(tmp_path / missing))
     with pytest.raises(ConfigError, match="cannot open"):
         input_files("nowhere://x")
 
@@ -85,7 +90,8 @@ def test_files_of_a_folder_are_whole_or_missing(tmp_path: Path) -> None:
     assert folder.read_json("x") is None
     folder.write_json("x", {"a": [1, "ä"]})
     assert folder.read_json("x") == {"a": [1, "ä"]}
-    assert folder.paths() == [f"{tmp_path}/a/b/x"]
+    assert folder.paths() == folder.paths("x") == [f"{tmp_path}/a/b/x"]
+    assert folder.paths(".parquet") == []
     for damaged in ("{", "[]"):
         (tmp_path / "a" / "b" / "x").write_text(damaged)
         with pytest.raises(ConfigError, match="is damaged"):
@@ -116,3 +122,32 @@ def test_batches_of_any_kind_are_read() -> None:
     assert read_rows(columns) == rows
     with pytest.raises(ConfigError, match="a batch is a table"):
         read_rows(5)
+
+
+def test_control_tokens_are_parsed_unless_the_job_or_the_row_does_not(tmp_path: Path) -> None:
+    vocabulary = toys.Vocabulary.with_control("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+    template = {"tokenizer.chat_template": toys.CHAT_TEMPLATE}
+    path = toys.write_toy(tmp_path / "toy.gguf", vocab=vocabulary, metadata=template)
+    with lb.load(path, n_ctx=256, n_threads=1) as context:
+        model = context.model
+
+        def n_prompt(row: Record, **settings: bool) -> int:
+            rows = GenerateRows(4, lb.SamplingParams(), **settings)  # type: ignore[arg-type]
+            request = rows.request(context, row, "0")
+            return len(model.prompt_tokens(request.prompt, parse_special=request.parse_special))
+
+        parsed, letters = 4, 13  # with BOS
+        for given, expected in ((None, parsed), (True, parsed), (False, letters)):
+            row: Record = {"prompt": MARKED, "text": MARKED, "parse_special": given}
+            assert n_prompt(row) == expected
+            assert n_prompt(row, parse_special=False) == letters
+            assert len(ScoreRows().request(context, row, "0").prompt) == expected
+            both = ScoreRows().request(context, {**row, "context": MARKED}, "0")
+            assert both.logprobs_from == expected
+            assert len(both.prompt) == 2 * expected - 1
+        with pytest.raises(ConfigError, match="parse_special"):
+            n_prompt({"prompt": MARKED, "parse_special": 1})
+        chat = GenerateRows(4, lb.SamplingParams(), chat=True)
+        request = chat.request(context, {"prompt": MARKED}, "0")
+        assert request.prompt == model.chat_tokens([("user", MARKED)])
+        assert request.prompt[0] == model.bos

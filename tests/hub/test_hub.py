@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from fake_hub import empty_caches
 
 import llamabranch as lb
 from llamabranch import hub
@@ -21,13 +22,7 @@ from llamabranch.loading import LoadOptions
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Empty caches and no packages instead of this machine's."""
-    for name in ("LLAMA_CACHE", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("LLAMABRANCH_CACHE", str(tmp_path / "ours"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
-    return tmp_path
+    return empty_caches(tmp_path, monkeypatch)
 
 
 def put(path: Path, text: str = "GGUF") -> Path:

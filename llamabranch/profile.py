@@ -91,7 +91,7 @@ def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
             for old in list(section)[:-MAX_ENTRIES]:
                 del section[old]
         _make_folder(path)
-        with atomic_write(path, lasting=False) as file:
+        with atomic_write(path) as file:
             file.write(json.dumps({**stored, "version": _VERSION}, indent=1).encode())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from time import perf_counter
 
 from ..context import Context
@@ -43,14 +44,12 @@ def speculative(
         def work(item: int) -> Timing:
             seeded = sampling.replace(seed=seed_of(run, item))
             generation = speculator.generate(prompts[item], max_tokens=n, sampling=seeded)
-            start = perf_counter()
-            try:
+            with closing(generation):
+                start = perf_counter()
                 for _ in generation:
                     if stop():
                         raise Stopped
-            finally:
                 seconds = perf_counter() - start
-                generation.close()
             tokens = tuple(generation.tokens)
             return Timing(len(tokens), seconds, tokens, generation.stats)
 

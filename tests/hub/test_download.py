@@ -296,7 +296,7 @@ def test_disk_without_room_is_noticed_before_anything_is_downloaded(
 
     room = type(shutil.disk_usage("/"))(10**9, 10**9, 500_000)
     monkeypatch.setattr("shutil.disk_usage", lambda _path: room)
-    with pytest.raises(lb.errors.DownloadError, match=r"0\.00 GB left") as caught:
+    with pytest.raises(lb.errors.DownloadError, match=r"0\.5 MB left") as caught:
         lb.fetch(f"{REPOSITORY}:Q8_0")
     assert "HF_HUB_CACHE" in str(caught.value.hint)
     assert hub.sent == 0

@@ -45,7 +45,7 @@ def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @dataclass
 class Fault:
-    """A wrong answer: to ``api``, ``head``, ``redirect`` or ``get`` requests, ``times`` times.
+    """A wrong answer: to ``api``, ``head`` or ``get`` requests, ``times`` times.
 
     A ``status`` with an ``X-Error-Code``, or an answer that is ``cut`` after so many bytes.
     """
@@ -128,8 +128,6 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             self.hub.requests.append((self.command, self.path, dict(self.headers)))
         where = "api" if path.startswith("/api/") else method
-        if where == "get" and not self.is_cdn:
-            where = "redirect"
         fault = self.hub.fault(where)
         if fault is not None and fault.status:
             self._error(fault.status, fault.code, fault.message)

@@ -11,7 +11,7 @@ from ..context import Context
 from ..errors import DecodeInterruptedError
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
-from .timing import Maker, Series, Spread, Stopped, interleave
+from .timing import Series, Spread, Stopped, interleave
 from .workloads import Stop, speculative, verify_times
 
 _PLAIN = "plain"
@@ -160,35 +160,31 @@ class PairBench:
             except (Stopped, DecodeInterruptedError):
                 return PairReport(stopped=True)
             report.t = {n: Spread.of(seconds).median for n, seconds in times.items()}
-        self.progress("warming up")
-        interleave(self._makers(lengths and [longest]), n_runs=1, n_items=1, first_run=-1)
-        report.plain, report.lengths = self._measure("draft lengths", lengths, self.n_runs)
+        n = len(self.prompts)
+        self._measure("warming up", lengths and [longest], 1, 1, first_run=-1)
+        report.plain, report.lengths = self._measure("draft lengths", lengths, self.n_runs, n)
         best = report.candidate
         if best is not None and not self.stop():  # again, with seeds that did not choose it
-            n_runs = max(self.n_runs, math.ceil(self.n_pairs / len(self.prompts)))
-            _, cells = self._measure("the fastest", [best.length], n_runs, first_run=self.n_runs)
+            n_runs = max(self.n_runs, math.ceil(self.n_pairs / n))
+            _, cells = self._measure("the fastest", [best.length], n_runs, n, self.n_runs)
             report.confirmed = cells[0] if cells else None
         report.stopped = self.stop()
         return report
 
     def _measure(
-        self, what: str, lengths: Sequence[int | str], n_runs: int, first_run: int = 0
+        self, what: str, lengths: Sequence[int | str], n_runs: int, n_items: int, first_run: int = 0
     ) -> tuple[Series, list[Cell]]:
         """Return the runs of plain decoding and those of each length."""
-        found = interleave(
-            self._makers(lengths),
-            n_runs=n_runs, n_items=len(self.prompts), first_run=first_run,
-            progress=lambda text: self.progress(text and f"{what}: {text}"),
-        )  # fmt: skip
-        base = found.pop(_PLAIN)
-        pairs = zip(lengths, found.values(), strict=True)
-        return base, [Cell(k, series, base) for k, series in pairs] if base.runs else []
-
-    def _makers(self, lengths: Sequence[int | str]) -> dict[str, Maker]:
         given = self.target, self.prompts, self.n_tokens, self.sampling
         drafter: Callable[[], Drafter | None] = self.drafter or (lambda: None)
         makers = {_PLAIN: speculative(*given, stop=self.stop)}
         for length in lengths:
             config = replace(self.config, draft_k=length)
             makers[str(length)] = speculative(*given, drafter, config, stop=self.stop)
-        return makers
+        found = interleave(
+            makers, n_runs=n_runs, n_items=n_items, first_run=first_run,
+            progress=lambda text: self.progress(text and f"{what}: {text}"),
+        )  # fmt: skip
+        base = found.pop(_PLAIN)
+        pairs = zip(lengths, found.values(), strict=True)
+        return base, [Cell(k, series, base) for k, series in pairs] if base.runs else []

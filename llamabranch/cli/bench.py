@@ -210,12 +210,9 @@ class BenchReport:
     def print(self, console: Console) -> None:
         """Print everything that was measured."""
         report, bench, model = self.report, self.bench, self.bench.target.model
-        place = "GPU" if model.on_gpu else "CPU"
         facts = [
-            (
-                "target",
-                f"{model.name}, {model.n_params / 1e6:.1f}M, {model.file_type}, on the {place}",
-            ),
+            ("target", f"{model.name}, {model.n_params / 1e6:.1f}M, {model.file_type}"),
+            ("runs on", "a GPU" if model.on_gpu else "the CPU"),
             ("drafter", " + ".join(map(base_name, self.names[1:])) or "none"),
             ("temperature", f"{bench.sampling.temperature:g}"),
             ("prompts", f"{len(bench.prompts)}, {bench.n_tokens} tokens each, {bench.n_runs} runs"),

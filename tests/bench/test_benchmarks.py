@@ -276,6 +276,8 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
     assert seen == ["a0", "b0", "a0", "b0", "b1", "a1", "b0", "a0", "a1", "b1"]
     assert made == [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert found["a"].rates == [2.0, 2.0]
+    timing.interleave({"c": contestant("c")}, n_runs=2, n_items=1, first_run=3)
+    assert made[-2:] == [("c", 3), ("c", 4)]  # which determine the seeds
 
 
 def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:

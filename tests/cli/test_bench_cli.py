@@ -91,9 +91,21 @@ def test_prompts_of_files_and_settings_of_drafting_are_measured(tmp_path: Path) 
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "The old king"}\n{"prompt": [5, 6, 7]}\n')
     answer = run_json(
-        "--temperature", "0", "--longest", "3", "-p", "A fox", "-i", str(path), "-S", "rule=block"
+        "--temperature",
+        "0",
+        "--longest",
+        "3",
+        "-p",
+        "A fox",
+        "-i",
+        str(path),
+        "-S",
+        "rule=block",
+        "-S",
+        "entropy_stop=0",
     )
     assert answer["n_prompts"] == 3 and {cell["rule"] for cell in answer["lengths"]} == {"block"}
+    assert not any(cell["stats"]["num_draft_tokens"] for cell in answer["lengths"])
     assert [cell["draft_length"] for cell in answer["lengths"]] == [1, 2, 3, "auto"]
 
 

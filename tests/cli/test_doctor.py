@@ -66,11 +66,13 @@ def test_profile_that_cannot_be_written_is_told_with_the_reason(
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "newer.json").write_text('{"version": 1000}', encoding="utf-8")
+    (tmp_path / "other.json").write_text('{"no": "version"}', encoding="utf-8")
     (tmp_path / "link.json").symlink_to("target.json")
     for name, reason in (
         ("file/profile.json", ", which cannot be written: "),
         (".", ", which cannot be written: Is a directory"),
         ("newer.json", ", which cannot be written: a later version wrote it"),
+        ("other.json", ""),
         ("link.json", ""),
     ):
         path = str(tmp_path / name).removesuffix("/.")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import llamabranch as lb
 from llamabranch.bench.timing import Maker, Series, Timing
-from llamabranch.bench.workloads import plain, seed_of
+from llamabranch.bench.workloads import seed_of, speculative
 
 from . import llama_tools
 from .clocks import interleave
@@ -94,7 +94,7 @@ def _compared(
         makers[CEILING] = _each(lambda run, item: tools.bench(path, n))
         if ctx.kv_type != "f16":
             makers[SAME_KV] = _each(lambda run, item: tools.bench(path, n, ctx.kv_type))
-    makers[OURS] = plain(ctx, prompts, n, sampling)
+    makers[OURS] = speculative(ctx, prompts, n, sampling)
     makers["Llama.generate"] = _each(
         lambda run, item: llama.generate(prompts[item], n, temperature, seed_of(run, item))
     )

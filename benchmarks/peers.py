@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import llamabranch as lb
 from llamabranch.bench.timing import Maker, Series, Timing
-from llamabranch.bench.workloads import plain, seed_of, speculative
+from llamabranch.bench.workloads import seed_of, speculative
 
 from . import llama_tools
 from .clocks import interleave
@@ -134,7 +134,7 @@ def _ours(
         return speculative(target, prompts, n, sampling, drafter, config)
 
     makers = {
-        PLAIN: plain(target, prompts, n, sampling),
+        PLAIN: speculative(target, prompts, n, sampling),
         MODEL: cell(lambda: lb.ModelDrafter(draft), k),
         MODEL_AUTO: cell(lambda: lb.ModelDrafter(draft), "auto"),
         COPY: cell(lb.speculative.PromptLookupDrafter, k),

@@ -234,8 +234,8 @@ def series_json(series: Series, base: Series | None = None) -> JSON:
     found: dict[str, object] = {
         "tokens_per_s": series.rate.as_dict(),
         "runs": series.rates,
-        "n_tokens": series.n_tokens,
-        "seconds": series.seconds,
+        "n_tokens": series.total.n_tokens,
+        "seconds": series.total.seconds,
     }
     if base is not None:
         found["ratio"] = series.ratio(base).as_dict()

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import llamabranch as lb
 from llamabranch import theory
 from llamabranch.bench.timing import Maker, Series, Timing, Work
-from llamabranch.bench.workloads import draft_cost, plain, speculative
+from llamabranch.bench.workloads import speculative
 
 from .clocks import interleave, verify_costs
 from .drafters import AdversarialDrafter
@@ -131,7 +131,7 @@ class Cells:
             config = lb.SpeculativeConfig(draft_k=k, rule=rule)
             return speculative(ctx, prompts, n, sampling, drafter, config)
 
-        makers = {PLAIN: plain(ctx, prompts, n, sampling)}
+        makers = {PLAIN: speculative(ctx, prompts, n, sampling)}
         for k in range(1, self._longest + 1):
             makers[self._named(MODEL, k)] = cell(self._drafters[MODEL], k)
         for name, drafter in self._drafters.items():
@@ -169,7 +169,7 @@ class Cells:
         rows = []
         for name in names:
             each, stats = found[name], found[name].stats
-            seconds = each.seconds
+            seconds = each.total.seconds
             same, compared = each.same_texts(base)
             rows.append(
                 (
@@ -178,7 +178,7 @@ class Cells:
                     "1" if name == PLAIN else pm(each.ratio(base)),
                     percent(stats.draft_acceptance_rate),
                     number(stats.mean_acceptance_length),
-                    number(draft_cost(stats, step_s)),
+                    number(stats.draft_step_s / step_s),
                     percent(stats.draft_time_s / seconds) if stats.num_drafts else "-",
                     percent((stats.verify_time_s + stats.plain_time_s) / seconds)
                     if stats.target_forward_passes
@@ -207,7 +207,7 @@ class Cells:
         for k in lengths:
             each = found[self._named(MODEL, k)]
             stats = each.stats
-            a, c = stats.alpha_hat, draft_cost(stats, step_s)
+            a, c = stats.alpha_hat, stats.draft_step_s / step_s
             known = not math.isnan(a + c)
             rows.append(
                 (
@@ -229,7 +229,7 @@ class Cells:
                 f"auto (mean {number(mean, 1)})", pm(auto.rate, 0), pm(auto.ratio(base)), "-",
                 percent(auto.stats.draft_acceptance_rate),
                 number(auto.stats.mean_acceptance_length), number(auto.stats.alpha_hat),
-                number(draft_cost(auto.stats, step_s)), "-", "1",
+                number(auto.stats.draft_step_s / step_s), "-", "1",
             )
         )  # fmt: skip
         columns = (

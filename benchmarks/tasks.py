@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import llamabranch as lb
 from llamabranch.bench.timing import Maker, Series, Timing, Work
-from llamabranch.bench.workloads import plain, speculative
+from llamabranch.bench.workloads import speculative
 
 from . import llama_tools
 from .clocks import interleave
@@ -67,7 +67,7 @@ def _measure(
 
         return speculative(ctx, prompts, n, sampling, suffix, lb.SpeculativeConfig(draft_k=k))
 
-    makers = {PLAIN: plain(ctx, prompts, n, sampling), AUTO: drafting(AUTO)}
+    makers = {PLAIN: speculative(ctx, prompts, n, sampling), AUTO: drafting(AUTO)}
     makers |= {f"fixed {k}": drafting(k) for k in lengths}
     if tools is not None:
         makers[LOOKUP] = _lookup(tools, ctx, name, n, max(lengths), temperature)

@@ -93,16 +93,10 @@ class DecodeError(LlamaBranchError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        code: int = 0,
-        memory_changed: bool = False,
-        hint: str | None = None,
+        self, message: str, *, code: int = 0, memory_changed: bool = False, hint: str | None = None
     ) -> None:
         super().__init__(message, hint=hint)
-        self.code = code
-        self.memory_changed = memory_changed
+        self.code, self.memory_changed = code, memory_changed
 
 
 class DecodeInterruptedError(DecodeError):

@@ -21,13 +21,11 @@ _MOST_BYTES = 16 << 20
 
 
 @contextlib.contextmanager
-def atomic_write(
-    path: str | PathLike[str], mode: int = 0o666, *, lasting: bool = True
-) -> Iterator[IO[bytes]]:
+def atomic_write(path: str | PathLike[str], mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Open a temporary file beside ``path`` that takes its place at the end, unless something is raised.
 
     A symbolic link is followed, and the mode of an existing file is kept; ``mode`` is that of a new one,
-    less the bits of the umask. Unless it is ``lasting``, nothing waits until the disk has it.
+    less the bits of the umask. It is on the disk afterwards.
 
     Raises:
         OSError: it cannot be written, or a pipe, a device or a folder is there.
@@ -40,15 +38,13 @@ def atomic_write(
             yield file
             if status is not None:
                 _inherit(file.fileno(), status)
-            if lasting:
-                sync(file)
+            sync(file)
         os.replace(draft, target)
     except BaseException:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
-    if lasting:
-        _sync_folder(target.parent)
+    _sync_folder(target.parent)
 
 
 def check_writable(path: Path) -> None:

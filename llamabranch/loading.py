@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from .arguments import instance, nearest, shown
@@ -104,22 +104,13 @@ def load(
     if name_or_path is not None and not isinstance(name_or_path, (str, os.PathLike)):
         raise ConfigError(f"a model is a path or a name, not {shown(name_or_path)}")
     path = resolve(BUNDLED_TARGET if name_or_path is None else name_or_path, download=download)
-    model = Model(
-        path,
-        progress=progress,
-        **cast(ModelOptions, _pick(options, ModelOptions.__annotations__)),
+    of_model, of_context = (
+        {name: value for name, value in options.items() if name in kind.__annotations__}
+        for kind in (ModelOptions, ContextOptions)
     )
+    model = Model(path, progress=progress, **cast(ModelOptions, of_model))
     try:
-        return Context(
-            model,
-            owns_model=True,
-            target=target,
-            **cast(ContextOptions, _pick(options, ContextOptions.__annotations__)),
-        )
+        return Context(model, owns_model=True, target=target, **cast(ContextOptions, of_context))
     except BaseException:
         model.close()
         raise
-
-
-def _pick(options: Mapping[str, object], names: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in options.items() if name in names}

@@ -25,9 +25,9 @@ from .native import available_cores, engine_versions, forkable_lock
 
 Entry = dict[str, object]
 
-VERSION = 1
 MAX_ENTRIES = 256  # a section; the oldest are deleted first
 
+_VERSION = 1
 _VARIABLE = "LLAMABRANCH_PROFILE"
 _lock = forkable_lock()
 
@@ -39,10 +39,11 @@ def is_off() -> bool:
 
 def profile_path() -> Path | None:
     """Return where the file is or would be; None if there is to be none, or the user has no home."""
-    if is_off() or os.environ.get(_VARIABLE) == os.devnull:
+    given = os.environ.get(_VARIABLE)
+    if given in ("0", os.devnull):
         return None
     try:
-        if given := os.environ.get(_VARIABLE):
+        if given:
             return Path(given).expanduser()
         if sys.platform == "win32":
             base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -63,12 +64,13 @@ def machine_key() -> str:
 
 def read_entry(section: str, key: str | None) -> Entry | None:
     """Return the stored entry, or None; so too for the key None, under which nothing is kept."""
-    path, stored = profile_path(), Entry()
-    if path is not None:
-        with contextlib.suppress(OSError):
-            stored = _read(path)
-    entry = None if key is None else _section(stored, section).get(key)
-    return entry if isinstance(entry, dict) else None
+    path = profile_path()
+    if path is None or key is None:
+        return None
+    with contextlib.suppress(OSError):
+        entry = _read(path).get(section, {}).get(key)
+        return entry if isinstance(entry, dict) else None
+    return None
 
 
 def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
@@ -83,15 +85,14 @@ def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
     with _lock, contextlib.suppress(OSError):
         stored = _read(path)
         for name, key, entry in entries:
-            section = dict(_section(stored, name))
+            section = stored.setdefault(name, {})
             section.pop(key, None)
             section[key] = entry  # the newest comes last
             for old in list(section)[:-MAX_ENTRIES]:
                 del section[old]
-            stored[name] = section
         _make_folder(path)
-        with atomic_write(path, lasting=False) as file:
-            file.write(json.dumps({**stored, "version": VERSION}, indent=1).encode())
+        with atomic_write(path) as file:
+            file.write(json.dumps({**stored, "version": _VERSION}, indent=1).encode())
 
 
 def profile_problem() -> str | None:
@@ -108,26 +109,19 @@ def profile_problem() -> str | None:
     return None
 
 
-def _read(path: Path) -> dict[str, object]:
-    """Return the file's content, empty if it is missing or damaged.
+def _read(path: Path) -> dict[str, dict[str, object]]:
+    """Return the sections of the file, none if it is missing or damaged.
 
     Raises:
         OSError: it cannot be read, and is not to be replaced; or a later version wrote it.
     """
     try:
         stored = json.loads(read_small(path))
-    except (FileNotFoundError, ValueError, RecursionError):
+        if stored["version"] > _VERSION:
+            raise OSError("a later version wrote it")
+        return {name: each for name, each in stored.items() if isinstance(each, dict)}
+    except (FileNotFoundError, ValueError, RecursionError, TypeError, LookupError):
         return {}
-    if not isinstance(stored, dict) or not isinstance(stored.get("version"), int):
-        return {}
-    if stored["version"] > VERSION:
-        raise OSError("a later version wrote it")
-    return stored
-
-
-def _section(stored: dict[str, object], name: str) -> dict[str, object]:
-    section = stored.get(name)
-    return section if isinstance(section, dict) else {}
 
 
 def _make_folder(path: Path) -> None:

@@ -14,18 +14,40 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 TOKEN = "hf_" + "a" * 34
 
 
+def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have empty caches below ``folder`` and no packages, no token and no settings of downloads."""
+    for name in (
+        *("HF_TOKEN", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE", "LLAMABRANCH_DOWNLOAD"),
+        *("LLAMA_CACHE", "MODEL_ENDPOINT", "XDG_CACHE_HOME"),
+    ):
+        monkeypatch.delenv(name, raising=False)
+    # HF_HOME is where a token would be.
+    places = {
+        "HOME": "home",
+        "HF_HOME": "home/hf",
+        "HF_HUB_CACHE": "hub",
+        "LLAMABRANCH_CACHE": "ours",
+    }
+    for name, place in places.items():
+        monkeypatch.setenv(name, str(folder / place))
+    monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
+    return folder
+
+
 @dataclass
 class Fault:
-    """A wrong answer: to ``api``, ``head``, ``redirect`` or ``get`` requests, ``times`` times.
+    """A wrong answer: to ``api``, ``head`` or ``get`` requests, ``times`` times.
 
-    A ``status`` with an ``X-Error-Code``; or of the bytes, ``cut`` after so many of each answer, or
-    ``flip`` one of them.
+    A ``status`` with an ``X-Error-Code``, or an answer that is ``cut`` after so many bytes.
     """
 
     where: str
@@ -33,7 +55,6 @@ class Fault:
     code: str = ""
     message: str = ""
     cut: int | None = None
-    flip: bool = False
     times: int = 1_000_000
 
 
@@ -105,8 +126,6 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             self.hub.requests.append((self.command, self.path, dict(self.headers)))
         where = "api" if path.startswith("/api/") else method
-        if where == "get" and not self.is_cdn:
-            where = "redirect"
         fault = self.hub.fault(where)
         if fault is not None and fault.status:
             self._error(fault.status, fault.code, fault.message)
@@ -179,10 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         if given:
             status, begin = 206, int(given.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        body = bytearray(data[begin:])
-        if fault.flip:
-            body[len(body) // 2] ^= 1
-        self._send(status, headers, bytes(body), only=fault.cut)
+        self._send(status, headers, data[begin:], only=fault.cut)
 
     def _send(
         self, status: int, headers: Mapping[str, str], body: bytes, only: int | None = None

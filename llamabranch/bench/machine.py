@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..native import available_cores, engine_versions, system_info
-from ..profile import profile_path
-from ..profile import profile_problem as profile_problem
 
 
 def load_average() -> float | None:
@@ -20,12 +18,6 @@ def load_average() -> float | None:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
         return None
-
-
-def profile_in_use() -> str | None:
-    """Return the path of the file with what was measured on this machine; None if it is off."""
-    path = profile_path()
-    return None if path is None else str(path)
 
 
 @dataclass(frozen=True)
@@ -47,14 +39,9 @@ class Machine:
     def now(cls) -> Machine:
         """Return the state of the machine now."""
         versions = engine_versions()
-        return cls(
-            processor=processor_name(),
-            cores=available_cores(),
-            load=load_average(),
-            llama_cpp_python=versions["llama_cpp_python"],
-            llama_cpp=versions["llama_cpp"],
-            features=tuple(re.findall(r"(\w+) = 1\b", system_info())),
-        )
+        features = tuple(re.findall(r"(\w+) = 1\b", system_info()))
+        releases = versions["llama_cpp_python"], versions["llama_cpp"]
+        return cls(processor_name(), available_cores(), load_average(), *releases, features)
 
     def describe(self, n_threads: int) -> str:
         """Describe it and what disturbed a measurement with ``n_threads`` threads, which ends now."""
@@ -71,16 +58,14 @@ class Machine:
 
     def complaint(self, n_threads: int) -> str:
         """Return why figures with ``n_threads`` threads are unreliable, "" if no reason is known."""
+        cores = _count(self.cores, "core")
         if n_threads > self.cores:
             return (
-                f"{n_threads} threads share {_count(self.cores, 'core')}: measure with --threads "
-                f"{self.cores} or fewer"
+                f"{n_threads} threads share {cores}: measure with --threads {self.cores} or fewer"
             )
         if self.load is not None and self.load + n_threads > self.cores + 0.5:
-            return (
-                f"other programs kept the machine busy (load {self.load:.2f} before, "
-                f"{_count(self.cores, 'core')}): end them and measure again"
-            )
+            busy = f"other programs kept the machine busy (load {self.load:.2f} before, {cores})"
+            return f"{busy}: end them and measure again"
         return ""
 
     def as_dict(self) -> dict[str, object]:

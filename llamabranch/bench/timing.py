@@ -53,9 +53,7 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Return the spread of ``values``; nan if there are none."""
-        valid = [value for value in values if not math.isnan(value)]
-        if not valid:
-            return cls(math.nan, math.nan, math.nan)
+        valid = [value for value in values if not math.isnan(value)] or [math.nan]
         return cls(statistics.median(valid), min(valid), max(valid))
 
     def as_dict(self) -> dict[str, float | None]:
@@ -78,17 +76,12 @@ class Interval(Spread):
     def of(cls, values: Sequence[float]) -> Interval:
         """Return the 95 % interval of the median of ``values``; nan values are ignored."""
         valid = sorted(value for value in values if not math.isnan(value))
-        n = len(valid)
-        if n == 0:
-            return cls(math.nan, math.nan, math.nan, 0)
-        outside, below = 0, 0  # values outside on each side; 2^n times the probability of fewer
-        while 2 * (below + math.comb(n, outside)) <= (1 - _CONFIDENCE) * 2**n:
-            below += math.comb(n, outside)
+        n, outside, fewer = len(valid), 0, 1  # values outside on each side; 2^n times their chance
+        while 2 * fewer <= (1 - _CONFIDENCE) * 2**n:
             outside += 1
-        median = statistics.median(valid)
-        if outside == 0:
-            return cls(median, math.nan, math.nan, n)
-        return cls(median, valid[outside - 1], valid[n - outside], n)
+            fewer += math.comb(n, outside)
+        ends = (valid[outside - 1], valid[n - outside]) if outside else (math.nan, math.nan)
+        return cls(statistics.median(valid or [math.nan]), *ends, n)
 
     @property
     def verdict(self) -> str:
@@ -112,8 +105,7 @@ class Series:
     @property
     def rates(self) -> list[float]:
         """Tokens a second of each run."""
-        totals = ((sum(s.n_tokens for s in run), sum(s.seconds for s in run)) for run in self.runs)
-        return [Timing(n, seconds).rate for n, seconds in totals]
+        return [Series([run]).total.rate for run in self.runs]
 
     @property
     def rate(self) -> Spread:
@@ -140,19 +132,15 @@ class Series:
         return total
 
     @property
-    def seconds(self) -> float:
-        """Seconds of all runs."""
-        return sum(timing.seconds for timing in self.timings)
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all runs."""
-        return sum(timing.n_tokens for timing in self.timings)
+    def total(self) -> Timing:
+        """Tokens and seconds of all runs."""
+        its = self.timings
+        return Timing(sum(each.n_tokens for each in its), sum(each.seconds for each in its))
 
     @property
     def step_s(self) -> float:
         """Seconds a token, nan before there is one."""
-        return self.seconds / self.n_tokens if self.n_tokens else math.nan
+        return 1 / self.total.rate
 
     def same_texts(self, other: Series) -> tuple[int, int]:
         """Return how many texts have exactly the tokens of ``other``, and how many were compared."""
@@ -180,7 +168,7 @@ def interleave(
     series = {name: Series() for name in makers}
     try:
         for run in range(n_runs):
-            if sum(each.seconds for each in series.values()) >= budget_s:
+            if sum(each.total.seconds for each in series.values()) >= budget_s:
                 break
             works = {name: maker(first_run + run) for name, maker in makers.items()}
             for item in range(n_items):

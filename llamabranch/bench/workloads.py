@@ -1,17 +1,19 @@
-"""What is timed: a generation, plain or speculative, without its prompt; decodes of n tokens, v(n); c."""
+"""What is timed: a generation, plain or speculative, without its prompt; decodes of n tokens, v(n)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from time import perf_counter
 
 from ..context import Context
 from ..context.runner import DecodeHook
 from ..sampling import SamplingParams
-from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats, Speculator
+from ..speculative import Drafter, SpeculativeConfig, Speculator
 from .timing import Maker, Stopped, Timing, Work
 
 Prompts = Sequence[Sequence[int]]  # token ids
+Stop = Callable[[], bool]  # called between tokens; True ends the measurement
 
 
 def seed_of(run: int, item: int) -> int:
@@ -19,32 +21,21 @@ def seed_of(run: int, item: int) -> int:
     return 1 + 1000 * (run + 1) + item
 
 
-def plain(
-    ctx: Context,
-    prompts: Prompts,
-    n: int,
-    sampling: SamplingParams,
-    *,
-    stop: Callable[[], bool] = lambda: False,
-) -> Maker:
-    """Return plain decoding, token by token, with text. Each run sets its own seed."""
-    return speculative(ctx, prompts, n, sampling, lambda: None, SpeculativeConfig(), stop=stop)
-
-
 def speculative(
     ctx: Context,
     prompts: Prompts,
     n: int,
     sampling: SamplingParams,
-    drafter: Callable[[], Drafter | None],
-    config: SpeculativeConfig,
+    drafter: Callable[[], Drafter | None] = lambda: None,
+    config: SpeculativeConfig | None = None,
     *,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = lambda: False,
 ) -> Maker:
-    """Return decoding with a drafter that is new in every run.
+    """Return decoding with a drafter that is new in every run; without one it is plain decoding.
 
     A drafter kept between runs would copy the text of the previous run. What "auto" learns stays with the
-    context, as it does for a user. Evaluating the prompt with the draft model is timed.
+    context, as it does for a user. Each run sets its own seed. The draft model's reading of the prompt is
+    timed.
     """
 
     def make(run: int) -> Work:
@@ -53,14 +44,12 @@ def speculative(
         def work(item: int) -> Timing:
             seeded = sampling.replace(seed=seed_of(run, item))
             generation = speculator.generate(prompts[item], max_tokens=n, sampling=seeded)
-            start = perf_counter()
-            try:
+            with closing(generation):
+                start = perf_counter()
                 for _ in generation:
                     if stop():
                         raise Stopped
-            finally:
                 seconds = perf_counter() - start
-                generation.close()
             tokens = tuple(generation.tokens)
             return Timing(len(tokens), seconds, tokens, generation.stats)
 
@@ -78,8 +67,7 @@ class DecodeClock:
     def __init__(self, ctx: Context) -> None:
         self._decoder = ctx.decoder
         self._before: DecodeHook | None = None
-        self.seconds = 0.0
-        self.n_calls = 0
+        self.seconds, self.n_calls = 0.0, 0
 
     def __enter__(self) -> DecodeClock:
         self._before = self._decoder.hook(self._timed)
@@ -100,20 +88,22 @@ def verify_times(
     ctx: Context,
     sizes: Sequence[int],
     *,
-    n_prefix: int,
-    repeats: int,
+    n_prefix: int = 128,
+    repeats: int = 6,
     least_s: float = 0.0,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = lambda: False,
 ) -> dict[int, list[float]]:
     """Return the seconds of decodes of n tokens of one sequence, with logits for all of them.
 
-    The sizes take turns, so that a change of the machine's speed affects all; each is decoded ``repeats``
-    times, and more until ``least_s`` seconds have passed. Only the time inside ``llama_decode`` counts.
+    They follow ``n_prefix`` tokens, or as many as leave room. The sizes take turns, so that a change of
+    the machine's speed affects all; each is decoded ``repeats`` times, and more until ``least_s`` seconds
+    have passed. Only the time inside ``llama_decode`` counts.
 
     Raises:
         Stopped: ``stop()`` returned True. UnsupportedError: memory that cannot be truncated.
     """
     token = ctx.model.eos or 0
+    n_prefix = max(1, min(n_prefix, ctx.n_ctx_seq - max(sizes) - 1))
     ctx.decode([token] * n_prefix, 0)
     times: dict[int, list[float]] = {n: [] for n in sizes}
     try:
@@ -128,16 +118,10 @@ def verify_times(
                         ctx.decode([token] * n, n_prefix, logits="all")
                         seconds = clock.seconds - before
                         ctx.kv_cache_remove(0, n_prefix)
+                    times[n].append(seconds)
                     if stop():
                         raise Stopped
-                    if turn >= 2:
-                        times[n].append(seconds)
                 turn += 1
     finally:
         ctx.kv_cache_clear()
-    return times
-
-
-def draft_cost(stats: SpeculativeStats, step_s: float) -> float:
-    """Return c: seconds of a draft step divided by those of a plain one; nan without drafts."""
-    return stats.draft_step_s / step_s
+    return {n: seconds[2:] for n, seconds in times.items()}

@@ -32,7 +32,7 @@ COMMANDS = {
     "score": "Score given text: log-probabilities of its tokens, perplexity, or the best of several.",
     "eval": "Measure models: tasks with right answers, perplexity, KL divergence.",
     "compare": "Compare two models on a text.",
-    "bench": "Measure drafting with a pair of models here, and name the best setting.",
+    "bench": "Measure drafting with a pair of models here, and name the best draft length.",
     "models": "List the known models, download one, or show what a file is.",
     "doctor": "Report versions, processor, build, memory and caches, test the installation, and advise.",
 }

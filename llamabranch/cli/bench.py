@@ -1,4 +1,4 @@
-"""``llamabranch bench``: which draft length and rule is the fastest for a pair, on this machine."""
+"""``llamabranch bench``: which draft length is the fastest for a pair, on this machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError
-from llamabranch.bench.machine import Machine, profile_in_use, profile_problem
-from llamabranch.bench.pair import Cell, PairBench, PairReport, Sweep
+from llamabranch.bench.machine import Machine
+from llamabranch.bench.pair import Cell, PairBench, PairReport
+from llamabranch.model import Prompt
+from llamabranch.profile import profile_path
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
@@ -30,6 +32,9 @@ PROMPTS = (
     'def is_prime(n: int) -> bool:\n    """Return True if n is a prime number."""\n',
     'One winter night somebody knocked. "Who is there?" asked the old woman.',
 )
+COLUMNS = (
+    "draft length", "tokens a second", "x plain", "95 %", "theory", "accepted", "tokens a round"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,19 +54,16 @@ class SizeOptions:
         "--quick",
     )
     longest: int | None = option(
-        None, "The longest draft of the sweep.  [default: 8]", min=1, max=64
+        None, "The longest draft that is measured.  [default: 8]", min=1, max=64
     )
 
-    def sweep(self) -> Sweep:
-        """Return what is compared, and how often."""
-        quick = self.quick
-        return Sweep(
-            lengths=(*range(1, (self.longest or (2 if quick else 8)) + 1), "auto"),
-            n_tokens=self.max_tokens or (16 if quick else 64),
-            n_runs=self.runs or (1 if quick else 3),
-            n_pairs=1 if quick else 12,
-            verify_s=0.0 if quick else 2.0,
-        )
+    def settings(self) -> dict[str, Any]:
+        """Return them by the names of `PairBench`."""
+        longest = self.longest or (2 if self.quick else 8)
+        given = {"n_tokens": self.max_tokens, "n_runs": self.runs}
+        quick = {"n_tokens": 16, "n_runs": 1, "n_pairs": 1, "verify_s": 0.0} if self.quick else {}
+        found = quick | {name: value for name, value in given.items() if value is not None}
+        return {**found, "lengths": (*range(1, longest + 1), "auto")}
 
 
 @with_bundles
@@ -74,24 +76,16 @@ def bench(
     models: DraftOptions,
     output: OutputOptions,
 ) -> None:
-    """Measure drafting with a pair of models here, and name the best setting.
+    """Measure drafting with a pair of models here, and name the best draft length.
 
     Plain and speculative decoding take turns on the same prompts with the same seeds; figures are
-    medians of the runs. A best setting is named only where a 95 % interval of its speedup lies above
+    medians of the runs. A best length is named only where a 95 % interval of its speedup lies above
     1. Four prompts are used unless others are given; -m tale-target measures the bundled pair.
     """
     with output.console() as console:
         # Everything that can be wrong in the arguments is found before a model loads.
-        params, sweep = sampling.params(models), size.sweep()
-        texts = [request.prompt for request in prompts.requests(params)]
-        if prompts.input_file is not None and not texts:
-            raise ConfigError(f"{prompts.input_file} has no prompts")
-        texts = texts or [*PROMPTS[: 1 if size.quick else None]]
-        if problem := profile_problem():
-            console.note(
-                f"{profile_in_use()} cannot be written ({problem}): threads and exactness are "
-                "measured in every run"
-            )
+        params, config = sampling.params(models), models.config()
+        texts = _prompts(prompts, params) or PROMPTS[: 1 if size.quick else None]
         target_name, drafters = names = models.resolve(console)
         of_target = LoadOptions(chat_template=chat.template)
         context, drafter = models.open_pair(names, console, of_target, {})
@@ -103,24 +97,40 @@ def bench(
 
         params, machine = sampling.without_eog(params, context.model), Machine.now()
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
-            measured = PairBench(
+            measuring = PairBench(
                 context,
                 new_drafter if drafters else None,
                 [chat.prompt_tokens(context.model, text) for text in texts],
                 params,
-                sweep,
+                config,
+                **size.settings(),
                 progress=console.progress,
                 stop=lambda: interrupts.requested,
-            ).run()
+            )
+            measured = measuring.run()
         console.progress("")
+        options = _arguments(sampling, models)
         report = BenchReport(
-            measured, machine, context, drafter, (target_name, *drafters), params.temperature,
-            len(texts), sweep, _arguments(sampling, models),
-        )  # fmt: skip
+            measured, measuring, machine, (target_name, *drafters), drafter.contexts, options
+        )
         report.print(console)
         if interrupts.requested:
             console.note("interrupted: this is what was measured until then")
             raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _prompts(prompts: ManyPrompts, params: lb.SamplingParams) -> Sequence[Prompt]:
+    """Return the prompts that were given."""
+    if any(text.isdecimal() for text in (*(prompts.texts or ()), *(prompts.prompts or ()))):
+        raise ConfigError(
+            "-p is a text to continue, not llama-bench's number of prompt tokens",
+            hint="leave it out to measure drafting on four prompts; -n sets the generated tokens, "
+            "--file a long prompt",
+        )
+    found = [request.prompt for request in prompts.requests(params)]
+    if prompts.input_file is not None and not found:
+        raise ConfigError(f"{prompts.input_file} has no prompts")
+    return found
 
 
 def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
@@ -143,29 +153,25 @@ def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The measurements of a pair, and the settings and machine they were made with.
+    """What was measured, and how.
 
     ``machine`` is its state before the measurement, ``names`` are those of the target and of what drafts,
-    ``options`` those of the command line for the setting to use.
+    ``drafts`` the contexts of draft models, ``options`` those of the command line for the length to use.
     """
 
     report: PairReport
+    bench: PairBench
     machine: Machine
-    target: lb.Context
-    drafter: lb.Drafter
     names: Sequence[str]
-    temperature: float
-    n_prompts: int
-    sweep: Sweep
+    drafts: Sequence[lb.Context]
     options: Sequence[str]
 
     def command(self) -> str | None:
-        """Return the command line of the setting to use, None where none is established."""
+        """Return the command line of the length to use, None where none is established."""
         target, *drafters = self.names
         best, arguments = self.report.best, ["llamabranch", "generate", "-m", target]
         if best is not None:
             arguments += ["--draft", "+".join(drafters), "--draft-max", str(best.length)]
-            arguments += ["-S", f"rule={best.rule}"] if self.temperature > 0 else []
         elif self.report.verdict == "slower":
             arguments += ["--draft", "none"]
         else:
@@ -173,31 +179,35 @@ class BenchReport:
         return shlex.join([*arguments, *self.options])
 
     def _advice(self) -> str:
-        report, found = self.report, self.report.confirmed
-        if not self.names[1:]:
-            return "There is no drafter, so there is nothing to choose."
-        if report.verdict == "nothing drafted" or (found is not None and not found.drafts):
-            return f"{NOTHING_DRAFTED} Give prompts that it can continue, or another --draft."
+        report, bench, found = self.report, self.bench, self.report.confirmed
+        if not report.lengths:
+            drafters = self.names[1:]
+            return "Nothing was compared." if drafters else "There is no drafter to compare with."
+        if report.candidate is None or (found is not None and not found.drafts):
+            return (
+                f"{NOTHING_DRAFTED} Give prompts that the drafter can continue, or another --draft."
+            )
         if found is None:
-            return "Inconclusive: it was interrupted before the best setting was measured again."
-        n, setting = found.interval.n, f"draft length {found.length} and rule {found.rule}"
-        ends = interval_text(found.interval).replace("-", "no 95 % interval from so few")
-        gain = f"{found.interval.median:.2f} ({ends}) times plain decoding"
+            return "Inconclusive: it was interrupted before the best length was measured again."
+        interval = found.series.interval(found.base)
+        n, length = interval.n, f"draft length {found.length}"
+        ends = interval_text(interval).replace("-", "no 95 % interval from so few")
+        gain = f"{interval.median:.2f} ({ends}) times plain decoding"
         if report.verdict == "faster":
-            return f"Best: {setting}, {gain}. Use"
+            return f"Best: {length}, {gain}. Use"
         if report.verdict == "slower":
-            return f"Drafting does not pay here: at best, with {setting}, it is {gain}. Use"
-        more = max(4 * self.sweep.n_runs, math.ceil(12 / self.n_prompts))
-        quiet = self.machine.complaint(self.target.n_threads) or "nothing else running"
+            return f"Drafting does not pay here: at best, with {length}, it is {gain}. Use"
+        more = max(4 * bench.n_runs, math.ceil(12 / len(bench.prompts)))
+        quiet = self.machine.complaint(bench.target.n_threads) or "nothing else running"
         return (
-            f"Inconclusive: with {setting} drafting is {gain}, by {n} pair{'s' * (n != 1)} of texts. To "
+            f"Inconclusive: with {length} drafting is {gain}, by {n} pair{'s' * (n != 1)} of texts. To "
             f"decide it, measure more: --runs {more}, longer texts (-n), more prompts; {quiet}. Until "
             "then plain decoding (--draft none) is the safe choice."
         )
 
     def print(self, console: Console) -> None:
         """Print everything that was measured, or the JSON object."""
-        console.line(self.machine.describe(self.target.n_threads))
+        console.line(self.machine.describe(self.bench.target.n_threads))
         console.line()
         console.report(self.as_json(), hidden=("machine", "stats", "best", "command"))
         console.line(self._advice())
@@ -206,52 +216,51 @@ class BenchReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
-        report, best, confirmed = self.report, self.report.best, self.report.confirmed
+        report, bench, profile = self.report, self.bench, profile_path()
         return {
-            "target": _described(self.target.model),
+            "target": _described(bench.target.model),
             "drafters": list(self.names[1:]),
-            "draft_models": [_described(each.model) for each in self.drafter.contexts],
-            "temperature": self.temperature,
-            "n_prompts": self.n_prompts,
-            "n_tokens": self.sweep.n_tokens,
-            "n_runs": self.sweep.n_runs,
-            "n_threads": self.target.n_threads,
+            "draft_models": [_described(each.model) for each in self.drafts],
+            "temperature": bench.sampling.temperature,
+            "n_prompts": len(bench.prompts),
+            "n_tokens": bench.n_tokens,
+            "n_runs": bench.n_runs,
+            "n_threads": bench.target.n_threads,
             "machine": self.machine.as_dict(),
-            "profile": profile_in_use(),
-            "batch_invariant": self.target.capabilities.batch_invariant,
+            "profile": profile and str(profile),
+            "batch_invariant": bench.target.capabilities.batch_invariant,
             "interrupted": report.stopped,
             "t1_s": report.t.get(1),
             "v": report.v,
-            "v_interval": {n: each.as_dict() for n, each in report.v_intervals.items()},
             "c": report.c,
             "a": report.a,
             "plain": {"tokens_per_s": report.plain.rate.as_dict()} if report.plain.runs else None,
             "lengths": [self._cell(cell) for cell in report.lengths],
-            "rules": [self._cell(cell) for cell in report.rules],
-            "theory": [{"draft_length": k, "speedup": gain} for k, gain in report.theory()],
-            "confirmed": None if confirmed is None else self._cell(confirmed),
+            "theory": [{"draft_length": k, "speedup": x} for k, x in report.theory().items()],
+            "confirmed": self._cell(report.confirmed),
             "verdict": report.verdict,
-            "best": None if best is None else self._cell(best),
+            "best": self._cell(report.best),
             "command": self.command(),
         }
 
-    def _cell(self, cell: Cell) -> dict[str, Any]:
+    def _cell(self, cell: Cell | None) -> dict[str, Any] | None:
+        if cell is None:
+            return None
         same, compared = cell.series.same_texts(cell.base)
         return {
             "draft_length": cell.length,
-            "rule": cell.rule,
+            "rule": str(self.bench.config.rule),
             "tokens_per_s": cell.series.rate.as_dict(),
-            "speedup": cell.speedup.as_dict(),
-            "speedup_interval": cell.interval.as_dict(),
+            "speedup": cell.series.ratio(cell.base).as_dict(),
+            "speedup_interval": cell.series.interval(cell.base).as_dict(),
             "theory": self.report.predicted(cell),
             "same_text": same,
             "compared_text": compared,
-            "accept_rate": cell.stats.draft_acceptance_rate,
-            "stats": cell.stats.as_dict(),
+            "accept_rate": cell.series.stats.draft_acceptance_rate,
+            "stats": cell.series.stats.as_dict(),
         }
 
 
 def _described(model: lb.Model) -> dict[str, Any]:
-    names = ("name", "n_params", "file_type")
-    about = {name: getattr(model, name) for name in names}
+    about = {name: getattr(model, name) for name in ("name", "n_params", "file_type")}
     return {**about, "file": model.path.name, "bytes": model.size_bytes}

@@ -166,7 +166,7 @@ def _build(context: lb.Context, machine: Machine) -> dict[str, str]:
 
 
 def _context(context: lb.Context) -> dict[str, str]:
-    from llamabranch.bench.machine import profile_in_use, profile_problem
+    from llamabranch.profile import profile_path, profile_problem
 
     can, problem = context.capabilities, profile_problem()
     unwritable = f", which cannot be written: {problem}" if problem else ""
@@ -174,7 +174,7 @@ def _context(context: lb.Context) -> dict[str, str]:
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
         "K/V type": context.kv_type,
         "batch-invariant": can.batch_invariant_reason + _COST_OF_EXACT * can.batch_invariant,
-        "profile": (profile_in_use() or "off") + unwritable,
+        "profile": str(profile_path() or "off") + unwritable,
     }
 
 

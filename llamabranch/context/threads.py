@@ -146,8 +146,6 @@ class ThreadTuner:
                 "n_threads_batch": many,
                 "step_ms": _in_ms(singles),
                 "batch_ms": _in_ms(batches),
-                "batch_tokens": n_tokens,
-                "measured": time.strftime("%Y-%m-%d"),
             }
             write_entries([(_SECTION, key, entry)])
         return one, many

@@ -225,7 +225,7 @@ def test_items_have_a_right_answer_that_is_valid(task: str) -> None:
     assert len(prompts) > 30
 
 
-def test_paired_tests_are_exact() -> None:
+def test_statistics_of_answers_are_exact() -> None:
     assert mcnemar(0, 0) == mcnemar(3, 3) == 1.0
     assert mcnemar(6, 0) == mcnemar(0, 6) == 2 / 64
     assert mcnemar(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
@@ -233,15 +233,9 @@ def test_paired_tests_are_exact() -> None:
     assert paired_interval([1.0] * 5) == (1.0, 1.0)
     low, high = paired_interval([0.0, 1.0] * 50)
     assert low == pytest.approx(0.4, abs=0.02) and high == pytest.approx(0.6, abs=0.02)
-
-
-def test_low_confidence_is_compared_within_a_question() -> None:
-    right = [[True, False], [True, True], [False, True]]
+    right = [[True, False], [True, True], [False, True]]  # compared within a question
     assert answers.auroc(right, [[2.0, 1.0], [0.0, 9.0], [3.0, 3.0]]) == 0.75
     assert math.isnan(answers.auroc([[True]], [[1.0]]))
-
-
-def test_word_problems_are_forty_with_whole_numbers() -> None:
     asked = questions()
     assert len({question for question, _ in asked}) == len(asked) == 40
     assert all(answer_in(f"= {answer}.") == answer for _, answer in asked)
@@ -282,6 +276,8 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
     assert seen == ["a0", "b0", "a0", "b0", "b1", "a1", "b0", "a0", "a1", "b1"]
     assert made == [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert found["a"].rates == [2.0, 2.0]
+    timing.interleave({"c": contestant("c")}, n_runs=2, n_items=1, first_run=3)
+    assert made[-2:] == [("c", 3), ("c", 4)]  # which determine the seeds
 
 
 def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
@@ -300,14 +296,19 @@ def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
     assert at_once["a"].runs == []
 
 
-def test_ratio_is_the_median_of_ratios_within_a_run() -> None:
-    def series(*seconds: float) -> Series:
-        return Series([[Timing(12, s)] for s in seconds])
+def series(*runs: tuple[float, ...]) -> Series:
+    """Return runs of texts of 12 tokens that took so many seconds."""
+    return Series([[Timing(12, seconds) for seconds in run] for run in runs])
 
-    slow_machine_in_run_two = series(1.0, 4.0, 1.0), series(2.0, 8.0, 3.0)
-    fast, slow = slow_machine_in_run_two
+
+def test_ratio_is_the_median_of_ratios_within_a_run_and_the_interval_goes_by_items() -> None:
+    fast, slow = series((1.0,), (4.0,), (1.0,)), series((2.0,), (8.0,), (3.0,))  # run 2 is slow
     assert fast.ratio(slow) == Spread(2.0, 2.0, 3.0)
     assert fast.rate == Spread(12.0, 3.0, 12.0)
+    assert fast.total == Timing(36, 6.0) and fast.step_s == pytest.approx(1 / 6)
+    assert math.isnan(Series().step_s)
+    found = series((1, 1, 1), (1, 1, 1)).interval(series((2, 2, 2), (3, 3, 3)))
+    assert (found.low, found.median, found.high, found.n) == (2.0, 2.5, 3.0, 6)
 
 
 @pytest.mark.parametrize("n", [6, 7, 8, 9, 12, 13, 20, 36, 100])
@@ -341,14 +342,6 @@ def test_too_few_pairs_have_no_interval_and_no_verdict() -> None:
     assert Spread.of([math.nan, 2.0]).median == 2.0
 
 
-def test_interval_of_a_series_compares_item_by_item() -> None:
-    def series(*seconds: float) -> Series:
-        return Series([[Timing(10, s) for s in seconds[i::2]] for i in range(2)])
-
-    found = series(1, 1, 1, 1, 1, 1).interval(series(2, 3, 2, 3, 2, 3))
-    assert (found.low, found.median, found.high, found.n) == (2.0, 2.5, 3.0, 6)
-
-
 def test_decode_clock_counts_every_decode_and_restores_the_handle(ctx: lb.Context) -> None:
     with lb.Branch.start(ctx, "Once upon", temperature=0.0) as branch:
         with DecodeClock(ctx) as clock:
@@ -360,16 +353,13 @@ def test_decode_clock_counts_every_decode_and_restores_the_handle(ctx: lb.Contex
     assert ctx.decoder.hook(None) is None
 
 
-def test_costs_leave_the_context_empty(ctx: lb.Context) -> None:
+def test_costs_leave_the_context_empty_also_when_stop_returns_true(ctx: lb.Context) -> None:
     times = verify_costs(ctx, (1, 3), n_prefix=8, repeats=2)
     assert set(times) == {1, 3}
     with lb.Branch.start(ctx, "Once upon", temperature=0.8, seed=1) as branch:
         step = step_cost(branch, 3)
     assert 0 < step.share < 1
-    assert ctx.usage().cells_used == 0
-
-
-def test_verify_costs_end_when_stop_returns_true(ctx: lb.Context) -> None:
+    assert [len(each) for each in verify_times(ctx, (1, 2), repeats=2).values()] == [2, 2]
     with pytest.raises(Stopped):
         verify_times(ctx, (1, 2), n_prefix=8, repeats=2, stop=lambda: True)
     assert ctx.usage().cells_used == 0
@@ -407,18 +397,14 @@ def test_wide_model_has_the_vocabulary_it_is_asked_for(tmp_path: Path) -> None:
 # -- peers -----------------------------------------------------------------------------------------
 
 
-def test_reports_of_the_programs_are_parsed() -> None:
+def test_reports_of_the_programs_are_parsed_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
     simple, lookup = parse_report(SIMPLE_REPORT), parse_report(LOOKUP_REPORT)
+    assert simple.stats is not None and lookup.stats is not None
     assert simple.n_tokens == 41
     assert simple.n_tokens / simple.seconds == pytest.approx(1291.745)
-    assert simple.stats is not None
     assert simple.stats.draft_acceptance_rate == pytest.approx(15 / 102)
     assert simple.stats.mean_acceptance_length == pytest.approx(41 / 26)
-    assert lookup.stats is not None
     assert (lookup.stats.num_draft_tokens, lookup.stats.num_accepted_tokens) == (18, 1)
-
-
-def test_a_missing_report_or_program_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match="no report"):
         parse_report("nothing of the kind")
     with pytest.raises(ToolError, match="llama-bench"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -19,11 +20,10 @@ from typer.testing import Result
 
 import llamabranch as lb
 from llamabranch.bench.machine import Machine
-from llamabranch.bench.pair import Cell, PairBench, PairReport, Sweep
+from llamabranch.bench.pair import Cell, PairBench, PairReport
 from llamabranch.bench.timing import Series, Timing
 from llamabranch.cli.bench import BenchReport
 from llamabranch.cli.console import Console
-from llamabranch.profile import profile_problem
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
 SMALL = ("--quick", "--max-tokens", "12")
@@ -45,12 +45,11 @@ def test_bench_prints_costs_tables_and_a_command_that_works() -> None:
     assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
     out = result.stdout
-    for label in ("t1 s", "v 2", "v interval 2", "c ", "a ", "plain tokens per s", "theory"):
+    for label in ("t1 s", "v 2", "c ", "a ", "plain tokens per s", "theory"):
         assert f"\n{label}" in out
     assert re.search(r"\nplain tokens per s +[\d.]+ \([\d.]+ to [\d.]+\)\n", out)
-    rows = {tuple(line.split()[:2]) for line in out.splitlines()}
-    assert {*((str(n), "seeded") for n in (1, 2)), ("lengths",), ("rules",)} <= rows
-    assert {("auto", rule) for rule in ("seeded", "token", "block")} <= rows
+    rows = {line.split(maxsplit=1)[0] for line in out.splitlines() if line.strip()}
+    assert {"1", "2", "auto", "lengths"} <= rows
     assert "Inconclusive: " in out  # one pair of texts decides nothing, whatever it shows
     machine, said = Machine.now(), " ".join(out.split())
     assert f"processor {' '.join(machine.processor.split())}, {machine.cores} core" in said
@@ -63,8 +62,7 @@ def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding(
     assert set(answer) == {
         *("target", "drafters", "draft_models", "temperature", "n_threads", "n_prompts"),
         *("n_tokens", "n_runs", "batch_invariant", "interrupted", "t1_s", "v", "c", "a", "plain"),
-        *("lengths", "rules", "theory", "best", "command"),
-        *("machine", "profile", "v_interval", "confirmed", "verdict"),
+        *("lengths", "theory", "best", "command", "machine", "profile", "confirmed", "verdict"),
     }
     found = answer["machine"]
     assert set(found) == {*vars(machine), "load_after"}
@@ -72,9 +70,8 @@ def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding(
     assert (answer["n_threads"], answer["drafters"]) == (1, ["tale-draft"])
     assert (answer["n_prompts"], answer["n_tokens"], answer["n_runs"]) == (1, 12, 1)
     assert list(answer["v"]) == ["1", "2", "3"] and answer["v"]["1"] == 1
-    lengths, rules = answer["lengths"], answer["rules"]
+    lengths = answer["lengths"]
     assert [cell["draft_length"] for cell in lengths] == [1, 2, "auto"]
-    assert {cell["rule"] for cell in rules} == {"seeded", "token", "block"} and len(rules) == 6
     for cell in lengths:
         assert cell["rule"] == "seeded" and cell["speedup"]["median"] > 0
         assert cell["same_text"] == cell["compared_text"] == 1
@@ -84,42 +81,31 @@ def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding(
     assert answer["interrupted"] is False
 
 
-def test_profile_that_cannot_be_written_is_told_of_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    newer = tmp_path / "newer.json"
-    newer.write_text('{"version": 1000}', encoding="utf-8")
-    cases = {
-        tmp_path / "file" / "profile.json": "",
-        tmp_path: "directory",
-        newer: "a later version",
-    }
-    for path, reason in cases.items():
-        monkeypatch.setenv("LLAMABRANCH_PROFILE", str(path))
-        said = commands.run("bench", "--target", "no-such-model").stderr
-        assert f"{path} cannot be written (" in said
-        assert reason in said
-        assert said.index("cannot be written") < said.index("no-such-model")
-    link, target = tmp_path / "link.json", tmp_path / "target.json"
-    link.symlink_to(target)
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(link))
-    assert profile_problem() is None
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
-    assert profile_problem() is None
-
-
-def test_at_temperature_0_the_rules_are_one(tmp_path: Path) -> None:
+def test_prompts_of_files_and_settings_of_drafting_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "The old king"}\n{"prompt": [5, 6, 7]}\n')
-    answer = run_json("--temperature", "0", "--longest", "3", "-p", "A fox", "-i", str(path))
-    assert answer["rules"] == [] and answer["n_prompts"] == 3
+    answer = run_json(
+        "--temperature",
+        "0",
+        "--longest",
+        "3",
+        "-p",
+        "A fox",
+        "-i",
+        str(path),
+        "-S",
+        "rule=block",
+        "-S",
+        "entropy_stop=0",
+    )
+    assert answer["n_prompts"] == 3 and {cell["rule"] for cell in answer["lengths"]} == {"block"}
+    assert not any(cell["stats"]["num_draft_tokens"] for cell in answer["lengths"])
     assert [cell["draft_length"] for cell in answer["lengths"]] == [1, 2, 3, "auto"]
 
 
 def test_draft_none_measures_the_target_alone() -> None:
     answer = run_json("--draft", "none")
-    assert answer["lengths"] == answer["rules"] == []
+    assert answer["lengths"] == [] and list(answer["v"]) == ["1", "2", "3"]
     assert answer["c"] is answer["a"] is answer["best"] is answer["command"] is None
     assert answer["plain"]["tokens_per_s"]["median"] > 0
     assert "There is no drafter" in run("--draft", "none").stdout
@@ -184,13 +170,15 @@ def test_what_was_measured_before_a_stop_is_kept(ctx: lb.Context, draft_ctx: lb.
         lambda: lb.ModelDrafter(draft_ctx),
         prompts,
         lb.SamplingParams(temperature=0.8),
-        Sweep(lengths=(1, 2), n_tokens=12, n_runs=50, verify_s=0.0),
+        lengths=(1, 2),
+        n_tokens=12,
+        n_runs=50,
+        verify_s=0.0,
         stop=stop,
     )
     report = bench.run()
     assert report.stopped
     assert set(report.t) == {1, 2, 3}
-    assert report.rules == []
     n_items = [len(run) for run in report.plain.runs]
     assert 1 <= sum(n_items) < 100
     for cell in report.lengths:
@@ -203,7 +191,7 @@ def test_what_was_measured_before_a_stop_is_kept(ctx: lb.Context, draft_ctx: lb.
 # -- the advice ------------------------------------------------------------------------------------
 
 
-def _cell(length: int | str, rule: str, *speedups: float, n_drafted: int = 50) -> Cell:
+def _cell(length: int | str, *speedups: float, n_drafted: int = 50) -> Cell:
     """A setting measured with one text a run, so many times as fast as plain decoding."""
 
     def series(rates: list[float], drafted: int) -> Series:
@@ -211,23 +199,21 @@ def _cell(length: int | str, rule: str, *speedups: float, n_drafted: int = 50) -
         return Series([[Timing(100, 100 / rate, stats=stats)] for rate in rates])
 
     base = [10.0] * len(speedups)
-    return Cell(length, rule, series([10 * x for x in speedups], n_drafted), series(base, 0))
+    return Cell(length, series([10 * x for x in speedups], n_drafted), series(base, 0))
 
 
-def test_the_candidate_is_the_fastest_that_drafts_and_seeded_where_that_costs_little() -> None:
-    seeded, token = _cell(3, "seeded", 1.49), _cell(4, "token", 1.5)
-    slow, block = _cell(1, "seeded", 1.1), _cell(4, "block", 1.8)
-    silent = _cell(8, "seeded", 2.5, n_drafted=0)
-    assert PairReport(lengths=[slow, seeded], rules=[token]).candidate is seeded
-    assert PairReport(lengths=[slow, seeded, silent], rules=[token, block]).candidate is block
+def test_the_candidate_is_the_fastest_that_drafts() -> None:
+    slow, fast, tied = _cell(1, 1.1), _cell(3, 1.5), _cell(4, 1.5)
+    silent = _cell(8, 2.5, n_drafted=0)
+    assert PairReport(lengths=[slow, fast, silent, tied]).candidate is fast
     assert PairReport(lengths=[silent]).candidate is None
     assert PairReport().candidate is None
 
 
 def _decided(*speedups: float, n_drafted: int = 50) -> PairReport:
     """A report whose sweep found 1.5, and whose second measurement found ``speedups``."""
-    confirmed = _cell(3, "seeded", *speedups, n_drafted=n_drafted)
-    return PairReport(lengths=[_cell(3, "seeded", 1.5)], confirmed=confirmed)
+    confirmed = _cell(3, *speedups, n_drafted=n_drafted)
+    return PairReport(lengths=[_cell(3, 1.5)], confirmed=confirmed)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +241,7 @@ def test_a_best_is_named_only_where_the_whole_interval_is_above_1(
 def test_what_drafted_nothing_is_never_the_best() -> None:
     """Plain decoding against itself: noise may favour it in every pair."""
     assert _decided(*[1.3] * 20, n_drafted=0).verdict == "inconclusive"
-    silent = _cell("auto", "seeded", *[1.3] * 20, n_drafted=0)
+    silent = _cell("auto", *[1.3] * 20, n_drafted=0)
     report = PairReport(lengths=[silent])
     assert (report.verdict, report.best) == ("nothing drafted", None)
 
@@ -272,10 +258,10 @@ def test_noise_between_equals_rarely_names_a_best() -> None:
 
     named = 0
     for _ in range(400):
-        lengths = [_cell(k, "seeded", *noise(3)) for k in range(1, 10)]
+        lengths = [_cell(k, *noise(3)) for k in range(1, 10)]
         report = PairReport(lengths=lengths)
         assert report.candidate is not None
-        report.confirmed = _cell(report.candidate.length, "seeded", *noise(12))
+        report.confirmed = _cell(report.candidate.length, *noise(12))
         named += report.best is not None
     assert named <= 20
 
@@ -283,13 +269,10 @@ def test_noise_between_equals_rarely_names_a_best() -> None:
 def _advice(ctx: lb.Context, report: PairReport, load: float | None = 0.0) -> BenchReport:
     return BenchReport(
         report=report,
+        bench=PairBench(ctx, None, [[1]], lb.SamplingParams(temperature=0.8), n_tokens=16),
         machine=Machine("a processor", 2, load, "1.0", "2.0", ("AVX",)),
-        target=ctx,
-        drafter=lb.speculative.NullDrafter(),
         names=("tale-target", "tale-draft"),
-        temperature=0.8,
-        n_prompts=1,
-        sweep=Sweep(n_tokens=16, n_runs=3),
+        drafts=(),
         options=["--threads", "1"],
     )
 
@@ -305,11 +288,11 @@ def _printed(report: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
         (_decided(1.07), 0.0, ["Inconclusive: ", "by 1 pair of texts", "--runs 12"]),
         (
             _decided(*[0.9, 1.2] * 6), 0.0,
-            ["Inconclusive: with draft length 3 and rule seeded",
+            ["Inconclusive: with draft length 3 drafting is",
              "1.05 (0.90 to 1.20) times plain decoding, by 12 pairs of texts", "nothing else running"],
         ),
         (_decided(*[0.9, 1.2] * 6), 9.0, ["The timings are noisy: "]),
-        (PairReport(lengths=[_cell("auto", "seeded", 1.3, n_drafted=0)]), 0.0, ["drafted nothing"]),
+        (PairReport(lengths=[_cell("auto", 1.3, n_drafted=0)]), 0.0, ["drafted nothing"]),
         (_decided(*[0.5] * 12), 0.0, ["Drafting does not pay here", "--draft none"]),
     ],
 )  # fmt: skip
@@ -331,7 +314,7 @@ def test_the_best_is_named_with_a_command_that_works(
 ) -> None:
     report = _advice(ctx, _decided(*[1.5] * 12))
     shown = _printed(report, capsys)
-    assert "Best: draft length 3 and rule seeded, 1.50 (1.50 to 1.50) times plain" in shown
+    assert "Best: draft length 3, 1.50 (1.50 to 1.50) times plain" in shown
     assert shown.endswith(str(report.command()))
     program, command, *arguments = shlex.split(str(report.command()))
     assert (program, command, *arguments[:2]) == ("llamabranch", "generate", "-m", "tale-target")
@@ -339,11 +322,29 @@ def test_the_best_is_named_with_a_command_that_works(
     assert again.exit_code == 0, again.stderr
 
 
-def test_times_of_a_decode_have_intervals_too() -> None:
-    """The figures that 0.1 printed as v(3) 16.46, v(4) 3.27, v(5) 18.00."""
-    report = PairReport(times={1: [1.0] * 6, 3: [1.7, 16.4, 16.5, 17.0, 1.6, 30.0]})
-    assert report.v[3] == pytest.approx(16.45)
-    assert (report.v_intervals[3].low, report.v_intervals[3].high) == (1.6, 30.0)
+def test_theory_follows_from_the_cost_of_decodes_and_the_acceptance() -> None:
+    stats = lb.SpeculativeStats(
+        num_drafts=10, num_draft_tokens=20, num_accepted_tokens=15, num_tested_tokens_per_pos=[10, 8],
+        num_draft_steps=20, draft_step_time_s=0.2,
+    )  # fmt: skip
+    drafted = Series([[Timing(30, 1.0, stats=stats)]])
+    cells = [Cell(k, drafted, Series([[Timing(30, 3.0)]])) for k in (2, 5, "auto")]
+    report = PairReport({1: 0.1, 3: 0.2}, cells[0].base, cells)
+    assert report.v == {1: 1.0, 3: 2.0}
+    wanted = lb.theory.speedup(report.a, 2, report.c, 2.0)
+    assert [report.predicted(cell) for cell in cells] == pytest.approx(
+        [wanted, math.nan, math.nan], nan_ok=True
+    )
+    assert report.theory() == pytest.approx({2: wanted, 5: math.nan}, nan_ok=True)
+
+
+def test_complaints_name_what_disturbs() -> None:
+    def complaint(load: float | None, n_threads: int) -> str:
+        return Machine("p", 2, load, "", "", ()).complaint(n_threads)
+
+    assert complaint(0.1, 2) == complaint(None, 2) == complaint(1.0, 1) == ""
+    assert "load 3.00" in complaint(3.0, 1)
+    assert "4 threads share 2 cores" in complaint(0.0, 4)
 
 
 def test_progress_reaches_a_pipe_now_and_then(

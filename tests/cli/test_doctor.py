@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import commands
@@ -58,6 +59,28 @@ def test_doctor_as_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer["context"]["threads"].startswith("1 ")
     assert all(rate > 0 for rate in answer["speeds"].values())
     assert isinstance(answer["advice"], list)
+
+
+def test_profile_that_cannot_be_written_is_told_with_the_reason(
+    ctx: lb.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "newer.json").write_text('{"version": 1000}', encoding="utf-8")
+    (tmp_path / "other.json").write_text('{"no": "version"}', encoding="utf-8")
+    (tmp_path / "link.json").symlink_to("target.json")
+    for name, reason in (
+        ("file/profile.json", ", which cannot be written: "),
+        (".", ", which cannot be written: Is a directory"),
+        ("newer.json", ", which cannot be written: a later version wrote it"),
+        ("other.json", ""),
+        ("link.json", ""),
+    ):
+        path = str(tmp_path / name).removesuffix("/.")
+        monkeypatch.setenv("LLAMABRANCH_PROFILE", path)
+        told = doctor._context(ctx)["profile"]
+        assert told.startswith(path + reason) and (told == path) == (not reason)
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
+    assert doctor._context(ctx)["profile"] == "off"
 
 
 def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known() -> None:

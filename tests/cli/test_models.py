@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import toys
 from commands import COMMAND, answer, on_terminal, run
-from fake_hub import FakeHub, serve
+from fake_hub import FakeHub, empty_caches, serve
 
 import llamabranch as lb
 from llamabranch import hub as names
@@ -19,21 +19,13 @@ from llamabranch.cli.drafters import possible_drafts
 TARGET, DRAFT = "me/tale-target-GGUF", "me/tale-draft-GGUF"
 COMMIT = "c" * 40
 SHORT = ("-n", "4", "-c", "256")
-OURS = (
-    "HF_TOKEN", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD", "LLAMA_CACHE",
-    "MODEL_ENDPOINT", "XDG_CACHE_HOME", "HUGGINGFACE_HUB_CACHE",
-)  # fmt: skip
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub that has the bundled pair, and empty caches."""
     pytest.importorskip("huggingface_hub", reason="downloads need huggingface_hub")
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
-    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE", "LLAMABRANCH_CACHE"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
+    empty_caches(tmp_path, monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serve() as served:
         monkeypatch.setenv("HF_ENDPOINT", served.endpoint)

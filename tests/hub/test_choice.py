@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -35,28 +36,19 @@ def test_name_of_the_hub_is_parsed(text: str, expected: HubSpec) -> None:
     assert HubSpec.parse(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_paths_and_words_are_no_names_of_the_hub_and_contradictory_names_are_refused() -> None:
+    for text in (
         *("tale-target", "./user/repo", "/user/repo", "~/repo", "models/tale.gguf", "a//b", "a/"),
         *("../b", "a--b/c", "a/b..c", "a/-b", "a b/c", "ü/b", "a/b:", "a/b@", "a/" + "b" * 120),
-    ],
-)
-def test_path_or_word_is_no_name_of_the_hub(text: str) -> None:
-    assert HubSpec.parse(text) is None
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+    ):
+        assert HubSpec.parse(text) is None
+    for text in (
         *("hf:repo", "hf:", "hf:a/b/c:Q8", "a/b:Q8_0:F16", "a/b@x@y", "a/b:Q8_0/model.gguf"),
         *("a/b/../c.gguf", "a/b//c.gguf", "a/b/c\\d.gguf", "a/b/c\n.gguf"),
-    ],
-)
-def test_contradictory_name_is_refused(text: str) -> None:
-    with pytest.raises(lb.ConfigError):
-        if HubSpec.parse(text) is None:
-            raise lb.ConfigError("a path")
+    ):
+        with pytest.raises(lb.ConfigError):
+            if HubSpec.parse(text) is None:
+                raise lb.ConfigError("a path")
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_]{1,8}([.-][A-Za-z0-9_]{1,6}){0,2}", fullmatch=True)
@@ -94,50 +86,39 @@ LISTING = (
 )  # fmt: skip
 
 
+REST = tuple(path for path in LISTING if "Q4_K_M" not in path)
+NAMED = ("a-F16-distilled-Q4_0.gguf", "a-F16-distilled-F16.gguf")
+
+
 @pytest.mark.parametrize(
-    ("tag", "file"),
+    ("listing", "tag", "file"),
     [
-        (None, "m-Q4_K_M.gguf"),
-        ("Q8_0", "m-Q8_0.gguf"),
-        ("q8_0", "m-Q8_0.gguf"),
-        ("F16", "m-F16.gguf"),
-        ("BF16", "m-BF16.gguf"),
-        ("Q4_0", "m-Q4_0.gguf"),
-        ("IQ4_0", "m-IQ4_0.gguf"),
-        ("UD-Q6_K_XL", "m-UD-Q6_K_XL.gguf"),
-        ("Q6_K_XL", "m-UD-Q6_K_XL.gguf"),
-        ("UD", "m-UD-Q6_K_XL.gguf"),
+        *(
+            (LISTING, tag, f"m-{name}.gguf")
+            for tag, name in (
+                (None, "Q4_K_M"), ("Q8_0", "Q8_0"), ("q8_0", "Q8_0"), ("F16", "F16"),
+                ("BF16", "BF16"), ("Q4_0", "Q4_0"), ("IQ4_0", "IQ4_0"), ("UD", "UD-Q6_K_XL"),
+                ("UD-Q6_K_XL", "UD-Q6_K_XL"), ("Q6_K_XL", "UD-Q6_K_XL"),
+            )
+        ),
+        (REST, None, "m-Q8_0.gguf"),
+        ([path for path in REST if "Q8_0" not in path], None, "m-BF16.gguf"),  # the first
+        (NAMED, "F16", NAMED[1]),  # the end of a name counts before its middle
+        (NAMED[:1], "F16", NAMED[0]),
+        (("tale_q8_0.gguf", "tale_q4_k_m.gguf"), "Q8_0", "tale_q8_0.gguf"),
     ],
-)
-def test_tag_chooses_the_file_that_it_names_whole(tag: str | None, file: str) -> None:
-    assert choose(LISTING, tag) == (file,)
-    assert choose(reversed(LISTING), tag) == (file,)
+)  # fmt: skip
+def test_tag_chooses_the_file_that_it_names_whole(
+    listing: Sequence[str], tag: str | None, file: str
+) -> None:
+    assert choose(listing, tag) == choose(reversed(listing), tag) == (file,)
 
 
-@pytest.mark.parametrize("tag", ["Q4_K", "K_M", "K", "16", "Q4", "0", "Q6_K", "XL", "nothing"])
-def test_part_of_a_tag_is_no_tag(tag: str) -> None:
-    with pytest.raises(lb.ConfigError, match="no model with the tag") as caught:
-        choose(LISTING, tag, where="a/b")
-    assert "Q8_0" in str(caught.value.hint)
-    assert "mmproj" not in str(caught.value.hint)
-
-
-def test_end_of_a_name_counts_before_its_middle() -> None:
-    paths = ("a-F16-distilled-Q4_0.gguf", "a-F16-distilled-F16.gguf")
-    assert choose(paths, "F16") == (paths[1],)
-    assert choose(paths[:1], "F16") == (paths[0],)
-
-
-def test_without_a_tag_q4_k_m_then_q8_0_then_the_first_model() -> None:
-    rest = [path for path in LISTING if "Q4_K_M" not in path]
-    assert choose(rest) == ("m-Q8_0.gguf",)
-    assert choose([path for path in rest if "Q8_0" not in path]) == ("m-BF16.gguf",)
-    with pytest.raises(lb.ConfigError, match="no GGUF model"):
-        choose(["README.md", "mmproj-F16.gguf"])
-
-
-def test_underscore_may_stand_before_a_quantization() -> None:
-    assert choose(["tale_q8_0.gguf", "tale_q4_k_m.gguf"], "Q8_0") == ("tale_q8_0.gguf",)
+def test_part_of_a_tag_is_no_tag() -> None:
+    for tag in ("Q4_K", "K_M", "K", "16", "Q4", "0", "Q6_K", "XL", "nothing"):
+        with pytest.raises(lb.ConfigError, match="no model with the tag") as caught:
+            choose(LISTING, tag, where="a/b")
+        assert "Q8_0" in str(caught.value.hint) and "mmproj" not in str(caught.value.hint)
 
 
 def test_sidecar_files_are_chosen_by_their_name_only() -> None:
@@ -145,6 +126,8 @@ def test_sidecar_files_are_chosen_by_their_name_only() -> None:
         assert not is_model(path)
         assert choose(LISTING, file=path) == (path,)
     assert is_model("smtp-Q8_0.gguf")  # llama.cpp takes this one for a head
+    with pytest.raises(lb.ConfigError, match="no GGUF model"):
+        choose(["README.md", "mmproj-F16.gguf"])
 
 
 def test_shards_are_one_model() -> None:
@@ -158,19 +141,15 @@ def test_shards_are_one_model() -> None:
             choose([path for path in shards if path != missing], "Q4_K_M")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_hostile_names_in_a_listing_are_never_chosen() -> None:
+    for path in (
         *("/etc/m-Q8_0.gguf", "../m-Q8_0.gguf", "a/../../m-Q8_0.gguf", "C:\\m-Q8_0.gguf"),
         *("C:/m-Q8_0.gguf", "a//m-Q8_0.gguf", "./m-Q8_0.gguf", "m\0-Q8_0.gguf", "m\n-Q8_0.gguf"),
-    ],
-)
-def test_hostile_names_in_a_listing_are_never_chosen(path: str) -> None:
-    assert choose([path, "z-Q8_0.gguf"], "Q8_0") == ("z-Q8_0.gguf",)
-    with pytest.raises(lb.ConfigError):
-        choose([path], "Q8_0")
-    with pytest.raises(lb.ConfigError):
-        choose([path], file=path)
+    ):
+        assert choose([path, "z-Q8_0.gguf"], "Q8_0") == ("z-Q8_0.gguf",)
+        for asked in ({"tag": "Q8_0"}, {"file": path}):
+            with pytest.raises(lb.ConfigError):
+                choose([path], **asked)
 
 
 TAGS = (

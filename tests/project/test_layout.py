@@ -32,7 +32,7 @@ FLOORS = (
 RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
 PUBLIC_ROOMS = {
     "", "arguments", "bench", "chat", "cli", "errors", "eval", "files", "hub", "loading", "loom",
-    "model", "pictures", "scale", "search", "serve", "speculative", "startup", "theory",
+    "model", "pictures", "profile", "scale", "search", "serve", "speculative", "startup", "theory",
 }  # fmt: skip
 # A file that imports from a higher floor, inside the methods that need it: Context.complete and chat are
 # the engine's, and users look for them where they have the model.

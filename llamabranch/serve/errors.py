@@ -53,15 +53,12 @@ class HttpError(Exception):
         self.headers = [(b"retry-after", b"1")] if status in (429, 503) else []
 
 
-def http_error(
-    error: BaseException, fields: object = None, *, param: str | None = None
-) -> HttpError:
+def http_error(error: BaseException, *, param: str | None = None) -> HttpError:
     """Return what is reported to a client about an exception; only what the library raises is described.
 
     Args:
         error: the exception.
-        fields: those of the request: one with whose name the message begins is the wrong one.
-        param: the wrong field, where it is known.
+        param: the wrong field, where it is known; "NAME must be ..." names it too.
     """
     if isinstance(error, HttpError):
         return error
@@ -78,6 +75,6 @@ def http_error(
         case CapacityError():
             return HttpError(503, message)
         case ConfigError() | GrammarError() | TokenizeError() | UnsupportedError():
-            name = message.partition(" ")[0]
-            return HttpError(400, message, param=name if hasattr(fields, name) else param)
+            name, _, rest = message.partition(" ")
+            return HttpError(400, message, param=name if rest.startswith("must be") else param)
     return HttpError(500, message)

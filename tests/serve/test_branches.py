@@ -229,10 +229,10 @@ def node(tokens: list[int], parent: nodes.Node | None = None, at: int = 0) -> no
 def test_room_that_was_not_used_is_given_back() -> None:
     kept = nodes.Branches(3, 100.0)
     for _ in range(2):
-        with kept.room_for(2) as add:
+        with kept.room_for(2):
             with pytest.raises(HttpError, match="3 may exist"), kept.room_for(2):
                 pass
-            add(node([1]))
+            kept.add(node([1]))
         kept.delete(kept.all()[0], subtree=False)
     with kept.room_for(3):
         pass

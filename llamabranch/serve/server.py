@@ -30,14 +30,7 @@ _IDLE_S = 75  # of a connection between two requests
 class Server:
     """Serves a model until ``stop`` is called.
 
-    Args:
-        open_engine: loads the model and returns its engine; called in a thread of its own.
-        settings: where to listen, and the limits.
-        ready: called with the URL and the name of the model, once that is loaded.
-        log: gets lines for people.
-
-    Raises:
-        ConfigError: the address cannot be used.
+    Args and errors are those of `serve`; ``open_engine`` is called in a thread of its own.
 
     Attributes:
         service: once the model is loaded.

@@ -23,7 +23,6 @@ class TokenizeFields(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     parse_special: bool = True
     with_pieces: bool = False
-    return_token_strs: bool = False
 
 
 class DetokenizeFields(Struct, kw_only=True):
@@ -96,8 +95,6 @@ async def tokenize(call: Exchange, service: Service) -> None:
     found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.n_ctx}
     if fields.with_pieces:
         found["tokens"] = [{"id": t, "piece": _piece(words.entry(t)[0])} for t in tokens]
-    if fields.return_token_strs:
-        found["token_strs"] = [words.name(token) for token in tokens]
     await call.reply(found)
 
 
@@ -120,11 +117,8 @@ async def tokenizer_info(call: Exchange, service: Service) -> None:
     """Tell the special tokens, as lm-evaluation-harness asks for them."""
     model, words = service.model, service.vocabulary
     await call.reply({
-        "tokenizer_class": model.vocab_type, "n_vocab": model.n_vocab,
-        "model_max_length": service.n_ctx, "chat_template": model.chat_template,
-        "bos_token": words.name(model.bos), "bos_token_id": model.bos,
-        "eos_token": words.name(model.eos), "eos_token_id": model.eos,
-        "eog_token_ids": sorted(model.eog_tokens),
+        "tokenizer_class": model.vocab_type, "chat_template": model.chat_template,
+        "bos_token": words.name(model.bos), "eos_token": words.name(model.eos),
     })  # fmt: skip
 
 

@@ -85,9 +85,6 @@ class Branches:
         self._nodes: dict[str, Node] = {}
         self._n_promised = 0
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     def __getitem__(self, name: str) -> Node:
         node = self._nodes.get(name)
         if node is None:

@@ -117,11 +117,12 @@ def test_children_are_texts_of_their_own_seeds(api: Api, server: Serving) -> Non
 
 
 def test_fork_takes_a_part_and_adds_to_it(api: Api, server: Serving) -> None:
-    root = api.root()
-    child = api.child(root, max_tokens=8)
-    at = root["position"] + 3
-    fork = api.post(f"/{child['id']}/fork", 201, at=at)
-    assert api.child(fork, max_tokens=5)["tokens"] == child["tokens"][3:]
+    for grammar in ({"json_schema": SCHEMA}, {}):
+        root = api.root(**grammar)
+        child = api.child(root, max_tokens=8)
+        at = root["position"] + 3
+        fork = api.post(f"/{child['id']}/fork", 201, at=at)
+        assert api.child(fork, max_tokens=5)["tokens"] == child["tokens"][3:]
     more = api.post(f"/{child['id']}/fork", 201, at=at, append={"text": " and a wolf"})
     tokens = api.get(f"/{more['id']}?include=tokens")["tokens"]
     model = server.ctx.model

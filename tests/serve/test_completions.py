@@ -327,8 +327,10 @@ def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
 
 
 def test_end_of_the_cache_is_a_length(api: Any, ctx: lb.Context) -> None:
-    prompt = (ctx.model.prompt_tokens("Once upon a time ") * 300)[:1000]
-    (found,) = choices(api, prompt=prompt, max_tokens=500, ignore_eos=True, **WARM)
+    prompt = (ctx.model.prompt_tokens("Once upon a time ") * 300)[:1024]
+    assert post(api, 400, prompt=prompt)["error"]["n_ctx"] == 1024
+    assert choices(api, prompt=prompt, max_tokens=0)[0]["text"] == ""
+    (found,) = choices(api, prompt=prompt[:1000], max_tokens=500, ignore_eos=True, **WARM)
     assert (found["finish_reason"], found["stop_reason"]) == ("length", "capacity")
 
 

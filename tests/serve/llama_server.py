@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from llamabranch.cli import app
+from llamabranch.hub import BUNDLED_TARGET
 
 # What each option is called here, with {} for its value; all others are dropped.
 OPTIONS = {
@@ -36,7 +37,8 @@ WITHOUT_VALUE = {
 
 def mapped(arguments: list[str]) -> list[str]:
     """Return the arguments of ``llamabranch`` for those of ``llama-server``."""
-    found = ["serve", "--threads", "1", "--draft", "none", "--limit", "shutdown_timeout_s=0"]
+    found = ["serve", "-m", BUNDLED_TARGET, "--threads", "1", "--draft", "none"]
+    found += ["--limit", "shutdown_timeout_s=0"]
     left = list(arguments)
     while left:
         name = left.pop(0)

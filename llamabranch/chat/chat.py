@@ -289,7 +289,7 @@ class Chat:
         prompt, n_new = self._turns.read(tokens, params)
         branch = self._turns.fork(prompt)
         if not self.ctx.fits(branch.seq_id, 1):
-            self._turns.prune_one(branch, for_cells=False)  # a verification needs a sequence
+            self._turns.prune_one(branch)  # a verification needs a sequence
         branch.resample(params)
         self._stats.num_evaluated_tokens += n_new
         self._stats.num_cached_tokens += len(tokens) - n_new
@@ -321,13 +321,7 @@ class Chat:
         return tokens, n_cut
 
     def _tokens(self, system: str | None, before: Sequence[Exchange], text: str) -> list[int]:
-        try:
-            return self.ctx.model.chat_tokens(messages_of(system, before, text))
-        except ConfigError as error:
-            if all(exchange.is_answered for exchange in before):
-                raise
-            hint = "a message has no answer: undo() takes it back, retry() answers it"
-            raise ConfigError(error.message, hint=hint) from error
+        return self.ctx.model.chat_tokens(messages_of(system, before, text))
 
     def _end_answer(self) -> None:
         """End a running answer: its message stays, and what there is of it."""
@@ -399,8 +393,8 @@ class Chat:
         self._end_answer()
         lines = list(self._lines.values())
         saved = SavedChat(self._id, lines, self.current, self.sampling, self.max_tokens, self.stop)
-        ends = {exchange.branch: exchange for exchange in exchanges_of(lines) if exchange.branch}
-        kept = [ends[branch] for branch in self._turns.leaves(ends)]
+        ends = {line.head.branch: line.head for line in lines if line.head is not None}
+        kept = [ends[branch] for branch in self._turns.living() if branch in ends]
         write_chat(folder, self.ctx.model, saved, kept)
 
     @classmethod
@@ -429,14 +423,14 @@ class Chat:
             UnsupportedError: its K/V cannot be checked, and is not ``trusted``; no chat template.
         """
         text_context("ctx", ctx)
-        saved, branches = read_chat(folder, ctx.model)
+        saved = read_chat(folder, ctx.model)
         chat = cls(ctx, drafter, config, sampling=saved.sampling, max_tokens=saved.max_tokens,
                    stop=saved.stop)  # fmt: skip
         chat._id, chat.current = saved.id, saved.current
         chat._lines = {line.number: line for line in saved.lines}
         found: list[Branch] = []
         try:
-            for path, exchange in reversed(branches):  # the last one was used last
+            for path, exchange in reversed(saved.branches):  # the last one was used last
                 exchange.branch = Branch.load(ctx, path, trusted=trusted)
                 found.append(exchange.branch)
         except CapacityError:  # the others are evaluated again
@@ -520,7 +514,7 @@ class Answer:
                 yield from generation
             except CapacityError:
                 has_room = self.branch.position < chat.ctx.n_ctx_seq
-                if not (has_room and chat._turns.prune_one(self.branch, for_cells=True)):
+                if not (has_room and chat._turns.prune_one(self.branch)):
                     self.exchange.finish_reason = "capacity"
             else:
                 self.exchange.finish_reason = generation.finish_reason

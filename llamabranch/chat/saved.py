@@ -11,8 +11,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
@@ -40,7 +40,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {  # of the values in the file, whe
 
 @dataclass(frozen=True)
 class SavedChat:
-    """What is saved of a chat besides its model and the K/V of its branches."""
+    """What is saved of a chat; of a chat that is read also its model and the K/V of its branches."""
 
     id: str  # the same whenever it is saved
     lines: Sequence[Line]
@@ -48,6 +48,8 @@ class SavedChat:
     sampling: SamplingParams
     max_tokens: int | None
     stop: tuple[str, ...]
+    model: Mapping[str, str] = field(default_factory=dict)  # its name, path and fingerprint
+    branches: Sequence[tuple[Path, Exchange]] = ()  # files, with the exchanges that end there
 
 
 def write_chat(
@@ -64,7 +66,7 @@ def write_chat(
         place.mkdir(parents=True, exist_ok=True)
         old = [path for path in place.iterdir() if _BRANCH.fullmatch(path.name)]
         if (place / _FILE).is_file():
-            if _read(place)[0].id != chat.id:
+            if read_chat(place).id != chat.id:
                 raise SnapshotError(
                     f"{place} has another chat",
                     hint="name another folder, or load that chat to go on with it",
@@ -79,28 +81,19 @@ def write_chat(
                 if exchange.branch is not None:
                     exchange.branch.save(place / name)
                     files.append({"file": name, "exchange": number[exchange]})
+        where = os.path.abspath(model.path)
         about = {
             "version": _VERSION,
             "id": chat.id,
-            "model": {
-                "name": model.path.name,
-                "path": os.path.abspath(model.path),
-                "fingerprint": model.fingerprint,
-            },
+            "model": {"name": model.path.name, "path": where, "fingerprint": model.fingerprint},
             "sampling": chat.sampling.as_dict(),
             "max_tokens": chat.max_tokens,
             "stop": list(chat.stop),
             "exchanges": [
-                {
-                    "parent": number[each.parent],
-                    **{name: getattr(each, name) for name in _EXCHANGE},
-                }
+                {"parent": number[each.parent], **{name: vars(each)[name] for name in _EXCHANGE}}
                 for each in exchanges
             ],
-            "lines": [
-                {"number": line.number, "head": number[line.head], "system": line.system}
-                for line in chat.lines
-            ],
+            "lines": [{**vars(line), "head": number[line.head]} for line in chat.lines],
             "current": chat.current,
             "branches": files,
         }
@@ -118,7 +111,7 @@ def saved_model(folder: str | os.PathLike[str]) -> Path | None:
     Raises:
         SnapshotError: no chat is there, it is damaged, or the model is not where it was.
     """
-    model = _read(Path(folder))[1]
+    model = read_chat(folder).model
     path = Path(model["path"]) if model else None
     if path is not None and not (path.is_absolute() and path.is_file()):
         raise SnapshotError(
@@ -127,25 +120,13 @@ def saved_model(folder: str | os.PathLike[str]) -> Path | None:
     return path
 
 
-def read_chat(
-    folder: str | os.PathLike[str], ours: Model
-) -> tuple[SavedChat, list[tuple[Path, Exchange]]]:
-    """Return a saved chat, and the files of its branches with the exchanges that end there.
+def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> SavedChat:
+    """Return a saved chat.
 
     Raises:
-        SnapshotError: no chat is there, it is damaged, or not of this model.
+        SnapshotError: no chat is there, it is damaged, or not of our model.
     """
-    chat, model, branches = _read(path_of(folder))
-    if model and model["fingerprint"] != ours.fingerprint:
-        raise SnapshotError(
-            f"the chat is of another model: {model['name']}, not {ours.path.name}",
-            hint=f"it was saved with {model['path']}",
-        )
-    return chat, branches
-
-
-def _read(place: Path) -> tuple[SavedChat, dict[str, str], list[tuple[Path, Exchange]]]:
-    """Return a chat, what is known of its model, and its branches."""
+    place = path_of(folder)
     try:
         text = (place / _FILE).read_text("utf-8")
         about = json.loads(text, object_hook=_checked)
@@ -155,23 +136,22 @@ def _read(place: Path) -> tuple[SavedChat, dict[str, str], list[tuple[Path, Exch
         for each in about["exchanges"]:
             fields = {name: each[name] for name in _EXCHANGE}
             exchanges.append(Exchange(_at(exchanges, each["parent"]), **fields))
+        lines = [
+            Line(each["number"], _at(exchanges, each["head"]), each["system"])
+            for each in about["lines"]
+        ]
+        model = about.get("model", {})
         chat = SavedChat(
             about.get("id") or hashlib.sha256(text.encode()).hexdigest(),  # it had none once
-            [
-                Line(each["number"], _at(exchanges, each["head"]), each["system"])
-                for each in about["lines"]
-            ],
+            lines,
             about["current"],
             SamplingParams.from_dict(about["sampling"]),
             about["max_tokens"],
             tuple(about["stop"]),
+            model and {name: model[name] for name in ("name", "path", "fingerprint")},
+            [(place / each["file"], exchanges[each["exchange"]]) for each in about["branches"]],
         )
-        model = about.get("model", {})
-        model = model and {name: model[name] for name in ("name", "path", "fingerprint")}
-        branches = [
-            (place / each["file"], exchanges[each["exchange"]]) for each in about["branches"]
-        ]
-        if chat.current not in {line.number for line in chat.lines}:
+        if chat.current not in {line.number for line in lines}:
             raise ValueError("no branch is the current one")
         if not all(_BRANCH.fullmatch(each["file"]) for each in about["branches"]):
             raise ValueError("a branch has no name of a branch")
@@ -179,7 +159,12 @@ def _read(place: Path) -> tuple[SavedChat, dict[str, str], list[tuple[Path, Exch
             raise ValueError("a stop string is no text")
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise SnapshotError(f"{place} has no chat that can be read: {error}") from error
-    return chat, model, branches
+    if ours is not None and chat.model and chat.model["fingerprint"] != ours.fingerprint:
+        raise SnapshotError(
+            f"the chat is of another model: {chat.model['name']}, not {ours.path.name}",
+            hint=f"it was saved with {chat.model['path']}",
+        )
+    return chat
 
 
 def _checked(found: dict[str, object]) -> dict[str, object]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from ..branch import Branch
 from ..context import Context
 from ..context.prefix_cache import n_common
-from ..errors import CacheFullError, CapacityError, SequencesExhaustedError
+from ..errors import CapacityError, SequencesExhaustedError
 from ..sampling import SamplingParams
 
 __all__ = ["TurnBranches"]
@@ -83,18 +83,7 @@ class TurnBranches:
 
     def evict(self, used: Collection[int]) -> bool:
         """Prune one of these for somebody else, see `Evictable`."""
-        return self._prune_of(self.living()[:-1], used, for_cells=False)
-
-    def leaves(self, among: Collection[Branch]) -> list[Branch]:
-        """Return the kept ones of some branches, without those that a cut of another one gives."""
-        found = [branch for branch in self.living() if branch in among]
-        return [branch for branch in found if not (self._cuts and self._is_inside(branch, found))]
-
-    @staticmethod
-    def _is_inside(branch: Branch, others: Sequence[Branch]) -> bool:
-        """Return whether all tokens of a branch begin a longer one, which owns its cells too."""
-        n, tokens = branch.position, branch.sequence.tokens
-        return any(o.position > n and o.sequence.tokens[:n] == tokens for o in others)
+        return self._prune_of(self.living()[:-1], used)
 
     def keep(self, branch: Branch) -> None:
         """Keep a branch as the one that was used last."""
@@ -115,29 +104,20 @@ class TurnBranches:
         while True:
             try:
                 return act()
-            except CapacityError as error:
-                if not self.prune_one(used, for_cells=isinstance(error, CacheFullError)):
+            except CapacityError:
+                if not self.prune_one(used):
                     raise
 
-    def prune_one(self, used: Branch | None, *, for_cells: bool) -> bool:
-        """Prune the branch that is missed least; False if there is none but ``used``.
-
-        A branch inside a longer one has no cells to itself, and can be had again by a cut: the first to
-        be pruned for a sequence, the last where cells are needed.
-        """
+    def prune_one(self, used: Branch | None = None) -> bool:
+        """Prune the least recently used branch; False if there is none but ``used``."""
         with self._ctx.lock:
-            in_use = () if used is None else (used.seq_id,)
-            return self._prune_of(self.living(), in_use, for_cells=for_cells)
+            return self._prune_of(self.living(), () if used is None else (used.seq_id,))
 
-    def _prune_of(self, branches: list[Branch], used: Collection[int], *, for_cells: bool) -> bool:
-        others = [branch for branch in branches if branch.seq_id not in used]
-        if not others:
-            return False
-        if self._cuts or for_cells:
-            kept = self.living()
-            others.sort(key=lambda branch: self._is_inside(branch, kept) == for_cells)
-        self._drop(others[0])
-        return True
+    def _prune_of(self, branches: list[Branch], used: Collection[int]) -> bool:
+        found = next((branch for branch in branches if branch.seq_id not in used), None)
+        if found is not None:
+            self._drop(found)
+        return found is not None
 
     def _drop(self, branch: Branch) -> None:
         with self._ctx.lock:
@@ -147,5 +127,5 @@ class TurnBranches:
 
     def close(self) -> None:
         """Prune all of them."""
-        while self.prune_one(None, for_cells=False):
+        while self.prune_one():
             pass

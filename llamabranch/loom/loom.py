@@ -248,8 +248,8 @@ class Loom(Live):
         sampling = self.params(node.made).replace(seed=int(node.made.seed or 0))
         tokens = node.tokens()
         branch = Branch(tokens, len(tokens), sampling)
-        with self.service.branches.room_for(1) as add:
-            add(branch)
+        with self.service.branches.room_for(1):
+            self.service.branches.add(branch)
         return branch.id
 
     def start_scoring(self, *nodes: Node) -> Job:

@@ -8,8 +8,7 @@ exchange.py     one request and its answer: body, JSON, events, time limits
 errors.py       errors as a client gets them
 fields.py       the fields of requests, and what they mean to the engine
 generation.py   the texts of one request, and the answer made of them
-completions.py  /v1/completions, and llama-server's /completion
-chat.py         /v1/chat/completions
+completions.py  completions, chat completions, llama-server's /completion
 branches.py     /v1/branches
 nodes.py        branches as immutable nodes
 utilities.py    models, properties, tokens, metrics

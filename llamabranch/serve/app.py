@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from . import branches, chat, completions, utilities
+from . import branches, completions, utilities
 from .errors import HttpError
 from .exchange import Exchange, Headers
 from .security import Guard
@@ -18,11 +19,12 @@ from .settings import ServeSettings
 
 __all__ = ["App", "Front"]
 
-_ROUTES: dict[str, Callable[[Exchange, Service], Awaitable[None]]] = {
+Handler = Callable[[Exchange, Service], Awaitable[None]]
+_ROUTES: dict[str, Handler] = {
     "POST /v1/completions": completions.completions,
-    "POST /v1/chat/completions /chat/completions": chat.chat,
-    "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens": chat.input_tokens,
-    "POST /apply-template": chat.input_tokens,
+    "POST /v1/chat/completions /chat/completions": completions.chat,
+    "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens": completions.input_tokens,
+    "POST /apply-template": completions.input_tokens,
     "POST /completion /completions": completions.completion,
     "GET /v1/models /v1/models/{name:path} /models": utilities.models,
     "GET /v1/health /health": utilities.health,
@@ -80,16 +82,16 @@ class App:
         self._log = log
         self._front = front
         self._guard = Guard(settings)
-        self._own = {} if front is None else front.routes
-        routes = [(asked, asked.split()) for asked in (*self._own, *_ROUTES)]
+        routes = [] if front is None else [*front.routes.items()]
+        routes += [(asked, partial(self._serve, handler)) for asked, handler in _ROUTES.items()]
         self._routes = [
-            (Route(path, self._answer, methods=[method]), asked)
-            for asked, (method, *paths) in routes
-            for path in paths
+            (Route(path, self._answer, methods=[asked.split()[0]]), handler)
+            for asked, handler in routes
+            for path in asked.split()[1:]
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, count it, and log it if the settings ask for that."""
+        """Answer a request, and log it if the settings ask for that."""
         if scope["type"] != "http":
             return
         service, front = self._service_of(), self._front
@@ -98,37 +100,34 @@ class App:
             headers.append((b"x-batch-invariant", b"false"))
         call = Exchange(scope, receive, send, self._settings, headers)
         await call.run(self._answer(call))
-        if service is not None:
-            if call.note == "disconnected":
-                service.counters.cancelled += 1
-            else:
-                service.counters.requests[call.status] += 1
         if self._settings.log_requests:
             ms = 1e3 * (perf_counter() - call.start)
-            line = f"{scope['method']} {scope['path']} {call.status} {ms:.0f} ms {call.note}"
+            line = f"{scope['method']} {scope['path']} {call.status} {ms:.0f} ms {call.ended_by}"
             self._log(line.rstrip())
 
     async def _answer(self, call: Exchange) -> None:
-        scope, service = call.scope, self._service_of()
+        scope = call.scope
         check = self._guard.check if self._front is None else self._front.check
         check(scope)
         if scope["method"] == "OPTIONS":
             await call.reply(b"")
             return
-        status = 404
-        for route, asked in self._routes:
+        status, message = 404, "there is nothing at this path"
+        for route, handler in self._routes:
             match, found = route.matches(scope)
             if match is Match.FULL:
                 scope.update(found)
-                if asked in self._own:
-                    await self._own[asked](call)
-                    return
-                if service is None:
-                    raise HttpError(503, "the model is being loaded")
-                if service.is_draining:
-                    raise HttpError(503, "the server is shutting down")
-                await _ROUTES[asked](call, service)
+                await handler(call)
                 return
-            status = 405 if match is Match.PARTIAL else status
-        messages = {404: "there is nothing at this path", 405: "this path takes other methods"}
-        raise HttpError(status, messages[status])
+            if match is Match.PARTIAL:
+                status, message = 405, "this path takes other methods"
+        raise HttpError(status, message)
+
+    async def _serve(self, handler: Handler, call: Exchange) -> None:
+        """Answer a request of the API; HttpError unless the model is there."""
+        service = self._service_of()
+        if service is None:
+            raise HttpError(503, "the model is being loaded")
+        if service.is_draining:
+            raise HttpError(503, "the server is shutting down")
+        await handler(call, service)

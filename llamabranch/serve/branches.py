@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from asyncio import to_thread
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -20,6 +21,7 @@ from .fields import (
     StructuredOutputs,
     TextFields,
     Top,
+    engine_requests,
     limit_of,
     prompt_tokens,
 )
@@ -99,45 +101,41 @@ class ScoreFields(Struct, kw_only=True):
 
 async def create(call: Exchange, service: Service) -> None:
     """Make a root."""
-    fields = await call.json(CreateFields)
+    fields, model = await call.json(CreateFields), service.model
     given = [fields.prompt, fields.tokens, fields.messages]
     if sum(each is not None for each in given) != 1:
         raise HttpError(400, "give one of prompt, tokens and messages", param="prompt")
-    messages = fields.messages
-    if messages is not None:
-        tokens = await to_thread(lambda: service.model.chat_tokens(messages))
+    if fields.messages is not None:
+        tokens = await to_thread(model.chat_tokens, fields.messages)
+    elif fields.tokens is not None:
+        tokens = model.prompt_tokens(fields.tokens)
     else:
-        prompt: Prompt = [*fields.tokens] if fields.tokens else fields.prompt or ""
         add, parse = fields.add_special_tokens, fields.parse_special
-        (found,) = await prompt_tokens(service, prompt, add_special=add, parse_special=parse)
-        tokens = service.model.prompt_tokens(found)
+        text = service.tokenize(fields.prompt or "", add_special=add, parse_special=parse)
+        tokens = model.prompt_tokens(await text)
     grammar = await TextFields(
         grammar=fields.grammar,
         json_schema=fields.json_schema,
         structured_outputs=fields.structured_outputs,
     ).text_grammar()
     sampling = fields.params(service, service.settings.sampling)
-    node = Node(tokens, len(tokens), sampling, grammar)
-    await _add(call, service, node, fields.top_logprobs)
+    await _add(call, service, Node(tokens, len(tokens), sampling, grammar), fields.top_logprobs)
 
 
 async def fork(call: Exchange, service: Service) -> None:
     """Make a child: the first tokens of a node, and what is appended."""
     fields = await call.json(ForkFields)
-    parent = _node(call, service)
+    parent, append = _node(call, service), fields.append or Append(tokens=[])
     at = parent.position if fields.at is None else fields.at
     if not 1 <= at <= parent.position:
         raise HttpError(400, f"at must be 1 to {parent.position}, not {at}", param="at")
-    more: list[int] = []
-    if fields.append is not None:
-        text, ids = fields.append.text, fields.append.tokens
-        if (text is None) == (ids is None):
-            raise HttpError(400, "append needs text or tokens", param="append")
-        more = ids or []
-        if text is not None:
-            parse = fields.parse_special
-            more = await service.tokenize(text, add_special=False, parse_special=parse)
-        service.model.check_tokens(more)
+    if (append.text is None) == (append.tokens is None):
+        raise HttpError(400, "append needs text or tokens", param="append")
+    more = append.tokens or []
+    if append.text is not None:
+        parse = fields.parse_special
+        more = await service.tokenize(append.text, add_special=False, parse_special=parse)
+    service.model.check_tokens(more)
     n_read = at + len(more) if more else min(at, parent.n_read)
     sampling = fields.params(service, parent.sampling)
     node = Node([*parent.tokens[:at], *more], n_read, sampling, parent.grammar, parent, at)
@@ -145,10 +143,10 @@ async def fork(call: Exchange, service: Service) -> None:
 
 
 async def _add(call: Exchange, service: Service, node: Node, top: int) -> None:
-    with service.branches.room_for(1) as add:
+    with service.branches.room_for(1):
         text = await _look(service, node, top)
-        add(node)
-    shown = await _shown(service, node)
+        service.branches.add(node)
+    shown = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
     await call.reply({**shown, "next": node.next, **usage([text])}, 201)
 
 
@@ -156,42 +154,29 @@ async def continue_(call: Exchange, service: Service) -> None:
     """Generate children of a node."""
     fields = await call.json(ContinueFields)
     parent = _node(call, service)
-    if fields.n > service.settings.max_choices:
-        raise HttpError(400, f"n must be 1 to {service.settings.max_choices}", param="n")
-    top, limit = fields.top_logprobs, limit_of(fields.max_tokens)
-    text = TextFields(stop=fields.stop)
-    sampling = fields.params(service, parent.sampling)
-    tokens = parent.tokens
-    service.check_room(tokens, limit)
-    request = Request(
-        tokens,
-        continues=parent.continues,
-        grammar=parent.grammar,
-        sampling=sampling.replace(logprobs=top is not None),
-        max_tokens=service.n_ctx if limit is None else limit,
-        n=fields.n,
-        stop=text.stops,
-        stop_tokens=fields.stop_token_ids or (),
-        top_logprobs=top,
+    text = TextFields(
+        n=fields.n, stop=fields.stop, stop_token_ids=fields.stop_token_ids, stream=fields.stream
     )
-    with service.branches.room_for(fields.n) as add:
-        writer = _Writer(service, text, parent, sampling, add)
-        await answer(call, service, [request], writer, stream=fields.stream)
+    requests = await engine_requests(
+        service, text, [parent.tokens], limit_of(fields.max_tokens), fields.top_logprobs
+    )
+    sampling = fields.params(service, parent.sampling)
+    request = replace(
+        requests[0], continues=parent.continues, grammar=parent.grammar,
+        sampling=sampling.replace(logprobs=fields.top_logprobs is not None),
+    )  # fmt: skip
+    with service.branches.room_for(fields.n):
+        await answer(call, _Writer(service, text, parent, sampling), [request])
 
 
 class _Writer(Writer[TextFields]):
     """Writes texts as children of a node, which they become when they have ended."""
 
     def __init__(
-        self,
-        service: Service,
-        fields: TextFields,
-        parent: Node,
-        sampling: SamplingParams,
-        add: Callable[[Node], None],
+        self, service: Service, fields: TextFields, parent: Node, sampling: SamplingParams
     ) -> None:
         super().__init__(service, fields, "br", "branch.children")
-        self._parent, self._sampling, self._add = parent, sampling, add
+        self._parent, self._sampling = parent, sampling
 
     def body(self, texts: Sequence[Update]) -> dict[str, object]:
         """Make the children and show them."""
@@ -208,13 +193,13 @@ class _Writer(Writer[TextFields]):
 
     def _child(self, update: Update) -> dict[str, object]:
         parent, result = self._parent, update.result
-        sampling = self._sampling.replace(seed=result.seed)
         child = Node(
-            [*parent.tokens, *result.tokens], parent.n_read, sampling, parent.grammar, parent,
-            parent.position, update.end["finish_reason"],
+            [*parent.tokens, *result.tokens], parent.n_read,
+            self._sampling.replace(seed=result.seed), parent.grammar, parent, parent.position,
+            update.end["finish_reason"],
         )  # fmt: skip
-        self._add(child)
-        return {**_described(self.service, child), **self.part(update)}
+        self.service.branches.add(child)
+        return {**_shown(self.service, child), **self.part(update)}
 
     def part(self, update: Update) -> dict[str, object]:
         """Return what has come of a child's text."""
@@ -229,7 +214,6 @@ async def score(call: Exchange, service: Service) -> None:
     """Score continuations of a node; no node is added."""
     fields = await call.json(ScoreFields)
     tokens, parse = _node(call, service).tokens, fields.parse_special
-    top, n = fields.top_logprobs, len(tokens)
     requests = []
     for given in fields.continuations:
         prompt: Prompt = [given] if isinstance(given, str) else [[*given]]
@@ -239,8 +223,11 @@ async def score(call: Exchange, service: Service) -> None:
         service.model.check_tokens(more)
         service.check_room([*tokens, *more], 0)
         requests.append(
-            Request([*tokens, *more], max_tokens=0, prompt_logprobs=top, logprobs_from=n)
-        )
+            Request(
+                [*tokens, *more], max_tokens=0, prompt_logprobs=fields.top_logprobs,
+                logprobs_from=len(tokens),
+            )
+        )  # fmt: skip
     texts = await all_texts(service, requests)
     scores = []
     for text in texts:
@@ -252,11 +239,8 @@ async def score(call: Exchange, service: Service) -> None:
 
 async def get(call: Exchange, service: Service) -> None:
     """Show a node; ``?include=tokens,next`` shows more of it."""
-    node = _node(call, service)
-    wanted = set(filter(None, call.query.get("include", "").split(",")))
-    if wanted - {"tokens", "next"}:
-        raise HttpError(400, "include takes tokens and next", param="include")
-    shown = await _shown(service, node)
+    node, wanted = _node(call, service), call.query.get("include", "").split(",")
+    shown = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
     if "tokens" in wanted:
         raw = b"".join(map(service.model.piece, node.tokens))  # control tokens have no text
         shown |= {"tokens": node.tokens, "text": raw.decode("utf-8", "replace")}
@@ -271,14 +255,13 @@ async def listing(call: Exchange, service: Service) -> None:
     """List all nodes, or those of one tree."""
     root = call.query.get("root")
     nodes = service.branches.all() if root is None else service.branches[root].subtree()
-    await call.reply({"object": "list", "data": [_described(service, node) for node in nodes]})
+    await call.reply({"object": "list", "data": [_shown(service, node) for node in nodes]})
 
 
 async def delete(call: Exchange, service: Service) -> None:
     """Delete a node; ``?subtree=true`` those below too."""
     node = _node(call, service)
-    subtree = call.query.get("subtree", "").lower() in ("1", "true")
-    n = service.branches.delete(node, subtree=subtree)
+    n = service.branches.delete(node, subtree=call.query.get("subtree") in ("1", "true"))
     await call.reply({"id": node.id, "object": "branch.deleted", "deleted": True, "count": n})
 
 
@@ -297,12 +280,8 @@ async def _look(service: Service, node: Node, top: int) -> Update:
     return text
 
 
-async def _shown(service: Service, node: Node) -> dict[str, object]:
-    """Return what is reported of a node, and how many of its tokens have their K/V in the cache."""
-    return {**_described(service, node), "resident": await service.n_cached(node.tokens)}
-
-
-def _described(service: Service, node: Node) -> dict[str, object]:
+def _shown(service: Service, node: Node) -> dict[str, object]:
+    """Return what is reported of a node."""
     return {
         "id": node.id,
         "object": "branch",

@@ -1,31 +1,42 @@
-"""``/v1/completions``, with vLLM's and llama-server's extensions, and llama-server's ``/completion``."""
+"""OpenAI's completions and chat completions, and llama-server's ``/completion``."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+from asyncio import to_thread
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from datetime import date
+from typing import Literal
 
 from ..branch import Produced
 from ..context import TokenScore
-from ..engine.openai import completion_choice
+from ..engine.openai import called, chat_choice, completion_choice
+from ..model.tools import CallParser, Conversation, Tools, conversation
 from ..sampling import SamplingParams
 from .errors import HttpError
 from .exchange import Exchange
-from .fields import Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
+from .fields import Limit, Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
 from .generation import Update, Writer, answer, timings
 from .service import Service
 
-__all__ = ["CompletionFields", "completion", "completions", "sampling_of"]
+__all__ = [
+    "ChatFields", "CompletionFields", "chat", "completion", "completions", "input_tokens",
+    "sampling_of",
+]  # fmt: skip
 
 _DEFAULT_TOKENS = 16
+_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # what llama.cpp tells templates
+
+
+# -- completions -----------------------------------------------------------------------------------
 
 
 class CompletionFields(TextFields, kw_only=True):
     """The body of a request; the last two are for ``/completion``."""
 
-    prompt: Prompt | None = None
-    best_of: int | None = None
+    prompt: Prompt
+    best_of: Literal[1] | None = None
     echo: bool | None = None
     logprobs: Top | None = None
     n_probs: Top | None = None
@@ -43,8 +54,6 @@ class CompletionFields(TextFields, kw_only=True):
 
     async def tokens(self, service: Service, *, add_special: bool = True) -> list[list[int]]:
         """Return the token ids of the prompts."""
-        if self.prompt is None:
-            raise HttpError(400, "prompt is missing", param="prompt")
         add = add_special and self.add_special_tokens is not False
         parse = self.parse_special is not False
         return await prompt_tokens(service, self.prompt, add_special=add, parse_special=parse)
@@ -53,26 +62,18 @@ class CompletionFields(TextFields, kw_only=True):
 async def completions(call: Exchange, service: Service) -> None:
     """Answer a request of OpenAI's."""
     fields = await call.json(CompletionFields)
-    logprobs, scored = fields.n_scored, fields.prompt_logprobs
-    if fields.best_of not in (None, fields.n or 1):
-        raise HttpError(400, "best_of is not supported, only n", param="best_of")
-    if fields.stream and fields.echo and logprobs is not None:
-        raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
+    top, scored = fields.n_scored, fields.prompt_logprobs
     prompts, n_added = await fields.tokens(service), [0]
     if fields.echo:
         bare = await fields.tokens(service, add_special=False)
         n_added = [len(all_) - len(own) for all_, own in zip(prompts, bare, strict=True)]
-    max_tokens = limit_of(fields.max_tokens, fields.n_predict, _DEFAULT_TOKENS)
-    if max_tokens == 0 and not fields.echo:
-        raise HttpError(400, "max_tokens may be 0 only with echo", param="max_tokens")
-    if fields.echo and logprobs is not None:
-        scored = max(logprobs, scored or 0)
-    requests = await engine_requests(
-        service, fields, prompts, n=fields.n, max_tokens=max_tokens, top_logprobs=logprobs,
-        prompt_logprobs=scored,
-    )  # fmt: skip
-    writer = _Writer(service, fields, n_added)
-    await answer(call, service, requests, writer, stream=bool(fields.stream))
+    if fields.echo and top is not None:
+        if fields.stream:
+            raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
+        scored = max(top, scored or 0)
+    limit = limit_of(fields.max_tokens, fields.n_predict, _DEFAULT_TOKENS)
+    requests = await engine_requests(service, fields, prompts, limit, top, prompt_logprobs=scored)
+    await answer(call, _CompletionWriter(service, fields, n_added), requests)
 
 
 class _Offsets:
@@ -95,7 +96,7 @@ class _Offsets:
         return found
 
 
-class _Writer(Writer[CompletionFields]):
+class _CompletionWriter(Writer[CompletionFields]):
     """Writes texts as OpenAI's choices.
 
     Args:
@@ -112,18 +113,20 @@ class _Writer(Writer[CompletionFields]):
     def part(self, update: Update) -> dict[str, object]:
         """Return what has come of a text, or all of it, with the prompt where that is asked for."""
         fields, index, prompt = self.fields, update.index, update.prompt
-        echoed = self._echoed(update) if update.is_first and fields.echo else []
+        piece, ids = self.service.model.piece, [token.token for token in update.tokens]
+        echoed: list[bytes] = []
+        if update.is_first and fields.echo:
+            n = self._n_added[index // (fields.n or 1)]
+            echoed = [*map(piece, prompt[:n]), *(self.words.entry(t)[0] for t in prompt[n:])]
         echo = b"".join(echoed).decode("utf-8", "replace")
         if update.is_first:
             self._offsets[index] = _Offsets(len(echo))
         found = completion_choice(index, echo + update.text, update.end, None)
         scores = None if update.ended is None else update.ended.prompt_logprobs
         if fields.n_scored is not None:
-            scored: list[tuple[int, Produced | TokenScore | None]] = [
-                (token.token, token) for token in update.tokens
-            ]
-            piece = self.service.model.piece
-            offsets = self._offsets[index].of(piece(token.token) for token in update.tokens)
+            scored: list[tuple[int, Produced | TokenScore | None]]
+            scored = [(token.token, token) for token in update.tokens]
+            offsets = self._offsets[index].of(map(piece, ids))
             if fields.echo and scores is not None:
                 scored = [*zip(prompt, scores, strict=True), *scored]
                 offsets = [*_Offsets().of(echoed), *offsets]
@@ -132,18 +135,10 @@ class _Writer(Writer[CompletionFields]):
                 more=bool(fields.token_details),
             )  # fmt: skip
         if fields.return_token_ids:
-            found["token_ids"] = [token.token for token in update.tokens]
-            if update.is_first:
-                found["prompt_token_ids"] = prompt
+            found |= {"token_ids": ids, **({"prompt_token_ids": prompt} if update.is_first else {})}
         if fields.prompt_logprobs is not None and scores is not None:
             found["prompt_logprobs"] = self.words.prompt_logprobs(scores)
         return found
-
-    def _echoed(self, update: Update) -> list[bytes]:
-        """Return the bytes of a prompt's tokens in the text."""
-        n, ids = self._n_added[update.index // (self.fields.n or 1)], update.prompt
-        own = [self.words.entry(token)[0] for token in ids[n:]]
-        return [*map(self.service.model.piece, ids[:n]), *own]
 
 
 # -- llama-server's own ----------------------------------------------------------------------------
@@ -154,34 +149,30 @@ async def completion(call: Exchange, service: Service) -> None:
     fields = await call.json(CompletionFields)
     prompts = await fields.tokens(service)
     limit = limit_of(fields.n_predict, fields.max_tokens, service.settings.max_tokens)
-    requests = await engine_requests(
-        service, fields, prompts, n=fields.n, max_tokens=limit, top_logprobs=fields.n_probs or None
-    )
-    writer = _NativeWriter(service, fields, limit)
-    await answer(call, service, requests, writer, stream=bool(fields.stream))
+    requests = await engine_requests(service, fields, prompts, limit, fields.n_probs or None)
+    await answer(call, _NativeWriter(service, fields, -1 if limit is None else limit), requests)
 
 
 class _NativeWriter(Writer[CompletionFields]):
-    """Writes texts as llama-server does."""
+    """Writes texts as llama-server does; ``limit`` is that of their tokens."""
 
-    def __init__(self, service: Service, fields: CompletionFields, limit: int | None) -> None:
+    def __init__(self, service: Service, fields: CompletionFields, limit: int) -> None:
         super().__init__(service, fields, "cmpl", "text_completion")
-        self._limit = -1 if limit is None else limit
+        self._limit = limit
 
     def body(self, texts: Sequence[Update]) -> object:
         """Return one text, or all of several."""
-        found = [self._end(text) for text in texts]
-        if self.fields.response_fields:
-            found = [dict(_selected(each, self.fields.response_fields)) for each in found]
+        found, wanted = [self._end(text) for text in texts], self.fields.response_fields
+        if wanted:
+            found = [{path: _inner(each, path) for path in wanted} for each in found]
         return found[0] if len(found) == 1 else found
 
     def events(self, update: Update) -> list[dict[str, object]]:
-        """Return an event for each token, and one for the end."""
-        tokens, rest = update.tokens, update.text
-        found = [self.part(replace(update, text=one.text, tokens=[one])) for one in tokens]
+        """Return what a step has brought, and the end apart."""
+        found = [self.part(update)] if update.tokens else []
         if update.ended is not None:
-            rest = rest.removeprefix("".join(one.text for one in tokens))  # held back until the end
-            found.append(self._end(replace(update, text=rest, tokens=[])))
+            text = "" if update.tokens else update.text
+            found.append(self._end(replace(update, text=text, tokens=[])))
         return found
 
     def last_events(self, texts: Sequence[Update]) -> list[dict[str, object]]:
@@ -203,15 +194,13 @@ class _NativeWriter(Writer[CompletionFields]):
 
     def _end(self, update: Update) -> dict[str, object]:
         result, params = update.result, update.request.sampling
-        found = self.part(update)
-        if not self.fields.return_tokens:
-            found["tokens"] = []
         word = result.stop_reason if isinstance(result.stop_reason, str) else ""
         ended = "limit" if update.end["finish_reason"] == "length" else "word" if word else "eos"
         settings = sampling_of(params or self.service.settings.sampling)
         own = {"seed": result.seed, "n_predict": self._limit, "max_tokens": self._limit}
         return {
-            **found,
+            **self.part(update),
+            **({} if self.fields.return_tokens else {"tokens": []}),
             "stop": True,
             "model": self.service.names[0],
             "tokens_predicted": len(result.tokens),
@@ -227,6 +216,13 @@ class _NativeWriter(Writer[CompletionFields]):
         }
 
 
+def _inner(body: object, path: str) -> object:
+    """Return a field of a body, where ``a/b`` is a field of a field; None if there is none."""
+    for name in path.split("/"):
+        body = body.get(name) if isinstance(body, dict) else None
+    return body
+
+
 def sampling_of(params: SamplingParams) -> dict[str, object]:
     """Return sampling settings by llama-server's names."""
     found = asdict(params)
@@ -236,11 +232,113 @@ def sampling_of(params: SamplingParams) -> dict[str, object]:
     return found
 
 
-def _selected(body: dict[str, object], wanted: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield the fields of ``wanted``, where ``a/b`` is a field of a field."""
-    for path in wanted:
-        value: object = body
-        for name in path.split("/"):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is not None:
-            yield path, value
+# -- conversations ---------------------------------------------------------------------------------
+
+
+class ChatFields(TextFields, kw_only=True):
+    """The body of a request."""
+
+    messages: list[dict[str, object]]
+    tools: list[dict[str, object]] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    max_completion_tokens: Limit | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    def conversation(self, service: Service, tools: Tools) -> Conversation:
+        """Return what the template is given; a last message of the assistant is continued.
+
+        A template that asks for the date gets that of today, unless the request gives one.
+        """
+        template, today = service.model.chat_template or "", date.today()
+        dates = {name: today.strftime(form) for name, form in _DATES.items() if name in template}
+        return conversation(
+            service.model, self.messages, tools, {**dates, **(self.chat_template_kwargs or {})},
+            continues=self.continue_final_message, generates=self.add_generation_prompt,
+            describes=True,
+        )  # fmt: skip
+
+
+async def chat(call: Exchange, service: Service) -> None:
+    """Answer a request."""
+    fields = await call.json(ChatFields)
+    if fields.top_logprobs and not fields.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
+    tools = Tools(fields.tools or (), fields.tool_choice)
+    tokens = await to_thread(lambda: fields.conversation(service, tools).tokens(service.model))
+    limits = fields.max_completion_tokens, fields.max_tokens, fields.n_predict
+    requests = await engine_requests(
+        service, fields, [tokens], limit_of(*limits, service.settings.max_tokens),
+        (fields.top_logprobs or 0) if fields.logprobs else None,
+        schema=tools.schema() if tools.forced else None,
+    )  # fmt: skip
+    await answer(call, _ChatWriter(service, fields, tools), requests)
+
+
+async def input_tokens(call: Exchange, service: Service) -> None:
+    """Count the tokens of a conversation, and write it as a prompt (``/apply-template``)."""
+    fields = await call.json(ChatFields)
+    tools = Tools(fields.tools or (), fields.tool_choice)
+
+    def written() -> tuple[list[int], str]:
+        found = fields.conversation(service, tools)
+        return found.tokens(service.model), found.text(service.model)
+
+    tokens, text = await to_thread(written)
+    await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})
+
+
+class _ChatWriter(Writer[ChatFields]):
+    """Writes texts as OpenAI's messages."""
+
+    def __init__(self, service: Service, fields: ChatFields, tools: Tools) -> None:
+        kind = "chat.completion.chunk" if fields.stream else "chat.completion"
+        super().__init__(service, fields, "chatcmpl", kind)
+        self._tools = tools
+        self._parsers: dict[int, CallParser] = {}
+
+    def body(self, texts: Sequence[Update]) -> object:
+        """Return all messages."""
+        if self.fields.verbose:
+            self.head["__verbose"] = {"prompt": self.words.joined(texts[0].prompt)}
+        return super().body(texts)
+
+    def part(self, update: Update) -> dict[str, object]:
+        """Return a whole message."""
+        scored, end = self._scored(update), update.end
+        choice = chat_choice(update.index, update.text, self._tools, end, scored)
+        return choice | self._ids(update, prompt_token_ids=update.prompt)
+
+    def parts(self, update: Update) -> list[dict[str, object]]:
+        """Return changes: the role first, then content or calls, then the reason of the end."""
+        parser = self._parsers.setdefault(update.index, CallParser(self._tools))
+        content, calls = parser.feed(update.text, last=update.ended is not None)
+        scored = self._scored(update) if update.tokens else None
+        deltas: list[dict[str, object]] = [{"tool_calls": [call]} for call in calls]
+        if content or (scored is not None and not calls):
+            deltas.insert(0, {"content": content})
+        common: dict[str, object] = {"index": update.index, "logprobs": None}
+        chunks = [{**common, "delta": delta, "finish_reason": None} for delta in deltas]
+        if chunks:
+            chunks[0] |= self._ids(update)
+            chunks[0]["logprobs"] = None if scored is None else {"content": scored}
+        if update.is_first:
+            first = {"role": "assistant", "content": None}
+            chunks.insert(0, {**common, "delta": first, "finish_reason": None})
+        if update.ended is not None:
+            end = called(update.end) if parser.n_calls else update.end
+            chunks.append({**common, "delta": {}, **end})
+        return chunks
+
+    def _ids(self, update: Update, **more: object) -> dict[str, object]:
+        ids = [token.token for token in update.tokens]
+        return {"token_ids": ids, **more} if self.fields.return_token_ids else {}
+
+    def _scored(self, update: Update) -> list[dict[str, object]] | None:
+        if not self.fields.logprobs:
+            return None
+        return self.words.chat_logprobs(update.tokens, more=bool(self.fields.token_details))

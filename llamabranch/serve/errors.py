@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import (
-    CacheFullError,
-    CapacityError,
-    ClosedError,
-    ConfigError,
-    DecodeInterruptedError,
-    GrammarError,
-    LlamaBranchError,
-    QueueFullError,
-    TokenizeError,
-    UnsupportedError,
-)
+from .. import errors
 
 __all__ = ["TOO_LONG", "HttpError", "http_error"]
 
@@ -23,6 +12,7 @@ _TYPES = {
     409: "conflict_error", 429: "rate_limit_error", 500: "server_error",
     501: "not_supported_error", 503: "unavailable_error", 504: "timeout_error",
 }  # fmt: skip
+_BAD = errors.ConfigError, errors.GrammarError, errors.TokenizeError, errors.UnsupportedError
 
 
 class HttpError(Exception):
@@ -53,31 +43,28 @@ class HttpError(Exception):
         self.headers = [(b"retry-after", b"1")] if status in (429, 503) else []
 
 
-def http_error(
-    error: BaseException, fields: object = None, *, param: str | None = None
-) -> HttpError:
+def http_error(error: BaseException, *, param: str | None = None) -> HttpError:
     """Return what is reported to a client about an exception; only what the library raises is described.
 
     Args:
         error: the exception.
-        fields: those of the request: one with whose name the message begins is the wrong one.
-        param: the wrong field, where it is known.
+        param: the wrong field, where it is known; "NAME must be ..." names it too.
     """
     if isinstance(error, HttpError):
         return error
-    if not isinstance(error, LlamaBranchError):
+    if not isinstance(error, errors.LlamaBranchError):
         return HttpError(500, f"internal error: {type(error).__name__}")
     message = error.message if error.hint is None else f"{error.message} ({error.hint})"
     match error:
-        case QueueFullError():
+        case errors.QueueFullError():
             return HttpError(429, f"{error.message}; try again later")
-        case ClosedError() | DecodeInterruptedError():
+        case errors.ClosedError() | errors.DecodeInterruptedError():
             return HttpError(503, "the server is shutting down")
-        case CacheFullError():
+        case errors.CacheFullError():
             return HttpError(400, message, kind=TOO_LONG)
-        case CapacityError():
+        case errors.CapacityError():
             return HttpError(503, message)
-        case ConfigError() | GrammarError() | TokenizeError() | UnsupportedError():
-            name = message.partition(" ")[0]
-            return HttpError(400, message, param=name if hasattr(fields, name) else param)
+        case error if isinstance(error, _BAD):
+            name, _, rest = message.partition(" ")
+            return HttpError(400, message, param=name if rest.startswith("must be") else param)
     return HttpError(500, message)

@@ -1,14 +1,13 @@
 """One HTTP request and its answer, over ASGI: the body, JSON, server-sent events, and the time limits.
 
-A task watches for the client to disconnect from the moment the body is read, for streams and for other
-answers; then the request's task is cancelled, and the engine frees its sequences at the next step.
+A task watches for the client to disconnect from the moment the body is read; then the request's task is
+cancelled, and the engine frees its sequences at the next step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Coroutine, Iterable
 from time import perf_counter
 from typing import TypeVar
@@ -44,7 +43,7 @@ class Exchange:
 
     Attributes:
         status: of the answer; 0 before there is one.
-        note: what the line of the log tells about it.
+        ended_by: why it was cancelled: "timeout", "disconnected" or "slow reader"; else empty.
         start: when it came, as of `time.perf_counter`.
     """
 
@@ -53,19 +52,17 @@ class Exchange:
     ) -> None:
         self.scope = scope
         self.status = 0
-        self.note = ""
-        self._receive = receive
-        self._send = send
+        self.ended_by = ""
+        self.start = perf_counter()
+        self._receive, self._send = receive, send
         self._settings = settings
         self._headers = list(headers)
-        self.start = perf_counter()
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._reason = ""  # why the task was cancelled by this class
-        self._is_stream = self._has_ended = False
-        self._fields: object = None  # of the body
+        self._is_open = False  # a stream that goes on
+        self._has_failed = False
 
     @property
     def query(self) -> dict[str, str]:
@@ -78,17 +75,16 @@ class Exchange:
         """Run what answers the request; its errors become the answer."""
         limit = self._settings.request_timeout_s
         if limit:
-            self._timer = self._loop.call_later(limit, self._give_up, "timeout")
+            self._timer = self._loop.call_later(limit, self._cancel, "timeout")
         try:
             await work
         except asyncio.CancelledError:
-            if not self._reason:
+            if not self.ended_by:
                 raise
-            if self._reason == "timeout":
+            if self.ended_by == "timeout":
                 await self._fail(HttpError(504, f"the request took more than {limit:g} s"))
-            self.note = self._reason
         except Exception as error:
-            found = http_error(error, self._fields)
+            found = http_error(error)
             if found.status == 500:
                 _log.error("%s %s failed", self.scope["method"], self.scope["path"], exc_info=error)
             await self._fail(found)
@@ -102,20 +98,20 @@ class Exchange:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _give_up(self, reason: str) -> None:
-        if not self._reason and self._task is not None:
-            self._reason = reason
+    def _cancel(self, reason: str) -> None:
+        if not self.ended_by and not self._has_failed and self._task is not None:
+            self.ended_by = reason
             self._task.cancel()
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._give_up("disconnected")
+        self._cancel("disconnected")
 
     async def _fail(self, error: HttpError) -> None:
         """Answer with an error; in a stream as its last event."""
-        self._reason = self._reason or "failed"  # a disconnect is no news any more
-        if self._is_stream and not self._has_ended:
+        self._has_failed = True  # a disconnect is no news any more
+        if self._is_open:
             await self.event([error.body])
             await self._close()
         elif not self.status:
@@ -149,19 +145,12 @@ class Exchange:
         """
         body = await self.body()
         try:
-            fields = msgspec.json.decode(body, type=kind)
+            return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
-            message, _, path = str(error).partition(" - at `")
-            missing = re.search("missing required field `(.*)`", message)
-            within = path.rstrip("`").replace("[...]", "").removeprefix("$").removeprefix(".")
-            names = [within, missing and missing[1]]
-            param = ".".join(filter(None, names)) or None
-            whole = f"{path and param}: {message}" if path else message
-            raise HttpError(400, whole, param=param) from None
+            param = str(error).partition(" - at `$.")[2].rstrip("`") or None
+            raise HttpError(400, str(error), param=param) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise HttpError(400, f"the body is no JSON: {error}") from None
-        self._fields = fields
-        return fields
 
     # -- the answer ------------------------------------------------------------------------------------
 
@@ -170,7 +159,6 @@ class Exchange:
     ) -> None:
         """Send an answer: bytes as they are, anything else as JSON."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        self._has_ended = True
         length = str(len(data)).encode()
         await self._begin(status, [(b"content-type", kind), (b"content-length", length), *headers])
         await self._send({"type": "http.response.body", "body": data})
@@ -194,15 +182,15 @@ class Exchange:
     async def write(self, data: bytes) -> None:
         """Send a part of a stream; a client that does not take it in time is disconnected."""
         if not self.status:
-            self._is_stream = True
+            self._is_open = True
             await self._begin(200, _STREAM_HEADERS)
         limit = self._settings.send_timeout_s
-        timer = self._loop.call_later(limit, self._give_up, "slow reader")
+        timer = self._loop.call_later(limit, self._cancel, "slow reader")
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
         finally:
             timer.cancel()
 
     async def _close(self) -> None:
-        self._has_ended = True
+        self._is_open = False
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -13,7 +13,7 @@ import re
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
 
 from msgspec import Meta, Struct, defstruct
 
@@ -139,7 +139,7 @@ class JsonSchema(Struct, kw_only=True):
 class ResponseFormat(Struct, kw_only=True):
     """OpenAI's, and llama-server's with ``schema`` beside the type."""
 
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema: dict[str, object] | None = None
 
@@ -150,10 +150,9 @@ class ResponseFormat(Struct, kw_only=True):
         if self.type == "json_object":
             return {"type": "object"} if self.schema is None else self.schema
         schema = self.schema if self.json_schema is None else self.json_schema.schema
-        if self.type == "json_schema" and schema is not None:
-            return schema
-        message = f"response_format of type {self.type[:40]!r} is unknown, or lacks its schema"
-        raise HttpError(400, message, param="response_format")
+        if schema is None:
+            raise HttpError(400, "response_format lacks its schema", param="response_format")
+        return schema
 
 
 class StructuredOutputs(Struct, kw_only=True):
@@ -209,7 +208,7 @@ class TextFields(SamplingFields, kw_only=True):
         """
         outputs, form = self.structured_outputs or StructuredOutputs(), self.response_format
         asked: list[tuple[str, str, object]] = [
-            ("response_format", "json_schema", None if form is None else form.asked()),
+            ("response_format", "json_schema", form and form.asked()),
             ("json_schema", "json_schema", self.json_schema),
             ("grammar", "gbnf", self.grammar or None),
             ("structured_outputs", "json_schema", outputs.json),
@@ -217,9 +216,8 @@ class TextFields(SamplingFields, kw_only=True):
             ("structured_outputs", "choice", outputs.choice),
             ("structured_outputs", "gbnf", outputs.grammar),
         ]
-        if schema is not None:
-            asked = [("tools", "json_schema", schema)]
         given = [each for each in asked if each[2] is not None]
+        given = given if schema is None else [("tools", "json_schema", schema)]
         if len(given) > 1:
             message = "give one of response_format, json_schema, grammar and structured_outputs"
             raise HttpError(400, message, param="grammar")
@@ -248,10 +246,9 @@ async def engine_requests(
     service: Service,
     fields: TextFields,
     prompts: Sequence[Sequence[int]],
-    *,
-    n: int | None,
     max_tokens: int | None,
     top_logprobs: int | None,
+    *,
     prompt_logprobs: int | None = None,
     schema: Mapping[str, object] | None = None,
 ) -> list[Request]:
@@ -259,14 +256,13 @@ async def engine_requests(
 
     Args:
         service, fields, prompts: the model, the request, its prompts.
-        n: texts of each prompt; None = 1.
         max_tokens, top_logprobs, prompt_logprobs: as for ``Request``; None = no limit.
         schema: a JSON schema in place of what the fields ask for.
 
     Raises:
         HttpError, LlamaBranchError: something is invalid, or too much.
     """
-    n, most = n or 1, service.settings.max_choices
+    n, most = fields.n or 1, service.settings.max_choices
     if len(prompts) * n > most:
         message = f"{len(prompts)} prompts with {n} texts each; 1 to {most} are allowed"
         raise HttpError(400, message, param="n")

@@ -52,15 +52,7 @@ class Update:
     @property
     def result(self) -> Result:
         """How it ended, and all of it."""
-        if self.ended is None:
-            raise HttpError(500, "internal error: a text without an end")
-        return self.ended
-
-    @property
-    def whole(self) -> Update:
-        """All of it, once it has ended."""
-        result = self.result
-        return Update(self.index, self.request, True, result.text, list(result.emitted), result)
+        return cast(Result, self.ended)
 
     @property
     def end(self) -> End:
@@ -112,14 +104,7 @@ class Writer(ABC, Generic[F]):
         return [event] if options is not None and options.include_usage else []
 
 
-async def answer(
-    call: Exchange,
-    service: Service,
-    requests: Sequence[Request],
-    writer: Writer[F],
-    *,
-    stream: bool,
-) -> None:
+async def answer(call: Exchange, writer: Writer[F], requests: Sequence[Request]) -> None:
     """Generate the texts of requests and send them, as they come or in one piece.
 
     A stream begins with its first text: what is refused before is an answer with a status of its own.
@@ -127,14 +112,14 @@ async def answer(
     Raises:
         HttpError, LlamaBranchError: a request is refused, or a text failed.
     """
-    if not stream:
-        await call.reply(writer.body(await all_texts(service, requests)))
-        return
 
     async def send(updates: Iterable[Update]) -> None:
         await call.event([event for update in updates for event in writer.events(update)])
 
-    await call.event(writer.last_events(await all_texts(service, requests, send)))
+    if not writer.fields.stream:
+        await call.reply(writer.body(await all_texts(writer.service, requests)))
+        return
+    await call.event(writer.last_events(await all_texts(writer.service, requests, send)))
     await call.end_stream()
 
 
@@ -153,8 +138,10 @@ async def all_texts(
         async for changed in steps:
             for update in changed:
                 if update.ended is not None:
-                    ended[update.index] = update.whole
-                    _check(update.ended)
+                    result, at = update.ended, update.index
+                    tokens = [*result.emitted]
+                    ended[at] = Update(at, update.request, True, result.text, tokens, result)
+                    _check(result)
             if send is not None:
                 await send(changed)
     return [ended[index] for index in sorted(ended)]
@@ -192,8 +179,7 @@ async def updates(
                             update.tokens.append(one)
                     if event.result is not None:
                         n_left -= 1
-                        service.n_texts -= 1
-                        service.counters.add(event.result)
+                        service.count(event.result)
                         update.ended = event.result
                 yield [*changed.values()]
     finally:

@@ -8,7 +8,7 @@ deleted after a while.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
@@ -57,6 +57,13 @@ class Node:
         """How many of its last tokens were generated."""
         return max(0, min(self.position - self.n_read, self.position - 1))
 
+    def use(self) -> None:
+        """Note that it is used, and so those that it begins with."""
+        node: Node | None = self
+        while node is not None:
+            node.used = monotonic()
+            node = node.parent
+
     def subtree(self) -> list[Node]:
         """Return it and all nodes below, parents first."""
         found = [self]
@@ -74,26 +81,17 @@ class Branches:
     """
 
     def __init__(self, most: int, ttl_s: float) -> None:
-        self._most = most
-        self._ttl_s = ttl_s
+        self._most, self._ttl_s = most, ttl_s
         self._nodes: dict[str, Node] = {}
         self._n_promised = 0
-
-    def __len__(self) -> int:
-        return len(self._nodes)
 
     def __getitem__(self, name: str) -> Node:
         node = self._nodes.get(name)
         if node is None:
             text = f"there is no branch {name[:100]!r}: it was deleted, or {self._ttl_s:g} s without use"
             raise HttpError(404, text, param="id")
-        self._touch(node)
+        node.use()
         return node
-
-    def _touch(self, node: Node | None) -> None:
-        while node is not None:
-            node.used = monotonic()
-            node = node.parent
 
     def all(self) -> list[Node]:
         """Return all nodes, oldest first."""
@@ -103,8 +101,8 @@ class Branches:
         return list(self._nodes.values())
 
     @contextmanager
-    def room_for(self, n: int) -> Iterator[Callable[[Node], None]]:
-        """Yield what keeps a new node; ``n`` may be kept before the end of the block.
+    def room_for(self, n: int) -> Iterator[None]:
+        """Within the block, ``n`` nodes may be added.
 
         Raises:
             HttpError: there are too many, those being made included.
@@ -119,19 +117,11 @@ class Branches:
                 429, message, kind="branch_quota_exceeded", branches=there, max_branches=self._most,
                 ttl_s=self._ttl_s,
             )  # fmt: skip
-        left = n
-
-        def add(node: Node) -> None:
-            nonlocal left
-            left -= 1
-            self._n_promised -= 1
-            self.add(node)
-
         self._n_promised += n
         try:
-            yield add
+            yield
         finally:
-            self._n_promised -= left
+            self._n_promised -= n
 
     def add(self, node: Node) -> None:
         """Keep a new node; one whose parent was deleted meanwhile becomes a root."""
@@ -140,7 +130,7 @@ class Branches:
         self._nodes[node.id] = node
         if node.parent is not None:
             node.parent.children.append(node)
-        self._touch(node)
+        node.use()
 
     def delete(self, node: Node, *, subtree: bool) -> int:
         """Delete a node, with all below if asked for, else only if there is none; return how many."""

@@ -24,20 +24,13 @@ __all__ = ["Server"]
 _POLL_S = 0.05
 _MOST_BYTES = 128 << 10  # of headers
 _SEND_BYTES = 128 << 10
-_IDLE_S, _CHECK_S = 75.0, 1.0
+_IDLE_S = 75  # of a connection between two requests
 
 
 class Server:
     """Serves a model until ``stop`` is called.
 
-    Args:
-        open_engine: loads the model and returns its engine; called in a thread of its own.
-        settings: where to listen, and the limits.
-        ready: called with the URL and the name of the model, once that is loaded.
-        log: gets lines for people.
-
-    Raises:
-        ConfigError: the address cannot be used.
+    Args and errors are those of `serve`; ``open_engine`` is called in a thread of its own.
 
     Attributes:
         service: once the model is loaded.
@@ -56,9 +49,7 @@ class Server:
     ) -> None:
         self.settings = settings
         self.service: Service | None = None
-        self._open_engine = open_engine
-        self._ready = ready
-        self._log = log
+        self._open_engine, self._ready, self._log = open_engine, ready, log
         self._n_stops = 0
         host = settings.host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -112,7 +103,7 @@ class Server:
         config = uvicorn.Config(
             app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
             access_log=False, log_level="critical", server_header=False, proxy_headers=False,
-            timeout_keep_alive=int(_IDLE_S), timeout_graceful_shutdown=1,
+            timeout_keep_alive=_IDLE_S, timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # `_signals`
@@ -148,26 +139,9 @@ class Server:
 
 
 class _Protocol(HttpToolsProtocol):
-    """Connections on which whatever is no body has a limit in size, and silence one in time.
-
-    Headers count, chunk extensions and trailers. uvicorn's own limit of time ends with any byte; here the
-    headers of a request must have come in time after the connection, or after the last answer.
-    """
+    """Connections on which whatever is no body has a limit: headers, chunk extensions and trailers."""
 
     _n_bytes = 0  # since headers were complete, or the body went on
-    _idle_since = 0.0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._idle_since = self.loop.time()
-        self._check()
-
-    def _check(self) -> None:
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if not is_answering and self.loop.time() - self._idle_since > _IDLE_S:
-            self.transport.close()
-        elif not self.transport.is_closing():
-            self.loop.call_later(_CHECK_S, self._check)
 
     def data_received(self, data: bytes) -> None:
         self._n_bytes += len(data)
@@ -182,7 +156,3 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._n_bytes = 0
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._idle_since = self.loop.time()

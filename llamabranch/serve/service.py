@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from asyncio import to_thread
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +17,7 @@ from .errors import TOO_LONG, HttpError
 from .nodes import Branches
 from .settings import ServeSettings
 
-__all__ = ["Counters", "Service", "seconds"]
+__all__ = ["Service", "seconds"]
 
 _LONG_TEXT = 4096  # characters: tokenizing more would hold up the event loop
 
@@ -30,26 +28,6 @@ def seconds(result: Result) -> tuple[float, float]:
     if first is None or last is None:
         return 0.0, 0.0
     return first - (result.queued_s or 0.0), last - first
-
-
-@dataclass
-class Counters:
-    """Totals over all texts: what the engine's own do not tell."""
-
-    texts: int = 0
-    cancelled: int = 0  # requests whose client went away
-    longest: int = 0  # tokens of a text, prompt included
-    prompt_s: float = 0.0
-    predicted_s: float = 0.0
-    requests: Counter[int] = field(default_factory=Counter)  # by status
-
-    def add(self, result: Result) -> None:
-        """Count a text that has ended."""
-        prompt_s, predicted_s = seconds(result)
-        self.texts += 1
-        self.longest = max(self.longest, result.num_prompt_tokens + len(result.tokens))
-        self.prompt_s += prompt_s
-        self.predicted_s += predicted_s
 
 
 class Service:
@@ -64,6 +42,8 @@ class Service:
         n_texts: texts that are unfinished.
         n_ctx: the most tokens of a text, prompt included.
         is_exact: whether a text does not depend on what else is computed, to the bit.
+        longest: the tokens of the longest text so far, prompt included.
+        prompt_s, predicted_s: seconds that prompts and texts took, summed over all texts.
     """
 
     def __init__(self, engine: AsyncEngine, settings: ServeSettings) -> None:
@@ -74,15 +54,23 @@ class Service:
         self.n_ctx = self.ctx.n_ctx_seq
         self.is_exact = self.ctx.capabilities.batch_invariant
         self.vocabulary = Vocabulary(partial(named_piece, self.model))
-        self.counters = Counters()
         self.created = int(time())
         self.is_draining = False
-        self.n_texts = 0
+        self.n_texts = self.longest = 0
+        self.prompt_s = self.predicted_s = 0.0
         self.branches = Branches(settings.max_branches, settings.branch_ttl_s)
         given = settings.alias or Path(self.model.path).stem
         self.names = sorted({name.strip() for name in given.split(",") if name.strip()})
         short = hashlib.sha256(self.model.fingerprint.encode()).hexdigest()[:8]
         self.fingerprint = f"b{version('llamabranch')}-{short}"
+
+    def count(self, result: Result) -> None:
+        """Count a text that has ended."""
+        prompt_s, predicted_s = seconds(result)
+        self.n_texts -= 1
+        self.longest = max(self.longest, result.num_prompt_tokens + len(result.tokens))
+        self.prompt_s += prompt_s
+        self.predicted_s += predicted_s
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
         """Return the fields with which answers begin."""
@@ -103,13 +91,10 @@ class Service:
         self, text: str, *, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:
         """Return the tokens of a text, without BOS where ``add_special`` is False."""
-
-        def tokens() -> list[int]:
-            if add_special:
-                return self.model.prompt_tokens(text, parse_special=parse_special)
-            return self.model.tokenize(text, add_special=False, parse_special=parse_special)
-
-        return tokens() if len(text) < _LONG_TEXT else await to_thread(tokens)
+        model = self.model
+        plain = partial(model.tokenize, add_special=False)
+        tokens = partial(model.prompt_tokens if add_special else plain, parse_special=parse_special)
+        return tokens(text) if len(text) < _LONG_TEXT else await to_thread(tokens, text)
 
     def check_room(
         self, prompt: Sequence[int], max_tokens: int | None, param: str | None = None

@@ -66,13 +66,11 @@ class ServeSettings:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("port", 0), ("parallel", 1), ("max_queue", 0), ("max_body", 1), ("max_choices", 1),
-            ("max_branches", 0),
+        for name, least, most in (
+            ("port", 0, 65_535), ("parallel", 1, None), ("max_queue", 0, None), ("max_body", 1, None),
+            ("max_choices", 1, None), ("max_branches", 0, None),
         ):  # fmt: skip
-            whole(name, getattr(self, name), least)
-        if self.port > 65_535:
-            raise ConfigError(f"port must be at most 65535, not {self.port}")
+            whole(name, getattr(self, name), least, most)
         for name in ("request_timeout_s", "send_timeout_s", "shutdown_timeout_s", "branch_ttl_s"):
             value = getattr(self, name)
             if not value >= 0:

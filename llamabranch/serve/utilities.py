@@ -23,7 +23,6 @@ class TokenizeFields(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     parse_special: bool = True
     with_pieces: bool = False
-    return_token_strs: bool = False
 
 
 class DetokenizeFields(Struct, kw_only=True):
@@ -96,8 +95,6 @@ async def tokenize(call: Exchange, service: Service) -> None:
     found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.n_ctx}
     if fields.with_pieces:
         found["tokens"] = [{"id": t, "piece": _piece(words.entry(t)[0])} for t in tokens]
-    if fields.return_token_strs:
-        found["token_strs"] = [words.name(token) for token in tokens]
     await call.reply(found)
 
 
@@ -120,54 +117,42 @@ async def tokenizer_info(call: Exchange, service: Service) -> None:
     """Tell the special tokens, as lm-evaluation-harness asks for them."""
     model, words = service.model, service.vocabulary
     await call.reply({
-        "tokenizer_class": model.vocab_type, "n_vocab": model.n_vocab,
-        "model_max_length": service.n_ctx, "chat_template": model.chat_template,
-        "bos_token": words.name(model.bos), "bos_token_id": model.bos,
-        "eos_token": words.name(model.eos), "eos_token_id": model.eos,
-        "eog_token_ids": sorted(model.eog_tokens),
+        "tokenizer_class": model.vocab_type, "chat_template": model.chat_template,
+        "bos_token": words.name(model.bos), "eos_token": words.name(model.eos),
     })  # fmt: skip
 
 
 async def metrics(call: Exchange, service: Service) -> None:
-    """Write the totals in Prometheus' format, by llama-server's names and our own."""
+    """Write llama-server's totals in Prometheus' format."""
     if not service.settings.metrics:
         raise HttpError(501, "the server was started with --limit metrics=false")
-    c, stats, n_texts = service.counters, service.engine.stats, service.n_texts
+    stats, n_running = service.engine.stats, service.n_texts
     n_parallel, n_decodes = service.settings.parallel, stats.target_forward_passes
     n_prompt, n_predicted, spec = stats.prompt_tokens, stats.generated_tokens, stats.speculative
-    n_cached = stats.cached_prompt_tokens + stats.shared_prompt_tokens
     values: dict[str, float] = {
-        "llamacpp:prompt_tokens_total": n_prompt,
-        "llamacpp:prompt_tokens_cached_total": n_cached,
-        "llamacpp:prompt_seconds_total": c.prompt_s,
-        "llamacpp:tokens_predicted_total": n_predicted,
-        "llamacpp:tokens_predicted_seconds_total": c.predicted_s,
-        "llamacpp:n_decode_total": n_decodes,
-        "llamacpp:n_tokens_max": c.longest,
-        "llamacpp:spec_decode_num_drafts_total": spec.num_drafts,
-        "llamacpp:spec_decode_num_draft_tokens_total": spec.num_draft_tokens,
-        "llamacpp:spec_decode_num_accepted_tokens_total": spec.num_accepted_tokens,
-        "llamabranch:texts_total": c.texts,
-        "llamabranch:cancelled_total": c.cancelled,
-        "llamabranch:shared_prompt_tokens_total": stats.shared_prompt_tokens,
-        "llamabranch:preemptions_total": stats.preemptions,
-        "llamacpp:prompt_tokens_seconds": _rate(n_prompt, c.prompt_s),
-        "llamacpp:predicted_tokens_seconds": _rate(n_predicted, c.predicted_s),
-        "llamacpp:requests_processing": min(n_texts, n_parallel),
-        "llamacpp:requests_deferred": max(0, n_texts - n_parallel),
-        "llamacpp:n_busy_slots_per_decode": _rate(n_predicted, n_decodes),
-        "llamabranch:branches": len(service.branches),
+        "prompt_tokens_total": n_prompt,
+        "prompt_tokens_cached_total": stats.cached_prompt_tokens + stats.shared_prompt_tokens,
+        "prompt_seconds_total": service.prompt_s,
+        "tokens_predicted_total": n_predicted,
+        "tokens_predicted_seconds_total": service.predicted_s,
+        "n_decode_total": n_decodes,
+        "n_tokens_max": service.longest,
+        "spec_decode_num_drafts_total": spec.num_drafts,
+        "spec_decode_num_draft_tokens_total": spec.num_draft_tokens,
+        "spec_decode_num_accepted_tokens_total": spec.num_accepted_tokens,
+        "prompt_tokens_seconds": _rate(n_prompt, service.prompt_s),
+        "predicted_tokens_seconds": _rate(n_predicted, service.predicted_s),
+        "requests_processing": min(n_running, n_parallel),
+        "requests_deferred": max(0, n_running - n_parallel),
+        "n_busy_slots_per_decode": _rate(n_predicted, n_decodes),
     }
-    lines = []
+    text = ""
     for name, value in values.items():
         kind = "counter" if name.endswith(("_total", "_max")) else "gauge"
-        lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
-    own = "llamabranch:requests_total"
-    lines.append(f"# TYPE {own} counter")
-    lines += [f'{own}{{status="{status}"}} {n}' for status, n in sorted(c.requests.items())]
-    body = "\n".join([*lines, ""]).encode()
+        text += f"# HELP llamacpp:{name} llama-server's {name}\n"
+        text += f"# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {value}\n"
     started = [(b"process-start-time-unix", str(service.created).encode())]
-    await call.reply(body, headers=started, kind=b"text/plain; version=0.0.4")
+    await call.reply(text.encode(), headers=started, kind=b"text/plain; version=0.0.4")
 
 
 def _rate(n: float, of: float) -> float:

@@ -84,6 +84,17 @@ def ctx(model: lb.Model) -> Iterator[Context]:
         context.audit()
 
 
+@contextmanager
+def talking(
+    model: lb.Model, n_ctx: int = 2048, n_seq_max: int = 8, drafter: Any = "auto", **settings: Any
+) -> Iterator[Chat]:
+    """Open a chat on a context of its own, which is audited at the end."""
+    options = lb.ContextParams(n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True)
+    with Context(model, options) as context, Chat(context, drafter, **settings) as chat:
+        yield chat
+        context.audit()
+
+
 def ten_turns(chat: Chat) -> list[lb.chat.Answer]:
     """Hold a conversation of ten turns, one of them retried and one edited; return its answers."""
     answers = [chat.send(f"Tell me of the {who}.").finish() for who in ("king", "queen", "fox")]
@@ -224,25 +235,6 @@ def test_text_of_an_answer_that_nobody_iterates_over_is_all_of_it(ctx: Context) 
         assert len(answer.tokens) == 1
 
 
-def test_a_template_that_refuses_a_message_without_an_answer_says_what_helps(
-    target: lb.Model,
-) -> None:
-    strict = (
-        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
-    )
-    with (
-        lb.Model(target.path, chat_template=strict) as model,
-        Context(model, n_ctx=256, n_threads=1) as context,
-        Chat(context, seed=1, max_tokens=3) as chat,
-    ):
-        chat.send("One day")
-        with pytest.raises(lb.ConfigError, match="must alternate") as refused:
-            chat.send("And then?")
-        assert "undo()" in (refused.value.hint or "")
-        assert chat.retry().text and chat.send("And then?").text
-
-
 def test_settings_are_changed_for_the_next_answer(ctx: Context) -> None:
     with Chat(ctx, seed=1, max_tokens=6) as chat:
         chat.send("One day").finish()
@@ -286,14 +278,11 @@ def test_model_without_a_template_is_refused_with_what_helps(target: lb.Model) -
 def test_conversation_beyond_the_context_loses_whole_turns_and_keeps_the_system_message(
     model: lb.Model, other_ctx: Context
 ) -> None:
-    with (
-        Context(model, n_ctx=256, n_seq_max=8, n_threads=1, batch_invariant=True) as context,
-        Chat(context, seed=2, max_tokens=24, system="Be kind.") as chat,
-    ):
+    with talking(model, 256, seed=2, max_tokens=24, system="Be kind.") as chat:
         cuts = []
         for day in range(12):
             answer = chat.send(f"What did the king do on day {day}?").finish()
-            seen = context.model.detokenize(answer.prompt, special=True)
+            seen = model.detokenize(answer.prompt, special=True)
             cuts.append(chat.n_cut)
             assert "Be kind." in seen
             assert [f"on day {n}?" in seen for n in range(day + 1)] == [
@@ -304,20 +293,21 @@ def test_conversation_beyond_the_context_loses_whole_turns_and_keeps_the_system_
         assert cuts == sorted(cuts)
         assert 3 < cuts[-1] < 12
         assert len(chat.exchanges) == 12
-        assert chat.stats.num_cut_exchanges == cuts[-1]
-        context.audit()
+        n_cut = cuts[-1]
+        for _ in range(2):  # a retry leaves out nothing anew
+            assert chat.stats.num_cut_exchanges == chat.n_cut == n_cut
+            chat.retry().finish()
+        chat.send("And then?").close()  # taken back, as it has no token
+        assert chat.stats.num_cut_exchanges == chat.n_cut == n_cut
 
 
 def test_what_is_taken_back_or_edited_sees_what_was_seen_there(model: lb.Model) -> None:
     bias = dict.fromkeys(model.eog_tokens, -1e30)
-    with (
-        Context(model, n_ctx=256, n_seq_max=8, n_threads=1) as context,
-        Chat(context, None, seed=2, max_tokens=24, logit_bias=bias) as chat,
-    ):
+    with talking(model, 256, 8, None, seed=2, max_tokens=24, logit_bias=bias) as chat:
         answers = [chat.send(f"What did they do on day {day}?").finish() for day in range(7)]
         cuts = [answer.exchange.n_cut for answer in answers]
         assert cuts[3] < 3 < cuts[-1] == chat.n_cut
-        with counting(context) as counts:
+        with counting(chat.ctx) as counts:
             again = chat.retry()
         assert (again.prompt, counts) == (answers[-1].prompt, [])
         again.close()
@@ -331,13 +321,12 @@ def test_what_is_taken_back_or_edited_sees_what_was_seen_there(model: lb.Model) 
 
 
 def test_answer_ends_where_the_context_does(model: lb.Model) -> None:
-    with Context(model, n_ctx=256, n_seq_max=4, n_threads=1) as context:
-        with Chat(context, seed=2, logit_bias=dict.fromkeys(model.eog_tokens, -1e30)) as chat:
-            for _ in range(3):  # others give way to each
-                answer = (chat.retry() if chat.exchanges else chat.send("One day")).finish()
-                assert answer.finish_reason == "capacity"
-                assert len(answer.prompt) + len(answer.tokens) in (256, 257)
-        context.audit()
+    bias = dict.fromkeys(model.eog_tokens, -1e30)
+    with talking(model, 256, 4, seed=2, logit_bias=bias) as chat:
+        for _ in range(3):  # others give way to each
+            answer = (chat.retry() if chat.exchanges else chat.send("One day")).finish()
+            assert answer.finish_reason == "capacity"
+            assert len(answer.prompt) + len(answer.tokens) in (256, 257)
 
 
 @pytest.mark.parametrize("n_seq_max", [32, 1, 2, 3])
@@ -345,15 +334,10 @@ def test_few_sequences_cost_evaluations_and_no_text(
     model: lb.Model, other_ctx: Context, n_seq_max: int
 ) -> None:
     """Answers are those of branches made by hand."""
-    options = lb.ContextParams(n_ctx=1024, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True)
     params = lb.SamplingParams(repeat_penalty=1.1, dry_multiplier=0.5, temperature=0.9)
-    with (
-        Context(model, options) as context,
-        Chat(context, sampling=params, seed=5, max_tokens=8) as chat,
-    ):
+    with talking(model, 1024, n_seq_max, sampling=params, seed=5, max_tokens=8) as chat:
         for answer in ten_turns(chat):
             assert by_hand(other_ctx, answer, chat) == answer.tokens
-        context.audit()
 
 
 @pytest.mark.parametrize("memory", ["llama", "mamba"])
@@ -386,8 +370,8 @@ def test_branch_of_an_answer_is_never_that_of_another_turn(memory: str, tmp_path
 def test_others_get_sequences_that_a_chat_keeps_turns_in(
     model: lb.Model, other_ctx: Context
 ) -> None:
-    options = lb.ContextParams(n_ctx=2048, n_seq_max=8, n_threads=1, batch_invariant=True)
-    with Context(model, options) as context, Chat(context, seed=1, max_tokens=5) as chat:
+    with talking(model, seed=1, max_tokens=5) as chat:
+        context = chat.ctx
         for i in range(6):
             chat.send(f"hi {i}").finish()
         n_used = context.n_seq_max - context.n_seq_free
@@ -405,7 +389,6 @@ def test_others_get_sequences_that_a_chat_keeps_turns_in(
         assert by_hand(other_ctx, running.finish(), chat) == running.tokens
         for branch in branches:
             branch.prune()
-        context.audit()
 
 
 def test_a_search_does_not_take_the_branch_that_it_begins_from(model: lb.Model) -> None:
@@ -418,7 +401,7 @@ def test_a_search_does_not_take_the_branch_that_it_begins_from(model: lb.Model) 
         ),
     }
     for name, search in searches.items():
-        with Context(model, options) as context, Chat(context, seed=1, max_tokens=6) as chat:
+        with talking(model, seed=1, max_tokens=6) as chat:
             chat.send("hello").finish()
             chat.fork()
             for i in range(2):
@@ -430,42 +413,23 @@ def test_a_search_does_not_take_the_branch_that_it_begins_from(model: lb.Model) 
                 expected = search(Branch.start(alone, root.tokens, sampling=root.sampling))
             assert search(root) == expected, name
             assert root.state != "pruned", name
-            assert context.n_seq_free == context.n_seq_max - 1, name
-            context.audit()
+            assert chat.ctx.n_seq_free == chat.ctx.n_seq_max - 1, name
 
 
 def test_turns_give_way_beside_a_sequence_of_a_raw_call(model: lb.Model) -> None:
-    with (
-        Context(model, n_ctx=2048, n_seq_max=6, n_threads=1) as context,
-        Chat(context, seed=1, max_tokens=4) as chat,
-    ):
-        context.decode([1, 2, 3], 0, 0)
+    with talking(model, n_seq_max=6, seed=1, max_tokens=4) as chat:
+        chat.ctx.decode([1, 2, 3], 0, 0)
         for i in range(4):
             chat.send(f"hi {i}").finish()
-        branches = [Branch.start(context, "One day") for _ in range(context.n_seq_free)]
+        branches = [Branch.start(chat.ctx, "One day") for _ in range(chat.ctx.n_seq_free)]
         assert len(branches) == 4
         with pytest.raises(lb.errors.SequencesExhaustedError):
-            Branch.start(context, "One day")
-
-
-def test_a_retry_leaves_out_nothing_anew(model: lb.Model) -> None:
-    with (
-        Context(model, n_ctx=256, n_seq_max=6, n_threads=1) as context,
-        Chat(context, seed=2, max_tokens=24) as chat,
-    ):
-        while not chat.n_cut:
-            chat.send("What did the king do then?").finish()
-        n_cut = chat.n_cut
-        for _ in range(2):
-            chat.retry().finish()
-            assert (chat.n_cut, chat.stats.num_cut_exchanges) == (n_cut, n_cut)
-        chat.send("And then?").close()  # taken back, as it has no token
-        assert (chat.n_cut, chat.stats.num_cut_exchanges) == (n_cut, n_cut)
+            Branch.start(chat.ctx, "One day")
+        del branches
 
 
 def test_turn_that_is_forked_or_rated_does_not_give_way_to_its_fork(model: lb.Model) -> None:
-    options = lb.ContextParams(n_ctx=2048, n_seq_max=4, n_threads=1)
-    with Context(model, options) as context, Chat(context, seed=1, max_tokens=3) as chat:
+    with talking(model, n_seq_max=4, seed=1, max_tokens=3) as chat:
         chat.send("One day").finish()
         chat.fork()
         chat.edit(1, "One night").finish()
@@ -478,17 +442,15 @@ def test_turn_that_is_forked_or_rated_does_not_give_way_to_its_fork(model: lb.Mo
         second = chat.on(2)[0].branch
         assert second is not None and second.state != "pruned"
         work = {first: [[5, 6], [7, 8], [9, 5]], second: [[5, 6]]}
-        scores = lb.BranchStore(context).score(work)
+        scores = lb.BranchStore(chat.ctx).score(work)
         assert scores[second] == [second.score([5, 6])]
         assert first.tokens == tokens
-        context.audit()
 
 
 def test_sequences_taken_by_another_thread_cost_no_text(
     model: lb.Model, other_ctx: Context
 ) -> None:
-    options = lb.ContextParams(n_ctx=1024, n_seq_max=3, n_threads=1, batch_invariant=True)
-    with Context(model, options) as context, Chat(context, seed=5, max_tokens=6) as chat:
+    with talking(model, 1024, 3, seed=5, max_tokens=6) as chat:
         has_ended = threading.Event()
         n_taken = [0]
 
@@ -497,7 +459,7 @@ def test_sequences_taken_by_another_thread_cost_no_text(
             while not is_last:
                 is_last = has_ended.is_set()
                 with contextlib.suppress(lb.errors.SequencesExhaustedError):
-                    Branch.create(context).prune()
+                    Branch.create(chat.ctx).prune()
                     n_taken[0] += 1
 
         other = threading.Thread(target=take)
@@ -511,7 +473,6 @@ def test_sequences_taken_by_another_thread_cost_no_text(
         assert n_taken[0]
         for answer in answers:
             assert by_hand(other_ctx, answer, chat) == answer.tokens
-        context.audit()
 
 
 # -- memories and templates ------------------------------------------------------------------------

@@ -1,18 +1,14 @@
 """Takes the options of ``llama-server`` and runs ``llamabranch serve``, for llama.cpp's own tests.
 
-The model is the bundled one, whatever is asked for. `Process` stands in for ``subprocess.Popen``: the
-server is a thread of the process that asks for it, which starts in tenths of a second.
+The model is the bundled one, whatever is asked for.
 """
 
 from __future__ import annotations
 
-import subprocess
-import threading
+import sys
 
 from llamabranch.cli import app
-from llamabranch.serve.server import Server
-
-__all__ = ["Process", "mapped"]
+from llamabranch.hub import BUNDLED_TARGET
 
 # What each option is called here, with {} for its value; all others are dropped.
 OPTIONS = {
@@ -41,7 +37,8 @@ WITHOUT_VALUE = {
 
 def mapped(arguments: list[str]) -> list[str]:
     """Return the arguments of ``llamabranch`` for those of ``llama-server``."""
-    found = ["serve", "--threads", "1", "--draft", "none", "--limit", "shutdown_timeout_s=0"]
+    found = ["serve", "-m", BUNDLED_TARGET, "--threads", "1", "--draft", "none"]
+    found += ["--limit", "shutdown_timeout_s=0"]
     left = list(arguments)
     while left:
         name = left.pop(0)
@@ -60,43 +57,5 @@ def mapped(arguments: list[str]) -> list[str]:
     return found
 
 
-class Process:
-    """A server on a thread, with the methods of ``subprocess.Popen`` that llama.cpp's tests call."""
-
-    pid = 0
-
-    def __init__(self, command: list[str], **_: object) -> None:
-        self._server: Server | None = None
-        self._thread = threading.Thread(target=self._run, args=(mapped(command[1:]),))
-        self._thread.start()
-
-    def _run(self, arguments: list[str]) -> None:
-        run = Server.run
-
-        def noted(server: Server) -> None:
-            self._server = server
-            run(server)
-
-        Server.run = noted  # type: ignore[method-assign, assignment]
-        try:
-            app(arguments, standalone_mode=False)
-        finally:
-            Server.run = run  # type: ignore[method-assign]
-
-    def poll(self) -> int | None:
-        """Return None while it runs."""
-        return None if self._thread.is_alive() else 0
-
-    def terminate(self) -> None:
-        """Let it end."""
-        if self._server is not None:
-            self._server.stop()
-
-    kill = terminate
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise subprocess.TimeoutExpired("llama-server", timeout or 0.0)
-        return 0
+if __name__ == "__main__":
+    app(mapped(sys.argv[1:]))

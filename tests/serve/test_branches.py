@@ -117,11 +117,12 @@ def test_children_are_texts_of_their_own_seeds(api: Api, server: Serving) -> Non
 
 
 def test_fork_takes_a_part_and_adds_to_it(api: Api, server: Serving) -> None:
-    root = api.root()
-    child = api.child(root, max_tokens=8)
-    at = root["position"] + 3
-    fork = api.post(f"/{child['id']}/fork", 201, at=at)
-    assert api.child(fork, max_tokens=5)["tokens"] == child["tokens"][3:]
+    for grammar in ({"json_schema": SCHEMA}, {}):
+        root = api.root(**grammar)
+        child = api.child(root, max_tokens=8)
+        at = root["position"] + 3
+        fork = api.post(f"/{child['id']}/fork", 201, at=at)
+        assert api.child(fork, max_tokens=5)["tokens"] == child["tokens"][3:]
     more = api.post(f"/{child['id']}/fork", 201, at=at, append={"text": " and a wolf"})
     tokens = api.get(f"/{more['id']}?include=tokens")["tokens"]
     model = server.ctx.model
@@ -229,10 +230,10 @@ def node(tokens: list[int], parent: nodes.Node | None = None, at: int = 0) -> no
 def test_room_that_was_not_used_is_given_back() -> None:
     kept = nodes.Branches(3, 100.0)
     for _ in range(2):
-        with kept.room_for(2) as add:
+        with kept.room_for(2):
             with pytest.raises(HttpError, match="3 may exist"), kept.room_for(2):
                 pass
-            add(node([1]))
+            kept.add(node([1]))
         kept.delete(kept.all()[0], subtree=False)
     with kept.room_for(3):
         pass

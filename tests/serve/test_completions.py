@@ -13,7 +13,6 @@ from toys import write_toy
 
 import llamabranch as lb
 from llamabranch.serve import fields
-from llamabranch.serve.generation import Update
 
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 42}
 
@@ -107,13 +106,6 @@ def test_stream_joined_is_the_answer_in_one_piece(api: Any, ctx: lb.Context) -> 
         assert [c["finish_reason"] for c in its][-1] == choice["finish_reason"]
         for name, values in choice["logprobs"].items():
             assert [v for c in its for v in c["logprobs"][name]] == values
-
-
-def test_stream_makes_the_prompt_once() -> None:
-    """A long one, made anew for every token, would hold up the event loop."""
-    text = Update(0, lb.Request([5, 6, 7]))
-    assert text.prompt == [5, 6, 7]
-    assert text.prompt is text.prompt
 
 
 def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
@@ -263,49 +255,60 @@ def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
     assert len({choices(api, **body)[0]["text"] for _ in range(3)}) == 3
 
 
+SCHEMALESS = {"response_format": {"type": "json_schema"}}
+BAD = {"type": "hiccup"}
+
+
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "told", "param"),
     [
-        ({"prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
-        ({"prompt": 5}, 400, "prompt"),
-        ({"prompt": []}, 400, "prompt"),
-        ({"prompt": [[]]}, 400, "prompt"),
-        ({"prompt": [True]}, 400, "prompt"),
-        ({"prompt": [99999]}, 400, "vocabulary"),
-        ({}, 400, "prompt"),
-        ({"prompt": "x", "max_tokens": 0}, 400, "echo"),
-        ({"prompt": "x", "max_tokens": -7}, 400, "max_tokens"),
-        ({"prompt": "x", "n": 0}, 400, "n: "),
-        ({"prompt": "x", "n": 3, "best_of": 2}, 400, "best_of"),
-        ({"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, 400, "streamed"),
-        ({"prompt": "x", "n": 129}, 400, "128"),
-        ({"prompt": "x", "logprobs": 21}, 400, "logprobs"),
-        ({"prompt": "x", "temperature": -1}, 400, "temperature"),
-        ({"prompt": "x", "top_p": 2}, 400, "top_p"),
-        ({"prompt": "x", "suffix": "y"}, 400, "suffix"),
-        ({"prompt": "x", "mirostat": 2}, 400, "mirostat"),
-        ({"prompt": "x", "post_sampling_probs": True}, 400, "post_sampling_probs"),
-        ({"prompt": "x", "bad_words": ["y"]}, 400, "bad_words"),
-        ({"prompt": "x", "truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens"),
-        ({"prompt": "x", "guided_regex": "a*"}, 400, 'structured_outputs {"regex": ...}'),
-        ({"prompt": "x", "min_tokens": 2, "grammar": 'root ::= "a"'}, 400, "min_tokens"),
-        ({"prompt": "x", "stop": [5]}, 400, "stop"),
-        ({"prompt": "x", "stop_token_ids": [-1]}, 400, "vocabulary"),
-        ({"prompt": "x", "logit_bias": {"-5": 1}}, 400, "vocabulary"),
-        ({"prompt": "x", "grammar": "root ::= ("}, 400, ""),
-        ({"prompt": "x", "json_schema": {"type": "hiccup"}}, 400, ""),
-        ({"prompt": "x", "response_format": {"type": "sound"}}, 400, "sound"),
-        ({"prompt": "x", "grammar": 'root ::= "a"', "json_schema": {}}, 400, "one of"),
-        ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "schema"),
-        ({"prompt": "word " * 3000}, 400, "context"),
+        ({"prompt": 5}, "prompt", "prompt"),
+        ({"prompt": []}, "prompt", "prompt"),
+        ({"prompt": [[]]}, "prompt", "prompt[0]"),
+        ({"prompt": [True]}, "prompt", "prompt[0]"),
+        ({"prompt": [99999]}, "vocabulary", None),
+        ({"prompt": [5, [6]]}, "mixes", "prompt"),
+        ({"prompt": None}, "prompt", "prompt"),
+        ({"prompt": "word " * 3000}, "context", "prompt"),
+        ({"max_tokens": "many"}, "`int", "max_tokens"),
+        ({"max_tokens": -7}, "max_tokens", "max_tokens"),
+        ({"stream_options": {"include_usage": 5}}, "`bool", "stream_options.include_usage"),
+        ({"n": 0}, "$.n", "n"),
+        ({"n": 129}, "128", "n"),
+        ({"n": 3, "best_of": 2}, "best_of", "best_of"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "streamed", "stream"),
+        ({"logprobs": 21}, "logprobs", "logprobs"),
+        ({"temperature": -1}, "temperature", "temperature"),
+        ({"top_p": 2}, "top_p", "top_p"),
+        ({"guided_regex": "a*"}, 'structured_outputs {"regex": ...}', "guided_regex"),
+        ({"min_tokens": -1}, "at least 0", "min_tokens"),
+        ({"min_tokens": 2, "grammar": 'root ::= "a"'}, "min_tokens", None),
+        ({"stop": [5]}, "stop", "stop[0]"),
+        ({"stop_token_ids": [-1]}, "vocabulary", None),
+        ({"logit_bias": {"-5": 1}}, "vocabulary", None),
+        ({"grammar": "root ::= ("}, "", "grammar"),
+        ({"json_schema": BAD}, "", "json_schema"),
+        ({"response_format": {"type": "json_schema", "schema": BAD}}, "", "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "", "structured_outputs"),
+        ({"response_format": {"type": "sound"}}, "sound", "response_format.type"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "one of", "grammar"),
+        (SCHEMALESS, "schema", "response_format"),
     ],
 )
-def test_what_is_refused(api: Any, body: dict[str, Any], status: int, told: str) -> None:
+def test_what_is_refused(api: Any, body: dict[str, Any], told: str, param: str | None) -> None:
     for more in ({}, {"stream": True}):
-        error = post(api, status, **{**body, **more})["error"]
+        error = post(api, 400, **{"prompt": "x", **body, **more})["error"]
         assert told in error["message"]
-        assert error["code"] == status
-        assert set(error) >= {"message", "type", "param", "code"}
+        assert (error["code"], error["param"]) == (400, param)
+        assert error["type"] in ("invalid_request_error", "exceed_context_size_error")
+
+
+def test_conversations_without_messages_or_too_long_ones_are_refused(api: Any) -> None:
+    path = "/v1/chat/completions"
+    assert "`messages`" in post(api, 400, path, max_tokens=3)["error"]["message"]
+    error = post(api, 400, path, messages=[{"role": "user", "content": "word " * 3000}])["error"]
+    assert (error["param"], error["type"]) == ("messages", "exceed_context_size_error")
+    assert error["n_ctx"] == 1024 < error["n_prompt_tokens"]
 
 
 def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
@@ -323,32 +326,11 @@ def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
             assert post(api, 400, path, **{name: ["x"]}, **asked)["error"]["param"] == name
 
 
-def test_errors_name_the_wrong_field(api: Any) -> None:
-    schema = {"type": "hiccup"}
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("temperature", {"temperature": -1}),
-        ("max_tokens", {"max_tokens": "many"}),
-        ("stream_options.include_usage", {"stream_options": {"include_usage": 5}}),
-        ("min_tokens", {"min_tokens": -1}),
-        ("grammar", {"grammar": "root ::= ("}),
-        ("json_schema", {"json_schema": schema}),
-        ("response_format", {"response_format": {"type": "json_schema", "schema": schema}}),
-        ("structured_outputs", {"structured_outputs": {"regex": "("}}),
-        ("prompt", {"prompt": "word " * 3000}),
-    ]
-    for param, body in wrong:
-        assert post(api, 400, **{"prompt": "x", **body})["error"]["param"] == param
-    path = "/v1/chat/completions"
-    assert post(api, 400, path, max_tokens=3)["error"]["param"] == "messages"
-    long = [{"role": "user", "content": "word " * 3000}]
-    error = post(api, 400, path, messages=long)["error"]
-    assert (error["param"], error["type"]) == ("messages", "exceed_context_size_error")
-    assert error["n_ctx"] == 1024 < error["n_prompt_tokens"]
-
-
 def test_end_of_the_cache_is_a_length(api: Any, ctx: lb.Context) -> None:
-    prompt = (ctx.model.prompt_tokens("Once upon a time ") * 300)[:1000]
-    (found,) = choices(api, prompt=prompt, max_tokens=500, ignore_eos=True, **WARM)
+    prompt = (ctx.model.prompt_tokens("Once upon a time ") * 300)[:1024]
+    assert post(api, 400, prompt=prompt)["error"]["n_ctx"] == 1024
+    assert choices(api, prompt=prompt, max_tokens=0)[0]["text"] == ""
+    (found,) = choices(api, prompt=prompt[:1000], max_tokens=500, ignore_eos=True, **WARM)
     assert (found["finish_reason"], found["stop_reason"]) == ("length", "capacity")
 
 

@@ -1,7 +1,7 @@
 """llama.cpp's own tests of its server, from llama-cpp-python's source distribution, against ours.
 
-They are run as they are, with a program that maps the options. The model is the bundled one: the one
-that they download is not at hand. ``LLAMA_CPP_SOURCE`` names llama.cpp's sources; without it those are
+They are run as they are, with a program that maps the options (llama_server.py). The model is the
+bundled one: theirs is not at hand. ``LLAMA_CPP_SOURCE`` names llama.cpp's sources; without it those are
 used that the benchmarks have unpacked, if they have.
 """
 
@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("openai", reason="openai is not installed")
 pytest.importorskip("requests", reason="requests is not installed")
 
-HERE = Path(__file__).parent
+PROGRAM = str(Path(__file__).parent / "llama_server.py")
 FILES = ("basic", "tokenize", "security", "metrics", "template", "completion", "chat_completion")
 MODEL = "their model is not at hand: another vocabulary, other texts, other numbers of tokens"
 VERBOSE = "__verbose is in an answer where the request asks for it, not where the command line does"
@@ -66,20 +66,11 @@ DEVIATIONS: dict[str, tuple[int, str]] = {
     "chat_completion::test_return_progress": (2, PROGRESS),
 }  # fmt: skip
 CONFTEST = """
-import subprocess
-import sys
-from types import SimpleNamespace
 import pytest
 import requests
 import utils
 from utils import *
 
-sys.path.append({here!r})
-import llama_server
-
-utils.subprocess = SimpleNamespace(
-    Popen=llama_server.Process, TimeoutExpired=subprocess.TimeoutExpired
-)
 # They look up headers as llama-server writes them; HTTP does not distinguish their case.
 utils.ServerResponse.headers = property(
     lambda self: self.found,
@@ -113,7 +104,12 @@ def prepare(root: Path, sources: Path) -> Path:
     shutil.copytree(sources / "tools" / "server" / "tests", folder)
     (root / "models").symlink_to(sources / "models")
     (folder / "wget.py").write_text("")
-    (folder / "conftest.py").write_text(CONFTEST.format(here=str(HERE)))
+    (folder / "conftest.py").write_text(CONFTEST)
+    program = folder / "llama-server"
+    program.write_text(
+        f"#!{sys.executable}\nimport runpy\nrunpy.run_path({PROGRAM!r}, None, '__main__')"
+    )
+    program.chmod(0o755)
     return folder
 
 
@@ -128,7 +124,10 @@ def test_llama_cpps_own_tests_pass_but_for_the_deviations(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", f"--junitxml={report}"]
     done = subprocess.run(
         [*command, *files], cwd=folder, capture_output=True, text=True, timeout=3000, check=False,
-        env={**os.environ, "PORT": str(port), "LLAMABRANCH_PROFILE": "0"},
+        env={
+            **os.environ, "PORT": str(port), "LLAMABRANCH_PROFILE": "0",
+            "LLAMA_SERVER_BIN_PATH": str(folder / "llama-server"),
+        },
     )  # fmt: skip
     assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
     cases = list(ET.parse(report).iter("testcase"))

@@ -12,13 +12,13 @@ from serving import Serving, httpx, serving
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 msgspec = pytest.importorskip("msgspec")
 
-from llamabranch.serve import branches, chat, completions, utilities  # noqa: E402
+from llamabranch.serve import branches, completions, utilities  # noqa: E402
 
 BODIES = {
     "/v1/completions": completions.CompletionFields,
     "/completion": completions.CompletionFields,
-    "/v1/chat/completions": chat.ChatFields,
-    "/apply-template": chat.ChatFields,
+    "/v1/chat/completions": completions.ChatFields,
+    "/apply-template": completions.ChatFields,
     "/tokenize": utilities.TokenizeFields,
     "/detokenize": utilities.DetokenizeFields,
     "/v1/branches": branches.CreateFields,

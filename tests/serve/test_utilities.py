@@ -37,8 +37,10 @@ def test_models_and_properties(api: Any, server: Serving) -> None:
     assert props["chat_template"] == CHAT_TEMPLATE
     assert props["batch_invariant"] is True
     assert props["model_path"].endswith(".gguf")
-    info = api.get("/tokenizer_info").json()
-    assert info["eos_token_id"] == server.ctx.model.eos
+    info, model = api.get("/tokenizer_info").json(), server.ctx.model
+    for name, token in (("bos_token", model.bos), ("eos_token", model.eos)):
+        text = None if token is None else model.detokenize([token], special=True)
+        assert (info[name], props[name]) == (text, text or "")
 
 
 def test_tokens(api: Any, server: Serving) -> None:

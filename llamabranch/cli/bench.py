@@ -32,12 +32,8 @@ PROMPTS = (
     'def is_prime(n: int) -> bool:\n    """Return True if n is a prime number."""\n',
     'One winter night somebody knocked. "Who is there?" asked the old woman.',
 )
-COLUMNS = (
-    "draft length", "tokens a second", "x plain", "95 %", "theory", "accepted", "tokens a round"
-)  # fmt: skip
 
 
-@dataclass(frozen=True)
 class SizeOptions:
     """How much is measured."""
 

@@ -61,15 +61,16 @@ class Text:
         seed: int,
         parent: Text | None = None,
     ) -> None:
+        self.tokens: list[int] = []  # before others see the text: their errors show it
+        self.seq_id = -1
         if seq_id is None:
             used = () if parent is None else (parent.seq_id,)
             seq_id = ctx.sequences.allocate(self, used=used)
+        self.seq_id = seq_id
         self.ctx = ctx
         self.lock = ctx.lock
-        self.seq_id: int = seq_id
         self.sampler = sampler
         self.parent = parent
-        self.tokens: list[int] = []
         self.n_prompt = 0
         self.appended: list[tuple[int, int]] = []
         self.surprisals: list[float] = []

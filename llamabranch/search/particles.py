@@ -518,9 +518,11 @@ def _proposed(proposal: Proposal, text: str, target: Distribution) -> Distributi
     """Return what the proposal makes of ``target``.
 
     Raises:
-        ConfigError: it leaves out tokens of the target.
+        ConfigError: it is none, or leaves out tokens of the target.
     """
     source = proposal(text, target)
+    if not isinstance(source, Distribution):
+        raise ConfigError(f"the proposal returned {source!r}, not a Distribution")
     if source is not target and len(np.setdiff1d(target.ids, source.ids)):
         raise ConfigError(
             "the proposal leaves out tokens of the target: that biases the weights",

@@ -174,7 +174,8 @@ CALL = '{"name": "marry", "arguments": {"age": 7}}'
 def test_calls_are_told_from_text(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     """However the text is cut into pieces."""
     for size in (1, 2, 3, 5, 7, 1000):
-        parser, shown, parts = CallParser(Tools(TOOLS, "auto")), "", []
+        parser, shown = CallParser(Tools(TOOLS, "auto")), ""
+        parts: list[Any] = []
         for i in range(0, max(1, len(text)), size):
             more, found = parser.feed(text[i : i + size], last=i + size >= len(text))
             shown, parts = shown + more, parts + found

@@ -7,8 +7,9 @@ import errno
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from llamabranch import ConfigError
 
@@ -54,6 +55,29 @@ def read_text(path: Path, errors: str = "strict") -> str:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path!s:.80}: {why}") from None
+
+
+def load_function(place: str) -> Callable[[str], bool]:
+    """Return a function of a Python file, or an object of it, by "FILE.py:NAME"; the file is run.
+
+    Raises:
+        ConfigError: it has no such name, or cannot be run.
+    """
+    file, _, name = place.rpartition(":")
+    if not file or not name:
+        raise ConfigError(
+            f"no function is named by {place!r}", hint="write FILE.py:NAME, as in rules.py:no_e"
+        )
+    names: dict[str, Any] = {"__name__": Path(file).stem, "__file__": file}
+    try:
+        exec(compile(read_text(Path(file)), file, "exec"), names)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{file} cannot be run: {error!r}") from error
+    if name not in names:
+        raise ConfigError(f"{file} has no {name!r}")
+    return cast("Callable[[str], bool]", names[name])
 
 
 def schema_text(given: str) -> str:

@@ -22,7 +22,7 @@ from .bundles import option, with_bundles
 from .comparison import Comparison, compare, first_difference
 from .console import ROUNDING, Console
 from .drafters import has_model
-from .files import digest
+from .files import digest, load_function
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .job import JobLengths
 from .options import (
@@ -30,6 +30,7 @@ from .options import (
     DRAFTING,
     MODEL,
     OUTPUT,
+    TEXT,
     ChatOptions,
     DraftOptions,
     ManyPrompts,
@@ -153,7 +154,10 @@ class GenerateReport:
                 self._print(result, request, label)
         if error is not None and not self._console.silent:
             self._console.error(f"{label}: {error.message}", error.hint)
-        if result.grammar is not None and result.finish_reason in _CUT:
+        if result.finish_reason == "constraint":
+            message = "the constraint allows no token there, and the text may be incomplete"
+            note(f"warning: {label}: {message}")
+        elif result.grammar is not None and result.finish_reason in _CUT:
             limit, more = _CUT[result.finish_reason]
             message = f"{limit} ended the text before its grammar: it may be incomplete"
             note(f"warning: {label}: {message}; raise {more}")
@@ -348,6 +352,12 @@ class ResultOptions:
     )
     resume: bool = option(False, "Skip the texts that are in --output already.", "--resume")
     samples: int = option(1, "Texts for each prompt, from one prefill.", "--samples", min=1)
+    constraint: str | None = option(
+        None,
+        "A Python function of the text so far: False where no allowed text begins so.",
+        metavar="FILE.py:NAME",
+        rich_help_panel=TEXT,
+    )
     top_logprobs: int | None = option(
         None, "Give each token with its log-probability and the N most probable ones.", min=0
     )
@@ -422,11 +432,13 @@ def _requests(
 ) -> list[Request]:
     """Return the requests as they were given, with the settings of the command line that they lack."""
     grammar = text.parse_grammar()
+    constraint = None if job.constraint is None else load_function(job.constraint)
     return [
         replace(
             request,
             stop=request.stop or text.stop_strings,
             grammar=request.grammar or grammar,
+            constraint=constraint,
             n=max(request.n, job.samples),
             top_logprobs=job.top_logprobs if request.top_logprobs is None else request.top_logprobs,
         )
@@ -458,7 +470,7 @@ def _settings(
 ) -> dict[str, Any]:
     """Return what --resume compares; how to sample and when to stop as a digest."""
     grammar = text.parse_grammar()
-    more = {"system": chat.system, "chat_template": chat.template}
+    more = {"system": chat.system, "chat_template": chat.template, "constraint": job.constraint}
     options = {
         "sampling": asdict(params),
         "grammar": None if grammar is None else grammar.as_dict(),

@@ -384,3 +384,25 @@ def test_verdict_needs_the_whole_interval_and_noise_is_no_answer(
         assert ("generate less (-n)" in message) == (n_pairs < 6)
         assert "Stop other programs on the machine, or measure" in message
         assert "(-n)" not in found.explain(shorter="")  # as in the demo, which has no -n
+
+
+def test_a_constraint_is_a_function_of_a_file(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.py"
+    rules.write_text(
+        "import re\n"
+        "def no_e(text):\n    return not re.search('e', text)\n"
+        "def broken(text):\n    return 1 // 0\n"
+    )
+    given = ["-n", "24", "--seed", "3", "--constraint", f"{rules}:no_e"]
+    found = answer("generate", "-p", "Once upon a time", *given)
+    assert "e" not in found["results"][0]["text"] and found["results"][0]["text"]
+    both = answer("generate", "-p", "Once upon a time", *given, "--grammar", "/ [a-z ]{8,12}\\./")
+    assert re.fullmatch(r" [a-df-z ]{8,12}\.", both["results"][0]["text"])
+    for wrong, message in (
+        (["--constraint", f"{rules}:no_f"], "has no 'no_f'"),
+        (["--constraint", f"{tmp_path}/absent.py:no_e"], "cannot read"),
+        (["--constraint", "no_e"], "FILE.py:NAME"),
+        (["--constraint", f"{rules}:broken"], "ZeroDivisionError"),
+    ):
+        result = run("generate", "-p", "Once upon a time", "-n", "3", *wrong)
+        assert result.exit_code != 0 and message in result.stderr

@@ -245,7 +245,11 @@ RETURNS: dict[str, tuple[Call, str, Values]] = {
     "step_search": (search.step_search, "reward", (*WRONG_NUMBERS, math.inf)),
     "tree_search": (search.tree_search, "reward", WRONG_NUMBERS),
     "smc critic": (search.smc, "critic", (*WRONG_NUMBERS, math.inf)),
-    "smc proposal": (search.smc, "proposal", (lb.Distribution.point(5),)),  # of other tokens
+    "smc proposal": (
+        search.smc,
+        "proposal",
+        (None, 5, lb.Distribution.point(5)),
+    ),  # of other tokens
 }
 
 

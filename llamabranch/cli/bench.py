@@ -34,6 +34,7 @@ PROMPTS = (
 )
 
 
+@dataclass(frozen=True)
 class SizeOptions:
     """How much is measured."""
 

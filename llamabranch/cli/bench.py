@@ -20,7 +20,7 @@ from llamabranch.profile import profile_path
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .comparison import NOTHING_DRAFTED
-from .console import Console, interval_text
+from .console import Console, base_name, interval_text, number, spread_text
 from .drafters import is_model, make_drafter
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .options import LENGTH, ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
@@ -32,6 +32,9 @@ PROMPTS = (
     'def is_prime(n: int) -> bool:\n    """Return True if n is a prime number."""\n',
     'One winter night somebody knocked. "Who is there?" asked the old woman.',
 )
+COLUMNS = (
+    "draft length", "tokens a second", "x plain", "95 %", "theory", "accepted", "tokens a round"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,12 +207,43 @@ class BenchReport:
 
     def print(self, console: Console) -> None:
         """Print everything that was measured, or the JSON object."""
-        console.line(self.machine.describe(self.bench.target.n_threads))
+        report, bench, model = self.report, self.bench, self.bench.target.model
+        facts = [
+            ("target", f"{model.name}, {model.n_params / 1e6:.1f}M, {model.file_type}"),
+            ("runs on", "a GPU" if model.on_gpu else "the CPU"),
+            ("drafter", " + ".join(map(base_name, self.names[1:])) or "none"),
+            ("temperature", f"{bench.sampling.temperature:g}"),
+            ("prompts", f"{len(bench.prompts)}, {bench.n_tokens} tokens each, {bench.n_runs} runs"),
+            ("plain, tokens a second", spread_text(report.plain.rate, 1)),
+            ("c, a draft step over a target step", number(report.c, 3)),
+            ("a, acceptance of a tested token", number(report.a, 2)),
+            ("a decode of one token, ms", number(1e3 * report.t.get(1, math.nan), 3)),
+            *((f"v({n})", f"{v:.2f}") for n, v in report.v.items() if n > 1),
+        ]
+        console.table(("", ""), facts, left=("",))
         console.line()
-        console.report(self.as_json(), hidden=("machine", "stats", "best", "command"))
+        console.line(self.machine.describe(bench.target.n_threads))
+        console.line()
+        if report.lengths:
+            console.table(COLUMNS, list(map(self._row, report.lengths)))
+            console.line()
         console.line(self._advice())
         if command := self.command():
-            console.write(f"\n  {command}\n")
+            console.line()
+            console.write(f"  {command}\n")
+        console.answer(self.as_json())
+
+    def _row(self, cell: Cell) -> tuple[object, ...]:
+        stats = cell.series.stats
+        return (
+            cell.length,
+            spread_text(cell.series.rate, 1),
+            spread_text(cell.series.ratio(cell.base), 2),
+            interval_text(cell.series.interval(cell.base)),
+            number(self.report.predicted(cell), 2),
+            number(100 * stats.draft_acceptance_rate, 1, " %"),
+            number(stats.mean_acceptance_length, 2),
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""

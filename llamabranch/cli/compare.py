@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import io
+import html
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
-from rich.console import Console as RichConsole
 
-from llamabranch import ConfigError
+from llamabranch import ConfigError, pictures
 
 from ..files import atomic_write
 from .bundles import option, with_bundles
-from .console import Console, tables_of
-from .eval import open_for_chunks
+from .console import Console, decimal_size, number
+from .eval import divergence_tables, open_for_chunks
 from .files import check_new_file, read_prompt_file
 from .interrupts import EXIT_FAILURE
 from .options import OUTPUT, TEXT, ModelOptions, OutputOptions
@@ -23,9 +24,14 @@ from .options import OUTPUT, TEXT, ModelOptions, OutputOptions
 if TYPE_CHECKING:
     from llamabranch.loom.report import Comparison
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
-<title>Two models compared</title><pre>{code}</pre></html>
+Rows = list[tuple[str, ...]]
+_HEAD = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark"><title>Two models compared</title>
+<style>body { max-width: 60em; margin: 2em auto; padding: 0 1em; font-family: sans-serif }
+td { text-align: right; padding: 0 1em 0 0; font-family: monospace; white-space: pre-wrap }
+td:first-child { text-align: left; opacity: .65 }</style>
+<h1>Two models compared</h1>
 """
 
 
@@ -93,12 +99,67 @@ def compare(
 
 
 def _report(console: Console, asked: CompareOptions, found: Comparison) -> None:
-    answer = found.as_dict()
-    console.report(answer)
+    tables = list(_tables(found))
     if asked.report is not None:
-        page = RichConsole(record=True, file=io.StringIO(), width=200)
-        for table in tables_of(answer):
-            page.print(table)
-            page.print()
         with atomic_write(asked.report) as file:
-            file.write(page.export_html(code_format=_PAGE, inline_styles=True).encode())
+            file.write(_page([*tables, (found.advice, [])]).encode())
+    for _, rows in tables:
+        console.table(rows[0], [tuple(map(pictures.visible, row)) for row in rows[1:]])
+        console.line()
+    console.line(found.advice)
+    console.answer(found.as_dict())
+
+
+def _page(tables: Sequence[tuple[str, Rows]]) -> str:
+    """Return the tables as a page that is light or dark as the reader's browser is."""
+
+    def shown(text: str) -> str:
+        return html.escape(pictures.visible(text))
+
+    parts = []
+    for title, rows in tables:
+        lines = ["<tr>" + "".join(f"<td>{shown(cell)}" for cell in row) for row in rows]
+        parts.append(f"<h2>{shown(title)}</h2>\n<table>{''.join(lines)}</table>")
+    return _HEAD + "\n".join(parts) + "\n"
+
+
+def _tables(found: Comparison) -> Iterator[tuple[str, Rows]]:
+    """Yield the tables of the report, each with a title and a first row of names."""
+    yield "Models", [
+        ("", "name", "type", "size", "vocabulary", "K/V"),
+        *(
+            (side, str(m["name"]), str(m["type"]), decimal_size(float(str(m["bytes"]))),
+             str(m["n_vocab"]), str(m["kv_type"]))
+            for side, m in zip("AB", found.models, strict=True)
+        ),
+    ]  # fmt: skip
+    if found.divergence is None:
+        t = {name: math.nan if x is None else x for name, x in found.totals.items()}
+        yield "Different tokenizers: bits", [
+            ("", "bits", "bits per byte"),
+            *((s, number(t[f"bits{s}"], 1), number(t[f"bpb{s}"], 4)) for s in "AB"),
+            ("bytes", number(t["bytes"], 0), ""),
+            ("greedy next texts agree, %", number(100 * t["agreement"], 1), ""),
+        ]  # fmt: skip
+        return
+    (names, *numbers), percentiles = divergence_tables(found.divergence)
+    reverse = ("mean KL(B, A), nats", number(found.reverse, 6), "")
+    yield (
+        "Numbers, KL(A, B): of B from A, the base",
+        [("A is the base", *names[1:]), *numbers, reverse],
+    )
+    yield "Percentiles", percentiles
+    yield "The worst tokens", [
+        ("KL", "before", "token", "after", "A's top", "B's top"),
+        *((number(t.kl, 3), t.before, t.text, t.after, t.top_a, t.top_b) for t in found.worst),
+    ]  # fmt: skip
+    groups = [*found.by(lambda t: f"quarter {t.quarter}").items()]
+    groups += found.by(lambda t: t.kind).items()
+    yield "Where", [
+        ("", "tokens", "mean KL(A, B)"), *((name, str(n), number(kl, 5)) for name, (n, kl) in groups)
+    ]  # fmt: skip
+    if found.forks:
+        yield "Greedy texts", [
+            ("", "tokens until they part"), ("median", f"{found.median_fork:g}"),
+            ("each", ", ".join(map(str, found.forks))),
+        ]  # fmt: skip

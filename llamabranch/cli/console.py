@@ -29,7 +29,7 @@ import llamabranch as lb
 from llamabranch.pictures import SOURCES, visible
 
 if TYPE_CHECKING:
-    from llamabranch.bench.timing import Interval
+    from llamabranch.bench.timing import Interval, Spread
 
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
@@ -223,7 +223,11 @@ def tables_of(answer: Mapping[str, object], hidden: Collection[str] = ()) -> Ite
         if isinstance(inner, list) and inner and _told(inner) is None:
             rows = [_figures(each, hidden) for each in inner]
             columns = list(dict.fromkeys(column for row in rows for column in row))
-            table = drawn_table(columns, [[row.get(each) for each in columns] for row in rows])
+            words = {
+                n.replace("_", " ") for each in inner for n, x in each.items() if isinstance(x, str)
+            }
+            cells = [[row.get(each) for each in columns] for row in rows]
+            table = drawn_table(columns, cells, tuple(words))
             table.title, table.title_justify = name.replace("_", " "), "left"
             yield table
 
@@ -357,8 +361,15 @@ def decimal_size(n_bytes: float) -> str:
     return filesize.decimal(round(n_bytes), precision=2)
 
 
-def interval_text(found: Interval, digits: int = 2) -> str:
+def interval_text(found: Interval | Spread, digits: int = 2) -> str:
     """Format the ends of an interval, or a dash where there are too few values for one."""
     if math.isnan(found.low):
         return "-"
     return f"{found.low:.{digits}f} to {found.high:.{digits}f}"
+
+
+def spread_text(spread: Spread, digits: int) -> str:
+    """Format a median with the lowest and the highest value, or a dash without values."""
+    if math.isnan(spread.median):
+        return "-"
+    return f"{spread.median:.{digits}f} ({interval_text(spread, digits)})"

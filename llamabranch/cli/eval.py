@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from llamabranch.eval import (
     Sample,
     Task,
     TaskResult,
+    Uncertain,
     find_task,
     run_task,
     task_names,
@@ -27,7 +29,7 @@ from llamabranch.eval import (
 from ..files import atomic_write
 from ..loading import LoadOptions
 from .bundles import argument, option, with_bundles
-from .console import Console, base_name, finite
+from .console import Console, base_name, decimal_size, finite, number
 from .files import check_new_file, read_prompt_file, writing
 from .options import OUTPUT, TEXT, ModelOptions, OutputOptions, trained_length, vocabulary
 
@@ -35,6 +37,10 @@ _CHUNKS, _WINDOW = 16, 512  # where models are compared; tokens a chunk
 _N_WRITTEN = 48
 _ROW_BYTES = 64 * 2**20  # of logits at a time
 _SAVED_EVERY_S = 10.0
+_FRACTIONS = {
+    "minimum": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "95 %": 0.95, "99 %": 0.99,
+    "99.9 %": 0.999, "maximum": 1.0,
+}  # fmt: skip  # of tokens, in the tables of KL divergence
 _SEQUENCES, _N_CTX = 64, 4096  # for tasks
 
 
@@ -179,10 +185,51 @@ def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: C
 
 def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> None:
     its = {k: v for k, v in found.as_dict().items() if k not in ("losses", "rows")}
-    if isinstance(found, Perplexity):
+    n_chunks = f"{found.n_done} of {found.n_chunks}"
+    if isinstance(found, KLDivergence):
+        for names, *rows in divergence_tables(found):
+            console.table(names, rows)
+            console.line()
+        console.line(f"{found.n_tokens} tokens, {n_chunks} chunks", "dim")
+    else:
         its |= {"by_chunk": found.by_chunk, "running": found.running}
-    about = {"name": ctx.model.name, "kv_type": ctx.kv_type}
-    console.report({**about, **its}, hidden=("by_chunk", "running", "text", "model"))
+        row = (number(found.value, 4), number(found.stderr, 4), found.n_tokens, n_chunks)
+        columns = ("perplexity", "±", "tokens scored", "chunks", "window", "K/V")
+        console.table(columns, [(*row, found.window, ctx.kv_type)])
+    console.answer({"name": ctx.model.name, "kv_type": ctx.kv_type, **its})
+
+
+def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
+    """Return the statistics and the percentiles as tables, each with a first row of names."""
+    its = found.statistics
+    natural = {
+        "perplexity": its.perplexity,
+        "perplexity of the base": its.base_perplexity,
+        "log of their ratio": its.log_ratio,
+        "ratio": its.ratio,
+        "difference": its.difference,
+        "correlation of the losses": Uncertain(its.correlation, math.nan),
+        "mean KL divergence, nats": its.mean,
+    }
+    percent = {
+        "same most probable token, %": its.same_top,
+        "mean change of probability, %": its.p_change,
+        "root mean square change, %": its.p_change_rms,
+    }
+    kls = (number(found.percentile(f), 6) for f in _FRACTIONS.values())
+    changes = (number(100 * found.p_change_percentile(f), 3) for f in _FRACTIONS.values())
+    return [
+        [
+            ("", "value", "±"),
+            *((name, *(number(v, 6) for v in each)) for name, each in natural.items()),
+            *((name, *(number(100 * v, 3) for v in each)) for name, each in percent.items()),
+        ],
+        [
+            ("percentiles", *_FRACTIONS),
+            ("KL divergence", *kls),
+            ("change of probability, %", *changes),
+        ],
+    ]
 
 
 # -- several models ------------------------------------------------------------------------------------
@@ -225,7 +272,8 @@ def compare_models(
             if rows:
                 found: dict[str, object] = {"base": base, "window": window, "models": rows}
                 save(path, "quants", found)
-                console.report(found)
+                _print_rows(console, rows, with_base=base is not None)
+                console.answer(found)
 
 
 def _check_vocabularies(base: str, names: Sequence[str]) -> None:
@@ -279,6 +327,31 @@ def _row(
         "why": can.batch_invariant_reason,
         "made_from": lb.hub.made_from(name),
     }
+
+
+def _print_rows(console: Console, rows: Sequence[dict[str, Any]], *, with_base: bool) -> None:
+    def cells(names: Sequence[str], row: dict[str, Any], digits: Sequence[int]) -> list[str]:
+        values = (math.nan if row[name] is None else row[name] for name in names)  # of a file
+        return [number(value, n) for value, n in zip(values, digits, strict=True)]
+
+    columns = ("model", "type", "size", "perplexity", "±", "read/s", "write/s", "exact")
+    between = ("KL, nats", "±", "99 % KL", "same top") if with_base else ()
+    table = []
+    for i, row in enumerate(rows):
+        compared = cells(("kl", "kl_stderr", "kl_99"), row, (5, 5, 4)) if i else ["base", "", ""]
+        compared.append(f"{row['same_top']:.2%}" if i else "")
+        about = (base_name(row["model"]), row["file_type"], decimal_size(row["size_bytes"]))
+        first = cells(("perplexity", "perplexity_stderr"), row, (3, 3))
+        speeds = cells(("read_tokens_per_s", "write_tokens_per_s"), row, (0, 0))
+        table.append([*about, *first, *(compared if with_base else ()), *speeds, row["exact"]])
+    console.table((*columns[:5], *between, *columns[5:]), table, left=("type",))
+    for row in rows if with_base else ():
+        if row["made_from"] is not None:
+            console.line()
+            console.line(
+                f"{base_name(row['model'])} was made from {row['made_from']}, whose losses it has: its "
+                "figures show what that step changed, not how near it is to the original model."
+            )
 
 
 @dataclass(frozen=True)
@@ -370,8 +443,9 @@ def _score_tasks(
 ) -> None:
     tasks = given.tasks()
     if given.list_tasks:
+        console.table(("task", "items"), [(t.name, len(t.items)) for t in tasks])
         described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
-        console.report({"tasks": described})
+        console.answer({"tasks": described})
         return
     names = models.names(console)
     if reading.output_file is not None and len(names) > 1:
@@ -380,6 +454,7 @@ def _score_tasks(
         hub.resolve(name, download=None)
     file = _SampleFile(reading, console)
     answers: list[dict[str, Any]] = []
+    results: list[tuple[str, TaskResult]] = []
     try:
         for name in names:
             more = scoring_options(name, models, _SEQUENCES)
@@ -395,10 +470,12 @@ def _score_tasks(
                     about["batch_invariant"] = ctx.capabilities.batch_invariant
                     about["seconds"] = time.perf_counter() - start_s
                     answers.append({**about, "tasks": [result.as_dict() for result in found]})
+                    results += ((name, result) for result in found)
     finally:  # what is done is printed also when it is interrupted
         console.progress("")
-        if any(each["tasks"] for each in answers):
-            console.report(answers[0] if len(names) == 1 else {"models": answers})
+        if results:
+            _print_tasks(console, results, with_model=len(names) > 1)
+            console.answer(answers[0] if len(names) == 1 else {"models": answers})
 
 
 def _run(
@@ -444,3 +521,21 @@ class _SampleFile:
             line = {**about, "answer": sample.item.answer, **its}
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._file.flush()
+
+
+def _print_tasks(
+    console: Console, results: Sequence[tuple[str, TaskResult]], *, with_model: bool
+) -> None:
+    rows: list[tuple[str, ...]] = []
+    for model, result in results:
+        low, high = result.interval
+        n, n_items = len(result.samples), len(result.task.items)
+        first = (model, result.task.name, str(n) if n == n_items else f"{n} of {n_items}")
+        last = (f"{low:.3f} to {high:.3f}", number(result.chance, 3))
+        for metric, (value, stderr) in result.metrics.items():
+            is_first = metric == "acc"
+            about, more = (first, last) if is_first else (("",) * 3, ("",) * 2)
+            row = (*about, metric, number(value, 4), number(stderr, 4), *more)
+            rows.append(row if with_model else row[1:])
+    columns = ("task", "items", "metric", "value", "±", "95 % interval", "chance")
+    console.table((*("model",) * with_model, *columns), rows, left=("task", "metric"))

@@ -162,10 +162,10 @@ def test_the_command_prints_and_writes_a_report(file: Path, tmp_path: Path) -> N
     page = tmp_path / "report.html"
     done = run(TARGET, DRAFT, "--text", file, "--output", page)
     assert done.exit_code == 0, done.output
-    for part in ("base perplexity", "reverse kl", "worst", "by quarter 1", "median fork"):
+    for part in ("perplexity of the base", "KL(B, A)", "quarter 1", "until they part"):
         assert part in done.output
     html = page.read_text("utf-8")
-    assert "worst" in html and "<script" not in html
+    assert "The worst tokens" in html and "<script" not in html
     again = run(TARGET, DRAFT, "--text", file, "--output", page)
     assert again.exit_code == 2 and page.read_text("utf-8") == html
     found = json.loads(run(TARGET, DRAFT, "--text", file, "--json").stdout)

@@ -23,8 +23,6 @@ import toys
 import llamabranch as lb
 from llamabranch.speculative import Draft, DraftState
 
-from .machine import machine_key
-
 __all__ = [
     "DATA",
     "FREE",
@@ -132,7 +130,6 @@ class World:
         self.folder = folder
         self.used: set[str] = set()  # the models of the case that runs
         self._models: dict[str, lb.Model] = {}
-        self._keys: dict[str, str] = {}
         self._all = ExitStack()
         self._case = ExitStack()
 
@@ -162,12 +159,6 @@ class World:
             return source
         path = self.folder / f"{name.replace(' ', '-')}.gguf"
         return path if path.exists() else source(path)
-
-    def key(self, name: str) -> str:
-        """Return the machine's key by a model."""
-        if name not in self._keys:
-            self._keys[name] = machine_key(self.file(name))
-        return self._keys[name]
 
     def model(self, name: str) -> lb.Model:
         self.used.add(name)

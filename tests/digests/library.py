@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # where it is run as a pr
 import toys
 
 import llamabranch as lb
+from llamabranch.generation.drafter import DraftLength, NullState
 from llamabranch.speculative import Draft, DraftState
 
 __all__ = [
@@ -355,15 +355,7 @@ class World:
         return texts
 
 
-class Length(Protocol):
-    """What a drafter of one's own asks of whoever decides how much is drafted."""
-
-    def consider(self, drafter: str) -> bool: ...
-
-    def goes_on(self, n_drafted: int, entropy: float) -> bool: ...
-
-
-class Custom(lb.Drafter):
+class Custom(NullState, lb.Drafter):
     """A drafter of one's own: it proposes by position, or draws from one distribution."""
 
     name = "custom"
@@ -380,7 +372,7 @@ class Custom(lb.Drafter):
     def start(self, target: lb.speculative.Text, rule: str) -> DraftState:
         return self
 
-    def propose(self, tokens: Sequence[int], length: Length, limit: int) -> Draft:
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         start, n = len(tokens), 0
         length.consider(self.name)
         while n < limit and length.goes_on(n, 1.0):
@@ -392,12 +384,3 @@ class Custom(lb.Drafter):
         assert source is not None
         drawn = [source.draw(99, place) for place in places]
         return Draft(drawn, [source] * n, entropies=[1.0] * n, drafter=self.name)
-
-    def observe(self, n_tokens: int) -> None:
-        """Nothing to learn."""
-
-    def fork(self, target: lb.speculative.Text) -> DraftState:
-        return self
-
-    def close(self) -> None:
-        """Nothing to give back."""

@@ -310,7 +310,7 @@ def by_branch(
             speculator.generate(branch, max_tokens=case.n, stop=case.stop)
             for branch, case in zip(branches, cases[i:], strict=False)
         ]
-        said = heard(*((g, lambda g=g: g.finish_reason) for g in running))  # type: ignore[misc]
+        said = heard(*((g, lambda g=g: g.finish_reason) for g in running))
         for branch, case, generation, one in zip(branches, cases[i:], running, said, strict=False):
             assert branch.generated == generation.tokens == one.tokens
             with Branch.start(ctx, branch.tokens, sampling=case.sampling) as again:
@@ -397,6 +397,8 @@ def test_drafted_text_is_the_plain_text(
         assert said == text, case
     world.check()
     assert stats.num_emitted_tokens == sum(len(said.tokens) for said in wanted)
+    if cases == "ends" and drafter == "same model":  # no draft goes on after an end
+        assert stats.stop_reasons["end"] > 0
     if cases == "free":
         is_wrong = drafter == "function" and caller != "session"
         assert (stats.num_drafts > 0) == (drafter not in SILENT)

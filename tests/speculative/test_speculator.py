@@ -55,7 +55,8 @@ class Garden:
 
     def work(self) -> Branch:
         """Do something at random; return a branch that may have changed."""
-        branch, n = self.rng.choice(self.branches), int(self.rng.integers(1, 12))  # type: ignore[arg-type]
+        branch = self.branches[self.rng.integers(len(self.branches))]
+        n = int(self.rng.integers(1, 12))
         deeds = ["speak", "speak", "leave", "fork", "rewind", "prune", "promote", "tell", "reseed"]
         deed = "rewind" if branch.position > 120 else self.rng.choice(deeds)
         if deed == "speak":

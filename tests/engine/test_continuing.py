@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,40 +28,40 @@ def one(ctx: Context, request: Request, drafter: lb.Drafter | None = None) -> Re
     return result
 
 
+@pytest.fixture(params=[False, True], ids=["", "prefix cache"])
+def either(request: pytest.FixtureRequest, target: lb.Model) -> Iterator[Context]:
+    with Context(target, n_ctx=512, n_threads=1, prefix_cache=request.param) as context:
+        yield context
+        context.audit()
+
+
 @pytest.mark.parametrize("grammar", [None, SCHEMA, Grammar('root ::= [a-z ]+ "." [a-z ]+')])
-def test_text_in_parts_is_the_text_in_one(ctx: Context, grammar: Grammar | None) -> None:
+def test_text_in_parts_is_the_text_in_one(either: Context, grammar: Grammar | None) -> None:
     """Also with drafts, and after the prefix cache was emptied."""
-    prompt = ctx.model.prompt_tokens("Once upon a time")
+    prompt = either.model.prompt_tokens("Once upon a time")
     request = Request(prompt, sampling=WARM, max_tokens=20, grammar=grammar)
-    whole = one(ctx, request)
+    whole = one(either, request)
     tokens: list[int] = []
-    for n, drafter in (
-        (1, None),
-        (3, lb.GrammarDrafter.copying()),
-        (2, None),
-        (14, lb.SuffixDrafter()),
-    ):
+    copying, suffix = lb.GrammarDrafter.copying(), lb.SuffixDrafter()
+    for n, drafter in ((1, None), (3, copying), (2, None), (14, suffix)):
         said, at = [*prompt, *tokens], len(tokens)
-        part = one(ctx, replace(request, prompt=said, max_tokens=n, continues=at), drafter)
+        part = one(either, replace(request, prompt=said, max_tokens=n, continues=at), drafter)
         assert part.error is None
         tokens += part.tokens
-        if n == 2 and ctx.prefix_cache is not None:
-            ctx.prefix_cache.clear()
+        if n == 2 and either.prefix_cache is not None:
+            either.prefix_cache.clear()
     assert (tokens, part.finish_reason) == (whole.tokens, whole.finish_reason)
 
 
-def test_what_is_not_token_ids_of_the_grammar_cannot_be_continued(ctx: Context) -> None:
+def test_what_is_not_token_ids_of_the_grammar_cannot_be_continued(either: Context) -> None:
     for given, n in (("text", 1), ([1, 2], 2), ([{"role": "user", "content": "x"}], 1)):
         with pytest.raises(ConfigError, match="continues"):
             Request(given, continues=n)
-    prompt = ctx.model.prompt_tokens("Once upon a time there was")
-    one(ctx, Request(prompt, max_tokens=4, sampling=WARM))
-    for _ in range(2):
-        result = one(ctx, Request(prompt, grammar=SCHEMA, continues=3))
-        assert isinstance(result.error, GrammarError)
-        assert ctx.n_seq_free == ctx.n_seq_max
-        if ctx.prefix_cache is not None:
-            ctx.prefix_cache.clear()
+    prompt = either.model.prompt_tokens("Once upon a time there was")
+    one(either, Request(prompt, max_tokens=4, sampling=WARM))
+    result = one(either, Request(prompt, grammar=SCHEMA, continues=3))
+    assert isinstance(result.error, GrammarError)
+    assert either.n_seq_free == either.n_seq_max
 
 
 def test_a_character_is_completed_across_the_parts(toy: lb.Model) -> None:

@@ -2,8 +2,7 @@
 
 library.py   all that is asked of the library, in one place: the only file that follows its names
 cases.py     the literal table of what is run
-older.py     version 0.1 on this machine, in a process of its own, out of v0_1.zip (written by pack.py)
-machine.py   which processor and build of llama.cpp this is, as far as logits tell
-record.py    running, writing, comparing: ``python -m tests.digests.record``
+older.py     version 0.1 on this machine, in a process of its own, out of v0_1.zip
+record.py    running and comparing a case
 v0_1.json    what version 0.1 made of the table on one machine: saves running it on others like that one
 """

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import llamabranch as lb
 
 from .library import FREE, Prompt, Said, Settings, World, continue_branch, continue_store
 
-__all__ = ["CASES", "LEFT_OUT", "SAMPLING", "Outcome", "changed_texts"]
+__all__ = ["CASES", "SAMPLING", "Outcome", "changed_texts"]
 
 
 @dataclass
@@ -50,17 +51,6 @@ BACK: Settings = {
     "repeat_penalty": 1.3,
     "penalty_last_n": 32,
     "dry_multiplier": 0.8,
-}
-
-# Settings that were mended after 0.1, which is why nothing is recorded of them.
-LEFT_OUT: dict[str, str] = {
-    "dynatemp_range with masked tokens": "masked tokens counted for the largest entropy",
-    "xtc_threshold 0": "it dropped every token but the last",
-    "steer() after reseed()": "it set the seed back to that of the settings",
-    "rule 'auto' after reseed() without a seed in the settings": "the rule followed the settings alone",
-    "an engine's request with an empty prompt, or of exactly n_ctx tokens": "it was refused",
-    "perplexity() without an argument": "its default",
-    "a text that ends because the cache is full": "how many tokens fit",
 }
 
 
@@ -444,14 +434,6 @@ def engine(
 
 # -- other memories --------------------------------------------------------------------------------
 
-MEMORIES: dict[str, Options] = {
-    "llama": {},
-    "gemma3": {},
-    "gemma3, part of the window": {"swa_full": False},
-    "mamba": {},
-    "rwkv7": {},
-    "lfm2": {},
-}
 TOY_SETTINGS: dict[str, Settings] = {
     "greedy": {"temperature": 0.0, "logit_bias": FREE},
     "warm": {"temperature": 0.9, "logit_bias": FREE},
@@ -469,48 +451,39 @@ def toy_job(world: World) -> list[lb.Request | str]:
     ]
 
 
-def memory_cases(memory: str, options: Options) -> dict[str, Case]:
-    model = memory.split(",")[0]
-    warm = TOY_SETTINGS["warm"]
-    opened: Options = {"model": model, **options}
-    spoken: Options = {"target": model, "draft": f"{model} draft", "options": options}
-    prompts = ("abcdefgabcdefg", "the cat the cat")
-    cases: dict[str, Case] = {
-        f"{name}": partial(plain, settings=settings, prompt=prompts[1], **opened)
-        for name, settings in TOY_SETTINGS.items()
-    }
-    cases |= {
-        f"drafts of {which}, {rule}": partial(
-            speculated, which=which, settings=warm, prompts=prompts, n=40, draft_k=3, rule=rule,
-            **spoken,
-        )
-        for which, rule in (
-            ("model", "seeded"), ("model", "token"), ("model", "block"), ("same model", "seeded"),
-            ("lookup", "token"), ("suffix", "seeded"), ("chain", "block"), ("tree of 2", "seeded"),
-        )
-    }  # fmt: skip
-    cases["drafts, penalties"] = partial(
-        speculated, which="model", settings=TOY_SETTINGS["penalties"], prompts=prompts, draft_k=4,
-        **spoken,
-    )  # fmt: skip
-    cases["forks"] = partial(forks, settings=warm, **opened)
-    cases["rewound"] = partial(rewound, settings=warm, **opened)
-    cases["stored"] = partial(stored, settings=warm, **opened)
-    cases["saved"] = partial(saved, settings=warm, **opened)
-    cases["engine"] = partial(
-        engine, requests=toy_job, settings=warm, n=30, target=model, options=options
-    )
-    cases["engine, drafts"] = partial(
-        engine, requests=toy_job, which="model", settings=warm, n=30, draft_k=3, **spoken
-    )
-    return {f"memory/{memory}/{name}": case for name, case in cases.items()}
-
-
 # -- all of them -----------------------------------------------------------------------------------
 
-JOBS = {"mixed": job, "shared prefixes": shared_prefixes}
-TEMPERATURES: dict[str, Settings] = {"warm": WARM, "hot": HOT}
 
+def table(
+    name: str,
+    run: Callable[..., Outcome],
+    axes: Mapping[str, Sequence[object] | Mapping[str, object]],
+    **given: object,
+) -> dict[str, Case]:
+    """Return a case for each combination of what the axes have; the last axis turns fastest.
+
+    An axis is an argument of ``run`` and its values, with labels for the name unless they are their own;
+    the values of the axis "*" are several arguments.
+    """
+    found: dict[str, Case] = {}
+    labelled = [a if isinstance(a, Mapping) else {str(v): v for v in a} for a in axes.values()]
+    for labels in product(*labelled):
+        chosen: Options = dict(given)
+        for axis, values, label in zip(axes, labelled, labels, strict=True):
+            value = values[label]
+            chosen.update(value if axis == "*" else {axis: value})  # type: ignore[call-overload]
+        found[name.format(*labels)] = partial(run, **chosen)
+    return found
+
+
+def pairs(names: str, *values: tuple[object, object]) -> dict[str, Options]:
+    """Return an axis of two arguments, named by both."""
+    return {f"{a}, {b}": dict(zip(names.split(), (a, b), strict=True)) for a, b in values}
+
+
+RULES = ("token", "block")
+AT: dict[str, Settings] = {"greedy": GREEDY, "warm": WARM}
+AT_ALL: dict[str, Settings] = {**AT, "penalties": BACK}
 CONTEXTS: dict[str, Options] = {
     "f16 cache": {"kv_type": "f16"},
     "q8_0 cache": {"kv_type": "q8_0"},
@@ -520,187 +493,160 @@ CONTEXTS: dict[str, Options] = {
     "yarn": {"rope_scaling": "yarn", "rope_freq_scale": 0.5, "yarn_orig_ctx": 512},
     "draft model": {"model": "draft"},
 }
+SESSIONS: dict[str, Options] = {
+    "nobody": {"turns": ("nobody",), "settings": WARM},
+    "model": {"turns": ("model",), "settings": WARM, "draft_k": 4},
+    "auto": {"turns": ("model",), "settings": WARM, "draft_k": "auto"},
+    "greedy": {"turns": ("model", "lookup"), "settings": GREEDY, "draft_k": 4},
+    "in turn": {
+        "turns": ("nobody", "model", "lookup", "tree of 2"), "settings": WARM, "draft_k": 3,
+    },
+    "token rule": {
+        "turns": ("model", "nobody", "model"), "settings": HOT, "draft_k": 3, "rule": "token",
+    },
+    "block rule": {"turns": ("model",), "settings": HOT, "draft_k": 4, "rule": "block"},
+    "stop": {
+        "turns": ("model", "nobody"), "settings": WARM, "draft_k": 4, "stop": (" and ", "the "),
+    },
+    "grammar": {
+        "turns": ("model",), "settings": WARM, "draft_k": 3, "grammar": GRAMMARS["lines"],
+    },
+    "penalties": {"turns": ("model", "suffix"), "settings": BACK, "draft_k": 3},
+}  # fmt: skip
+MEMORIES: dict[str, Options] = {
+    "llama": {},
+    "gemma3": {},
+    "gemma3, part of the window": {"swa_full": False},
+    "mamba": {},
+    "rwkv7": {},
+    "lfm2": {},
+}
 
+
+def memory_cases(memory: str, options: Options) -> dict[str, Case]:
+    model = memory.split(",")[0]
+    warm = TOY_SETTINGS["warm"]
+    opened: Options = {"model": model, **options}
+    spoken: Options = {"target": model, "draft": f"{model} draft", "options": options}
+    prompts = ("abcdefgabcdefg", "the cat the cat")
+    drafts: Options = {"which": "model", "prompts": prompts, **spoken}
+    rules = pairs(
+        "which rule", ("model", "seeded"), ("model", "token"), ("model", "block"),
+        ("same model", "seeded"), ("lookup", "token"), ("suffix", "seeded"), ("chain", "block"),
+        ("tree of 2", "seeded"),
+    )  # fmt: skip
+    made: Options = {"requests": toy_job, "settings": warm, "n": 30}
+    cases: dict[str, Case] = {
+        **table("{}", plain, {"settings": TOY_SETTINGS}, prompt=prompts[1], **opened),
+        **table("drafts of {}", speculated, {"*": rules}, settings=warm, n=40, draft_k=3, **drafts),
+        "drafts, penalties": partial(
+            speculated, settings=TOY_SETTINGS["penalties"], draft_k=4, **drafts
+        ),
+        **{run.__name__: partial(run, settings=warm, **opened) for run in FAMILIES},
+        "engine": partial(engine, target=model, options=options, **made),
+        "engine, drafts": partial(engine, which="model", draft_k=3, **made, **spoken),
+    }
+    return {f"memory/{memory}/{name}": case for name, case in cases.items()}
+
+
+FAMILIES: tuple[Callable[..., Outcome], ...] = (forks, rewound, stored, saved)
+UNTREED = [which for which in DRAFTERS if which not in TREES]
 CASES: dict[str, Case] = {
-    **{f"sampling/{name}": partial(plain, settings=s) for name, s in SAMPLING.items()},
-    **{
-        f"prompt/{prompt}, {name}": partial(plain, settings=settings, prompt=PROMPTS[prompt])
-        for prompt in PROMPTS
-        for name, settings in TEXTS.items()
-    },
-    **{
-        f"stop/{name}, {at}": partial(plain, settings=settings, stop=stop, prompt=TALE)
-        for name, stop in STOPS.items()
-        for at, settings in {"greedy": GREEDY, "warm": WARM}.items()
-    },
-    **{
-        f"grammar/{name}, {at}": partial(plain, settings=settings, grammar=g, prompt=TALE)
-        for name, g in GRAMMARS.items()
-        for at, settings in {"greedy": GREEDY, "warm": WARM, "penalties": BACK}.items()
-    },
-    **{
-        f"context/{name}": partial(plain, settings=WARM, n=70, **options)
-        for name, options in CONTEXTS.items()
-    },
+    **table("sampling/{}", plain, {"settings": SAMPLING}),
+    **table("prompt/{}, {}", plain, {"prompt": PROMPTS, "settings": TEXTS}),
+    **table("stop/{}, {}", plain, {"stop": STOPS, "settings": AT}, prompt=TALE),
+    **table("grammar/{}, {}", plain, {"grammar": GRAMMARS, "settings": AT_ALL}, prompt=TALE),
+    **table("context/{}", plain, {"*": CONTEXTS}, settings=WARM, n=70),
     "context/raw": raw,
     "context/raw, f16 cache": partial(raw, kv_type="f16"),
     **{
-        f"branches/{run.__name__}, {name}": partial(run, settings=settings)
-        for run in (forks, steered, rewound, committed, stored, saved)
-        for name, settings in {"greedy": GREEDY, "warm": WARM, "penalties": BACK}.items()
+        name: case
+        for run in (*FAMILIES[:1], steered, rewound, committed, *FAMILIES[2:])
+        for name, case in table(
+            f"branches/{run.__name__}, {{}}", run, {"settings": AT_ALL}
+        ).items()
     },
-    **{
-        f"speculative/{which}, seeded, {k}": partial(
-            speculated, which=which, settings=WARM, draft_k=k, rule="seeded"
-        )
-        for which in DRAFTERS
-        for k in (4, "auto")
-    },
-    **{
-        f"speculative/{which}, temperature 0": partial(
-            speculated, which=which, settings=GREEDY, draft_k=5
-        )
-        for which in DRAFTERS
-    },
-    **{
-        f"speculative/{which}, {rule}, {name}": partial(
-            speculated, which=which, settings=settings, draft_k=4, rule=rule
-        )
-        for which in DRAFTERS
-        if which not in TREES
-        for rule in ("token", "block")
-        for name, settings in TEMPERATURES.items()
-    },
-    **{
-        f"speculative/model, {rule}, {k} drafted": partial(
-            speculated, which="model", settings=HOT, draft_k=k, rule=rule, max_draft_tokens=32
-        )
-        for rule in ("auto", "seeded", "token", "block")
-        for k in (0, 2, 12)
-    },
-    **{
-        f"speculative/{which}, {rule}, entropy stop": partial(
-            speculated, which=which, settings=WARM, draft_k=8, entropy_stop=1.5, rule=rule
-        )
-        for which in ("model", "suffix", "chain")
-        for rule in ("seeded", "token", "block")
-    },
-    **{
-        f"speculative/{which}, {rule}, {name}": partial(
-            speculated, which=which, settings=settings, draft_k=3, rule=rule
-        )
-        for which, rule in (
-            ("model", "seeded"),
-            ("model", "token"),
-            ("lookup", "block"),
-            ("tree of 2", "auto"),
-        )
-        for name, settings in {
-            "penalties": BACK,
-            "xtc": SAMPLING["xtc"],
-            "bias": SAMPLING["bias"],
-            "everything": SAMPLING["everything"],
-        }.items()
-    },
-    **{
-        f"speculative/{which}, {rule}, grammar {name}": partial(
-            speculated, which=which, settings=WARM, prompts=(TALE,), draft_k=3, rule=rule, grammar=g
-        )
-        for which, rule in (("model", "seeded"), ("model", "block"), ("lookup", "token"))
-        for name, g in GRAMMARS.items()
-    },
-    **{
-        f"speculative/{which}, stop {name}": partial(
-            speculated, which=which, settings=WARM, draft_k=4, stop=stop
-        )
-        for which in ("nobody", "model")
-        for name, stop in STOPS.items()
-    },
+    **table(
+        "speculative/{}, seeded, {}", speculated, {"which": DRAFTERS, "draft_k": (4, "auto")},
+        settings=WARM, rule="seeded",
+    ),
+    **table(
+        "speculative/{}, temperature 0", speculated, {"which": DRAFTERS}, settings=GREEDY, draft_k=5
+    ),
+    **table(
+        "speculative/{}, {}, {}", speculated,
+        {"which": UNTREED, "rule": RULES, "settings": {"warm": WARM, "hot": HOT}}, draft_k=4,
+    ),
+    **table(
+        "speculative/model, {}, {} drafted", speculated,
+        {"rule": ("auto", "seeded", *RULES), "draft_k": (0, 2, 12)},
+        which="model", settings=HOT, max_draft_tokens=32,
+    ),
+    **table(
+        "speculative/{}, {}, entropy stop", speculated,
+        {"which": ("model", "suffix", "chain"), "rule": ("seeded", *RULES)},
+        settings=WARM, draft_k=8, entropy_stop=1.5,
+    ),
+    **table(
+        "speculative/{}, {}", speculated,
+        {
+            "*": pairs("which rule", ("model", "seeded"), ("model", "token"), ("lookup", "block"),
+                       ("tree of 2", "auto")),
+            "settings": {
+                "penalties": BACK, **{k: SAMPLING[k] for k in ("xtc", "bias", "everything")},
+            },
+        },
+        draft_k=3,
+    ),
+    **table(
+        "speculative/{}, grammar {}", speculated,
+        {
+            "*": pairs("which rule", ("model", "seeded"), ("model", "block"), ("lookup", "token")),
+            "grammar": GRAMMARS,
+        },
+        settings=WARM, prompts=(TALE,), draft_k=3,
+    ),
+    **table(
+        "speculative/{}, stop {}", speculated, {"which": ("nobody", "model"), "stop": STOPS},
+        settings=WARM, draft_k=4,
+    ),
     "speculative/model, alternatives": partial(
         speculated, which="model", settings=WARM, draft_k=4, top=3
     ),
-    **{
-        f"speculative/family of {which}, {rule}": partial(
-            speculated_family, which=which, settings=WARM, draft_k=4, rule=rule
-        )
-        for which, rule in (
-            ("nobody", "auto"),
-            ("model", "seeded"),
-            ("model", "token"),
-            ("model", "block"),
-            ("suffix", "seeded"),
-            ("chain", "token"),
-            ("tree of 2", "seeded"),
-        )
-    },
-    **{
-        f"session/{name}": partial(session, turns=turns, **config)
-        for name, turns, config in (
-            ("nobody", ("nobody",), {"settings": WARM}),
-            ("model", ("model",), {"settings": WARM, "draft_k": 4}),
-            ("auto", ("model",), {"settings": WARM, "draft_k": "auto"}),
-            ("greedy", ("model", "lookup"), {"settings": GREEDY, "draft_k": 4}),
-            (
-                "in turn",
-                ("nobody", "model", "lookup", "tree of 2"),
-                {"settings": WARM, "draft_k": 3},
-            ),
-            (
-                "token rule",
-                ("model", "nobody", "model"),
-                {"settings": HOT, "draft_k": 3, "rule": "token"},
-            ),
-            ("block rule", ("model",), {"settings": HOT, "draft_k": 4, "rule": "block"}),
-            (
-                "stop",
-                ("model", "nobody"),
-                {"settings": WARM, "draft_k": 4, "stop": (" and ", "the ")},
-            ),
-            ("grammar", ("model",), {"settings": WARM, "draft_k": 3, "grammar": GRAMMARS["lines"]}),
-            ("penalties", ("model", "suffix"), {"settings": BACK, "draft_k": 3}),
-        )
-    },
-    **{
-        f"engine/{name}, {which}, {k}": partial(engine, requests=requests, which=which, draft_k=k)
-        for name, requests in JOBS.items()
-        for which, k in (
-            ("nobody", 4),
-            ("model", 2),
-            ("model", 5),
-            ("model", "auto"),
-            ("lookup", 3),
-            ("lookup", "auto"),
-            ("suffix", 3),
-            ("chain", 4),
-            ("chain", "auto"),
-        )
-    },
-    **{
-        f"engine/mixed, {rule} rule, {which}": partial(
-            engine, requests=job, which=which, settings=HOT, rule=rule, draft_k=3
-        )
-        for rule in ("token", "block")
-        for which in ("model", "lookup")
-    },
+    **table(
+        "speculative/family of {}", speculated_family,
+        {
+            "*": pairs("which rule", ("nobody", "auto"), ("model", "seeded"), ("model", "token"),
+                       ("model", "block"), ("suffix", "seeded"), ("chain", "token"),
+                       ("tree of 2", "seeded")),
+        },
+        settings=WARM, draft_k=4,
+    ),
+    **table("session/{}", session, {"*": SESSIONS}),
+    **table(
+        "engine/{}, {}", engine,
+        {
+            "requests": {"mixed": job, "shared prefixes": shared_prefixes},
+            "*": pairs("which draft_k", ("nobody", 4), ("model", 2), ("model", 5), ("model", "auto"),
+                       ("lookup", 3), ("lookup", "auto"), ("suffix", 3), ("chain", 4),
+                       ("chain", "auto")),
+        },
+    ),
+    **table(
+        "engine/mixed, {} rule, {}", engine, {"rule": RULES, "which": ("model", "lookup")},
+        requests=job, settings=HOT, draft_k=3,
+    ),
     "engine/shared prefixes, other vocabulary": partial(
         engine, requests=shared_prefixes, which="other vocabulary", n=25, draft_k=2
     ),
     "engine/greedy": partial(engine, requests=job, which="model", settings=GREEDY, draft_k=4),
-    **{
-        f"engine/preempted, {which}": partial(
-            engine,
-            requests=crowd,
-            which=which,
-            n=60,
-            preempts=True,
-            draft_k=3,
-            options={"n_ctx": 256, "n_seq_max": 6, "n_batch": 64},
-        )
-        for which in ("nobody", "model", "lookup")
-    },
+    **table(
+        "engine/preempted, {}", engine, {"which": ("nobody", "model", "lookup")}, requests=crowd,
+        n=60, preempts=True, draft_k=3, options={"n_ctx": 256, "n_seq_max": 6, "n_batch": 64},
+    ),
     "engine/few sequences": partial(engine, requests=job, options={"n_seq_max": 2, "n_batch": 32}),
     "engine/small batches": partial(
         engine, requests=job, which="model", draft_k=4, options={"n_batch": 16, "n_ctx": 2048}
     ),
     **{k: case for m, options in MEMORIES.items() for k, case in memory_cases(m, options).items()},
-}
+}  # fmt: skip

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 
@@ -21,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # where it is run as a pr
 import toys
 
 import llamabranch as lb
+from llamabranch.generation.drafter import DraftLength, NullState
 from llamabranch.speculative import Draft, DraftState
-
-from .machine import machine_key
 
 __all__ = [
     "DATA",
@@ -132,7 +130,6 @@ class World:
         self.folder = folder
         self.used: set[str] = set()  # the models of the case that runs
         self._models: dict[str, lb.Model] = {}
-        self._keys: dict[str, str] = {}
         self._all = ExitStack()
         self._case = ExitStack()
 
@@ -162,12 +159,6 @@ class World:
             return source
         path = self.folder / f"{name.replace(' ', '-')}.gguf"
         return path if path.exists() else source(path)
-
-    def key(self, name: str) -> str:
-        """Return the machine's key by a model."""
-        if name not in self._keys:
-            self._keys[name] = machine_key(self.file(name))
-        return self._keys[name]
 
     def model(self, name: str) -> lb.Model:
         self.used.add(name)
@@ -364,15 +355,7 @@ class World:
         return texts
 
 
-class Length(Protocol):
-    """What a drafter of one's own asks of whoever decides how much is drafted."""
-
-    def consider(self, drafter: str) -> bool: ...
-
-    def goes_on(self, n_drafted: int, entropy: float) -> bool: ...
-
-
-class Custom(lb.Drafter):
+class Custom(NullState, lb.Drafter):
     """A drafter of one's own: it proposes by position, or draws from one distribution."""
 
     name = "custom"
@@ -389,7 +372,7 @@ class Custom(lb.Drafter):
     def start(self, target: lb.speculative.Text, rule: str) -> DraftState:
         return self
 
-    def propose(self, tokens: Sequence[int], length: Length, limit: int) -> Draft:
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         start, n = len(tokens), 0
         length.consider(self.name)
         while n < limit and length.goes_on(n, 1.0):
@@ -401,12 +384,3 @@ class Custom(lb.Drafter):
         assert source is not None
         drawn = [source.draw(99, place) for place in places]
         return Draft(drawn, [source] * n, entropies=[1.0] * n, drafter=self.name)
-
-    def observe(self, n_tokens: int) -> None:
-        """Nothing to learn."""
-
-    def fork(self, target: lb.speculative.Text) -> DraftState:
-        return self
-
-    def close(self) -> None:
-        """Nothing to give back."""

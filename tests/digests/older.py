@@ -1,17 +1,20 @@
 """Version 0.1 on the machine at hand, in a process of its own: what does it make of a case?
 
 Run as a program it answers names of cases, one a line, with their records in JSON. llama.cpp and the
-model files are those of the tests; the package, the table and what reads it are those of v0_1.zip.
+model files are those of the tests; the package, the table and what reads it are those of v0_1.zip: those
+of one commit of git's history, without the bundled models, which have not changed since.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +22,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .record import CaseRecord, Words
 
-__all__ = ["Older"]
+__all__ = ["ARCHIVE", "COMMIT", "Older", "archived"]
 
+ROOT = Path(__file__).parents[2]
 ARCHIVE = Path(__file__).with_name("v0_1.zip")
 VERSION = "0.1.0"
+COMMIT = "50f8f7e9fdbec613c02b29efa0592312ce845392"  # of the record; the package is version 0.1.0
+
+
+def archived() -> dict[str, bytes]:
+    """Return the files that the archive must have by their names in it, read from git."""
+    taken = ("llamabranch", "tests/digests", "tests/toys.py", "LICENSE")
+    git = ["git", "archive", "--format=tar", COMMIT, *taken]
+    tar = subprocess.run(git, cwd=ROOT, capture_output=True, check=True).stdout
+    found = {}
+    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+        for entry in archive:
+            file = archive.extractfile(entry) if entry.isfile() else None
+            if file is not None and not entry.name.endswith((".gguf", ".json")):
+                found[entry.name.removeprefix("tests/")] = file.read()
+    return found
 
 
 class Older:

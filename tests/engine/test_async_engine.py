@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +23,8 @@ from llamabranch.errors import (
     TokenizeError,
 )
 
+ENDLESS = SamplingParams(seed=1, logit_bias={0: -1e9})
+
 
 def serve(
     ctx: Context, job: Callable[[AsyncEngine], Awaitable[object]], **options: Any
@@ -31,8 +33,7 @@ def serve(
 
     Unless they say otherwise, its requests never end by themselves.
     """
-    endless = SamplingParams(seed=1, logit_bias={ctx.model.eos or 0: -1e9})
-    options = {"sampling": endless, **options}
+    options = {"sampling": ENDLESS, **options}
 
     async def main() -> AsyncEngine:
         async with AsyncEngine(ctx, **options) as engine:
@@ -88,31 +89,6 @@ def test_many_tasks_share_the_engine(ctx: Context, other_ctx: Context) -> None:
         assert sum(event.result is not None for event in events) == 1
 
 
-def test_cancelled_task_aborts_its_request_and_no_other(ctx: Context, other_ctx: Context) -> None:
-    other = Request("The wolf", id="other", max_tokens=60, sampling=WARM)
-
-    async def job(engine: AsyncEngine) -> None:
-        begun = asyncio.Event()
-
-        async def endless() -> None:
-            async for _ in engine.generate(Request("A king", id="endless", max_tokens=900)):
-                begun.set()
-
-        reading = asyncio.ensure_future(collect(engine, other))
-        task = asyncio.ensure_future(endless())
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        result = last(await reading)
-        assert result.tokens == alone(other_ctx, other, result)
-        (again,) = [e.result for e in await collect(engine, Request("A king", id="endless",
-                    max_tokens=3)) if e.result is not None]  # fmt: skip
-        assert again.finish_reason == "length"
-
-    serve(ctx, job)
-
-
 def test_slow_reader_is_paused_and_holds_up_nobody(ctx: Context, other_ctx: Context) -> None:
     """Its text waits unread while others, more than there are sequences, come and go."""
     slow = Request("A king", id="slow", max_tokens=60, sampling=WARM, n=8)
@@ -137,13 +113,28 @@ def test_slow_reader_is_paused_and_holds_up_nobody(ctx: Context, other_ctx: Cont
     serve(ctx, job, buffer=8)
 
 
-def test_paused_request_can_be_aborted(ctx: Context) -> None:
+def test_cancelled_or_paused_request_is_aborted_and_no_other(
+    ctx: Context, other_ctx: Context
+) -> None:
+    other = Request("The wolf", id="other", max_tokens=60, sampling=WARM)
+
     async def job(engine: AsyncEngine) -> None:
-        events = engine.generate(Request("A king", id="a", max_tokens=900))
+        events = engine.generate(Request("A king", id="endless", max_tokens=900))
         await anext(events)
-        await collect(engine, Request("The wolf", max_tokens=30))  # meanwhile it is paused
-        engine.abort("a")
+        reading = asyncio.ensure_future(collect(engine, other))
+        task = asyncio.ensure_future(collect(engine, Request("A fox", id="read", max_tokens=900)))
+        for _ in range(200):  # meanwhile the endless one is paused
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        result = last(await reading)
+        assert result.tokens == alone(other_ctx, other, result)
+        engine.abort("endless")
         assert [e async for e in events][-1].result is not None
+        for name in ("read", "endless"):
+            again = Request("A king", id=name, max_tokens=3)
+            assert last(await collect(engine, again)).finish_reason == "length"
 
     serve(ctx, job, buffer=2)
 
@@ -178,30 +169,53 @@ def test_decode_that_fails_reaches_every_task(ctx: Context) -> None:
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_close_ends_all_requests(drain: bool, ctx: Context) -> None:
+    async def rest(events: AsyncIterator[Event]) -> list[Event]:
+        return [event async for event in events]
+
     async def main() -> None:
-        engine = AsyncEngine(ctx)
-        begun = asyncio.Event()
-
-        async def read() -> str:
-            reasons = [""]
-            endless = SamplingParams(logit_bias={ctx.model.eos or 0: -1e9})
-            request = Request("The wolf", max_tokens=100, sampling=endless)
-            async for event in engine.generate(request):
-                begun.set()
-                if event.result is not None:
-                    reasons.append(event.result.finish_reason)
-            return reasons[-1]
-
-        tasks = [asyncio.ensure_future(read()) for _ in range(12)]
-        await begun.wait()
+        engine = AsyncEngine(ctx, sampling=ENDLESS)
+        request = Request("The wolf", max_tokens=100)
+        events = engine.generate(request)
+        await anext(events)
+        tasks = [asyncio.ensure_future(collect(engine, request)) for _ in range(12)]
+        await asyncio.sleep(0)
         await engine.close(drain=drain)
-        assert set(await asyncio.gather(*tasks)) == ({"length"} if drain else {"cancelled"})
+        tasks.append(asyncio.ensure_future(rest(events)))
+        reasons = {last(events).finish_reason for events in await asyncio.gather(*tasks)}
+        assert reasons == ({"length"} if drain else {"cancelled"})
         with pytest.raises(ClosedError):
             await collect(engine, "x")
         await engine.close()
 
     asyncio.run(main())
     assert ctx.usage().cells_used == 0
+
+
+def test_event_loops_share_an_engine_and_one_that_is_gone_frees_its_requests(
+    ctx: Context, other_ctx: Context
+) -> None:
+    engine = AsyncEngine(ctx)
+
+    async def leave() -> None:
+        await anext(engine.generate(Request("A king", max_tokens=900)))
+
+    asyncio.run(leave())
+    requests = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda request: asyncio.run(collect(engine, request)), requests)]
+    for request, events in zip(requests, found, strict=True):
+        assert last(events).tokens == alone(other_ctx, request, last(events))
+    engine.shut_down(drain=True)
+    assert ctx.usage().cells_used == 0
+
+
+def test_forgotten_engine_ends_its_thread(ctx: Context) -> None:
+    left = weakref.ref(AsyncEngine(ctx))
+    threads = [t for t in threading.enumerate() if t.name == "AsyncEngine"]
+    gc.collect()
+    for thread in threads:
+        thread.join(30)
+    assert left() is None
 
 
 def test_events_come_in_one_call_a_step(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,40 +234,6 @@ def test_events_come_in_one_call_a_step(ctx: Context, monkeypatch: pytest.Monkey
         assert 30 <= n_calls <= engine.stats.target_forward_passes + 1
 
     serve(ctx, job)
-
-
-def test_several_event_loops_use_one_engine(ctx: Context, other_ctx: Context) -> None:
-    engine = AsyncEngine(ctx)
-    requests = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS]
-    with ThreadPoolExecutor(4) as pool:
-        found = [*pool.map(lambda request: asyncio.run(collect(engine, request)), requests)]
-    engine.shut_down()
-    for request, events in zip(requests, found, strict=True):
-        assert last(events).tokens == alone(other_ctx, request, last(events))
-    assert ctx.usage().cells_used == 0
-
-
-def test_loop_that_is_gone_frees_its_requests(ctx: Context) -> None:
-    engine = AsyncEngine(ctx)
-
-    async def leave() -> None:
-        events = engine.generate(Request("A king", max_tokens=900))
-        await anext(events)
-
-    asyncio.run(leave())
-    assert last(asyncio.run(collect(engine, Request("x", max_tokens=2)))).tokens
-    engine.shut_down(drain=True)
-    assert ctx.usage().cells_used == 0
-
-
-def test_forgotten_engine_ends_its_thread(ctx: Context) -> None:
-    engine = AsyncEngine(ctx)
-    left = weakref.ref(engine)
-    thread = next(t for t in threading.enumerate() if t.name == "AsyncEngine")
-    del engine
-    gc.collect()
-    thread.join(30)
-    assert left() is None
 
 
 def test_defaults_are_those_of_complete(target: lb.Model) -> None:

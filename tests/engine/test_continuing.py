@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 import llamabranch as lb
-from llamabranch import (
-    AsyncEngine,
-    Context,
-    Engine,
-    Grammar,
-    Request,
-    Result,
-    SamplingParams,
-)
+from llamabranch import AsyncEngine, Context, Engine, Grammar, Request, Result, SamplingParams
 from llamabranch.errors import ConfigError, GrammarError, TokenizeError
 
 WARM = SamplingParams(temperature=0.8, seed=42)
@@ -34,37 +28,40 @@ def one(ctx: Context, request: Request, drafter: lb.Drafter | None = None) -> Re
     return result
 
 
+@pytest.fixture(params=[False, True], ids=["", "prefix cache"])
+def either(request: pytest.FixtureRequest, target: lb.Model) -> Iterator[Context]:
+    with Context(target, n_ctx=512, n_threads=1, prefix_cache=request.param) as context:
+        yield context
+        context.audit()
+
+
 @pytest.mark.parametrize("grammar", [None, SCHEMA, Grammar('root ::= [a-z ]+ "." [a-z ]+')])
-def test_text_in_parts_is_the_text_in_one(ctx: Context, grammar: Grammar | None) -> None:
-    prompt = ctx.model.prompt_tokens("Once upon a time")
-    whole = one(ctx, Request(prompt, sampling=WARM, max_tokens=20, grammar=grammar))
+def test_text_in_parts_is_the_text_in_one(either: Context, grammar: Grammar | None) -> None:
+    """Also with drafts, and after the prefix cache was emptied."""
+    prompt = either.model.prompt_tokens("Once upon a time")
+    request = Request(prompt, sampling=WARM, max_tokens=20, grammar=grammar)
+    whole = one(either, request)
     tokens: list[int] = []
-    for n in (1, 3, 2, 14):
-        part = one(
-            ctx,
-            Request(
-                [*prompt, *tokens], sampling=WARM, max_tokens=n, grammar=grammar,
-                continues=len(tokens),
-            ),
-        )  # fmt: skip
+    copying, suffix = lb.GrammarDrafter.copying(), lb.SuffixDrafter()
+    for n, drafter in ((1, None), (3, copying), (2, None), (14, suffix)):
+        said, at = [*prompt, *tokens], len(tokens)
+        part = one(either, replace(request, prompt=said, max_tokens=n, continues=at), drafter)
         assert part.error is None
         tokens += part.tokens
-    assert tokens == whole.tokens
-    assert part.finish_reason == whole.finish_reason
+        if n == 2 and either.prefix_cache is not None:
+            either.prefix_cache.clear()
+    assert (tokens, part.finish_reason) == (whole.tokens, whole.finish_reason)
 
 
-def test_text_continued_after_eviction_and_with_drafts_is_the_same(target: lb.Model) -> None:
-    with lb.Context(target, n_ctx=512, n_threads=1, prefix_cache=True) as ctx:
-        prompt = ctx.model.prompt_tokens("Once upon a time")
-        request = Request(prompt, sampling=WARM, max_tokens=24, grammar=SCHEMA)
-        whole = one(ctx, request)
-        begun = whole.tokens[:9]
-        for drafter in (None, lb.GrammarDrafter.copying()):
-            ctx.prefix_cache.clear() if ctx.prefix_cache is not None else None
-            request = Request(
-                [*prompt, *begun], sampling=WARM, max_tokens=15, grammar=SCHEMA, continues=9
-            )
-            assert one(ctx, request, drafter).tokens == whole.tokens[9:24]
+def test_what_is_not_token_ids_of_the_grammar_cannot_be_continued(either: Context) -> None:
+    for given, n in (("text", 1), ([1, 2], 2), ([{"role": "user", "content": "x"}], 1)):
+        with pytest.raises(ConfigError, match="continues"):
+            Request(given, continues=n)
+    prompt = either.model.prompt_tokens("Once upon a time there was")
+    one(either, Request(prompt, max_tokens=4, sampling=WARM))
+    result = one(either, Request(prompt, grammar=SCHEMA, continues=3))
+    assert isinstance(result.error, GrammarError)
+    assert either.n_seq_free == either.n_seq_max
 
 
 def test_a_character_is_completed_across_the_parts(toy: lb.Model) -> None:
@@ -81,23 +78,6 @@ def test_a_character_is_completed_across_the_parts(toy: lb.Model) -> None:
             head = ctx.model.text_decoder()
             shown = "".join(head.feed(token) for token in whole.tokens[:n])
             assert shown + rest.text == whole.text
-
-
-def test_what_the_grammar_forbids_cannot_be_continued(target: lb.Model) -> None:
-    for prefix_cache in (False, True):
-        with lb.Context(target, n_ctx=256, n_threads=1, prefix_cache=prefix_cache) as ctx:
-            prompt = ctx.model.prompt_tokens("Once upon a time there was")
-            one(ctx, Request(prompt, max_tokens=4, sampling=WARM))
-            result = one(ctx, Request(prompt, grammar=SCHEMA, continues=3))
-            assert isinstance(result.error, GrammarError)
-            assert ctx.n_seq_free == ctx.n_seq_max
-            ctx.audit()
-
-
-def test_only_token_ids_can_be_continued() -> None:
-    for prompt, n in (("text", 1), ([1, 2], 2), ([{"role": "user", "content": "x"}], 1)):
-        with pytest.raises(ConfigError, match="continues"):
-            Request(prompt, continues=n)
 
 
 def test_part_of_a_prompt_is_rated_as_in_the_whole(target: lb.Model) -> None:

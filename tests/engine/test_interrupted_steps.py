@@ -246,24 +246,19 @@ class Failing(lb.speculative.PromptLookupDrafter):
     def watched(self, state: DraftState) -> Any:
         """Return a state whose calls are counted before they do their work, ``propose`` after it."""
 
-        def propose(*args: Any) -> lb.speculative.Draft:
-            draft = state.propose(*args)
-            self.count()
-            return draft
+        def counted(name: str) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                if name != "propose":
+                    self.count()
+                answer = getattr(state, name)(*args)
+                if name == "propose":
+                    self.count()
+                return self.watched(answer) if name == "fork" else answer
 
-        def fork(target: lb.speculative.Text) -> Any:
-            self.count()
-            return self.watched(state.fork(target))
+            return call
 
-        def observe(n_tokens: int) -> None:
-            self.count()
-            state.observe(n_tokens)
-
-        def close() -> None:
-            self.count()
-            state.close()
-
-        return SimpleNamespace(propose=propose, fork=fork, observe=observe, close=close)
+        names = ("propose", "fork", "observe", "close")
+        return SimpleNamespace(**{name: counted(name) for name in names})
 
 
 @pytest.mark.parametrize("error", [Injected(), KeyboardInterrupt(), ValueError("no")], ids=repr)

@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import pytest
 from engine_runs import GREEDY, PROMPTS, WARM, alone, assert_clean, results_of, run, write_tiny
@@ -126,38 +127,18 @@ def test_alternatives_carry_their_text(ctx: Context) -> None:
     assert first == [*rated[0].alternatives[0], rated[0].alternatives[0].text]
 
 
-def test_invalid_request_is_refused_at_once(ctx: Context) -> None:
-    engine = Engine(ctx)
-    with pytest.raises(ConfigError, match="a request is a Request or text"):
-        engine.add_request(5)  # type: ignore[arg-type]
-    with pytest.raises(TokenizeError):
-        engine.add_request(Request([5, 10**6]))
-    with pytest.raises(ConfigError, match="stop"):
-        engine.add_request(Request("x", stop=("",)))
-    assert not engine.has_unfinished()
-
-
-def test_queue_has_a_limit(ctx: Context) -> None:
-    engine = Engine(ctx, max_waiting=3)
-    for _ in range(3):
-        engine.add_request(Request("The wolf", n=2, max_tokens=2))
-    with pytest.raises(QueueFullError, match="3 requests wait, max_waiting is 3") as caught:
-        engine.add_request("The wolf")
-    assert caught.value.hint
-    engine.step()
-    engine.add_request("The wolf")
-    assert len(results_of(engine.close())) == 4
-    assert_clean(ctx)
-
-
-def test_queue_counts_the_request_that_is_next(target: lb.Model) -> None:
+def test_queue_has_a_limit_that_counts_the_request_that_is_next(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
         engine = Engine(ctx, max_waiting=2)
+        for bad in (cast("Request", 5), Request([5, 10**6]), Request("x", stop=("",))):
+            with pytest.raises((ConfigError, TokenizeError)):
+                engine.add_request(bad)  # refused at once
         for _ in range(3):
             engine.add_request(Request("The wolf", max_tokens=50))
             engine.step()  # looks at the next one, which has no sequence yet
-        with pytest.raises(QueueFullError, match="2 requests wait"):
+        with pytest.raises(QueueFullError, match="2 requests wait, max_waiting is 2") as caught:
             engine.add_request("The wolf")
+        assert caught.value.hint
         engine.abort("1")
         engine.step()
         assert engine.core.n_waiting == 1
@@ -199,33 +180,20 @@ def test_urgent_texts_are_preempted_last(target: lb.Model, other_ctx: Context) -
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_close_ends_all_requests(drain: bool, ctx: Context, other_ctx: Context) -> None:
-    engine = Engine(ctx)
     requests = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS * 3]
-    names = [engine.add_request(request) for request in requests]
-    early = [event for _ in range(3) for event in engine.step()]
-    found = results_of(early + engine.close(drain=drain))
-    assert list(found) == names or drain
-    for name, request in zip(names, requests, strict=True):
-        expected = alone(other_ctx, request, found[name])
-        assert found[name].finish_reason == ("length" if drain else "cancelled")
-        assert found[name].tokens == (expected if drain else expected[: len(found[name].tokens)])
-    assert_clean(ctx)
-    for call in (
-        lambda: engine.add_request("x"),
-        lambda: engine.stream(["x"]),
-        lambda: engine.generate(["x"]),
-    ):
-        with pytest.raises(ClosedError):
-            call()
-    assert engine.close() == []
-
-
-def test_engine_is_closed_with_its_block(ctx: Context) -> None:
     with Engine(ctx) as engine:
-        engine.add_request("The wolf")
-        engine.step()
-        assert ctx.usage().cells_used
+        names = [engine.add_request(request) for request in requests]
+        early = [event for _ in range(3) for event in engine.step()]
+        found = results_of(early + engine.close(drain=drain)) if drain else {}
+    assert list(found) == (names if drain else [])  # the end of a block drops what is unfinished
+    for name, request in zip(found, requests, strict=False):
+        assert found[name].finish_reason == "length"
+        assert found[name].tokens == alone(other_ctx, request, found[name])
     assert_clean(ctx)
+    for call in (engine.add_request, lambda x: engine.stream([x]), lambda x: engine.generate([x])):
+        with pytest.raises(ClosedError):
+            call("x")
+    assert engine.close() == []
 
 
 # -- lazy reading ----------------------------------------------------------------------------------
@@ -352,23 +320,50 @@ def test_nothing_leaks_over_ten_thousand_requests(tiny: lb.Model) -> None:
 # -- the prefix cache ------------------------------------------------------------------------------
 
 
-def test_turn_of_a_chat_reads_only_what_is_new(target: lb.Model, other_ctx: Context) -> None:
-    with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1, prefix_cache=True) as ctx:
-        engine = Engine(ctx)
-        history = ctx.tokenize("Once upon a time there was a king who had a daughter.")
-        distinct = len(history)
-        for turn in range(10):
+@pytest.mark.parametrize("drafts", [False, True])
+def test_turn_of_a_chat_reads_only_what_is_new(
+    drafts: bool, target: lb.Model, draft: lb.Model, other_ctx: Context
+) -> None:
+    """So does the draft model, beside another text with the same beginning."""
+    n_read = 0
+
+    def counted(decode: Callable[[int], int], n: int) -> int:
+        nonlocal n_read
+        n_read += n
+        return decode(n)
+
+    with (
+        Context(target, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as ctx,
+        Context(draft, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as draft_ctx,
+    ):
+        # A decode that is watched is made in Python, so that all tokens are counted.
+        draft_ctx.decoder.hook(counted)
+        drafter = lb.ModelDrafter(draft_ctx) if drafts else None
+        engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=2))
+        history = ctx.tokenize("Once upon a time there was a king who had a daughter." * 4)
+        distinct, n_prompts = len(history), 0
+        for turn in range(8):
             new = ctx.tokenize(f" And on day {turn} the wolf said:", add_special=False)
             history += new
             distinct += len(new)
+            n_prompts += len(history)
             request = Request(history, max_tokens=12, sampling=WARM)
-            engine.add_request(request)
-            (result,) = results_of(run(engine)).values()
+            beside = [Request(history[: 20 + turn], max_tokens=5, sampling=WARM)] if drafts else []
+            result, *others = engine.generate([request, *beside])
             assert result.tokens == alone(other_ctx, request, result)
-            if turn:  # the answer's last token was never decoded
+            assert [r.tokens for r in others] == [
+                alone(other_ctx, each, r) for each, r in zip(beside, others, strict=True)
+            ]
+            if turn and not drafts:  # the answer's last token was never decoded
                 assert result.num_cached_tokens == len(history) - len(new) - 1
             history += result.tokens
-        assert engine.stats.prompt_tokens <= 1.05 * distinct + 9
+        if drafts:
+            # Every text is read once; a round reads what its last one has not drafted, and drafts two.
+            assert n_read < len(history) + 8 * (12 + 5) * 4 < n_prompts
+            assert draft_ctx.prefix_cache is not None and draft_ctx.prefix_cache.n_hits >= 7
+            assert draft_ctx.usage().cells_used == 0
+        else:
+            assert engine.stats.prompt_tokens <= 1.05 * distinct + 9
         assert_clean(ctx)
 
 
@@ -423,39 +418,3 @@ def test_tokens_come_with_detail(ctx: Context, draft_ctx: Context, other_ctx: Co
     assert detailed.first_token_s is not None
     assert detailed.last_token_s is not None
     assert 0 <= detailed.queued_s <= detailed.first_token_s <= detailed.last_token_s
-
-
-def test_draft_model_reads_only_what_is_new_too(
-    target: lb.Model, draft: lb.Model, other_ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (
-        Context(target, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as ctx,
-        Context(draft, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as draft_ctx,
-    ):
-        n_read = 0
-
-        def counted(decode: Callable[[int], int], n: int) -> int:
-            nonlocal n_read
-            n_read += n
-            return decode(n)
-
-        # A decode that is watched is made in Python, so that all tokens are counted.
-        draft_ctx.decoder.hook(counted)
-        engine = Engine(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=2))
-        history = ctx.tokenize("Once upon a time there was a king who had a daughter." * 4)
-        n_prompts = 0
-        for turn in range(6):
-            history += ctx.tokenize(f" And on day {turn} the wolf said:", add_special=False)
-            n_prompts += len(history)
-            request = Request(history, max_tokens=8, sampling=WARM)
-            pair = [request, Request(history[: 20 + turn], max_tokens=5, sampling=WARM)]
-            result, beside = engine.generate(pair)
-            assert result.tokens == alone(other_ctx, request, result)
-            assert beside.tokens == alone(other_ctx, pair[1], beside)
-            history += result.tokens
-        # Every text is read once; a round reads what its last one has not drafted, and drafts two.
-        assert n_read < len(history) + 6 * (8 + 5) * 4 < n_prompts
-        assert draft_ctx.prefix_cache is not None
-        assert draft_ctx.prefix_cache.n_hits >= 5
-        assert draft_ctx.usage().cells_used == 0
-        assert_clean(ctx)

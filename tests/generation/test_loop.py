@@ -1,125 +1,15 @@
-"""Steps of any number of texts, and what may be done with a text between two of its tokens."""
+"""What may be done with a text between two of its tokens, and what is kept for the next ones."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 import llamabranch as lb
-from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, SpeculativeStats
-from llamabranch.context.logits import LogitsRow
-from llamabranch.generation.drafter import FixedLength
-from llamabranch.generation.loop import Loop, RunningText
-from llamabranch.generation.text import Text
+from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig
 
 PROMPTS = ("Once upon a time", "The king", "In the wood there was a wolf")
 WARM = SamplingParams(temperature=0.8, seed=4)
-
-
-class Prompt:
-    """A text that steps read."""
-
-    wants_rows = False
-
-    def __init__(self, branch: Branch, tokens: list[int]) -> None:
-        self.text: Text = branch.sequence
-        self.tokens = tokens
-        self.n_chunks = 0
-        self.n_decoded = 0
-        self.error: lb.LlamaBranchError | None = None
-
-    def unread(self) -> list[int]:
-        return self.tokens
-
-    def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
-        self.n_chunks += 1
-        del self.tokens[: len(tokens)]
-        self.text.append_prompt(tokens, rows[-1] if rows else None)
-
-
-def begun(loop: Loop, branches: Sequence[Branch]) -> list[RunningText]:
-    """Return the texts of branches, each with its first token."""
-    running = [loop.open(branch.sequence, "seeded", SpeculativeStats()) for branch in branches]
-    for each in running:
-        each.draw()
-    return running
-
-
-def plain(ctx: Context, prompt: str, n: int) -> list[int]:
-    with Branch.start(ctx, prompt, sampling=WARM) as branch:
-        return [one.token for one in branch.generate(n)]
-
-
-@pytest.mark.parametrize("drafts", [False, True])
-def test_texts_go_on_as_if_alone_while_another_is_read(
-    ctx: Context, draft_ctx: Context, drafts: bool
-) -> None:
-    drafter = lb.ModelDrafter(draft_ctx) if drafts else None
-    loop = Loop(ctx, FixedLength(3), drafter)
-    branches = [Branch.start(ctx, prompt, sampling=WARM) for prompt in PROMPTS]
-    running = begun(loop, branches)
-    texts = [branch.tokens[-1:] for branch in branches]
-    reader = Branch.create(ctx, WARM)
-    late = Prompt(reader, ctx.model.prompt_tokens(PROMPTS[0] * 9))
-    expected = list(late.tokens)
-    n_steps = 0
-    while min(map(len, texts)) < 20:
-        readers = [late] if late.tokens else []
-        step = loop.step([(each, 8) for each in running], readers)
-        n_steps += 1
-        assert step.no_room is None
-        n_read = sum(reader.n_decoded for reader in readers)
-        assert step.n_tokens == n_read + sum(each.n_decoded for each in running)
-        for tokens, each in zip(texts, running, strict=True):
-            assert each.error is None
-            tokens += [one.token for one in each.emitted]
-    assert late.n_chunks == 1
-    assert (n_steps < 19) == drafts
-    assert reader.tokens == expected
-    for prompt, tokens, branch in zip(PROMPTS, texts, branches, strict=True):
-        assert tokens == plain(ctx, prompt, len(tokens))
-        assert branch.tokens[-len(tokens) :] == tokens
-    for each in running:
-        each.close()
-    with Branch.start(ctx, expected, sampling=WARM) as other:
-        assert [t.token for t in reader.generate(5)] == [t.token for t in other.generate(5)]
-
-
-def test_without_room_nothing_changes_and_the_result_says_so(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
-        loop = Loop(ctx, FixedLength(3), lb.speculative.PromptLookupDrafter())
-        full = [5, 6, 7] * 42
-        branches = [Branch.start(ctx, full, sampling=WARM) for _ in range(2)]
-        branches[1].extend([9] * (ctx.usage().cells_free - 1))
-        running = begun(loop, branches)
-        before = [branch.tokens for branch in branches]
-        step = loop.step([(each, 8) for each in running])
-        assert step.no_room is not None and step.n_tokens == 0
-        assert [branch.tokens for branch in branches] == before
-        assert all(each.emitted == [] for each in running)
-        ctx.audit()
-        branches[1].prune()  # somebody gives way: it goes on
-        loop.step([(running[0], 8)])
-        assert running[0].emitted and running[0].error is None
-
-
-def test_cells_of_their_own_that_are_full_are_told_by_name(toy: lb.Model) -> None:
-    no_end = WARM.replace(logit_bias={1: -math.inf})
-    with Context(toy, n_ctx=512, n_seq_max=2, n_threads=1, kv_unified=False) as ctx:
-        loop = Loop(ctx, FixedLength(0))
-        branches = [Branch.start(ctx, [5] * n, sampling=no_end) for n in (9, ctx.n_ctx_seq)]
-        running = begun(loop, branches)
-        step = loop.step([(each, 8) for each in running])
-        assert step.no_room is None
-        assert [each.error is None for each in running] == [True, False]
-        loop.step([(running[0], 8)])
-        assert len(running[0].emitted) == 1
-
-
-# -- what may happen to a text between two of its tokens --------------------------------------------
 
 
 @pytest.mark.parametrize("drafts", [False, True])

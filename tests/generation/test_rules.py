@@ -48,6 +48,7 @@ Sources = list[Distribution]
 Rule = Callable[
     [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], RandomSource], Acceptance
 ]
+Target = Callable[[int], Distribution]
 Drafting = Callable[["ModelPair", RandomSource], tuple[list[int], Sources]]
 
 
@@ -132,37 +133,38 @@ def test_rule_is_lossless(rule: Rule, kind: str, gamma: int) -> None:
         assert models.error(emitted) < EXACT
 
 
+def misreported(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
+    """BIASED: sources from before the draft's own temperature."""
+    drafted, sources = drafted_text(models, rng)
+    return drafted, [Distribution.from_logits(0.5 * q.logprobs, q.ids) for q in sources]
+
+
 @both_rules
-@pytest.mark.parametrize("gamma", [0, 1, 2])
-def test_the_public_proof_agrees(rule: Rule, gamma: int) -> None:
-    assert rule_error(rule, gamma=gamma, n_pairs=2) < EXACT
+@pytest.mark.parametrize("drafting", [draft_until_unlikely_dropped, misreported])
+def test_faults_of_a_draft_are_seen(rule: Rule, drafting: Drafting) -> None:
+    """The proof must be able to fail. The draft that keeps the unlikely token passes, below."""
+    for seed in range(4):
+        models = random_pair("dense", 2, seed)
+        assert models.error(emitted_by(rule, models, drafting)) > 1e-3
 
 
-def test_the_public_proof_sees_a_rule_that_is_wrong() -> None:
-    def always(
-        drafted: Sequence[int],
-        sources: Sequence[Distribution],
-        target: Callable[[int], Distribution],
-        rng: RandomSource,
+def test_the_public_proof_agrees_and_sees_a_rule_that_is_wrong() -> None:
+    def wrong(
+        _: object, sources: Sequence[Distribution], target: Target, rng: RandomSource
     ) -> Acceptance:
         return Acceptance(0, rng.draw(sources[0] if sources else target(0), 0))
 
-    assert rule_error(always, n_pairs=1) > 1e-2
-    with pytest.raises(ConfigError, match="gamma"):
-        rule_error(always, gamma=4)
-
-
-def test_the_public_proof_refuses_what_no_round_would_do() -> None:
-    def tosses_twice(
-        drafted: Sequence[int],
-        sources: Sequence[Distribution],
-        target: Callable[[int], Distribution],
-        rng: RandomSource,
-    ) -> Acceptance:
+    def tosses_twice(_: object, __: object, target: Target, rng: RandomSource) -> Acceptance:
         rng.coin(0, 0.5)
         rng.coin(0, 0.5)
         return Acceptance(0, rng.draw(target(0), 0))
 
+    for rule in (token_rule, block_rule):
+        for gamma in range(3):
+            assert rule_error(rule, gamma=gamma, n_pairs=2) < EXACT
+    assert rule_error(wrong, n_pairs=1) > 1e-2
+    with pytest.raises(ConfigError, match="gamma"):
+        rule_error(wrong, gamma=4)
     with pytest.raises(ConfigError, match="twice"):
         rule_error(tosses_twice)
 
@@ -174,26 +176,6 @@ def test_rule_is_lossless_at_any_honest_draft_length(rule: Rule, drafting: Draft
         for kind in ("dense", "mixed"):
             models = random_pair(kind, 3 if seed < 2 else 2, seed)
             assert models.error(emitted_by(rule, models, drafting)) < EXACT
-
-
-@both_rules
-def test_dropping_a_drawn_token_is_biased(rule: Rule) -> None:
-    # The proof must be able to fail. The same draft that keeps the token passes, above.
-    for seed in range(4):
-        models = random_pair("dense", 2, seed)
-        assert models.error(emitted_by(rule, models, draft_until_unlikely_dropped)) > 1e-3
-
-
-@both_rules
-def test_wrong_source_is_biased(rule: Rule) -> None:
-    # The second fault the proof must see: sources from before the draft's own temperature.
-    def misreported(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
-        drafted, sources = drafted_text(models, rng)
-        return drafted, [Distribution.from_logits(0.5 * q.logprobs, q.ids) for q in sources]
-
-    for seed in range(4):
-        models = random_pair("dense", 2, seed)
-        assert models.error(emitted_by(rule, models, misreported)) > 1e-3
 
 
 @both_rules
@@ -231,25 +213,20 @@ def example_of_the_block_paper() -> ModelPair:
     return ModelPair(dict.fromkeys(texts_up_to(2), p), dict.fromkeys(texts_up_to(2), q), gamma=2)
 
 
-def test_rules_on_the_example_of_the_block_paper() -> None:
-    # The paper's own figures: 10/9 accepted token by token, 11/9 as a block.
+def test_acceptance_is_that_of_the_papers() -> None:
+    """Figures of the block paper; nothing is gained from point masses; equal models accept everything."""
     models = example_of_the_block_paper()
     assert tokens_a_round(emitted_by(token_rule, models)) == pytest.approx(1 + 10 / 9, abs=EXACT)
     assert tokens_a_round(emitted_by(block_rule, models)) == pytest.approx(1 + 11 / 9, abs=EXACT)
-
-
-def test_block_rule_gains_nothing_from_point_masses() -> None:
     for seed in range(3):
         models = random_pair("dense", 3, seed)
-        by_token = emitted_by(token_rule, models, draft_argmax)
-        by_block = emitted_by(block_rule, models, draft_argmax)
+        by_token, by_block = (
+            emitted_by(rule, models, draft_argmax) for rule in (token_rule, block_rule)
+        )
         assert tokens_a_round(by_block) == pytest.approx(tokens_a_round(by_token), abs=EXACT)
-
-
-@both_rules
-def test_equal_models_accept_everything(rule: Rule) -> None:
-    models = random_pair("equal", 3, 0)
-    assert tokens_a_round(emitted_by(rule, models)) == pytest.approx(4.0, abs=EXACT)
+    for rule in (token_rule, block_rule):
+        equal = emitted_by(rule, random_pair("equal", 3, 0))
+        assert tokens_a_round(equal) == pytest.approx(4.0, abs=EXACT)
 
 
 def test_target_is_asked_in_order_and_no_further_than_needed() -> None:
@@ -393,11 +370,7 @@ def test_noise_is_that_of_plain_decoding_and_its_coins_are_fair() -> None:
     assert abs(heads - 1200) < 6 * math.sqrt(4000 * 0.3 * 0.7)  # false failure: 2e-9
     assert all(Noise(seed, 0).coin(0, 1.0) for seed in range(500))
     assert not any(Noise(seed, 0).coin(0, 0.0) for seed in range(500))
-
-
-def test_drafts_of_different_rounds_have_different_seeds() -> None:
-    seeds = {draft_seed(1, position) for position in range(1000)}
-    assert len(seeds) == 1000
+    assert len({draft_seed(1, position) for position in range(1000)}) == 1000
     assert draft_seed(1, 5) == derive_seed(1, 5)
 
 
@@ -429,15 +402,12 @@ def test_order_of_the_rules_on_a_pair_of_large_vocabulary() -> None:
 # -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_impossible_draft_is_refused(rule: str) -> None:
+@pytest.mark.parametrize("rule", ["token", "block", "fast"])
+def test_impossible_draft_and_unknown_rule_are_refused(rule: str) -> None:
     p = Distribution.from_probs(np.array([0.5, 0.5]))
-    with pytest.raises(ConfigError, match="cannot have been drawn"):
-        apply_rule(rule, [1], [Distribution.point(0)], lambda i: p, seed=0, position=0)
-    with pytest.raises(ConfigError, match="1 drafted tokens but 0 sources"):
-        apply_rule(rule, [1], [], lambda i: p, seed=0, position=0)
-
-
-def test_unknown_rule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown rule 'fast'"):
-        apply_rule("fast", [], [], lambda i: Distribution.point(0), seed=0, position=0)
+    for sources, words in (
+        ([Distribution.point(0)], "cannot have been drawn"), ([], "1 drafted tokens but 0 sources"),
+    ):  # fmt: skip
+        words = "unknown rule 'fast'" if rule == "fast" else words
+        with pytest.raises(ConfigError, match=words):
+            apply_rule(rule, [1], sources, lambda i: p, seed=0, position=0)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
-import llamabranch
 from llamabranch import Branch, Context, Model, SamplingParams
 from llamabranch.errors import SequencesExhaustedError
 from llamabranch.generation.drafter import DraftLength, FixedLength
@@ -24,26 +22,10 @@ from llamabranch.speculative import (
 from llamabranch.speculative.combined import ChainDrafter
 from llamabranch.speculative.copying import PromptLookupDrafter, SuffixDrafter
 
-DATA = Path(llamabranch.__file__).parent / "data"
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[Context]:
-    model = Model(DATA / "tale-target-q8_0.gguf")
-    with Context(model, n_ctx=4096, n_seq_max=16, n_threads=1) as ctx:
-        yield ctx
-
-
-@pytest.fixture(scope="module")
-def draft() -> Iterator[Context]:
-    model = Model(DATA / "tale-draft-q8_0.gguf")
-    with Context(model, n_ctx=2048, n_seq_max=4, n_threads=1) as ctx:
-        yield ctx
-
 
 @pytest.fixture
-def branch(target: Context) -> Iterator[Branch]:
-    with Branch.start(target, [5], temperature=0.0) as started:
+def branch(ctx: Context) -> Iterator[Branch]:
+    with Branch.start(ctx, [5], temperature=0.0) as started:
         yield started
 
 
@@ -144,7 +126,7 @@ def test_states_are_rewound_and_forked_as_their_texts(
 
 
 def test_state_learns_from_what_others_say_of_the_same_model(
-    branch: Branch, draft: Context
+    branch: Branch, draft_ctx: Context
 ) -> None:
     drafter = SuffixDrafter()
     said = list(range(200, 212))
@@ -154,14 +136,14 @@ def test_state_learns_from_what_others_say_of_the_same_model(
     second = drafter.start(branch.sequence, "seeded")
     assert propose(second, [5, *said[:4]]).tokens == said[4:9]  # five tokens match
     assert propose(SuffixDrafter().start(branch.sequence, "seeded"), [5, *said[:4]]).tokens == []
-    with Branch.start(draft, [5]) as other:
+    with Branch.start(draft_ctx, [5]) as other:
         assert propose(drafter.start(other.sequence, "seeded"), [5, *said[:4]]).tokens == []
 
 
-def test_texts_that_are_read_later_are_not_shared(target: Context) -> None:
+def test_texts_that_are_read_later_are_not_shared(ctx: Context) -> None:
     drafter = SuffixDrafter()
     prompt, said, answer = list(range(200, 212)), [70, 71, 72, 73], list(range(300, 312))
-    with Branch.start(target, prompt[:4]) as branch, Branch.start(target, prompt) as other:
+    with Branch.start(ctx, prompt[:4]) as branch, Branch.start(ctx, prompt) as other:
         line = drafter.start(branch.sequence, "seeded")
         propose(line, [*prompt[:4], *said])
         twin = line.fork(
@@ -180,30 +162,24 @@ def test_texts_that_are_read_later_are_not_shared(target: Context) -> None:
             assert propose(drafter.start(other.sequence, "seeded"), before).tokens == after
 
 
-def test_rewound_text_stays_evidence(branch: Branch) -> None:
+def test_what_others_say_and_what_was_rewound_is_evidence(branch: Branch) -> None:
     line = SuffixDrafter().start(branch.sequence, "seeded")
     propose(line, [5, 6, 70, 71, 72])
     line.observe(3)
     assert propose(line, [5, 6, 70]).tokens == [71, 72]
     assert propose(line, [5, 6, 70, 90, 6, 70]).tokens == [90, 6]  # what stands goes first
-
-
-def test_sibling_learns_while_the_other_runs(branch: Branch) -> None:
-    drafter = SuffixDrafter()
-    parent = drafter.start(branch.sequence, "seeded")
+    parent = SuffixDrafter().start(branch.sequence, "seeded")
     propose(parent, [5, 6])
-    a, b = parent.fork(branch.sequence), parent.fork(branch.sequence)
+    a, b = parent.fork(branch.sequence), parent.fork(branch.sequence)  # siblings that both run
     propose(a, [5, 6, 70, 71, 72, 73])
     assert propose(b, [5, 6, 80, 70, 71]).tokens == [72, 73]
-
-
-def test_better_evidence_is_taken(branch: Branch) -> None:
     drafter = SuffixDrafter(min_probability=0.0)
-    other = drafter.start(branch.sequence, "seeded")
-    propose(other, [5, 40, 41, 42, 43, 44, 45, 46, 47])
-    line = drafter.start(branch.sequence, "seeded")
-    assert propose(line, [5, 42, 43, 9, 40, 41, 42, 43]).tokens == [44, 45, 46, 47]
-    assert propose(drafter.start(branch.sequence, "seeded"), [1, 2, 9, 1, 2]).tokens == [9, 1]
+    propose(drafter.start(branch.sequence, "seeded"), [5, *range(40, 48)])
+    for tokens, better in (
+        ([5, 42, 43, 9, *range(40, 44)], [44, 45, 46, 47]),
+        ([1, 2, 9, 1, 2], [9, 1]),
+    ):
+        assert propose(drafter.start(branch.sequence, "seeded"), tokens).tokens == better
 
 
 # -- chain -----------------------------------------------------------------------------------------
@@ -253,33 +229,30 @@ def test_chain_asks_in_order_and_tells_everyone(branch: Branch) -> None:
     assert last.log == [("check", 0), ("observe", 3), ("close", 0)]
 
 
-def test_model_behind_ngrams_catches_up_in_one_decode(target: Context, draft: Context) -> None:
-    with Branch.start(target, [5, 6, 7], temperature=0.0) as branch:
-        line = ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft)]).start(
-            branch.sequence, "seeded"
-        )
-        tokens = [5, 6, 7]
-        assert (
-            propose(line, tokens, k=1).n_decodes == 1
-        )  # the prompt; the last draft is not decoded
-        tokens += [5, 6, 7]
-        line.observe(len(tokens))
-        assert propose(line, tokens, k=4).n_decodes == 0
-        tokens += [30, 31, 32, 33]
-        line.observe(len(tokens))
-        assert propose(line, tokens, k=1).n_decodes == 1
+def test_model_behind_ngrams_catches_up_in_one_decode(ctx: Context, draft_ctx: Context) -> None:
+    tokens = [5, 6, 7]
+    with Branch.start(ctx, tokens, temperature=0.0) as branch:
+        chain = ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft_ctx)])
+        line = chain.start(branch.sequence, "seeded")
+        # The prompt; the last draft is not decoded. Then a copy, and after it what was missed.
+        for added, k, n_decodes in (([], 1, 1), ([5, 6, 7], 4, 0), ([30, 31, 32, 33], 1, 1)):
+            tokens += added
+            line.observe(len(tokens))
+            assert propose(line, tokens, k).n_decodes == n_decodes
         line.close()
 
 
-def test_failed_fork_leaves_nothing_open(target: Context, draft: Context) -> None:
-    with Branch.start(target, [5], temperature=0.0) as branch, branch.fork() as other:
-        line = ChainDrafter([ModelDrafter(draft)] * 3).start(branch.sequence, "seeded")
-        with pytest.raises(SequencesExhaustedError):
+def test_failed_fork_leaves_nothing_open(ctx: Context, draft: Model) -> None:
+    with (
+        Context(draft, n_ctx=256, n_seq_max=4, n_threads=1) as small,
+        Branch.start(ctx, [5]) as branch,
+    ):
+        line = ChainDrafter([ModelDrafter(small)] * 3).start(branch.sequence, "seeded")
+        with branch.fork() as other, pytest.raises(SequencesExhaustedError):
             line.fork(other.sequence)  # three of four sequences are taken: the second fork fails
         line.close()
         line.close()
-    for taken in [Branch.create(draft) for _ in range(draft.n_seq_max)]:
-        taken.prune()
+        assert small.n_seq_free == 4
 
 
 # -- in a text -------------------------------------------------------------------------------------
@@ -287,9 +260,9 @@ def test_failed_fork_leaves_nothing_open(target: Context, draft: Context) -> Non
 
 @pytest.mark.parametrize("make", [PromptLookupDrafter, SuffixDrafter])
 def test_repetition_and_a_second_telling_are_exploited(
-    target: Context, make: Callable[[], Drafter]
+    ctx: Context, make: Callable[[], Drafter]
 ) -> None:
-    speculator = Speculator(target, make(), SpeculativeConfig(draft_k=8))
+    speculator = Speculator(ctx, make(), SpeculativeConfig(draft_k=8))
     repetitive = "The cat sat on the mat. The dog sat on the log. " * 3 + "The cat sat"
     greedy, warm = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=3)
     stats = speculator.generate(repetitive, max_tokens=48, sampling=greedy).finish().stats

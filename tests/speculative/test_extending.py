@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ PROMPT = "Once upon a time there was a king"
 FIXED = SpeculativeConfig(draft_k=4)
 SEEDED = lb.SamplingParams(temperature=0.8, seed=3)
 Target = Callable[[int], lb.Distribution]
-
-
-@pytest.fixture(scope="module")
-def ctx() -> Iterator[lb.Context]:
-    with lb.load(n_ctx=1024, n_threads=1) as context:
-        yield context
 
 
 def generate(

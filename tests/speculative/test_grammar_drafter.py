@@ -5,6 +5,8 @@ Contexts are batch-invariant, so texts are compared with ==.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from drafts import FIXED
 
@@ -56,16 +58,15 @@ SETTINGS = {
 }
 
 
-def drafters(draft_ctx: Context) -> dict[str, lb.Drafter]:
-    return {
-        "grammar": GrammarDrafter(),
-        "grammar+suffix": GrammarDrafter.copying(),
-        "grammar+lookup": GrammarDrafter(PromptLookupDrafter(min_ngram=1)),
-        "grammar+model": GrammarDrafter(ModelDrafter(draft_ctx)),
-        "grammar+suffix+model": GrammarDrafter(
-            ChainDrafter([SuffixDrafter(shared_tokens=0), ModelDrafter(draft_ctx)])
-        ),
-    }
+DRAFTERS: dict[str, Callable[[Context], lb.Drafter]] = {
+    "grammar": lambda draft: GrammarDrafter(),
+    "grammar+suffix": lambda draft: GrammarDrafter.copying(),
+    "grammar+lookup": lambda draft: GrammarDrafter(PromptLookupDrafter(min_ngram=1)),
+    "grammar+model": lambda draft: GrammarDrafter(ModelDrafter(draft)),
+    "grammar+suffix+model": lambda draft: GrammarDrafter(
+        ChainDrafter([SuffixDrafter(shared_tokens=0), ModelDrafter(draft)])
+    ),
+}
 
 
 def plain(ctx: Context, grammar: Grammar | None, params: SamplingParams) -> list[int]:
@@ -73,28 +74,27 @@ def plain(ctx: Context, grammar: Grammar | None, params: SamplingParams) -> list
         return [token.token for token in branch.generate(60) if not token.is_stop]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("config", [LONG, SpeculativeConfig()], ids=["long", "auto"])
+@pytest.mark.parametrize("which", DRAFTERS)
 def test_drafted_text_is_the_plain_one(
-    name: str, settings: str, ctx: Context, draft_ctx: Context
+    which: str, config: SpeculativeConfig, ctx: Context, draft_ctx: Context
 ) -> None:
-    grammar, params = GRAMMARS[name], SETTINGS[settings]
-    expected = plain(ctx, grammar, params)
-    for which, drafter in drafters(draft_ctx).items():
-        assert drafter.name == which or which.endswith("model")
-        for config in (LONG, SpeculativeConfig()):
+    drafter = DRAFTERS[which](draft_ctx)
+    assert drafter.name == which or which.endswith("model")
+    for grammar in GRAMMARS.values():
+        for params in SETTINGS.values():
             found = Speculator(ctx, drafter, config).generate(
                 PROMPT, sampling=params, grammar=grammar, max_tokens=60
             )
-            assert found.finish().tokens == expected, which
+            assert found.finish().tokens == plain(ctx, grammar, params)
             assert found.stats.num_forced_tokens == sum(t.source == "forced" for t in found.emitted)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "seeded"])
 def test_all_that_is_forced_is_accepted(rule: str, ctx: Context, draft_ctx: Context) -> None:
     config = SpeculativeConfig(draft_k=12, rule=rule)
-    for which, drafter in drafters(draft_ctx).items():
-        warm = Speculator(ctx, drafter, config).generate(
+    for which, make in DRAFTERS.items():
+        warm = Speculator(ctx, make(draft_ctx), config).generate(
             PROMPT, sampling=SamplingParams(temperature=0.9), grammar=JSON, max_tokens=80
         )
         assert isinstance(JSON.parse(warm.finish().text), dict), which
@@ -150,14 +150,14 @@ def test_grammar_drafts_where_no_drafter_was_asked_for(
 
 
 def test_engine_gives_each_request_its_own_grammar(ctx: Context) -> None:
-    grammars = list(GRAMMARS.values())
     params = SamplingParams(temperature=0.8, seed=5)
-    expected = [plain(ctx, grammar, params) for grammar in grammars]
+    grammars = GRAMMARS.values()
     requests = [Request(PROMPT, grammar=g, sampling=params, max_tokens=60) for g in grammars]
     for config in (LONG, SpeculativeConfig()):
-        results = Engine(ctx, config=config).generate(requests)
-        assert [result.tokens for result in results] == expected
-        for result, grammar in zip(results, grammars, strict=True):
+        for result, grammar in zip(
+            Engine(ctx, config=config).generate(requests), grammars, strict=True
+        ):
+            assert result.tokens == plain(ctx, grammar, params)
             done = result.finish_reason == "stop"
             assert result.parsed_or(None) == (grammar.parse(result.text) if done else None)
 
@@ -165,35 +165,19 @@ def test_engine_gives_each_request_its_own_grammar(ctx: Context) -> None:
 def test_prompts_of_other_lengths_with_a_common_beginning_are_drafted_as_alone(
     ctx: Context, other_ctx: Context
 ) -> None:
-    params = SETTINGS["greedy"]
     prompts = [f"The hero was {'very ' * n}old. As JSON: " for n in (1, 5, 9, 12)]
-    alone = [
-        Engine(other_ctx, GrammarDrafter(), LONG, sampling=params).generate(
-            [Request(prompt, grammar=JSON, max_tokens=60)]
-        )[0]
-        for prompt in prompts
+    requests = [
+        Request(p, grammar=JSON, max_tokens=60, sampling=SETTINGS["greedy"]) for p in prompts
     ]
-    engine = Engine(ctx, GrammarDrafter(), LONG, sampling=params)
-    found = engine.generate([Request(prompt, grammar=JSON, max_tokens=60) for prompt in prompts])
+    alone = [Engine(other_ctx, GrammarDrafter(), LONG).generate([each])[0] for each in requests]
+    engine = Engine(ctx, GrammarDrafter(), LONG)
+    found = engine.generate(requests)
     assert engine.stats.shared_prompt_tokens > 0
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
-    n_forced = [each.stats.num_forced_tokens for each in found]
-    assert n_forced == [each.stats.num_forced_tokens for each in alone]
-    assert min(n_forced) > 15
+    told = [[(r.tokens, r.stats.num_forced_tokens) for r in results] for results in (found, alone)]
+    assert told[0] == told[1] and min(n_forced for _, n_forced in told[0]) > 15
 
 
-def test_answers_after_appended_text_are_drafted_too(ctx: Context) -> None:
-    speculator = Speculator(ctx, GrammarDrafter(), LONG)
-    with Branch.start(ctx, PROMPT, sampling=SETTINGS["greedy"], grammar=JSON) as branch:
-        for _ in range(2):
-            found = speculator.generate(branch, max_tokens=60).finish()
-            assert found.stats.num_forced_tokens > 15
-            branch.append("\nThe next one as JSON: ")
-        with branch.fork() as child:
-            assert speculator.generate(child, max_tokens=60).finish().stats.num_forced_tokens > 15
-
-
-def test_state_is_kept_for_the_next_generation_and_for_forks(ctx: Context) -> None:
+def test_state_is_kept_for_forks_and_after_rewinds_and_added_text(ctx: Context) -> None:
     params = SETTINGS["seeded"]
     expected = plain(ctx, JSON, params)
     speculator = Speculator(ctx, GrammarDrafter.copying(), LONG)
@@ -203,3 +187,6 @@ def test_state_is_kept_for_the_next_generation_and_for_forks(ctx: Context) -> No
             assert said + speculator.generate(child).finish().tokens == expected
         branch.rewind(branch.position - 4)
         assert said[:-4] + speculator.generate(branch).finish().tokens == expected
+        branch.append("\nThe next one as JSON: ")
+        for one in (branch.fork(), branch):
+            assert speculator.generate(one, max_tokens=60).finish().stats.num_forced_tokens > 15

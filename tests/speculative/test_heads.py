@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -29,7 +26,7 @@ from llamabranch.speculative.head import HeadState
 
 DATA = Path(lb.__file__).parent / "data"
 HEAD = DATA / "tale-eagle-q8_0.gguf"
-KINDS = ("bundled", "eagle3", "glm4moe", "qwen35", "mimo2", "gemma4")
+KINDS = ("bundled", "bundled, own cells", "eagle3", "glm4moe", "qwen35", "mimo2", "gemma4")
 SETTINGS = {
     "greedy": lb.SamplingParams(temperature=0.0),
     "seeded": lb.SamplingParams(temperature=0.8, seed=7),
@@ -82,28 +79,32 @@ def toy(kind: str, folder: Path) -> Path:
     return path
 
 
-def open_pair(kind: str, folder: Path, target: lb.Model, *, exact: bool = False) -> Pair:
-    """Open a pair; ``exact``: with the K/V type of llama.cpp's programs."""
-    types: dict[str, Any] = {"kv_type": "f16", "batch_invariant": False} if exact else {}
-    given: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1, **types}
-    if kind == "bundled":
-        ctx = lb.Context(target, **given)
-        return Pair(ctx, lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx, **types)))
+def parts(kind: str, folder: Path) -> tuple[Path, Path]:
+    """Return two files of a toy: its trunk, and its MTP layers."""
+    found = folder / f"{kind}-trunk.gguf", folder / f"{kind}-layers.gguf"
+    if not found[0].exists():
+        toys.write_parts(toy(kind, folder), *found)
+    return found
+
+
+def open_pair(kind: str, folder: Path, target: lb.Model) -> Pair:
+    """Open a pair; the bundled head with cells of its own, too."""
+    given: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1}
+    if kind.startswith("bundled"):
+        ctx, unified = lb.Context(target, **given), kind == "bundled"
+        head = lb.Context(lb.Model(HEAD), target=ctx, kv_unified=unified)
+        return Pair(ctx, lb.EagleDrafter(head))
     if kind == "eagle3":
         model = lb.Model(toy("llama", folder))
-        head = lb.Model(toys.write_eagle3(folder / "eagle3.gguf", vocab="bytes"))
+        layers = lb.Model(toys.write_eagle3(folder / "eagle3.gguf", vocab="bytes"))
         ctx = lb.Context(model, **given)
-        return Pair(ctx, lb.EagleDrafter(lb.Context(head, target=ctx)))
+        return Pair(ctx, lb.EagleDrafter(lb.Context(layers, target=ctx)))
     if kind == "gemma4":
         ctx = lb.Context(lb.Model(toy(kind, folder)), **given)
-        head = lb.Model(toy("gemma4-assistant", folder))
-        return Pair(ctx, lb.MTPDrafter(lb.Context(head, target=ctx)))
-    if kind.endswith("-layers"):
-        trunk, layers = parts(kind.removesuffix("-layers"), folder)
-        ctx = lb.Context(lb.Model(trunk), **given)
-        return Pair(ctx, lb.MTPDrafter(lb.Context(lb.Model(layers), target=ctx, **types)))
+        layers = lb.Model(toy("gemma4-assistant", folder))
+        return Pair(ctx, lb.MTPDrafter(lb.Context(layers, target=ctx)))
     ctx = lb.Context(lb.Model(toy(kind, folder), load_mtp=True), **given)
-    return Pair(ctx, lb.MTPDrafter(lb.Context(ctx.model, target=ctx, **types)))
+    return Pair(ctx, lb.MTPDrafter(lb.Context(ctx.model, target=ctx)))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -154,21 +155,24 @@ def test_other_rules_and_an_entropy_stop_draft(pair: Pair) -> None:
 
 
 def test_drafts_of_several_texts_share_decodes(pair: Pair) -> None:
+    """And are those of each alone, also where llama.cpp takes the texts in another order."""
     decoder = pair.drafter.ctx.decoder
-    branches, requests, alone = [], [], []
+    branches, requests, alone, n_alone = [], [], [], []
     for prompt in PROMPTS:
         tokens = pair.ctx.tokenize(prompt)
         branches.append(branch := lb.Branch.create(pair.ctx, SETTINGS["greedy"]))
         branch.prefill(tokens[:-1])
         state = pair.drafter.start(branch.sequence, "seeded")
         before = decoder.n_decodes
-        alone.append((state.propose(tokens, FixedLength(3), 3).tokens, decoder.n_decodes - before))
+        alone.append(state.propose(tokens, FixedLength(5), 5).tokens)
+        n_alone.append(decoder.n_decodes - before)
         state.observe(0)
-        requests.append(DraftRequest(state, tokens, FixedLength(3), 3))
+        requests.append(DraftRequest(state, tokens, FixedLength(5), 5))
     before = decoder.n_decodes
     drafts = pair.drafter.propose_many(requests)
-    assert decoder.n_decodes - before == max(n for _, n in alone)
-    assert [draft.tokens for draft in drafts] == [tokens for tokens, _ in alone]
+    is_one = pair.drafter.ctx.params.kv_unified
+    assert decoder.n_decodes - before == max(n_alone) or not is_one
+    assert [draft.tokens for draft in drafts] == alone
     for request, branch in zip(requests, branches, strict=True):
         request.state.close()
         branch.prune()
@@ -437,49 +441,51 @@ def test_head_begins_after_the_tokens_whose_states_are_not_known(
 # -- what does not fit -----------------------------------------------------------------------------------
 
 
-def test_the_context_of_a_head_generates_no_text(eagle: Pair) -> None:
-    head = eagle.drafter.ctx
-    for refused in (
-        lambda: lb.Branch.create(head),
-        lambda: lb.Branch.start(head, "a"),
-        lambda: lb.Engine(head),
-        lambda: lb.Speculator(head),
-        lambda: lb.InferenceSession(head, "a"),
-        lambda: lb.ModelDrafter(head),
-    ):
-        with pytest.raises(lb.errors.UnsupportedError, match="drafts for that context"):
-            refused()
-    eagle.audit()
-
-
-def test_what_is_no_context_and_no_drafter_is_named(eagle: Pair) -> None:
+def test_what_is_no_context_no_drafter_and_no_pair_is_refused(
+    eagle: Pair, target: lb.Model
+) -> None:
     ctx: Any = eagle.ctx
-    name: Any = "tale-eagle"
-    for argument, refused in (
-        ("target", lambda: lb.load(name, target=ctx.model)),
-        ("target", lambda: lb.load(name, target=name)),
-        ("target", lambda: lb.Context(eagle.drafter.ctx.model, target=name)),
-        ("model", lambda: lb.Context(name)),
-        ("ctx", lambda: lb.EagleDrafter(name)),
-        ("ctx", lambda: lb.ModelDrafter(name)),
-        ("target", lambda: lb.MTPDrafter(name)),
-        ("drafter", lambda: lb.Speculator(ctx, ctx)),
-        ("drafter", lambda: lb.Engine(ctx, ctx)),
-        ("drafter", lambda: lb.InferenceSession(ctx, "a").next_token(ctx)),
-        ("chain", lambda: lb.ChainDrafter([ctx])),
-        ("target", lambda: lb.Speculator(name)),
-        ("target", lambda: lb.Engine(5)),  # type: ignore[arg-type]
-        ("ctx", lambda: lb.Branch.start(ctx.model, "a")),
+    head, name = eagle.drafter.ctx, cast("Any", "tale-eagle")
+    unsupported, wrong = lb.errors.UnsupportedError, lb.ConfigError
+    alone, no_text = lb.Context(target, n_ctx=256, n_threads=1), "drafts for that context"
+    for error, words, call in (
+        (unsupported, no_text, lambda: lb.Branch.create(head)),
+        (unsupported, no_text, lambda: lb.Branch.start(head, "a")),
+        (unsupported, no_text, lambda: lb.Engine(head)),
+        (unsupported, no_text, lambda: lb.Speculator(head)),
+        (unsupported, no_text, lambda: lb.InferenceSession(head, "a")),
+        (unsupported, no_text, lambda: lb.ModelDrafter(head)),
+        (wrong, "target must be a ", lambda: lb.load(name, target=ctx.model)),
+        (wrong, "target must be a ", lambda: lb.load(name, target=name)),
+        (wrong, "target must be a ", lambda: lb.Context(head.model, target=name)),
+        (wrong, "model must be a ", lambda: lb.Context(name)),
+        (wrong, "ctx must be a ", lambda: lb.EagleDrafter(name)),
+        (wrong, "ctx must be a ", lambda: lb.ModelDrafter(name)),
+        (wrong, "target must be a ", lambda: lb.MTPDrafter(name)),
+        (wrong, "drafter must be a ", lambda: lb.Speculator(ctx, ctx)),
+        (wrong, "drafter must be a ", lambda: lb.Engine(ctx, ctx)),
+        (wrong, "drafter must be a ", lambda: lb.InferenceSession(ctx, "a").next_token(ctx)),
+        (wrong, "chain must be a ", lambda: lb.ChainDrafter([ctx])),
+        (wrong, "target must be a ", lambda: lb.Speculator(name)),
+        (wrong, "target must be a ", lambda: lb.Engine(5)),  # type: ignore[arg-type]
+        (wrong, "ctx must be a ", lambda: lb.Branch.start(ctx.model, "a")),
+        (wrong, "another context", lambda: list(lb.Speculator(alone, eagle.drafter).generate("a"))),
+        (wrong, "not open as an EAGLE-3 head", lambda: lb.EagleDrafter(alone)),
+        (wrong, "no layer 7", lambda: heads.extract(ctx.decoder.handle, [7], True)),
     ):
-        with pytest.raises(lb.ConfigError, match=f"{argument} must be a "):
-            refused()
+        with pytest.raises(error, match=words):
+            call()
+    for shape, dtype in (((2, 5), "f4"), ((2, 768), "f8"), ((768,), "f4"), ((0, 768), "f4")):
+        with pytest.raises((lb.ConfigError, ValueError)):
+            head.decoder.encode(np.zeros(shape, dtype))  # before llama.cpp
     eagle.audit()
+    alone.close()
 
 
 GEMMA_16 = {
     f"attention.{size}": 16
     for size in ("key_length", "value_length", "key_length_swa", "value_length_swa")
-}
+} | {"rope.dimension_count": 16, "rope.dimension_count_swa": 16}
 MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
     "width": ("eagle3", {"n_embd": 32}, "hidden states of 32"),
     "layer": ("eagle3", {"metadata": {"target_layers": [0, 1, 9]}}, "reads layer 9"),
@@ -488,44 +494,46 @@ MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
     "head sizes": ("eagle3", {"metadata": {"attention.key_length": 16}}, "keys have 16"),
     "rotation": ("eagle3", {"metadata": {"rope.dimension_count": 7}}, "rope.dimension_count"),
     "target's width": ("gemma4", {"n_embd": 32, "n_head": 1}, "hidden states of 64"),
-    "order": (
-        "gemma4",
-        {"metadata": {"attention.sliding_window_pattern": [0, 1]}},
-        "last two layers",
-    ),
+    "order": ("gemma4", {"metadata": {"attention.sliding_window_pattern": [0, 1]}}, "last two layers"),
     "target's head size": (
-        "gemma4",
-        {
-            "n_head": 4,
-            "metadata": {"rope.dimension_count": 16, "rope.dimension_count_swa": 16, **GEMMA_16},
-        },
-        "key_length is 32, that of",
+        "gemma4", {"n_head": 4, "metadata": GEMMA_16}, "key_length is 32, that of",
     ),
     "heads": ("gemma4", {"n_head_kv": 2}, "reads 1 K/V heads, layer 0 of misfit has 2"),
     "target's vocabulary": ("gemma4", {"vocab": "small"}, "vocabularies differ"),
-}
+    "layers, kind": ("mimo2", {}, "those of a glm4moe model, misfit is a mimo2 model"),
+    "layers, width": (
+        "glm4moe", {"n_embd": 32}, "hidden states of 64 numbers, those of misfit have 32",
+    ),
+    "layers, vocabulary": ("glm4moe", {"vocab": "small"}, "vocabularies differ"),
+    "no head": ("llama", {}, "is no EAGLE-3 head and has no MTP layers"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_head_that_does_not_fit_is_refused_with_the_reason(case: str, folder: Path) -> None:
-    """An EAGLE-3 head, or layers that read the target's memory, of which the target is another one."""
+def test_head_that_does_not_fit_is_refused_with_the_reason(
+    case: str, folder: Path, target: lb.Model
+) -> None:
+    """An EAGLE-3 head, or layers, in a file of their own, of which the target is another one."""
     kind, options, reason = MISFITS[case]
     given: dict[str, Any] = {"vocab": "bytes", "weights": "f32", **options}
     try:
+        path = toys.write_toy(folder / "misfit.gguf", kind, **given)
         if kind == "eagle3":
-            path = toys.write_llama(folder / "fit.gguf", vocab="bytes")
-            head = lb.Model(toys.write_eagle3(folder / "misfit.gguf", **given))
-        else:
-            path = toys.write_toy(folder / "misfit.gguf", kind, **given)
+            head, path = lb.Model(path), toys.write_llama(folder / "fit.gguf", vocab="bytes")
+        elif kind == "gemma4":
             head = lb.Model(toy("gemma4-assistant", folder))
+        else:
+            head = target if kind == "llama" else lb.Model(parts("glm4moe", folder)[1])
     except lb.errors.ModelLoadError:  # llama.cpp refuses the shapes itself
         return
-    with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx, head:
+    with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+        assert reason in model.head_fault(head)
         with pytest.raises(lb.errors.UnsupportedError, match=reason):
             lb.Context(head, target=ctx)
-        assert reason in model.head_fault(head)
-        with pytest.raises(lb.errors.UnsupportedError, match=r"beside (its|their) target"):
-            lb.Context(head)
+        if head is not target:
+            with pytest.raises(lb.errors.UnsupportedError, match=r"beside (its|their) target"):
+                lb.Context(head)
+            head.close()
         with lb.Branch.start(ctx, [2, 3]) as branch:  # the target is as before
             branch.step()
 
@@ -534,52 +542,29 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     # what is written; what it is; why its layers cannot draft
     "none": ("llama", {}, "", "has no MTP layers"),
     "not loaded": ("glm4moe", {}, "mtp", "load_mtp=True"),
-    "lacking": (
-        "glm4moe",
-        {"drop": ("blk.2.nextn.eh_proj.weight",)},
-        "",
-        "lacks the weights|not loaded",
-    ),
+    "lacking": ("glm4moe", {"drop": ("blk.2.nextn.eh_proj.weight",)}, "", "lacks the weights|not loaded"),
     # On these llama.cpp would abort.
     "two": ("glm4moe", {"metadata": {"block_count": 4, "nextn_predict_layers": 2}}, "", ""),
     "unfused": ("mimo2", {"drop": ("blk.3.ffn_gate.weight",)}, "", r"needs blk\.3\.ffn_gate"),
-}
+    # It loads this one, and crashes at the first decode of a trunk that is not there.
+    "alone": ("", {}, "mtp-only", "predicts no tokens.*beside their target"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_mtp_needs_layers_that_are_there_and_can_be_computed(case: str, folder: Path) -> None:
     kind, options, head_kind, reason = UNFIT[case]
-    path = toys.write_toy(folder / "unfit.gguf", kind, vocab="bytes", weights="f32", **options)
-    assert lb.Model.head_kind(path) == head_kind
-    if reason:
-        with (
-            lb.Model(path, load_mtp=case == "unfused") as model,
-            lb.Context(model, n_ctx=256, n_threads=1) as ctx,
-            pytest.raises(lb.errors.UnsupportedError, match=reason),
-        ):
-            lb.MTPDrafter(ctx)
-
-
-def parts(kind: str, folder: Path) -> tuple[Path, Path]:
-    """Return two files of a toy: its trunk, and its MTP layers."""
-    found = folder / f"{kind}-trunk.gguf", folder / f"{kind}-layers.gguf"
-    if not found[0].exists():
-        toys.write_parts(toy(kind, folder), *found)
-    return found
-
-
-def test_file_with_mtp_layers_only_is_refused_alone(folder: Path) -> None:
-    """llama.cpp loads it and crashes at the first decode of a trunk that is not there."""
     path = parts("glm4moe", folder)[1]
-    assert lb.Model.head_kind(path) == "mtp-only" and lb.Model.is_head(path)
-    for load_mtp in (False, True):
+    if kind:
+        path = toys.write_toy(folder / "unfit.gguf", kind, vocab="bytes", weights="f32", **options)
+    assert lb.Model.head_kind(path) == head_kind
+    assert lb.Model.is_head(path) == (head_kind == "mtp-only")
+    for load_mtp in {"unfused": (True,), "alone": (False, True), "two": ()}.get(case, (False,)):
         with (
             lb.Model(path, load_mtp=load_mtp) as model,
-            pytest.raises(
-                lb.errors.UnsupportedError, match=r"predicts no tokens.*beside their target"
-            ),
+            pytest.raises(lb.errors.UnsupportedError, match=reason),
         ):
-            lb.Context(model)
+            lb.MTPDrafter(lb.Context(model, n_ctx=256, n_threads=1))
 
 
 @pytest.mark.parametrize("kind", ["qwen35", "mimo2"])
@@ -608,25 +593,6 @@ def test_layers_in_the_last_part_of_a_split_model_draft(folder: Path) -> None:
         assert pair.drafted(PROMPTS[2], "greedy", 12).num_draft_tokens > 0
     path.with_name(path.name.replace("00001", "00002")).unlink()
     assert lb.Model.head_kind(path) == ""
-
-
-def test_layers_of_another_target_are_refused_with_the_reason(
-    folder: Path, target: lb.Model
-) -> None:
-    layers = parts("glm4moe", folder)[1]
-    narrow = toys.write_glm4moe(folder / "narrow.gguf", vocab="bytes", weights="f32", n_embd=32)
-    small = toys.write_glm4moe(folder / "small.gguf", weights="f32")
-    with lb.Model(layers) as head:
-        for path, reason in (
-            (toy("mimo2", folder), "those of a glm4moe model, mimo2 is a mimo2 model"),
-            (narrow, "hidden states of 64 numbers, those of narrow have 32"),
-            (small, "vocabularies differ"),
-        ):
-            with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
-                with pytest.raises(lb.errors.UnsupportedError, match=reason):
-                    lb.Context(head, target=ctx)
-                assert reason in model.head_fault(head)
-        assert "is no EAGLE-3 head and has no MTP layers" in head.head_fault(target)
 
 
 # -- several MTP layers ----------------------------------------------------------------------------------
@@ -797,29 +763,6 @@ def test_models_show_tells_what_files_offer(folder: Path) -> None:
     assert "can draft for the first" in shown
 
 
-def test_drafter_of_another_context_is_refused(eagle: Pair, target: lb.Model) -> None:
-    with lb.Context(target, n_ctx=256, n_threads=1) as other:
-        speculator = lb.Speculator(other, eagle.drafter, lb.SpeculativeConfig(draft_k=2))
-        with pytest.raises(lb.ConfigError, match="another context"):
-            speculator.generate("Once", max_tokens=4).finish()
-        with pytest.raises(lb.ConfigError, match="not open as an EAGLE-3 head"):
-            lb.EagleDrafter(other)
-
-
-def test_wrong_widths_are_refused_before_llama_cpp(eagle: Pair) -> None:
-    head = eagle.drafter.ctx
-    for features in (
-        np.zeros((2, 5), np.float32),
-        np.zeros((2, 768), np.float64),
-        np.zeros(768, np.float32),
-        np.zeros((0, 768), np.float32),
-    ):
-        with pytest.raises((lb.ConfigError, ValueError)):
-            head.decoder.encode(features)  # type: ignore[arg-type]
-    with pytest.raises(lb.ConfigError, match="no layer 7"):
-        heads.extract(eagle.ctx.decoder.handle, [7], True)
-
-
 @pytest.mark.parametrize("missing", ["set_layer", "get_nextn"])
 def test_missing_symbol_is_an_error_with_the_release_that_works(
     missing: str, monkeypatch: pytest.MonkeyPatch, target: lb.Model
@@ -835,103 +778,3 @@ def test_missing_symbol_is_an_error_with_the_release_that_works(
             lb.Context(head, target=ctx)
         with lb.Branch.start(ctx, "Once") as branch:
             branch.step()
-
-
-# -- the same drafts as llama.cpp ------------------------------------------------------------------------
-
-
-def speculative_simple() -> str | None:
-    """Return llama.cpp's program, from ``LLAMA_SPECULATIVE_SIMPLE`` or the path."""
-    return os.environ.get("LLAMA_SPECULATIVE_SIMPLE") or shutil.which("llama-speculative-simple")
-
-
-def drafts_of_llama_cpp(program: str, arguments: list[str]) -> list[tuple[list[int], int]]:
-    """Return each round's drafted tokens and how many were accepted."""
-    done = subprocess.run(
-        [program, *arguments], capture_output=True, timeout=300, check=True, errors="replace"
-    )
-    rounds: list[tuple[list[int], int]] = []
-    drafted: list[int] = []
-    for line in (done.stdout + done.stderr).splitlines():
-        found = re.search(r"draft candidate\s+0, pos\s+(\d+):\s+(\d+) \(", line)
-        if found:
-            drafted.append(int(found[2]))
-        accepted = re.search(r"accepted (\d+)/(\d+) draft tokens", line)
-        if accepted:
-            rounds.append((drafted[: int(accepted[2])], int(accepted[1])))
-            drafted = []
-    return rounds
-
-
-DRAFTS = [
-    ("bundled", "Once upon a time"),
-    ("bundled", "The princess went into the garden"),
-    *((kind, p) for kind in ("glm4moe", "qwen35", "mimo2") for p in PROMPTS[1:]),
-    ("mimo2-layers", PROMPTS[2]),
-    ("gemma4", PROMPTS[1]),
-    ("gemma4", PROMPTS[2]),
-]
-
-
-@pytest.mark.skipif(speculative_simple() is None, reason="no llama-speculative-simple is here")
-@pytest.mark.parametrize(("kind", "prompt"), DRAFTS)
-def test_drafted_tokens_are_those_of_llama_cpp(
-    kind: str, prompt: str, folder: Path, target: lb.Model
-) -> None:
-    """Greedy drafts in F16 K/V: at every round the tokens that llama.cpp drafts."""
-    program = speculative_simple()
-    assert program is not None
-    pair = open_pair(kind, folder, target, exact=True)
-    model, head = pair.ctx.model, pair.drafter.ctx.model
-    options = [
-        "-m",
-        str(model.path),
-        "--spec-type",
-        "draft-eagle3" if kind == "bundled" else "draft-mtp",
-    ]
-    if head is not model:
-        options += ["-md", str(head.path)]
-    rounds = drafts_of_llama_cpp(
-        program,
-        [
-            *(*options, "--spec-draft-n-max", "4", "--spec-draft-p-min", "0"),
-            *("-p", prompt, "-n", "60", "--temp", "0", "-t", "1", "-c", "512", "--verbose"),
-        ],
-    )
-    assert len(rounds) > 10
-    with pair.ctx as ctx, lb.Branch.create(ctx, SETTINGS["greedy"]) as branch:
-        text = ctx.tokenize(prompt)
-        branch.prefill(text[:-1])
-        state = pair.drafter.start(branch.sequence, "seeded")
-        for tokens, n_accepted in rounds:
-            ends = [i for i, token in enumerate(tokens, 1) if model.is_eog(token)]
-            tokens = tokens[: min(ends, default=None)]  # llama.cpp drafts beyond the end
-            assert state.propose(text, FixedLength(4), 4).tokens[: len(tokens)] == tokens
-            branch.commit(text[-1])
-            for token in tokens[:n_accepted]:
-                branch.commit(token)
-                text.append(token)
-            text.append(branch.produce().token)
-            state.observe(branch.position)
-        state.close()
-
-
-@pytest.mark.parametrize("unified", [True, False], ids=["unified", "own cells"])
-def test_several_texts_are_drafted_for_together_as_alone(unified: bool, target: lb.Model) -> None:
-    """Also where llama.cpp takes the texts in another order than they are given."""
-    with lb.Context(target, n_ctx=512, n_seq_max=4, n_threads=1) as ctx:
-        head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=unified)
-        drafter = lb.EagleDrafter(head)
-        requests, branches = [], []
-        for prompt in PROMPTS:
-            tokens = ctx.tokenize(prompt)
-            branch = lb.Branch.create(ctx, SETTINGS["greedy"])
-            branches.append(branch)
-            branch.prefill(tokens[:-1])
-            state = drafter.start(branch.sequence, "seeded")
-            requests.append(DraftRequest(state, tokens, FixedLength(5), 5))
-        together = [draft.tokens for draft in drafter.propose_many(requests)]
-        for request in requests:
-            request.state.observe(len(request.tokens) - 1)
-        alone = [drafter.propose_many([request])[0].tokens for request in requests]
-    assert together == alone

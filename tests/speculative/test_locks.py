@@ -10,20 +10,17 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
-import toys
+from test_heads import open_pair
 
 import llamabranch as lb
 from llamabranch.native import handle
 
-HEAD = Path(lb.__file__).parent / "data" / "tale-eagle-q8_0.gguf"
 TALE = "Once upon a time there was a king"
 WARM = lb.SamplingParams(temperature=0.8, seed=4)
-AnyDrafter = lb.ModelDrafter | lb.EagleDrafter | lb.MTPDrafter
 FIXED = lb.SpeculativeConfig(draft_k=3)
 
 
@@ -69,36 +66,20 @@ class NotingLock:
         self.release()
 
 
-@pytest.fixture(params=["model", "eagle", "shared memory"])
-def pair(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    target: lb.Model,
-    draft: lb.Model,
-    tmp_path: Path,
-) -> Iterator[tuple[lb.Context, AnyDrafter]]:
+@pytest.mark.parametrize("kind", ["model", "bundled", "gemma4"])
+def test_locks_are_taken_one_after_the_other(
+    kind: str, monkeypatch: pytest.MonkeyPatch, target: lb.Model, draft: lb.Model, tmp_path: Path
+) -> None:
     monkeypatch.setattr("llamabranch.native.context.forkable_lock", NotingLock)
     NotingLock.faults.clear()
-    NotingLock.n_made = 0
-    if request.param == "shared memory":
-        toys.write_toy(tmp_path / "t.gguf", "gemma4", vocab="bytes", weights="f32")
-        toys.write_toy(tmp_path / "h.gguf", "gemma4-assistant", vocab="bytes", weights="f32")
-        target = lb.Model(tmp_path / "t.gguf")
-    ctx = lb.Context(target, n_ctx=1024, n_seq_max=8, n_threads=1)
-    drafter: AnyDrafter
-    if request.param == "shared memory":
-        drafter = lb.MTPDrafter(lb.Context(lb.Model(tmp_path / "h.gguf"), target=ctx))
-    elif request.param == "eagle":
-        drafter = lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx))
+    drafter: lb.ModelDrafter | lb.EagleDrafter | lb.MTPDrafter
+    if kind == "model":
+        size: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1}
+        ctx = lb.Context(target, **size)
+        drafter = lb.ModelDrafter(lb.Context(draft, **size))
     else:
-        other = lb.Context(draft, n_ctx=1024, n_seq_max=8, n_threads=1)
-        drafter = lb.ModelDrafter(other)
-    yield ctx, drafter
-    drafter.ctx.close()
-
-
-def test_locks_are_taken_one_after_the_other(pair: tuple[lb.Context, AnyDrafter]) -> None:
-    (ctx, drafter), n_made = pair, NotingLock.n_made
+        ctx, drafter = open_pair(kind, tmp_path, target)
+    n_made = NotingLock.n_made
     speculator = lb.Speculator(ctx, drafter, FIXED)
     for sampling in (WARM, WARM.replace(seed=None)):  # the rules "seeded" and "block"
         speculator.generate(TALE, max_tokens=10, sampling=sampling).finish()
@@ -117,5 +98,6 @@ def test_locks_are_taken_one_after_the_other(pair: tuple[lb.Context, AnyDrafter]
     lb.Branch.start(ctx, TALE)  # is forgotten
     gc.collect()
     ctx.close()  # closes a head, too
+    drafter.ctx.close()
     assert n_made
     assert not NotingLock.faults, NotingLock.faults[0]

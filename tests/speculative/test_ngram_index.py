@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-import tracemalloc
 from collections.abc import Sequence
 
 import pytest
 
 from llamabranch.speculative.copying import Match, Place, SharedIndex, TokenIndex, doubling
 
+FEW = (0, 1, 1 << 8)  # the bytes of a 0 are there between a 1 and a 256, too
 
-def chunk(source: random.Random, most: int = 20, alphabet: int = 3) -> list[int]:
+
+def chunk(source: random.Random, most: int = 20, alphabet: Sequence[int] = FEW) -> list[int]:
     """Return a few random tokens of few kinds: many repeats, long matches."""
-    return [source.randrange(alphabet) for _ in range(source.randint(0, most))]
+    return [source.choice(alphabet) for _ in range(source.randint(0, most))]
 
 
 def common_suffix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -82,37 +83,13 @@ def test_longest_equals_brute_force_whatever_is_done(lengths: tuple[int, ...]) -
                 texts.append((index.fork(), list(known)))
             for each in (*texts[-2:], texts[0], (index, known)):
                 assert_same(*each, lengths[0], lengths[-1])
-        if lengths == (
-            1,
-            2,
-            3,
-        ):  # without gaps between the lengths fewer places are the newest ones
+        if lengths == (1, 2, 3):  # without gaps between the lengths fewer places are the newest
             for most in (1, 2, 3):
                 few, every = index.longest(most), index.longest(1000)
                 if every is None:
                     assert few is None
                 else:
                     assert few == Match(every.length, every.places[:most])
-
-
-def test_forks_are_small() -> None:
-    index = TokenIndex((2, 4, 8))
-    source = random.Random(7)
-    index.extend(source.randrange(1000) for _ in range(4000))
-    tracemalloc.start()
-    twins = [index.fork() for _ in range(10)]
-    size, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(twins) == 10
-    assert size < 10 * (8 * 4000 + 4 * 4000 + 4000)  # tokens, bytes, and next to nothing else
-
-
-def test_tokens_are_not_found_between_two_others() -> None:
-    index = TokenIndex((1,))
-    index.extend([1 << 8, 0, 256 << 16, 1, 5, 1])  # the bytes of a 1 are there in the first ones
-    match = index.longest(9)
-    assert match is not None
-    assert [place.position for place in match.places] == [4]
 
 
 @pytest.mark.parametrize(
@@ -143,15 +120,10 @@ def test_floor_ends_a_guess_and_longer_matches_are_trusted_more() -> None:
     assert match.follow(tokens, 9, reach[0]).tokens == [1]
     assert match.follow(tokens, 9, reach[1]).tokens == [1, 2]
     assert match.follow(tokens, 9, 0.51).tokens == []
+    assert doubling(3, 16) == (3, 6, 12, 16) and doubling(5, 5) == (5,)
     found = [Match(m, match.places).follow(tokens, 1, 0.0).probabilities[0] for m in (1, 2, 8)]
     assert found == sorted(found)
     assert found[0] == 0.5
-
-
-def test_doubling_ends_at_the_longest() -> None:
-    assert doubling(2, 16) == (2, 4, 8, 16)
-    assert doubling(3, 16) == (3, 6, 12, 16)
-    assert doubling(5, 5) == (5,)
 
 
 # -- many texts ------------------------------------------------------------------------------------
@@ -175,32 +147,31 @@ def test_shared_index_equals_brute_force() -> None:
     assert n_found > 100
 
 
-def test_texts_written_by_turns_stay_apart() -> None:
+def following(shared: SharedIndex, tokens: list[int], skip: object = None) -> list[int] | None:
+    """Return what the texts have after these tokens; None if nowhere."""
+    match = shared.longest(tokens, skip=skip)  # type: ignore[arg-type]
+    return None if match is None else match.follow(tokens, 9, 0.0).tokens
+
+
+def test_texts_written_by_turns_stay_apart_and_what_was_not_said_is_context() -> None:
     shared = SharedIndex((2,), max_tokens=64, most=8)
     a = b = None
     for n in range(1, 6):
         a = shared.write(a, [1, 2, 3, 4, 5][:n], n - 1)
         b = shared.write(b, [6, 7, 8, 9, 0][:n], n - 1)
-    match = shared.longest([1, 2])
-    assert match is not None
-    assert match.follow([1, 2], 9, 0.0).tokens == [3, 4, 5]
-    assert shared.longest([1, 2], skip=a) is None
-    assert shared.longest([5, 6]) is None
+    assert following(shared, [1, 2]) == [3, 4, 5]
+    assert following(shared, [1, 2], skip=a) is None
+    assert following(shared, [5, 6]) is None
+    shared = SharedIndex((2,), max_tokens=64, most=8)
+    shared.write(None, [1, 2, 3, 4], 2)  # only [3, 4] is said
+    assert following(shared, [1, 2]) == [3, 4]
+    assert following(shared, [0, 1]) is None
+    assert (shared._n_tokens, n_stored(shared)) == (2, 4)
 
 
 def n_stored(shared: SharedIndex) -> int:
     """Return how many tokens its segments hold in memory, context and forgotten tokens included."""
     return sum(len(segment.text) for segment in shared._segments)
-
-
-def test_what_a_branch_generated_before_is_context() -> None:
-    shared = SharedIndex((2,), max_tokens=64, most=8)
-    shared.write(None, [1, 2, 3, 4], 2)  # only [3, 4] is said
-    match = shared.longest([1, 2])
-    assert match is not None
-    assert match.follow([1, 2], 9, 0.0).tokens == [3, 4]
-    assert shared.longest([0, 1]) is None
-    assert (shared._n_tokens, n_stored(shared)) == (2, 4)
 
 
 @pytest.mark.parametrize("alphabet", [1, 500])
@@ -212,7 +183,7 @@ def test_shared_memory_is_bounded(alphabet: int) -> None:
     for _ in range(3000):
         i = source.randrange(len(texts))
         start = len(texts[i])
-        texts[i] += chunk(source, 4, alphabet)
+        texts[i] += chunk(source, 4, range(alphabet))
         segments[i] = shared.write(segments[i], texts[i], start)
         assert shared._n_tokens <= 256
     assert shared._n_tokens == sum(len(s.text) - s.start for s in shared._segments) == 256
@@ -222,15 +193,12 @@ def test_shared_memory_is_bounded(alphabet: int) -> None:
 
 def test_oldest_text_is_forgotten_first() -> None:
     shared = SharedIndex((2,), max_tokens=64, most=8)
-    old = shared.write(None, [1, 2, 3, 4], 0)
-    new = shared.write(None, list(range(100, 160)), 0)
-    assert shared.longest([1, 2]) is not None
-    new = shared.write(new, [*range(100, 160), 160, 161, 162], 60)
-    assert shared.longest([1, 2]) is None
-    assert shared.longest([2, 3]) is not None
-    shared.write(new, [*range(100, 163), 163], 63)
-    assert shared.longest([2, 3]) is None
+    old, texts = shared.write(None, [1, 2, 3, 4], 0), list(range(100, 163))
+    new = shared.write(None, texts[:60], 0)
+    assert following(shared, [1, 2])
+    new = shared.write(new, texts, 60)
+    assert following(shared, [1, 2]) is None and following(shared, [2, 3])
+    shared.write(new, [*texts, 163], 63)
+    assert following(shared, [2, 3]) is None
     shared.write(old, [1, 2, 3, 4, 5, 6], 4)  # its segment is gone: it goes on in a new one
-    match = shared.longest([3, 4])
-    assert match is not None
-    assert match.follow([3, 4], 9, 0.0).tokens == [5, 6]
+    assert following(shared, [3, 4]) == [5, 6]

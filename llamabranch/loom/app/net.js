@@ -126,7 +126,7 @@ export const fetchNext = (key, node, at) => once(key, async () => {
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
 const EVENTS = {
   node: ({ node, cid }) => (putNode(node), begun(cid, node), ["tree", "text", "inspect"]),
-  tokens: (data) => (putTokens(data), ["tree", "text", "inspect", "legend"]),
+  tokens: (data) => (putTokens(data), ["tree", "text"]), // the inspector and the legend when all are there
   round: (data) => (putRound(data), ["live"]),
   compare: (data) => (putCompare(data), ["text", "inspect", "compare", "tree", "legend"]),
   search: () => ["live"],
@@ -134,13 +134,13 @@ const EVENTS = {
     const node = store.nodes.get(data.node);
     if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached });
     tell(`${plural(data.read, "prompt token")} read${data.rate ? `, ${short(data.rate)} tokens/s` : ""}.`);
-    return ["tree", "inspect", "minimap"];
+    return ["tree", "inspect", "minimap", "legend"];
   },
   job: (data) => {
     store.jobs.set(data.id, data);
     const message = data.error?.message ?? data.result?.message;
     if (message) tell(message);
-    return ["state", "live"];
+    return ["state", "live", "inspect", "legend"];
   },
   model: (data) => (Object.assign(store.doc, data), ["state"]),
   set: (data) => (Object.assign(store.doc, data), ["state"]),

@@ -1,7 +1,8 @@
 """What happens while one looks: events for the tabs, and the jobs that make tokens.
 
 Everything here belongs to the event loop. Threads (the engine's, those of searches and comparisons) hand
-over what they have with `Live.call`. Tokens wait at most 50 ms for an event, 0.1 s for the file.
+over what they have with `Live.call`. Tokens wait at most 50 ms for an event, 0.1 s where the model needs
+all cores, and for the file.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import msgspec
 from msgspec import Raw
 
 from ..branch import Produced
-from ..context import TokenScore
+from ..context import Context, TokenScore
 from ..engine import Request, Result
+from ..native import available_cores
 from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
 from ..serve.exchange import Exchange
@@ -31,9 +33,9 @@ from ..speculative import RoundTrace
 from .document import Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest, short
 from .journal import Journal
 
-__all__ = ["MOST_TOP", "Job", "Live", "Work"]
+__all__ = ["MOST_TOP", "Job", "Live", "Work", "leaves_cores"]
 
-_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.09, 1.0, 15.0
+_EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.1, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # that a tab can have missed
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
@@ -41,6 +43,11 @@ _encode = msgspec.json.encode
 
 Scored = Produced | TokenScore
 Work = Callable[["Job"], Coroutine[object, object, None]]
+
+
+def leaves_cores(ctx: Context) -> bool:
+    """Return whether decoding leaves cores to other programs."""
+    return available_cores() > ctx.n_threads
 
 
 @dataclass(eq=False)
@@ -215,8 +222,13 @@ class Live:
         old = self._unsent.get(node, (a, b))
         self._unsent[node] = min(old[0], a), max(old[1], b)
         if self._timer is None:  # the first tokens after a pause are sent at once
-            wait = max(0.0, self._sent + _EVENT_S - perf_counter())
+            wait = max(0.0, self._sent + self._event_s - perf_counter())
             self._timer = asyncio.get_running_loop().call_later(wait, self._tick)
+
+    @property
+    def _event_s(self) -> float:
+        """Seconds between two events: a tab that draws takes time of a model that needs all cores."""
+        return _EVENT_S if leaves_cores(self.service.ctx) else _BUSY_EVENT_S
 
     def _tick(self) -> None:
         """Send tokens, write them every other time, and sync once a second."""
@@ -232,7 +244,7 @@ class Live:
             if had != self.journal.error:
                 self.emit("set", {"file": self.file})
         if not self.journal.saved:
-            self._timer = loop.call_later(_EVENT_S, self._tick)
+            self._timer = loop.call_later(self._event_s, self._tick)
 
     def send_tokens(self) -> None:
         """Send the tokens that no event has reported yet, and add them to the file."""

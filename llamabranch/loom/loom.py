@@ -33,7 +33,7 @@ from .document import (
     decoded,
 )
 from .formats import Item
-from .live import MOST_TOP, Job, Live
+from .live import MOST_TOP, Job, Live, leaves_cores
 from .page import Guard
 from .pair import same_vocabulary
 from .searching import Kind, SearchOptions
@@ -321,4 +321,5 @@ def _model_fields(ctx: Context) -> dict[str, object]:
         "name": Path(model.path).stem, "n_vocab": model.n_vocab, "n_ctx": ctx.n_ctx_seq,
         "type": model.file_type, "size": model.size_bytes, "fingerprint": model.fingerprint,
         "kv_type": ctx.kv_type, "batch_invariant": ctx.capabilities.batch_invariant,
+        "leaves_cores": leaves_cores(ctx),
     }  # fmt: skip

@@ -108,9 +108,10 @@ export function later(ms) {
 }
 
 // What is drawn is drawn in one frame: parts ask, and each is drawn once. What a key or a click asks for is drawn in
-// the next frame; what a model writes SHORTEST ms after the last such frame, later where frames take a larger SHARE of
-// the time than that: the model may need the processor.
-const SHORTEST = 50, LONGEST = 300, SHARE = 1 / 40;
+// the next frame; what a model writes SHORTEST ms after the last such frame, later if frames would take more than a
+// share of the time.
+const SHORTEST = 50, LONGEST = 400;
+export const pace = { share: 1 };
 /** @type {Map<string, () => void>} */
 const painters = new Map();
 /** @type {Set<string>} */
@@ -124,7 +125,7 @@ function frame() {
   asked = timer = 0;
   const begin = performance.now();
   if (waited) last = begin;
-  if (waited) setTimeout(() => (gap += 0.2 * (Math.min(LONGEST, Math.max(SHORTEST, (performance.now() - begin) / SHARE)) - gap)));
+  if (waited) setTimeout(() => (gap += 0.2 * (Math.min(LONGEST, Math.max(SHORTEST, (performance.now() - begin) / pace.share)) - gap)));
   waited = false;
   const parts = [...painters.keys()].filter((part) => dirty.has(part));
   dirty.clear();
@@ -139,12 +140,10 @@ export function redraw(parts, waits = false) {
   if (asked) return;
   if (!timer) busy(1);
   const wait = waits ? gap - (performance.now() - last) : 0;
-  if (wait > 0) timer ||= window.setTimeout(() => (asked = requestAnimationFrame(frame)), wait);
-  else {
-    clearTimeout(timer);
-    timer = 0;
-    asked = requestAnimationFrame(frame);
-  }
+  if (wait > 0) return void (timer ||= window.setTimeout(() => (asked = requestAnimationFrame(frame)), wait));
+  clearTimeout(timer);
+  timer = 0;
+  asked = requestAnimationFrame(frame);
 }
 
 let toldAt = 0, telling = 0;

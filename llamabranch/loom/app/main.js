@@ -1,6 +1,6 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
-import { $, attribute, check, fill, h, later, paints, plural, radios, redraw, tell, visible, visibleTexts } from "./dom.js";
+import { $, attribute, check, fill, h, later, pace, paints, plural, radios, redraw, tell, visible, visibleTexts } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, get, net } from "./net.js";
 import { FLAGS, Tokens, look, select, stateOf, store, texts, view } from "./store.js";
@@ -288,6 +288,7 @@ function drawState() {
   root.style.colorScheme = theme ?? "";
   for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
   const { A, B } = doc.models;
+  pace.share = A?.leaves_cores ? 1 : 1 / 80; // a model that needs all cores waits for what the page takes
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";

@@ -132,7 +132,7 @@ MEASURE = """() => {
     },
   };
 }"""
-# Tokens a second of n texts of 288 tokens in all, from the request until the server says that they have ended.
+# Tokens a second of n texts, 288 tokens in all, from the request until the server says that they ended.
 RATE = """async (n) => {
   const ask = async (path, init) => (await fetch(path, init)).json();
   const node = (await ask("/loom/doc")).nodes.id[0];

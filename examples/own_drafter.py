@@ -42,9 +42,9 @@ class Followers(lb.Drafter):  # the drafter, and the state of each text
             self.after[self.seen[-1]].pop()
 
     def fork(self, target: Text) -> "Followers":
-        twin = copy.deepcopy(self)
-        twin.seed = target.seed
-        return twin
+        other = copy.deepcopy(self)
+        other.seed = target.seed
+        return other
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ def main() -> None:
         output = target.tokenize(PROMPT)
         n_prompt = len(output)
         target.decode(output, 0)
-        output.append(target.sample(GREEDY))  # the pending token: sampled, but not decoded yet
+        output.append(target.sample(GREEDY))  # sampled, but not decoded yet
         iterations = drafted = accepted = 0
 
         while len(output) - n_prompt < MAX_TOKENS and not target.model.is_eog(output[-1]):
@@ -29,7 +29,7 @@ def main() -> None:
             # 2. FORK the target's sequence: its cells get a second sequence id, no K/V is copied.
             target.kv_seq_copy(0, 1)
 
-            # 3. VERIFY the pending token and all guesses in one decode.
+            # 3. VERIFY the last sampled token and all guesses in one decode.
             start = target.kv_cache_size(1)
             target.decode([output[-1], *guesses], start, seq_id=1, logits="all")
             choices = [int(target.logits(row).argmax()) for row in range(len(guesses) + 1)]

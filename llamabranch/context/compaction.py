@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from ..errors import DecodeInterruptedError, SnapshotError
 from ..native import call_in_thread
 from .memory import Memory
-from .prefix_cache import KeptText, KeptTexts, PrefixCache
+from .prefix_cache import CachedPrefix, CachedPrefixes, PrefixCache
 from .runner import Runner, decode_run
 
 __all__ = ["Replayable", "rewrite_in_order"]
@@ -36,7 +36,7 @@ class Replayable(Protocol):
 class _Step(NamedTuple):
     """Write a text: share the first ``n_shared`` tokens of ``source``, then write the others."""
 
-    text: KeptText
+    text: CachedPrefix
     source: int
     n_shared: int
 
@@ -68,7 +68,7 @@ def rewrite_in_order(
         return False
     if any(held[owner.seq_id] > owner.position for owner in owners):
         return False
-    texts = [KeptText(owner.tokens[: held[owner.seq_id]], owner.seq_id) for owner in owners]
+    texts = [CachedPrefix(owner.tokens[: held[owner.seq_id]], owner.seq_id) for owner in owners]
     if by_state and memory.can_move:
         kept = [] if prefixes is None else prefixes.texts()
         if _copy(memory, _plan([*texts, *kept]), kept):
@@ -80,9 +80,9 @@ def rewrite_in_order(
     return True
 
 
-def _plan(texts: Iterable[KeptText]) -> list[_Step]:
+def _plan(texts: Iterable[CachedPrefix]) -> list[_Step]:
     """Return in which order to write the sequences; a prefix comes before what continues it."""
-    written = KeptTexts()
+    written = CachedPrefixes()
     plan = []
     for text in sorted(texts, key=lambda text: len(text.tokens)):
         n, source = written.find(text.tokens)
@@ -92,7 +92,7 @@ def _plan(texts: Iterable[KeptText]) -> list[_Step]:
     return plan
 
 
-def _copy(memory: Memory, plan: list[_Step], kept: list[KeptText]) -> bool:
+def _copy(memory: Memory, plan: list[_Step], kept: list[CachedPrefix]) -> bool:
     """Copy the K/V of all sequences out of the cache and back; False if llama.cpp refuses.
 
     It runs in a thread of its own, so that Ctrl-C waits until it is complete.

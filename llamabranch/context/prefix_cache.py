@@ -24,14 +24,14 @@ from .memory import END, State
 from .runner import Runner
 from .sequence_ids import SequenceIds
 
-__all__ = ["MIN_SHARED", "KeptText", "KeptTexts", "PrefixCache", "n_common"]
+__all__ = ["MIN_SHARED", "CachedPrefix", "CachedPrefixes", "PrefixCache", "n_common"]
 
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 
 _tokens = attrgetter("tokens")
 
 
-class KeptText:
+class CachedPrefix:
     """A text, the sequence that refers to its cells, or what was copied of them.
 
     Attributes:
@@ -54,23 +54,23 @@ class KeptText:
         return n if self.hidden is None else n + self.hidden.rows.nbytes
 
 
-class KeptTexts:
+class CachedPrefixes:
     """Different texts, the least recently used first; finding one reads it log2(n) times."""
 
     def __init__(self) -> None:
-        self._sorted: list[KeptText] = []  # by tokens: those that begin alike are neighbours
-        self._used: OrderedDict[KeptText, None] = OrderedDict()  # least recently used first
+        self._sorted: list[CachedPrefix] = []  # by tokens: those that begin alike are neighbours
+        self._used: OrderedDict[CachedPrefix, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._used)
 
-    def __iter__(self) -> Iterator[KeptText]:
+    def __iter__(self) -> Iterator[CachedPrefix]:
         return iter(list(self._used))
 
-    def __contains__(self, text: KeptText) -> bool:
+    def __contains__(self, text: CachedPrefix) -> bool:
         return text in self._used
 
-    def find(self, tokens: Sequence[int]) -> tuple[int, KeptText | None]:
+    def find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
         """Return how many of ``tokens`` a text begins with, and such a text."""
         tokens, n, found = list(tokens), 0, None
         at = bisect_left(self._sorted, tokens, key=_tokens)
@@ -80,7 +80,7 @@ class KeptTexts:
                 n, found = common, text
         return n, found
 
-    def find_whole(self, tokens: Sequence[int]) -> tuple[int, KeptText | None]:
+    def find_whole(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
         """Return the length of the longest text that ``tokens`` begin with, and that text."""
         beginning = list(tokens)
         while at := bisect_right(self._sorted, beginning, key=_tokens):
@@ -91,17 +91,17 @@ class KeptTexts:
             del beginning[n:]  # the longest is no longer: it would be between the two
         return 0, None
 
-    def add(self, text: KeptText) -> None:
+    def add(self, text: CachedPrefix) -> None:
         """Add a text that is not empty, and not there; it is the last one used."""
         insort(self._sorted, text, key=_tokens)
         self._used[text] = None
 
-    def use(self, text: KeptText) -> None:
+    def use(self, text: CachedPrefix) -> None:
         """Record that a text was used; nothing if it is not there."""
         if text in self._used:
             self._used.move_to_end(text)
 
-    def cut(self, text: KeptText, n: int) -> bool:
+    def cut(self, text: CachedPrefix, n: int) -> bool:
         """Shorten a text to its first ``n`` tokens; False, and no change, if another begins with them."""
         del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
         is_new = self.find(text.tokens[:n])[0] < n
@@ -110,7 +110,7 @@ class KeptTexts:
         insort(self._sorted, text, key=_tokens)
         return is_new
 
-    def remove(self, text: KeptText) -> None:
+    def remove(self, text: CachedPrefix) -> None:
         """Remove a text.
 
         Raises:
@@ -120,7 +120,7 @@ class KeptTexts:
         del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
 
 
-class SavedTexts(KeptTexts):
+class SavedTexts(CachedPrefixes):
     """At most ``max_bytes`` of K/V and hidden states; the least recently used texts go first.
 
     Attributes:
@@ -132,7 +132,7 @@ class SavedTexts(KeptTexts):
         self.n_bytes = 0
         self.max_bytes = max_bytes
 
-    def add(self, text: KeptText) -> None:
+    def add(self, text: CachedPrefix) -> None:
         """Hold a text that does not begin another one; one that it continues is dropped."""
         n, known = self.find(text.tokens)
         if known is not None and n == len(known.tokens):
@@ -142,7 +142,7 @@ class SavedTexts(KeptTexts):
         while self.n_bytes > self.max_bytes:
             self.remove(next(iter(self)))
 
-    def remove(self, text: KeptText) -> None:
+    def remove(self, text: CachedPrefix) -> None:
         """Forget a text; a second time does nothing."""
         if text in self:
             super().remove(text)
@@ -177,7 +177,7 @@ class PrefixCache:
         self._runner = runner
         self._restore_s = math.nan  # seconds for each token that came back
         self._spare_seq_ids = list(memory.spare_seq_ids)  # a heap
-        self._kept = KeptTexts()
+        self._kept = CachedPrefixes()
         self.n_hits = 0
         self.n_hit_tokens = 0
         self.n_evicted = 0
@@ -189,7 +189,7 @@ class PrefixCache:
         """Return the number of cached prefixes."""
         return len(self._kept)
 
-    def texts(self) -> list[KeptText]:
+    def texts(self) -> list[CachedPrefix]:
         """Return every cached prefix."""
         return list(self._kept)
 
@@ -244,7 +244,7 @@ class PrefixCache:
         self.n_hits += 1
         self.n_hit_tokens += n
 
-    def _find(self, tokens: Sequence[int]) -> tuple[int, KeptText | None]:
+    def _find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
         n, text = self._kept.find(tokens)
         if text is not None and self._memory.usable(n, len(text.tokens)) < n:
             n, text = self._kept.find_whole(tokens)
@@ -254,7 +254,7 @@ class PrefixCache:
 
     def _worth_restoring(
         self, tokens: Sequence[int], n_kept: int
-    ) -> tuple[int, KeptText] | tuple[int, None]:
+    ) -> tuple[int, CachedPrefix] | tuple[int, None]:
         """Return the saved text that has more of ``tokens`` than is kept, if copying it back pays.
 
         And before it, how many; else 0. It pays where it takes less time than reading what is not kept,
@@ -267,7 +267,7 @@ class PrefixCache:
         read_s = self._runner.read_s * (n - n_kept)
         return (0, None) if restore_s > read_s else (n, text)  # nan: not measured yet
 
-    def _restore(self, seq_id: int, text: KeptText, n: int) -> bool:
+    def _restore(self, seq_id: int, text: CachedPrefix, n: int) -> bool:
         """Give an empty sequence the first ``n`` tokens of a saved text; False if that is impossible."""
         memory, n_tokens = self._memory, len(text.tokens)
         self._runner.make_room(n_tokens)
@@ -291,7 +291,7 @@ class PrefixCache:
         self.n_restored += n
         return True
 
-    def _save(self, text: KeptText) -> None:
+    def _save(self, text: CachedPrefix) -> None:
         """Copy the K/V of a text to host memory before its cells are freed."""
         layout, hidden = self._memory.state_layout, self._memory.hidden
         n = len(text.tokens)
@@ -299,7 +299,7 @@ class PrefixCache:
         if layout is None or n_bytes + layout.max_bytes(n) > self.saved.max_bytes:
             return
         if self.saved.find(text.tokens)[0] < n:
-            copy = KeptText(text.tokens)
+            copy = CachedPrefix(text.tokens)
             copy.state = self._memory.piece(text.seq_id, 0)
             copy.hidden = None if hidden is None else hidden.packed(text.seq_id)
             self.saved.add(copy)
@@ -325,7 +325,7 @@ class PrefixCache:
             return False
         if known is not None and n == len(known.tokens) and self._memory.usable(n, len(tokens)):
             self._drop(known)  # the new text continues it
-        text = KeptText(list(tokens))
+        text = CachedPrefix(list(tokens))
         transfers = is_last and self._memory.forks_copy  # which saves the copy
         allocated = seq_id if transfers else self._allocate(text)
         while allocated is None:
@@ -341,7 +341,7 @@ class PrefixCache:
         self._kept.add(text)
         return transfers
 
-    def _allocate(self, text: KeptText) -> int | None:
+    def _allocate(self, text: CachedPrefix) -> int | None:
         """Return an empty sequence for a text, None if there is none."""
         if not self._memory.spare_seq_ids:
             return self._sequences.allocate_if_free(text)
@@ -390,7 +390,7 @@ class PrefixCache:
         for text in self._kept:
             self._drop(text)
 
-    def _drop(self, text: KeptText) -> None:
+    def _drop(self, text: CachedPrefix) -> None:
         self._kept.remove(text)
         self._memory.drop(text.seq_id, 0)
         self._memory.prefix_seq_ids.discard(text.seq_id)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from llamabranch.context.prefix_cache import KeptText, KeptTexts
+from llamabranch.context.prefix_cache import CachedPrefix, CachedPrefixes
 
 
 def text_of(rng: random.Random) -> list[int]:
@@ -24,8 +24,8 @@ def n_same(left: list[int], right: list[int]) -> int:
 def test_what_is_found_is_what_a_search_finds(seed: int) -> None:
     rng = random.Random(seed)
     asked = [text_of(rng) for _ in range(5)]
-    kept = KeptTexts()
-    known: list[KeptText] = []  # the least recently used first
+    kept = CachedPrefixes()
+    known: list[CachedPrefix] = []  # the least recently used first
     for _ in range(30):
         deed, n = rng.choice(("add", "add", "use", "cut", "remove")), rng.randint(1, 9)
         tokens = rng.choice(known).tokens if known and rng.random() < 0.3 else text_of(rng)
@@ -33,9 +33,9 @@ def test_what_is_found_is_what_a_search_finds(seed: int) -> None:
         others = [other.tokens for other in known if other is not text]
         if text is None:
             with pytest.raises(KeyError):
-                kept.remove(KeptText(tokens))
+                kept.remove(CachedPrefix(tokens))
             if deed == "add":
-                known.append(KeptText(tokens))
+                known.append(CachedPrefix(tokens))
                 kept.add(known[-1])
         elif deed == "use":
             known.remove(text)

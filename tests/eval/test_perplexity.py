@@ -211,6 +211,7 @@ def test_files_of_other_kinds_and_models_are_refused(
         (whole[:-1], "incomplete"),
         (whole[:8] + struct.pack("<3i", -1, 4096, 2) + whole[20:], "damaged"),
         (whole[:8] + struct.pack("<3i", 32, 0, 2) + whole[20:], "damaged"),
+        (whole[:8] + struct.pack("<3i", 512, 49152, 2**31 - 1), "incomplete"),
     ):
         other.write_bytes(data)
         with pytest.raises(ConfigError, match=message):
@@ -222,6 +223,12 @@ def test_files_of_other_kinds_and_models_are_refused(
         pytest.raises(VocabularyMismatchError, match=str(ctx.n_vocab)),
     ):
         divergence(small, path)
+
+
+def test_a_file_that_cannot_be_begun_is_closed(tmp_path: Path) -> None:
+    with pytest.raises(OverflowError) as caught:
+        LogitsFile.create(tmp_path / "logits", 5, [[2**40] * 4])
+    assert caught.traceback[1].locals["file"].closed
 
 
 def test_an_odd_vocabulary_is_padded(tmp_path: Path) -> None:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import codecs
 from asyncio import to_thread
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
-from functools import reduce
-from operator import getitem
-from typing import Any, cast
 
 from ..branch import Produced
 from ..context import TokenScore
@@ -227,8 +223,12 @@ def _chosen(body: dict[str, object], paths: Iterable[str]) -> dict[str, object]:
     """Return those fields of a body that it has; ``a/b`` is a field of a field."""
     found: dict[str, object] = {}
     for path in paths:
-        with suppress(KeyError, TypeError):
-            found[path] = reduce(getitem, path.split("/"), cast(Any, body))
+        *above, last = path.split("/")
+        inner: object = body
+        for name in above:
+            inner = inner.get(name) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and last in inner:
+            found[path] = inner[last]
     return found
 
 

@@ -104,7 +104,7 @@ class DecodeInterruptedError(DecodeError):
 
 
 class DownloadError(LlamaBranchError):
-    """A model cannot be downloaded: no connection, refused, wrong bytes, or no room for it.
+    """A model cannot be downloaded: no connection, refused, not whole, or no room for it.
 
     ``status`` is the HTTP status of the hub's answer, None if there was none.
     """

@@ -47,7 +47,8 @@ def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Fault:
     """A wrong answer: to ``api``, ``head`` or ``get`` requests, ``times`` times.
 
-    A ``status`` with an ``X-Error-Code``, or an answer that is ``cut`` after so many bytes.
+    A ``status`` with an ``X-Error-Code``, an answer that is ``cut`` after so many bytes, or one that is
+    whole but ``short``: half of the file.
     """
 
     where: str
@@ -55,6 +56,7 @@ class Fault:
     code: str = ""
     message: str = ""
     cut: int | None = None
+    short: bool = False
     times: int = 1_000_000
 
 
@@ -194,6 +196,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _bytes(self, data: bytes, fault: Fault) -> None:
         status, begin, headers = 200, 0, {"Accept-Ranges": "bytes"}
+        if fault.short:
+            data = data[: len(data) // 2]
         given = self.headers.get("Range")
         if given:
             status, begin = 206, int(given.removeprefix("bytes=").partition("-")[0])

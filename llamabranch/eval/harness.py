@@ -140,9 +140,10 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         except ConfigError:  # as the harness's own models: some templates refuse a system message
             messages = [message for message in messages if message["role"] != "system"]
             text = render(messages, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
         last = messages[-1]["content"].strip()
-        is_open = not add_generation_prompt and last in text
-        return text[: text.rindex(last) + len(last)] if is_open else text
+        return text[: text.rindex(last) + len(last)] if last in text else text
 
     def get_model_info(self) -> dict[str, object]:
         """Return what is recorded with the results."""

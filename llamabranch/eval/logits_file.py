@@ -89,8 +89,8 @@ class LogitsFile(AbstractContextManager["LogitsFile"]):
                 raise ConfigError(
                     f"{path} is damaged: {n_chunks} chunks of {window} tokens, a vocabulary of {n_vocab}"
                 )
-            found = cls(path, file, window, n_vocab, [[]] * n_chunks)
-            size, needed = path.stat().st_size, found._at(n_chunks, window // 2)
+            n_rows = n_chunks * (window - 1 - window // 2)
+            size, needed = path.stat().st_size, _row_at(window, n_vocab, n_chunks, n_rows)
             if size < needed:
                 message = f"{path} is incomplete: {size:,} of {needed:,} bytes"
                 raise ConfigError(message, hint="write it again")
@@ -98,8 +98,7 @@ class LogitsFile(AbstractContextManager["LogitsFile"]):
         except BaseException:
             file.close()
             raise
-        found.chunks = tokens.reshape(n_chunks, window).tolist()
-        return found
+        return cls(path, file, window, n_vocab, tokens.reshape(n_chunks, window).tolist())
 
     @classmethod
     def create(
@@ -108,15 +107,19 @@ class LogitsFile(AbstractContextManager["LogitsFile"]):
         """Open a file for writing. Raises ConfigError if that is not possible."""
         path = path_of(path)
         file = _open(path, "wb", "write")
-        file.write(_HEAD.pack(_MAGIC, len(chunks[0]), n_vocab, len(chunks)))
-        file.write(np.asarray(chunks, dtype="<i4").tobytes())
+        try:
+            file.write(_HEAD.pack(_MAGIC, len(chunks[0]), n_vocab, len(chunks)))
+            file.write(np.asarray(chunks, dtype="<i4").tobytes())
+        except BaseException:
+            file.close()
+            raise
         return cls(path, file, len(chunks[0]), n_vocab, chunks)
 
     def _at(self, chunk: int, i: int) -> int:
         """Return where the row after token ``i`` of a chunk begins: the second half has rows."""
         first = self.window // 2
         n_rows = chunk * (self.window - 1 - first) + i - first
-        return _HEAD.size + 4 * self.window * len(self.chunks) + self._row_bytes * n_rows
+        return _row_at(self.window, self.n_vocab, len(self.chunks), n_rows)
 
     def write(self, chunk: int, i: int, logits: npt.NDArray[np.float32]) -> None:
         """Write the logits after token ``i`` of a chunk. Raises OSError if the disk is full."""
@@ -135,6 +138,11 @@ class LogitsFile(AbstractContextManager["LogitsFile"]):
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _row_at(window: int, n_vocab: int, n_chunks: int, n_rows: int) -> int:
+    """Return where the row after the first ``n_rows`` begins."""
+    return _HEAD.size + 4 * window * n_chunks + n_rows * (8 + 4 * ((n_vocab + 1) // 2))
 
 
 def _open(path: Path, mode: str, purpose: str) -> IO[bytes]:

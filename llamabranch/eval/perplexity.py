@@ -185,10 +185,8 @@ def perplexity(
             is smaller than a window. TokenizeError, DecodeError. OSError: the disk is full.
     """
     tokens, parts = text_chunks(ctx, text, window, chunks)
-    found, given = (
-        Perplexity.begun(ctx, tokens, len(parts[0]), len(parts)),
-        with_bos(ctx.model, parts),
-    )
+    found = Perplexity.begun(ctx, tokens, len(parts[0]), len(parts))
+    given = with_bos(ctx.model, parts)
     if save_to is None:
         return found.read(ctx, given, _loss, progress)
     with LogitsFile.create(save_to, ctx.n_vocab, parts) as file:

@@ -226,6 +226,8 @@ def _item(path: Path, number: int, line: str) -> Item:
         data = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{path}, line {number} is no JSON: {error}") from None
+    if isinstance(data, dict):  # tables have null where a column is empty
+        data = {name: value for name, value in data.items() if value is not None}
     match data:
         case {"context": str(context), "target": target}:
             choices, answer, n_keys = [target], 0, 2

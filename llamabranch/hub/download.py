@@ -46,7 +46,8 @@ def download(spec: HubSpec) -> Path:
         info = HfApi(endpoint=endpoint).model_info(
             where, revision=spec.revision, files_metadata=True
         )
-    commit, sizes = str(info.sha), {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    siblings = {each.rfilename: each for each in info.siblings or ()}
+    commit, sizes = str(info.sha), {name: each.size or 0 for name, each in siblings.items()}
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise DownloadError(f"the hub gives no commit of {where}")
     names = choose(sizes, spec.tag, file=spec.file, where=where)
@@ -56,6 +57,10 @@ def download(spec: HubSpec) -> Path:
     if missing:
         if local := find(replace(spec, file=names[0], tag=None)):
             return local.path
+        for lfs in (siblings[name].lfs for name in missing):
+            if lfs and re.fullmatch(r"[0-9a-f]{64}", lfs.sha256):
+                with contextlib.suppress(OSError):  # of 0.2 and 0.3, nobody reads it now
+                    (folder / "blobs" / f"{lfs.sha256}.incomplete").unlink()
         n_bytes = sum(sizes[name] for name in missing)
         parts = f" in {len(names)} parts" if len(names) > 1 else ""
         note(f"downloading {where}/{names[0]}{parts}: {_size(n_bytes)}, to {root}")
@@ -126,7 +131,8 @@ def _requests(what: str) -> Iterator[None]:
     except errors.HFValidationError as error:
         raise ConfigError(f"{what}: {error}") from error
     except (errors.HTTPError, errors.XetDownloadError, OSError, RuntimeError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        is_network = isinstance(error, (ConnectionError, TimeoutError))
+        if isinstance(error, OSError) and error.errno is not None and not is_network:
             raise DownloadError(
                 f"cannot write to {error.filename or hub_cache()}: {error.strerror or error}",
                 hint="free some space, or set HF_HUB_CACHE to a folder that can be written",
@@ -135,7 +141,8 @@ def _requests(what: str) -> Iterator[None]:
         is_vague = isinstance(error, errors.LocalEntryNotFoundError)
         cause = (error.__cause__ or error) if is_vague else error
         status = getattr(getattr(cause, "response", None), "status_code", None)
-        reason = " ".join(str(cause).split()) or type(cause).__name__
+        told = " ".join(str(cause).split()).partition(" Please retry with")[0]  # with what we lack
+        reason = told or type(cause).__name__
         raise DownloadError(
             f"cannot download {what}: {reason}",
             status=status,

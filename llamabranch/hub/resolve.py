@@ -71,8 +71,8 @@ def fetch(name: str | os.PathLike[str]) -> Path:
     llama.cpp would take (Q4_K_M, else Q8_0, else the first), whatever is on this machine already.
 
     Downloads go into the Hugging Face cache, which llama.cpp and transformers share. Standard error tells
-    the size, and shows a bar if it is a terminal. A file gets its name only after its SHA-256 was
-    checked; a download that was interrupted is continued by the next one.
+    the size, and shows a bar if it is a terminal. A file gets its name only when all its
+    bytes have arrived; a download that was given up begins again.
 
     Args:
         name: as ``name_or_path`` of `resolve`.
@@ -82,7 +82,7 @@ def fetch(name: str | os.PathLike[str]) -> Path:
 
     Raises:
         ConfigError: no such name, tag or file, or it is not here and ``HF_HUB_OFFLINE`` is set.
-        DownloadError: the hub cannot be reached or refuses, the bytes are wrong, or there is no room.
+        DownloadError: the hub cannot be reached or refuses, a file is not whole, or there is no room.
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
     spec = _hub_spec(name)

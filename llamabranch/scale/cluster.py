@@ -12,8 +12,6 @@ from ..errors import JobError, LlamaBranchError, UnsupportedError
 from .folder import Folder
 from .ledger import Ledger
 
-_KNOWN = (LlamaBranchError, OSError, type(None))
-
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
@@ -99,8 +97,10 @@ def translated(output: Folder) -> Iterator[None]:
         yield
     except (ray.exceptions.RayError, OSError) as error:
         cause: BaseException | None = error
-        # Ray's copies of our errors are of both kinds.
-        while isinstance(cause, ray.exceptions.RayError) or not isinstance(cause, _KNOWN):
+        while cause is not None:
+            is_rays = isinstance(cause, ray.exceptions.RayError)  # its copies of our errors too
+            if isinstance(cause, (LlamaBranchError, OSError)) and not is_rays:
+                break
             inner = getattr(cause, "cause", None)
             cause = inner if isinstance(inner, BaseException) else cause.__cause__
         if isinstance(cause, LlamaBranchError):

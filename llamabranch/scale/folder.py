@@ -96,7 +96,12 @@ def input_files(
         found += _files(filesystem, resolved)
     kinds = {path: kind for path, _ in found if (kind := _KINDS.get(posixpath.splitext(path)[1]))}
     if not kinds or filesystem is None:
-        raise ConfigError(f"there is no .parquet or .jsonl file in {', '.join(map(str, given))}")
+        names = ", ".join(map(str, given))
+        is_pattern = any(character in names for character in "*?[")
+        hint = "patterns are not expanded: name the folder, or a list of files"
+        raise ConfigError(
+            f"there is no .parquet or .jsonl file in {names}", hint=hint if is_pattern else None
+        )
     kind, *other = set(kinds.values())
     if other:
         raise ConfigError("the input has files of both formats", hint="give one of them at a time")

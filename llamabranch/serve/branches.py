@@ -240,6 +240,8 @@ async def score(call: Exchange, service: Service) -> None:
 async def get(call: Exchange, service: Service) -> None:
     """Show a node; ``?include=tokens,next`` shows more of it."""
     node, wanted = _node(call, service), call.query.get("include", "").split(",")
+    if {*wanted} - {"", "tokens", "next"}:
+        raise HttpError(400, "include takes tokens and next", param="include")
     shown = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
     if "tokens" in wanted:
         raw = b"".join(map(service.model.piece, node.tokens))  # control tokens have no text
@@ -260,8 +262,8 @@ async def listing(call: Exchange, service: Service) -> None:
 
 async def delete(call: Exchange, service: Service) -> None:
     """Delete a node; ``?subtree=true`` those below too."""
-    node = _node(call, service)
-    n = service.branches.delete(node, subtree=call.query.get("subtree") in ("1", "true"))
+    node, subtree = _node(call, service), call.query.get("subtree", "").lower()
+    n = service.branches.delete(node, subtree=subtree in ("1", "true"))
     await call.reply({"id": node.id, "object": "branch.deleted", "deleted": True, "count": n})
 
 

@@ -7,7 +7,6 @@ from asyncio import to_thread
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import date
-from typing import Literal
 
 from ..branch import Produced
 from ..context import TokenScore
@@ -35,8 +34,8 @@ _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # what llama.cpp t
 class CompletionFields(TextFields, kw_only=True):
     """The body of a request; the last two are for ``/completion``."""
 
-    prompt: Prompt
-    best_of: Literal[1] | None = None
+    prompt: Prompt | None = None
+    best_of: int | None = None
     echo: bool | None = None
     logprobs: Top | None = None
     n_probs: Top | None = None
@@ -54,6 +53,8 @@ class CompletionFields(TextFields, kw_only=True):
 
     async def tokens(self, service: Service, *, add_special: bool = True) -> list[list[int]]:
         """Return the token ids of the prompts."""
+        if self.prompt is None:
+            raise HttpError(400, "prompt is missing", param="prompt")
         add = add_special and self.add_special_tokens is not False
         parse = self.parse_special is not False
         return await prompt_tokens(service, self.prompt, add_special=add, parse_special=parse)
@@ -62,6 +63,8 @@ class CompletionFields(TextFields, kw_only=True):
 async def completions(call: Exchange, service: Service) -> None:
     """Answer a request of OpenAI's."""
     fields = await call.json(CompletionFields)
+    if fields.best_of not in (None, fields.n or 1):
+        raise HttpError(400, "best_of is not supported, only n", param="best_of")
     top, scored = fields.n_scored, fields.prompt_logprobs
     prompts, n_added = await fields.tokens(service), [0]
     if fields.echo:
@@ -164,7 +167,7 @@ class _NativeWriter(Writer[CompletionFields]):
         """Return one text, or all of several."""
         found, wanted = [self._end(text) for text in texts], self.fields.response_fields
         if wanted:
-            found = [{path: _inner(each, path) for path in wanted} for each in found]
+            found = [_chosen(each, wanted) for each in found]
         return found[0] if len(found) == 1 else found
 
     def events(self, update: Update) -> list[dict[str, object]]:
@@ -216,11 +219,17 @@ class _NativeWriter(Writer[CompletionFields]):
         }
 
 
-def _inner(body: object, path: str) -> object:
-    """Return a field of a body, where ``a/b`` is a field of a field; None if there is none."""
-    for name in path.split("/"):
-        body = body.get(name) if isinstance(body, dict) else None
-    return body
+def _chosen(body: dict[str, object], paths: Iterable[str]) -> dict[str, object]:
+    """Return those fields of a body that it has; ``a/b`` is a field of a field."""
+    found: dict[str, object] = {}
+    for path in paths:
+        *above, last = path.split("/")
+        inner: object = body
+        for name in above:
+            inner = inner.get(name) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and last in inner:
+            found[path] = inner[last]
+    return found
 
 
 def sampling_of(params: SamplingParams) -> dict[str, object]:
@@ -247,7 +256,7 @@ class ChatFields(TextFields, kw_only=True):
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[str] | None = None
 
     def conversation(self, service: Service, tools: Tools) -> Conversation:
         """Return what the template is given; a last message of the assistant is continued.
@@ -268,6 +277,8 @@ async def chat(call: Exchange, service: Service) -> None:
     fields = await call.json(ChatFields)
     if fields.top_logprobs and not fields.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
+    if fields.modalities not in (None, [], ["text"]):
+        raise HttpError(400, "modalities other than text are not supported", param="modalities")
     tools = Tools(fields.tools or (), fields.tool_choice)
     tokens = await to_thread(lambda: fields.conversation(service, tools).tokens(service.model))
     limits = fields.max_completion_tokens, fields.max_tokens, fields.n_predict

@@ -43,12 +43,15 @@ class HttpError(Exception):
         self.headers = [(b"retry-after", b"1")] if status in (429, 503) else []
 
 
-def http_error(error: BaseException, *, param: str | None = None) -> HttpError:
+def http_error(
+    error: BaseException, fields: object = None, *, param: str | None = None
+) -> HttpError:
     """Return what is reported to a client about an exception; only what the library raises is described.
 
     Args:
         error: the exception.
-        param: the wrong field, where it is known; "NAME must be ..." names it too.
+        fields: those of the request: one that was sent and with whose name the message begins is wrong.
+        param: the wrong field, where it is known.
     """
     if isinstance(error, HttpError):
         return error
@@ -65,6 +68,7 @@ def http_error(error: BaseException, *, param: str | None = None) -> HttpError:
         case errors.CapacityError():
             return HttpError(503, message)
         case error if isinstance(error, _BAD):
-            name, _, rest = message.partition(" ")
-            return HttpError(400, message, param=name if rest.startswith("must be") else param)
+            name = message.partition(" ")[0]
+            was_sent = getattr(fields, name, None) is not None
+            return HttpError(400, message, param=name if was_sent else param)
     return HttpError(500, message)

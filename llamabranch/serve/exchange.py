@@ -63,6 +63,7 @@ class Exchange:
         self._watcher: asyncio.Task[None] | None = None
         self._is_open = False  # a stream that goes on
         self._has_failed = False
+        self._fields: object = None  # of the body
 
     @property
     def query(self) -> dict[str, str]:
@@ -84,7 +85,7 @@ class Exchange:
             if self.ended_by == "timeout":
                 await self._fail(HttpError(504, f"the request took more than {limit:g} s"))
         except Exception as error:
-            found = http_error(error)
+            found = http_error(error, self._fields)
             if found.status == 500:
                 _log.error("%s %s failed", self.scope["method"], self.scope["path"], exc_info=error)
             await self._fail(found)
@@ -145,12 +146,14 @@ class Exchange:
         """
         body = await self.body()
         try:
-            return msgspec.json.decode(body, type=kind)
+            fields = msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
             param = str(error).partition(" - at `$.")[2].rstrip("`") or None
             raise HttpError(400, str(error), param=param) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise HttpError(400, f"the body is no JSON: {error}") from None
+        self._fields = fields
+        return fields
 
     # -- the answer ------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import re
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 from msgspec import Meta, Struct, defstruct
 
@@ -139,7 +139,7 @@ class JsonSchema(Struct, kw_only=True):
 class ResponseFormat(Struct, kw_only=True):
     """OpenAI's, and llama-server's with ``schema`` beside the type."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: str
     json_schema: JsonSchema | None = None
     schema: dict[str, object] | None = None
 
@@ -149,6 +149,11 @@ class ResponseFormat(Struct, kw_only=True):
             return None
         if self.type == "json_object":
             return {"type": "object"} if self.schema is None else self.schema
+        if self.type != "json_schema":
+            message = (
+                f"response_format.type is text, json_object or json_schema, not {self.type[:40]!r}"
+            )
+            raise HttpError(400, message, param="response_format")
         schema = self.schema if self.json_schema is None else self.json_schema.schema
         if schema is None:
             raise HttpError(400, "response_format lacks its schema", param="response_format")
@@ -265,7 +270,7 @@ async def engine_requests(
     n, most = fields.n or 1, service.settings.max_choices
     if len(prompts) * n > most:
         message = f"{len(prompts)} prompts with {n} texts each; 1 to {most} are allowed"
-        raise HttpError(400, message, param="n")
+        raise HttpError(400, f"n must be 1 to {most}" if len(prompts) == 1 else message, param="n")
     for prompt in prompts:
         service.model.check_tokens(prompt)
         param = "messages" if hasattr(fields, "messages") else "prompt"

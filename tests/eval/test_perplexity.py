@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,24 @@ def test_files_of_other_kinds_and_models_are_refused(
         pytest.raises(VocabularyMismatchError, match=str(ctx.n_vocab)),
     ):
         divergence(small, path)
+
+
+def test_a_header_is_checked_before_memory_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "logits"
+    path.write_bytes(b"_logits_" + struct.pack("<3i", 512, 49152, 2**31 - 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="incomplete"):
+            LogitsFile.open(path)
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_that_cannot_be_begun_is_closed(tmp_path: Path) -> None:
+    with pytest.raises(OverflowError) as caught:
+        LogitsFile.create(tmp_path / "logits", 5, [[2**40] * 4])
+    assert caught.traceback[1].locals["file"].closed
 
 
 def test_an_odd_vocabulary_is_padded(tmp_path: Path) -> None:

@@ -131,8 +131,8 @@ def test_other_encodings_and_unknown_names_are_refused(tmp_path: Path) -> None:
         find_task("arc", tmp_path)
     assert caught.value.hint is not None and "latin" in caught.value.hint
     path.write_bytes(
-        b'\xef\xbb\xbf{"context": "a", "target": " b"}\n'
-    )  # a byte order mark is no text
+        b'\xef\xbb\xbf{"context": "a", "target": " b", "choices": null}\n'
+    )  # a byte order mark is no text, null no column
     assert find_task("latin", tmp_path).items[0].choices == (" b",)
 
 

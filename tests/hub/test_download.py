@@ -93,6 +93,22 @@ def test_huggingface_hub_finds_what_we_downloaded_and_we_what_it_did(hub: FakeHu
     count = len(hub.requests)
     assert str(lb.fetch(f"{REPOSITORY}:F16")) == theirs
     assert len(hub.requests) == count
+    models = [(model.name, model.cache) for model in lb.hub.local_models()]
+    assert models == [(f"{REPOSITORY}/{name}", "Hugging Face") for name in (F16, Q8_0)]
+
+
+def test_blob_that_is_there_is_not_downloaded_and_the_rest_of_an_old_download_goes(
+    hub: FakeHub,
+) -> None:
+    path = lb.fetch(f"{REPOSITORY}:Q8_0")
+    blob = path.resolve()
+    rest = blob.with_name(f"{blob.name}.incomplete")  # of 0.2 and 0.3
+    rest.write_bytes(DATA[:1000])
+    path.unlink()
+    assert lb.fetch(f"{REPOSITORY}:Q8_0") == path
+    assert hub.sent == len(DATA)
+    assert path.read_bytes() == DATA
+    assert not rest.exists()
 
 
 def test_shards_come_together_and_a_revision_by_its_name(hub: FakeHub) -> None:
@@ -239,11 +255,17 @@ def test_connection_that_breaks_is_gone_on_with_or_leaves_nothing(
     assert ranges[0] is None
     assert all(given is not None and given.startswith("bytes=") for given in ranges[1:])
     before = named()
-    hub.faults += [Fault("get", cut=400_000, times=1), Fault("get", cut=0)]
-    with pytest.raises(lb.errors.DownloadError, match="cannot download") as caught:
-        lb.fetch(f"{REPOSITORY}:F16")
-    assert "try again" in str(caught.value.hint)
-    assert named() == before
+    broken: list[tuple[str, list[Fault]]] = [
+        ("cannot download", [Fault("get", cut=400_000, times=1), Fault("get", cut=0)]),
+        (f"of size {len(DATA)} but has size {len(DATA) // 2}", [Fault("get", short=True)]),
+    ]
+    for message, faults in broken:
+        hub.faults = faults
+        with pytest.raises(lb.errors.DownloadError, match=message) as caught:
+            lb.fetch(f"{REPOSITORY}:F16")
+        assert "force_download" not in str(caught.value)
+        assert "try again" in str(caught.value.hint)
+        assert named() == before
 
 
 def run(code: str, *arguments: str, **environment: str) -> str:
@@ -314,6 +336,13 @@ def cache_is_a_file(patched: pytest.MonkeyPatch) -> None:  # which root cannot w
     patched.setenv("HF_HUB_CACHE", str(cache() / "hub"))
 
 
+def connection_is_reset(patched: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    patched.setattr("huggingface_hub.hf_hub_download", fail)
+
+
 def no_huggingface_hub(patched: pytest.MonkeyPatch) -> None:
     patched.setitem(sys.modules, "huggingface_hub", None)
 
@@ -322,6 +351,7 @@ def no_huggingface_hub(patched: pytest.MonkeyPatch) -> None:
     ("prepare", "kind", "message", "hint"),
     [
         (nobody_answers, lb.errors.DownloadError, "cannot download", "HF_ENDPOINT"),
+        (connection_is_reset, lb.errors.DownloadError, "cannot download.*reset by peer", "network"),
         (disk_is_full, lb.errors.DownloadError, r"0\.5 MB left", "HF_HUB_CACHE"),
         (cache_is_a_file, lb.errors.DownloadError, "cannot write to", "HF_HUB_CACHE"),
         (no_huggingface_hub, lb.errors.UnsupportedError, "huggingface_hub", "llamabranch[hub]"),

@@ -77,9 +77,10 @@ def test_input_files_are_those_of_one_format(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1]}), tmp_path / "c.parquet")
     with pytest.raises(ConfigError, match="both formats"):
         input_files(str(tmp_path))
-    for missing in ("none", "*.parquet"):  # patterns are not expanded
-        with pytest.raises(ConfigError, match=r"no \.parquet or \.jsonl"):
+    for missing in ("none", "*.parquet"):
+        with pytest.raises(ConfigError, match=r"no \.parquet or \.jsonl") as caught:
             input_files(str(tmp_path / missing))
+        assert ("patterns are not expanded" in (caught.value.hint or "")) == (missing != "none")
     with pytest.raises(ConfigError, match="cannot open"):
         input_files("nowhere://x")
 

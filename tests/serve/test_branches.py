@@ -175,9 +175,12 @@ def test_nodes_are_listed_and_deleted(api: Api) -> None:
     assert ids == [root["id"], child["id"], leaf["id"]]
     assert set(ids) <= {node["id"] for node in api.get("")["data"]}
     api.delete(f"/{child['id']}", 409)
+    assert api.get(f"/{leaf['id']}?include=tokens,foo", 400)["error"]["param"] == "include"
+    error = api.post(f"/{leaf['id']}/continue", 400, n=500)["error"]
+    assert (error["message"], error["param"]) == ("n must be 1 to 128", "n")
     assert api.delete(f"/{leaf['id']}")["count"] == 1
     assert api.get(f"/{child['id']}")["children"] == []
-    assert api.delete(f"/{root['id']}?subtree=true")["count"] == 2
+    assert api.delete(f"/{root['id']}?subtree=True")["count"] == 2
     for path in (f"/{root['id']}", f"/{child['id']}"):
         assert "deleted" in api.get(path, 404)["error"]["message"]
     api.get(f"/{root['id']}?include=all", 404)

@@ -268,21 +268,23 @@ BAD = {"type": "hiccup"}
         ({"prompt": [True]}, "prompt", "prompt[0]"),
         ({"prompt": [99999]}, "vocabulary", None),
         ({"prompt": [5, [6]]}, "mixes", "prompt"),
-        ({"prompt": None}, "prompt", "prompt"),
+        ({"prompt": None}, "prompt is missing", "prompt"),
         ({"prompt": "word " * 3000}, "context", "prompt"),
         ({"max_tokens": "many"}, "`int", "max_tokens"),
         ({"max_tokens": -7}, "max_tokens", "max_tokens"),
         ({"stream_options": {"include_usage": 5}}, "`bool", "stream_options.include_usage"),
         ({"n": 0}, "$.n", "n"),
-        ({"n": 129}, "128", "n"),
-        ({"n": 3, "best_of": 2}, "best_of", "best_of"),
+        ({"n": 129}, "n must be 1 to 128", "n"),
+        ({"prompt": ["x", "y"], "n": 65}, "1 to 128 are allowed", "n"),
+        ({"n": 3, "best_of": 2}, "best_of is not supported, only n", "best_of"),
         ({"echo": True, "logprobs": 1, "stream": True}, "streamed", "stream"),
         ({"logprobs": 21}, "logprobs", "logprobs"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"top_p": 2}, "top_p", "top_p"),
+        ({"repeat_last_n": -7}, "penalty_last_n", None),
         ({"guided_regex": "a*"}, 'structured_outputs {"regex": ...}', "guided_regex"),
         ({"min_tokens": -1}, "at least 0", "min_tokens"),
-        ({"min_tokens": 2, "grammar": 'root ::= "a"'}, "min_tokens", None),
+        ({"min_tokens": 2, "grammar": 'root ::= "a"'}, "min_tokens", "min_tokens"),
         ({"stop": [5]}, "stop", "stop[0]"),
         ({"stop_token_ids": [-1]}, "vocabulary", None),
         ({"logit_bias": {"-5": 1}}, "vocabulary", None),
@@ -290,7 +292,7 @@ BAD = {"type": "hiccup"}
         ({"json_schema": BAD}, "", "json_schema"),
         ({"response_format": {"type": "json_schema", "schema": BAD}}, "", "response_format"),
         ({"structured_outputs": {"regex": "("}}, "", "structured_outputs"),
-        ({"response_format": {"type": "sound"}}, "sound", "response_format.type"),
+        ({"response_format": {"type": "sound"}}, "json_schema, not 'sound'", "response_format"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "one of", "grammar"),
         (SCHEMALESS, "schema", "response_format"),
     ],
@@ -303,18 +305,28 @@ def test_what_is_refused(api: Any, body: dict[str, Any], told: str, param: str |
         assert error["type"] in ("invalid_request_error", "exceed_context_size_error")
 
 
-def test_conversations_without_messages_or_too_long_ones_are_refused(api: Any) -> None:
+def test_what_is_refused_in_conversations(api: Any) -> None:
     path = "/v1/chat/completions"
     assert "`messages`" in post(api, 400, path, max_tokens=3)["error"]["message"]
     error = post(api, 400, path, messages=[{"role": "user", "content": "word " * 3000}])["error"]
     assert (error["param"], error["type"]) == ("messages", "exceed_context_size_error")
     assert error["n_ctx"] == 1024 < error["n_prompt_tokens"]
+    text = "modalities other than text are not supported"
+    for name, value, told in (
+        ("messages", [], "at least one message"),
+        ("tool_choice", "foo", "tool_choice is"),
+        ("modalities", ["audio"], text),
+    ):
+        error = post(api, 400, path, **{"messages": [{"role": "user"}], name: value})["error"]
+        assert told in error["message"]
+        assert error["param"] == name
 
 
 def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
     """Nor are those that llama-server's clients send in every request."""
     names = fields._REFUSED
     habits = {"samplers": ["top_k", "temperature"], "lora": [], "t_max_predict_ms": 0}
+    habits |= {"n": 2, "best_of": 2, "modalities": ["text"]}
     for path in ("/v1/completions", "/completion", "/v1/chat/completions"):
         asked: dict[str, Any] = {"max_tokens": 1, "prompt": "x"}
         if "chat" in path:
@@ -348,5 +360,8 @@ def test_llama_servers_own_endpoint(api: Any) -> None:
     assert parts[-1]["stop"] is True and parts[-1]["timings"]["predicted_n"] == 8
     several = post(api, path="/completion", **{**body, "prompt": ["a", "b"]})
     assert len(several) == 2
-    chosen = post(api, path="/completion", **body, response_fields=["content", "timings/prompt_n"])
-    assert set(chosen) == {"content", "timings/prompt_n"}
+    names = ["content", "timings/prompt_n"]
+    chosen = post(
+        api, path="/completion", **body, response_fields=[*names, "timings/no", "content/x"]
+    )
+    assert set(chosen) == {*names}

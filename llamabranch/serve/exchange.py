@@ -148,8 +148,8 @@ class Exchange:
         try:
             fields = msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
-            param = str(error).partition(" - at `$.")[2].rstrip("`") or None
-            raise HttpError(400, str(error), param=param) from None
+            place = str(error).partition(" - at `$.")[2] or str(error).partition(" field `")[2]
+            raise HttpError(400, str(error), param=place.rstrip("`") or None) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise HttpError(400, f"the body is no JSON: {error}") from None
         self._fields = fields

@@ -320,6 +320,7 @@ def test_what_is_refused_in_conversations(api: Any) -> None:
         error = post(api, 400, path, **{"messages": [{"role": "user"}], name: value})["error"]
         assert told in error["message"]
         assert error["param"] == name
+    assert post(api, 400, path)["error"]["param"] == "messages"
 
 
 def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:

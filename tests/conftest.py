@@ -91,7 +91,8 @@ def unannounced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Commands that name no model say nothing of it: standard error is what a test is about."""
     if request.path.parent.name == "cli" and not request.node.get_closest_marker("smollm2"):
         to = "llamabranch.cli.options.ModelOptions.announce"
-        monkeypatch.setattr(to, lambda self, console: self.target or lb.hub.default_model())
+        default = lb.hub.default_model
+        monkeypatch.setattr(to, lambda self, _: default() if self.target is None else self.target)
 
 
 @pytest.fixture(scope="session")

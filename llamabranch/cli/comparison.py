@@ -12,7 +12,7 @@ import llamabranch as lb
 from llamabranch import Engine, Request, Result
 from llamabranch.bench.timing import Interval, Maker, Series, Stopped, Timing, interleave
 
-from .console import interval_text
+from .console import Console, interval_text
 from .interrupts import InterruptHandler
 
 NOTHING_DRAFTED = (
@@ -65,6 +65,21 @@ class Comparison:
             "speedup_verdict": self.verdict,
             "same_text": self.same_text,
         }
+
+    def print(self, console: Console) -> None:
+        """Print its figures as a table of their own: all are of the timed runs."""
+        n = self.interval.n
+        console.line(f"timed again, {n} pair{'s' * (n != 1)} of runs")
+        console.figures(
+            {
+                "tokens_per_s": self.drafted.rate.median,
+                "plain_tokens_per_s": self.plain.rate.median,
+                "speedup": self.speedup,
+                "speedup, 95 % interval": interval_text(self.interval),
+                "speedup_verdict": self.verdict,
+                "same_text": self.same_text,
+            }
+        )
 
     def explain(self, shorter: str = ": generate less (-n)") -> str:
         """Return the speedup and what the verdict means; where there is none, what to do about it.

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
@@ -110,16 +110,11 @@ class Console:
         if self.silent:
             print_json(value)
 
-    def report(self, answer: Mapping[str, object], *, hidden: Collection[str] = ()) -> None:
-        """Print the JSON object where one is asked for, else its figures as tables but for ``hidden``."""
-        self.answer(answer)
-        self.figures(answer, hidden=hidden)
-
-    def figures(self, answer: Mapping[str, object], *, hidden: Collection[str] = ()) -> None:
-        """Print the figures of an object as tables, by their names in it, but for ``hidden``."""
-        for part in () if self.silent else tables_of(answer, hidden):
-            self.render(part)
-            self.line()
+    def figures(self, its: Mapping[str, object]) -> None:
+        """Print figures as a table without headings, by their names, and an empty line."""
+        rows = [(name.replace("_", " "), value) for name, value in its.items()]
+        self.table(("", ""), rows, left=("",))
+        self.line()
 
     def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""
@@ -134,10 +129,17 @@ class Console:
             self.render(line)
 
     def table(
-        self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: Sequence[str] = ()
+        self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: Sequence[str] = ()
     ) -> None:
-        """Print rows under headings; the first column and those of ``left`` are left-aligned."""
-        self.render(drawn_table(columns, rows, left))
+        """Print rows under headings, if any; the first column and those of ``left`` are left-aligned."""
+        table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 3), header_style="bold")
+        table.show_header = any(columns)
+        for i, column in enumerate(columns):
+            aligned_left = i == 0 or column in left
+            table.add_column(column, justify="left" if aligned_left else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*map(cell, row))
+        self.render(table)
 
     def render(self, what: RenderableType) -> None:
         """Print anything that rich can draw, without spaces at the ends of lines."""
@@ -201,70 +203,13 @@ class Console:
             self.progress("")
 
 
-def drawn_table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[str] = ()
-) -> Table:
-    """Return rows under headings; the first column and those of ``left`` are left-aligned."""
-    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 3), header_style="bold")
-    for i, column in enumerate(columns):
-        aligned_left = i == 0 or column in left
-        table.add_column(column, justify="left" if aligned_left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(cell, row))
-    return table
-
-
-def tables_of(answer: Mapping[str, object], hidden: Collection[str] = ()) -> Iterator[Table]:
-    """Yield the figures of a JSON object as tables, by the same names: first its own, then its lists."""
-    shown = {name: inner for name, inner in answer.items() if name not in hidden}
-    if figures := _figures(shown, hidden):
-        yield drawn_table(("", ""), list(figures.items()), left=("",))
-    for name, inner in shown.items():
-        if isinstance(inner, list) and inner and _told(inner) is None:
-            rows = [_figures(each, hidden) for each in inner]
-            columns = list(dict.fromkeys(column for row in rows for column in row))
-            words = {
-                n.replace("_", " ") for each in inner for n, x in each.items() if isinstance(x, str)
-            }
-            cells = [[row.get(each) for each in columns] for row in rows]
-            table = drawn_table(columns, cells, tuple(words))
-            table.title, table.title_justify = name.replace("_", " "), "left"
-            yield table
-
-
-def _figures(its: Mapping[str, object], hidden: Collection[str], above: str = "") -> dict[str, str]:
-    """Return the figures of an object by their names; those of an object in it have both names."""
-    found: dict[str, str] = {}
-    for name, inner in its.items():
-        label, text = above + str(name).replace("_", " "), _told(inner)
-        if text is not None and name not in hidden:
-            found[label] = text
-        elif isinstance(inner, Mapping) and name not in hidden:
-            found |= _figures(inner, hidden, f"{label} ")
-    return found
-
-
-def _told(value: object) -> str | None:
-    """Return a value of an answer as a cell of a table; None for what has figures of its own."""
-    if isinstance(value, float):
-        return "-" if math.isnan(value) else f"{value:.6g}"
-    if isinstance(value, (list, tuple)):
-        parts = list(map(_told, value))
-        return None if None in parts else ", ".join(map(str, parts))
-    if isinstance(value, Mapping):
-        its = {name: _told(inner) for name, inner in value.items()}
-        if its.keys() == {"value", "stderr"}:
-            return f"{its['value']} ± {its['stderr']}"
-        is_spread = "median" in its
-        return f"{its['median']} ({its['low']} to {its['high']})" if is_spread else None
-    return visible(cell(value))
-
-
 def cell(value: object) -> str:
-    """Return a value as tables show it: "yes", "no", a dash for None, others as text."""
+    """Return a value as tables show it: "yes", "no", a dash for None and nan, others as text."""
     if value is None:
         return "-"
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+    if isinstance(value, float):
+        return "-" if math.isnan(value) else f"{value:.6g}"
+    return ("yes" if value else "no") if isinstance(value, bool) else visible(str(value))
 
 
 def _write(file: IO[str], text: str) -> None:

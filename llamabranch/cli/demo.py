@@ -246,11 +246,9 @@ def _compare(
             "decodes": stats.target_forward_passes,
             "plain_decodes": plain_stats.target_forward_passes,
             "draft_acceptance_rate": stats.draft_acceptance_rate,
-            "tokens_per_s": found.drafted.rate.median,
-            "plain_tokens_per_s": found.plain.rate.median,
-            **found.as_dict(),
         }
     )
+    found.print(show)
     _explain(ctx, found.same_text, show)
     show.line(why)
     return {

@@ -443,7 +443,8 @@ def _score_tasks(
 ) -> None:
     tasks = given.tasks()
     if given.list_tasks:
-        console.table(("task", "items"), [(t.name, len(t.items)) for t in tasks])
+        rows = [(t.name, len(t.items), "choices" if t.is_choice else "targets") for t in tasks]
+        console.table(("task", "items", "kind"), rows, left=("kind",))
         described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
         console.answer({"tasks": described})
         return

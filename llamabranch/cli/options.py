@@ -167,7 +167,7 @@ class ModelOptions:
         """Return the name of the model; the default is named on standard error, but for --json."""
         if self.target is None and not console.silent:
             console.note(f"model: {hub.default_model()}, as -m names none")
-        return self.target or hub.default_model()
+        return hub.default_model() if self.target is None else self.target
 
     def set(self, kind: Literal["sampling", "drafting", "load"]) -> dict[str, Any]:
         """Return the settings of ``-S`` that are of a kind, by name.
@@ -253,6 +253,11 @@ class DraftOptions(ModelOptions):
     def config(self) -> lb.SpeculativeConfig:
         """Return the settings of drafting; ConfigError for a value out of range."""
         length = setting_value(self.draft_length)
+        try:
+            lb.SpeculativeConfig(draft_k=length)
+        except ConfigError as error:
+            message = error.message.removeprefix("draft_k ")
+            raise ConfigError(f"--draft-max: {message}", hint=error.hint) from None
         return lb.SpeculativeConfig(**{"draft_k": length, **self.set("drafting")})
 
     def resolve(

@@ -11,6 +11,9 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
+import msgspec
+from msgspec import Struct
+
 from llamabranch import ConfigError, Grammar, Model, Request, Result
 
 from ..files import atomic_write, sync
@@ -33,6 +36,15 @@ _SETTINGS = {
     "rule": "--rule was {}, not {}",
     "seed": "--seed was {}, not {}",
 }
+
+
+class _Record(Struct):
+    """What every line has, of either form."""
+
+    id: str | int
+    job: dict[str, Any]
+    custom_id: str | int = ""
+    sample: int = 0
 
 
 class ResultFile:
@@ -110,8 +122,9 @@ class ResultFile:
                     return
                 try:
                     record = json.loads(line)
-                    if not line.endswith(b"\n") or not isinstance(record["job"], dict):
+                    if not line.endswith(b"\n"):
                         raise ValueError("it is incomplete")
+                    msgspec.convert(record, _Record)
                     if "sample" not in record and not record.get("error"):
                         record["response"]["body"]["choices"]
                 except (ValueError, LookupError, TypeError, RecursionError) as error:

@@ -15,6 +15,7 @@ from ..eval.perplexity import exp
 from ..loading import LoadOptions
 from ..search.selection import METHODS
 from .bundles import argument, option, with_bundles
+from .console import Console, number, shortened
 from .files import read_prompt_file
 from .job import with_room
 from .options import TEXT, ModelOptions, OutputOptions
@@ -97,13 +98,7 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
         for i, records in enumerate(groups):
             if len(groups) > 1:
                 console.line(f"[{i}]", "bold")
-            for record in records if context is None else ():
-                shown = [
-                    {**its, "text": repr(its["text"]), "most probable": _texts(its["top"])}
-                    for its in record["tokens"]
-                ]
-                console.figures({"tokens": shown}, hidden=() if given.top else ("most probable",))
-            console.figures({"scores": records})
+            _print(console, records, given.top, with_tokens=context is None)
         every = [record for records in groups for record in records]
         total = _totals([each["logprob"] for each in every], sum(e["n_tokens"] for e in every))
         if len(groups) > 1:
@@ -151,5 +146,28 @@ def _totals(logprobs: Sequence[float], n: int) -> dict[str, Any]:
     return {"n_tokens": n, "logprob": total, "perplexity": exp(-total / n) if n else math.nan}
 
 
-def _texts(tokens: Sequence[dict[str, Any]]) -> str:
-    return " ".join(repr(token["text"]) for token in tokens)
+def _print(
+    console: Console, records: Sequence[dict[str, Any]], top: int, *, with_tokens: bool
+) -> None:
+    """Print a row for each token, where asked for, and one for each text."""
+    if with_tokens:
+        columns = ("token", "text", "logprob", "rank", "entropy", *("most probable",) * (top > 0))
+        rows = []
+        for its in records[0]["tokens"]:
+            figures = number(its["logprob"], 4), its["rank"], number(its["entropy"], 4)
+            others = " ".join(repr(other["text"]) for other in its["top"])
+            rows.append((its["token"], repr(its["text"]), *figures, others)[: len(columns)])
+        console.table(columns, rows, left=("text", "most probable"))
+        console.line()
+    summary = [
+        (
+            shortened(its["text"], 40),
+            its["n_tokens"],
+            number(its["logprob"], 4),
+            number(its["perplexity"], 4),
+            max((token["rank"] for token in its["tokens"]), default=None),
+        )
+        for its in records
+    ]
+    console.table(("text", "n tokens", "logprob", "perplexity", "worst rank"), summary)
+    console.line()

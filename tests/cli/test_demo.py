@@ -67,7 +67,11 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     n_prompt = int(re.findall(r"One prompt of (\d+)", result.stdout)[0])
     assert rows["tokens evaluated"] == [f"{n_prompt + 64:,}", f"{8 * n_prompt + 64:,}"]
     assert re.search(r"^same texts +yes$", result.stdout, re.MULTILINE)
-    assert len(re.findall(r"^same text +yes$", result.stdout, re.MULTILINE)) == 2
+    again = (
+        r"^draft acceptance rate .*\n\n"
+        r"timed again, 1 pair of runs\ntokens per s .*\n(?:.+\n)+same text +yes$"
+    )
+    assert len(re.findall(again, result.stdout, re.MULTILINE)) == 2
     said = " ".join(result.stdout.split())
     assert f"The K/V cache held {n_prompt} tokens before them and {n_prompt} after." in said
     shown = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -109,6 +110,40 @@ def test_failed_check_is_shown_and_exits_with_1(monkeypatch: pytest.MonkeyPatch)
     result = run()
     assert result.exit_code == 1
     assert "FAIL  the cache's accounting: SnapshotError: damaged" in result.stdout
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_texts_may_differ_where_batches_are_not_exact(
+    invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, step, calls = lb.Engine.generate, lb.Branch.step, itertools.count()
+
+    def other(self: lb.Engine, requests: list[lb.Request]) -> list[lb.Result]:
+        found = generate(self, requests)
+        found[0].tokens = [next(calls)]
+        return found
+
+    def next_step(self: lb.Branch) -> lb.Produced:
+        return step(self)._replace(token=next(calls))
+
+    def load(name: str, **options: Any) -> lb.Context:
+        ctx = loaded(name, **options)
+        why: Any = {"batch_invariant": invariant, "batch_invariant_reason": "rounding"}
+        ctx.capabilities = replace(ctx.capabilities, **why)
+        return ctx
+
+    loaded = lb.load
+    monkeypatch.setattr(lb, "load", load)
+    monkeypatch.setattr(lb.Engine, "generate", other)
+    monkeypatch.setattr(lb.Branch, "step", next_step)
+    shown, label = run().stdout, "FAIL" if invariant else "ok  "
+    why = "" if invariant else ", as may be: rounding"
+    for name, what in (
+        ("four texts in one batch", "the text that each has alone"),
+        ("speculative decoding", "the text of plain decoding"),
+    ):
+        assert f"{label}  {name}: not {what}{why}\n" in shown
+    assert "FAIL  a saved branch: not the tokens that follow where it was saved\n" in shown
 
 
 def test_texts_that_fail_alike_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,8 @@ def test_eval_runs_tasks_and_keeps_samples(tmp_path: Path) -> None:
 
 def test_tasks_of_a_folder_are_listed_and_run(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"context": "Once upon a", "target": " time"}\n')
-    assert "mine" in run("eval", "--tasks-dir", tmp_path, "--list").stdout
+    head, row = run("eval", "--tasks-dir", tmp_path, "--list").stdout.splitlines()
+    assert head.split() == ["task", "items", "kind"] and row.split() == ["mine", "1", "targets"]
     listed = answer("eval", "--list")["tasks"]
     assert len(listed) == 3
     found = answer("eval", "--tasks-dir", tmp_path, "-c", 256)["tasks"]

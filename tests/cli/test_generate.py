@@ -24,7 +24,7 @@ PROMPTS = ("What is random forest?", "Explain black holes", "What is the capital
 REFRAIN = "Mirror, mirror on the wall, who is the fairest of them all?\n\n" * 4
 STATISTICS = (
     "num drafts", "num draft tokens", "num accepted tokens", "draft acceptance rate",
-    "mean acceptance length", "stop reasons", "tokens per s",
+    "mean acceptance length", "drafts ended by", "tokens per s",
 )  # fmt: skip
 
 
@@ -140,9 +140,9 @@ def test_structure_that_the_limit_cuts_is_warned_of() -> None:
     cut = run(*common, "-n", "3")
     assert cut.exit_code == 0, cut.stderr
     assert "-n ended the text before its grammar" in cut.stderr
-    assert re.search(r"finish reason length +1", cut.stderr)
+    assert re.search(r"finish reasons +length 1\n", cut.stderr)
     whole = run(*common, "-n", "40")
-    assert "warning" not in whole.stderr and re.search(r"finish reason stop +1", whole.stderr)
+    assert "warning" not in whole.stderr and re.search(r"finish reasons +stop 1\n", whole.stderr)
     (result,) = answer(*common, "-n", "40", "-s", "1")["results"]
     assert re.fullmatch(r" is [0-9]{8}", result["text"])
 
@@ -231,6 +231,14 @@ def test_draft_none_decodes_plainly_and_a_length_bounds_what_a_round_drafts() ->
     assert fixed["stats"]["num_draft_tokens"] <= 2 * fixed["stats"]["num_drafts"]
     stopped = speculate("-S", "entropy_stop=0", *arguments)["stats"]
     assert (stopped["num_draft_tokens"], stopped["draft_acceptance_rate"]) == (0, None)
+    shown = run("speculate", "-S", "entropy_stop=0", *arguments).stderr
+    for row in (
+        "num accepted tokens +0",
+        "draft acceptance rate +-",
+        "drafts ended by +[a-z]+ \\d+",
+    ):
+        assert re.search(f"^{row}", shown, re.MULTILINE), row
+    assert not re.search("^(failed|preemptions|shared prompt tokens) ", shown, re.MULTILINE)
 
 
 def test_file_with_a_plus_in_its_name_is_no_chain(tmp_path: Path) -> None:
@@ -277,6 +285,10 @@ def test_compare_takes_several_prompts_and_picks_a_seed() -> None:
     shown = run("generate", *PROMPTS, "--compare", "-n", "12", *FIXED).stderr
     rows = {line.split("  ")[0]: line.split()[-1] for line in shown.splitlines() if line}
     assert rows["same text"] == "yes" and float(rows["speedup"]) > 0
+    first, timed = re.split(r"\n\ntimed again, \d pairs? of runs\n", shown)
+    assert "num drafts" in first and "plain tokens per s" not in first
+    interval = r"^speedup, 95 % interval +(-|\d+\.\d\d to \d+\.\d\d)$"
+    assert re.search(interval, timed, re.MULTILINE)
     assert "Machine: " in shown
 
 

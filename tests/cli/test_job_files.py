@@ -132,11 +132,13 @@ CHAT = envelope("a", messages=HELLO)
 # A line, as text or as an object, and a part of the reason why it is refused.
 REFUSED: tuple[tuple[object, str], ...] = (
     ("{", "truncated"), ('{"prompt": ' + "[" * 100_000, "nested too deeply"),
-    ('{"prompt": "\\ud83d"}', ""), ('{"prompt": "a", "stop": "\\udc00"}', "surrogate"),
-    ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', ""),
-    ('{"prompt": "\udcff"}', "it is not UTF-8"), (5, "a request must be"),
+    ('{"prompt": "\\ud83d"}', "surrogate"), ('{"prompt": "a", "stop": "\\udc00"}', "surrogate"),
+    ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "surrogate"),
+    ('{"prompt": "\\ud83d\\ude00 \\\\ud83d"', "truncated"),
+    ('{"prompt": "\udcff"}', "it is not UTF-8"), (5, "a request must be an object"),
     ({}, "needs prompt or messages"), ({"prompt": 5}, "got `int`"),
     ({"prompt": []}, "needs prompt"), ({"prompt": [True]}, "bool"), ({"prompt": [1.5]}, "float"),
+    ({"prompt": [-1]}, ">= 0"), ({"prompt": [4294967296]}, "< 2147483648|<= 2147483647"),
     ({"messages": "Hi"}, "messages"), ({"messages": [1, 2]}, "messages"),
     ({"messages": [{"content": "Hi"}]}, "role"), ({"messages": HELLO, "prompt": "b"}, "exclude"),
     *(({"prompt": "a", **more}, reason) for more, reason in (
@@ -165,6 +167,7 @@ REFUSED: tuple[tuple[object, str], ...] = (
     (envelope("a", "/v1/completions", prompt=["x", "y"]), "prompt"),
     (envelope("a", messages=HELLO, stream=True), "stream"),
     (envelope("a", messages=HELLO, response_format={"type": "x"}), "response_format"),
+    (envelope("a", messages=HELLO, response_format={"type": "json_schema"}), "needs a json_schema"),
 )  # fmt: skip
 
 
@@ -351,6 +354,11 @@ def test_resuming_leaves_a_file_alone_that_is_not_its_own(job: Callable[..., Job
         ("Dear diary", "line 1: invalid result"),  # without an end of line: not a torn result
         (old.replace("}", ', "job": {}}') + "more", "line 2: invalid result"),
         (old, "line 1: invalid result"),
+        (
+            '{"job": {}, "sample": 0}\n',
+            "line 1: invalid result: Object missing required field `id`",
+        ),
+        ('{"id": "0", "job": {}, "sample": [0]}\n', "line 1: invalid result: Expected `int`"),
     ]:
         begun.out.write_text(text, encoding="utf-8")
         assert message in begun.run(code=2)

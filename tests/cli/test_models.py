@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +109,9 @@ def test_models_lists_the_caches(hub: FakeHub) -> None:
         "files": [str(names.resolve(DRAFT))],
         "size_bytes": names.resolve("tale-draft").stat().st_size,
     }
-    assert model["name"] in run("models", "--local").stdout
+    head, row, *rest = run("models", "--local").stdout.splitlines()
+    assert head.split() == ["name", "cache", "size", "parts"] and not rest
+    assert row.split() == [model["name"], "Hugging", "Face", "1.11", "MB", "1"]
 
 
 def test_models_lists_every_entry_in_order_with_its_draft_and_whether_it_is_here(
@@ -117,13 +120,14 @@ def test_models_lists_every_entry_in_order_with_its_draft_and_whether_it_is_here
     (tmp_path / "Qwen3-0.6B-Q8_0.gguf").touch()
     caches = {"LLAMABRANCH_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
     lines = run("models", **caches).stdout.splitlines()
-    columns = ["name", "role", "repository", "file", "licence", "size", "present"]
-    assert lines[0].strip() == "models" and lines[1].split() == columns
-    for line, entry in zip(lines[2:], names.catalogue(), strict=False):
+    columns = ["name", "role", "repository", "file", "licence", "size", "here"]
+    assert lines[0].split() == columns
+    for line, entry in zip(lines[1:], names.catalogue(), strict=False):
         assert line.startswith(entry.name)
         for field in (entry.role, entry.repository, entry.file, entry.licence, entry.size):
             assert field in line
-    assert lines[2].rstrip().endswith("yes") and "llamabranch models pull" in "".join(lines)
+    assert lines[1].endswith("yes") and "llamabranch models pull" in "".join(lines)
+    assert "Made from it when first used: smollm2-135m:Q8_0, " in lines[-1]
     listed = {entry["name"]: entry for entry in answer("models", **caches)["models"]}
     assert (listed["qwen3-4b"]["draft"], listed["qwen3-0.6b"]["draft"]) == ("qwen3-0.6b", None)
     present = {name for name, entry in listed.items() if entry["present"]}
@@ -133,8 +137,9 @@ def test_models_lists_every_entry_in_order_with_its_draft_and_whether_it_is_here
 def test_show_describes_a_model() -> None:
     shown = run("models", "show", "tale-target").stdout
     labels = ("architecture", "n params", "size bytes", "n vocab", "memory type", "can truncate")
-    for label in (*labels, "llama", "Q8_0"):
+    for label in (*labels, "llama", "Q8_0", "5,770,496"):
         assert label in shown
+    assert re.search(r"^head kind +-$", shown, re.MULTILINE) and "\n\n\n" not in shown
     (facts,) = answer("models", "show", "tale-target")["models"]
     assert (facts["architecture"], facts["memory_type"]) == ("llama", "attention")
     assert facts["capabilities"]["can_truncate"] is facts["capabilities"]["can_share"] is True
@@ -147,7 +152,7 @@ def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
     result = run("models", "show", *paths)
     assert result.exit_code == 0, result.stderr
     assert str(tmp_path) not in result.stdout
-    assert "large.gguf\n" in result.stdout and "\nsmall.gguf\n" in result.stdout
+    assert result.stdout.splitlines()[0].split() == ["large.gguf", "small.gguf"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def test_show_says_whether_two_models_can_speculate_and_why(
         other = toys.write_toy(tmp_path / "other.gguf", vocab=vocab)
     shown = " ".join(run("models", "show", "tale-target", other).stdout.split())
     found = answer("models", "show", "tale-target", other)
-    assert said in shown and found["reason"] in shown
+    assert said in shown and f"{found['reason']}." in shown
     assert (found["compatible"], found["path"]) == (path == "tokens", path)
     assert len(found["models"]) == 2 and "drafts" not in found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,22 @@ def test_texts_of_files_are_scored_with_a_total(tmp_path: Path) -> None:
     assert found["total"]["logprob"] == pytest.approx(sum(each["logprob"] for each in records))
     table = run("The king wept", "--file", path).stdout
     assert "[1]" in table and "perplexity" in table
+    path.write_text("The wolf said that the king was not at home.\nHe ran.", encoding="utf-8")
+    assert "\nThe wolf said that the king was not a..." in run("--file", path).stdout
 
 
 def test_table_has_a_row_for_each_token(ctx: lb.Context) -> None:
     result = run("Once upon a time", "--top", "1")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    columns = ["token", "text", "logprob", "rank", "entropy", "most", "probable"]
-    assert lines[0].strip() == "tokens" and lines[1].split() == columns
-    assert lines.index("") == 2 + len(ctx.tokenize("Once upon a time")) - 1
+    columns = ["token", "text", "logprob", "rank", "entropy"]
+    assert lines[0].split() == [*columns, "most", "probable"]
+    assert run("Once upon a time").stdout.splitlines()[0].split() == columns
+    end = lines.index("")
+    assert end == 1 + len(ctx.tokenize("Once upon a time")) - 1
+    assert lines[end + 1].endswith("worst rank")
+    worst = max(int(re.findall(r"-\d+\.\d+ +(\d+) ", line)[0]) for line in lines[1:end])
+    assert int(lines[end + 2].split()[-1]) == worst
 
 
 def test_best_prints_the_choice_that_the_model_prefers_first() -> None:

@@ -108,6 +108,10 @@ def test_a_draft_changes_no_text() -> None:
         assert answer("search", PROMPT, *given, "-d", draft)["hypotheses"] == plain["hypotheses"]
 
 
+def test_prompt_comes_from_standard_input() -> None:
+    assert answer("search", "-", "-n", "2", stdin=PROMPT)["prompt"] == PROMPT
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
 def test_ctrl_c_prints_the_best_so_far() -> None:
     arguments = ["search", PROMPT, "-n", "400", "-t", "1", "-m", "tale-target", "--json"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -149,11 +150,18 @@ class ReferenceWorld:
         return branch
 
     def fork(self, parent: ReferenceBranch) -> ReferenceBranch:
+        self.settle(parent)
         child = self.create(parent.sampling, parent.seed)
         child.parent, child.tokens = parent, list(parent.tokens)
         child.n_prompt, child.has_row = parent.n_prompt, parent.has_row
         self.share(parent.seq, child.seq)
         return child
+
+    def settle(self, branch: ReferenceBranch) -> None:
+        """Decode again what an error has dropped, if there is room."""
+        if self.end(branch.seq) < len(branch.tokens):
+            with suppress(Full):
+                self.need_row(branch)
 
     def need_row(self, branch: ReferenceBranch) -> None:
         """Decode the last token again if its logits are invalid; without a free cell it stays dropped."""

@@ -126,6 +126,7 @@ class Machine(ReferenceComparison):
         if n > len(self.world.free_seqs()):
             with pytest.raises(SequencesExhaustedError):
                 branch.fork_many(n)
+            self.world.settle(expected)
             return
         children = branch.fork_many(n)
         for child in children:

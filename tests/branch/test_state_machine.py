@@ -45,7 +45,7 @@ def test_context_and_branches_match_the_reference(
         finally:
             gc.unfreeze()
         tally = kind.tally
-        assert tally.n_steps > 40 * n_runs
+        assert tally.n_steps > 30 * n_runs
         assert min(tally.n_full, tally.n_exhausted) > n_runs / 4
         assert (tally.n_exact if exact else tally.n_close) > n_runs / 4
         assert (tally.n_compacted > 0) == exact

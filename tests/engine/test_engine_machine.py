@@ -100,6 +100,8 @@ class Run:
                 assert result.tokens == expected
             else:
                 assert result.finish_reason in ("cancelled", "capacity"), result
+                if result.finish_reason == "capacity":
+                    assert isinstance(result.error, CapacityError) and result.error.hint
                 assert result.tokens == expected[: len(result.tokens)]
 
     # -- what is done ----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Refuse GGUF files on which llama.cpp would end the process, before it opens them.
 
 For most bad files llama.cpp returns NULL, but some end the process: while the model is loaded, while a
-context is created, or at the first decode. Its test lists what was seen, and runs every case without the
-check. A file that passes may still be rejected by llama.cpp, with an error of its own.
+context is created, or at the first decode. Its test lists what was seen, with llama-cpp-python 0.3.36.
+A file that passes may still be rejected by llama.cpp, with an error of its own.
 """
 
 from __future__ import annotations

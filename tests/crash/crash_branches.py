@@ -178,6 +178,7 @@ refuses(
     "store",
     ConfigError,
     step_of_another=lambda w: BranchStore(w.ctx).step([w.root, _foreign(w)]),
+    step_of_one_twice=("duplicate", lambda w: BranchStore(w.ctx).step([w.root, w.root])),
     commit_of_another=lambda w: BranchStore(w.ctx).commit({w.root: 60, _foreign(w): 60}),
     score_of_another=("another context", lambda w: BranchStore(w.ctx).score({_foreign(w): [[60]]})),
     retain_another=lambda w: BranchStore(w.ctx).retain_only(_foreign(w)),

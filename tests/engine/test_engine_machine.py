@@ -100,6 +100,8 @@ class Run:
                 assert result.tokens == expected
             else:
                 assert result.finish_reason in ("cancelled", "capacity"), result
+                if result.finish_reason == "capacity":
+                    assert isinstance(result.error, CapacityError) and result.error.hint
                 assert result.tokens == expected[: len(result.tokens)]
 
     # -- what is done ----------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ class Run:
 
     def visit(self) -> None:
         """A guest takes cells and a sequence, for a while or for ever."""
-        a, n = self.draw(0, 99), self.draw(1, 120)
+        a, n = self.draw(0, 99), self.draw(1, 250)
         try:
             guest = Branch.start(self.ctx, [2 + (a + i * i) % 200 for i in range(n)])
         except CapacityError:
@@ -233,7 +235,7 @@ def test_every_text_is_that_of_its_request_alone(which: str, tmp_path: Path) -> 
                 run.finish()
     expected = {"length", "cancelled", "interrupted", "compacted"}
     if which in ("plain", "cached"):
-        expected |= {"preempted", "full"}
+        expected |= {"preempted", "full", "capacity"}
     assert expected <= {name for name, n in tally.items() if n}, tally
     if which != "plain":
         assert tally["cached"] > 0, tally

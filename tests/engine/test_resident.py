@@ -184,11 +184,17 @@ def test_close_ends_all_requests(drain: bool, ctx: Context, other_ctx: Context) 
     with Engine(ctx) as engine:
         names = [engine.add_request(request) for request in requests]
         early = [event for _ in range(3) for event in engine.step()]
-        found = results_of(early + engine.close(drain=drain)) if drain else {}
-    assert list(found) == (names if drain else [])  # the end of a block drops what is unfinished
-    for name, request in zip(found, requests, strict=False):
-        assert found[name].finish_reason == "length"
-        assert found[name].tokens == alone(other_ctx, request, found[name])
+        found = results_of(early + engine.close(drain=drain))
+    assert list(found) == names or drain
+    for name, request in zip(names, requests, strict=True):
+        expected = alone(other_ctx, request, found[name])
+        assert found[name].finish_reason == ("length" if drain else "cancelled")
+        assert found[name].tokens == (expected if drain else expected[: len(found[name].tokens)])
+    assert_clean(ctx)
+    with Engine(ctx) as dropping:  # the end of a block drops what is unfinished
+        dropping.add_request("The wolf")
+        dropping.step()
+        assert ctx.usage().cells_used
     assert_clean(ctx)
     for call in (engine.add_request, lambda x: engine.stream([x]), lambda x: engine.generate([x])):
         with pytest.raises(ClosedError):

@@ -47,6 +47,7 @@ def test_vectors_follow_from_the_page() -> None:
         k = key(int(seed), int(position), int(purpose))
         assert k == int(expected, 16) and u(k, int(i)) == float(unit)
         assert u(k, int(i)) == noise.uniform(int(seed), int(position), int(purpose), int(i))
+        assert u(k, int(i)) == noise._unit(k, np.array([int(i)], dtype=np.int32))[0]  # of an array
         if purpose == "3":
             assert noise.derive_seed(int(seed), int(position)) == k >> 1
     (drawn,) = re.findall(r"0 to 15: `([\d ]+)`", text)

@@ -131,6 +131,7 @@ KEPT: list[Any] = [  # beside those of real_schemas
     {"type": "string", "format": "date", "minLength": 10, "maxLength": 10},
     {"type": "integer", "minimum": -12, "exclusiveMaximum": 105},
     {"type": "integer", "exclusiveMinimum": 6.5, "maximum": 7.5},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     {"type": "number", "exclusiveMinimum": -20, "maximum": 3},
     {"type": "number", "minimum": -2, "exclusiveMaximum": 0}, {"minimum": 99999},
     {"type": ["integer", "null"], "minimum": 5, "maximum": 5},
@@ -159,6 +160,8 @@ KEPT: list[Any] = [  # beside those of real_schemas
     _object(properties=_AB, additionalProperties=True),
     _object(properties={"": _INT, "ab": _INT, "a": _INT}, additionalProperties={"type": "string"}),
     _object(properties={'a"b': _INT, "c\\d": _INT, "e\nf": _INT, "é": _INT}, required=['a"b']),
+    _object(properties={"a b": _INT, "a-b": {"type": "null"}, "string": _INT, "root": _INT},
+            required=["a b", "a-b", "string", "root"]),
     _object(properties={"a": False, "b": True}),
     {"required": ["a"], "properties": {"a": {"const": 1}}},
     # combinations

@@ -508,6 +508,17 @@ def test_grammar_leaves_what_it_allows(toy: lb.Model) -> None:
     assert seen == [{"a"}, {"b"}, set("cde"), {"end", *"cde"}, {"end", *"cde"}]
 
 
+@pytest.mark.parametrize("penalties", [{}, {"repeat_penalty": 1.1}], ids=["plain", "penalty"])
+def test_grammar_leaves_the_models_own_proportions(
+    penalties: dict[str, float], toy: lb.Model
+) -> None:
+    row, params = _rows(toy.n_vocab)[2], SamplingParams(**OFF, **penalties)
+    free = Sampler(toy, params).distribution(row)
+    bound = Sampler(toy, params, Grammar("root ::= [a-f]")).distribution(row)
+    share = free.at(bound.ids)
+    np.testing.assert_allclose(bound.probs, share / share.sum(), rtol=1e-5)
+
+
 def test_token_that_the_grammar_forbids_is_refused_and_changes_nothing(toy: lb.Model) -> None:
     sampler = Sampler(toy, SamplingParams(**OFF, presence_penalty=3.0), Grammar("root ::= [ab]+"))
     row = _rows(toy.n_vocab)[2]

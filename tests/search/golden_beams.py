@@ -15,6 +15,7 @@ from typing import Any
 
 N_VOCAB = 40
 PROMPT = 3  # the only token of the prompt
+TELLING = (3, 125)  # odd ones that tell when a search may end: with "never" and penalties above 0
 PATH = Path(__file__).with_name("golden_beams.json")
 
 
@@ -49,7 +50,7 @@ def cases() -> list[dict[str, Any]]:
             "max_tokens": most,
         }
         for seed, (beams, penalty, early, eog, most) in enumerate(chosen)
-        if seed % 2 == 0
+        if seed % 2 == 0 or seed in TELLING
     ]
 
 

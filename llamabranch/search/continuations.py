@@ -266,10 +266,10 @@ class Continuations:
                 continue
             self._waiting.append(line)
         while self._waiting or self._active:
-            self._admit(boundary, keep)
-            if not self._active:
-                continue
             try:
+                self._admit(boundary, keep)
+                if not self._active:
+                    continue
                 self._round(boundary)
             except DecodeInterruptedError as error:
                 self._sequences.was_cancelled(error)
@@ -466,11 +466,13 @@ class Continuations:
         try:
             if missing:
                 sequences.append(missing)
-        except CacheFullError:
+        except (CacheFullError, DecodeInterruptedError) as error:
             for line, branch, _ in reversed(opened):
                 sequences.discard(branch)
                 line.branch = None
                 self._waiting.appendleft(line)
+            if isinstance(error, DecodeInterruptedError):
+                raise
             self._give_way(None)
             return
         for line, branch, _ in opened:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..arguments import bounded, choice, finite, function, whole
 from ..branch import Branch
-from ..errors import ConfigError, UsageError
+from ..errors import ConfigError, DecodeInterruptedError, UsageError
 from ..model import stop_strings
 from ..speculative import Drafter
 from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
@@ -126,10 +126,15 @@ class TreeSearch:
 
         Each is a leaf of the tree or a final text, with what a rollout has added. Until its value is
         given it counts as a visit, so that several asked together differ; a final text may come again.
+        There are fewer where a decode was interrupted and ``on_step`` has ended the search.
         """
         found = []
         for _ in range(whole("n", n, 1, MOST_TEXTS)):
-            state = self._descend()
+            try:
+                state = self._descend()
+            except DecodeInterruptedError as error:
+                self.lines.was_cancelled(error)
+                break
             text = state.text
             if self._rollout_tokens and not text.is_finished and state.moves != []:
                 text = text.fork(self._next_seed())

@@ -510,7 +510,7 @@ def test_grammar_leaves_what_it_allows(toy: lb.Model) -> None:
 
 @pytest.mark.parametrize("penalties", [{}, {"repeat_penalty": 1.1}], ids=["plain", "penalty"])
 def test_grammar_leaves_the_models_own_proportions(
-    penalties: dict[str, float], toy: lb.Model
+    penalties: dict[str, Any], toy: lb.Model
 ) -> None:
     row, params = _rows(toy.n_vocab)[2], SamplingParams(**OFF, **penalties)
     free = Sampler(toy, params).distribution(row)

@@ -110,7 +110,7 @@ export function later(ms) {
 // What is drawn is drawn in one frame: parts ask, and each is drawn once. What a key or a click asks for is drawn in
 // the next frame; what a model writes SHORTEST ms after the last such frame, later if frames would take more than a
 // share of the time.
-const SHORTEST = 50, LONGEST = 400;
+const SHORTEST = 50, LONGEST = 800;
 export const pace = { share: 1 };
 /** @type {Map<string, () => void>} */
 const painters = new Map();

@@ -108,16 +108,15 @@ export function later(ms) {
 }
 
 // What is drawn is drawn in one frame: parts ask, and each is drawn once. What a key or a click asks for is drawn in
-// the next frame; what a model writes SHORTEST ms after the last such frame, later if frames would take more than a
+// the next frame; what a model writes `least` ms after the last such frame, later if frames would take more than a
 // share of the time.
-const SHORTEST = 50, LONGEST = 800;
-export const pace = { share: 1 };
+export const pace = { share: 1, least: 50, most: 800 };
 /** @type {Map<string, () => void>} */
 const painters = new Map();
 /** @type {Set<string>} */
 const dirty = new Set();
 let asked = 0, timer = 0;
-let last = 0, gap = SHORTEST, waited = false; // of frames that may wait
+let last = -Infinity, gap = pace.least, waited = false; // of frames that may wait
 
 export const paints = (/** @type {string} */ part, /** @type {() => void} */ paint) => void painters.set(part, paint);
 
@@ -125,7 +124,7 @@ function frame() {
   asked = timer = 0;
   const begin = performance.now();
   if (waited) last = begin;
-  if (waited) setTimeout(() => (gap += 0.2 * (Math.min(LONGEST, Math.max(SHORTEST, (performance.now() - begin) / pace.share)) - gap)));
+  if (waited) setTimeout(() => (gap += 0.2 * (Math.min(pace.most, Math.max(pace.least, (performance.now() - begin) / pace.share)) - gap)));
   waited = false;
   const parts = [...painters.keys()].filter((part) => dirty.has(part));
   dirty.clear();

@@ -163,7 +163,8 @@ function listen(since) {
     source.addEventListener(name, (/** @type {any} */ event) => {
       if (event.data === undefined) return; // an error of the connection, not of the server
       const data = JSON.parse(event.data);
-      redraw(handle(data), ["tokens", "round", "search", "compare"].includes(name));
+      const isFirst = name === "tokens" && !store.nodes.get(data.node)?.tokens.n; // of its text: drawn at once
+      redraw(handle(data), !isFirst && ["tokens", "round", "search", "compare"].includes(name));
       for (const listener of listeners) listener(name, data);
     });
   }

@@ -122,7 +122,7 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """By which cached requests of models are told apart."""
+        """What tells cached requests of models apart."""
         model = self.ctx.model
         return f"{model.name}-{model.fingerprint[:16]}".replace("/", "__")
 

@@ -56,7 +56,7 @@ class SearchStats(ConstraintStats):
         tokens_decoded: tokens in them.
         tokens_redecoded: how many of those had been decoded before, because there were fewer sequences
             or cells than candidates.
-        tokens_shared: tokens that candidates took over from others, or from the prompt, by a fork.
+        tokens_shared: tokens that candidates share with others, or with the prompt, by a fork.
         peak_sequences: the most sequences held at a time, that of the given branch not counted.
         steps: rounds of the search: tokens of a beam, steps of a step search, ...
         elapsed_s: seconds.

@@ -337,10 +337,10 @@ def test_a_removed_tail_is_gone_or_refused(drop: int, world: World) -> None:
 # -- the prefix cache ------------------------------------------------------------------------------
 
 
-def test_kept_texts_are_shared_in_part_or_as_wholes(world: World) -> None:
+def test_cached_prefixes_are_shared_in_part_or_as_wholes(world: World) -> None:
     _, options, kind, _ = KINDS[world.name]
     if kind is NonUnified:
-        pytest.skip("its kept texts take sequences: test_own_cells")
+        pytest.skip("its cached prefixes take sequences: test_own_cells")
     given = {**OPTIONS, **options, "n_seq_max": 9, "n_batch": 512}
     with Context(world.ctx.model, n_ctx=512, prefix_cache=True, **given) as ctx:
         prefixes, warm = ctx.prefix_cache, SamplingParams(temperature=0.8, seed=42)
@@ -357,7 +357,7 @@ def test_kept_texts_are_shared_in_part_or_as_wholes(world: World) -> None:
             branch.prune()
             assert ctx.n_seq_free == 9
             ctx.audit()
-        guests = [Branch.create(ctx) for _ in range(9)]  # kept texts make room for them
+        guests = [Branch.create(ctx) for _ in range(9)]  # cached prefixes make room for them
         with pytest.raises(SequencesExhaustedError):
             Branch.create(ctx)
         for guest in guests:

@@ -1,6 +1,6 @@
 // @ts-check
 // Two models side by side: the text under A and under B, or two texts that part; bits by span where tokenizers differ.
-import { $, fill, h, label, redraw, short, tell, visible } from "./dom.js";
+import { $, fill, h, label, redraw, short, tell } from "./dom.js";
 import { choose } from "./lenses.js";
 import { act, fetchPath, listeners } from "./net.js";
 import { pathOf, pieces, select, store, view } from "./store.js";

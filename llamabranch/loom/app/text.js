@@ -1,7 +1,7 @@
 // @ts-check
 // The text of a path, token by token: blocks with measured heights, of which the visible tokens are elements; the
 // cursor; continuations that could follow.
-import { $, attribute, fill, h, label, later, plural, redraw, set, short, visible, visibleTexts } from "./dom.js";
+import { $, attribute, h, label, later, plural, redraw, set, short, visible, visibleTexts } from "./dom.js";
 import { SOURCES, lens, looks } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
 import { FLAGS, look, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";

@@ -9,7 +9,7 @@ from __future__ import annotations
 from . import startup  # noqa: F401  (first: Ctrl-C while the rest is imported)
 from .lazy import attach
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 # Names that earlier versions had here, by where they are now, as the AttributeError says.
 _FORMER = {

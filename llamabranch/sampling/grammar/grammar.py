@@ -85,15 +85,21 @@ class Grammar:
         if self.kind == "gbnf":
             return self._compile_gbnf()
         if self.kind == "json_schema":
-            schema = json_schemas.parse(self.source)
-            for given in (json_schemas.closed(schema), schema):  # which may need other properties
-                found, reason = _of_schema(given, self.whitespace)
-                if found:
-                    return found
-            raise _refusal(schema, reason, self.whitespace)
+            try:
+                return self._compile_schema()
+            except RecursionError:
+                raise GrammarError("the JSON schema is nested too deep") from None
         if self.kind == "choice":
             return compiled("regex", "|".join(map(_literal, _choices(self.source))))
         return compiled(self.kind, self.source)
+
+    def _compile_schema(self) -> str:
+        schema = json_schemas.parse(self.source)
+        for given in (json_schemas.closed(schema), schema):  # which may need other properties
+            found, reason = _of_schema(given, self.whitespace)
+            if found:
+                return found
+        raise _refusal(schema, reason, self.whitespace)
 
     def _compile_gbnf(self) -> str:
         parsed = Gbnf(self.source)

@@ -31,7 +31,6 @@ class TurnBranches:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._cuts = ctx.kv_cache.usable(1, 2) > 0  # a beginning of a branch, too
         self._branches: list[Branch] = []
 
     def read(self, tokens: Sequence[int], sampling: SamplingParams) -> tuple[Branch, int]:
@@ -47,7 +46,6 @@ class TurnBranches:
             branch = self.with_room(lambda: Branch.create(self._ctx, sampling))
             n = branch.sequence.take_cached(tokens[:-1])
         else:
-            n = min(n, len(tokens) - 1)  # the last one is evaluated for its logits
             branch = self.fork(best)
         try:
             branch.rewind(n)
@@ -65,8 +63,10 @@ class TurnBranches:
         with self._ctx.lock:  # from being found to being the one used last, it is not evicted
             for branch in self.living():
                 n = n_common(branch.sequence.tokens, tokens)
-                if n < branch.position and not self._cuts:
-                    continue  # all of its tokens would be evaluated again
+                if not n == branch.position == len(tokens):
+                    n = min(n, len(tokens) - 1)  # the last one is evaluated for its logits
+                if n < branch.position:
+                    n = self._ctx.kv_cache.usable(branch.seq_id, n)
                 if n > most or (n and n == most and branch.position == n):
                     best, most = branch, n
             if best is not None:

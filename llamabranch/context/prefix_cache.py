@@ -166,8 +166,8 @@ class PrefixCache:
         n_restored: how many tokens came back from ``saved``.
         saved: what is in host memory.
 
-    Where the memory cannot be cut (recurrent, hybrid, sliding window), a text is of use only to texts
-    that begin with all of it.
+    Where the memory cannot be cut (recurrent, hybrid, sliding window), a text is of use to texts that
+    begin with all of it, or as it was at one of its checkpoints.
     """
 
     def __init__(self, runner: Runner, sequences: SequenceIds, cache_ram: int) -> None:
@@ -246,8 +246,11 @@ class PrefixCache:
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
         n, text = self._kept.find(tokens)
-        if text is not None and self._memory.usable(n, len(text.tokens)) < n:
-            n, text = self._kept.find_whole(tokens)
+        n_common = n
+        if text is not None and (n := self._memory.usable(text.seq_id, n)) < n_common:
+            n_whole, whole = self._kept.find_whole(tokens)
+            if n_whole > n:
+                n, text = n_whole, whole
         return (n, text) if n >= MIN_SHARED else (0, None)
 
     # -- host memory -------------------------------------------------------------------------------
@@ -323,7 +326,7 @@ class PrefixCache:
         if known is not None and n == len(tokens):
             self._kept.use(known)
             return False
-        if known is not None and n == len(known.tokens) and self._memory.usable(n, len(tokens)):
+        if known is not None and n == len(known.tokens) == self._memory.usable(seq_id, n):
             self._drop(known)  # the new text continues it
         text = CachedPrefix(list(tokens))
         transfers = is_last and self._memory.forks_copy  # which saves the copy
@@ -363,12 +366,12 @@ class PrefixCache:
             if first is None:
                 continue
             n_tokens = len(text.tokens)
-            keep = self._memory.usable(max(first, n_tokens - (n_cells - freed)), n_tokens)
+            keep = max(first, n_tokens - (n_cells - freed))
+            keep = self._memory.usable(text.seq_id, keep)
             freed += min(n_alone, n_tokens - keep)
             self._save(text)
-            if keep >= MIN_SHARED and self._kept.cut(text, keep):
-                self._memory.drop(text.seq_id, keep)
-            else:
+            is_kept = keep >= MIN_SHARED and self._kept.cut(text, keep)
+            if not is_kept or self._memory.cut(text.seq_id, keep) < keep:
                 self._drop(text)
         self.n_evicted += freed
         return freed

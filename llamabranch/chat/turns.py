@@ -9,6 +9,7 @@ but the one that was used last are evicted for whoever needs a sequence of the c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 from ..branch import Branch
@@ -33,8 +34,13 @@ class TurnBranches:
         self._ctx = ctx
         self._branches: list[Branch] = []
 
-    def read(self, tokens: Sequence[int], sampling: SamplingParams) -> tuple[Branch, int]:
+    def read(
+        self, tokens: Sequence[int], sampling: SamplingParams, n_next: int = 0
+    ) -> tuple[Branch, int]:
         """Return a kept branch with exactly these tokens, and how many of them were evaluated.
+
+        ``n_next``: how many of them the prompt of the next turn is expected to begin with. Memory that
+        cannot be cut everywhere can return to that place then.
 
         Raises:
             CapacityError, DecodeError: it cannot be read; nothing was lost but branches that were pruned.
@@ -49,7 +55,9 @@ class TurnBranches:
             branch = self.fork(best)
         try:
             branch.rewind(n)
-            self.with_room(lambda: branch.append(tokens[n:]), branch)
+            for part in (tokens[n:n_next], tokens[max(n, n_next) :]):
+                if part:
+                    self.with_room(partial(branch.append, part), branch)
             branch.sequence.keep_cached()
         except BaseException:
             self._drop(branch)

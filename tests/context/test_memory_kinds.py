@@ -307,7 +307,7 @@ def test_a_second_ctrl_c_while_memory_is_read_again_loses_nothing(
 # -- raw sequences ---------------------------------------------------------------------------------
 
 
-def test_an_interrupted_raw_sequence_is_as_before_or_empty(
+def test_an_interrupted_raw_sequence_is_as_before_or_shorter(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx = world.ctx
@@ -319,7 +319,8 @@ def test_an_interrupted_raw_sequence_is_as_before_or_empty(
         with pytest.raises(DecodeInterruptedError) as caught:
             ctx.decode(TOKENS, 10)
     assert caught.value.memory_changed
-    assert ctx.kv_cache_size(0) == (10 if world.gives_parts else 0)
+    is_kept = world.gives_parts or "checkpoints" in world.name  # there is one after 10 tokens
+    assert ctx.kv_cache_size(0) == (10 if is_kept else 0)
 
 
 @pytest.mark.parametrize("drop", [1, 10, 29, 40, 90])

@@ -6,6 +6,7 @@ checkpoints save, what they take, and what happens where they cannot be had.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,9 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import toys
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from llama_cpp import llama_cpp as C
 from rounding import rounding
 
@@ -346,128 +344,114 @@ def test_a_snapshot_has_all_that_a_text_needs(ctx: Context, tmp_path: Path) -> N
 # -- any order ---------------------------------------------------------------------------------------
 
 
-class Machine(RuleBasedStateMachine):
-    """Branches that grow, fork, go back and end: each has the logits of its text alone."""
+class Walk:
+    """Branches that grow, fork, go back and end in a small context; ``texts`` are theirs."""
 
-    ctx: Context
-    clean: Context
-    allowed: float
-    returned: list[bool]  # at each rewind, whether there was a checkpoint for it
+    def __init__(self, ctx: Context, clean: Context, allowed: float, seed: int) -> None:
+        self.ctx, self.clean, self.allowed = ctx, clean, allowed
+        self.dice = random.Random(seed)
+        self.texts: dict[Branch, list[int]] = {}
+        self.n_returned = 0
+        self.start()
+        self.start()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches: list[tuple[Branch, list[int]]] = []
-        for n in (60, 30):
-            self.start(n, n)
+    def some(self, most: int) -> list[int]:
+        start = self.dice.randrange(100)
+        return TEXT[start : start + self.dice.randint(1, most)]
 
-    def pick(self, who: int) -> tuple[Branch, list[int]]:
-        return self.branches[who % len(self.branches)]
-
-    def note(self, act: Callable[[], Branch], tokens: list[int]) -> None:
+    def add(self, act: Callable[[], Branch], tokens: list[int]) -> None:
         with suppress(CapacityError):
-            self.branches.append((act(), tokens))
+            self.texts[act()] = list(tokens)
 
-    @rule(a=st.integers(0, 99), n=st.integers(1, 70))
-    def start(self, a: int, n: int) -> None:
-        tokens = TEXT[a : a + n]
-        self.note(lambda: Branch.start(self.ctx, tokens), list(tokens))
+    def start(self) -> None:
+        tokens = self.some(70)
+        self.add(lambda: Branch.start(self.ctx, tokens), tokens)
 
-    @rule(who=st.integers(0, 5), a=st.integers(0, 99), n=st.integers(1, 40), how=st.integers(0, 2))
-    def grow(self, who: int, a: int, n: int, how: int) -> None:
-        (branch, tokens), more = self.pick(who), TEXT[a : a + n]
-        try:
-            if how == 0:
-                branch.append(more)
-            elif how == 1:
-                branch.extend(more)
-            else:
-                more = more[:5]
-                for token in more:
-                    branch.commit(token)
+    def pick(self) -> tuple[Branch, list[int]]:
+        return self.dice.choice(list(self.texts.items()))
+
+    def grow(self) -> None:
+        (branch, tokens), more = self.pick(), self.some(40)
+        with suppress(CapacityError):
+            self.dice.choice([branch.append, branch.extend])(more)
             tokens += more
-        except CapacityError:
-            del tokens[:]
-            tokens += branch.tokens
 
-    @rule(who=st.integers(0, 5))
-    def fork(self, who: int) -> None:
-        branch, tokens = self.pick(who)
-        self.note(branch.fork, list(tokens))
+    def step(self) -> None:
+        branch, tokens = self.pick()
+        with suppress(CapacityError):
+            for token in self.some(12):
+                branch.commit(token)
+                tokens.append(token)
 
-    @rule(who=st.integers(0, 5), a=st.integers(0, 10_000), draws=st.booleans())
-    def rewind(self, who: int, a: int, draws: bool) -> None:
-        branch, tokens = self.pick(who)
-        position = 1 + a % len(tokens)
-        memory = self.ctx.kv_cache
-        usable = memory.usable(branch.seq_id, position)
-        self.returned.append(0 < usable < len(tokens))
+    def fork(self) -> None:
+        branch, tokens = self.pick()
+        self.add(branch.fork, tokens)
+
+    def rewind(self) -> None:
+        branch, tokens = self.pick()
+        position = self.dice.randint(1, len(tokens))
+        usable = self.ctx.kv_cache.usable(branch.seq_id, position)
+        self.n_returned += 0 < usable < len(tokens)
         branch.rewind(position)
         del tokens[position:]
-        if draws:
-            branch.produce()
+        with suppress(CapacityError):
+            if self.dice.random() < 0.5:
+                branch.produce()
 
-    @rule(who=st.integers(0, 5))
-    def prune(self, who: int) -> None:
-        if len(self.branches) > 2:
-            branch, _ = picked = self.pick(who)
+    def prune(self) -> None:
+        if len(self.texts) > 2:
+            branch, _ = self.pick()
             for child in branch.children:
                 child.detach()
             branch.prune()
-            self.branches.remove(picked)
+            del self.texts[branch]
 
-    @rule(who=st.integers(0, 5), a=st.integers(0, 99))
-    def interrupt(self, who: int, a: int) -> None:
+    def interrupt(self) -> None:
         self.ctx.interrupt()
         with pytest.raises((DecodeInterruptedError, CapacityError)):
-            self.pick(who)[0].append(TEXT[a : a + 30])
+            self.pick()[0].append(self.some(40))
         self.ctx.resume()
 
-    @rule(who=st.integers(0, 5))
-    def restore(self, who: int) -> None:
-        branch, tokens = self.pick(who)
-        saved = branch.snapshot()
-        self.note(lambda: Branch.restore(self.ctx, saved), list(tokens))
+    def restore(self) -> None:
+        branch, tokens = self.pick()
+        with suppress(CapacityError):
+            saved = branch.snapshot()
+            self.add(lambda: Branch.restore(self.ctx, saved), tokens)
 
-    @rule(who=st.integers(0, 5))
-    def compare(self, who: int) -> None:
-        branch, tokens = self.pick(who)
+    def compare(self) -> None:
+        branch, tokens = self.pick()
         assert branch.tokens == tokens
-        with Branch.start(self.clean, tokens) as alone:
+        with suppress(CapacityError), Branch.start(self.clean, tokens) as alone:
             np.testing.assert_allclose(branch.logits, alone.logits, atol=self.allowed)
 
-    @invariant()
-    def is_in_order(self) -> None:
-        self.ctx.audit()
-        checkpoints = self.ctx.kv_cache.checkpoints  # type: ignore[attr-defined]
-        assert 0 <= checkpoints.n_bytes <= checkpoints.max_bytes
 
-    def teardown(self) -> None:
-        for who in range(len(self.branches)):
-            self.compare(who)
-        for branch, _ in self.branches:
-            branch.detach()
-        for branch, _ in self.branches:
-            branch.prune()
-        self.ctx.kv_cache_clear()
-
-
-@pytest.mark.parametrize("n_kept", [8, 1000])
+@pytest.mark.parametrize("n_kept", [5, 1000])
 def test_any_order_of_steps_leaves_each_text_as_it_is_alone(ctx: Context, n_kept: int) -> None:
     """``n_kept``: how many checkpoints there is room for."""
     swa = {"swa_full": False} if ctx.capabilities.sliding_window else {}
     with Branch.start(ctx, TEXT[:64]):
         size = ctx.kv_cache.checkpoints.n_bytes  # type: ignore[attr-defined]
     options = {**OPTIONS, **swa, "n_ctx": 512, "checkpoint_ram": n_kept * size}
-    with Context(ctx.model, **options) as tight:
-        memory = tight.kv_cache
-        assert isinstance(memory, States)
-        memory.every, memory.apart = 9, 4
-        returned: list[bool] = []
-        names = {"ctx": tight, "clean": ctx, "allowed": rounding(ctx, 0.1), "returned": returned}
-        kind = type("CheckpointMachine", (Machine,), names)
-        how = settings(
-            max_examples=25, stateful_step_count=30, derandomize=True, deadline=None, database=None,
-            suppress_health_check=list(HealthCheck), phases=(Phase.generate,),
-        )  # fmt: skip
-        run_state_machine_as_test(kind, settings=how)
-        assert sum(returned) > 5
+    allowed, n_returned = rounding(ctx, 0.1), 0
+    acts = ("start", "grow", "grow", "step", "fork", "rewind", "rewind", "rewind", "prune")
+    for seed in range(6):
+        with Context(ctx.model, **options) as tight:
+            memory = tight.kv_cache
+            assert isinstance(memory, States)
+            memory.every, memory.apart = 9, 4
+            walk = Walk(tight, ctx, allowed, seed)
+            for _ in range(80):
+                getattr(walk, walk.dice.choice((*acts, "interrupt", "restore", "compare")))()
+                tight.audit()
+                assert 0 <= memory.checkpoints.n_bytes <= n_kept * size
+            for _ in range(6):
+                walk.compare()
+            n_returned += walk.n_returned
+            while walk.texts:
+                branch, _ = walk.texts.popitem()
+                branch.detach()
+                for child in branch.children:
+                    child.detach()
+                branch.prune()
+            assert memory.checkpoints.n_bytes == 0
+    assert n_returned > 10

@@ -373,7 +373,10 @@ class Walk:
     def grow(self) -> None:
         (branch, tokens), more = self.pick(), self.some(40)
         with suppress(CapacityError):
-            self.dice.choice([branch.append, branch.extend])(more)
+            if self.dice.random() < 0.5:
+                branch.append(more)
+            else:
+                branch.extend(more)
             tokens += more
 
     def step(self) -> None:

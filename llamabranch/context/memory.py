@@ -167,7 +167,7 @@ class Memory:
 
     def usable(self, seq_id: int, n: int) -> int:
         """Return how many of the first ``n`` tokens of a sequence can be kept, or forked, alone."""
-        return n
+        return n if self.can_cut(seq_id, n) else 0
 
     def mark(self, seq_id: int, row: Row | None = None) -> None:
         """Note the end of a sequence as a place to return to; ``row``: the logits there, (V,)."""

@@ -212,7 +212,8 @@ class Memory:
         Of that, part may be in llama.cpp's memory and not in the table.
 
         Returns:
-            how many it holds: fewer if it had fewer, none if this memory had to drop it whole.
+            how many it holds: fewer if it had fewer, or if this memory returned to a checkpoint before
+            them; none if it had to drop the sequence whole.
         """
         if self.can_cut(seq_id, n) and self.drop(seq_id, n):
             return self.next_position(seq_id)
@@ -602,7 +603,7 @@ class States(Memory):
         n_after = self.next_position(seq_id) - self.checkpoints.last(seq_id)
         if n_after >= self.apart:
             self._take(seq_id, row)
-        elif n_after == 0 and row is not None:
+        elif n_after == 0 and row is not None and self.checkpoints.max_bytes:
             point = self.checkpoints.find(seq_id, self.next_position(seq_id))
             if point is not None and point.row is None:
                 self.checkpoints.keep_row(point, row)

@@ -246,11 +246,10 @@ class PrefixCache:
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
         n, text = self._kept.find(tokens)
-        n_common = n
-        if text is not None and (n := self._memory.usable(text.seq_id, n)) < n_common:
+        n_usable = n if text is None else self._memory.usable(text.seq_id, n)
+        if n_usable < n:
             n_whole, whole = self._kept.find_whole(tokens)
-            if n_whole > n:
-                n, text = n_whole, whole
+            n, text = (n_whole, whole) if n_whole > n_usable else (n_usable, text)
         return (n, text) if n >= MIN_SHARED else (0, None)
 
     # -- host memory -------------------------------------------------------------------------------

@@ -542,7 +542,8 @@ class Text:
         with self.lock:
             self._cache.fork(source.seq_id, self.seq_id, n)
             self.append_prompt(source.tokens[:n], None)
-            self.truncate(n)  # decodes what could not be shared
+            if self.n_cached < n:  # a state could not be put back
+                self.truncate(n)
 
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
         """Begin this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.

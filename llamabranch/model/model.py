@@ -14,7 +14,7 @@ from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedErro
 from ..files import path_of
 from ..native import ModelHandle, amx_works, staging, uses_amx
 from ..native.gguf_check import check_header
-from ..native.gguf_reader import read_parts
+from ..native.gguf_reader import read_header
 from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText, ControlToken
@@ -197,7 +197,7 @@ class Model:
     def can_generate(self) -> bool:
         """True if it is a decoder that predicts the next token (not an embedding model)."""
         handle = self.handle
-        if self.n_mtp_layers and pairs.is_head_only(read_parts(self.path)):
+        if self.n_mtp_layers and pairs.is_head_only(read_header(self.path)):
             return False
         return bool(handle.number("has_decoder")) and (
             not handle.number("has_encoder") and self.memory_type != "none"
@@ -413,7 +413,7 @@ class Model:
         Raises:
             ModelLoadError: no such file, or not a GGUF.
         """
-        return pairs.head_kind(read_parts(path_of(path)))
+        return pairs.head_kind(read_header(path_of(path)))
 
     def head_fault(self, head: Model) -> str:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 class LlamaBranchError(Exception):
@@ -100,7 +102,14 @@ class DecodeError(LlamaBranchError):
 
 
 class DecodeInterruptedError(DecodeError):
-    """``Context.interrupt()`` or a ``time_limit`` stopped the decode; the context remains usable."""
+    """``Context.interrupt()`` or a ``time_limit`` stopped the decode; the context remains usable.
+
+    ``results`` are those of the call that was stopped, of `Context.complete`, `Context.chat` or
+    `Engine.generate`: the texts that had ended, and the others so far with "cancelled" as their
+    ``finish_reason``. It is empty for all other calls.
+    """
+
+    results: Sequence[Any] = ()
 
 
 class DownloadError(LlamaBranchError):

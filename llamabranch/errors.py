@@ -10,7 +10,22 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
+
+
+class _TextSoFar(Protocol):
+    """The part of an engine's Result that is of use here."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def prompt(self) -> object: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
 
 
 class LlamaBranchError(Exception):
@@ -109,7 +124,7 @@ class DecodeInterruptedError(DecodeError):
     ``finish_reason``. It is empty for all other calls.
     """
 
-    results: Sequence[Any] = ()
+    results: Sequence[_TextSoFar] = ()
 
 
 class DownloadError(LlamaBranchError):

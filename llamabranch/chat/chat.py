@@ -142,6 +142,7 @@ class Chat:
             drafter = auto_drafter(ctx) if ctx.kv_cache.can_draft else None
         self.speculator = Speculator(ctx, drafter, config)
         self.ctx = ctx
+        self._lock = forkable_lock()
         self.sampling = settings_of(sampling)
         self.max_tokens: int | None = None
         self.set(**{"seed": self.sampling.seed, "max_tokens": max_tokens, **settings})
@@ -150,7 +151,6 @@ class Chat:
         self._lines = {1: Line(1, system=system)}
         self._id = uuid4().hex  # of a saved chat: that of the first one in its folder
         self._turns = TurnBranches(ctx)
-        self._lock = forkable_lock()
         self._answer: Answer | None = None
         self._stats = ChatStats(0, 0, 0, 0, self.speculator.stats)
         if ctx.model.chat_template is None:

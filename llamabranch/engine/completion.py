@@ -288,7 +288,7 @@ def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result
     try:
         results = engine.generate(plan.requests)
     except DecodeInterruptedError as error:
-        plan.take_all(error.results)
+        plan.take_all(cast("Sequence[Result]", error.results))
         error.results = [found[0] for found in plan.found if found]
         raise
     plan.take_all(results)

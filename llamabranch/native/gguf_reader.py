@@ -37,6 +37,12 @@ _CUT_OFF = "the file ends in the middle of its header"
 _DOWNLOAD_HINT = "download it again: the file is incomplete or damaged"
 
 
+def type_bytes(kind: int) -> float:
+    """Return the bytes of a number of a ggml type; 0 for one whose size is not known."""
+    numbers, size = _BLOCKS.get(kind, (1, 0))
+    return size / numbers
+
+
 class TensorInfo(NamedTuple):
     """A tensor's entry in the header; ``kind`` is its ggml type, ``offset`` in bytes."""
 
@@ -92,6 +98,26 @@ class Header:
     def integer(self, key: str, default: int = 0) -> int:
         """Return the value, or that of the first layer."""
         return next(iter(self.integers(key)), default)
+
+    def kv_numbers(self) -> int:
+        """Return how many numbers of K/V a cell of a full cache has at least; 0 where it is not known."""
+        if self.integer("attention.kv_lora_rank"):
+            return 0  # MLA keeps another form
+        heads = self.integers("attention.head_count_kv") or self.integers("attention.head_count")
+        n_layer = self.integer("block_count") - self.integer("nextn_predict_layers")
+        n_layer -= self.integer("attention.shared_kv_layers")  # those have none of their own
+        n_head = self.integer("attention.head_count")
+        if n_head <= 0 or n_layer <= 0 or not heads:
+            return 0
+        sizes = self.head_sizes(n_head)
+        of_window = (
+            self.integer(f"attention.{kind}_length_swa", size)
+            for kind, size in zip(("key", "value"), sizes, strict=True)
+        )
+        # One number for all layers: of a hybrid model some of them have no K/V, of others all have.
+        return sum(sorted(heads)[:n_layer] if len(heads) > 1 else heads * n_layer) * min(
+            sum(sizes), sum(of_window)
+        )
 
     def head_sizes(self, n_head: int) -> tuple[int, int]:
         """Return the sizes of keys and values of one of ``n_head`` heads."""

@@ -218,8 +218,9 @@ class Context:
     def time_limit(self, seconds: float) -> Iterator[None]:
         """Interrupt what the ``with`` block decodes on this context after ``seconds``.
 
-        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. The block
-        is entered from one thread; what other threads decode here counts too.
+        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``; the texts of
+        ``complete`` and ``chat`` so far are its ``results``. The block is entered from one thread; what
+        other threads decode here counts too.
 
         Raises:
             ConfigError: ``seconds`` is not a positive number.

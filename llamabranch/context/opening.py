@@ -19,6 +19,7 @@ from .exactness import exactness_of
 from .kv_type import faster_kv_type
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, States, Windowed
 from .params import ContextParams, warn_of_length
+from .room import check_room
 from .runner import Runner, decode_run
 from .threads import ThreadTuner
 
@@ -92,7 +93,9 @@ def open_native(
         given = _head_params(model, target, given)
     else:
         _check_generates(model)
-    given.resolve(model)  # its errors come before a warning
+    resolved = given.resolve(model)  # its errors come before a warning
+    if not model.shares_memory:
+        check_room(model, resolved, is_head=target is not None)
     n_trained = _trained_length(model, given)
     params, found, memory = _probed(model, given, target)
     try:

@@ -101,7 +101,7 @@ class ThreadTuner:
 
     def _key(self) -> str | None:
         try:
-            print_ = self._model.fingerprint[:32]
+            print_ = self._model.quick_key[:32]
         except OSError:  # the file is gone
             return None
         return f"{machine_key()}, {print_}"

@@ -6,7 +6,7 @@ with its drafter and what that has learned, and K/V stays in the context's prefi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, cast
 
@@ -15,7 +15,7 @@ from typing_extensions import TypeVar, Unpack
 from ..arguments import placed, plain_int
 from ..context import Context
 from ..context.context import text_context
-from ..errors import CacheFullError, ConfigError
+from ..errors import CacheFullError, ConfigError, DecodeInterruptedError
 from ..model import Message, chat_messages, is_chat
 from ..model.tools import Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
@@ -116,6 +116,11 @@ class Completion:
             if not self.scores:
                 result.pieces = {}
         return event if event.id == name else replace(event, id=name)
+
+    def take_all(self, results: Iterable[Result]) -> None:
+        """Keep results of an engine, whose ids are the numbers of the prompts."""
+        for result in results:
+            self.take(int(result.id), Event(result.id, result.sample, result=result))
 
     def check(self) -> None:
         """Raise what has ended the texts, if none of them has a token."""
@@ -280,8 +285,13 @@ def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result
     engine = _engine(ctx, plan.drafter, structured)
     if stream:
         return _events(engine, plan)
-    for result in engine.generate(plan.requests):
-        plan.take(int(result.id), Event(result.id, result.sample, result=result))
+    try:
+        results = engine.generate(plan.requests)
+    except DecodeInterruptedError as error:
+        plan.take_all(cast("Sequence[Result]", error.results))
+        error.results = [found[0] for found in plan.found if found]
+        raise
+    plan.take_all(results)
     return plan.answer()
 
 

@@ -9,6 +9,7 @@ takes is timed on its empty context, where it matters: to tell what share of the
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -156,6 +157,9 @@ def _attention(key: str, shape: AttentionShape) -> dict[Setting, Costs]:
     return {each: Costs(*(scale * seconds for seconds in known[each])) for each in _ALL}
 
 
+_found: weakref.WeakKeyDictionary[Model, dict[str, Costs]] = weakref.WeakKeyDictionary()
+
+
 def _weights(model: Model, handle: ContextHandle) -> Costs | None:
     """Return what a token costs without the attention to other tokens, stored or measured."""
     try:
@@ -163,8 +167,8 @@ def _weights(model: Model, handle: ContextHandle) -> Costs | None:
         key = f"{_key()}, {kind}{model.fingerprint[:32]}"
     except OSError:  # the file is gone
         return None
-    kept = read_entry(_WEIGHTS, key) or {}
-    costs = _stored(kept.get("seconds"))
+    known = _found.setdefault(model, {})
+    costs = known.get(key) or _stored((read_entry(_WEIGHTS, key) or {}).get("seconds"))
     if costs is None:
         if model.handle.number("n_params") > _LARGE:
             return None
@@ -176,6 +180,7 @@ def _weights(model: Model, handle: ContextHandle) -> Costs | None:
             return None
         costs = Costs(min(seconds[1:3]), seconds[3] / n, seconds[-1] / rows[-1])
         write_entries([(_WEIGHTS, key, {"seconds": [*costs]})])
+    known[key] = costs
     return costs
 
 

@@ -98,9 +98,9 @@ class ContextParams:
             would change logits: flash attention over more than 256 cells of f16 or f32 K/V.
         flash_attention: "auto", True or False. kv_type: "f16", "bf16", "q8_0", ... "auto" for both is
             bf16 with flash attention in a batch-invariant context. Elsewhere it is the setting that was
-            measured to be fastest at 2,048 cells, for a session that reads 2,000 tokens and generates 300:
-            f16 or bf16, with flash attention or without. Where one of the two is given, only the other
-            is chosen: with a given type, flash attention is on.
+            measured to be fastest at 2,048 cells: f16 or bf16, with flash attention or without. A session
+            is weighed that reads 2,000 tokens and generates 300. With a given type, flash attention is
+            on; where it is given as False, "auto" K/V is f16.
         batch_invariant: True raises UnsupportedError where it is impossible. "auto" turns it on where it
             is possible and costs at most a tenth of reading and of generating on this processor, by the
             same measurement; with ``LLAMABRANCH_PROFILE=0``, which measures nothing, wherever it is

@@ -20,7 +20,9 @@ _F32, _F16 = 0, 1  # ggml_type
 _MASK_ROWS = 64  # rows of the mask that are there at least
 _BYTES = 1 << 20  # for what describes the tensors and the graph
 _TURNS = 8  # of each setting at most
-_EVICTED = 4 << 20  # bytes of K/V that one measurement reads, so that few of them wait in a core's cache
+_EVICTED = (
+    4 << 20
+)  # bytes of K/V that one measurement reads, so that few of them wait in a core's cache
 _P, _I32, _I64, _SIZE, _FLOAT = (
     ctypes.c_void_p,
     ctypes.c_int32,
@@ -94,8 +96,8 @@ def attention_seconds(
 ) -> list[float]:
     """Return for each setting the least seconds in which ``n_rows`` tokens attend to ``n_cells`` others.
 
-    Of one K/V head with its heads. The settings take turns, so that another program slows all of them
-    down: two to eight, about ``most_s`` seconds in all. inf if this build of llama.cpp does not show its functions, or memory is short.
+    Of one K/V head with its heads. The settings take turns, two to eight each, so that another program
+    slows all of them down. inf if this build of llama.cpp lacks a function, or memory is short.
 
     Args:
         settings: K/V type ("f32", "f16", "bf16" or "q8_0"), and whether with flash attention.

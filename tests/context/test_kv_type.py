@@ -1,4 +1,4 @@
-"""K/V type, flash attention and exactness as "auto" takes them: measured together, once, at 2,048 cells."""
+"""K/V type, flash attention and exactness as "auto" takes them: measured together, once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import toys
+from costs import EVEN, forget, write_costs
 
 import llamabranch as lb
 from llamabranch import Context
@@ -16,7 +17,6 @@ from llamabranch.context import kv_type as measured
 from llamabranch.native import AttentionShape, attention_seconds
 
 SETTINGS = [("f16", True), ("bf16", True), ("f16", False), ("bf16", False)]
-EVEN = [1e-6, 1e-6, 1e-6]  # seconds of a token: one text, eight, a prompt
 
 
 @pytest.fixture
@@ -27,27 +27,9 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def forget() -> None:
-    """What this process knows; a new one reads the profile."""
-    measured._attention.cache_clear()
-
-
 def of_auto(model: lb.Model, **options: Any) -> tuple[str, bool]:
     with Context(model, n_ctx=256, n_threads=1, **options) as ctx:
         return ctx.kv_type, ctx.params.flash_attention is not False
-
-
-def write_costs(
-    profile: Path, attention: dict[str, list[float]], weights: list[float] = EVEN
-) -> None:
-    """Replace what was measured; a setting that is not named costs as much as the weights."""
-    known = json.loads(profile.read_text())
-    for costs in known[measured._ATTENTION].values():
-        costs.update({name: attention.get(name, EVEN) for name in costs})
-    for entry in known.get(measured._WEIGHTS, {}).values():
-        entry["seconds"] = weights
-    profile.write_text(json.dumps(known))
-    forget()
 
 
 def test_attention_of_every_type_and_shape_is_timed() -> None:
@@ -122,7 +104,7 @@ def test_fastest_setting_of_a_session_is_taken(
 
 
 def plain_costs(target: lb.Model, factor: float) -> list[float]:
-    """Return what weights cost where exactness, whose attention takes twice as long, takes so much more."""
+    """Return what weights cost where a context whose attention takes twice as long takes so much more."""
     times = target.n_layer * target.handle.number("n_head_kv")
     attention = times * EVEN[0]
     return [attention * (2 - factor) / (factor - 1)] * 3
@@ -208,6 +190,6 @@ def test_branches_fork_rewind_and_are_saved_without_flash_attention(
         ctx.audit()
     with (
         Context(target, batch_invariant=True, **options) as ctx,
-        pytest.raises(lb.errors.SnapshotError, match="kv_type|flash_attention"),
+        pytest.raises(lb.errors.SnapshotError, match=r"kv_type|flash_attention"),
     ):
         lb.Branch.load(ctx, tmp_path / "branch")

@@ -57,7 +57,7 @@ class Bare(NamedTuple):
 BARE = (
     Bare("f16", True, 512), Bare("f16", False, 512), Bare("f16", False, 128), Bare("bf16", False, 128),
 )  # fmt: skip
-_KV = {"f16": C.GGML_TYPE_F16, "bf16": C.GGML_TYPE_BF16}
+_KV = {"f16": 1, "bf16": 30}  # ggml_type
 
 Rates = dict[str, float]  # tokens a second of each figure
 Contestant = Callable[[Sequence[int], int], Rates]
@@ -360,3 +360,7 @@ def _ratio(ours: list[Rates], theirs: list[Rates], figure: str) -> Spread:
     return Spread.of(
         [mine[figure] / other[figure] for mine, other in zip(ours, theirs, strict=True)]
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -71,7 +71,7 @@ class _Line(Struct, forbid_unknown_fields=True):
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     parse_special: bool = True
-    stream: Literal[False] = False
+    stream: bool = False
 
     def parsed_grammar(self) -> lb.Grammar | None:
         """Return the grammar that the text must follow."""
@@ -216,6 +216,8 @@ def _request(data: Any, name: str, sampling: SamplingParams | None) -> Request:
         bias = _object("logit_bias", settings["logit_bias"])
         settings["logit_bias"] = {int(k): v for k, v in bias.items()}
     line = msgspec.convert(given, _Line)
+    if line.stream:
+        raise ConfigError("stream: a text of a file comes whole")
     for names in _EXCLUSIVE:
         both = [each for each in names if getattr(line, each) is not None]
         if len(both) > 1:

@@ -354,7 +354,7 @@ def no_huggingface_hub(patched: pytest.MonkeyPatch) -> None:
         (connection_is_reset, lb.errors.DownloadError, "cannot download.*reset by peer", "network"),
         (disk_is_full, lb.errors.DownloadError, r"0\.5 MB left", "HF_HUB_CACHE"),
         (cache_is_a_file, lb.errors.DownloadError, "cannot write to", "HF_HUB_CACHE"),
-        (no_huggingface_hub, lb.errors.UnsupportedError, "huggingface_hub", "llamabranch[hub]"),
+        (no_huggingface_hub, lb.errors.UnsupportedError, "huggingface_hub", "[hub]'"),
     ],
 )
 def test_what_prevents_a_download_is_an_error_with_a_hint_and_nothing_is_sent(

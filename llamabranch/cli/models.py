@@ -139,6 +139,8 @@ def _show(names: Sequence[str], console: Console) -> None:
         if can is not None and not can["batch_invariant"]:
             why = can["batch_invariant_reason"]
             console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
+        elif can is not None and (cost := lb.context.Capabilities(**can).cost_of_exact):
+            console.line(f"{name} is batch-invariant: {cost}.")
     if len(models) == 2:
         answer |= _verdict(*models, is_head=is_head)
         console.line(answer["told"], "green" if answer["compatible"] else "yellow")

@@ -16,7 +16,7 @@ from ..model import Model
 from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
 from .cell_table import Usage
 from .exactness import exactness_of
-from .kv_type import faster_kv_type
+from .kv_type import EXACT, MOST_EXTRA, Setting, measured_costs
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, States, Windowed
 from .params import ContextParams, warn_of_length
 from .room import check_room
@@ -52,6 +52,9 @@ class Capabilities:
         state_bytes: what the recurrent state of a sequence takes, 0 without one.
         checkpoints: whether states are kept to return to, where a tail cannot be dropped.
         checkpoints_reason: why, or why not.
+        exact_read_ratio, exact_write_ratio: how many times as long a batch-invariant context of this
+            model takes to read a prompt and to generate as the fastest one, at 2,048 cells on this
+            processor: 1.0 where it is the fastest, None where it was not measured.
     """
 
     can_truncate: bool
@@ -65,6 +68,22 @@ class Capabilities:
     state_bytes: int = 0
     checkpoints: bool = False
     checkpoints_reason: str = "the end of a sequence can be dropped"
+    exact_read_ratio: float | None = None
+    exact_write_ratio: float | None = None
+
+    @property
+    def cost_of_exact(self) -> str:
+        """What exactness costs on this processor, as measured, in words; "" where it was not measured."""
+        if self.exact_read_ratio is None or self.exact_write_ratio is None:
+            return ""
+        read, write = map(_in_words, (self.exact_read_ratio, self.exact_write_ratio))
+        verb = "reads" if self.batch_invariant else "would read"
+        also = "generates" if self.batch_invariant else "generate"
+        return f"exact {verb} prompts {read} and {also} {write} on this processor"
+
+
+def _in_words(ratio: float) -> str:
+    return f"{ratio:.1f} x slower" if ratio >= 1.05 else "as fast"
 
 
 class Target(Protocol):
@@ -145,12 +164,13 @@ def _probed(
 ) -> tuple[ContextParams, Capabilities, Memory]:
     """Create the native context and try out what it can do; twice where that changes its parameters.
 
-    Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
-    rows at once than are exact.
+    Where batches are not exact, or that costs too much, attention is computed as is fastest. With
+    ``batch_invariant=True`` no more rows are computed at once than are exact.
     """
     first = resolved = given.resolve(model)
     reason = ""
     variation: float | None = None
+    ratios: tuple[float | None, float | None] = None, None
     while True:
         tuner = ThreadTuner(model, resolved)
         params = tuner.params
@@ -159,12 +179,17 @@ def _probed(
             if target is not None and model.shares_memory:  # trials need memory
                 return params, *_probe_sharing_head(handle, target.capabilities)
             found, memory = _probe(handle, model, params, is_head=target is not None)
-            if not found.batch_invariant and resolved is first and target is None:
-                again = _adapted(model, resolved, given, found)
+            if resolved is first and target is None:
+                if found.batch_invariant:
+                    ratios, again = _weighed(model, handle, given)
+                else:
+                    again = _adapted(model, resolved, given, found)
                 if again is not None:
                     handle.close()
                     reason, variation = found.batch_invariant_reason, found.total_variation
-                    if found.exact_rows and again.kv_type != resolved.kv_type:
+                    if found.batch_invariant:
+                        reason, variation = "", None
+                    elif found.exact_rows and again.kv_type != resolved.kv_type:
                         reason += f" (with {resolved.kv_type} K/V)"
                     resolved = again
                     continue
@@ -185,6 +210,10 @@ def _probed(
                 reason = f"by {at_once}{more}: {reason}"
                 variation = 0.0
             found = replace(found, batch_invariant_reason=reason, total_variation=variation)
+        found = replace(found, exact_read_ratio=ratios[0], exact_write_ratio=ratios[1])
+        if found.cost_of_exact and not found.batch_invariant:
+            reason = f"{found.cost_of_exact} (batch_invariant=True asks for it)"
+            found = replace(found, batch_invariant_reason=reason)
         return tuner.params, found, memory
 
 
@@ -210,10 +239,32 @@ def _adapted(
             f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
             hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
         )
-    if (given.kv_type, resolved.kv_type) == ("auto", "bf16") and model.memory_type == "attention":
-        faster = faster_kv_type(model)
-        return None if faster == "bf16" else replace(resolved, kv_type=faster)
-    return None
+    if model.memory_type != "attention":
+        return None
+    faster = given.resolve(model, tries_exact=False)
+    return None if faster == resolved else faster
+
+
+def _weighed(
+    model: Model, handle: ContextHandle, given: ContextParams
+) -> tuple[tuple[float | None, float | None], ContextParams | None]:
+    """Return how much longer exactness reads and generates, and other parameters if that is too much.
+
+    Args:
+        model, handle: of the exact context, which is empty before and after.
+        given: what was asked for. A K/V type that was named stays.
+    """
+    if given.kv_type != "auto":
+        return (None, None), None
+    faster = given.resolve(model, tries_exact=False)
+    fast = Setting(faster.kv_type, faster.flash_attention is not False)
+    costs = measured_costs(model, handle, (EXACT, fast))
+    if costs is None:
+        return (None, None), None
+    exact, least = costs
+    ratios = exact.read / least.read, exact.generated / least.generated
+    is_dear = max(ratios) > MOST_EXTRA and given.batch_invariant == "auto"
+    return ratios, faster if is_dear else None
 
 
 def _create(model: Model, native: NativeContextParams, target: Target | None) -> ContextHandle:

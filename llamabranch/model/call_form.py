@@ -18,6 +18,7 @@ _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[^\W\d]\w*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _CUT = re.compile(r"[\d.eE+-]+|t(ru?)?|f(al?|als)?|n(ul?)?")  # what a scalar may be cut to
+_BARE_KEY = re.compile(r"[^\s,:=(){}\[\]<>'\"]+")
 _NAME = re.compile(r"[\w.\-/:]+")
 _LITERALS = {
     "true": True, "false": False, "null": None, "True": True, "False": False, "None": None,
@@ -565,7 +566,7 @@ class ArgumentTags:
             try:
                 cursor.space()
                 cursor.literal(around.before)
-                key = self._key(cursor, around.between, known, name)
+                key = self._key(cursor, around, known, name)
                 is_text = around is self.text or around == self.text
                 is_other = around in self.others.values()
                 return key, self._value(
@@ -575,7 +576,8 @@ class ArgumentTags:
                 failures.append(failure)
         raise Mismatch
 
-    def _key(self, cursor: Cursor, between: str, known: Known, name: str) -> str:
+    def _key(self, cursor: Cursor, around: Around, known: Known, name: str) -> str:
+        between = around.between
         properties = known.properties(name)
         for key in sorted(properties or (), key=len, reverse=True):
             at = cursor.at
@@ -600,6 +602,8 @@ class ArgumentTags:
         key = cursor.text[cursor.at : end]
         if not key.strip() or "\n" in key.strip() or len(key) > 256:
             raise Mismatch
+        if not around.before.strip() and not _BARE_KEY.fullmatch(key.strip()):
+            raise Mismatch  # nothing tells where it begins
         cursor.at = end
         cursor.literal(between.rstrip() if between.strip() else between)
         self._skip_tail(cursor, between)

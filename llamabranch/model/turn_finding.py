@@ -47,6 +47,7 @@ class TurnParts:
         content_start, content_end: around the content of an answer.
         turn_end: after an answer.
         header: what a turn begins with, before thought, content or calls.
+        prompt_end: what a prompt ends with, where that is not the header.
         lead: the end of the header that is also the beginning of a call.
         calls: the form of calls; None = the template writes none that can be read.
         takes_tools: the template writes tools into the prompt.
@@ -66,6 +67,7 @@ class TurnParts:
     content_end: str = ""
     turn_end: str = ""
     header: str = ""
+    prompt_end: str = ""
     lead: str = ""
     calls: CallForm | None = None
     takes_tools: bool = False
@@ -92,6 +94,15 @@ def _tool(name: str) -> dict[str, object]:
 
 _TOOLS = [_tool(_NAME), _tool(_OTHER)]
 _ASKED = [{"role": "user", "content": _USER}]
+_FINE = {"role": "assistant", "content": "Fine"}
+_BLOCKS: tuple[object, ...] = (  # other ways in which a message holds its thought
+    {"blocks": [{"type": "thoughts", "text": _THOUGHT}, {"type": "response", "text": _CONTENT}]},
+    [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _CONTENT}],
+    [
+        {"type": "thinking", "thinking": [{"type": "text", "text": _THOUGHT}]},
+        {"type": "text", "text": _CONTENT},
+    ],
+)
 _SINGLE: dict[str, dict[str, object]] = {
     "none": {}, "one": {_KEY: _VALUE}, "two": {_KEY: _VALUE, _KEY2: _VALUE2}, "raw": {_KEY: _RAW},
     **{kind: {_KEY: value} for kind, value in _OTHERS.items()},
@@ -163,9 +174,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         "system": {**prompt, "messages": [{"role": "system", "content": "Syz zrole"}, *_ASKED]},
         "developer": {**prompt, "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED]},
     }
-    for as_text in (False, True):
-        for kind, messages in _answers(as_text).items():
-            asked[f"{kind} {as_text}"] = {"messages": messages, **tools}
+    asked |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
     seen.add(asked)
     for _ in range(4):  # it may need variables that others do not have
         lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
@@ -177,6 +186,9 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         seen.add(asked)
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
+    one = seen.texts.get("one False", "")
+    if "{'" in one or not (_NAME in one or _IDS[0] in one):  # it may want OpenAI's strings
+        seen.add({f"{kind} True": {"messages": m, **tools} for kind, m in _answers(True).items()})
     switches = tuple(n for n in seen.names if re.search(r"think|reason", n) and "effort" not in n)
     more: dict[str, Mapping[str, object]] = {
         f"{name} {state}": {**prompt, name: state} for name in switches for state in (True, False)
@@ -185,13 +197,16 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         values = dict.fromkeys(switches, state)
         more[f"prompt {state}"] = {**prompt, **values}
         more[f"thoughtful {state}"] = {"messages": [*_ASKED, {**answer, **thoughts}], **values}
-        for as_text in (False, True):
+        for as_text in (False, True) if "one True" in seen.texts else (False,):
             more[f"thought {as_text} {state}"] = {
                 "messages": _answers(as_text)["thought"], **tools, **values,
             }  # fmt: skip
+    for i, blocks in enumerate(_BLOCKS):
+        more[f"blocks {i}"] = {"messages": [*_ASKED, {"role": "assistant", "content": blocks}]}
     for i, literal in enumerate(_closers(template)):
         content = f"{_THOUGHT}{literal}{_CONTENT}"
-        more[f"split {i}"] = {"messages": [*_ASKED, {**answer, "content": content}, *_ASKED]}
+        earlier = {**answer, "content": content}
+        more[f"split {i}"] = {"messages": [*_ASKED, earlier, *_ASKED, _FINE, *_ASKED]}
         more[f"last split {i}"] = {"messages": [*_ASKED, {**answer, "content": content}]}
     result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
     for as_text in (False, True):
@@ -212,6 +227,7 @@ class _Finder:
     def __init__(self, seen: _Renderings, template: ChatTemplate, switches: tuple[str, ...]) -> None:
         self._seen, self._template, self._switches = seen, template, switches
         self._reasons: list[str] = []
+        self._prompt_end = ""  # where a prompt does not end with the header
 
     def found(self) -> TurnParts:
         seen = self._seen
@@ -303,11 +319,13 @@ class _Finder:
         start = end = None
         opening = closing = ""
         keys = ["thoughtful", "thoughtful True", f"thought {as_text}"]
-        keys += [f"thought {as_text} True"]
+        keys += [f"thought {as_text} True", *(f"blocks {i}" for i in range(len(_BLOCKS)))]
         for key in keys:
             tail = seen.tail(key)
             if tail is None or _THOUGHT not in tail:
                 continue
+            if key.startswith("blocks") and re.search(rf"['\"]\s*:\s*['\"]{_THOUGHT}", tail):
+                continue  # it writes what it does not understand
             at = tail.index(_THOUGHT)
             if not tail.startswith(header):
                 continue
@@ -326,6 +344,8 @@ class _Finder:
             start, end = self._from_prompts(rests)
         if end is None:
             start, end = self._from_content(rests)
+        if end is None:
+            start, end = self._from_words()
         if end is None or start is None:
             return parts
         last = _last_tag(header)
@@ -390,6 +410,15 @@ class _Finder:
             self._reasons.append("the generation prompt closes a thought that nothing opens")
         return None, None
 
+    def _from_words(self) -> tuple[str | None, str | None]:
+        """Return the tags that the system message names where thoughts are switched on."""
+        on, off = (self._seen.texts.get(f"prompt {state}", "") for state in (True, False))
+        n = _n_common(on, off)
+        match = re.search(r"(<[\w:|]+>)\s*(</[\w:|]+>)", on[n:])
+        if match and "</" not in off[n : n + 200] and _words(match[1]) == _words(match[2]):
+            return match[1], match[2]
+        return None, None
+
     # -- content -----------------------------------------------------------------------------------
 
     def _with_content(self, parts: TurnParts) -> TurnParts:
@@ -437,7 +466,7 @@ class _Finder:
         except Mismatch:
             self._reasons.append("the form in which the template writes calls is not understood")
             return parts
-        return replace(parts, calls=form, lead=lead)
+        return replace(parts, calls=form, lead=lead, prompt_end=self._prompt_end)
 
     def _body(self, key: str, parts: TurnParts) -> str | None:
         """Return the calls of a rendering without the header and the end of the turn."""
@@ -447,6 +476,12 @@ class _Finder:
         if tail.startswith(self._header):
             tail = tail[len(self._header) :]
         body = self._strip_end(tail, parts.turn_end or parts.content_end)
+        ends = [body.rfind(word) for word in (_NAME, _OTHER, _VALUE, _VALUE2, *_IDS)]
+        rest = body[max(ends) :]
+        if len(rest) > 200:  # what follows is about the next turn
+            tags = re.findall(r"<[^<>\s]+>", self._header)
+            cuts = [at for tag in tags if (at := rest.find(tag)) >= 0]
+            body = body[: max(ends) + min(cuts)] if cuts else body
         first = min(i for word in (_NAME, _IDS[0]) if (i := body.find(word)) >= 0)
         skip = 0
         if parts.thought_end and 0 <= (at := body.rfind(parts.thought_end, 0, first)):
@@ -461,6 +496,7 @@ class _Finder:
         prompt = (self._seen.tail("prompt") or "").rstrip()
         tags = [match.end() for match in _JOINT.finditer(prompt)]
         held = next((prompt[at:] for at in tags if body.startswith(prompt[at:])), "")
+        self._prompt_end = held or self._prompt_end
         return body[len(held) :]
 
 
@@ -822,18 +858,13 @@ def _values_of(
                         ok = False
                     if ok:
                         return values
-    del base, between, after
-    match = re.search(rf"(\S*?)kxe(\S*?)Vzt(\S*?)kxe(\S*)", objects)
-    if match:
-        before = objects[: objects.find("kxb")]
-        n = _n_common(reversed(before), reversed(match[1]))
-        tags = (match[1][len(match[1]) - n :] if n else match[1], match[2], match[3], "")
-        end = match[4]
-        inner = re.search(r"kxd(\S*?)2\.5(\S*?)kxd(\S*?)(?=\S*?item)", objects)
-        closing = objects[objects.rfind("2.5") :]
-        d = _n_common(closing[closing.find("kxd") + 3 :], end)
-        del inner
-        return Values(words=words, tags=(tags[0], tags[1], tags[2], end[:d]))
+    del base, after
+    inner = objects[objects.find(_KEY) + len(_KEY) + len(between) :]
+    pieces = re.split("kxb|kxe|Vzt", inner)
+    if inner.count("kxb") == inner.count("kxe") == 2 and len(pieces) == 6:
+        a, between_tags = pieces[0], pieces[2]  # <a>kxb<b>...<c>kxb<d><a>kxe<b>Vzt<c>kxe<d>
+        if a and between_tags.endswith(a):
+            return Values(words=words, tags=(a, pieces[3], pieces[4], between_tags[: -len(a)]))
     return replace(Values(), words=words)
 
 

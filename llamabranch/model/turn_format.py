@@ -318,7 +318,7 @@ class TurnReader:
         self._is_anew = False  # a header was read, and nothing after it
         # A header also has what ends the turn before it.
         joints = [m.end() for m in re.finditer(r"(?<=[>\]])\s*(?=[<\[])", parts.header)]
-        self._headers = [h for h in (parts.header, *(parts.header[at:] for at in joints)) if len(h.strip()) > 4]
+        self._headers = [h for h in (parts.prompt_end, parts.header, *(parts.header[at:] for at in joints)) if len(h.strip()) > 4]
         self._keys = self._all_keys()
         pattern = "|".join(map(re.escape, sorted(self._keys, key=len, reverse=True))) or "(?!)"
         self._pattern = re.compile(pattern)
@@ -398,9 +398,8 @@ class TurnReader:
         if self._in_section:
             return self._step_section(last)
         match = self._pattern.search(self._buffer, self._at)
-        if match is None:
-            held = 0 if last else self._n_begun()
-            end = len(self._buffer) - held
+        end = len(self._buffer) - (0 if last else self._n_begun())
+        if match is None or end < match.start():
             self._say(self._buffer[self._at : end])
             self._at = end
             return False
@@ -408,6 +407,9 @@ class TurnReader:
             self._say(self._buffer[self._at : match.start()])
             self._at = match.start()
         start = self._at
+        rest = self._buffer[start:]
+        if not last and any(len(k) > len(rest) and k.startswith(rest) for k in self._keys):
+            raise Incomplete
         for kind in sorted(self._keys[match[0]], key=lambda kind: kind.startswith("header")):
             try:
                 if self._tag(kind, start, last):
@@ -443,6 +445,7 @@ class TurnReader:
             ("stray end", parts.thought_end),
             ("content start", parts.lead + parts.content_start if parts.content_start else None),
             ("content end", parts.content_end),
+            ("section end", self._form.section_end if len(self._form.section_end) > 4 else ""),
             ("turn end", parts.turn_end),
             ("bare", "{" if self._known.schemas is not None or not self._form.opening.strip() else None),
         ]  # fmt: skip
@@ -479,6 +482,12 @@ class TurnReader:
         if kind == "content start":
             cursor.literal((parts.lead + parts.content_start).lstrip())
             self._at, self._trims, self._space = cursor.at, True, ""
+            return True
+        if kind == "section end":  # what stands between calls and their end is content
+            if not self._calls:
+                return False
+            cursor.literal(self._form.section_end.strip())
+            self._at = cursor.at
             return True
         if kind == "content end":
             cursor.literal(parts.content_end)
@@ -527,6 +536,13 @@ class TurnReader:
                 else:  # a call where a thought was to begin: there is no thought
                     self._in_thought = False
                     return True
+            elif self._is_first and buffer[at : at + 1] == "{" and "{" in self._keys:
+                try:
+                    if self._loose("bare", Cursor(buffer, at, last=last)):
+                        self._in_thought = False
+                        return True
+                except Mismatch:
+                    pass
         found = buffer.find(end, self._at)
         at_call = self._call_in(self._at, last) if found < 0 else -1
         if at_call >= 0:
@@ -544,8 +560,9 @@ class TurnReader:
             self._trims, self._is_first = True, not self._thought and self._is_first
             return True
         held = 0
-        if not last:
-            held = next((n for n in range(len(end) - 1, 0, -1) if buffer.endswith(end[:n])), 0)
+        for tag in () if last else (end, *self._form.opening.split()[:1]):
+            begun = (n for n in range(len(tag) - 1, 0, -1) if buffer.endswith(tag[:n]))
+            held = max(held, next(begun, 0))
         piece = buffer[self._at : len(buffer) - held]
         core = piece.rstrip()
         self._think(core)

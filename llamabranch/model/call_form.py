@@ -160,9 +160,11 @@ class Cursor:
         if self.text[self.at : self.at + 1] != character:
             self.space()
 
-    def tries(self, literal: str) -> bool:
-        """Read a literal if it stands here."""
+    def tries(self, literal: str, *, skip: bool = False) -> bool:
+        """Read a literal if it stands here, with ``skip`` also after white space."""
         at = self.at
+        if skip:
+            self.space()
         try:
             self.literal(literal)
         except Mismatch:
@@ -246,9 +248,7 @@ class Values:
     @property
     def is_json(self) -> bool:
         """Whether the values are JSON."""
-        return (
-            not self.quote and not self.bare_keys and self.words[0] == "true" and not self.tags
-        )
+        return not self.quote and not self.bare_keys and self.words[0] == "true" and not self.tags
 
     def write(self, value: object) -> str:
         """Return the text of a JSON value."""
@@ -553,7 +553,7 @@ class ArgumentTags:
             if not rest.strip():
                 cursor.space()
                 return cursor.at == len(cursor.text)
-            return cursor.tries(rest.lstrip()) or (cursor.space() or cursor.tries(rest.lstrip()))
+            return cursor.tries(rest.lstrip(), skip=True)
         finally:
             cursor.at = at
 
@@ -661,7 +661,9 @@ class ArgumentTags:
         """
         start, core = cursor.at, after.strip()
         lead = after[: len(after) - len(after.lstrip())]
-        befores = {one.before for one in [*([self.text] if self.text else []), *self.others.values()]}
+        befores = {
+            one.before for one in [*([self.text] if self.text else []), *self.others.values()]
+        }
         at, first = start, None
         while (end := cursor.text.find(core, at)) >= 0:
             cursor.at = end + len(core)
@@ -705,8 +707,10 @@ def _kind(value: object) -> str:
         return "string"
     if value is None:
         return "null"
-    return "object" if isinstance(value, Mapping) else (
-        "list" if isinstance(value, (list, tuple)) else "number"
+    return (
+        "object"
+        if isinstance(value, Mapping)
+        else ("list" if isinstance(value, (list, tuple)) else "number")
     )
 
 
@@ -753,8 +757,10 @@ class CallForm:
     @property
     def call_start(self) -> str:
         """The literal that a call begins with."""
-        end = self.object_at if self.kind == "json" else next(
-            (i for i, part in enumerate(self.unit) if isinstance(part, Slot)), 0
+        end = (
+            self.object_at
+            if self.kind == "json"
+            else next((i for i, part in enumerate(self.unit) if isinstance(part, Slot)), 0)
         )
         return "".join(str(part) for part in self.unit[:end])
 
@@ -780,7 +786,9 @@ class CallForm:
     def _write_one(self, call: ToolCall, index: int) -> str:
         is_json = self.kind == "json"
         return "".join(
-            part if isinstance(part, str) else self._slot(
+            part
+            if isinstance(part, str)
+            else self._slot(
                 part, call, index, is_json=is_json and self.object_at <= i < self.object_end
             )
             for i, part in enumerate(self.unit)
@@ -791,7 +799,9 @@ class CallForm:
             return str(index)
         if slot is Slot.ARGUMENTS:
             if self.tags is not None:
-                return self.tags.write(call.arguments if isinstance(call.arguments, Mapping) else {})
+                return self.tags.write(
+                    call.arguments if isinstance(call.arguments, Mapping) else {}
+                )
             text = self.values.write(call.arguments)
             return json.dumps(text, ensure_ascii=False) if self.arguments_as_text else text
         if slot is Slot.ID and self.name_in_id:
@@ -819,7 +829,9 @@ class CallForm:
             cursor.space()
             cursor.literal(self.call_start)
         value = cursor.json()
-        calls = [self.of_object(one, known) for one in (value if isinstance(value, list) else [value])]
+        calls = [
+            self.of_object(one, known) for one in (value if isinstance(value, list) else [value])
+        ]
         if not calls:
             raise Mismatch
         self._tolerant(cursor, self.call_end)
@@ -962,7 +974,7 @@ class CallForm:
         for name in sorted(fits, key=len, reverse=True):
             cursor.at = start + len(name)
             probe = Cursor(cursor.text, cursor.at, last=cursor.last)
-            if not after or probe.tries(after) or (probe.space() or probe.tries(after.lstrip())):
+            if not after or probe.tries(after) or probe.tries(after.lstrip(), skip=True):
                 return name
         if known.schemas is not None:
             raise Mismatch
@@ -1021,7 +1033,7 @@ def arguments_of(value: object, known: Known, name: str) -> object:
     """
     if isinstance(value, str) and value.strip():
         try:
-            value, end = json_end(value.strip(), 0, last=True)
+            value, _end = json_end(value.strip(), 0, last=True)
         except Mismatch:
             raise
     if value is _missing or value is None or value == "":

@@ -56,6 +56,14 @@ class ChatTemplate:
         special = {**self._special, **variables}
         return ChatTemplate(self._source, special, limit_s=self._limit_s)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChatTemplate) and (
+            (self._source, self._special) == (other._source, other._special)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._source)
+
     @cached_property
     def strings(self) -> frozenset[str]:
         """The string literals in its source: where it can cut, or join, the texts it is given."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from ..errors import UnsupportedError
@@ -52,6 +52,9 @@ class TurnParts:
         calls: the form of calls; None = the template writes none that can be read.
         takes_tools: the template writes tools into the prompt.
         arguments_as_text: it wants the arguments of earlier calls as OpenAI's JSON string.
+        takes_thoughts: it writes the thoughts of earlier answers, or leaves them out; so they are given
+            apart from the content.
+        short_ids: it refuses ids of calls that have not nine letters and digits.
         roles: which roles it writes: of "system", "developer", "tool".
         reason: why thoughts or calls were not found; "" = nothing to say.
     """
@@ -72,6 +75,8 @@ class TurnParts:
     calls: CallForm | None = None
     takes_tools: bool = False
     arguments_as_text: bool = False
+    takes_thoughts: bool = False
+    short_ids: bool = False
     roles: frozenset[str] = frozenset()
     reason: str = ""
 
@@ -82,7 +87,7 @@ def _call(name: str, arguments: object, call_id: str) -> dict[str, object]:
 
 def _tool(name: str) -> dict[str, object]:
     any_of: dict[str, object] = {"type": "string", "description": "a value"}
-    properties = {key: any_of for key in (_KEY, _KEY2)}
+    properties = dict.fromkeys((_KEY, _KEY2), any_of)
     return {
         "type": "function",
         "function": {
@@ -93,7 +98,7 @@ def _tool(name: str) -> dict[str, object]:
 
 
 _TOOLS = [_tool(_NAME), _tool(_OTHER)]
-_ASKED = [{"role": "user", "content": _USER}]
+_ASKED: list[dict[str, object]] = [{"role": "user", "content": _USER}]
 _FINE = {"role": "assistant", "content": "Fine"}
 _BLOCKS: tuple[object, ...] = (  # other ways in which a message holds its thought
     {"blocks": [{"type": "thoughts", "text": _THOUGHT}, {"type": "response", "text": _CONTENT}]},
@@ -112,7 +117,9 @@ _SINGLE: dict[str, dict[str, object]] = {
 def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
     """Return the messages of answers with calls, by what they are for."""
 
-    def called(*calls: tuple[str, object], content: object = "", **more: object) -> list[dict[str, object]]:
+    def called(
+        *calls: tuple[str, object], content: object = "", **more: object
+    ) -> list[dict[str, object]]:
         written = [
             _call(name, json.dumps(a, ensure_ascii=False) if as_text else a, call_id)
             for (name, a), call_id in zip(calls, _IDS, strict=False)
@@ -172,7 +179,10 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         "answer": {"messages": [*_ASKED, answer]},
         "thoughtful": {"messages": [*_ASKED, {**answer, **thoughts}]},
         "system": {**prompt, "messages": [{"role": "system", "content": "Syz zrole"}, *_ASKED]},
-        "developer": {**prompt, "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED]},
+        "developer": {
+            **prompt,
+            "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED],
+        },
     }
     asked |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
     seen.add(asked)
@@ -213,6 +223,11 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         more[f"result {as_text}"] = {
             **prompt, **tools, "messages": [*_answers(as_text)["one"], result],
         }  # fmt: skip
+    for as_text in (False, True):
+        long = json.loads(
+            json.dumps(_answers(as_text)["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24")
+        )
+        more[f"long {as_text}"] = {"messages": long, **tools}
     seen.add(more)
     return _Finder(seen, template, switches).found()
 
@@ -224,7 +239,9 @@ def _closers(template: ChatTemplate) -> list[str]:
 
 
 class _Finder:
-    def __init__(self, seen: _Renderings, template: ChatTemplate, switches: tuple[str, ...]) -> None:
+    def __init__(
+        self, seen: _Renderings, template: ChatTemplate, switches: tuple[str, ...]
+    ) -> None:
         self._seen, self._template, self._switches = seen, template, switches
         self._reasons: list[str] = []
         self._prompt_end = ""  # where a prompt does not end with the header
@@ -252,6 +269,8 @@ class _Finder:
             parts,
             takes_tools=_NAME in with_tools,
             arguments_as_text=as_text,
+            takes_thoughts=self._takes_thoughts(parts),
+            short_ids=f"long {as_text}" in seen.faults and f"one {as_text}" in seen.texts,
             roles=frozenset(roles),
             reason="; ".join(self._reasons),
         )
@@ -259,18 +278,29 @@ class _Finder:
     def _as_text(self) -> bool:
         """Return whether arguments are given as text: where objects fail, or are not written as JSON."""
         one, text = self._seen.tail("one False"), self._seen.tail("one True")
-        if one is None or _NAME not in one and _IDS[0] not in one:
+        if one is None or (_NAME not in one and _IDS[0] not in one):
             return text is not None and (_NAME in text or _IDS[0] in text)
         if "{'" in one and text is not None and "{'" not in text:
             return True  # Python's own text of a dictionary
         return False
+
+    def _takes_thoughts(self, parts: TurnParts) -> bool:
+        """Return whether the template moves, or leaves out, a thought that an answer's content has."""
+        strings = self._template.strings
+        names = ("reasoning_content", "thinking", "reasoning")
+        return (
+            bool(parts.thought_end)
+            and any(parts.thought_end in text or text in names for text in strings)
+        ) or any(
+            _THOUGHT in self._seen.texts.get(key, "") for key in ("thoughtful", "thoughtful True")
+        )
 
     # -- header, ends ------------------------------------------------------------------------------
 
     def _find_header(self, as_text: bool) -> str:
         """Return what all turns begin with, after the user's text: as far as all renderings agree."""
         keys = ["prompt", "answer", "thoughtful", "prompt True", "prompt False"]
-        keys += [f"one {as_text}", f"thought {as_text}", f"thoughtful True"]
+        keys += [f"one {as_text}", f"thought {as_text}", "thoughtful True"]
         tails = [tail for key in keys if (tail := self._seen.tail(key)) is not None]
         if not tails:
             return ""
@@ -446,8 +476,7 @@ class _Finder:
 
     def _with_calls(self, parts: TurnParts, as_text: bool) -> TurnParts:
         bodies = {
-            key: self._body(f"{key} {as_text}", parts)
-            for key in (*_SINGLE, "pair", "no content")
+            key: self._body(f"{key} {as_text}", parts) for key in (*_SINGLE, "pair", "no content")
         }
         one = bodies["one"] or bodies["no content"]
         if one is None:
@@ -484,7 +513,7 @@ class _Finder:
             body = body[: max(ends) + min(cuts)] if cuts else body
         first = min(i for word in (_NAME, _IDS[0]) if (i := body.find(word)) >= 0)
         skip = 0
-        if parts.thought_end and 0 <= (at := body.rfind(parts.thought_end, 0, first)):
+        if parts.thought_end and (at := body.rfind(parts.thought_end, 0, first)) >= 0:
             skip = at + len(parts.thought_end)
         if parts.content_start.strip():
             empty = (parts.content_start + parts.content_end).strip()
@@ -558,7 +587,9 @@ def _json_form(one: str, pair: str | None) -> CallForm | None:
             section_start, call_start, call_end, separator, section_end = _shared(
                 head, middle, tail, in_list
             )
-    if pair is None and not in_list:  # nothing is known of two calls: each has all that is around one
+    if (
+        pair is None and not in_list
+    ):  # nothing is known of two calls: each has all that is around one
         section_start, call_start, call_end, section_end = "", head, tail, ""
     if numbered:
         parts = _with_index(parts, numbered[0])
@@ -612,7 +643,12 @@ def _path_to(value: object, fits: object, depth: int = 0) -> tuple[str, ...] | N
     return None
 
 
-_SPACINGS = [Values(), Values(item=",", pair=":"), Values(item=", ", pair=":"), Values(item=",", pair=": ")]
+_SPACINGS = [
+    Values(),
+    Values(item=",", pair=":"),
+    Values(item=", ", pair=":"),
+    Values(item=",", pair=": "),
+]
 
 
 def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
@@ -791,7 +827,9 @@ def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, 
     after_each, end, separator = named_after[:n_end], named_after[n_end:], left[n_end:]
     del after_one
     parts: tuple[Part, ...] = tuple(
-        p for i, piece in enumerate(after_each.split("\0")) for p in ([Slot.NAME] if i else []) + [piece]
+        p
+        for i, piece in enumerate(after_each.split("\0"))
+        for p in ([Slot.NAME] if i else []) + [piece]
         if p
     )
     text = Around(before_each, between, parts)
@@ -801,7 +839,7 @@ def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, 
     values = Values()
     prefix, suffix = one[: one.find(inner)] + start, end + one[one.find(inner) + len(inner) :]
     texts: dict[str, str] = {}
-    for kind, value in _OTHERS.items():
+    for kind, _value in _OTHERS.items():
         body = bodies.get(kind)
         if body is None or not body.startswith(prefix) or not body.endswith(suffix):
             continue
@@ -815,7 +853,7 @@ def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, 
         others["number"] = base
         values = _values_of(texts, base, between, after_each)
         for kind, whole in texts.items():
-            around = _around(whole, values.write(_OTHERS[kind]), kind)
+            around = _around(whole, values.write(_OTHERS[kind]))
             if around is not None:
                 others[kind] = around
     else:
@@ -825,7 +863,7 @@ def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, 
     return ArgumentTags(text, others, separator, values, start, end), inner
 
 
-def _around(whole: str, written: str, kind: str) -> object:
+def _around(whole: str, written: str) -> Around | None:
     key_at = whole.find(_KEY)
     at = whole.rfind(written, key_at + len(_KEY))
     if key_at < 0 or at < 0 or not written:
@@ -834,9 +872,7 @@ def _around(whole: str, written: str, kind: str) -> object:
     return Around(whole[:key_at], whole[key_at + len(_KEY) : at], after)
 
 
-def _values_of(
-    texts: Mapping[str, str], base: object, between: str, after: str
-) -> Values:
+def _values_of(texts: Mapping[str, str], base: object, between: str, after: str) -> Values:
     """Return how values are written that are no text."""
     lists, objects = texts.get("list", ""), texts.get("object", "")
     quotes = ["", "'"]

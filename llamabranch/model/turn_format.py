@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..arguments import shown
@@ -54,13 +55,13 @@ class TurnEvent(NamedTuple):
             "arguments": a piece of the JSON text of its arguments; "cut": that call is none after all
             (only of an eager reader), and its text follows as content.
         text: the piece.
-        index: which call of the turn, from 0; None for thought and content.
+        call: which call of the turn, from 0; None for thought and content.
         id: of a call, with its name.
     """
 
     kind: str
     text: str
-    index: int | None = None
+    call: int | None = None
     id: str = ""
 
 
@@ -127,10 +128,12 @@ class TurnFormat:
             template = ChatTemplate(template, special, limit_s=_LIMIT_S)
         elif not isinstance(template, ChatTemplate):
             raise ConfigError(f"a template must be Jinja source, not {shown(template)}")
-        try:
-            return cls(find_parts(template))
-        except UnsupportedError as error:
-            return cls(TurnParts(reason=error.message))
+        return _found(template)
+
+    @classmethod
+    def built_in(cls) -> TurnFormat:
+        """Return the form of a template of which nothing is known but that it takes roles and texts."""
+        return cls(TurnParts(roles=frozenset({"system"})))
 
     # -- what was found ----------------------------------------------------------------------------
 
@@ -267,6 +270,14 @@ class TurnFormat:
         return self.form.write(named).removeprefix(self.parts.lead)
 
 
+@lru_cache(maxsize=32)
+def _found(template: ChatTemplate) -> TurnFormat:
+    try:
+        return TurnFormat(find_parts(template))
+    except UnsupportedError as error:
+        return TurnFormat(TurnParts(roles=frozenset({"system"}), reason=error.message))
+
+
 class TurnReader:
     """Reads a turn while it is written.
 
@@ -281,6 +292,7 @@ class TurnReader:
             grammar. A call that is cut short is taken back ("cut"). False = a call is told when it is
             whole.
         salt: what the ids of calls are derived from, beside their place and name.
+        calls: False = calls are content too.
 
     Attributes:
         turn: what was read so far.
@@ -294,14 +306,15 @@ class TurnReader:
         in_thought: bool | None = None,
         eager: bool = False,
         salt: str = "",
+        calls: bool = True,
     ) -> None:
-        self._start(form.parts, form.form, known_functions(tools))
+        self._start(form.parts, form.form, known_functions(tools), calls=calls)
         self._salt, self._eager = salt, eager
         inside = form.starts_in_thought if in_thought is None else in_thought
         self._in_thought = inside and bool(form.thought_end)
 
-    def _start(self, parts: TurnParts, form: CallForm, known: Known) -> None:
-        self._parts, self._form, self._known = parts, form, known
+    def _start(self, parts: TurnParts, form: CallForm, known: Known, *, calls: bool = True) -> None:
+        self._parts, self._form, self._known, self._reads_calls = parts, form, known, calls
         self._salt, self._eager, self._in_thought = "", False, False
         self._buffer = ""
         self._at = 0  # what is before it in the buffer is read
@@ -318,7 +331,11 @@ class TurnReader:
         self._is_anew = False  # a header was read, and nothing after it
         # A header also has what ends the turn before it.
         joints = [m.end() for m in re.finditer(r"(?<=[>\]])\s*(?=[<\[])", parts.header)]
-        self._headers = [h for h in (parts.prompt_end, parts.header, *(parts.header[at:] for at in joints)) if len(h.strip()) > 4]
+        self._headers = [
+            h
+            for h in (parts.prompt_end, parts.header, *(parts.header[at:] for at in joints))
+            if len(h.strip()) > 4
+        ]
         self._keys = self._all_keys()
         pattern = "|".join(map(re.escape, sorted(self._keys, key=len, reverse=True))) or "(?!)"
         self._pattern = re.compile(pattern)
@@ -438,7 +455,8 @@ class TurnReader:
 
     def _all_keys(self) -> dict[str, list[str]]:
         """Return what is to be looked for in content, and what each text may be."""
-        parts, keys = self._parts, {}
+        parts = self._parts
+        keys: dict[str, list[str]] = {}
         given = [
             ("call", self._form.opening),
             ("thought", parts.thought_start if parts.thought_end else None),
@@ -449,7 +467,9 @@ class TurnReader:
             ("turn end", parts.turn_end),
             ("bare", "{" if self._known.schemas is not None or not self._form.opening.strip() else None),
         ]  # fmt: skip
-        if self._known.schemas is not None:
+        if not self._reads_calls:
+            given = [each for each in given if each[0] not in ("call", "bare", "section end")]
+        elif self._known.schemas is not None:
             given += [("fence", "```"), ("tagged", "<tool_call>")]
         for i, piece in enumerate(self._headers):
             given.append((f"header {i}", piece))
@@ -527,7 +547,7 @@ class TurnReader:
                     return True
                 if start.startswith(rest) and not last:
                     raise Incomplete
-            if self._is_first and self._form.opening.strip():
+            if self._is_first and self._form.opening.strip() and self._reads_calls:
                 probe = Cursor(buffer, at, last=last)
                 try:
                     probe.literal(self._form.opening.lstrip())
@@ -571,7 +591,7 @@ class TurnReader:
 
     def _call_in(self, at: int, last: bool) -> int:
         """Return where a call's opening stands in a thought, or may begin; -1 = nowhere."""
-        key = (self._form.opening.split() or [""])[0]
+        key = (self._form.opening.split() or [""])[0] if self._reads_calls else ""
         found = self._buffer.find(key, at) if key else -1
         while found >= 0:
             try:
@@ -657,10 +677,8 @@ class TurnReader:
         else:
             found: dict[str, object] = {}
             cursor = Cursor(self._buffer, begin, last=False)
-            try:
+            with contextlib.suppress(Mismatch, Incomplete):
                 self._form.read_arguments(cursor, self._known, name, found)
-            except (Mismatch, Incomplete):
-                pass
             sure = json.dumps(found, ensure_ascii=False)[:-1]
         index = len(self._calls)
         if self._sent is None:
@@ -705,8 +723,15 @@ class TurnReader:
         start = cursor.at
         before = self._buffer[:start]
         at_line = not before.strip(" \t") or before.rstrip(" \t").endswith("\n")
-        at_line = at_line and (self._space.endswith("\n") or not self._space.strip(" \t")) and (
-            self._is_first or self._trims or "\n" in self._space or bool(self._calls and self._trims)
+        at_line = (
+            at_line
+            and (self._space.endswith("\n") or not self._space.strip(" \t"))
+            and (
+                self._is_first
+                or self._trims
+                or "\n" in self._space
+                or bool(self._calls and self._trims)
+            )
         )
         if kind == "tagged":
             if self._form.opening.split()[:1] == ["<tool_call>"] and self._form.kind == "json":
@@ -728,8 +753,10 @@ class TurnReader:
             at = cursor.at
             if at == len(cursor.text) and not cursor.last:
                 raise Incomplete
-            if at < len(cursor.text) and not cursor.text[at].isspace() and (
-                cursor.text[at] not in "<[;,{`"
+            if (
+                at < len(cursor.text)
+                and not cursor.text[at].isspace()
+                and (cursor.text[at] not in "<[;,{`")
             ):
                 raise Mismatch
         self._at = cursor.at

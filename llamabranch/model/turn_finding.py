@@ -280,19 +280,14 @@ class _Finder:
         one, text = self._seen.tail("one False"), self._seen.tail("one True")
         if one is None or (_NAME not in one and _IDS[0] not in one):
             return text is not None and (_NAME in text or _IDS[0] in text)
-        if "{'" in one and text is not None and "{'" not in text:
-            return True  # Python's own text of a dictionary
-        return False
+        return "{'" in one and text is not None and "{'" not in text  # Python's text of a dict
 
     def _takes_thoughts(self, parts: TurnParts) -> bool:
         """Return whether the template moves, or leaves out, a thought that an answer's content has."""
-        strings = self._template.strings
-        names = ("reasoning_content", "thinking", "reasoning")
-        return (
-            bool(parts.thought_end)
-            and any(parts.thought_end in text or text in names for text in strings)
-        ) or any(
-            _THOUGHT in self._seen.texts.get(key, "") for key in ("thoughtful", "thoughtful True")
+        names, end = {"reasoning_content", "thinking", "reasoning"}, parts.thought_end
+        return end is not None and (
+            any(end in text or text in names for text in self._template.strings)
+            or any(_THOUGHT in self._seen.texts.get(f"thoughtful{s}", "") for s in ("", " True"))
         )
 
     # -- header, ends ------------------------------------------------------------------------------
@@ -427,9 +422,9 @@ class _Finder:
         for end in ends:
             for text in [*rests.values(), *sorted(self._template.strings)]:
                 start = text.strip()
-                if start != end and _words(start) == _words(end) != set() and "/" not in start:
-                    if start.startswith(end[0]) and start.endswith(end[-1]):
-                        return start, end
+                alike = _words(start) == _words(end) != set() and "/" not in start
+                if start != end and alike and (start[0], start[-1]) == (end[0], end[-1]):
+                    return start, end
             if "/" in end:
                 return end.replace("/", "", 1), end
         for rest in rests.values():

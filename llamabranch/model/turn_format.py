@@ -384,10 +384,8 @@ class TurnReader:
     def _say(self, text: str) -> None:
         """Take text as content; white space at its end waits for what follows."""
         text = self._space + text
-        if self._trims or not self._content:
-            # White space that an answer begins with is its own where nothing was before it.
-            if self._trims:
-                text = text.lstrip()
+        if self._trims:  # white space that a whole answer begins with is its own
+            text = text.lstrip()
         core = text.rstrip()
         self._space = text[len(core) :]
         if core:

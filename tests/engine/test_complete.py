@@ -29,6 +29,7 @@ from llamabranch.errors import (
     UnsupportedError,
 )
 from llamabranch.model.tools import Tools
+from llamabranch.sampling.grammar import turn_grammar
 
 PROMPTS = ["Once upon a time", "The wolf and the wolf and the wolf", "In the forest there stood"]
 HELLO = [{"role": "user", "content": "Tell me of a king."}]
@@ -204,7 +205,7 @@ def takes(model: lb.Model, parameters: list[Any], name: str, arguments: str) -> 
     """Return whether a forced call may be this one; each tool is named by its index."""
     functions = [{"name": str(i), "parameters": each} for i, each in enumerate(parameters)]
     tools = Tools([{"type": "function", "function": each} for each in functions], "required")
-    grammar = lb.Grammar.from_json_schema(tools.schema())
+    grammar = turn_grammar(model, tools)
     sampler = lb.sampling.Sampler(model, lb.SamplingParams(temperature=1.0, top_k=0), grammar)
     text = f'{{"name": "{name}", "arguments": {arguments}}}'
     tokens = [*model.tokenize(text, add_special=False), 1]

@@ -8,13 +8,21 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, cast, get_args, get_origin
 
 from ..errors import ConfigError
 
 __all__ = ["function_tool"]
 
-_PLAIN = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_Field = tuple[object, object]  # annotation, default
+_Schema = dict[str, object]
+_PLAIN: dict[object, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+}
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.M)
 
 
@@ -38,7 +46,7 @@ def function_tool(function: Callable[..., object]) -> dict[str, object]:
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(f"the parameters of {name} cannot be read: {error}") from None
     about, described = _docs(inspect.getdoc(function) or "")
-    fields: dict[str, Any] = {}
+    fields: dict[str, _Field] = {}
     for key, parameter in signature.parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
@@ -78,28 +86,31 @@ def _docs(text: str) -> tuple[str, dict[str, str]]:
     return about, described
 
 
-def _by_pydantic(name: str, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
     """Return the schema of parameters; None without pydantic."""
     try:
         from pydantic import create_model
         from pydantic.errors import PydanticUserError
     except ImportError:
         return None
-    given: dict[str, Any] = {
+    given = {
         key: (hint, ... if default is inspect.Parameter.empty else default)
         for key, (hint, default) in fields.items()
     }
     try:
-        schema: dict[str, Any] = create_model(name, **given).model_json_schema()
+        model = create_model(name, **cast(dict[str, "tuple[type, object]"], given))  # type: ignore[call-overload]
+        schema = cast(_Schema, model.model_json_schema())
     except (PydanticUserError, TypeError, NameError, ValueError) as error:
         raise ConfigError(f"{name}: no JSON schema: {str(error).splitlines()[0]}") from None
-    for one in [schema, *schema.get("properties", {}).values()]:
+    properties = schema.get("properties")
+    for one in [schema, *(properties.values() if isinstance(properties, dict) else ())]:
         one.pop("title", None)
     return schema
 
 
-def _by_hand(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    properties, required = {}, []
+def _by_hand(name: str, fields: Mapping[str, _Field]) -> _Schema:
+    properties: dict[str, _Schema] = {}
+    required = []
     for key, (hint, default) in fields.items():
         try:
             properties[key] = _schema(hint)
@@ -118,11 +129,11 @@ def _by_hand(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _schema(hint: Any) -> dict[str, Any]:
+def _schema(hint: object) -> _Schema:
     origin, inner = get_origin(hint), get_args(hint)
-    if hint in _PLAIN:
+    if isinstance(hint, type) and hint in _PLAIN:
         return {"type": _PLAIN[hint]}
-    if hint is Any or hint is object:
+    if hint is typing.Any or hint is object:
         return {}
     if origin is Annotated:
         texts = [one for one in inner[1:] if isinstance(one, str)]
@@ -132,7 +143,7 @@ def _schema(hint: Any) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         return {"anyOf": [_schema(one) for one in inner]}
     if origin in (list, tuple, set, frozenset) or hint in (list, tuple, set):
-        item = inner[0] if inner else Any
+        item = inner[0] if inner else typing.Any
         return {"type": "array", "items": _schema(item)}
     if origin in (dict, Mapping) or hint in (dict, Mapping):
         values = _schema(inner[1]) if len(inner) == 2 else {}

@@ -18,9 +18,9 @@ from ..native.gguf_reader import read_parts
 from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText, ControlToken
+from .history import written_history
 from .templates import ChatTemplate
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
-from .tools import written_history
 from .turn_format import TurnFormat
 
 __all__ = ["Model"]

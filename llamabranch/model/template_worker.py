@@ -49,10 +49,10 @@ def _compiled(source: str) -> Template:
         raise _Refused(message)
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Lets a template change lists and dictionaries: its own, as nothing else is in this process."""
+        """Lets a template change lists and dictionaries that it made itself."""
 
         def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-            if isinstance(obj, (list, dict, set)):
+            if isinstance(obj, (list, dict, set)) and id(obj) not in _given:
                 return SandboxedEnvironment.is_safe_attribute(self, obj, attr, value)
             return super().is_safe_attribute(obj, attr, value)
 
@@ -94,6 +94,8 @@ def _reply(source: str, variables: Mapping[str, object]) -> dict[str, str]:
         template = _compiled(source)
     except (TemplateError, RecursionError) as error:
         return {"invalid": str(error)}
+    _given.clear()
+    _given.update(_containers(variables))
     try:
         text = template.render(variables)
     except _Refused as error:
@@ -105,6 +107,17 @@ def _reply(source: str, variables: Mapping[str, object]) -> dict[str, str]:
     if len(text) > _LONGEST:
         return {"failed": f"its text has {len(text)} characters, more than {_LONGEST}"}
     return {"text": text}
+
+
+_given: set[int] = set()  # the ids of what the template was given, which it must not change
+
+
+def _containers(value: object) -> Iterator[int]:
+    """Yield the ids of a JSON value's lists and dictionaries."""
+    if isinstance(value, (list, dict)):
+        yield id(value)
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _containers(one)
 
 
 def _variables(source: str) -> list[str]:

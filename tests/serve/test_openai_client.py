@@ -132,7 +132,7 @@ def test_forced_calls_follow_their_schema(client: Any, choice: Any) -> None:
     cut: Any = {"tools": TOOLS, "tool_choice": choice, "max_tokens": n_tokens - 1}
     short = ask(client, **cut).choices[0]
     assert short.finish_reason == "length"
-    assert call.function.arguments.startswith(short.message.tool_calls[0].function.arguments)
+    assert short.message.content.startswith('{"name": ') and not short.message.tool_calls
     parts = list(ask(client, stream=True, **cut))
     assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == "length"
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]

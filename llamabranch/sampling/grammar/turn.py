@@ -82,10 +82,11 @@ class _Writer:
         more = f" (WS? {again} {any_unit})*" if tools.parallel and form.several is not False else ""
         if not form.opening.strip() and form.several is False:
             more = ""
-        calls = self._rule("calls", f"{any_unit}{more} {end} WS?")
+        last = "" if tools.forced else " WS?"
+        calls = self._rule("calls", f"{any_unit}{more} {end}{last}")
         opening = form.opening.removeprefix(tools.turns.parts.lead if tools.forced else "").lstrip()
         if tools.forced:
-            start = f"WS? {self._literal(opening)} {calls}"
+            start = f"{self._literal(opening)} {calls}"
         else:
             starts = ["TEXT"]
             if opening:
@@ -93,7 +94,7 @@ class _Writer:
             if self._is_loose():
                 starts += self._loose()
             start = " | ".join(starts)
-        return "\n".join([f"start: {start}", *self._rules, _TEXT, "WS: /\\s+/"])
+        return "\n".join([f"start: {start}", *self._rules, _TEXT, "WS: /[ \\n\\t]{1,8}/"])
 
     def _rule(self, name: str, text: str, attributes: str = "") -> str:
         self._rules.append(f"{name}{attributes}: {text}")

@@ -719,18 +719,7 @@ class TurnReader:
     def _loose(self, kind: str, cursor: Cursor) -> bool:
         """Read calls that models write in a form that is not their template's."""
         start = cursor.at
-        before = self._buffer[:start]
-        at_line = not before.strip(" \t") or before.rstrip(" \t").endswith("\n")
-        at_line = (
-            at_line
-            and (self._space.endswith("\n") or not self._space.strip(" \t"))
-            and (
-                self._is_first
-                or self._trims
-                or "\n" in self._space
-                or bool(self._calls and self._trims)
-            )
-        )
+        at_line = self._is_first or self._trims or "\n" in self._space
         if kind == "tagged":
             if self._form.opening.split()[:1] == ["<tool_call>"] and self._form.kind == "json":
                 return False
@@ -742,12 +731,17 @@ class TurnReader:
             cursor.at = match.end() if match else start + 3
             if cursor.at == len(cursor.text):
                 raise cursor.need()
-            calls = self._objects(cursor)
+            calls = self._objects(cursor, one=False)
             cursor.space()
             if cursor.at < len(cursor.text) or not cursor.last:
                 cursor.literal("```")
         else:
-            calls = self._objects(cursor)
+            try:
+                calls = self._objects(cursor, one=True)
+            except Incomplete:
+                if self._eager:
+                    self._tell_early(start)
+                raise
             at = cursor.at
             if at == len(cursor.text) and not cursor.last:
                 raise Incomplete
@@ -758,41 +752,33 @@ class TurnReader:
             ):
                 raise Mismatch
         self._at = cursor.at
+        raw = self._raw_arguments(start, calls)
         for call in calls:
-            self._call(call)
+            self._call(call, raw)
         return True
 
-    def _objects(self, cursor: Cursor) -> list[ToolCall]:
-        """Return the calls of JSON objects, whose braces may be doubled."""
+    def _objects(self, cursor: Cursor, *, one: bool) -> list[ToolCall]:
+        """Return the calls of JSON objects, whose braces may be doubled: of the first, or of all."""
         forms = [self._form, _BARE] if self._form.kind == "json" else [_BARE]
         calls: list[ToolCall] = []
-        while True:
+        while not (one and calls):
             cursor.space()
             text, at = cursor.text, cursor.at
-            if at >= len(text) or text[at] not in "{[":
+            if text[at : at + 1] not in ("{", "["):
                 break
             doubled = re.match(r"\{\s*\{", text[at:])
             if doubled:
                 cursor.at = at + doubled.end() - 1
-            elif text[at:] == "{" and not cursor.last:
+            elif not text[at + 1 :].strip() and not cursor.last:
                 raise Incomplete
             value = cursor.json()
-            for one in value if isinstance(value, list) else [value]:
-                calls.append(self._of(one, forms))
-            if doubled:
-                while cursor.text[cursor.at : cursor.at + 1].isspace():
-                    cursor.at += 1
-                if cursor.at == len(cursor.text) and not cursor.last:
-                    raise Incomplete
-                if cursor.text[cursor.at : cursor.at + 1] == "}":
-                    cursor.at += 1
-            if cursor.at == len(cursor.text) and not cursor.last:
-                break
+            for each in value if isinstance(value, list) else [value]:
+                calls.append(self._of(each, forms))
             end = cursor.at
-            rest = text[end:].lstrip()
-            if not rest.startswith("{"):
-                cursor.at = end
-                break
+            if doubled:
+                cursor.space()
+                if not cursor.tries("}"):
+                    cursor.at = end
         if not calls:
             raise Mismatch
         return calls

@@ -129,9 +129,9 @@ def test_built_in_template_replaces_one_that_jinja_cannot_run(open_model: Open) 
         render(model, tools=[{"name": "search"}])
     named = [{"role": "user", "content": "a", "name": "b"}]
     assert model.apply_chat_template(named) == model.apply_chat_template([("user", "a")])
-    with pytest.raises(UnsupportedError, match="template failed"):  # its own reason
+    with pytest.raises(UnsupportedError, match="not valid Jinja"):  # its own reason
         model.apply_chat_template([{"role": "user", "content": "a", "documents": ["b"]}])
-    with pytest.raises(UnsupportedError, match="NUL"):
+    with pytest.raises(UnsupportedError, match="not valid Jinja"):
         model.apply_chat_template([("user", "a\0b")])
 
 

@@ -79,9 +79,8 @@ class _Writer:
         any_unit = self._rule("call", " | ".join(units))
         again = self._literal(form.separator + form.call_start)
         end = self._literal(form.section_end.rstrip())
-        more = f" (WS? {again} {any_unit})*" if tools.parallel and form.several is not False else ""
-        if not form.opening.strip() and form.several is False:
-            more = ""
+        is_many = form.several is True and tools.parallel and not tools.is_named
+        more = f" (WS? {again} {any_unit})*" if is_many else ""
         last = "" if tools.forced else " WS?"
         calls = self._rule("calls", f"{any_unit}{more} {end}{last}")
         opening = form.opening.removeprefix(tools.turns.parts.lead if tools.forced else "").lstrip()

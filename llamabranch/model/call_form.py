@@ -315,7 +315,7 @@ class Values:
             ):
                 raise Incomplete
             raise Mismatch
-        if found.end() == len(text) and not cursor.last:
+        if not cursor.last and (found.end() == len(text) or _CUT.fullmatch(text, at)):
             raise Incomplete
         cursor.at = found.end()
         if word:
@@ -583,7 +583,8 @@ class ArgumentTags:
             at = cursor.at
             try:
                 cursor.literal(key)
-                if cursor.tries(between):
+                if cursor.tries(between.rstrip()):
+                    self._skip_tail(cursor, between)
                     return key
             except Mismatch:
                 pass
@@ -837,13 +838,13 @@ class CallForm:
         self._tolerant(cursor, self.call_end)
         return calls
 
-    def head(self, cursor: Cursor, known: Known) -> tuple[str, int]:
-        """Return the name of a call at a cursor, and where its arguments begin.
+    def head(self, cursor: Cursor, known: Known) -> tuple[str, str, int]:
+        """Return name and id of a call at a cursor, and where its arguments begin.
 
         Raises:
             Mismatch, Incomplete: there is none in the order in which it is written, or more is needed.
         """
-        name = ""
+        name = call_id = ""
         for i, part in enumerate(self.unit):
             after = self._literal_after(i)
             if isinstance(part, str):
@@ -853,11 +854,12 @@ class CallForm:
             elif part is Slot.ARGUMENTS:
                 if self.tags is None:
                     cursor.space()
-                return name, cursor.at
+                return name, call_id, cursor.at
             elif part is Slot.NAME:
                 name = self._read_name(cursor, known, after)
             else:
                 text = _until(cursor, after)
+                call_id = text.strip() if part is Slot.ID else call_id
                 name = self._name_of_id(text, known) if self.name_in_id and not name else name
         raise Mismatch
 

@@ -538,7 +538,8 @@ def _form(bodies: Mapping[str, str | None], as_text: bool) -> CallForm:
         form = _tag_form(one, pair, bodies, name_in_id)
         if not form.opening.strip():
             raise Mismatch  # nothing tells a call from a text
-    separator = form.separator or ("" if form.opening.strip() else "\n")
+    is_apart = form.opening.strip() or pair is not None
+    separator = form.separator or ("" if is_apart else "\n")
     return replace(form, several=pair is not None, separator=separator)
 
 

@@ -357,7 +357,7 @@ class TurnReader:
     def finish(self) -> list[TurnEvent]:
         """Return what the end of the text adds."""
         events = self._read(last=True)
-        if self._space and not self._calls and self._content:
+        if self._space and not self._calls and not self._trims:
             self._events = []
             self._tell("content", self._space)
             self._space = ""
@@ -647,18 +647,18 @@ class TurnReader:
             return None
         try:
             where = self._arguments_at(at)
-            return self._buffer[where[1] : json_end(self._buffer, where[1], last=True)[1]]
+            return self._buffer[where[2] : json_end(self._buffer, where[2], last=True)[1]]
         except (Mismatch, Incomplete):
             return None
 
-    def _arguments_at(self, at: int) -> tuple[str, int]:
-        """Return the name, and where the arguments begin, of a call that begins at ``at``."""
+    def _arguments_at(self, at: int) -> tuple[str, str, int]:
+        """Return name, id and where the arguments begin, of a call that begins at ``at``."""
         return self._form.head(Cursor(self._buffer, at, last=False), self._known)
 
     def _tell_early(self, at: int) -> None:
         """Tell the name and the arguments of a call that is being written, as far as they are sure."""
         try:
-            name, begin = self._arguments_at(at)
+            name, given, begin = self._arguments_at(at)
         except (Mismatch, Incomplete):
             return
         if not self._known.takes(name):
@@ -680,7 +680,7 @@ class TurnReader:
             sure = json.dumps(found, ensure_ascii=False)[:-1]
         index = len(self._calls)
         if self._sent is None:
-            own = call_id(self._salt, index, name)
+            own = given or call_id(self._salt, index, name)
             self._events.append(TurnEvent("name", name, index, own))
             self._sent = (index, "")
         more = sure[len(self._sent[1]) :]
@@ -729,7 +729,8 @@ class TurnReader:
         elif kind == "fence":
             match = _FENCE.match(self._buffer, start)
             cursor.at = match.end() if match else start + 3
-            if cursor.at == len(cursor.text):
+            word = self._buffer[start + 3 :]
+            if cursor.at == len(cursor.text) or (not cursor.last and word.strip(" ").isalnum()):
                 raise cursor.need()
             calls = self._objects(cursor, one=False)
             cursor.space()

@@ -480,6 +480,7 @@ class ArgumentTags:
         separator: between two arguments.
         values: how values that are no plain text are written.
         start, end: around all arguments, if there are any.
+        wrap: around strings that have several lines or signs of XML, as ``<![CDATA[`` and ``]]>``.
     """
 
     text: Around | None
@@ -488,6 +489,7 @@ class ArgumentTags:
     values: Values = field(default_factory=Values)
     start: str = ""
     end: str = ""
+    wrap: tuple[str, str] = ("", "")
 
     def around(self, value: object) -> Around:
         """Return what stands around a value."""
@@ -503,6 +505,8 @@ class ArgumentTags:
             around = self.around(value)
             is_plain = isinstance(value, str) and self.text is not None
             text = str(value) if is_plain else self.values.write(value)
+            if is_plain and self.wrap[0] and re.search("[\n<>&]", text):
+                text = self.wrap[0] + text + self.wrap[1]
             after = "".join(key if part is Slot.NAME else str(part) for part in around.after)
             parts.append(around.before + key + around.between + text + after)
         return self.start + self.separator.join(parts) + self.end if parts else ""
@@ -634,6 +638,9 @@ class ArgumentTags:
         after = "".join(key if part is Slot.NAME else str(part) for part in around.after)
         if not after.strip():
             return self.values.read(cursor)
+        opening, closing = self.wrap
+        if opening and is_text and cursor.tries(opening):
+            return self._raw(cursor, closing + after, rest)
         text = self._raw(cursor, after, rest)
         schema = (known.properties(name) or {}).get(key)
         if is_text and (not is_other or known.is_text(name, key)):

@@ -24,6 +24,7 @@ _NAME, _OTHER = "zqfind", "zqseek"
 _KEY, _KEY2, _VALUE, _VALUE2 = "kxone", "kxtwo", "Vztext", "Wzmore"
 _IDS = ("zqid00001", "zqid00002")
 _RAW = "Vz'a\"b\\c"
+_LINES = "Vzl\n<&m"
 _NESTED = {"kxb": [17, "Vzs", True, {"kxd": 2.5}], "kxe": "Vzt"}
 _OTHERS: dict[str, object] = {
     "number": 4711, "bool": True, "null": None, "object": _NESTED, "list": [7, "Vzs"],
@@ -110,6 +111,7 @@ _BLOCKS: tuple[object, ...] = (  # other ways in which a message holds its thoug
 )
 _SINGLE: dict[str, dict[str, object]] = {
     "none": {}, "one": {_KEY: _VALUE}, "two": {_KEY: _VALUE, _KEY2: _VALUE2}, "raw": {_KEY: _RAW},
+    "lines": {_KEY: _LINES},
     **{kind: {_KEY: value} for kind, value in _OTHERS.items()},
 }  # fmt: skip
 
@@ -126,7 +128,7 @@ def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
         ]
         return [*_ASKED, {"role": "assistant", "content": content, "tool_calls": written, **more}]
 
-    thoughts = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT, "reasoning": _THOUGHT}
+    thoughts = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT, "reasoning": _THOUGHT, "thought": _THOUGHT}
     found = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
     found["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
     found["said"] = called((_NAME, _SINGLE["one"]), content=_CONTENT)
@@ -171,7 +173,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     seen = _Renderings(template)
     tools = {"tools": _TOOLS, "functions": json.dumps([t["function"] for t in _TOOLS])}
     answer = {"role": "assistant", "content": _CONTENT}
-    thoughts = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT, "reasoning": _THOUGHT}
+    thoughts = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT, "reasoning": _THOUGHT, "thought": _THOUGHT}
     prompt = {"messages": _ASKED, "add_generation_prompt": True}
     asked: dict[str, Mapping[str, object]] = {
         "prompt": prompt,
@@ -753,13 +755,15 @@ def _tag_form(
     start, end = one.find(needle), one.rfind(inner) + len(inner)
     if start < 0 or end < start:
         raise Mismatch
+    start = min(i for word in (needle, _IDS[0]) if (i := one.find(word)) >= 0)
     head, tail = one[:start], one[end:]
     core = one[start:end]
     section_start, call_start, call_end, separator, section_end = "", head, tail, "", ""
     index = None
     if pair is not None:
         after = pair.find(inner) + len(inner)
-        at = pair.find(other)
+        places = [i for word in (other, _IDS[1]) if (i := pair.find(word, after)) >= 0]
+        at = min(places, default=-1)
         if pair.count(inner) < 2 or at < after:
             second = inner if tags is None else None
             if second is None or at < 0:
@@ -854,9 +858,14 @@ def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, 
                 others[kind] = around
     else:
         others["number"] = text
+    lines = bodies.get("lines") or ""
+    wrapped = re.search(
+        rf"{re.escape(between)}(\S*?){re.escape(_LINES)}(\S*?){re.escape(after)}", lines
+    )
+    wrap = (wrapped[1], wrapped[2]) if wrapped and wrapped[1] and wrapped[2] else ("", "")
     if not is_raw:
         return ArgumentTags(None, others, separator, values, start, end), inner
-    return ArgumentTags(text, others, separator, values, start, end), inner
+    return ArgumentTags(text, others, separator, values, start, end, wrap), inner
 
 
 def _around(whole: str, written: str) -> Around | None:

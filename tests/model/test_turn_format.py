@@ -355,7 +355,7 @@ def test_arguments_come_while_they_are_written() -> None:
     assert [e.text for e in begun] == ["find", '{"text": "a"']
     ended = reader.finish()
     assert ended[0].kind == "cut" and reader.turn.calls == []
-    assert reader.turn.content == "<do>\n<f=find>\n<p=text>\na\n</p>\n<p=n>"
+    assert reader.turn.content == "<do>\n<f=find>\n<p=text>\na\n</p>\n<p=n>\n"
 
 
 def test_ids_are_the_same_again_and_of_a_form_that_templates_take() -> None:

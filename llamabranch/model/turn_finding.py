@@ -128,7 +128,12 @@ def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
         ]
         return [*_ASKED, {"role": "assistant", "content": content, "tool_calls": written, **more}]
 
-    thoughts = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT, "reasoning": _THOUGHT, "thought": _THOUGHT}
+    thoughts = {
+        "reasoning_content": _THOUGHT,
+        "thinking": _THOUGHT,
+        "reasoning": _THOUGHT,
+        "thought": _THOUGHT,
+    }
     found = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
     found["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
     found["said"] = called((_NAME, _SINGLE["one"]), content=_CONTENT)
@@ -173,7 +178,12 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     seen = _Renderings(template)
     tools = {"tools": _TOOLS, "functions": json.dumps([t["function"] for t in _TOOLS])}
     answer = {"role": "assistant", "content": _CONTENT}
-    thoughts = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT, "reasoning": _THOUGHT, "thought": _THOUGHT}
+    thoughts = {
+        "reasoning_content": _THOUGHT,
+        "thinking": _THOUGHT,
+        "reasoning": _THOUGHT,
+        "thought": _THOUGHT,
+    }
     prompt = {"messages": _ASKED, "add_generation_prompt": True}
     asked: dict[str, Mapping[str, object]] = {
         "prompt": prompt,

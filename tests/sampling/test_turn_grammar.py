@@ -39,10 +39,7 @@ WRITTEN = [shape for shape in SHAPES if shape != "arguments are a text"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
-    vocabulary = toys.Vocabulary.with_control(
-        "<s>", "</s>", "<|call|>", "<|with|>", "<|do>", "[DO]"
-    )
-    path: Path = toys.write_toy(tmp_path_factory.mktemp("toy") / "toy.gguf", vocab=vocabulary)
+    path: Path = toys.write_toy(tmp_path_factory.mktemp("toy") / "toy.gguf", vocab="bytes")
     with lb.Model(path) as model:
         yield model
 

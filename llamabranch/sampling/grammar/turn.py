@@ -83,9 +83,11 @@ class _Writer:
         more = f" (WS? {again} {any_unit})*" if is_many else ""
         last = "" if tools.forced else " WS?"
         calls = self._rule("calls", f"{any_unit}{more} {end}{last}")
-        opening = form.opening.removeprefix(tools.turns.parts.lead if tools.forced else "").lstrip()
+        whole = form.opening.removeprefix(tools.turns.parts.lead if tools.forced else "")
+        opening = whole.lstrip()
+        space = whole[: len(whole) - len(opening)]
         if tools.forced:
-            start = f"{self._literal(opening)} {calls}"
+            start = f"{self._literal(space)}? {self._literal(opening)} {calls}"
         else:
             starts = ["TEXT"]
             if opening:
@@ -263,7 +265,11 @@ class _Writer:
             return both(self._until(f"{rule}_text", after))
         if kind == "boolean" and not tags.values.is_json:
             value = " | ".join(json.dumps(word) for word in tags.values.words[:2])
-        elif tags.values.is_json or kind in ("integer", "number", "boolean"):
+        elif (
+            tags.values.is_json
+            or kind in ("integer", "number", "boolean")
+            or (tags.text is None and (kind == "string" or is_enum))
+        ):
             value = self._json(schema, tags.values)
         elif kind in ("object", "array") and after.strip() and not tags.values.tags:
             value = self._json(schema, Values())  # a reader takes JSON too

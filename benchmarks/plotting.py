@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from llamabranch import ConfigError
 from llamabranch.bench.timing import Spread
-from llamabranch.errors import UnsupportedError
+from llamabranch.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,14 +55,10 @@ def save_plot(
         UnsupportedError: matplotlib is not installed.
         ConfigError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise UnsupportedError(
-            "plots need matplotlib",
-            hint="pip install 'llamabranch[plot]', or pip install matplotlib",
-        ) from None
+    require("plot", "a plot", "matplotlib")
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns while it fills its caches
     figure = Figure(figsize=(8, 5), layout="constrained")
     plot = figure.add_subplot()

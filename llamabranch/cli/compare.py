@@ -22,7 +22,7 @@ from .interrupts import EXIT_FAILURE
 from .options import OUTPUT, TEXT, ModelOptions, OutputOptions
 
 if TYPE_CHECKING:
-    from llamabranch.loom.report import Comparison
+    from llamabranch.eval.comparison import Comparison
 
 Rows = list[tuple[str, ...]]
 _HEAD = """<!doctype html>
@@ -65,7 +65,7 @@ def compare(
     llama-perplexity --kl-divergence; with --coded to its last digit.
     """
     with output.console() as console:
-        from llamabranch.loom.report import compare_models
+        from llamabranch.eval.comparison import compare_models
 
         if asked.text is None:
             raise ConfigError("compare needs a text", hint="--text FILE, of at least two windows")

@@ -23,6 +23,7 @@ import typer
 import llamabranch as lb
 from llamabranch import hub
 
+from ..extras import install_command
 from .bundles import with_bundles
 from .console import decimal_size
 from .interrupts import EXIT_FAILURE
@@ -287,5 +288,5 @@ def advise(
     if complaint := machine.complaint(n_threads):
         found.append(complaint)
     if _version("huggingface_hub") == "not installed":
-        found.append("downloads from the Hugging Face hub need: pip install 'llamabranch[hub]'")
+        found.append(f"downloads from the Hugging Face hub need: {install_command('hub')}")
     return found

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from llamabranch import AsyncEngine, ConfigError
 from llamabranch import serve as server
-from llamabranch.serve import ServeSettings
+from llamabranch.serve import ServeSettings, require_server
 
 from ..arguments import nearest
 from ..loading import LoadOptions
@@ -157,6 +157,7 @@ def serve(
     requests end in time; the second ends them.
     """
     with output.console() as console:
+        require_server()  # before a model is loaded
         config, template = models.config(), read_template(models.chat_template)
         settings = replace(
             listening.settings(),

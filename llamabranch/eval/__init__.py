@@ -6,6 +6,8 @@ harness.py      a model for lm-evaluation-harness
 perplexity.py   a text in chunks: llama-perplexity's number
 logits_file.py  llama.cpp's files of log-probabilities
 divergence.py   a model against saved log-probabilities
+pair.py         two models on one text: KL divergence, lockstep, spans of unequal tokenizers
+comparison.py   the report of `llamabranch compare`
 
 lm-evaluation-harness is imported when ``LlamaBranchLM`` is used first.
 """

@@ -18,6 +18,7 @@ from ..arguments import whole
 from ..context import Context
 from ..engine import Engine, Request
 from ..errors import ConfigError, UnsupportedError
+from ..extras import install_command
 from ..loading import LoadOptions, load
 from ..sampling import SamplingParams
 from .scoring import Score, score
@@ -87,7 +88,7 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         if _MISSING:
             raise UnsupportedError(
                 "LlamaBranchLM needs lm-evaluation-harness",
-                hint="pip install 'llamabranch[eval]', or pip install lm_eval",
+                hint=f"{install_command('eval')}, or pip install lm_eval",
             )
         super().__init__()
         for name in ("batch_size", "max_batch_size", "device"):

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import ConfigError, DownloadError, LlamaBranchError, UnsupportedError
+from ..extras import install_command
 from ..files import atomic_write
 from .caches import find, hub_cache
 from .choice import choose
@@ -122,7 +123,7 @@ def _requests(what: str) -> Iterator[None]:
     except ImportError as error:
         raise UnsupportedError(
             "downloading needs huggingface_hub, which is not installed",
-            hint="pip install 'llamabranch[hub]', or fetch the file by hand and give its path",
+            hint=f"{install_command('hub')}, or fetch the file by hand and give its path",
         ) from error
     try:
         yield

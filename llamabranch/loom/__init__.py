@@ -4,9 +4,7 @@ document.py    nodes, and the records that make and change them; undo
 journal.py     the file: records only ever appended, one process that writes
 live.py        events for the tabs; jobs: generating, scoring, replaying as they happen
 searching.py   searches and what is reported of them
-pair.py        two models on one text: KL divergence, lockstep, spans of unequal tokenizers
-comparing.py   the same for the page, as it is found
-report.py      the report of `llamabranch compare`
+comparing.py   two models on one text, for the page as it is found
 formats.py     other looms' files, JSON, Markdown
 page.py        the page's own files, its policy, who may call, the exported HTML
 loom.py        a document over a server's process, and what operations are made of
@@ -14,15 +12,11 @@ operations.py  what the page can be asked to do
 api.py         the routes
 """
 
-from ..errors import UnsupportedError
+from ..serve import require_server
 
-try:
-    from .api import front_of
-    from .loom import Loom
-except ImportError as error:
-    raise UnsupportedError(
-        f"the page needs a package that is not installed: {error.name}",
-        hint="pip install 'llamabranch[page]'",
-    ) from error
+require_server("page", "the page")
+
+from .api import front_of  # noqa: E402
+from .loom import Loom  # noqa: E402
 
 __all__ = ["Loom", "front_of"]

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import accumulate
 
+from ..eval import pair
+from ..eval.pair import short
 from ..serve.app import Front
 from ..serve.errors import HttpError
 from ..serve.exchange import Exchange
-from . import formats, page, pair
-from .document import KEPT, short
+from . import formats, page
+from .document import KEPT
 from .loom import Do, Loom
 from .operations import Operations
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from ..context import Context
+from ..eval.pair import Place, read_pair, same_vocabulary, short, spans, totals, write_pair
 from ..serve.errors import HttpError
-from .document import Ended, Node, short
+from .document import Ended, Node
 from .live import Job
 from .loom import Do, Loom
-from .pair import Place, read_pair, same_vocabulary, spans, totals, write_pair
 
 __all__ = ["compare"]
 

@@ -17,15 +17,15 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct
 
+from ..eval.pair import Number
 from ..model import Model
 
 __all__ = [
     "KEPT", "AnyRecord", "Change", "Document", "Ended", "Head", "Kept", "KeptName", "Made", "Node",
-    "Number", "Piece", "Pieces", "Record", "Seed", "Tokens", "Undo", "decoded", "digest", "short",
+    "Number", "Piece", "Pieces", "Record", "Seed", "Tokens", "Undo", "decoded", "digest",
 ]  # fmt: skip
 
 Piece = str | list[int] | dict[str, str]  # text; bytes that are none; the name of a control token
-Number = float | None
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 KeptName = Literal["rounds", "compare", "searches"]
 KEPT: tuple[KeptName, ...] = get_args(KeptName)
@@ -395,11 +395,6 @@ class _Alternative(Struct, array_like=True):
 def decoded(raw: Raw) -> list[tuple[int, Number]]:
     """Return the most probable tokens of a place; what else is reported of them is left out."""
     return [(one.token, one.lp) for one in msgspec.json.decode(raw, type=list[_Alternative])]
-
-
-def short(x: float) -> Number:
-    """Return a number as its shortest float32 decimal; None for what is no number."""
-    return float(str(np.float32(x))) if math.isfinite(x) else None
 
 
 def digest(ids: Sequence[int], logprobs: Sequence[Number]) -> str:

@@ -23,6 +23,7 @@ from msgspec import Raw
 from ..branch import Produced
 from ..context import Context, TokenScore
 from ..engine import Request, Result
+from ..eval.pair import short
 from ..native import available_cores
 from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
@@ -30,7 +31,7 @@ from ..serve.exchange import Exchange
 from ..serve.generation import all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest, short
+from .document import Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest
 from .journal import Journal
 
 __all__ = ["MOST_TOP", "Job", "Live", "Work", "leaves_cores"]

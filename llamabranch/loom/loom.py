@@ -12,6 +12,7 @@ from msgspec import Meta, Raw, Struct
 
 from ..context import Context
 from ..engine import Request
+from ..eval.pair import same_vocabulary
 from ..files import atomic_write, read_small
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
@@ -35,7 +36,6 @@ from .document import (
 from .formats import Item
 from .live import MOST_TOP, Job, Live, leaves_cores
 from .page import Guard
-from .pair import same_vocabulary
 from .searching import Kind, SearchOptions
 
 __all__ = ["Do", "Loom"]

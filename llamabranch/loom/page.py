@@ -12,11 +12,13 @@ from hashlib import sha256
 from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
 from time import monotonic
-
-from starlette.types import Scope
+from typing import TYPE_CHECKING
 
 from ..serve.errors import HttpError
 from ..serve.security import sends_key
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 __all__ = ["Guard", "html_file", "static_file"]
 

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from ..branch import Branch
 from ..context import Context
+from ..eval.pair import short
 from ..sampling import SamplingParams
 from ..search import (
     Potential,
@@ -26,7 +27,7 @@ from ..search import (
     vote,
 )
 from ..search.vote import last_match
-from .document import Seed, short
+from .document import Seed
 from .live import Job, Live
 
 __all__ = ["Kind", "SearchOptions", "Watch", "search"]

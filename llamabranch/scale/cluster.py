@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ..errors import JobError, LlamaBranchError, UnsupportedError
+from ..extras import install_command
 from .folder import Folder
 from .ledger import Ledger
 
@@ -46,7 +47,7 @@ def import_ray() -> ModuleType:
         import ray.data
     except ImportError as error:
         raise UnsupportedError(
-            f"jobs on a cluster need Ray: {error}", hint="pip install 'llamabranch[scale]'"
+            f"jobs on a cluster need Ray: {error}", hint=install_command("scale")
         ) from None
     module: ModuleType = ray
     return module

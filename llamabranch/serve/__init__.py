@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import UnsupportedError
+from ..extras import require
 from .settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 
     from ..engine import AsyncEngine
 
-__all__ = ["ServeSettings", "serve"]
+__all__ = ["ServeSettings", "require_server", "serve"]
+
+
+def require_server(extra: str = "serve", what: str = "the server") -> None:
+    """Check that what the server imports is installed; nothing is imported.
+
+    Raises:
+        UnsupportedError: a package is missing; the hint names ``extra``.
+    """
+    require(extra, what, "httptools", "starlette", "uvicorn")
 
 
 def serve(
@@ -52,11 +61,7 @@ def serve(
         ConfigError: the address cannot be used.
         LlamaBranchError: what loading the model raises.
     """
-    try:
-        from .server import Server
-    except ImportError as error:
-        raise UnsupportedError(
-            f"the server needs a package that is not installed: {error.name}",
-            hint="pip install 'llamabranch[serve]'",
-        ) from error
+    require_server()
+    from .server import Server
+
     Server(open_engine, settings or ServeSettings(), ready, log).run()

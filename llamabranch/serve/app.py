@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
-
-from . import branches, completions, utilities
+from . import branches, completions, require_server, utilities
 from .errors import HttpError
 from .exchange import Exchange, Headers
 from .security import Guard
 from .service import Service
 from .settings import ServeSettings
+
+require_server()
+from starlette.routing import Match, Route  # noqa: E402
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 __all__ = ["App", "Front"]
 

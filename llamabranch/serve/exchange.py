@@ -10,14 +10,16 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
 from time import perf_counter
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from .errors import HttpError, http_error
 from .settings import ServeSettings
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 __all__ = ["Exchange", "Headers"]
 

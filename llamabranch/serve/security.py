@@ -5,12 +5,14 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-
-from starlette.types import Scope
 
 from .errors import HttpError
 from .settings import ServeSettings, is_loopback
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 __all__ = ["Guard", "sends_key"]
 

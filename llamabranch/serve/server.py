@@ -9,15 +9,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from ..engine import AsyncEngine
 from ..errors import ConfigError
 from ..startup import quit_interrupted
+from . import require_server
 from .app import App, Front
 from .service import Service
 from .settings import ServeSettings
+
+require_server()
+import uvicorn  # noqa: E402
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: E402
 
 __all__ = ["Server"]
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import llamabranch as lb
 from llamabranch import eval as evaluation
 from llamabranch.cli import app
-from llamabranch.loom import pair
-from llamabranch.loom.report import Comparison, compare_models
+from llamabranch.eval import pair
+from llamabranch.eval.comparison import Comparison, compare_models
 
 WINDOW = 64
 

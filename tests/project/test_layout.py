@@ -15,7 +15,7 @@ PACKAGE = ROOT / "llamabranch"
 # A room imports from the rows above its own, never from its own row or from below.
 FLOORS = (
     ("errors", "lazy", "startup"),
-    ("arguments", "files", "pictures"),
+    ("arguments", "extras", "files", "pictures"),
     ("native",),
     ("hub", "model", "profile"),
     ("sampling",),
@@ -31,8 +31,9 @@ FLOORS = (
 )
 RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
 PUBLIC_ROOMS = {
-    "", "arguments", "bench", "chat", "cli", "errors", "eval", "files", "hub", "loading", "loom",
-    "model", "pictures", "profile", "scale", "search", "serve", "speculative", "startup", "theory",
+    "", "arguments", "bench", "chat", "cli", "errors", "eval", "extras", "files", "hub",
+    "loading", "loom", "model", "pictures", "profile", "scale", "search", "serve", "speculative",
+    "startup", "theory",
 }  # fmt: skip
 # A file that imports from a higher floor, inside the methods that need it: Context.complete and chat are
 # the engine's, and users look for them where they have the model.

@@ -152,8 +152,6 @@ def test_the_page_of_the_command_line_is_what_its_generator_prints() -> None:
     )  # fmt: skip
     page = (ROOT / "docs" / "cli.md").read_text("utf-8")
     assert page == made.stdout, "python docs/hooks/cli_page.py writes it"
-    assert len(page.split()) <= 2500
-    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 900
 
 
 @pytest.mark.slow

@@ -23,15 +23,20 @@ from ..context.logits import LogitsRow
 from ..model import Model
 from ..sampling import SamplingParams
 from ..sampling.sampler import Sampler
-from .document import Number, short
 
 __all__ = [
-    "Place", "Span", "compared", "mean_kl", "read_pair", "same_vocabulary", "spans", "totals",
-    "write_pair",
+    "Number", "Place", "Span", "compared", "mean_kl", "read_pair", "same_vocabulary", "short",
+    "spans", "totals", "write_pair",
 ]  # fmt: skip
 
+Number = float | None
 _STRETCH = 32  # tokens that both models read in turn
 _TOP = 10
+
+
+def short(x: float) -> Number:
+    """Return a number as its shortest float32 decimal; None for what is no number."""
+    return float(str(np.float32(x))) if math.isfinite(x) else None
 
 
 def same_vocabulary(a: Model, b: Model) -> bool:

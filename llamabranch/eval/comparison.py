@@ -17,14 +17,12 @@ import numpy.typing as npt
 from ..branch import Branch
 from ..context import Context
 from ..context.logits import LogitsRow
-from ..eval import KLDivergence
-from ..eval.divergence import compare_coded
-from ..eval.logits_file import encode
-from ..eval.perplexity import Perplexity, text_chunks, with_bos
 from ..model import Model
 from ..sampling import SamplingParams
-from .document import Number
-from .pair import Span, compared, same_vocabulary, spans, totals
+from .divergence import KLDivergence, compare_coded
+from .logits_file import encode
+from .pair import Number, Span, compared, same_vocabulary, spans, totals
+from .perplexity import Perplexity, text_chunks, with_bos
 
 __all__ = ["Comparison", "Token", "compare_models"]
 

@@ -1,0 +1,148 @@
+"""What a user has after ``pip install .`` and nothing else: no extra, no tool of the tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from llamabranch.extras import install_command, require
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = {
+    "starlette",
+    "uvicorn",
+    "httptools",
+    "uvloop",
+    "huggingface_hub",
+    "matplotlib",
+    "lm_eval",
+    "ray",
+}
+COMMANDS = (
+    "generate", "speculate", "chat", "search", "score", "eval", "compare", "models", "doctor", "demo",
+    "bench", "open", "serve",
+)  # fmt: skip
+# Imports every module where it lies; prints each that fails in another way than by naming its extra.
+IMPORT_ALL = """
+import importlib, pathlib, llamabranch
+from llamabranch.errors import UnsupportedError
+top = pathlib.Path(llamabranch.__file__).parent
+for path in sorted(top.rglob("*.py")):
+    parts = path.relative_to(top.parent).with_suffix("").parts
+    name = ".".join(parts).removesuffix(".__init__")
+    if name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(name)
+    except UnsupportedError as error:
+        assert "pip install" in error.hint and "[" in error.hint, (name, error)
+        print("extra", name)
+    except BaseException as error:
+        print("FAILED", name, repr(error))
+"""
+
+
+def _cached_wheel() -> list[str]:
+    """Return the wheel of llama-cpp-python that pip built on this machine, if it has kept one."""
+    version = metadata.version("llama-cpp-python")
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "cache", "list", "--format=abspath", "llama_cpp_python"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    wheels = [Path(line) for line in listed.stdout.splitlines()]
+    return [str(wheel) for wheel in wheels if f"-{version}-" in wheel.name][:1]
+
+
+def _index_answers() -> bool:
+    """Return whether pip reaches an index: the build backend and the dependencies come from there."""
+    asked = [sys.executable, "-m", "pip", "index", "--retries", "0", "--timeout", "10"]
+    done = subprocess.run([*asked, "versions", "msgspec"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def _documented_installs() -> list[str]:
+    """Return the README's lines that install the package itself."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    lines = re.findall(r"^\$ (pip install [^#\n]*)", readme, re.MULTILINE)
+    return [line.strip() for line in lines if re.search(r"install '?\.", line)]
+
+
+def test_a_bare_install_runs_every_command(tmp_path: Path) -> None:
+    """The README's line, in a new environment; then each command, on the bundled pair."""
+    if not (wheel := _cached_wheel()):
+        pytest.skip("pip has kept no wheel of llama-cpp-python here: compiling it takes minutes")
+    if not _index_answers():
+        pytest.skip("no package index can be reached")
+    lines = _documented_installs()
+    assert lines[0] == "pip install ."
+    environment, home = tmp_path / "environment", tmp_path / "home"
+    home.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    bin_ = environment / ("Scripts" if os.name == "nt" else "bin")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LLAMABRANCH_"))}
+    clean |= {"HOME": str(home), "PATH": f"{bin_}{os.pathsep}{clean['PATH']}", "COLUMNS": "80"}
+
+    def run(*command: object, where: Path = home, answers: str = "", timeout: int = 120) -> str:
+        done = subprocess.run(
+            list(map(str, command)), cwd=where, env=clean, input=answers, timeout=timeout,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    run("pip", "install", "--quiet", *wheel, where=ROOT)
+    # Only pip's cache of wheels is this user's own: it is a folder, so it does not move with HOME.
+    clean["PIP_CACHE_DIR"] = str(home / "pip")
+    run("sh", "-c", f"{lines[0]} --quiet", where=ROOT)
+    installed = {each.split("==")[0].replace("-", "_") for each in run("pip", "freeze").split("\n")}
+    assert not EXTRAS & installed
+
+    modules = run("python", "-c", IMPORT_ALL).splitlines()
+    assert not [line for line in modules if not line.startswith("extra llamabranch.")]
+    assert {"extra llamabranch.loom", "extra llamabranch.serve.server"} <= set(modules)
+
+    for command in COMMANDS:
+        assert "--help" in run("llamabranch", command, "--help")
+    text = home / "text.txt"
+    text.write_text("The old king looked out of the window and saw his horse. " * 60)
+    once = "-t", "1", "-n", "8"
+    assert run("llamabranch", "generate", "-p", "Once", *once)
+    assert run("llamabranch", "speculate", "-p", "Once", *once)
+    assert run("llamabranch", "chat", *once, "--chat-template", "chatml", answers="Hello\n/quit\n")
+    assert run("llamabranch", "search", "-p", "Once", *once)
+    assert run("llamabranch", "score", "Once upon a time")
+    assert run("llamabranch", "eval", "--perplexity", text, "--chunks", "1", "-c", "256")
+    pair = "tale-target", "tale-draft", "--text", text
+    assert run("llamabranch", "compare", *pair, "--window", "64", "--chunks", "1")
+    assert "tale-target" in run("llamabranch", "models")
+    assert "self-test" in run("llamabranch", "doctor")
+    assert run("llamabranch", "demo", timeout=300)
+    # What an extra brings is named at once: no model is loaded first.
+    for command, extra in (("serve", "serve"), ("open", "page")):
+        done = subprocess.run(
+            ["llamabranch", command, "-m", "no/such/model.gguf"], cwd=home, env=clean,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert f"[{extra}]'" in done.stderr and "starlette" in done.stderr
+
+    for line in lines[1:]:  # the extras that the README names: what pip would take is there
+        run("sh", "-c", f"{line} --quiet --dry-run", where=ROOT)
+
+
+def test_a_missing_package_is_named_with_the_command_that_brings_it() -> None:
+    from llamabranch.errors import UnsupportedError
+
+    require("serve", "the server", "json")  # nothing is missing
+    with pytest.raises(
+        UnsupportedError, match=r"the server needs no_such_module, which is not"
+    ) as e:
+        require("serve", "the server", "json", "no_such_module")
+    assert e.value.hint == install_command("serve")
+    assert e.value.hint.startswith("pip install ") and e.value.hint.endswith("[serve]'")

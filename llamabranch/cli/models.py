@@ -192,6 +192,7 @@ def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:
         "path": str(model.path),
         **{name: getattr(model, name) for name in _SAME},
         "chat_template": model.chat_template is not None,
+        "turns": model.turn_format.describe() if model.chat_template else None,
         "mtp_layers": model.n_mtp_layers,
         "head_kind": model.head_kind(model.path),
         "eagle3": eagle if layers else None,

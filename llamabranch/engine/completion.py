@@ -20,7 +20,7 @@ from ..model import Message, chat_messages, is_chat
 from ..model.tools import Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintLike
-from ..sampling.grammar import Grammar
+from ..sampling.grammar import Grammar, turn_grammar
 from ..sampling.params import check_names, settings_of
 from ..speculative.combined import DrafterChoice, auto_drafter
 from .engine import Engine
@@ -216,7 +216,7 @@ def plan_chat(
         ConfigError, UnsupportedError, GrammarError, TokenizeError, CacheFullError: something is invalid.
     """
     text_context("ctx", ctx)
-    known = Tools(tools or (), tool_choice)
+    known = Tools(tools or (), tool_choice, ctx.model.turn_format)
     first = messages[0] if isinstance(messages, (list, tuple)) and messages else None
     is_list = isinstance(first, list) or is_chat(first)
     given = cast(Sequence[Sequence[Message]], messages if is_list else [messages])
@@ -229,7 +229,7 @@ def plan_chat(
     if known.forced:
         if any(options.get(name) is not None for name in _GRAMMARS):
             raise ConfigError("a forced tool call has a grammar of its own: give no other one")
-        options["json_schema"] = known.schema()
+        options["grammar"] = turn_grammar(ctx.model, known)
     found = plan_texts(ctx, prompts, base, **options)
     found.prompts, found.is_list, found.tools = chats, is_list, known
     return found

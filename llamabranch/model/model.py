@@ -18,8 +18,10 @@ from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText, ControlToken
 from .fingerprint import fingerprint, quick_key, states_of
+from .history import written_history
 from .templates import ChatTemplate
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
+from .turn_format import TurnFormat
 
 __all__ = ["Model"]
 
@@ -525,9 +527,29 @@ class Model:
 
     def _checked(self, messages: Sequence[Message]) -> list[dict[str, object]]:
         found = chat_messages(messages)
-        if self.chat_template is not None:
-            check_roles(found, self.chat_template)
+        if self.chat_template is None:
+            return found
+        check_roles(found, self.chat_template)
+        roles = {message["role"] for message in found}
+        if roles & {"developer", "tool", "function", "assistant"}:
+            return written_history(found, self.turn_format)
         return found
+
+    @cached_property
+    def turn_format(self) -> TurnFormat:
+        """The form of the model's turns: of thoughts and of calls, found by rendering its template.
+
+        Without a template, or with one of llama.cpp's own, calls are bare JSON.
+        """
+        source = self.chat_template
+        if source is None or source in ModelHandle.chat_template_names():
+            return TurnFormat.built_in()
+        special = {"bos_token": self.bos, "eos_token": self.eos}
+        texts = {
+            name: "" if token is None else self._handle.token_text(token).decode("utf-8", "replace")
+            for name, token in special.items()
+        }
+        return TurnFormat.of(source, **texts)
 
     def _rendered(
         self,
@@ -559,9 +581,11 @@ class Model:
         except UnsupportedError as error:
             if variables:
                 raise
-            text = self.handle.apply_chat_template(
-                source, plain_messages(messages), add_generation_prompt
-            )
+            try:
+                plain = plain_messages(messages)
+            except UnsupportedError:
+                raise error from None  # the template's own reason
+            text = self.handle.apply_chat_template(source, plain, add_generation_prompt)
             if text is None:
                 raise UnsupportedError(
                     f"{error.message}; llama.cpp has no built-in template like it", hint=error.hint
@@ -579,7 +603,7 @@ class Model:
 
     @cached_property
     def _control_text(self) -> ControlText:
-        found = self.handle.control_tokens()
+        found = self.handle.control_tokens(self.chat_template or "")
         return ControlText({text: ControlToken(*known) for text, known in found.items()})
 
     # -- pairs -------------------------------------------------------------------------------------

@@ -141,6 +141,11 @@ class ChatSession:
         self._stream(lambda: self.chat.send(text))
 
     def _stream(self, begin: Callable[[], Answer]) -> None:
+        """Print an answer as it is generated, and then what there is to say of it."""
+        with self._console.printing_text():
+            self._print_answer(begin)
+
+    def _print_answer(self, begin: Callable[[], Answer]) -> None:
         """Print an answer as it is generated; Ctrl-C ends it."""
         answer: Answer | None = None
         before = self.chat.current, self.chat.n_cut

@@ -83,7 +83,7 @@ def _list_known(console: Console) -> None:
         for entry in hub.catalogue()
     ]
     rows = [(*(each[name] for name in _LISTED), each["present"]) for each in found]
-    console.table((*_LISTED, "here"), rows, left=_LISTED)
+    console.table((*_LISTED, "here"), rows, left=_LISTED, wide=("file", "repository"))
     console.line()
     console.line(
         "A target is followed by what drafts for it. Download one with: llamabranch models pull NAME"
@@ -214,6 +214,7 @@ def _shown(facts: Mapping[str, Any]) -> dict[str, object]:
     more = {"eagle3": facts["eagle3"] or {}, "capabilities": facts["capabilities"] or {}}
     found = {name: v for name, v in facts.items() if name not in ("path", *more)}
     found |= {name: v for each in more.values() for name, v in each.items()}
+    found["fingerprint"] = found["fingerprint"][:16]
     return {
         name.replace("_", " "): f"{v:,}" if type(v) is int else None if v == "" else v
         for name, v in found.items()

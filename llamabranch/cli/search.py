@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError, SamplingParams
+from llamabranch import ConfigError, SamplingParams, hub
 from llamabranch.search import SearchResult, SearchStats, outline
 
 from ..arguments import choice
@@ -142,6 +142,7 @@ def search(
             # A long prompt needs cells beside those of the texts, which share it.
             n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
             models = replace(models, n_ctx=n_cells + (sized.n_ctx or 0))
+        chat = chat.decided(models.target or hub.default_model())
         of_target = LoadOptions(n_seq_max=n_sequences, chat_template=chat.template)
         of_drafts = LoadOptions(n_seq_max=n_sequences + 1)
         context, drafter = models.open_pair(names, console, of_target, of_drafts)

@@ -181,10 +181,10 @@ class Context:
             return
         self._is_warned = True
         warn(
-            f"{n_rows} tokens are decoded together, which rounds logits otherwise than one by one: the "
-            f"next token's distribution was measured to change by a total variation of {found:.2g}. So a "
-            "text may differ from the one that its seed gives without drafts, or alone. If "
-            "equal texts matter, take weights that are exact, such as Q8_0, or batch_invariant=True",
+            "drafted or batched texts can differ from plain ones by rounding. "
+            f"With {self.model.name} tokens that are decoded together change the next token's "
+            f"distribution by a total variation of {found:.2g}, as measured here. If equal texts matter, "
+            "take weights that are exact, such as Q8_0, or batch_invariant=True",
             ExactnessWarning,
         )
 
@@ -323,9 +323,9 @@ class Context:
         Raises:
             ConfigError: a bad argument.
             TokenizeError: a bad id.
-            CacheFullError, DecodeError: the sequence is as it was before the call. If some of the tokens
-                were decoded and this memory cannot drop them (``capabilities.can_truncate``), it holds
-                what its last checkpoint before the call has, or nothing. The same holds after Ctrl-C.
+            CacheFullError, DecodeError: the sequence is as it was before the call, or empty if some of
+                the tokens were decoded and this memory cannot drop them
+                (``capabilities.can_truncate``); the same holds after Ctrl-C.
         """
         with self.lock:
             (seq_id,) = self._check_raw(seq_id)

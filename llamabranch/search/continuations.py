@@ -391,8 +391,7 @@ class Continuations:
         if heir is None or branch is None:
             return
         end = min(start + common(heir), branch.position)
-        end = branch.ctx.kv_cache.usable(branch.seq_id, end)
-        if end > start:
+        if end > start and branch.ctx.kv_cache.can_cut(branch.seq_id, end):
             branch.rewind(end)
             self._sequences.stats.tokens_shared += end
             heir.branch, line.branch = branch, None

@@ -18,7 +18,7 @@ from llamabranch.model.history import written_history
 from llamabranch.model.tools import Tools, conversation, openai_call, openai_deltas
 from llamabranch.model.turn_format import TurnFormat
 from llamabranch.sampling.grammar import turn_grammar
-from tests import toys
+import toys
 
 Open = Callable[[str], lb.Model]
 

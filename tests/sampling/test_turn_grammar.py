@@ -13,8 +13,8 @@ from llamabranch.errors import UnsupportedError
 from llamabranch.model import ToolCall, TurnFormat
 from llamabranch.model.tools import Tools
 from llamabranch.sampling.grammar import turn_grammar
-from tests import toys
-from tests.model.test_turn_format import SHAPES
+import toys
+from test_turn_format import SHAPES
 
 TOOLS = [
     {"type": "function", "function": {"name": "find", "parameters": {

@@ -38,6 +38,7 @@ ROUNDING = (
     "Logits are rounded by how many tokens are decoded at once, so a text that is drafted or "
     "batched can differ."
 )
+LONG_PROMPT = 64  # tokens from which on reading is reported
 PROGRESS_S = 15.0  # on a pipe, between two lines about what is going on
 
 
@@ -74,6 +75,7 @@ class Console:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
+        self._shows_progress = False  # there is a progress line now
         self.resources = ExitStack()
         self.on_loading: Callable[[str, float], None] | None = None
 
@@ -172,6 +174,8 @@ class Console:
             self._remark(Text("hint: ", style="bold").append(hint, style="not bold"))
 
     def _remark(self, text: Text) -> None:
+        if self._shows_progress:
+            self.progress("")
         with contextlib.suppress(OSError):  # there is nowhere else to report it
             self.err.print(text, soft_wrap=not self.err.is_terminal)
 
@@ -180,12 +184,21 @@ class Console:
 
         It needs no thread, so it can be used while something is timed.
         """
+        self._shows_progress = bool(text) and self.err.is_terminal
         if self.err.is_terminal:
             self.err.file.write(f"\r\x1b[2K{text}")
             self.err.file.flush()
         elif text and monotonic() >= self._progress_at:
             self._progress_at = monotonic() + PROGRESS_S
             self.note(text)
+
+    def reading(self, read: lb.context.PromptProgress) -> None:
+        """Show how much of a prompt is read as the progress line; it is gone when all of it is."""
+        is_long = read.n_total - read.n_cached >= LONG_PROMPT
+        if is_long and read.n_read < read.n_total:
+            self.progress(f"reading the prompt: {read.n_read:,} of {read.n_total:,} tokens")
+        elif is_long:
+            self.progress("")
 
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:

@@ -258,7 +258,7 @@ class Loom(Live):
         async def work(job: Job) -> None:
             for node in nodes:
                 if not job.is_stopped:
-                    await self.score(node)
+                    await self.score(job, node)
 
         return self.start("score", work, nodes[0])
 

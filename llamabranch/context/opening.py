@@ -85,7 +85,8 @@ def open_native(
         _check_generates(model)
     given.resolve(model)  # its errors come before a warning
     n_trained = _trained_length(model, given)
-    params, found, memory = _probed(model, given, target)
+    tuner, found, memory = _probed(model, given, target)
+    params = tuner.params
     try:
         if params.cache_ram and not memory.can_copy:
             raise UnsupportedError(
@@ -96,7 +97,8 @@ def open_native(
     except BaseException:
         memory.handle.close()
         raise
-    return params, found, Runner(memory, n_trained, encoded)
+    watch = None if target is not None else tuner.watch(memory.handle)
+    return params, found, Runner(memory, n_trained, encoded, watch)
 
 
 def _check_generates(model: Model) -> None:
@@ -130,7 +132,7 @@ def _trained_length(model: Model, given: ContextParams) -> int | None:
 
 def _probed(
     model: Model, given: ContextParams, target: Target | None
-) -> tuple[ContextParams, Capabilities, Memory]:
+) -> tuple[ThreadTuner, Capabilities, Memory]:
     """Create the native context and try out what it can do; twice where that changes its parameters.
 
     Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
@@ -145,7 +147,7 @@ def _probed(
         handle = _create(model, params.native(), target)
         try:
             if target is not None and model.shares_memory:  # trials need memory
-                return params, *_probe_sharing_head(handle, target.capabilities)
+                return tuner, *_probe_sharing_head(handle, target.capabilities)
             found, memory = _probe(handle, model, params, is_head=target is not None)
             if not found.batch_invariant and resolved is first and target is None:
                 again = _adapted(model, resolved, given, found)
@@ -173,7 +175,7 @@ def _probed(
                 reason = f"by {at_once}{more}: {reason}"
                 variation = 0.0
             found = replace(found, batch_invariant_reason=reason, total_variation=variation)
-        return tuner.params, found, memory
+        return tuner, found, memory
 
 
 def _adapted(

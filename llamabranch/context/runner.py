@@ -26,6 +26,7 @@ from .hidden_states import HiddenStates
 from .logits import LogitsRow
 from .memory import END, Memory
 from .params import warn_of_length
+from .thread_watch import ThreadWatch
 
 __all__ = ["Batch", "DecodeHook", "Runner", "decode_run"]
 
@@ -54,6 +55,7 @@ class Runner:
         memory: where the tokens are written; its native context decodes them.
         n_trained: positions the model was trained for, beyond which it warns; None to never warn.
         encoded: of a head whose encoder reads the hidden states: their numbers for a token; else 0.
+        watch: changes the number of threads while other programs use the cores; None = nothing does.
 
     Attributes:
         n_trained: the position beyond which a sequence warns.
@@ -68,6 +70,7 @@ class Runner:
         memory: Memory,
         n_trained: int | None = None,
         encoded: int = 0,
+        watch: ThreadWatch | None = None,
     ) -> None:
         self.handle = handle = memory.handle
         self.memory = memory
@@ -81,6 +84,7 @@ class Runner:
         self._live: list[LogitsRow] = []
         self._places: list[int] | None = None  # of the last rows in llama.cpp's order, if another
         self._encoded = encoded
+        self.watch = watch
 
     def hook(self, around: DecodeHook | None) -> DecodeHook | None:
         """Let ``around`` call each decode from now on (see ``ContextHandle``); return the one before."""
@@ -121,7 +125,7 @@ class Runner:
         after an earlier one. ``reclaims``: cells may be freed where there are none. ``on_read`` is called
         after each decode; an exception in it undoes all of them.
         """
-        handle, memory = self.handle, self.memory
+        handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
         found: list[LogitsRow] = []
         code = n = n_rows_before = n_decoded = 0
@@ -130,7 +134,7 @@ class Runner:
                 for row in found:
                     row.detach()
                 self._protect_rows(n_rows, expiring)
-                code = submit()
+                code = submit() if watch is None else watch.decode(n, submit)
                 while code == _FULL and reclaims and self._reclaimed(n, expiring):
                     self._protect_rows(n_rows, expiring)
                     code = submit()

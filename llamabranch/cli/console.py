@@ -56,7 +56,7 @@ class Console:
 
     Attributes:
         resources: what is closed when the command ends.
-        on_loading: called with the name of a model and how much of it is loaded.
+        on_opening: called with how far a model is opened, as a text.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Console:
         self._progress_at = monotonic() + PROGRESS_S
         self._shows_progress = False  # there is a progress line now
         self.resources = ExitStack()
-        self.on_loading: Callable[[str, float], None] | None = None
+        self.on_opening: Callable[[str], None] | None = None
 
     @property
     def beside(self) -> Console:
@@ -201,17 +201,28 @@ class Console:
             self.progress("")
 
     @contextmanager
-    def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:
-        """Show how far a model is loaded, on a terminal and to ``on_loading``."""
+    def opening(
+        self, name: str
+    ) -> Iterator[tuple[Callable[[float], None] | None, Callable[[str], None]]]:
+        """Show how far a model is loaded and what is measured of it, and tell ``on_opening``.
 
-        def show(fraction: float) -> None:
-            if self.err.is_terminal:
-                self.progress(f"loading {name}: {fraction:.0%}")
-            if self.on_loading is not None:
-                self.on_loading(name, fraction)
+        Yields what takes the loaded fraction, None where nobody looks, and what is measured.
+        """
+        shown = base_name(name)
+
+        def show(text: str) -> None:
+            self.progress(text)
+            if self.on_opening is not None:
+                self.on_opening(text)
+
+        def load(fraction: float) -> None:
+            show(f"loading {shown}: {fraction:.0%}")
+
+        def measure(what: str) -> None:
+            show(f"measuring {shown}: {what}")
 
         try:
-            yield show if self.err.is_terminal or self.on_loading is not None else None
+            yield load if self.err.is_terminal or self.on_opening is not None else None, measure
         finally:
             self.progress("")
 

@@ -150,6 +150,7 @@ class ThreadTuner:
     # -- measuring ---------------------------------------------------------------------------------
 
     def _measure(self, handle: ContextHandle) -> tuple[int, int]:
+        self._model.measuring("how many threads are fast")
         numbers = candidates(self._cores)
         singles = {n: _time(handle, 1, n) for n in numbers}
         one = _best(singles)

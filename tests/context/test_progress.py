@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +159,26 @@ def test_preempted_text_tells_that_it_is_read_again(target: lb.Model) -> None:
         again = [i for i, each in enumerate(seen) if i and each.n_read <= seen[i - 1].n_read]
         assert len(again) == results[1].num_preemptions
         assert seen[again[0]].n_total > 60  # what it had generated, too
+
+
+# -- opening ---------------------------------------------------------------------------------------
+
+
+def test_load_tells_what_is_measured_and_says_nothing_of_what_is_known(
+    target: lb.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
+    seen: list[str] = []
+    options: Any = {"n_ctx": 256, "n_threads": 1}
+    for expected in (17, 0):
+        with lb.load(target.path, on_measuring=seen.append, **options):
+            exact = [what for what in seen if what.startswith("which batches are exact, ")]
+            assert len(exact) == expected
+        seen.clear()
+    with pytest.raises(ArithmeticError):  # nothing is left open
+        lb.load(target.path, on_measuring=lambda _: 1 // 0, **{**options, "kv_type": "q8_0"})
+    with pytest.raises(ConfigError, match="on_measuring must be a function"):
+        lb.load(target.path, on_measuring=3)  # type: ignore[arg-type]
 
 
 # -- what stops the reading ------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import toys
 import llamabranch as lb
 from llamabranch import Grammar, SamplingParams
 from llamabranch.errors import GrammarError
-from llamabranch.native import GrammarHandle
+from llamabranch.native import CandidateBuffer, GrammarHandle
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.grammar.sampler_matcher import SamplerMatcher
 
@@ -53,7 +53,23 @@ GBNF: list[tuple[str, str]] = [
     ("root ::= ( | [a])*", "left recursion"),
     ('root ::= b root "x" | "y"\nb ::= c\nc ::= ""', "left recursion"),  # llama.cpp overlooks it
     ("root ::= [a]\0", "NUL"),
-]
+    *(
+        (f'root ::= "a"\n  {start} "b"', "line 2, column 3: expected the name of a rule, .*: "
+         "a line break ended the rule 'root'")
+        for start in ("|", '"c"', "[c]", "(", "*", "+", "?", "{2}", "<c>", "!<c>", ".", ")")
+    ),
+    ('root ::=\n  | "a"\n  | "b"', "line 3, column 3: .*: a line break ended the rule 'root'"),
+    ('root ::= "a"\r\n  | "b"', "line 2, column 3: .*: a line break ended the rule 'root'"),
+    ('root ::= x\nx ::= "a" # c\n# d\n\n | [b]', "line 5, column 2: .* ended the rule 'x'"),
+    *(
+        (f'root ::= "a"\n  b{rest}\nb ::= "c"', "line 2, .*: a line break ended the rule 'root'")
+        for rest in ("", " b", ' "c"', " |", "*", " (b)", " [c]")
+    ),
+    *(
+        (f'root ::= {text}b ::= "c"', "found '::=': .* part of the rule 'root'")
+        for text in ("\n", '"a" ', '"a" |\n', '"a" | b ', "| ", '("a" | "d") ')
+    ),
+]  # fmt: skip
 
 
 def test_token_that_the_vocabulary_lacks_is_refused_with_its_name(
@@ -394,6 +410,39 @@ def test_bad_grammar_is_an_error_at_once_with_its_reason(
         Sampler(toy, SamplingParams(), make())
     assert len(str(caught.value)) < 500
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("bar", ["|", "\n  |", "|\n "])
+def test_hint_about_a_line_that_begins_with_a_bar_leads_to_a_grammar_that_works(
+    bar: str, toy: lb.Model
+) -> None:
+    """What it says is right: after '|', within parentheses; nothing before '|' is the empty text."""
+    with pytest.raises(GrammarError) as caught:
+        Grammar('root ::= "a"\n  | "b"')
+    assert "inside parentheses" in (caught.value.hint or "")
+    assert "allows the empty text" in (caught.value.hint or "")
+    for gbnf, allows_empty in (
+        ('root ::= "a" |\n "b"', False),
+        (f'root ::= ("a" {bar} "b")', False),
+        (f'root ::= ({bar} "a" {bar} "b")', True),
+        ('root ::=\n  | "a" | "b"', True),
+    ):
+        state, ours = Grammar(gbnf).start(toy), GrammarHandle(toy.handle, gbnf)
+        end = min(toy.eog_tokens)
+        assert state.allows(end) is allows_empty, gbnf
+        assert ours.allows(end, CandidateBuffer(toy.n_vocab)) is allows_empty, gbnf
+
+
+def test_hint_of_a_grammar_that_does_not_parse_fits_its_error() -> None:
+    """A text without rules gets an example; where no line continues a rule, there is no hint about it."""
+    for gbnf in ("| [a]", '"yes" | "no"', '{"type": "object"}', "[0-9]+"):
+        with pytest.raises(GrammarError, match="line 1, column 1: expected the name") as none:
+            Grammar(gbnf)
+        assert 'root ::= "yes" | "no"' in (none.value.hint or "")
+    for gbnf in ('root ::= "a"\nmy_rule ::= "b"', 'root ::= "a"\nb = "c"', 'root ::= "a";'):
+        with pytest.raises(GrammarError) as other:
+            Grammar(gbnf)
+        assert other.value.hint is None and "line break" not in str(other.value)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,12 @@ _HEX = re.compile(r"[0-9a-fA-F]*")
 _INT = re.compile(r"[0-9]*")
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+# What may follow a name or a blank in a sequence, but not at the beginning of a rule.
+_CONTINUES = re.compile(r"""[|"\[(<!.)*+?{\r\na-zA-Z0-9]|\Z""")
+_LINES_OF_RULES = (
+    "a rule continues on the next line only after '::=' or '|', or inside parentheses; "
+    "a '|' with nothing before it allows the empty text"
+)
 _REFERENCE = re.compile("@([0-9]+)@")  # to a rule, in its translation
 
 # A sequence of symbols: the number of a rule, or None for a character or a token.
@@ -49,6 +55,7 @@ class Gbnf:
         self._text = text
         self._at = 0
         self._depth = 0
+        self._previous = ""  # the name of the rule that was read last
         self._numbers: dict[str, int] = {}
         self._n_symbols = 0
         self._end = 0  # one above the highest number of a defined rule
@@ -88,21 +95,21 @@ class Gbnf:
     def _blank(self, nested: bool) -> None:
         self._skip(_LINES if nested else _SPACE)
 
-    def _fail(self, reason: str, at: int | None = None) -> GrammarError:
+    def _fail(self, reason: str, at: int | None = None, *, hint: str | None = None) -> GrammarError:
         at = self._at if at is None else at
         line = self._text.count("\n", 0, at) + 1
         column = at - (self._text.rfind("\n", 0, at) + 1) + 1
-        return GrammarError(f"the grammar does not parse: line {line}, column {column}: {reason}")
+        return GrammarError(
+            f"the grammar does not parse: line {line}, column {column}: {reason}", hint=hint
+        )
 
     def _expect(self, symbol: str) -> None:
         if not self._text.startswith(symbol, self._at):
-            found = self._next()
-            raise self._fail(
-                f"expected {symbol!r}, found {found!r}"
-                if found
-                else f"expected {symbol!r}, found the end"
-            )
+            raise self._fail(f"expected {symbol!r}, found {self._found()}")
         self._at += len(symbol)
+
+    def _found(self) -> str:
+        return repr(self._next()) if self._next() else "the end"
 
     def _number_of(self, name: str) -> int:
         if name not in self._numbers:
@@ -121,16 +128,33 @@ class Gbnf:
 
     def _rule(self) -> None:
         name = self._skip(_WORD)
-        if not name:
-            raise self._fail(f"expected the name of a rule, found {self._next()!r}")
         self._skip(_SPACE)
+        if self._previous and _CONTINUES.match(self._text, self._at):
+            expected = "'::='" if name else "the name of a rule"
+            raise self._fail(
+                f"expected {expected}, found {self._found()}: "
+                f"a line break ended the rule {self._previous!r}",
+                hint=_LINES_OF_RULES,
+            )
+        if not name:
+            raise self._fail(
+                f"expected the name of a rule, found {self._next()!r}",
+                hint='a grammar is a list of rules, for example: root ::= "yes" | "no"',
+            )
         number = self._number_of(name)
         self._expect("::=")
         self._skip(_LINES)
         ways, self._translations[number] = self._alternatives(nested=False)
         self._define(number, ways)
+        if self._text.startswith("::=", self._at):
+            raise self._fail(
+                "expected a new line or the end, found '::=': "
+                f"what precedes it was read as part of the rule {name!r}",
+                hint=_LINES_OF_RULES,
+            )
         if self._next() not in ("\r", "\n", ""):
             raise self._fail(f"expected a new line or the end, found {self._next()!r}")
+        self._previous = name
         self._skip(_LINES)
 
     def _alternatives(self, nested: bool) -> tuple[list[Sequence], str]:

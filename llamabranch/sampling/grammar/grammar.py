@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import cast, get_origin
 
 from ...arguments import instance, items
-from ...errors import ConfigError, GrammarError
+from ...errors import ConfigError, GrammarError, ParseError
 from ...model import Model
 from . import schema as json_schemas
 from .gbnf import NO_FORCING, Gbnf
 from .guidance import Matcher, compiled
+from .keywords import REFUSED
 from .sampler_matcher import SamplerMatcher
+from .skeleton import lark_of
 
 __all__ = ["Grammar", "GrammarState"]
 
@@ -214,16 +216,23 @@ class Grammar:
         For other grammars it returns the text.
 
         Raises:
-            ParseError: the text is incomplete, or the type refuses it: by a validator, for instance.
+            ParseError: the text is incomplete; or the type refuses it, by a validator for instance; or an
+                array repeats an item against ``uniqueItems``, which a grammar can follow only where the
+                items are a few enumerated values.
         """
         if self.kind != "json_schema":
             return text
-        return json_schemas.value(self.model, text)
+        found = json_schemas.value(self.model, text)
+        if self.model is None and (where := json_schemas.repetition(self.source, found)):
+            raise ParseError(f"the items at {where} are not unique, as the schema asks", text=text)
+        return found
 
 
 def _of_schema(schema: dict[str, object], whitespace: str) -> tuple[str, str]:
     """Return the grammar of a schema, or "" and why it is refused."""
     try:
+        if lark := lark_of(schema, whitespace):
+            return compiled("lark", lark), ""
         return compiled("json_schema", json.dumps(schema, ensure_ascii=False), whitespace), ""
     except GrammarError as error:
         return "", str(error)
@@ -233,6 +242,8 @@ def _refusal(schema: dict[str, object], reason: str, whitespace: str) -> Grammar
     """Return an error that says where a schema is refused, and why."""
     if "recursion limit" in reason:
         return GrammarError("the JSON schema is nested too deep")
+    if reason.startswith(REFUSED):
+        return GrammarError(reason)
     path, reason = json_schemas.place(schema, reason, lambda part: _of_schema(part, whitespace)[1])
     found, is_one_of = _UNSUPPORTED.search(reason), "oneOf constraints" in reason
     if found or is_one_of:
@@ -243,7 +254,7 @@ def _refusal(schema: dict[str, object], reason: str, whitespace: str) -> Grammar
         )
     for pattern, shorter in _REASONS:
         reason = re.sub(pattern, shorter, reason, flags=re.DOTALL)
-    return GrammarError(f"the JSON schema is refused at {path}: {reason}")
+    return GrammarError(f"{REFUSED} {path}: {reason}")
 
 
 def _choices(source: str) -> list[str]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from time import perf_counter
+from typing import NoReturn, cast
 
 from ...arguments import shown
 from ...errors import ConfigError, GrammarError, ParseError
+from .keywords import pointed, prepare, schema_parts
+from .numbers import Digits
+from .skeleton import unique_values
 
-__all__ = ["TAKEN", "closed", "of_type", "parse", "place", "value"]
+__all__ = ["TAKEN", "closed", "of_type", "parse", "place", "repetition", "value"]
 
 TAKEN = (
     "give a pydantic model (class Person(BaseModel)), a dataclass, a TypedDict, a list of them "
@@ -82,7 +86,7 @@ def parse(source: str) -> dict[str, object]:
         GrammarError: it is no JSON schema, or no finite text satisfies it.
     """
     try:
-        schema = json.loads(source)
+        schema = json.loads(source, parse_float=Digits, parse_constant=_refuse_constant)
     except RecursionError:
         raise GrammarError("the JSON schema is nested too deep") from None
     except ValueError as error:
@@ -94,6 +98,10 @@ def parse(source: str) -> dict[str, object]:
     if not isinstance(schema, dict):
         raise GrammarError(f"a JSON schema is an object, not {schema!r:.40}", hint=TAKEN)
     schema.pop("x-guidance", None)
+    prepare(schema)
+    for _, part in schema_parts(schema):
+        if unique_values(part) is None:
+            part.pop("uniqueItems", None)  # see `repetition`
     for part in _parts(schema):
         ways = part.get("oneOf")
         if isinstance(ways, list) and "anyOf" not in part and _exclude_each_other(ways):
@@ -108,6 +116,52 @@ def parse(source: str) -> dict[str, object]:
     return schema
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def repetition(source: str, value: object) -> str:
+    """Return where an array of ``value`` repeats an item against ``uniqueItems``; "" where none does.
+
+    Of ``anyOf`` and ``oneOf`` every part that takes the value's type must be violated.
+    """
+    document = json.loads(source)
+    return _repetition(value, document, document, "#") if '"uniqueItems"' in source else ""
+
+
+def _repetition(value: object, part: object, document: dict[str, object], path: str) -> str:
+    if not isinstance(part, dict) or not isinstance(value, (list, dict)):
+        return ""
+    if isinstance(value, list):
+        items, prefix = part.get("items", True), part.get("prefixItems", [])
+        first = prefix if isinstance(prefix, list) else []
+        inner = [(f"{path}/{i}", one, first[i] if i < len(first) else items)
+                 for i, one in enumerate(value)]  # fmt: skip
+        texts = [json.dumps(one, sort_keys=True) for one in value]
+        if part.get("uniqueItems") is True and len(set(texts)) < len(texts):
+            return path
+    else:
+        properties, rest = part.get("properties", {}), part.get("additionalProperties", True)
+        known = properties if isinstance(properties, dict) else {}
+        inner = [(f"{path}/{k}", one, known.get(k, rest)) for k, one in value.items()]
+    every = part.get("allOf")
+    same = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
+    found = [_repetition(one, its, document, at) for at, one, its in inner]
+    found += [_repetition(value, its, document, path) for its in same]
+    kind = "array" if isinstance(value, list) else "object"
+    for name in ("anyOf", "oneOf"):
+        ways = part.get(name)
+        ways = ways if isinstance(ways, list) else []
+        its = [_repetition(value, way, document, path) for way in ways if _may_be(way, kind)]
+        found.append(its[0] if its and all(its) else "")
+    return next(filter(None, found), "")
+
+
+def _may_be(part: object, kind: str) -> bool:
+    types = part.get("type", kind) if isinstance(part, dict) else kind
+    return kind in types if isinstance(types, list) else kind == types
+
+
 def place(
     schema: dict[str, object], reason: str, refusal: Callable[[dict[str, object]], str]
 ) -> tuple[str, str]:
@@ -117,7 +171,7 @@ def place(
     end = perf_counter() + _MOST_S
     while True:
         places = [(f"{path}/{at}", one) for at, one in _within(part) if not at.startswith(_DEFS)]
-        target = _target(part.get("$ref"), schema)
+        target = pointed(part.get("$ref"), schema)
         if isinstance(target, dict):
             places.append((str(part["$ref"]), target))
         for at, one in places:
@@ -166,7 +220,7 @@ def closed(schema: dict[str, object]) -> dict[str, object]:
     Objects then have the properties that are declared or required, as llama.cpp writes them too. Where
     several schemas apply to one object, the outermost one gets the names of all of them.
     """
-    schema = json.loads(json.dumps(schema))
+    schema = cast(dict[str, object], _copied(schema))
     outer, inner = set[int](), set[int]()
     for part in _parts(schema):
         every = part.get("allOf")
@@ -185,9 +239,16 @@ def closed(schema: dict[str, object]) -> dict[str, object]:
     return schema
 
 
+def _copied(value: object) -> object:
+    """Return a copy of a JSON value; numbers keep the digits that they were written with."""
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
+
+
 def _applied(part: dict[str, object], document: dict[str, object]) -> list[object]:
     """Return the other schemas that apply, or may apply, to the same value."""
-    found = [_target(part["$ref"], document)] if "$ref" in part else []
+    found = [pointed(part["$ref"], document)] if "$ref" in part else []
     for name in _COMBINE[:3]:
         ways = part.get(name)
         found += ways if isinstance(ways, list) else []
@@ -264,7 +325,7 @@ def _within(part: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
 def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[object]]:
     """Return groups of parts, of each of which one at least must be finite for ``part`` to be."""
     every = part.get("allOf")
-    needed = [_target(part["$ref"], document)] if "$ref" in part else []
+    needed = [pointed(part["$ref"], document)] if "$ref" in part else []
     needed += every if isinstance(every, list) else []
     properties, required = part.get("properties"), part.get("required")
     if part.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
@@ -279,19 +340,3 @@ def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[ob
         if isinstance(ways, list) and ways and all(isinstance(way, dict) for way in ways):
             groups.append(ways)
     return groups
-
-
-def _target(reference: object, document: dict[str, object]) -> object:
-    """Return the part that a reference within the document points to; None where there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found: object = document
-    for step in reference[1:].split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(step)
-        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
-        else:
-            return None
-    return found

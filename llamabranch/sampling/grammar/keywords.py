@@ -1,0 +1,307 @@
+"""Keywords of JSON schemas, written as llguidance follows them; what it cannot follow is refused by name.
+
+What constrains nothing is left out: ``uniqueItems: false``, ``not: false``, formats that are no form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+from ...errors import GrammarError
+from . import numbers
+from .patterns import rust_pattern
+
+__all__ = ["CONSTRAINTS", "REFUSED", "Schema", "pointed", "prepare", "schema_parts"]
+
+Schema = dict[str, object]
+REFUSED = "the JSON schema is refused at"  # a place: the reason
+
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_COUNTS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
+    "maxContains",
+)  # fmt: skip
+_INNER = (
+    "items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties",
+    "propertyNames", "contains", "not", "if", "then", "else",
+)  # fmt: skip
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "dependentSchemas")
+# All that may refuse a value. Other keywords are annotations.
+CONSTRAINTS = frozenset(
+    (
+        *_NUMBERS, *_COUNTS, *_INNER, *_LISTS, *_NAMED, "$ref", "$dynamicRef", "const", "enum", "type",
+        "required", "dependentRequired", "dependencies", "uniqueItems", "pattern", "format",
+        "multipleOf",
+    )
+)  # fmt: skip
+_MOST = 1 << 31  # characters or items: no text has as many
+_COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
+
+# Formats that llguidance does not know.
+_ANY_TEXT = {"path", "file-path", "directory-path", "binary", "password"}
+_ANY_NUMBER = {"float", "double"}
+_BASE64 = "(?:[{0}]{{4}})*(?:[{0}]{{2}}==|[{0}]{{3}}=)?"
+_FORMATS = {
+    "byte": f"^{_BASE64.format('A-Za-z0-9+/')}$",
+    "base64": f"^{_BASE64.format('A-Za-z0-9+/')}$",
+    "base64url": f"^{_BASE64.format('A-Za-z0-9_-')}$",
+    **{f"uuid{n}": f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{n}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
+       for n in range(1, 9)},
+}  # fmt: skip
+_INTEGERS = {"int32": 31, "int64": 63}
+
+
+def prepare(document: Schema) -> None:
+    """Rewrite, in place, all parts of a schema that may apply to a value.
+
+    Raises:
+        GrammarError: a part has something that cannot be followed; the message names keyword and place.
+    """
+    _resolve_anchors(document)
+    multiples: list[tuple[int, int]] = []
+    combines = False
+    for path, part in schema_parts(document):
+        with _at(path):
+            _drop_idle(part)
+            _write_patterns(part)
+            _write_format(part)
+            _check_numbers(part)
+            _write_names(part)
+            if numbers.is_number(part.get("multipleOf")):
+                multiples.append(numbers.multiple(part["multipleOf"]))
+        combines = combines or any(name in part for name in _COMBINE)
+    if combines:
+        with _at("#"):
+            numbers.check_multiples(multiples)
+
+
+@contextmanager
+def _at(path: str) -> Iterator[None]:
+    """Add the place to what is refused there."""
+    try:
+        yield
+    except GrammarError as error:
+        raise GrammarError(f"{REFUSED} {path}: {error.message}", hint=error.hint) from None
+
+
+def schema_parts(document: Schema, start: Schema | None = None) -> Iterator[tuple[str, Schema]]:
+    """Yield each part that may apply to a value, outer ones first, with its JSON pointer.
+
+    Definitions are followed where something refers to them. With ``start``, a part of the document, only
+    what may apply to a value of that part is found.
+    """
+    todo, seen = [("#", document if start is None else start)], set[int]()
+    while todo:
+        path, part = todo.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield path, part
+        target = pointed(part.get("$ref"), document)
+        if isinstance(target, dict):
+            todo.append((str(part["$ref"]), target))
+        for name in (*_INNER, *_LISTS, *_NAMED):
+            value = part.get(name)
+            if isinstance(value, dict) and name in _INNER:
+                todo.append((f"{path}/{name}", value))
+            elif isinstance(value, (dict, list)):
+                keys = value if isinstance(value, dict) else range(len(value))
+                for key in keys:
+                    if isinstance(value[key], dict):
+                        at = str(key).replace("~", "~0").replace("/", "~1")
+                        todo.append((f"{path}/{name}/{at}", value[key]))
+
+
+def pointed(reference: object, document: Schema) -> object:
+    """Return the part that a reference within the document points to; None where there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: object = document
+    for step in reference[1:].split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(step)
+        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            return None
+    return found
+
+
+def _resolve_anchors(document: Schema) -> None:
+    """Write references to an ``$anchor`` as references to its place."""
+    places: dict[str, str] = {}
+    references: list[Schema] = []
+    todo: list[tuple[str, object]] = [("#", document)]
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, dict):
+            if isinstance(anchor := value.get("$anchor"), str):
+                places.setdefault(anchor, path)
+            if isinstance(value.get("$ref"), str):
+                references.append(value)
+        if isinstance(value, (dict, list)):
+            keys = value if isinstance(value, dict) else range(len(value))
+            for key in keys:
+                at = str(key).replace("~", "~0").replace("/", "~1")
+                if isinstance(value[key], (dict, list)) and key not in (
+                    "const",
+                    "enum",
+                    "examples",
+                ):
+                    todo.append((f"{path}/{at}", value[key]))
+    for part in references:
+        name = str(part["$ref"])
+        if name[:1] == "#" and name[1:2] != "/" and name[1:] in places:
+            part["$ref"] = places[name[1:]]
+
+
+# -- what constrains nothing -----------------------------------------------------------------------
+
+
+def _takes_all(value: object) -> bool:
+    """Return whether a schema is true, or has annotations alone."""
+    return value is True or (isinstance(value, dict) and not CONSTRAINTS & value.keys())
+
+
+def _takes_names(value: object) -> bool:
+    """Return whether a schema takes every name of a property: names are strings."""
+    if isinstance(value, dict) and value.get("type") == "string":
+        value = {name: one for name, one in value.items() if name != "type"}
+    return _takes_all(value)
+
+
+def _names_nothing(value: object) -> bool:
+    """Return whether dependencies require nothing of anything."""
+    return isinstance(value, dict) and all(one == [] or _takes_all(one) for one in value.values())
+
+
+_IDLE: dict[str, Callable[[object], bool]] = {
+    "uniqueItems": lambda value: value is False,
+    "propertyNames": _takes_names,
+    "unevaluatedProperties": _takes_all,
+    "unevaluatedItems": _takes_all,
+    "dependentRequired": _names_nothing,
+    "dependentSchemas": _names_nothing,
+    "dependencies": _names_nothing,
+    "not": lambda value: value is False,
+    "required": lambda value: value is False,  # of draft 3
+    "minProperties": lambda value: value == 0,
+    "minItems": lambda value: value == 0,
+    "minLength": lambda value: value == 0,
+    "additionalItems": _takes_all,
+}
+
+
+def _drop_idle(part: Schema) -> None:
+    for name, is_idle in _IDLE.items():
+        if name in part and is_idle(part[name]):
+            del part[name]
+    _drop_condition(part)
+    if "contains" not in part:
+        part.pop("minContains", None)
+        part.pop("maxContains", None)
+    elif part.get("minContains") == 0 and "maxContains" not in part:
+        del part["contains"], part["minContains"]
+    elif _takes_all(part["contains"]) and "maxContains" not in part:
+        least = part.pop("minContains", 1)
+        del part["contains"]
+        if isinstance(least, int):
+            given = part.get("minItems", 0)
+            part["minItems"] = max(least, given) if isinstance(given, int) else given
+
+
+def _drop_condition(part: Schema) -> None:
+    """Leave out ``if`` where it decides nothing, or is decided."""
+    condition = part.get("if")
+    ways = {name: part.get(name, True) for name in ("then", "else")}
+    decides = "if" in part and not all(map(_takes_all, ways.values()))
+    if decides and not isinstance(condition, bool):
+        return
+    for name in ("if", *ways):
+        part.pop(name, None)
+    chosen = ways["then" if condition is True else "else"]
+    if decides and not _takes_all(chosen):
+        every = part.get("allOf")
+        part["allOf"] = [*(every if isinstance(every, list) else []), chosen]
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def _write_patterns(part: Schema) -> None:
+    if isinstance(part.get("pattern"), str):
+        part["pattern"] = rust_pattern(str(part["pattern"]))
+    by_pattern = part.get("patternProperties")
+    if isinstance(by_pattern, dict):
+        part["patternProperties"] = {rust_pattern(name): one for name, one in by_pattern.items()}
+
+
+def _write_format(part: Schema) -> None:
+    name = part.get("format")
+    if not isinstance(name, str):
+        return
+    types = part.get("type", [])
+    types = types if isinstance(types, list) else [types]
+    is_number = bool(types) and not {"string"} & set(types)
+    if name in _ANY_TEXT or name in _ANY_NUMBER or (is_number and name not in _INTEGERS):
+        del part["format"]  # of numbers and objects formats are annotations
+    elif name in _INTEGERS:
+        del part["format"]
+        if is_number:
+            limit = 1 << _INTEGERS[name]
+            part.setdefault("minimum", -limit)
+            part.setdefault("maximum", limit - 1)
+    elif name in _FORMATS and "pattern" not in part:
+        del part["format"]
+        part["pattern"] = rust_pattern(_FORMATS[name])
+
+
+def _write_names(part: Schema) -> None:
+    """Write ``propertyNames`` with keywords that llguidance knows, where that is possible."""
+    names = part.get("propertyNames")
+    if not isinstance(names, dict) or "properties" in part or "patternProperties" in part:
+        return
+    own = {key: one for key, one in names.items() if key in CONSTRAINTS and key != "type"}
+    rest = part.get("additionalProperties", True)
+    if set(own) in ({"enum"}, {"const"}):
+        given = own["enum"] if "enum" in own else [own["const"]]
+        known = [one for one in cast(list[object], given) if isinstance(one, str)]
+        part["properties"] = dict.fromkeys(known, rest)
+    elif set(own) == {"pattern"} and isinstance(own["pattern"], str):
+        part["patternProperties"] = {rust_pattern(own["pattern"]): rest}
+    elif set(own) <= {"minLength", "maxLength"} and all(isinstance(n, int) for n in own.values()):
+        least, most = own.get("minLength", 0), own.get("maxLength", "")
+        part["patternProperties"] = {rust_pattern(f"^(?s:.){{{least},{most}}}$"): rest}
+    else:
+        return
+    del part["propertyNames"]
+    part["additionalProperties"] = False
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def _check_numbers(part: Schema) -> None:
+    for side in ("inimum", "aximum"):  # of draft 4: whether the bound itself is left out
+        excluded, bound = f"exclusiveM{side}", f"m{side}"
+        if isinstance(part.get(excluded), bool) and part.pop(excluded) and bound in part:
+            part[excluded] = part.pop(bound)
+    for name in _COUNTS:
+        value = part.get(name)
+        if name not in part or not numbers.is_number(value):
+            continue
+        number = cast(float, value)
+        if number < 0 or number != int(number):
+            raise GrammarError(
+                f"{name} must be a whole number, not {numbers.exact_text(value):.40}"
+            )
+        if number < _MOST:
+            part[name] = int(number)
+        elif name.startswith("max"):
+            del part[name]
+        else:
+            raise GrammarError(f"{name} is {int(number)}: no text is that long")

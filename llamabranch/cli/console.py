@@ -192,7 +192,7 @@ class Console:
             self._progress_at = monotonic() + PROGRESS_S
             self.note(text)
 
-    def reading(self, read: lb.context.PromptProgress) -> None:
+    def reading(self, read: lb.PromptProgress) -> None:
         """Show how much of a prompt is read as the progress line; it is gone when all of it is."""
         is_long = read.n_total - read.n_cached >= LONG_PROMPT
         if is_long and read.n_read < read.n_total:

@@ -13,9 +13,16 @@ from typing import Any, ClassVar
 import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError, Engine, Event, Request, Result, SamplingParams
+from llamabranch import (
+    ConfigError,
+    Engine,
+    Event,
+    PromptProgress,
+    Request,
+    Result,
+    SamplingParams,
+)
 from llamabranch.bench.machine import Machine
-from llamabranch.context import PromptProgress
 from llamabranch.speculative import NullDrafter
 
 from ..loading import LoadOptions

@@ -18,6 +18,7 @@ from ..branch import Branch, Produced
 from ..branch.tree import BranchTree
 from ..context import Context
 from ..context.context import text_context
+from ..context.progress import OnPromptProgress
 from ..errors import (
     BranchStateError,
     CacheFullError,
@@ -121,6 +122,7 @@ class Chat:
         ctx: the context.
         sampling, max_tokens: the settings of the next answer; `set` changes them.
         stop: as above.
+        on_prompt_progress: called with a `PromptProgress` while a message is read; None = nobody looks.
         speculator: what generates.
         current: the number of the branch that the conversation is on.
     """
@@ -147,6 +149,7 @@ class Chat:
         self.max_tokens: int | None = None
         self.set(**{"seed": self.sampling.seed, "max_tokens": max_tokens, **settings})
         self.stop = stop_strings(stop)
+        self.on_prompt_progress: OnPromptProgress | None = None
         self.current = 1
         self._lines = {1: Line(1, system=system)}
         self._id = uuid4().hex  # of a saved chat: that of the first one in its folder
@@ -334,7 +337,7 @@ class Chat:
         if not isinstance(text, str):
             raise ConfigError(f"a message must be text, not {text!r:.40}")
         tokens, n_cut = self._fitting(line, parent, text)
-        prompt, n_new = self._turns.read(tokens, params)
+        prompt, n_new = self._turns.read(tokens, params, self.on_prompt_progress)
         branch = self._turns.fork(prompt)
         if not self.ctx.fits(branch.seq_id, 1):
             self._turns.prune_one(branch)  # a verification needs a sequence

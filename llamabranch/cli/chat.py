@@ -89,6 +89,7 @@ class ChatSession:
         self._has_quit = False
         self._n_printed = 0
         self.has_failed = False
+        chat.on_prompt_progress = console.reading
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -162,6 +163,7 @@ class ChatSession:
                 if not interrupts.requested:
                     raise
                 interrupted = True
+                self._console.progress("")
                 for context in self._contexts:  # where nothing was being decoded
                     context.resume()
                 if answer is not None:
@@ -219,6 +221,7 @@ class ChatSession:
                 chat.close()  # for room; if the other cannot be read, it goes on and reads itself again
                 drafting = chat.speculator
                 self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
+                self.chat.on_prompt_progress = self._console.reading
                 self.show_last()
             case "help":
                 what = "what it does"

@@ -40,6 +40,7 @@ ROUNDING = (
     "batched can differ."
 )
 _GAP = 3  # spaces between the columns of a table
+LONG_PROMPT = 64  # tokens from which on reading is reported
 PROGRESS_S = 15.0  # on a pipe, between two lines about what is going on
 
 
@@ -57,7 +58,7 @@ class Console:
 
     Attributes:
         resources: what is closed when the command ends.
-        on_loading: called with the name of a model and how much of it is loaded.
+        on_opening: called with how far a model is opened, as a text.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Console:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
+        self._shows_progress = False  # there is a progress line now
         self.resources = ExitStack()
-        self.on_loading: Callable[[str, float], None] | None = None
         self._held: list[str] | None = None  # warnings until a text has ended
+        self.on_opening: Callable[[str], None] | None = None
 
     @property
     def beside(self) -> Console:
@@ -251,6 +253,8 @@ class Console:
             self._remark(Text("hint: ", style="bold").append(hint, style="not bold"))
 
     def _remark(self, text: Text) -> None:
+        if self._shows_progress:
+            self.progress("")
         with contextlib.suppress(OSError):  # there is nowhere else to report it
             self.err.print(text, soft_wrap=not self.err.is_terminal)
 
@@ -259,6 +263,7 @@ class Console:
 
         It needs no thread, so it can be used while something is timed.
         """
+        self._shows_progress = bool(text) and self.err.is_terminal
         if self.err.is_terminal:
             self.err.file.write(f"\r\x1b[2K{text}")
             self.err.file.flush()
@@ -266,18 +271,37 @@ class Console:
             self._progress_at = monotonic() + PROGRESS_S
             self.note(text)
 
-    @contextmanager
-    def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:
-        """Show how far a model is loaded, on a terminal and to ``on_loading``."""
+    def reading(self, read: lb.PromptProgress) -> None:
+        """Show how much of a prompt is read as the progress line; it is gone when all of it is."""
+        is_long = read.n_total - read.n_cached >= LONG_PROMPT
+        if is_long and read.n_read < read.n_total:
+            self.progress(f"reading the prompt: {read.n_read:,} of {read.n_total:,} tokens")
+        elif is_long:
+            self.progress("")
 
-        def show(fraction: float) -> None:
-            if self.err.is_terminal:
-                self.progress(f"loading {name}: {fraction:.0%}")
-            if self.on_loading is not None:
-                self.on_loading(name, fraction)
+    @contextmanager
+    def opening(
+        self, name: str
+    ) -> Iterator[tuple[Callable[[float], None] | None, Callable[[str], None]]]:
+        """Show how far a model is loaded and what is measured of it, and tell ``on_opening``.
+
+        Yields what takes the loaded fraction, None where nobody looks, and what is measured.
+        """
+        shown = base_name(name)
+
+        def show(text: str) -> None:
+            self.progress(text)
+            if self.on_opening is not None:
+                self.on_opening(text)
+
+        def load(fraction: float) -> None:
+            show(f"loading {shown}: {fraction:.0%}")
+
+        def measure(what: str) -> None:
+            show(f"measuring {shown}: {what}")
 
         try:
-            yield show if self.err.is_terminal or self.on_loading is not None else None
+            yield load if self.err.is_terminal or self.on_opening is not None else None, measure
         finally:
             self.progress("")
 

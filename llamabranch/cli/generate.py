@@ -15,14 +15,23 @@ from typing import Any, ClassVar
 import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError, Engine, Event, Request, Result, SamplingParams, hub
+from llamabranch import (
+    ConfigError,
+    Engine,
+    Event,
+    PromptProgress,
+    Request,
+    Result,
+    SamplingParams,
+    hub,
+)
 from llamabranch.bench.machine import Machine
 from llamabranch.speculative import NullDrafter
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .comparison import Comparison, compare, first_difference
-from .console import ROUNDING, Console, shortened
+from .console import LONG_PROMPT, ROUNDING, Console, shortened
 from .drafters import has_model
 from .files import digest, load_function, read_piped_text
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
@@ -96,6 +105,8 @@ class GenerateReport:
         self._finish_reasons: Counter[str] = Counter()
         self._n_failed = self._n_printed = 0
         self._on_terminal = console.out.is_terminal
+        self._has_begun = False
+        self._reading: dict[tuple[str, int], PromptProgress] = {}  # the prompts that are being read
         texts = [(str(r.id), i) for r in requests for i in range(r.n)]
         self._n_texts, self._n_ended = len(texts), len(self.done)
         prints = file is None and not console.silent
@@ -116,9 +127,10 @@ class GenerateReport:
         """Keep warnings back until the only text has been printed."""
         return self._console.printing_text() if self._streams else nullcontext()
 
-    def begin(self) -> None:
-        """Show the prompt of the only text on a terminal."""
-        if self._streams and self._on_terminal:
+    def _begin(self) -> None:
+        """Show the prompt of the only text on a terminal, once."""
+        has_begun, self._has_begun = self._has_begun, True
+        if self._streams and self._on_terminal and not has_begun:
             if not self._is_plain:
                 self._console.legend()
             self._console.write(self._prompt(*self._requests.values()), "dim")
@@ -130,13 +142,22 @@ class GenerateReport:
         --resume completes.
         """
         result = event.result
+        if event.progress is not None:
+            self._show_reading(event, event.progress)
+            return
         if event.emitted is not None and self._streams:
+            self._begin()
             self._console.emit(event.emitted)
         if result is None:
             return
+        if result.tokens or result.finish_reason != "cancelled":
+            self._begin()
         self._n_ended += 1
+        self._reading.pop((event.id, event.sample), None)
         if self._counts:
             self._console.progress(f"{self._n_ended} of {self._n_texts} texts")
+        elif self._reading:
+            self._console.progress("")
         if result.finish_reason == "cancelled" and (self._file is not None or not result.tokens):
             return
         if not self._order:
@@ -145,6 +166,24 @@ class GenerateReport:
         self._held[result.id, result.sample] = result
         while self._order and self._order[0] in self._held:
             self._give(self._held.pop(self._order.popleft()))
+
+    def _show_reading(self, event: Event, read: PromptProgress) -> None:
+        """Show how much is read of the prompts that are being read, of all together."""
+        if read.n_total - read.n_cached < LONG_PROMPT:
+            self._begin()
+            return
+        of = event.id, event.sample
+        self._reading[of] = read
+        if read.n_read == read.n_total:
+            del self._reading[of]
+        if not self._reading:
+            self._console.progress("")
+            self._begin()
+            return
+        n, parts = len(self._reading), self._reading.values()
+        n_read, n_total = sum(part.n_read for part in parts), sum(part.n_total for part in parts)
+        what = "the prompt" if n == 1 else f"{n} prompts"
+        self._console.progress(f"reading {what}: {n_read:,} of {n_total:,} tokens")
 
     def end(self) -> None:
         """Give what is still kept back, if the job was interrupted; keep the figures of the job."""
@@ -562,9 +601,9 @@ def _prepared(
 
 def _run(report: GenerateReport, requests: list[Request], interrupts: InterruptHandler) -> None:
     """Run all requests, and show their texts."""
+    watched = [replace(request, prompt_progress=True) for request in requests]
     with report.printing():
-        report.begin()
-        stream = report.engine.stream(requests, skip=report.done)
+        stream = report.engine.stream(watched, skip=report.done)
         try:
             if interrupts.requested:  # before there was a decode to stop
                 report.engine.target.interrupt()

@@ -119,8 +119,10 @@ def read_template(given: str | None) -> str | None:
 
 def _load(name: str, console: Console, **options: Any) -> lb.Context:
     """Load a model and create a context for it; the end of the command closes both."""
-    with console.loading(name) as progress:
-        context = lb.load(name, progress=progress, verbose=console.verbose, **options)
+    with console.opening(name) as (progress, on_measuring):
+        context = lb.load(
+            name, progress=progress, on_measuring=on_measuring, verbose=console.verbose, **options
+        )
         return console.resources.enter_context(context)
 
 

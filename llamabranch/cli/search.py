@@ -148,7 +148,9 @@ def search(
         context, drafter = models.open_pair(names, console, of_target, of_drafts)
         params = text.without_eog(params, context.model)
         start = chat.prompt_tokens(context.model, prompt)
-        branch = lb.Branch.start(context, start, sampling=params, grammar=grammar)
+        branch = lb.Branch.start(
+            context, start, sampling=params, grammar=grammar, on_prompt_progress=console.reading
+        )
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
 
             def on_step(stats: SearchStats) -> bool:

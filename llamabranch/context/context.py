@@ -537,6 +537,9 @@ class Context:
                   and ``grammar`` (a `Grammar` or GBNF); ``result.parsed`` is the value.
                 - ``top_logprobs``: alternatives of each token in ``result.logprobs`` (0);
                   ``prompt_logprobs``, ``parse_special``: as for `Request`.
+                - ``on_prompt_progress``: called with a `PromptProgress` while a prompt is read:
+                  ``n_read`` of ``n_total`` tokens. ``prompt_progress``: events for that, in a stream
+                  (False).
                 - ``sampling``, or settings of `SamplingParams`: ``temperature=0.8, top_p=0.9, seed=1``.
 
         Returns:

@@ -113,7 +113,8 @@ def open_native(
     if not model.shares_memory:
         check_room(model, resolved, is_head=target is not None)
     n_trained = _trained_length(model, given)
-    params, found, memory = _probed(model, given, target)
+    tuner, found, memory = _probed(model, given, target)
+    params = tuner.params
     try:
         if params.cache_ram and not memory.can_copy:
             raise UnsupportedError(
@@ -124,7 +125,8 @@ def open_native(
     except BaseException:
         memory.handle.close()
         raise
-    return params, found, Runner(memory, n_trained, encoded)
+    watch = None if target is not None else tuner.watch(memory.handle)
+    return params, found, Runner(memory, n_trained, encoded, watch)
 
 
 def _check_generates(model: Model) -> None:
@@ -158,7 +160,7 @@ def _trained_length(model: Model, given: ContextParams) -> int | None:
 
 def _probed(
     model: Model, given: ContextParams, target: Target | None
-) -> tuple[ContextParams, Capabilities, Memory]:
+) -> tuple[ThreadTuner, Capabilities, Memory]:
     """Create the native context and try out what it can do; twice where that changes its parameters.
 
     Where batches are not exact, or that costs too much, attention is computed as is fastest. With
@@ -174,7 +176,7 @@ def _probed(
         handle = _create(model, params.native(), target)
         try:
             if target is not None and model.shares_memory:  # trials need memory
-                return params, *_probe_sharing_head(handle, target.capabilities)
+                return tuner, *_probe_sharing_head(handle, target.capabilities)
             found, memory = _probe(handle, model, params, is_head=target is not None)
             if resolved is first and target is None:
                 if found.batch_invariant:
@@ -211,7 +213,7 @@ def _probed(
         if found.cost_of_exact and not found.batch_invariant:
             reason = f"{found.cost_of_exact} (batch_invariant=True asks for it)"
             found = replace(found, batch_invariant_reason=reason)
-        return tuner.params, found, memory
+        return tuner, found, memory
 
 
 def _adapted(

@@ -15,6 +15,7 @@ from typing_extensions import TypeVar, Unpack
 from ..arguments import placed, plain_int
 from ..context import Context
 from ..context.context import text_context
+from ..context.progress import OnPromptProgress
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError
 from ..model import Message, chat_messages, is_chat
 from ..model.tools import Tools, conversation
@@ -64,10 +65,15 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
     top_logprobs: int | None
     prompt_logprobs: int | None
     parse_special: bool
+    on_prompt_progress: OnPromptProgress | None
+    prompt_progress: bool
     drafter: DrafterChoice  # not of an `AsyncEngine`, which has its own
 
 
-_AS_GIVEN = ("stop", "stop_tokens", "constraint", "n", "prompt_logprobs", "parse_special")
+_AS_GIVEN = (
+    "stop", "stop_tokens", "constraint", "n", "prompt_logprobs", "parse_special",
+    "on_prompt_progress", "prompt_progress",
+)  # fmt: skip
 _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotations__.keys()
 
 

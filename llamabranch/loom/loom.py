@@ -134,9 +134,8 @@ class Loom(Live):
             b = _model_fields(partner) | {"same_vocabulary": same}
         return {"state": "ready", "models": {"A": a, "B": b}, "loading": None}
 
-    def loading(self, name: str, share: float) -> None:
-        """Report how much of a model is loaded; from any thread."""
-        message = f"loading {Path(name).stem}: {100 * share:.0f} %"
+    def opening(self, message: str) -> None:
+        """Report how far a model is opened; from any thread."""
         if message != self._loading["message"]:
             self._loading = {"message": message}
             self.call(self.emit, "model", {"loading": self._loading})
@@ -258,7 +257,7 @@ class Loom(Live):
         async def work(job: Job) -> None:
             for node in nodes:
                 if not job.is_stopped:
-                    await self.score(node)
+                    await self.score(job, node)
 
         return self.start("score", work, nodes[0])
 

@@ -67,6 +67,8 @@ class Model:
         on_gpu: whether layers may be on a GPU.
         n_vocab, vocab_type: size of the vocabulary; kind of tokenizer: "bpe", "spm", "wpm", ..., "none".
         has_text: whether the model can turn text into tokens and back.
+        on_measuring: called with what a context of it measures while it is opened, as by `load`; None =
+            nobody looks. It can be set.
         bos, eos: ids of the BOS (beginning of sequence) and EOS (end of sequence) tokens, or None.
         eog_tokens: the ids of all EOG (end of generation) tokens.
     """
@@ -140,6 +142,7 @@ class Model:
         self.kv_numbers = header.kv_numbers() if self.memory_type != "hybrid" else 0
         # Comparing two vocabularies of 128k tokens takes a second.
         self._reports = weakref.WeakKeyDictionary[Model, pairs.VocabularyReport]()
+        self.on_measuring: Callable[[str], object] | None = None
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[str | None] = [None] * self.n_vocab
         tokens = range(self.n_vocab if self.has_text else 0)
@@ -209,6 +212,11 @@ class Model:
         return bool(handle.number("has_decoder")) and (
             not handle.number("has_encoder") and self.memory_type != "none"
         )
+
+    def measuring(self, what: str) -> None:
+        """Report what a context of this model measures now, to ``on_measuring``."""
+        if self.on_measuring is not None:
+            self.on_measuring(what)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -173,6 +173,10 @@ class _NativeWriter(Writer[CompletionFields]):
             found = [_chosen(each, wanted) for each in found]
         return found[0] if len(found) == 1 else found
 
+    def reading(self, update: Update) -> dict[str, object]:
+        """Return an event without text."""
+        return self.part(update)
+
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return what a step has brought, and the end apart."""
         found = [self.part(update)] if update.tokens else []
@@ -336,6 +340,10 @@ class _ChatWriter(Writer[ChatFields]):
         choice = chat_choice(update.index, update.text, self._tools, end, scored)
         return choice | self._ids(update, prompt_token_ids=update.prompt)
 
+    def reading(self, update: Update) -> dict[str, object]:
+        """Return an event with the role alone."""
+        return {**self.head, "choices": [_begin(update)]}
+
     def parts(self, update: Update) -> list[dict[str, object]]:
         """Return changes: the role first, then content or calls, then the reason of the end."""
         reader = self._readers.get(update.index)
@@ -356,8 +364,7 @@ class _ChatWriter(Writer[ChatFields]):
             chunks[0] |= self._ids(update)
             chunks[0]["logprobs"] = None if scored is None else {"content": scored}
         if update.is_first:
-            first = {"role": "assistant", "content": None}
-            chunks.insert(0, {**common, "delta": first, "finish_reason": None})
+            chunks.insert(0, _begin(update))
         if update.ended is not None:
             end = called(update.end) if reader.turn.calls else update.end
             chunks.append({**common, "delta": {}, **end})
@@ -371,3 +378,9 @@ class _ChatWriter(Writer[ChatFields]):
         if not self.fields.logprobs:
             return None
         return self.words.chat_logprobs(update.tokens, more=bool(self.fields.token_details))
+
+
+def _begin(update: Update) -> dict[str, object]:
+    """Return the change with which a message begins."""
+    first = {"role": "assistant", "content": None}
+    return {"index": update.index, "logprobs": None, "delta": first, "finish_reason": None}

@@ -192,6 +192,7 @@ class TextFields(SamplingFields, kw_only=True):
     grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
     token_details: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
@@ -287,6 +288,7 @@ async def engine_requests(
             priority=fields.priority or 0,
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
+            prompt_progress=bool(fields.stream and fields.return_progress),
         )
         for prompt in prompts
     ]

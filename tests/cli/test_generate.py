@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from commands import answer, run, said_by, texts
+from commands import answer, on_terminal, run, said_by, texts
 from toys import CHAT_TEMPLATE, Vocabulary, write_toy
 
 import llamabranch as lb
@@ -32,6 +33,29 @@ STATISTICS = (
 
 def speculate(*arguments: object) -> dict[str, Any]:
     return answer("speculate", *arguments)
+
+
+# -- progress ------------------------------------------------------------------------------------------
+
+
+def test_reading_of_a_long_prompt_is_a_line_that_goes(tmp_path: Path) -> None:
+    prompt = "A king had three daughters, and " * 150
+    (tmp_path / "long.txt").write_text(prompt)
+    program = "import sys; from llamabranch.cli.app import main; main()"
+    command = [sys.executable, "-c", program, "generate", "-m", "tale-target", "--temp", "0"]
+    command += ["-f", str(tmp_path / "long.txt"), "-n", "4", "-c", "2048", "-t", "1"]
+    command += ["-S", "rope_freq_scale=0.5"]
+    shown, _ = on_terminal(command, 80)
+    told = re.findall(r"reading the prompt: ([0-9,]+) of ([0-9,]+) tokens", shown)
+    assert told[0][0] == "0" and len(told) > 2 and len({total for _, total in told}) == 1
+    assert "loading tale-target: 100%" in shown
+    assert "measuring tale-target: which batches are exact, 0 of 17" in shown
+    before, _, after = shown.partition("A king had three daughters")
+    assert before.endswith("\r\x1b[2K") or "\x1b[2K" in before.rpartition("tokens")[2]
+    assert "reading" not in after
+    piped = run(*command[3:])
+    assert piped.exit_code == 0 and "reading" not in piped.output
+    assert piped.stdout and ESCAPE not in piped.stdout
 
 
 # -- texts ---------------------------------------------------------------------------------------------

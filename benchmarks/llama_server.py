@@ -38,14 +38,21 @@ class LlamaServer:
     """
 
     def __init__(
-        self, program: Path, model: Path, *, threads: int, n_ctx: int, more: Sequence[str] = ()
+        self,
+        program: Path,
+        model: Path,
+        *,
+        threads: int,
+        n_ctx: int,
+        kv_type: str = "bf16",
+        more: Sequence[str] = (),
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         command = [
             program, "-m", model, "-c", n_ctx, "-t", threads, "-tb", threads, "-np", 1,
-            "--host", "127.0.0.1", "--port", self._port, "--no-ui", "-ctk", "bf16", "-ctv", "bf16",
+            "--host", "127.0.0.1", "--port", self._port, "--no-ui", "-ctk", kv_type, "-ctv", kv_type,
             "-cram", 0,  # what an earlier run has read is not found again
             *more,
         ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import metadata
 from importlib.util import find_spec
 
 from .errors import UnsupportedError
@@ -44,6 +43,8 @@ def install_command(extra: str) -> str:
     A package that pip installed from a folder knows it (``direct_url.json`` of PEP 610): then the command
     works in any folder.
     """
+    from importlib import metadata  # brings sockets: only where something is missing
+
     where = "llamabranch"
     try:
         origin = json.loads(metadata.distribution(where).read_text("direct_url.json") or "{}")

@@ -71,9 +71,10 @@ def load(
               was trained for if that is less). ``n_seq_max``: sequences at a time (16, at most 256).
             - ``n_threads``, ``n_threads_batch``: threads for one token and for many (measured).
             - ``n_gpu_layers``: layers to offload; -1 = all (the default).
-            - ``kv_type``: "f16", "bf16", "q8_0", ...; "auto" (the default) is bf16 where that makes the
-              context batch-invariant, else the faster of f16 and bf16. ``flash_attention``,
-              ``batch_invariant``: "auto", True or False.
+            - ``batch_invariant``: True: texts do not depend on drafts or on what else is in a batch.
+              "auto" (the default) turns it on where it costs at most a tenth of reading and generating.
+              ``kv_type`` ("f16", "bf16", "q8_0", ...) and ``flash_attention`` (True or False): "auto" is
+              what that needs, else the fastest setting, as measured.
             - ``prefix_cache``: keep K/V for prompts that begin alike (from the first ``complete``,
               ``chat`` or ``AsyncEngine`` on). ``cache_ram``: bytes of host memory for evicted K/V (0).
               ``kv_unified``: one cache for all (True), a part for each sequence (False), or "auto".

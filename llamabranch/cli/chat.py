@@ -20,7 +20,7 @@ from llamabranch.chat import Answer, saved_model
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, shortened
-from .files import read_standard_input, read_text
+from .files import read_standard_input, read_text, text_lines
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .options import (
     LENGTH,
@@ -311,7 +311,7 @@ class TurnOptions:
         if self.file is None:
             return []
         text = read_standard_input() if self.file == "-" else read_text(Path(self.file))
-        return [line for line in text.splitlines() if line.strip()]
+        return [line for line in text_lines(text) if line.strip()]
 
     def message(self) -> str | None:
         """Return the first message: ``--prompt``, or all that is piped in."""

@@ -22,7 +22,7 @@ _PROMPTS = {"--prompts", "--prompt", "-p"}
 HINTS = {
     "-b --batch-size -ub --ubatch-size": "-S n_batch=N, -S n_ubatch=N",
     "--mlock --no-mmap --mmap -lm": "-S use_mlock=true, -S use_mmap=false",
-    "--exact --fast": "-S batch_invariant=false turns exact batches off, as --kv-type f16 does",
+    "--fast": "-S batch_invariant=false takes what is fastest; --exact asks for exact batches",
     "-kvu --kv-unified --no-kv-unified -no-kvu": "-S kv_unified=true or false",
     "-cram --cache-ram --prefix-cache": "-S cache_ram=BYTES, -S prefix_cache=true",
     "--rule --entropy-stop --spec-draft-p-min --draft-p-min": "-S rule=NAME, -S entropy_stop=NATS",
@@ -104,6 +104,9 @@ class Command(TyperCommand):
             is_value, param = takes_value, options.get(name)
             takes_value = not is_value and param is not None and name == each and not param.is_flag
             is_unknown = not is_value and param is None
+            if is_unknown and each == _EXACT and "--set" in options:
+                found += ["--set", "batch_invariant=true"]
+                continue
             if is_unknown and name in _HINTS:
                 raise UsageError(f"No such option: {name} ({_HINTS[name]})")
             if not (is_unknown and self.name == "serve" and each in _TRUE_ANYWAY):
@@ -112,6 +115,7 @@ class Command(TyperCommand):
 
 
 _ALL = "llamabranch.help_all"
+_EXACT = "--exact"  # a short form of a setting, which is no option of its own
 
 
 def spread_out(arguments: Sequence[str], options: Collection[str]) -> list[str]:

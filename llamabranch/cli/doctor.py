@@ -48,7 +48,6 @@ REBUILD = (
     "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 )
 GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
-_COST_OF_EXACT = ". --kv-type f16 gives it up, and may read long prompts in half the time"
 
 Check = tuple[str, bool, str]  # a test, whether it went as it should, and what was seen
 
@@ -174,9 +173,18 @@ def _context(context: lb.Context) -> dict[str, str]:
     return {
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
         "K/V type": context.kv_type,
-        "batch-invariant": can.batch_invariant_reason + _COST_OF_EXACT * can.batch_invariant,
+        "flash attention": "off" if context.params.flash_attention is False else "on",
+        "batch-invariant": _exactness(can),
         "profile": str(profile_path() or "off") + unwritable,
     }
+
+
+def _exactness(can: lb.context.Capabilities) -> str:
+    """Return whether batches are exact, why, and what that costs on this processor."""
+    if not can.batch_invariant:
+        return f"no: {can.batch_invariant_reason}"
+    cost = f"; {can.cost_of_exact}" if can.cost_of_exact else ""
+    return can.batch_invariant_reason + cost
 
 
 # -- the self-test --------------------------------------------------------------------------------------

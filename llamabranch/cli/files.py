@@ -57,6 +57,14 @@ def read_text(path: Path, errors: str = "strict") -> str:
         raise ConfigError(f"cannot read {path!s:.80}: {why}") from None
 
 
+def text_lines(text: str) -> list[str]:
+    """Return the lines of a text that was read in text mode, which turns \\r\\n and \\r into \\n.
+
+    `str.splitlines` ends a line at form feeds, U+2028 and five others too, which people write in lines.
+    """
+    return text.split("\n")
+
+
 def load_function(place: str) -> Callable[[str], bool]:
     """Return a function of a Python file, or an object of it, by "FILE.py:NAME"; the file is run.
 

@@ -139,6 +139,8 @@ def _show(names: Sequence[str], console: Console) -> None:
         if can is not None and not can["batch_invariant"]:
             why = can["batch_invariant_reason"]
             console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
+        elif can is not None and (cost := lb.context.Capabilities(**can).cost_of_exact):
+            console.line(f"{name} is batch-invariant: {cost}.")
     if len(models) == 2:
         answer |= _verdict(*models, is_head=is_head)
         console.line(answer["told"], "green" if answer["compatible"] else "yellow")
@@ -190,6 +192,7 @@ def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:
         "path": str(model.path),
         **{name: getattr(model, name) for name in _SAME},
         "chat_template": model.chat_template is not None,
+        "turns": model.turn_format.describe() if model.chat_template else None,
         "mtp_layers": model.n_mtp_layers,
         "head_kind": model.head_kind(model.path),
         "eagle3": eagle if layers else None,

@@ -92,7 +92,12 @@ def open(
             names = target, drafters
             context, drafter = models.open_pair(names, console, of_drafts, of_drafts)
             if page.compare is not None:
-                same = LoadOptions(n_seq_max=4, prefix_cache=True, kv_type=context.kv_type)
+                same = LoadOptions(
+                    n_seq_max=4,
+                    prefix_cache=True,
+                    kv_type=context.kv_type,
+                    flash_attention=context.params.flash_attention,
+                )
                 partner.append(models.open(page.compare, console, **same))
             return AsyncEngine(
                 context, drafter, models.config(), max_tokens=None, parallel=_PARALLEL

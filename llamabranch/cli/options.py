@@ -138,20 +138,22 @@ class ModelOptions:
     )
     kv_types: list[str] | None = option(
         None,
-        "Type of the K/V cache: f16, bf16, q8_0, ... Default: what makes batches exact.",
+        "Type of the K/V cache: f16, bf16, q8_0, ... Default: exact where that costs at most a tenth, "
+        "else the fastest.",
         "--kv-type --cache-type-k --cache-type-v -ctk -ctv",
         metavar="TYPE",
     )
     flash_attn: str = option(
         "auto",
-        "Flash attention; auto is on where the model can.",
+        "Flash attention; auto is on unless it was measured to be slower.",
         "--flash-attn -fa",
         metavar="on|off|auto",
     )
     settings: list[str] | None = option(
         None,
         "Any other setting of SamplingParams, SpeculativeConfig or llamabranch.load by its name, "
-        "such as typical_p=0.9, rule=block or n_batch=256; may be repeated.",
+        "such as typical_p=0.9, rule=block or n_batch=256; may be repeated. --exact is "
+        "batch_invariant=true: texts do not depend on drafts or on what else is in a batch.",
         "--set -S",
         metavar="NAME=VALUE",
         rich_help_panel=SAMPLING,

@@ -24,6 +24,8 @@ _OLD = "prompt "  # before the digest of a prompt alone, for the records of vers
 _OTHER_PROMPTS = "has results of other prompts, or of other settings on a line: the id {!r}"
 _PREFIX = b'{"id": '  # of every line that is written here
 _KEPT = "the results written so far are kept; --resume continues from there"
+# msgspec's errors are ValueErrors from 0.22 on.
+_BAD = (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError)
 _SYNC_S = 0.25  # seconds between two requests to store results on the disk
 
 # The settings that determine the texts of a job, and what is said where they differ.
@@ -127,7 +129,7 @@ class ResultFile:
                     msgspec.convert(record, _Record)
                     if "sample" not in record and not record.get("error"):
                         record["response"]["body"]["choices"]
-                except (ValueError, LookupError, TypeError, RecursionError) as error:
+                except _BAD as error:
                     message = f"{self.path}, line {number}: invalid result: {error}"
                     raise ConfigError(message) from error
                 self._n_bytes += len(line)
@@ -155,7 +157,9 @@ class ResultFile:
         Raises:
             ConfigError: it was made with another model, or cannot be written.
         """
-        self.job |= {"model": model.fingerprint[:16], "seed": seed}
+        theirs = self._jobs[0].get("model") if self._jobs else None
+        is_old = theirs == model.quick_key[:16]  # of a version before 0.4
+        self.job |= {"model": theirs if is_old else model.fingerprint[:16], "seed": seed}
         self._check()
         try:
             if self._n_failed:

@@ -20,6 +20,7 @@ from ..loading import LoadOptions
 from ..search.vote import last_match
 from .bundles import option, with_bundles
 from .console import Console
+from .files import text_lines
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .job import with_room
 from .options import ChatOptions, DraftOptions, OutputOptions, PromptOptions, TextOptions
@@ -185,10 +186,10 @@ def _reward(command: str, text: str) -> float:
     with contextlib.suppress(ValueError):
         if done.returncode == 0:
             return float(done.stdout)
-    printed = (done.stderr or done.stdout).strip().splitlines()
+    printed = text_lines((done.stderr or done.stdout).strip())
     raise ConfigError(
         f"the reward {command!r} printed no number (exit code {done.returncode})",
-        hint=printed[-1] if printed else None,
+        hint=printed[-1] or None,
     )
 
 

@@ -218,8 +218,9 @@ class Context:
     def time_limit(self, seconds: float) -> Iterator[None]:
         """Interrupt what the ``with`` block decodes on this context after ``seconds``.
 
-        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. The block
-        is entered from one thread; what other threads decode here counts too.
+        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``; the texts of
+        ``complete`` and ``chat`` so far are its ``results``. The block is entered from one thread; what
+        other threads decode here counts too.
 
         Raises:
             ConfigError: ``seconds`` is not a positive number.
@@ -322,9 +323,9 @@ class Context:
         Raises:
             ConfigError: a bad argument.
             TokenizeError: a bad id.
-            CacheFullError, DecodeError: the sequence is as it was before the call, or empty if some of
-                the tokens were decoded and this memory cannot drop them
-                (``capabilities.can_truncate``); the same holds after Ctrl-C.
+            CacheFullError, DecodeError: the sequence is as it was before the call. If some of the tokens
+                were decoded and this memory cannot drop them (``capabilities.can_truncate``), it holds
+                what its last checkpoint before the call has, or nothing. The same holds after Ctrl-C.
         """
         with self.lock:
             (seq_id,) = self._check_raw(seq_id)

@@ -135,7 +135,7 @@ def _key(model: Model, setting: str) -> str | None:
     kind = "repacked, " if model.extra_buffers else ""
     try:  # the kernels of the build decide, not the machine's name
         build = f"{engine_versions()['llama_cpp_python']}, {system_info()}"
-        return f"{build}, {model.fingerprint[:32]}, {kind}{setting}"
+        return f"{build}, {model.quick_key[:32]}, {kind}{setting}"
     except OSError:  # the file is gone
         return None
 

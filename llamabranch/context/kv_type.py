@@ -1,56 +1,193 @@
-"""The K/V type of a context whose batches are not exact with any: the faster one, measured once.
+"""What attention costs: K/V type and flash attention decided together, and what exactness would cost.
 
-Which of f16 and bf16 is faster depends on the processor, on the size of the model's heads, and on whether
-prompts are read or tokens generated: with AVX-512, f16 takes four times as long as bf16 to generate with
-heads of 64, and half as long with heads of 128. So attention alone is timed for both, on one thread.
+Which setting is faster depends on the processor, on the build, on the size of the model's heads, and on
+whether prompts are read or tokens generated. At a few hundred cells all are alike; at 2,048 attention
+takes half of the time and more. So it is timed there, alone and on one thread. What the rest of a model
+takes is timed on its empty context, where it matters: to tell what share of the whole exactness costs.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 from ..model import Model
-from ..native import attention_seconds, system_info
+from ..native import AttentionShape, ContextHandle, attention_seconds, system_info
 from ..profile import is_off, machine_key, read_entry, write_entries
+from .timing import decode_seconds
 
-__all__ = ["faster_kv_type"]
+__all__ = ["EXACT", "MOST_EXTRA", "Costs", "Setting", "fastest", "measured_costs"]
 
-_CELLS = 512
-_ROWS = (8, 64)  # of decodes that generate, and that read
-_TIMES = 5  # each; together 0.02 to 0.1 s
-_MOST_HEADS = 8
-_WORTH = 0.9  # bf16 must take less than this share of f16's time
-_SECTION = "K/V type"
+_CELLS = 2048
+_ROWS = (1, 8, 64)  # of decodes that generate one text and eight, and that read a prompt
+_MOST_S = 0.06  # of each; together 0.1 to 0.4 s
+_MOST_HEADS = 4  # of those that share a K/V head
+# A session, in which settings are weighed: it reads so many tokens, and generates so many, half of them
+# in one text and half in eight at once.
+_READ, _GENERATED = 2000, 300
+MOST_EXTRA = 1.1  # what exactness may cost by default, of reading and of generating
+_WORTH = 0.97  # a setting must take less than this share of the time of one that comes before it
+
+_ATTENTION = "attention"
+_WEIGHTS = "weights"
+# Parameters up to which weights are timed with a part of a prompt, too: it takes 0.2 s on one core.
+# Larger models read as they generate eight texts: attention is a small share of them anyway.
+_READS, _SMALL_PROMPT = 3e8, 32
+_LARGE = 4e9  # those of more parameters are not timed
 
 
-def faster_kv_type(model: Model) -> str:
-    """Return "bf16" or "f16", whichever reads a token and generates one in less time.
+class Setting(NamedTuple):
+    """How attention is computed."""
 
-    "f16" where nothing is measured: with layers on a GPU, or ``LLAMABRANCH_PROFILE=0``.
+    kv_type: str
+    flash: bool
+
+    def __str__(self) -> str:
+        return f"{self.kv_type}, {'flash' if self.flash else 'plain'}"
+
+
+class Costs(NamedTuple):
+    """Seconds of a token: generated alone, as one of eight, and read in a prompt."""
+
+    one: float
+    eight: float
+    read: float
+
+    @property
+    def generated(self) -> float:
+        """Of a token of the session."""
+        return (self.one + self.eight) / 2
+
+    @property
+    def session(self) -> float:
+        """Of a session."""
+        return _READ * self.read + _GENERATED * self.generated
+
+    def plus(self, other: Costs, times: float = 1.0) -> Costs:
+        """Return these and so many times the others."""
+        return Costs(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+EXACT = Setting("bf16", True)  # logits do not depend on the batch, where the weights allow that
+# In the order in which they are preferred where they take the same time.
+_ALL = (Setting("f16", True), EXACT, Setting("f16", False), Setting("bf16", False))
+
+
+def fastest(model: Model, flash: bool | str) -> Setting | None:
+    """Return the setting in which a session takes least, of those with flash attention as it is given.
+
+    "auto" leaves it open with plain attention memory. None where nothing is measured: with layers on a
+    GPU, or ``LLAMABRANCH_PROFILE=0``.
     """
-    number = model.handle.number
-    n_heads, n_shared = number("n_head"), number("n_head_kv")
+    shape = _shape(model)
+    if shape is None:
+        return None
+    if flash == "auto" and model.memory_type != "attention":
+        flash = True
+    possible = [each for each in _ALL if flash in ("auto", each.flash)]
+    costs = _attention(_key(), shape)
+    best, *others = possible
+    for each in others:
+        if costs[each].session < _WORTH * costs[best].session:
+            best = each
+    return best
+
+
+def measured_costs(
+    model: Model, handle: ContextHandle, settings: Sequence[Setting]
+) -> list[Costs] | None:
+    """Return what a token costs at 2,048 cells in each setting, stored or measured on one thread.
+
+    Args:
+        model: whose layers and weights count.
+        handle: an empty context of it; it is empty afterwards, and computes with one thread.
+        settings: those that are compared.
+    """
+    shape = _shape(model)
+    if shape is None:
+        return None
+    weights = _weights(model, handle)
+    if weights is None:
+        return None
+    attention = _attention(_key(), shape)
+    times = model.n_layer * shape.n_kv_heads
+    found = [weights.plus(attention[each], times) for each in settings]
+    return found if all(each.session < math.inf for each in found) else None
+
+
+def _shape(model: Model) -> AttentionShape | None:
+    n_heads, n_shared = model.handle.number("n_head"), model.handle.number("n_head_kv")
     if is_off() or model.on_gpu or not 0 < n_shared <= n_heads:
-        return "f16"
-    given = model.metadata.get(f"{model.architecture}.attention.key_length", "")
-    size = int(given) if given.isdigit() else number("n_embd") // n_heads
-    group = min(n_heads // n_shared, _MOST_HEADS)
-    key = f"{machine_key()}, {system_info()}, {group} heads of {size}"
-    bf16, f16 = (_seconds(kv_type, key, size, group) for kv_type in ("bf16", "f16"))
-    return "bf16" if bf16 < _WORTH * f16 else "f16"
+        return None
+    size = model.handle.number("n_embd") // n_heads
+    sizes = [
+        int(known) if (known := model.metadata.get(name, "")).isdigit() else size
+        for name in (f"{model.architecture}.attention.{kind}_length" for kind in ("key", "value"))
+    ]
+    if sizes[0] != sizes[1] or sizes[0] < 1:
+        return None
+    return AttentionShape(sizes[0], n_heads // n_shared, n_shared)
+
+
+def _key() -> str:
+    return f"{machine_key()}, {system_info()}"
 
 
 @cache
-def _seconds(kv_type: str, key: str, head_size: int, n_heads: int) -> float:
-    """Return how long attention takes for a token read and one generated, stored or measured."""
-    kept = read_entry(_SECTION, key) or {}
-    seconds = kept.get(kv_type)
-    if isinstance(seconds, (int, float)) and seconds > 0:
-        return seconds
-    found = sum(
-        attention_seconds(kv_type, head_size, n_heads, n, _CELLS, _TIMES) / n for n in _ROWS
-    )
-    if found < math.inf:
-        write_entries([(_SECTION, key, {**kept, kv_type: found})])
-    return found
+def _attention(key: str, shape: AttentionShape) -> dict[Setting, Costs]:
+    """Return what attention costs a token for one K/V head in every setting, stored or measured."""
+    group = min(shape.n_heads, _MOST_HEADS)
+    key += f", {group} heads of {shape.head_size}, one K/V head of {shape.n_kv_heads}"
+    kept = read_entry(_ATTENTION, key) or {}
+    found = {each: _stored(kept.get(str(each))) for each in _ALL}
+    known = {setting: costs for setting, costs in found.items() if costs is not None}
+    if len(known) < len(_ALL):
+        part = shape._replace(n_heads=group)
+        columns = [
+            [seconds / n for seconds in attention_seconds(_ALL, part, n, _CELLS, _MOST_S)]
+            for n in _ROWS
+        ]
+        known = dict(zip(_ALL, map(Costs, *columns), strict=True))
+        if all(costs.session < math.inf for costs in known.values()):
+            write_entries([(_ATTENTION, key, {str(each): [*known[each]] for each in _ALL})])
+    scale = shape.n_heads / group
+    return {each: Costs(*(scale * seconds for seconds in known[each])) for each in _ALL}
+
+
+_found: weakref.WeakKeyDictionary[Model, dict[str, Costs]] = weakref.WeakKeyDictionary()
+
+
+def _weights(model: Model, handle: ContextHandle) -> Costs | None:
+    """Return what a token costs without the attention to other tokens, stored or measured."""
+    try:
+        kind = "repacked, " if model.extra_buffers else ""
+        key = f"{_key()}, {kind}{model.fingerprint[:32]}"
+    except OSError:  # the file is gone
+        return None
+    known = _found.setdefault(model, {})
+    costs = known.get(key) or _stored((read_entry(_WEIGHTS, key) or {}).get("seconds"))
+    if costs is None:
+        if model.handle.number("n_params") > _LARGE:
+            return None
+        n = min(_ROWS[1], handle.n_batch)
+        reads = model.handle.number("n_params") <= _READS and handle.n_batch >= _SMALL_PROMPT
+        rows = [1, 1, 1, n, *[_SMALL_PROMPT] * reads]  # the first loads the weights from disk
+        seconds = decode_seconds(handle, rows)
+        if seconds is None:
+            return None
+        costs = Costs(min(seconds[1:3]), seconds[3] / n, seconds[-1] / rows[-1])
+        write_entries([(_WEIGHTS, key, {"seconds": [*costs]})])
+    known[key] = costs
+    return costs
+
+
+def _stored(kept: object) -> Costs | None:
+    """Return the three numbers of an entry, if that is what it holds."""
+    if not isinstance(kept, list) or len(kept) != len(_ROWS):
+        return None
+    if not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in kept):
+        return None
+    return Costs(*map(float, kept))

@@ -9,20 +9,24 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ..errors import BranchStateError, UnsupportedError
+import numpy as np
+
+from ..errors import BranchStateError, SnapshotError, UnsupportedError
 from ..model import Model
 from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
 from .cell_table import Usage
 from .exactness import exactness_of
-from .kv_type import faster_kv_type
+from .kv_type import EXACT, MOST_EXTRA, Setting, measured_costs
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, States, Windowed
 from .params import ContextParams, warn_of_length
+from .room import check_room
 from .runner import Runner, decode_run
 from .threads import ThreadTuner
 
 __all__ = ["Capabilities", "open_native"]
 
 
+_MOST_OFF = 20  # times less than another token moves the logits: what rounding may be
 _BESIDE = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
 
 
@@ -45,6 +49,12 @@ class Capabilities:
             With a sliding window this is all that is known: cells that are used again may change order.
         total_variation: the largest, as measured, between the distributions of the next token of a row
             in a batch and alone: 0.0 where they are equal, None where it was not measured.
+        state_bytes: what the recurrent state of a sequence takes, 0 without one.
+        checkpoints: whether states are kept to return to, where a tail cannot be dropped.
+        checkpoints_reason: why, or why not.
+        exact_read_ratio, exact_write_ratio: how many times as long a batch-invariant context of this
+            model takes to read a prompt and to generate as the fastest one, at 2,048 cells on this
+            processor: 1.0 where it is the fastest, None where it was not measured.
     """
 
     can_truncate: bool
@@ -55,6 +65,25 @@ class Capabilities:
     batch_invariant_reason: str
     exact_rows: int = 0
     total_variation: float | None = None
+    state_bytes: int = 0
+    checkpoints: bool = False
+    checkpoints_reason: str = "the end of a sequence can be dropped"
+    exact_read_ratio: float | None = None
+    exact_write_ratio: float | None = None
+
+    @property
+    def cost_of_exact(self) -> str:
+        """What exactness costs on this processor, as measured, in words; "" where it was not measured."""
+        if self.exact_read_ratio is None or self.exact_write_ratio is None:
+            return ""
+        read, write = map(_in_words, (self.exact_read_ratio, self.exact_write_ratio))
+        verb = "reads" if self.batch_invariant else "would read"
+        also = "generates" if self.batch_invariant else "generate"
+        return f"exact {verb} prompts {read} and {also} {write} on this processor"
+
+
+def _in_words(ratio: float) -> str:
+    return f"{ratio:.1f} x slower" if ratio >= 1.05 else "as fast"
 
 
 class Target(Protocol):
@@ -83,7 +112,9 @@ def open_native(
         given = _head_params(model, target, given)
     else:
         _check_generates(model)
-    given.resolve(model)  # its errors come before a warning
+    resolved = given.resolve(model)  # its errors come before a warning
+    if not model.shares_memory:
+        check_room(model, resolved, is_head=target is not None)
     n_trained = _trained_length(model, given)
     tuner, found, memory = _probed(model, given, target)
     params = tuner.params
@@ -135,12 +166,13 @@ def _probed(
 ) -> tuple[ThreadTuner, Capabilities, Memory]:
     """Create the native context and try out what it can do; twice where that changes its parameters.
 
-    Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
-    rows at once than are exact.
+    Where batches are not exact, or that costs too much, attention is computed as is fastest. With
+    ``batch_invariant=True`` no more rows are computed at once than are exact.
     """
     first = resolved = given.resolve(model)
     reason = ""
     variation: float | None = None
+    ratios: tuple[float | None, float | None] = None, None
     while True:
         tuner = ThreadTuner(model, resolved)
         params = tuner.params
@@ -149,12 +181,17 @@ def _probed(
             if target is not None and model.shares_memory:  # trials need memory
                 return tuner, *_probe_sharing_head(handle, target.capabilities)
             found, memory = _probe(handle, model, params, is_head=target is not None)
-            if not found.batch_invariant and resolved is first and target is None:
-                again = _adapted(model, resolved, given, found)
+            if resolved is first and target is None:
+                if found.batch_invariant:
+                    ratios, again = _weighed(model, handle, given)
+                else:
+                    again = _adapted(model, resolved, given, found)
                 if again is not None:
                     handle.close()
                     reason, variation = found.batch_invariant_reason, found.total_variation
-                    if found.exact_rows and again.kv_type != resolved.kv_type:
+                    if found.batch_invariant:
+                        reason, variation = "", None
+                    elif found.exact_rows and again.kv_type != resolved.kv_type:
                         reason += f" (with {resolved.kv_type} K/V)"
                     resolved = again
                     continue
@@ -175,6 +212,10 @@ def _probed(
                 reason = f"by {at_once}{more}: {reason}"
                 variation = 0.0
             found = replace(found, batch_invariant_reason=reason, total_variation=variation)
+        found = replace(found, exact_read_ratio=ratios[0], exact_write_ratio=ratios[1])
+        if found.cost_of_exact and not found.batch_invariant:
+            reason = f"{found.cost_of_exact} (batch_invariant=True asks for it)"
+            found = replace(found, batch_invariant_reason=reason)
         return tuner, found, memory
 
 
@@ -200,10 +241,32 @@ def _adapted(
             f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
             hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
         )
-    if (given.kv_type, resolved.kv_type) == ("auto", "bf16") and model.memory_type == "attention":
-        faster = faster_kv_type(model)
-        return None if faster == "bf16" else replace(resolved, kv_type=faster)
-    return None
+    if model.memory_type != "attention":
+        return None
+    faster = given.resolve(model, tries_exact=False)
+    return None if faster == resolved else faster
+
+
+def _weighed(
+    model: Model, handle: ContextHandle, given: ContextParams
+) -> tuple[tuple[float | None, float | None], ContextParams | None]:
+    """Return how much longer exactness reads and generates, and other parameters if that is too much.
+
+    Args:
+        model, handle: of the exact context, which is empty before and after.
+        given: what was asked for. A K/V type that was named stays.
+    """
+    if given.kv_type != "auto":
+        return (None, None), None
+    faster = given.resolve(model, tries_exact=False)
+    fast = Setting(faster.kv_type, faster.flash_attention is not False)
+    costs = measured_costs(model, handle, (EXACT, fast))
+    if costs is None:
+        return (None, None), None
+    exact, least = costs
+    ratios = exact.read / least.read, exact.generated / least.generated
+    is_dear = max(ratios) > MOST_EXTRA and given.batch_invariant == "auto"
+    return ratios, faster if is_dear else None
 
 
 def _create(model: Model, native: NativeContextParams, target: Target | None) -> ContextHandle:
@@ -303,6 +366,7 @@ def _probe(
     runner = Runner(memory)
     decode_run(runner, [3 % model.n_vocab, 10 % model.n_vocab], 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
+    state_bytes = 0 if layout is None else layout.state_bytes
     can_truncate = memory.drop(0, 1)
     if layout is not None and layout.is_cells_only:
         window = 0  # no layer uses it
@@ -310,6 +374,9 @@ def _probe(
         can_truncate &= params.swa_full and handle.n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
     memory.clear()
+    can_return, reason = False, "the end of a sequence can be dropped"
+    if not can_truncate:
+        can_return, reason = _can_return(runner, model.n_vocab, params.checkpoint_ram)
     exactness = exactness_of(runner, model, params, is_head=is_head)
     n_ubatch = params.n_ubatch or handle.n_batch
     invariant = exactness.rows >= n_ubatch and model.memory_type == "attention"
@@ -317,7 +384,7 @@ def _probe(
         _check_copies(layout)
         memory = NonUnified(handle, layout)
     elif not can_truncate:
-        memory = States(handle, layout)
+        memory = States(handle, layout, params.checkpoint_ram if can_return else 0)
         if recurrent:
             memory.spare_seq_ids = range(0)  # cells alone can belong to others than the context's
     elif window:
@@ -333,8 +400,39 @@ def _probe(
         batch_invariant_reason=exactness.reason,
         exact_rows=exactness.rows,
         total_variation=exactness.total_variation,
+        state_bytes=state_bytes,
+        checkpoints=can_return,
+        checkpoints_reason=reason,
     )
     return found, memory
+
+
+def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str]:
+    """Try out whether an empty context can return to a state; return that and why, or why not.
+
+    The logits after it must be those of before, and others than without it.
+    """
+    memory, token = runner.memory, 5 % n_vocab
+    try:
+        decode_run(runner, [3 % n_vocab, 10 % n_vocab, token], 0, "none")
+        state = memory.handle.partial_state(0)
+        if not max_bytes:
+            return False, "checkpoint_ram is 0"
+        if not 0 < len(state) <= max_bytes:
+            return False, f"a state takes {len(state)} bytes, checkpoint_ram is {max_bytes}"
+        before, after = (decode_run(runner, [token], 0, "last")[0].array.copy() for _ in range(2))
+        memory.handle.set_partial_state(0, state)
+        if not memory.drop(0, 3):
+            return False, "llama.cpp does not drop what follows a state that was put back"
+        again = decode_run(runner, [token], 0, "last")[0].array
+        off, moved = (float(np.abs(row - before).max()) for row in (again, after))
+        if not off <= moved / _MOST_OFF:
+            return False, f"after a state that was put back, logits were off by {off:.2g}"
+        return True, f"a state was put back, and logits after it were off by {off:.2g}"
+    except SnapshotError as error:
+        return False, error.message
+    finally:
+        memory.clear()
 
 
 def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Capabilities, Memory]:

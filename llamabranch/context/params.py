@@ -11,7 +11,7 @@ from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
 from ..native import NativeContextParams, available_cores, max_sequences
 from ..native.context import FLASH_ATTENTION, KV_TYPES, NATIVE_NAMES, ROPE_SCALING
-from .kv_type import faster_kv_type
+from .kv_type import EXACT, fastest
 
 __all__ = [
     "DEFAULT_N_CTX",
@@ -29,6 +29,9 @@ DEFAULT_N_SEQ_MAX = 16
 _SEQUENCES_WITH_MEMORY = 9
 # Sequences, so that some ids are left for cached prefixes.
 MOST_WITH_PREFIXES = max_sequences() - 16
+# Tokens computed at once without flash attention: the products of a larger piece of a prompt with 2,000
+# cells leave the processor's cache (SmolLM2: 260 tokens a second in pieces of 128, 246 of 512).
+_PLAIN_UBATCH = 128
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
 # With these and flash attention on, attention does not depend on the batch: f16 takes another path from
@@ -64,6 +67,7 @@ class ContextOptions(TypedDict, total=False):
     kv_unified: bool | str
     prefix_cache: bool | None
     cache_ram: int
+    checkpoint_ram: int
     rope_scaling: str | None
     rope_freq_base: float
     rope_freq_scale: float
@@ -84,7 +88,8 @@ class ContextParams:
             evenly, each part is rounded up, and None is that number for each sequence.
         n_seq_max: sequences (branches) at a time, 1 to 256. None: 16, or 9 where each takes memory of its
             own (recurrent and hybrid memory, ``kv_unified=False``), but at most ``n_batch``.
-        n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch). With a
+        n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch, or 128 where
+            flash attention was measured to be slower). With a
             sliding window the smaller of the two counts for both.
         n_outputs_max: rows of logits per decode at most, from n_seq_max to n_batch. None:
             max(n_seq_max, min(n_batch, 256)).
@@ -92,11 +97,16 @@ class ContextParams:
             created, of one thread, half of the cores this process may use, and all; stored for the
             next context. All cores where ``LLAMABRANCH_PROFILE=0``, and for one token where the number
             would change logits: flash attention over more than 256 cells of f16 or f32 K/V.
-        flash_attention: "auto", True or False.
-        kv_type: "f16", "bf16", "q8_0", ...; "auto" is bf16 where that makes the context
-            batch-invariant, and elsewhere f16 or bf16, whichever was measured to be faster.
-        batch_invariant: "auto" turns it on where it is possible, True raises UnsupportedError elsewhere.
-            False: it is not measured, and "auto" K/V is the faster type.
+        flash_attention: "auto", True or False. kv_type: "f16", "bf16", "q8_0", ... "auto" for both is
+            bf16 with flash attention in a batch-invariant context. Elsewhere it is the setting that was
+            measured to be fastest at 2,048 cells: f16 or bf16, with flash attention or without. A session
+            is weighed that reads 2,000 tokens and generates 300. With a given type, flash attention is
+            on; where it is given as False, "auto" K/V is f16.
+        batch_invariant: True raises UnsupportedError where it is impossible. "auto" turns it on where it
+            is possible and costs at most a tenth of reading and of generating on this processor, by the
+            same measurement; with ``LLAMABRANCH_PROFILE=0``, which measures nothing, wherever it is
+            possible. "auto" also turns it on where ``kv_type`` is given as "bf16" or "q8_0". False: the
+            fastest setting; exactness is not measured.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
         kv_unified: one cache for all sequences, in which forks share cells. False: each sequence has
@@ -109,6 +119,10 @@ class ContextParams:
             ``complete`` or ``chat``, or an ``AsyncEngine``, on, where memory can share cells.
         cache_ram: bytes of host memory for K/V that the prefix cache evicts; it comes back where that
             is faster than reading the text again. 0: none.
+        checkpoint_ram: bytes of host memory for checkpoints, in contexts whose memory cannot drop the
+            end of a text (recurrent, hybrid, ``swa_full=False``). A checkpoint is the state at an earlier
+            position. Rewinds and the prefix cache return to the last one before the position they need
+            and decode the tokens after it. 0: no checkpoints, the whole text is decoded again.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
 
@@ -131,6 +145,7 @@ class ContextParams:
     kv_unified: bool | str = True
     prefix_cache: bool | None = None
     cache_ram: int = 0
+    checkpoint_ram: int = 512 << 20
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
@@ -143,7 +158,7 @@ class ContextParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None or name in ("n_batch", "cache_ram", "yarn_orig_ctx"):
+            if value is not None or name in _REQUIRED:
                 object.__setattr__(self, name, whole(name, value, low, high))
         for name, least in _LEAST.items():
             value = real(name, getattr(self, name))
@@ -165,8 +180,13 @@ class ContextParams:
         if self.rope_scaling is not None:
             choice("rope_scaling", self.rope_scaling, [name for name in ROPE_SCALING if name])
 
-    def resolve(self, model: Model) -> ContextParams:
+    def resolve(self, model: Model, *, tries_exact: bool = True) -> ContextParams:
         """Return these with every default chosen for ``model`` except the threads, which are measured.
+
+        Args:
+            model: that the context will compute.
+            tries_exact: "auto" K/V is bf16 with flash attention where batches may be exact with these.
+                False: it is whatever is fastest.
 
         Raises:
             ConfigError: values that do not fit together.
@@ -198,7 +218,11 @@ class ContextParams:
                 f"n_seq_max must be at most {MOST_WITH_PREFIXES} with a prefix cache, not {n_seq_max}",
                 hint="the prefix cache needs sequence ids of its own",
             )
-        n_ubatch = min(self.n_ubatch or n_batch, n_batch)
+        kv_type, flash_attention = self._attention(model, tries_exact)
+        n_ubatch = self.n_ubatch or n_batch
+        if self.n_ubatch is None and flash_attention != self.flash_attention:
+            n_ubatch = max(_PLAIN_UBATCH, n_seq_max)
+        n_ubatch = min(n_ubatch, n_batch)
         if not kv_unified:
             if not is_attention:
                 raise UnsupportedError(
@@ -223,26 +247,30 @@ class ContextParams:
             n_ubatch=n_ubatch,
             n_outputs_max=n_outputs_max,
             kv_unified=kv_unified,
-            kv_type=self._resolved_kv_type(model),
+            kv_type=kv_type,
+            flash_attention=flash_attention,
         )
 
-    def _resolved_kv_type(self, model: Model) -> str:
-        """Return the K/V type that "auto" takes, or tries first: bf16 where batches may be exact with it.
+    def _attention(self, model: Model, tries_exact: bool) -> tuple[str, bool | str]:
+        """Return the K/V type and whether to use flash attention, "auto" where llama.cpp may say.
 
-        Elsewhere the faster one with flash attention, and f16 without it.
         Other memory than attention is never exact, but with bf16 the number of threads does not matter.
         """
-        if self.kv_type != "auto":
-            return self.kv_type
-        possible = (
-            self.batch_invariant is not False
+        if (
+            tries_exact
+            and self.batch_invariant is not False
             and self.flash_attention is not False
+            and self.kv_type in ("auto", *INVARIANT_KV_TYPES)
             and (model.memory_type == "attention" or model.file_type == "Q8_0")
             and not model.on_gpu
-        )
-        if possible:
-            return "bf16"
-        return "f16" if self.flash_attention is False else faster_kv_type(model)
+        ):
+            return self.kv_type if self.kv_type != "auto" else EXACT.kv_type, self.flash_attention
+        if self.kv_type != "auto":
+            return self.kv_type, self.flash_attention
+        found = fastest(model, self.flash_attention)
+        if found is None or self.flash_attention is False:
+            return "f16", self.flash_attention
+        return found.kv_type, self.flash_attention if found.flash else False
 
     def trained_length(self, model: Model) -> int | None:
         """Return the number of tokens the model was trained for.
@@ -281,7 +309,14 @@ _RANGES = {
     "n_threads_batch": (1, 512),
     "yarn_orig_ctx": (0, 2**31 - 1),
     "cache_ram": (0, 2**62),
+    "checkpoint_ram": (0, 2**62),
 }
+_REQUIRED = (
+    "n_batch",
+    "cache_ram",
+    "checkpoint_ram",
+    "yarn_orig_ctx",
+)  # None is no default of these
 _LEAST = {
     "rope_freq_base": 0.0,
     "rope_freq_scale": 0.0,

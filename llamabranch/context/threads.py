@@ -25,6 +25,7 @@ from ..native import ContextHandle, available_cores
 from ..profile import is_off, machine_key, read_entry, write_entries
 from .params import ContextParams
 from .thread_watch import ThreadWatch
+from .timing import trial_decode
 
 __all__ = ["ThreadTuner", "candidates", "stopped_after"]
 
@@ -90,7 +91,7 @@ class ThreadTuner:
         if not self._measures or self.params.n_threads == 1:
             return
         try:
-            _trial_decode(handle, 1)  # untimed: it loads the weights from disk into memory
+            trial_decode(handle, 1)  # untimed: it loads the weights from disk into memory
             n_threads, n_batch = self._still_good(handle) or self._measure(handle)
         finally:
             handle.clear()
@@ -121,7 +122,7 @@ class ThreadTuner:
 
     def _key(self) -> str | None:
         try:
-            print_ = self._model.fingerprint[:32]
+            print_ = self._model.quick_key[:32]
         except OSError:  # the file is gone
             return None
         return f"{machine_key()}, {print_}"
@@ -202,11 +203,11 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
     cpu, start = time.process_time(), time.perf_counter()
     with stopped_after(handle, _BLOCK_LIMIT_S):
         # The first starts the threads and builds the graph.
-        seconds = _trial_decode(handle, n_tokens)
+        seconds = trial_decode(handle, n_tokens)
         if seconds is not None:
             cpu, start = time.process_time(), time.perf_counter()
         while seconds is not None and n < most and (n < _BLOCK_LEAST or spent < _BLOCK_S):
-            seconds = _trial_decode(handle, n_tokens, (n + 1) * n_tokens)
+            seconds = trial_decode(handle, n_tokens, (n + 1) * n_tokens)
             n, spent = (n, spent) if seconds is None else (n + 1, spent + seconds)
     # Whether the cores were idle is known even if none finished in time.
     cpu, waited = time.process_time() - cpu, time.perf_counter() - start
@@ -235,22 +236,3 @@ def stopped_after(handle: ContextHandle, seconds: float) -> Iterator[None]:
         alarm.join()
         if passed.is_set():
             handle.resume()
-
-
-def _trial_decode(handle: ContextHandle, n: int, position: int = 0) -> float | None:
-    """Decode ``n`` arbitrary tokens of sequence 0; return the seconds, None if that was stopped.
-
-    On a native context that is as it was created: the table of cells does not get these tokens.
-    """
-    for i in range(n):
-        handle.tokens[i] = (7 * i + 3) % handle.n_vocab
-        handle.positions[i] = position + i
-    handle.seqs[:n] = 0
-    handle.wants_logits[:n] = 0
-    handle.wants_logits[n - 1] = 1
-    start = time.perf_counter()
-    code = handle.decode(n)
-    handle.synchronize()
-    if code == -2:  # no memory: the buffer of rows is gone
-        handle.forget_rows()
-    return time.perf_counter() - start if code == 0 else None

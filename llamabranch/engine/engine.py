@@ -239,20 +239,29 @@ class Engine:
 
         Raises:
             ConfigError: two requests with the same id, or no requests.
+            DecodeInterruptedError: a decode was interrupted; ``results`` of the error has what there is.
         """
         order: dict[str, int] = {}
         results: list[Result] = []
         source = RequestSource(requests, skip, order)
+
+        def in_order(found: list[Result]) -> list[Result]:
+            return sorted(found, key=lambda r: (order.get(r.id, len(order)), r.sample))
+
         if on_event is not None:
             function("on_event", on_event)
         core = self._open(source, reports_tokens=on_event is not None)
-        with closing(self._run(core, source)) as events:  # also if ``on_event`` raises
-            for event in events:
-                if on_event is not None:
-                    on_event(event)
-                if event.result is not None:
-                    results.append(event.result)
-        return sorted(results, key=lambda r: (order.get(r.id, len(order)), r.sample))
+        try:
+            with closing(self._run(core, source)) as events:  # also if ``on_event`` raises
+                for event in events:
+                    if event.result is not None:
+                        results.append(event.result)
+                    if on_event is not None:
+                        on_event(event)
+        except DecodeInterruptedError as error:
+            error.results = in_order(results)
+            raise
+        return in_order(results)
 
     def stream(self, requests: Requests, *, skip: Skip = ()) -> Generator[Event, None, None]:
         """Yield every event (a token, or the end of a text) as it happens; ``skip`` as in ``generate``.

@@ -141,6 +141,7 @@ class Submission:
         TokenizeError: text or token ids the model does not know.
 
     Attributes:
+        model, context: what computes it.
         samples: the numbers of the texts that have not begun.
         jobs: its texts that have begun and have no result yet, by their numbers.
         is_aborted: whether they are to end at the next step.
@@ -162,6 +163,7 @@ class Submission:
         self.number = number
         self.arrival = perf_counter()
         self.drafting = settings.drafting
+        self.context = settings.target
         self.model = model = settings.target.model
         self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
@@ -446,6 +448,8 @@ class Job:
         grammar = self.request.grammar
         unrated = max(1, min(self.request.logprobs_from, len(self.prompt)))
         scores = [None] * unrated + self.scores[unrated:]
+        context = self.submission.context
+        is_exact = context.capabilities.batch_invariant and context.usage().in_order
         return Result(
             id=self.name,
             sample=self.sample,
@@ -466,6 +470,7 @@ class Job:
             logprobs=None if self.request.top_logprobs is None else list(self.output.emitted),
             prompt_logprobs=None if self.request.prompt_logprobs is None else scores,
             emitted=tuple(self.output.emitted),
+            exact=is_exact,
             grammar=grammar if isinstance(grammar, Grammar) else None,
             model=self.submission.model.name,
             pieces=self._pieces(),

@@ -182,6 +182,8 @@ class Result(Generic[T]):
         logprobs: the tokens in detail, if the request has ``top_logprobs``.
         prompt_logprobs: a rating of each prompt token, if the request asked for it; None for the first
             token, which follows nothing.
+        exact: whether the text was made in a batch-invariant context: then its seed gives it again,
+            token for token, alone or beside any other texts, with drafts or without.
         grammar: of the request, for ``parsed``.
         choices: from ``complete`` and ``chat``: all texts of the prompt, this one included.
         tools: from ``chat``: those of the request.
@@ -213,6 +215,7 @@ class Result(Generic[T]):
     tools: Tools | None = field(default=None, compare=False)
     model: str = field(default="", compare=False)
     pieces: Mapping[int, bytes] = field(default_factory=dict, compare=False)
+    exact: bool = field(default=False, compare=False)
 
     @cached_property
     def tool_calls(self) -> list[ToolCall]:

@@ -116,7 +116,7 @@ class Loom(Live):
         if head is None and journal.read_only is None:
             fingerprint, kv_type = model.fingerprint, ctx.kv_type
             self.add(Head(model=model.name, fingerprint=fingerprint, kv_type=kv_type))
-        elif head is not None and head.fingerprint != model.fingerprint:
+        elif head is not None and not model.is_of(head.fingerprint):
             message = f"it is of the model {head.model}, this one is {model.name}"
             journal.read_only = journal.read_only or message
         self.emit("model", self.models())

@@ -5,7 +5,7 @@ that this package reports, because llama.cpp calls ``abort()`` on most invalid a
 """
 
 from . import core, heads, staging
-from .attention import attention_seconds
+from .attention import AttentionShape, attention_seconds
 from .context import ContextHandle, NativeContextParams, release_threads
 from .handle import forkable_lock
 from .interrupts import call_in_thread
@@ -25,6 +25,7 @@ from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle, softmax_agre
 from .state_layout import StateLayout
 
 __all__ = [
+    "AttentionShape",
     "CandidateBuffer",
     "ContextHandle",
     "GrammarHandle",

@@ -128,6 +128,20 @@ def of_kv_types(found: dict[str, Any]) -> None:
     assert types["bf16"]["difference"] == types["q8_0"]["difference"] == 0
 
 
+def of_length(found: dict[str, Any]) -> None:
+    (each,) = found.values()
+    bare = {name for name in each["tokens_per_s"] if name.startswith("bare")}
+    assert set(each["tokens_per_s"]) == {"default", "exact", "Llama", *bare} and len(bare) == 4
+    for name in ("default", "exact", *bare):
+        assert all(rate["median"] > 0 for rate in each["tokens_per_s"][name].values())
+    for figure, best in each["best_bare"].items():
+        (run,) = each["runs"][best]
+        assert all(run[figure] >= each["runs"][other][0][figure] for other in bare)
+        (ours,) = each["runs"]["default"]
+        ratio = each["ratios"]["default"][f"{figure}, best bare"]["median"]
+        assert ratio == pytest.approx(ours[figure] / run[figure])
+
+
 def of_edges(found: dict[str, Any]) -> None:
     assert set(found["curve"]) == {str(n) for n in range(1, 10)}
     assert set(found["opening"]) == {"exactness_s"}
@@ -160,6 +174,7 @@ def of_growth(found: dict[str, Any]) -> None:
         ("readme", TALE, of_readme),
         ("resident", (), of_resident),
         ("layouts", (), of_layouts),
+        ("length", (), of_length),
         ("edges", ("--only", "curve", "opening", "engine"), of_edges),
         ("step", ("--only", "folders", "--temperatures", "0.8"), of_folders),
         ("step", ("--only", "growth", "--plots", "plots"), of_growth),

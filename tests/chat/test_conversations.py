@@ -9,12 +9,15 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import toys
 from conftest import DATA
+from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Chat, Context
@@ -36,6 +39,7 @@ MEMORIES: dict[str, tuple[Callable[..., Path], bool]] = {
     "gemma3": (toys.write_gemma3, False),
     "mamba": (toys.write_mamba, True),
     "lfm2": (toys.write_lfm2, True),
+    "qwen35": (partial(toys.write_toy, architecture="qwen35"), True),
 }
 
 
@@ -45,8 +49,10 @@ def counting(ctx: Context) -> Iterator[list[int]]:
     counts: list[int] = []
 
     def around(decode: Callable[[int], int], n: int) -> int:
-        counts.append(n)
-        return decode(n)
+        code = decode(n)
+        if code == 0:  # else there was no room, and nothing was computed
+            counts.append(n)
+        return code
 
     before = ctx.decoder.hook(around)
     try:
@@ -180,6 +186,78 @@ def test_a_message_from_another_thread_does_not_break_into_an_answer(ctx: Contex
     answer = chat.send("Who is the king?").finish()
     assert len(refused) == 1
     assert len(answer.tokens) == 6
+    chat.close()
+
+
+def in_thread(call: Callable[[], object]) -> BaseException | None:
+    """Run a call in another thread to its end; return what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def test_nothing_changes_a_chat_while_another_thread_answers(ctx: Context, tmp_path: Path) -> None:
+    """Neither while it reads the prompt nor while it generates; what is only read can be read."""
+    calls: dict[str, Callable[[], object]] = {
+        "send": lambda: chat.send("And?").finish(), "retry": lambda: chat.retry(),
+        "edit": lambda: chat.edit(1, "No."), "undo": lambda: chat.undo(), "fork": lambda: chat.fork(),
+        "switch": lambda: chat.switch(1), "set": lambda: chat.set(temperature=1.0),
+        "save": lambda: chat.save(tmp_path / "chat"), "close": lambda: chat.close(),
+        "system": lambda: setattr(chat, "system", "Be kind."),
+    }  # fmt: skip
+    refused: list[tuple[str, BaseException | None]] = []
+
+    def around(decode: Callable[[int], int], n: int) -> int:
+        if len(refused) < 2 * len(calls):
+            refused.extend((name, in_thread(call)) for name, call in calls.items())
+            assert in_thread(lambda: (chat.messages, chat.tree(), chat.stats, repr(chat))) is None
+        return decode(n)
+
+    chat = Chat(ctx, None, seed=1, max_tokens=6)
+    before = ctx.decoder.hook(around)
+    try:
+        answer = chat.send("Who is the king?").finish()
+    finally:
+        ctx.decoder.hook(before)
+    assert len(refused) == 2 * len(calls)
+    for name, error in refused:
+        assert isinstance(error, lb.errors.BranchStateError), name
+        assert "in use by another thread" in str(error)
+    assert len(answer.tokens) == 6
+    assert [exchange.answer for exchange in chat.exchanges] == [answer.text]
+    assert in_thread(calls["send"]) is None  # afterwards the other thread may have it
+    assert len(chat.exchanges) == 2
+    chat.close()
+
+
+def test_a_thread_whose_answer_another_one_has_ended_is_told(ctx: Context) -> None:
+    """Between two tokens a message ends a running answer, as it does in the same thread."""
+    chat = Chat(ctx, None, seed=1, max_tokens=6)
+    first = chat.send("Who is the king?")
+    next(first)
+    assert in_thread(lambda: chat.send("And the queen?").finish()) is None
+    with pytest.raises(lb.errors.BranchStateError, match="was ended by another thread"):
+        next(first)
+    with pytest.raises(lb.errors.BranchStateError, match="was ended by another thread"):
+        first.finish()
+    assert [exchange.n_tokens for exchange in chat.exchanges] == [1, 6]
+    second = chat.send("And the cook?")
+    next(second)
+    assert in_thread(second.close) is None  # which is no message: somebody wants it to end
+    assert list(second) == []
+    third = chat.send("And?")
+    next(third)
+    chat.send("Well?")
+    assert list(third) == []
     chat.close()
 
 
@@ -502,6 +580,38 @@ def test_every_memory_and_template_gives_what_a_branch_by_hand_gives(
             for answer in answers:
                 assert by_hand(other, answer, chat) == answer.tokens
         assert cached > sum(len(answer.prompt) for answer in answers) / 4
+        context.audit()
+
+
+@pytest.mark.parametrize("template", [toys.CHAT_TEMPLATE, CHANGING], ids=["fixed", "changing"])
+@pytest.mark.parametrize("name", MEMORIES)
+def test_ten_turns_with_a_retry_and_an_edit_evaluate_little_more_than_their_distinct_tokens(
+    name: str, template: str, tmp_path: Path
+) -> None:
+    """With fewer sequences than turns; the last answer is where it is in a context of its own."""
+    write, swa_full = MEMORIES[name]
+    path = write(
+        tmp_path / "toy.gguf", vocab="bytes", metadata={"tokenizer.chat_template": template}
+    )
+    options = lb.ContextParams(
+        n_ctx=4096, n_seq_max=4, n_threads=1, kv_type="f32", swa_full=swa_full
+    )
+    with lb.Model(path) as toy, Context(toy, options) as context, Context(toy, options) as other:
+        with Chat(context, seed=1, max_tokens=40, logit_bias={1: -1e30}) as chat:
+            with counting(context) as counts:
+                answers = [
+                    chat.send(f"What happened on day {i} of it all?").finish() for i in range(9)
+                ]
+                answers.append(chat.retry().finish())
+                answers.append(chat.edit(4, "Tell me something else instead.").finish())
+                answers += [chat.send(f"And after the storm {i}?").finish() for i in range(4)]
+            stats = chat.stats
+            branch = answers[-1].branch
+            with Branch.start(other, branch.tokens) as again:
+                np.testing.assert_allclose(branch.logits, again.logits, atol=rounding(other))
+        texts = [answer.prompt + answer.tokens for answer in answers]
+        assert sum(counts) <= 1.2 * n_distinct(texts)
+        assert abs(stats.num_evaluated_tokens - sum(counts)) <= len(answers)
         context.audit()
 
 

@@ -183,7 +183,7 @@ def test_engine_that_cannot_be_made_is_a_failed_check(monkeypatch: pytest.Monkey
         (replace(MACHINE, load=4.0), 4, {}, ["busy"]),
         (replace(MACHINE, features=()), 4, {"flags": frozenset()}, []),  # unknown: no advice
         (MACHINE, 8, {}, ["8 threads share 4 cores"]),
-        (MACHINE, 4, {"extra": False}, ["llamabranch[hub]"]),
+        (MACHINE, 4, {"extra": False}, ["[hub]'"]),
     ],
 )
 def test_what_could_be_better_is_advised(

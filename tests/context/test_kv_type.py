@@ -1,20 +1,22 @@
-"""The K/V type that "auto" takes where batches are not exact: the faster one, measured once."""
+"""K/V type, flash attention and exactness as "auto" takes them: measured together, once."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toys
+from costs import EVEN, forget, write_costs
 
 import llamabranch as lb
 from llamabranch import Context
 from llamabranch.context import kv_type as measured
-from llamabranch.native import attention_seconds
+from llamabranch.native import AttentionShape, attention_seconds
 
-SECTION = "K/V type"
+SETTINGS = [("f16", True), ("bf16", True), ("f16", False), ("bf16", False)]
 
 
 @pytest.fixture
@@ -25,58 +27,169 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def forget() -> None:
-    """What this process knows; a new one reads the profile."""
-    measured._seconds.cache_clear()
-
-
-def of_auto(model: lb.Model) -> str:
-    with Context(model, n_ctx=256, n_threads=1, batch_invariant=False) as ctx:
-        return ctx.kv_type
+def of_auto(model: lb.Model, **options: Any) -> tuple[str, bool]:
+    with Context(model, n_ctx=256, n_threads=1, **options) as ctx:
+        return ctx.kv_type, ctx.params.flash_attention is not False
 
 
 def test_attention_of_every_type_and_shape_is_timed() -> None:
-    for kv_type in ("f16", "bf16"):
-        for size, n_heads in ((8, 1), (64, 3), (80, 2), (128, 8)):
-            for n_rows in (1, 8, 64):
-                seconds = attention_seconds(kv_type, size, n_heads, n_rows, 256, 1)
-                assert 0 < seconds < math.inf
+    for size, n_heads, n_kv_heads in ((8, 1, 1), (64, 3, 3), (80, 2, 1), (128, 8, 2)):
+        shape = AttentionShape(size, n_heads, n_kv_heads)
+        for n_rows in (1, 8, 64):
+            seconds = attention_seconds(SETTINGS, shape, n_rows, 256, 0.0)
+            assert len(seconds) == len(SETTINGS)
+            assert all(0 < each < math.inf for each in seconds)
+    assert attention_seconds([("q8_0", True)], AttentionShape(64, 3, 3), 1, 256, 0.0)[0] < math.inf
 
 
-def test_faster_type_is_measured_once(
+def test_settings_are_measured_once(
     target: lb.Model, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing without a profile or flash attention."""
+    """And nothing without a profile. A type that is named stays, with flash attention."""
     first = of_auto(target)
-    (seconds,) = json.loads(profile.read_text())[SECTION].values()
-    assert first == ("bf16" if seconds["bf16"] < 0.9 * seconds["f16"] else "f16")
+    known = json.loads(profile.read_text())
+    (attention,), (weights,) = (
+        known[name].values() for name in (measured._ATTENTION, measured._WEIGHTS)
+    )
+    assert sorted(attention) == ["bf16, flash", "bf16, plain", "f16, flash", "f16, plain"]
+    assert all(0 < seconds < 1 for costs in attention.values() for seconds in costs)
+    assert len(weights["seconds"]) == 3
     forget()
     monkeypatch.setattr(measured, "attention_seconds", None)  # nobody measures again
+    monkeypatch.setattr(measured, "decode_seconds", None)
     assert of_auto(target) == first
-    profile.unlink()
     forget()
-    with Context(target, n_ctx=256, n_threads=1, flash_attention=False) as ctx:
-        assert ctx.kv_type == "f16"
+    assert of_auto(target, kv_type="q8_0") == ("q8_0", True)
+    assert of_auto(target, kv_type="f16") == ("f16", True)
+    profile.unlink()
     monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
-    assert of_auto(target) == "f16"
+    assert of_auto(target, batch_invariant=False) == ("f16", True)
+    assert of_auto(target) == ("bf16", True)  # exact, where no time decides
     assert not profile.exists()
 
 
-@pytest.mark.parametrize(("bf16", "taken"), [(0.5, "bf16"), (0.95, "f16"), (2.0, "f16")])
-def test_type_follows_the_measurement(
-    bf16: float, taken: str, target: lb.Model, profile: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("fast", "taken"),
+    [
+        ({}, ("f16", True)),
+        ({"f16, flash": [9e-6] * 3}, ("bf16", True)),
+        ({"f16, flash": [9e-6] * 3, "bf16, flash": [9e-6] * 3}, ("f16", False)),
+        ({"bf16, plain": [5e-7] * 3}, ("bf16", False)),
+        # A prompt of 2,000 tokens weighs more than 300 that are generated, one text as much as eight.
+        ({"f16, plain": [5e-7, 5e-7, 11e-7]}, ("f16", True)),
+        ({"f16, plain": [14e-7, 1e-7, 9e-7]}, ("f16", False)),
+        ({"f16, plain": [1e-7, 1e-7, 10.5e-7]}, ("f16", False)),
+    ],
+)
+def test_fastest_setting_of_a_session_is_taken(
+    fast: dict[str, list[float]],
+    taken: tuple[str, bool],
+    target: lb.Model,
+    profile: Path,
+    tmp_path: Path,
 ) -> None:
-    """Also where exactness was tried first, with bf16, and does not hold."""
+    """Where exactness is not asked for, and where it was tried and does not hold."""
     of_auto(target)
-    weights = toys.write_toy(tmp_path / "toy.gguf", weights="f32", n_embd=256, seed=5)
-    with lb.Model(weights) as other:
+    path = toys.write_toy(tmp_path / "toy.gguf", weights="f32", n_embd=256, seed=5)
+    with lb.Model(path) as other:
         of_auto(other)
-        known = json.loads(profile.read_text())
-        for seconds in known[SECTION].values():
-            seconds["bf16"] = bf16 * seconds["f16"]
-        profile.write_text(json.dumps(known))
-        forget()
-        assert of_auto(target) == of_auto(other) == taken
+        write_costs(profile, fast)
+        assert of_auto(target, batch_invariant=False) == taken
+        assert of_auto(other, batch_invariant=False) == taken
         with Context(other, n_ctx=256, n_threads=1) as ctx:
-            exact = ctx.capabilities.batch_invariant
-            assert ctx.kv_type == ("bf16" if exact else taken)
+            if not ctx.capabilities.batch_invariant:
+                assert (ctx.kv_type, ctx.params.flash_attention is not False) == taken
+    assert of_auto(target, batch_invariant=False, flash_attention=True)[1]
+    assert of_auto(target, batch_invariant=False, flash_attention=False) == ("f16", False)
+
+
+def plain_costs(target: lb.Model, factor: float) -> list[float]:
+    """Return what weights cost where a context whose attention takes twice as long takes so much more."""
+    times = target.n_layer * target.handle.number("n_head_kv")
+    attention = times * EVEN[0]
+    return [attention * (2 - factor) / (factor - 1)] * 3
+
+
+@pytest.mark.parametrize(("factor", "is_exact"), [(1.05, True), (1.2, False), (1.9, False)])
+def test_exact_is_the_default_where_it_costs_at_most_a_tenth(
+    factor: float, is_exact: bool, target: lb.Model, profile: Path
+) -> None:
+    of_auto(target)
+    write_costs(profile, {"bf16, flash": [2e-6] * 3}, plain_costs(target, factor))
+    with Context(target, n_ctx=256, n_threads=1) as ctx:
+        can = ctx.capabilities
+        assert can.batch_invariant == is_exact
+        assert (ctx.kv_type, ctx.params.flash_attention) == ("bf16" if is_exact else "f16", "auto")
+        assert can.exact_read_ratio == pytest.approx(factor)
+        assert can.exact_write_ratio == pytest.approx(factor)
+        assert f"{factor:.1f} x slower" in can.cost_of_exact
+        if not is_exact:
+            assert can.cost_of_exact in can.batch_invariant_reason
+            assert "batch_invariant=True" in can.batch_invariant_reason
+            assert (can.exact_rows, can.total_variation) == (0, None)
+    with Context(target, n_ctx=256, n_threads=1, batch_invariant=True) as ctx:
+        assert ctx.capabilities.batch_invariant and ctx.kv_type == "bf16"
+        assert ctx.capabilities.exact_read_ratio == pytest.approx(factor)
+    with Context(target, n_ctx=256, n_threads=1, kv_type="bf16") as ctx:  # named: it stays
+        assert ctx.capabilities.batch_invariant and not ctx.capabilities.cost_of_exact
+
+
+@pytest.mark.parametrize("dear", [0, 2], ids=["generating", "reading"])
+def test_exact_is_given_up_where_either_costs_too_much(
+    dear: int, target: lb.Model, profile: Path
+) -> None:
+    of_auto(target)
+    cost = list(EVEN)
+    cost[dear] = 9e-6
+    write_costs(profile, {"bf16, flash": cost}, EVEN)
+    with Context(target, n_ctx=256, n_threads=1) as ctx:
+        assert not ctx.capabilities.batch_invariant
+        assert "as fast" in ctx.capabilities.cost_of_exact
+        result = ctx.complete("Once upon a time", max_tokens=4, seed=1)
+        assert not result.exact
+    with Context(target, n_ctx=256, n_threads=1, batch_invariant=True) as ctx:
+        result = ctx.complete("Once upon a time", max_tokens=4, seed=1)
+        assert result.exact
+
+
+def test_plain_attention_reads_prompts_in_smaller_pieces(target: lb.Model, profile: Path) -> None:
+    of_auto(target)
+    write_costs(profile, {"f16, plain": [1e-7] * 3}, EVEN)
+    with Context(target, n_threads=1) as ctx:
+        assert (ctx.params.n_ubatch, ctx.n_batch) == (128, 512)
+    with Context(target, n_threads=1, n_ubatch=256) as ctx:
+        assert ctx.params.n_ubatch == 256
+    with Context(target, n_threads=1, n_seq_max=150, kv_unified=False, n_ctx=150 * 256) as ctx:
+        assert ctx.params.n_ubatch == 150
+    with Context(target, n_threads=1, batch_invariant=True) as ctx:
+        assert ctx.params.n_ubatch == 512
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_branches_fork_rewind_and_are_saved_without_flash_attention(
+    unified: bool, target: lb.Model, profile: Path, tmp_path: Path
+) -> None:
+    """V lies transposed in that cache."""
+    of_auto(target)
+    write_costs(profile, {"f16, plain": [1e-7] * 3}, EVEN)
+    options: dict[str, Any] = {"n_ctx": 1024 if unified else 2048, "n_seq_max": 4, "n_threads": 1}
+    with Context(target, kv_unified=unified, **options) as ctx:
+        assert ctx.params.flash_attention is False
+        with lb.Branch.start(ctx, "The king and the queen", temperature=0.8, seed=1) as branch:
+            branch.generate_text(max_tokens=20)
+            tokens = list(branch.tokens)
+            fork = branch.fork()
+            fork.rewind(10)
+            fork.extend(tokens[10:])
+            assert abs(fork.logits - branch.logits).max() < 0.5
+            fork.prune()
+            branch.save(tmp_path / "branch")
+            following = [token.token for token in branch.generate(8)]
+        with lb.Branch.load(ctx, tmp_path / "branch") as loaded:
+            assert [token.token for token in loaded.generate(8)] == following
+        ctx.audit()
+    with (
+        Context(target, batch_invariant=True, **options) as ctx,
+        pytest.raises(lb.errors.SnapshotError, match=r"kv_type|flash_attention"),
+    ):
+        lb.Branch.load(ctx, tmp_path / "branch")

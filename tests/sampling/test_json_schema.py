@@ -424,6 +424,22 @@ def test_what_is_no_schema_is_refused(schema: Any) -> None:
         Grammar.from_json_schema(schema)
 
 
+def _nested(key: str, depth: int) -> str:
+    """Return the text of a schema: arrays in arrays; or one enumerated value, as deep."""
+    if key == "enum":
+        return '{"properties": {"x": {"enum": [' + "[" * depth + "]" * depth + "]}}}"
+    return '{"type": "array", "items": ' * depth + "{}" + "}" * depth
+
+
+@pytest.mark.parametrize("key", ["items", "enum"])
+def test_schema_of_any_depth_is_a_grammar_or_an_error(key: str) -> None:
+    """Python, json and llguidance each have a limit of their own: none of them shows through."""
+    Grammar.from_json_schema(_nested(key, 50))
+    for depth in range(200, 1400, 50):
+        with pytest.raises(GrammarError, match="too deep"):
+            Grammar.from_json_schema(_nested(key, depth))
+
+
 # -- in the manner of real ones --------------------------------------------------------------------
 
 

@@ -85,15 +85,21 @@ class Grammar:
         if self.kind == "gbnf":
             return self._compile_gbnf()
         if self.kind == "json_schema":
-            schema = json_schemas.parse(self.source)
-            for given in (json_schemas.closed(schema), schema):  # which may need other properties
-                found, reason = _of_schema(given, self.whitespace)
-                if found:
-                    return found
-            raise _refusal(schema, reason, self.whitespace)
+            try:
+                return self._compile_schema()
+            except RecursionError:
+                raise GrammarError("the JSON schema is nested too deep") from None
         if self.kind == "choice":
             return compiled("regex", "|".join(map(_literal, _choices(self.source))))
         return compiled(self.kind, self.source)
+
+    def _compile_schema(self) -> str:
+        schema = json_schemas.parse(self.source)
+        for given in (json_schemas.closed(schema), schema):  # which may need other properties
+            found, reason = _of_schema(given, self.whitespace)
+            if found:
+                return found
+        raise _refusal(schema, reason, self.whitespace)
 
     def _compile_gbnf(self) -> str:
         parsed = Gbnf(self.source)
@@ -155,10 +161,9 @@ class Grammar:
         """Return a grammar for exactly these texts.
 
         Raises:
-            GrammarError: no choice, or an empty one.
+            GrammarError: no choice, or an empty one. ConfigError: one text instead of a list.
         """
-        given = [choices] if isinstance(choices, str) else items("choices", choices)
-        return cls(json.dumps(given, ensure_ascii=False), "choice")
+        return cls(json.dumps(items("choices", choices), ensure_ascii=False), "choice")
 
     @classmethod
     def from_lark(cls, lark: str) -> Grammar:

@@ -1,0 +1,59 @@
+"""Trial decodes: arbitrary tokens of an empty native context, timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ..native import ContextHandle
+
+__all__ = ["decode_seconds", "trial_decode"]
+
+_PAUSE_S = 0.005  # the threads of decodes before still spin for a short time
+
+
+def trial_decode(
+    handle: ContextHandle, n: int, position: int = 0, *, n_rows: int = 1
+) -> float | None:
+    """Decode ``n`` arbitrary tokens of sequence 0; return the seconds, None if that was stopped.
+
+    On a native context that is as it was created: the table of cells does not get these tokens. The last
+    ``n_rows`` tokens get logits.
+    """
+    for i in range(n):
+        handle.tokens[i] = (7 * i + 3) % handle.n_vocab
+        handle.positions[i] = position + i
+    handle.seqs[:n] = 0
+    handle.wants_logits[: n - n_rows] = 0
+    handle.wants_logits[n - n_rows : n] = 1
+    start = time.perf_counter()
+    code = handle.decode(n)
+    handle.synchronize()
+    if code == -2:  # no memory: the buffer of rows is gone
+        handle.forget_rows()
+    return time.perf_counter() - start if code == 0 else None
+
+
+def decode_seconds(handle: ContextHandle, sizes: Sequence[int]) -> list[float] | None:
+    """Return how long one thread takes for decodes of so many tokens, each on an empty cache.
+
+    What other programs take from the core does not count, as far as the system tells. Up to eight tokens
+    all get logits, as those of texts do; of more the last does, as in a prompt. The cache is empty
+    afterwards, and the context computes with one thread. None if a decode failed.
+    """
+    time.sleep(_PAUSE_S)
+    handle.set_threads(1, 1)
+    found = []
+    try:
+        for n in sizes:
+            handle.clear()
+            cpu = time.process_time()
+            n_rows = min(n, handle.n_outputs_max) if n <= 8 else 1
+            seconds = trial_decode(handle, n, n_rows=n_rows)
+            if seconds is None:
+                return None
+            cpu = time.process_time() - cpu
+            found.append(min(seconds, cpu) if cpu > 0 else seconds)
+    finally:
+        handle.clear()
+    return found

@@ -15,7 +15,7 @@ from typing import TypeVar
 from ..branch import Branch
 from ..context import Context
 from ..context.prefix_cache import n_common
-from ..context.progress import OnPromptProgress
+from ..context.progress import OnPromptProgress, PromptProgress, Reading
 from ..errors import CapacityError, SequencesExhaustedError
 from ..sampling import SamplingParams
 
@@ -45,8 +45,8 @@ class TurnBranches:
         """Return a kept branch with exactly these tokens, and how many of them were evaluated.
 
         ``n_next``: how many of them the prompt of the next turn is expected to begin with. Memory that
-        cannot be cut everywhere can return to that place then. ``on_prompt_progress``: as for
-        ``Branch.append``.
+        cannot be cut everywhere can return to that place then.
+        ``on_prompt_progress``: as for ``Branch.append``.
 
         Raises:
             CapacityError, DecodeError: it cannot be read; nothing was lost but branches that were pruned.
@@ -59,11 +59,15 @@ class TurnBranches:
             n = branch.sequence.take_cached(tokens[:-1])
         else:
             branch = self.fork(best)
+        report = None
+        if on_prompt_progress is not None:  # of both parts as one
+            whole = Reading(n, len(tokens))
+            report = partial(_report, on_prompt_progress, whole)
         try:
             branch.rewind(n)
             for part in (tokens[n:n_next], tokens[max(n, n_next) :]):
                 if part:
-                    read = partial(branch.append, part, on_prompt_progress=on_prompt_progress)
+                    read = partial(branch.append, part, on_prompt_progress=report)
                     self.with_room(read, branch)
             branch.sequence.keep_cached()
         except BaseException:
@@ -144,3 +148,7 @@ class TurnBranches:
         """Prune all of them."""
         while self.prune_one():
             pass
+
+
+def _report(report: OnPromptProgress, whole: Reading, part: PromptProgress) -> None:
+    report(whole.progress(part.n_read))

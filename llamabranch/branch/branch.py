@@ -541,7 +541,8 @@ class Branch:
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` (0 to the branch's own) on, as if never decoded.
 
-        Where this memory cannot be cut, the kept tokens are decoded again, or those after the parent's.
+        Where this memory cannot be cut, it returns to the last checkpoint before ``position``, or to the
+        parent's, and decodes the tokens after it again. Without one, all kept tokens are decoded again.
         """
         with self._lock:
             self.sequence.check_usable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -18,12 +18,14 @@ from ..branch import Branch, Produced
 from ..branch.tree import BranchTree
 from ..context import Context
 from ..context.context import text_context
+from ..context.prefix_cache import n_common
 from ..context.progress import OnPromptProgress
 from ..errors import (
     BranchStateError,
     CacheFullError,
     CapacityError,
     ConfigError,
+    LlamaBranchError,
     PerformanceWarning,
     SnapshotError,
     UnsupportedError,
@@ -337,7 +339,9 @@ class Chat:
         if not isinstance(text, str):
             raise ConfigError(f"a message must be text, not {text!r:.40}")
         tokens, n_cut = self._fitting(line, parent, text)
-        prompt, n_new = self._turns.read(tokens, params, self.on_prompt_progress)
+        before = [] if parent is None else parent.path[n_cut:]
+        n_next = self._n_next(line.system, before, text, tokens)
+        prompt, n_new = self._turns.read(tokens, params, self.on_prompt_progress, n_next=n_next)
         branch = self._turns.fork(prompt)
         if not self.ctx.fits(branch.seq_id, 1):
             self._turns.prune_one(branch)  # a verification needs a sequence
@@ -373,6 +377,20 @@ class Chat:
 
     def _tokens(self, system: str | None, before: Sequence[Exchange], text: str) -> list[int]:
         return self.ctx.model.chat_tokens(messages_of(system, before, text))
+
+    def _n_next(
+        self, system: str | None, before: Sequence[Exchange], text: str, tokens: Sequence[int]
+    ) -> int:
+        """Return how many of the tokens of a prompt the next turn's will begin with, where that matters.
+
+        Many templates leave the reasoning out of earlier answers, or write the last one otherwise.
+        """
+        n = len(tokens)
+        if not self.ctx.kv_cache.can_draft:
+            answered = Exchange(None, text, answer="x", n_tokens=1)
+            with suppress(LlamaBranchError):  # the template may take no other turn
+                n = n_common(tokens, self._tokens(system, [*before, answered], "x"))
+        return n
 
     def _end_answer(self) -> None:
         """End a running answer: its message stays, and what there is of it."""

@@ -9,12 +9,13 @@ but the one that was used last are evicted for whoever needs a sequence of the c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 from ..branch import Branch
 from ..context import Context
 from ..context.prefix_cache import n_common
-from ..context.progress import OnPromptProgress
+from ..context.progress import OnPromptProgress, Reading
 from ..errors import CapacityError, SequencesExhaustedError
 from ..sampling import SamplingParams
 
@@ -32,7 +33,6 @@ class TurnBranches:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._cuts = ctx.kv_cache.usable(1, 2) > 0  # a beginning of a branch, too
         self._branches: list[Branch] = []
 
     def read(
@@ -40,10 +40,14 @@ class TurnBranches:
         tokens: Sequence[int],
         sampling: SamplingParams,
         on_prompt_progress: OnPromptProgress | None = None,
+        *,
+        n_next: int = 0,
     ) -> tuple[Branch, int]:
         """Return a kept branch with exactly these tokens, and how many of them were evaluated.
 
-        ``on_prompt_progress``: as for ``Branch.append``.
+        ``on_prompt_progress``: as for ``Branch.append``. ``n_next``: how many of the tokens the prompt of
+        the next turn is expected to begin with. Memory that cannot be cut everywhere can return to that
+        place then.
 
         Raises:
             CapacityError, DecodeError: it cannot be read; nothing was lost but branches that were pruned.
@@ -55,14 +59,16 @@ class TurnBranches:
             branch = self.with_room(lambda: Branch.create(self._ctx, sampling))
             n = branch.sequence.take_cached(tokens[:-1])
         else:
-            n = min(n, len(tokens) - 1)  # the last one is evaluated for its logits
             branch = self.fork(best)
         try:
             branch.rewind(n)
-            unread = tokens[n:]
-            self.with_room(
-                lambda: branch.append(unread, on_prompt_progress=on_prompt_progress), branch
-            )
+            report = on_prompt_progress
+            if report is not None and n < n_next < len(tokens):  # two parts, shown as one prompt
+                report = Reading(n, len(tokens)).relayed(report)
+            for part in (tokens[n:n_next], tokens[max(n, n_next) :]):
+                if part:
+                    append = partial(branch.append, part, on_prompt_progress=report)
+                    self.with_room(append, branch)
             branch.sequence.keep_cached()
         except BaseException:
             self._drop(branch)
@@ -76,8 +82,10 @@ class TurnBranches:
         with self._ctx.lock:  # from being found to being the one used last, it is not evicted
             for branch in self.living():
                 n = n_common(branch.sequence.tokens, tokens)
-                if n < branch.position and not self._cuts:
-                    continue  # all of its tokens would be evaluated again
+                if not n == branch.position == len(tokens):
+                    n = min(n, len(tokens) - 1)  # the last one is evaluated for its logits
+                if n < branch.position:
+                    n = self._ctx.kv_cache.usable(branch.seq_id, n)
                 if n > most or (n and n == most and branch.position == n):
                     best, most = branch, n
             if best is not None:

@@ -323,9 +323,9 @@ class Context:
         Raises:
             ConfigError: a bad argument.
             TokenizeError: a bad id.
-            CacheFullError, DecodeError: the sequence is as it was before the call, or empty if some of
-                the tokens were decoded and this memory cannot drop them
-                (``capabilities.can_truncate``); the same holds after Ctrl-C.
+            CacheFullError, DecodeError: the sequence is as it was before the call. If some of the tokens
+                were decoded and this memory cannot drop them (``capabilities.can_truncate``), it holds
+                what its last checkpoint before the call has, or nothing. The same holds after Ctrl-C.
         """
         with self.lock:
             (seq_id,) = self._check_raw(seq_id)

@@ -17,11 +17,13 @@ import numpy.typing as npt
 from ..errors import CacheFullError, DecodeError, SnapshotError
 from ..native import ContextHandle, StateLayout, max_sequences
 from .cell_table import CellTable, Usage
+from .checkpoints import Checkpoint, Checkpoints
 from .hidden_states import HiddenStates
 
 __all__ = ["END", "MOST_WITH_WINDOW", "CellOrder", "Memory", "NonUnified", "States", "Windowed"]
 
 State = npt.NDArray[np.uint8]
+Row = npt.NDArray[np.float32]
 Span = tuple[int, int]  # the first and the last position of a sequence
 
 END = 1 << 31  # a position after all others
@@ -163,9 +165,16 @@ class Memory:
 
     # -- forking and cutting -----------------------------------------------------------------------
 
-    def usable(self, n_common: int, n_held: int) -> int:
-        """Return how many of the first ``n_common`` tokens can be had of a sequence with ``n_held``."""
-        return n_common
+    def usable(self, seq_id: int, n: int) -> int:
+        """Return how many of the first ``n`` tokens of a sequence can be kept, or forked, alone."""
+        return n if self.can_cut(seq_id, n) else 0
+
+    def mark(self, seq_id: int, row: Row | None = None) -> None:
+        """Note the end of a sequence as a place to return to; ``row``: the logits there, (V,)."""
+
+    def row(self, seq_id: int) -> Row | None:
+        """Return the logits that were noted at the end of a sequence, if any."""
+        return None
 
     def fork(self, source: int, target: int, n: int = END) -> int:
         """Make ``target`` hold the first ``n`` tokens of ``source``, or all, and nothing else.
@@ -203,7 +212,8 @@ class Memory:
         Of that, part may be in llama.cpp's memory and not in the table.
 
         Returns:
-            how many it holds: fewer if it had fewer, none if this memory had to drop it whole.
+            how many it holds: fewer if it had fewer, or if this memory returned to a checkpoint before
+            them; none if it had to drop the sequence whole.
         """
         if self.can_cut(seq_id, n) and self.drop(seq_id, n):
             return self.next_position(seq_id)
@@ -559,26 +569,124 @@ class NonUnified(Memory):
 class States(Memory):
     """Memory whose tail cannot be dropped: recurrent, hybrid, or a window whose cells are used again.
 
-    A sequence is forked whole, or not at all. A recurrent state is one of a sequence of the context.
+    A sequence is kept or forked whole, or as it was at one of its checkpoints. These are taken while it
+    grows, and where ``mark`` is called. A recurrent state is one of a sequence of the context.
+
+    Args:
+        handle, state_layout: see `Memory`.
+        max_bytes: of host memory for checkpoints; 0: there are none.
+
+    Attributes:
+        every: tokens from one checkpoint to the next while a text grows.
+        apart: the fewest tokens from one checkpoint to the next.
+        checkpoints: those of all sequences.
     """
 
     can_draft = False
+    every = 256
+    apart = 32
 
-    def usable(self, n_common: int, n_held: int) -> int:
-        """Return ``n_common`` if that is all of the sequence, else 0."""
-        return n_common if n_common == n_held else 0
+    def __init__(
+        self, handle: ContextHandle, state_layout: StateLayout | None = None, max_bytes: int = 0
+    ) -> None:
+        super().__init__(handle, state_layout)
+        self.checkpoints = Checkpoints(max_bytes)
+        self.append = self._append if max_bytes else self.cells.append
+
+    def _append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
+        self.cells.append(seq_id, n, write_indices)
+        if self.next_position(seq_id) - self.checkpoints.last(seq_id) >= self.every:
+            self._take(seq_id, None)
+
+    def mark(self, seq_id: int, row: Row | None = None) -> None:
+        """Take a checkpoint, unless there is one a few tokens before."""
+        n_after = self.next_position(seq_id) - self.checkpoints.last(seq_id)
+        if n_after >= self.apart:
+            self._take(seq_id, row)
+        elif n_after == 0 and row is not None and self.checkpoints.max_bytes:
+            point = self.checkpoints.find(seq_id, self.next_position(seq_id))
+            if point is not None and point.row is None:
+                self.checkpoints.keep_row(point, row)
+
+    def _take(self, seq_id: int, row: Row | None) -> None:
+        checkpoints, n = self.checkpoints, self.next_position(seq_id)
+        if not checkpoints.max_bytes:
+            return
+        try:
+            state = self.handle.partial_state(seq_id)
+            point = Checkpoint(n, state, None if row is None else row.copy())
+        except MemoryError:
+            point = None
+        if point is not None and len(state) and point.n_bytes <= checkpoints.max_bytes:
+            checkpoints.add(seq_id, point)
+        else:  # those that there are stay, no other is taken
+            checkpoints.max_bytes = 0
+
+    def row(self, seq_id: int) -> Row | None:
+        """Return the logits after the last token, if a checkpoint there has them."""
+        n = self.next_position(seq_id)
+        point = self.checkpoints.find(seq_id, n)
+        return point.row if point is not None and point.n_tokens == n else None
+
+    def usable(self, seq_id: int, n: int) -> int:
+        """Return ``n`` if that is all of the sequence, else how many its last checkpoint before has."""
+        held = self.next_position(seq_id)
+        if held <= n:
+            return held
+        point = self.checkpoints.find(seq_id, n)
+        return 0 if point is None else point.n_tokens
+
+    def fork(self, source: int, target: int, n: int = END) -> int:
+        """Make ``target`` hold the first tokens of ``source``: at most ``n``, as many as `usable`."""
+        if not self.usable(source, n):
+            if self.first_position(target) >= 0:
+                self.drop(target, 0)
+            return 0
+        super().fork(source, target)
+        self.checkpoints.share(source, target)
+        return self.cut(target, n)
 
     def can_cut(self, seq_id: int, n: int) -> bool:
         """Return whether there is nothing to cut."""
         return n == self.next_position(seq_id)
 
     def cut(self, seq_id: int, n: int) -> int:
-        """Drop the whole sequence, unless it holds no more than ``n`` tokens, in llama.cpp too."""
+        """Return to the last checkpoint of at most ``n`` tokens, or drop the whole sequence.
+
+        Nothing is done if it holds no more than ``n`` tokens, in llama.cpp too.
+        """
         held = self.next_position(seq_id)
         if held <= n and self.handle.position_range(seq_id)[1] == held - 1:
             return held
+        point = self.checkpoints.find(seq_id, min(n, held))
+        try:
+            if point is not None and self._return_to(seq_id, point):
+                return point.n_tokens
+        except BaseException:  # cells and table must change together
+            self.drop(seq_id, 0)
+            raise
         self.drop(seq_id, 0)
         return 0
+
+    def _return_to(self, seq_id: int, point: Checkpoint) -> bool:
+        """Put a state back, and drop what is after it; False if llama.cpp could not: drop all then."""
+        try:
+            self.handle.set_partial_state(seq_id, point.state)
+        except SnapshotError:  # no cells for a window
+            return False
+        is_done = self._remove(seq_id, point.n_tokens, END)
+        return is_done and self.handle.position_range(seq_id)[1] == point.n_tokens - 1
+
+    def _remove(self, seq_id: int, start: int, end: int) -> bool:
+        is_done = super()._remove(seq_id, start, end)
+        if is_done:
+            self.checkpoints.cut(seq_id, start)
+        return is_done
+
+    def clear(self) -> None:
+        """Drop everything."""
+        super().clear()
+        self.checkpoints.clear()
 
     def fits(self, n: int, count_free: Callable[[], int]) -> int:
         """Return how many tokens can be verified: on a fork, which takes a sequence."""

@@ -9,7 +9,9 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ..errors import BranchStateError, UnsupportedError
+import numpy as np
+
+from ..errors import BranchStateError, SnapshotError, UnsupportedError
 from ..model import Model
 from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
 from .cell_table import Usage
@@ -24,6 +26,7 @@ from .threads import ThreadTuner
 __all__ = ["Capabilities", "open_native"]
 
 
+_MOST_OFF = 20  # times less than another token moves the logits: what rounding may be
 _BESIDE = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
 
 
@@ -363,6 +366,7 @@ def _probe(
     runner = Runner(memory)
     decode_run(runner, [3 % model.n_vocab, 10 % model.n_vocab], 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
+    state_bytes = 0 if layout is None else layout.state_bytes
     can_truncate = memory.drop(0, 1)
     if layout is not None and layout.is_cells_only:
         window = 0  # no layer uses it
@@ -370,6 +374,9 @@ def _probe(
         can_truncate &= params.swa_full and handle.n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
     memory.clear()
+    can_return, reason = False, "the end of a sequence can be dropped"
+    if not can_truncate:
+        can_return, reason = _can_return(runner, model.n_vocab, params.checkpoint_ram)
     exactness = exactness_of(runner, model, params, is_head=is_head)
     n_ubatch = params.n_ubatch or handle.n_batch
     invariant = exactness.rows >= n_ubatch and model.memory_type == "attention"
@@ -377,7 +384,7 @@ def _probe(
         _check_copies(layout)
         memory = NonUnified(handle, layout)
     elif not can_truncate:
-        memory = States(handle, layout)
+        memory = States(handle, layout, params.checkpoint_ram if can_return else 0)
         if recurrent:
             memory.spare_seq_ids = range(0)  # cells alone can belong to others than the context's
     elif window:
@@ -393,8 +400,39 @@ def _probe(
         batch_invariant_reason=exactness.reason,
         exact_rows=exactness.rows,
         total_variation=exactness.total_variation,
+        state_bytes=state_bytes,
+        checkpoints=can_return,
+        checkpoints_reason=reason,
     )
     return found, memory
+
+
+def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str]:
+    """Try out whether an empty context can return to a state; return that and why, or why not.
+
+    The logits after it must be those of before, and others than without it.
+    """
+    memory, token = runner.memory, 5 % n_vocab
+    try:
+        decode_run(runner, [3 % n_vocab, 10 % n_vocab, token], 0, "none")
+        state = memory.handle.partial_state(0)
+        if not max_bytes:
+            return False, "checkpoint_ram is 0"
+        if not 0 < len(state) <= max_bytes:
+            return False, f"a state takes {len(state)} bytes, checkpoint_ram is {max_bytes}"
+        before, after = (decode_run(runner, [token], 0, "last")[0].array.copy() for _ in range(2))
+        memory.handle.set_partial_state(0, state)
+        if not memory.drop(0, 3):
+            return False, "llama.cpp does not drop what follows a state that was put back"
+        again = decode_run(runner, [token], 0, "last")[0].array
+        off, moved = (float(np.abs(row - before).max()) for row in (again, after))
+        if not off <= moved / _MOST_OFF:
+            return False, f"after a state that was put back, logits were off by {off:.2g}"
+        return True, f"a state was put back, and logits after it were off by {off:.2g}"
+    except SnapshotError as error:
+        return False, error.message
+    finally:
+        memory.clear()
 
 
 def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Capabilities, Memory]:

@@ -67,6 +67,7 @@ class ContextOptions(TypedDict, total=False):
     kv_unified: bool | str
     prefix_cache: bool | None
     cache_ram: int
+    checkpoint_ram: int
     rope_scaling: str | None
     rope_freq_base: float
     rope_freq_scale: float
@@ -118,6 +119,10 @@ class ContextParams:
             ``complete`` or ``chat``, or an ``AsyncEngine``, on, where memory can share cells.
         cache_ram: bytes of host memory for K/V that the prefix cache evicts; it comes back where that
             is faster than reading the text again. 0: none.
+        checkpoint_ram: bytes of host memory for checkpoints, in contexts whose memory cannot drop the
+            end of a text (recurrent, hybrid, ``swa_full=False``). A checkpoint is the state at an earlier
+            position. Rewinds and the prefix cache return to the last one before the position they need
+            and decode the tokens after it. 0: no checkpoints, the whole text is decoded again.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
 
@@ -140,6 +145,7 @@ class ContextParams:
     kv_unified: bool | str = True
     prefix_cache: bool | None = None
     cache_ram: int = 0
+    checkpoint_ram: int = 512 << 20
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
@@ -152,7 +158,7 @@ class ContextParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None or name in ("n_batch", "cache_ram", "yarn_orig_ctx"):
+            if value is not None or name in _REQUIRED:
                 object.__setattr__(self, name, whole(name, value, low, high))
         for name, least in _LEAST.items():
             value = real(name, getattr(self, name))
@@ -303,7 +309,14 @@ _RANGES = {
     "n_threads_batch": (1, 512),
     "yarn_orig_ctx": (0, 2**31 - 1),
     "cache_ram": (0, 2**62),
+    "checkpoint_ram": (0, 2**62),
 }
+_REQUIRED = (
+    "n_batch",
+    "cache_ram",
+    "checkpoint_ram",
+    "yarn_orig_ctx",
+)  # None is no default of these
 _LEAST = {
     "rope_freq_base": 0.0,
     "rope_freq_scale": 0.0,

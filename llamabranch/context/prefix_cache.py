@@ -166,8 +166,8 @@ class PrefixCache:
         n_restored: how many tokens came back from ``saved``.
         saved: what is in host memory.
 
-    Where the memory cannot be cut (recurrent, hybrid, sliding window), a text is of use only to texts
-    that begin with all of it.
+    Where the memory cannot be cut (recurrent, hybrid, sliding window), a text is of use to texts that
+    begin with all of it, or as it was at one of its checkpoints.
     """
 
     def __init__(self, runner: Runner, sequences: SequenceIds, cache_ram: int) -> None:
@@ -246,8 +246,10 @@ class PrefixCache:
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
         n, text = self._kept.find(tokens)
-        if text is not None and self._memory.usable(n, len(text.tokens)) < n:
-            n, text = self._kept.find_whole(tokens)
+        n_usable = n if text is None else self._memory.usable(text.seq_id, n)
+        if n_usable < n:
+            n_whole, whole = self._kept.find_whole(tokens)
+            n, text = (n_whole, whole) if n_whole > n_usable else (n_usable, text)
         return (n, text) if n >= MIN_SHARED else (0, None)
 
     # -- host memory -------------------------------------------------------------------------------
@@ -323,7 +325,7 @@ class PrefixCache:
         if known is not None and n == len(tokens):
             self._kept.use(known)
             return False
-        if known is not None and n == len(known.tokens) and self._memory.usable(n, len(tokens)):
+        if known is not None and n == len(known.tokens) == self._memory.usable(seq_id, n):
             self._drop(known)  # the new text continues it
         text = CachedPrefix(list(tokens))
         transfers = is_last and self._memory.forks_copy  # which saves the copy
@@ -363,12 +365,12 @@ class PrefixCache:
             if first is None:
                 continue
             n_tokens = len(text.tokens)
-            keep = self._memory.usable(max(first, n_tokens - (n_cells - freed)), n_tokens)
+            keep = max(first, n_tokens - (n_cells - freed))
+            keep = self._memory.usable(text.seq_id, keep)
             freed += min(n_alone, n_tokens - keep)
             self._save(text)
-            if keep >= MIN_SHARED and self._kept.cut(text, keep):
-                self._memory.drop(text.seq_id, keep)
-            else:
+            is_kept = keep >= MIN_SHARED and self._kept.cut(text, keep)
+            if not is_kept or self._memory.cut(text.seq_id, keep) < keep:
                 self._drop(text)
         self.n_evicted += freed
         return freed

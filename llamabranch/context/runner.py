@@ -211,7 +211,7 @@ class Runner:
         emptied = self.undo(starts, expiring)
         state = "the sequences of the batch are as before"
         if emptied:
-            state = f"this memory cannot drop a tail: sequences {emptied} are now empty"
+            state = f"this memory cannot drop a tail: sequences {emptied} are now shorter, or empty"
         if code == _INTERRUPTED:
             return DecodeInterruptedError(
                 f"the decode was interrupted; {state}", code=code, memory_changed=True
@@ -221,7 +221,7 @@ class Runner:
         return DecodeError(f"{reason} (code {code}); {state}", code=code, memory_changed=True)
 
     def undo(self, starts: dict[int, int], expiring: Sequence[LogitsRow]) -> list[int]:
-        """Truncate every sequence of a failed batch to its start; return those that had to be emptied."""
+        """Truncate every sequence of a failed batch to its start; return those that are shorter now."""
         emptied = [s for s, start in starts.items() if self.memory.cut(s, start) < start]
         for row in expiring:
             row.invalidate()

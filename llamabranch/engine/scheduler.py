@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from ..branch import Branch
 from ..context import Context
-from ..context.memory import END
 from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from .job import Job, Key, Submission
@@ -209,7 +208,7 @@ class Scheduler:
             is_begin = other.is_reading and not other.output.tokens
             if other.submission is job.submission and is_begin and other.can_draw_others:
                 other.equals.append(job)
-                n = self._ctx.kv_cache.usable(len(job.prompt) - 1, END)
+                n = len(job.prompt) - 1 if self._ctx.kv_cache.can_draft else 0
                 job.note_admitted(n)
                 self._stats.shared_prompt_tokens += n
                 return True
@@ -298,7 +297,7 @@ class Scheduler:
         for other in self.active:
             if other.branch is None:
                 continue
-            n = memory.usable(n_common(other.to_cache, wanted), END)  # it goes on
+            n = memory.usable(other.branch.seq_id, n_common(other.to_cache, wanted))
             if n >= MIN_SHARED and n > best[1]:
                 best = (other, n)
         prefixes = self._ctx.prefix_cache

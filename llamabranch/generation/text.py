@@ -357,16 +357,19 @@ class Text:
     ) -> None:
         """Decode tokens, after ``check_read``, and append them to what was read."""
         self.check_read(tokens, as_prompt=as_prompt)
+        if self.row is not None and self.row.is_valid:
+            self._cache.mark(self.seq_id, self.row.array)
         self.append_prompt(tokens, self.decode_run(tokens, report))
 
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
-        done = self._cache.cut(self.seq_id, position)
-        parent = self.parent
-        if not done and parent is not None and not parent.is_pruned:
-            n = self._cache.next_position(parent.seq_id)
-            if 0 < n <= position and parent.tokens[:n] == self.tokens[:n]:
-                done = self._cache.fork(parent.seq_id, self.seq_id)
+        cache, parent = self._cache, self.parent
+        done = cache.cut(self.seq_id, position)
+        if done < position and parent is not None and not parent.is_pruned:
+            n = min(position, cache.next_position(parent.seq_id))
+            n = cache.usable(parent.seq_id, n)
+            if n > done and parent.tokens[:n] == self.tokens[:n]:
+                done = cache.fork(parent.seq_id, self.seq_id, n)
         if done < position:
             decode_run(self._decoder, self.tokens[done:position], self.seq_id, "none")
 
@@ -401,6 +404,8 @@ class Text:
         They count for penalties; a grammar begins again after them.
         """
         n = len(self.tokens)
+        if row is not None:
+            self._cache.mark(self.seq_id, row.array)
         with self.undone_on_error():
             self.tokens += tokens
             if n == self.n_prompt:
@@ -546,6 +551,8 @@ class Text:
         with self.lock:
             self._cache.fork(source.seq_id, self.seq_id, n)
             self.append_prompt(source.tokens[:n], None)
+            if self.n_cached < n:  # a state could not be put back
+                self.truncate(n)
 
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
         """Begin this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.
@@ -574,7 +581,7 @@ class Text:
             n = self._cache.next_position(self.seq_id)
             if n > len(self.tokens):  # a round was broken off: the tail is a draft
                 return
-            if self._cache.usable(n, max(n, len(self.tokens) - 1)):
+            if n >= len(self.tokens) - 1 or self._cache.can_draft:
                 self._owned_by_prefix_cache = prefixes.put(
                     self.seq_id, self.tokens[:n], is_last=is_last
                 )
@@ -620,9 +627,16 @@ class Text:
             raise
 
     def rewind(self, position: int) -> None:
-        """Drop all tokens from ``position`` on, in the cache too."""
-        self.truncate(position)
+        """Drop all tokens from ``position`` on, in the cache too.
+
+        Where the cache has to decode kept tokens again, it leaves the last one: its logits may be needed.
+        """
+        is_there = self._cache.usable(self.seq_id, position) == position
+        self.truncate(position if is_there else position - 1)
         self.forget(position)
+        row = self._cache.row(self.seq_id) if is_there else None
+        if row is not None:
+            self.set_row(LogitsRow(row))
         self.fork_position = min(self.fork_position, position)
 
     def end_at(self, position: int, *, decodes: bool) -> None:

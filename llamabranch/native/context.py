@@ -318,13 +318,20 @@ class ContextHandle(Handle):
 
     def state(self, seq_id: int) -> State:
         """Return the state of a sequence, uint8 (n,), a copy; empty if llama.cpp failed."""
-        size = int(C.llama_state_seq_get_size(self.ptr, seq_id))
+        state = self._state(seq_id, C.LLAMA_STATE_SEQ_FLAGS_NONE)
+        whole = self.kv_unified or not len(state)
+        return state if whole else without_streams(state, seq_id, self.n_seq_max)
+
+    def partial_state(self, seq_id: int) -> State:
+        """Return what of a state cannot be cut: recurrent states, and the cells of sliding windows."""
+        return self._state(seq_id, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+
+    def _state(self, seq_id: int, flags: int) -> State:
+        size = int(C.llama_state_seq_get_size_ext(self.ptr, seq_id, flags))
         state = np.empty(size, dtype=np.uint8)
         address = state.ctypes.data_as(_uint8_p)
-        written = int(C.llama_state_seq_get_data(self.ptr, address, size, seq_id))
-        if written != size:
-            return state[:0]
-        return state if self.kv_unified else without_streams(state, seq_id, self.n_seq_max)
+        written = int(C.llama_state_seq_get_data_ext(self.ptr, address, size, seq_id, flags))
+        return state if written == size else state[:0]
 
     def set_state(self, seq_id: int, state: State) -> None:
         """Restore the state of a sequence.
@@ -334,10 +341,17 @@ class ContextHandle(Handle):
         """
         if not self.kv_unified:
             state = with_streams(state, self.n_seq_max)
-        arguments = self.ptr, state.ctypes.data_as(_uint8_p), len(state), seq_id
-        if C.llama_state_seq_set_data(*arguments) != len(state):
+        self._set_state(seq_id, state, C.LLAMA_STATE_SEQ_FLAGS_NONE)
+
+    def set_partial_state(self, seq_id: int, state: State) -> None:
+        """Put a ``partial_state`` back into a sequence that still has its cells; errors as above."""
+        self._set_state(seq_id, state, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+
+    def _set_state(self, seq_id: int, state: State, flags: int) -> None:
+        arguments = self.ptr, state.ctypes.data_as(_uint8_p), len(state), seq_id, flags
+        if C.llama_state_seq_set_data_ext(*arguments) != len(state):
             with recorded_log():  # once more, for the reason
-                if C.llama_state_seq_set_data(*arguments) != len(state):
+                if C.llama_state_seq_set_data_ext(*arguments) != len(state):
                     raise SnapshotError(f"llama.cpp cannot take the K/V: {logged_reason()}")
 
 

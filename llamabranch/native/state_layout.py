@@ -97,6 +97,11 @@ class StateLayout:
         """True if every token takes a cell of a cache without a window."""
         return any(part.kind == _CELLS for part in self.parts)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of a sequence, which do not depend on its length."""
+        return sum(part.cell_bytes for part in self.parts if part.kind == _RECURRENT)
+
     def max_bytes(self, n_tokens: int) -> int:
         """Return the size of a state of ``n_tokens`` tokens; with a sliding window it may be smaller."""
         total = 8

@@ -391,7 +391,8 @@ class Continuations:
         if heir is None or branch is None:
             return
         end = min(start + common(heir), branch.position)
-        if end > start and branch.ctx.kv_cache.can_cut(branch.seq_id, end):
+        end = branch.ctx.kv_cache.usable(branch.seq_id, end)
+        if end > start:
             branch.rewind(end)
             self._sequences.stats.tokens_shared += end
             heir.branch, line.branch = branch, None

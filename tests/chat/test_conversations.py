@@ -9,12 +9,15 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import toys
 from conftest import DATA
+from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Chat, Context
@@ -36,6 +39,7 @@ MEMORIES: dict[str, tuple[Callable[..., Path], bool]] = {
     "gemma3": (toys.write_gemma3, False),
     "mamba": (toys.write_mamba, True),
     "lfm2": (toys.write_lfm2, True),
+    "qwen35": (partial(toys.write_toy, architecture="qwen35"), True),
 }
 
 
@@ -45,8 +49,10 @@ def counting(ctx: Context) -> Iterator[list[int]]:
     counts: list[int] = []
 
     def around(decode: Callable[[int], int], n: int) -> int:
-        counts.append(n)
-        return decode(n)
+        code = decode(n)
+        if code == 0:  # else there was no room, and nothing was computed
+            counts.append(n)
+        return code
 
     before = ctx.decoder.hook(around)
     try:
@@ -574,6 +580,38 @@ def test_every_memory_and_template_gives_what_a_branch_by_hand_gives(
             for answer in answers:
                 assert by_hand(other, answer, chat) == answer.tokens
         assert cached > sum(len(answer.prompt) for answer in answers) / 4
+        context.audit()
+
+
+@pytest.mark.parametrize("template", [toys.CHAT_TEMPLATE, CHANGING], ids=["fixed", "changing"])
+@pytest.mark.parametrize("name", MEMORIES)
+def test_ten_turns_with_a_retry_and_an_edit_evaluate_little_more_than_their_distinct_tokens(
+    name: str, template: str, tmp_path: Path
+) -> None:
+    """With fewer sequences than turns; the last answer is where it is in a context of its own."""
+    write, swa_full = MEMORIES[name]
+    path = write(
+        tmp_path / "toy.gguf", vocab="bytes", metadata={"tokenizer.chat_template": template}
+    )
+    options = lb.ContextParams(
+        n_ctx=4096, n_seq_max=4, n_threads=1, kv_type="f32", swa_full=swa_full
+    )
+    with lb.Model(path) as toy, Context(toy, options) as context, Context(toy, options) as other:
+        with Chat(context, seed=1, max_tokens=40, logit_bias={1: -1e30}) as chat:
+            with counting(context) as counts:
+                answers = [
+                    chat.send(f"What happened on day {i} of it all?").finish() for i in range(9)
+                ]
+                answers.append(chat.retry().finish())
+                answers.append(chat.edit(4, "Tell me something else instead.").finish())
+                answers += [chat.send(f"And after the storm {i}?").finish() for i in range(4)]
+            stats = chat.stats
+            branch = answers[-1].branch
+            with Branch.start(other, branch.tokens) as again:
+                np.testing.assert_allclose(branch.logits, again.logits, atol=rounding(other))
+        texts = [answer.prompt + answer.tokens for answer in answers]
+        assert sum(counts) <= 1.2 * n_distinct(texts)
+        assert abs(stats.num_evaluated_tokens - sum(counts)) <= len(answers)
         context.audit()
 
 

@@ -191,6 +191,9 @@ def test_show_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
     (facts,) = answer("models", "show", other)["models"]
     assert facts["capabilities"]["batch_invariant"] is False
     assert "recurrent" in facts["capabilities"]["batch_invariant_reason"]
+    assert facts["capabilities"]["state_bytes"] > 0
+    assert facts["capabilities"]["checkpoints"] is True
+    assert "a state was put back" in facts["capabilities"]["checkpoints_reason"]
 
 
 # -- which model drafts ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams
-from llamabranch.context.memory import END, Memory, NonUnified, States, Windowed
+from llamabranch.context.memory import Memory, NonUnified, States, Windowed
 from llamabranch.errors import (
     CacheFullError,
     DecodeInterruptedError,
@@ -33,6 +33,7 @@ TOKENS = [2 + (5 * i + i * i) % 200 for i in range(100)]  # beyond the window of
 ENDLESS = {1: -np.inf}
 OPTIONS: dict[str, Any] = {"n_seq_max": 6, "n_batch": 32, "n_threads": 1}
 GEMMA = {"swa_full": False}
+OFTEN = (7, 3)  # tokens from one checkpoint to the next, so that short texts have some
 
 # Architecture, options, class, and whether a part of a sequence can be kept or shared.
 KINDS: dict[str, tuple[str, dict[str, Any], type[Memory], bool]] = {
@@ -44,9 +45,17 @@ KINDS: dict[str, tuple[str, dict[str, Any], type[Memory], bool]] = {
     "non-unified": ("llama", {"kv_unified": False}, NonUnified, True),
     "window": ("gemma3", {}, Windowed, True),
     "window, cells used again": ("gemma3", GEMMA, States, False),
+    "window, checkpoints": ("gemma3", GEMMA, States, False),
     "recurrent": ("mamba", {}, States, False),
+    "recurrent, none": ("mamba", {"checkpoint_ram": 0}, States, False),
+    "recurrent, checkpoints": ("mamba", {}, States, False),
     "recurrent, rwkv": ("rwkv7", {}, States, False),
+    "recurrent, rwkv, checkpoints": ("rwkv7", {}, States, False),
     "hybrid": ("lfm2", {}, States, False),
+    "hybrid, checkpoints": ("lfm2", {}, States, False),
+    "hybrid, few checkpoints": ("lfm2", {"checkpoint_ram": 12_000}, States, False),
+    "hybrid, qwen": ("qwen35", {}, States, False),
+    "hybrid, qwen, checkpoints": ("qwen35", {}, States, False),
 }
 
 
@@ -85,6 +94,9 @@ def opened(
     toys.write_toy(path, architecture, vocab="bytes")
     n_ctx = 512 * (6 if kind is NonUnified else 1)
     with Context(lb.Model(path), n_ctx=n_ctx, owns_model=True, **OPTIONS, **options) as ctx:
+        if "checkpoints" in request.param:
+            assert isinstance(ctx.kv_cache, States)
+            ctx.kv_cache.every, ctx.kv_cache.apart = OFTEN
         yield World(ctx, request.param, gives_parts, rounding(ctx, 0.1))
 
 
@@ -102,8 +114,9 @@ def test_memory_is_the_one_that_fits(world: World) -> None:
     is_recurrent = world.ctx.capabilities.recurrent
     assert bool(memory.spare_seq_ids) != (is_recurrent or kind is NonUnified)
     assert world.ctx.fits(0, 4) == 4
-    assert memory.usable(5, 5) == 5
-    assert memory.usable(5, 9) == memory.usable(5, END) == (5 if world.gives_parts else 0)
+    world.ctx.decode(TOKENS[:9], 0)
+    assert memory.usable(0, 9) == 9
+    assert memory.usable(0, 5) == (5 if world.gives_parts else 0)
 
 
 # -- what is done to branches ----------------------------------------------------------------------
@@ -294,7 +307,7 @@ def test_a_second_ctrl_c_while_memory_is_read_again_loses_nothing(
 # -- raw sequences ---------------------------------------------------------------------------------
 
 
-def test_an_interrupted_raw_sequence_is_as_before_or_empty(
+def test_an_interrupted_raw_sequence_is_as_before_or_shorter(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx = world.ctx
@@ -306,7 +319,8 @@ def test_an_interrupted_raw_sequence_is_as_before_or_empty(
         with pytest.raises(DecodeInterruptedError) as caught:
             ctx.decode(TOKENS, 10)
     assert caught.value.memory_changed
-    assert ctx.kv_cache_size(0) == (10 if world.gives_parts else 0)
+    is_kept = world.gives_parts or "checkpoints" in world.name  # there is one after 10 tokens
+    assert ctx.kv_cache_size(0) == (10 if is_kept else 0)
 
 
 @pytest.mark.parametrize("drop", [1, 10, 29, 40, 90])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from llamabranch import (
 )
 from llamabranch.errors import (
     BranchStateError,
+    CacheFullError,
     ConfigError,
     TokenizeError,
     UnsupportedError,
@@ -152,6 +154,8 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("at most 240 with a prefix cache",
      {"n_seq_max": 241, "prefix_cache": True, "n_batch": 256, "n_ctx": 512}),
     ("set prefix_cache=True", {"cache_ram": 1000}),
+    ("checkpoint_ram", {"checkpoint_ram": -1}), ("checkpoint_ram", {"checkpoint_ram": None}),
+    ("checkpoint_ram", {"checkpoint_ram": "1G"}), ("checkpoint_ram", {"checkpoint_ram": 1 << 63}),
     ("", {"n_batch": 0}), ("", {"n_batch": -1}), ("", {"n_ubatch": 0}),
     ("", {"n_outputs_max": 2}), ("", {"n_outputs_max": 4096}),
     ("", {"n_threads": 0}), ("", {"n_threads": 10**6}), ("", {"n_threads_batch": -1}),
@@ -224,6 +228,39 @@ for _n_seq_max, _n_outputs_max in ((s, n) for s in (1, 2, 3) for n in range(s, 1
     case("options", f"{_n_seq_max}_sequences_{_n_outputs_max}_rows")(
         partial(_few_rows, n_seq_max=_n_seq_max, n_outputs_max=_n_outputs_max)
     )
+
+
+def _checkpoints(w: World, architecture: str, checkpoint_ram: int) -> None:
+    """Rewinds, forks, snapshots and full caches, with room for many checkpoints, few, or none."""
+    path = toys.write_toy(w.folder / f"{architecture}.gguf", architecture, vocab="bytes")
+    options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 3, "n_threads": 1}
+    options["swa_full"] = architecture != "gemma3"
+    text = [2 + i % 200 for i in range(500)]
+    with Model(path) as model, Context(model, checkpoint_ram=checkpoint_ram, **options) as ctx:
+        branch = Branch.start(ctx, text[:200])
+        for n in (40, 150, 220):
+            branch.extend(text[n : n + 40])
+            child = branch.fork()
+            child.rewind(n)
+            child.extend([5])
+            must_raise(ConfigError, lambda c=child: c.rewind(10_000))
+            with suppress(CacheFullError):  # a recurrent memory is never full
+                child.append(text + text)
+            child.rewind(n + 1)
+            with Branch.restore(ctx, child.snapshot()) as restored:
+                restored.rewind(20)
+                ctx.audit()
+            child.prune()
+            branch.rewind(branch.position - 30)
+            ctx.audit()
+        branch.prune()
+
+
+for _architecture in ("mamba", "rwkv7", "lfm2", "qwen35", "gemma3"):
+    for _checkpoint_ram in (0, 100_000, 1 << 30):
+        case("options", f"checkpoints_{_architecture}_{_checkpoint_ram}")(
+            partial(_checkpoints, architecture=_architecture, checkpoint_ram=_checkpoint_ram)
+        )
 
 
 @case("options")

@@ -1,0 +1,134 @@
+"""Checkpoints: states of sequences at earlier positions, in host memory.
+
+A recurrent state has one position, and llama.cpp cannot go back from it. A copy that was taken on the
+way there can be put back, and only the tokens after it are decoded again. Forks share checkpoints.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Checkpoint", "Checkpoints"]
+
+_position = attrgetter("n_tokens")
+
+
+class Checkpoint:
+    """The state of a sequence after its first ``n_tokens``.
+
+    Attributes:
+        n_tokens: the position at which the sequence continues from it.
+        state: as llama.cpp writes it, without cells of attention, uint8 (n,).
+        row: the logits after the last of these tokens, float32 (V,); None if they were not kept.
+        n_users: how many sequences have it.
+    """
+
+    def __init__(
+        self, n_tokens: int, state: npt.NDArray[np.uint8], row: npt.NDArray[np.float32] | None
+    ) -> None:
+        self.n_tokens = n_tokens
+        self.state = state
+        self.row = row
+        self.n_users = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """The memory that it takes."""
+        return self.state.nbytes + (0 if self.row is None else self.row.nbytes)
+
+
+class Checkpoints:
+    """The checkpoints of all sequences of a context: at most ``max_bytes``.
+
+    When they take more, the checkpoint is dropped that is missed least: one whose gap is small compared
+    to its distance from the end of the text. So they are close together near the end of a text, and far
+    apart at its beginning.
+
+    Attributes:
+        max_bytes: 0 if there are none.
+        n_bytes: what they take; those that sequences share count once.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.n_bytes = 0
+        self._of: dict[int, list[Checkpoint]] = {}  # of each sequence, by position
+
+    def last(self, seq_id: int) -> int:
+        """Return the position of the last one of a sequence, 0 if it has none."""
+        points = self._of.get(seq_id)
+        return points[-1].n_tokens if points else 0
+
+    def find(self, seq_id: int, n: int) -> Checkpoint | None:
+        """Return the last one of a sequence that has at most ``n`` tokens."""
+        points = self._of.get(seq_id, [])
+        at = bisect_right(points, n, key=_position)
+        return points[at - 1] if at else None
+
+    def add(self, seq_id: int, point: Checkpoint) -> None:
+        """Add one after all others of the sequence; others may be dropped for it, or it itself."""
+        self._of.setdefault(seq_id, []).append(point)
+        point.n_users = 1
+        self.n_bytes += point.n_bytes
+        self.thin()
+
+    def keep_row(self, point: Checkpoint, row: npt.NDArray[np.float32]) -> None:
+        """Keep the logits after a checkpoint, a copy."""
+        self.n_bytes -= point.n_bytes
+        point.row = row.copy()
+        self.n_bytes += point.n_bytes
+        self.thin()
+
+    def share(self, source: int, target: int) -> None:
+        """Let a sequence without checkpoints have those of another one."""
+        points = self._of.get(source)
+        if points:
+            self._of[target] = [*points]
+            for point in points:
+                point.n_users += 1
+
+    def cut(self, seq_id: int, n: int) -> None:
+        """Forget those of a sequence that have more than ``n`` tokens; all of them for 0."""
+        points = self._of.get(seq_id)
+        while points and (points[-1].n_tokens > n or not n):
+            self._release(points.pop())
+        if points == []:
+            del self._of[seq_id]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._of.clear()
+        self.n_bytes = 0
+
+    def thin(self) -> None:
+        """Drop checkpoints until the others take no more than ``max_bytes``."""
+        while self.n_bytes > self.max_bytes:
+            dropped = self._least()
+            for seq_id, points in list(self._of.items()):
+                if dropped in points:
+                    points.remove(dropped)
+                    self._release(dropped)
+                    if not points:
+                        del self._of[seq_id]
+
+    def _least(self) -> Checkpoint:
+        """Return the checkpoint that is missed least; the last of a text only if there are no others."""
+        best, least = None, float("inf")
+        for points in self._of.values():
+            end, before = points[-1].n_tokens, 0
+            for point, after in pairwise(points):
+                missed = (after.n_tokens - before) / (end - point.n_tokens)
+                if missed < least:
+                    best, least = point, missed
+                before = point.n_tokens
+        return next(iter(self._of.values()))[-1] if best is None else best
+
+    def _release(self, point: Checkpoint) -> None:
+        point.n_users -= 1
+        if not point.n_users:
+            self.n_bytes -= point.n_bytes

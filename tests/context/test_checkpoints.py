@@ -1,0 +1,460 @@
+"""Checkpoints: memory whose tail cannot be dropped returns to earlier states, and all else is as without.
+
+`test_memory_kinds.py` has the laws of every kind of memory, with and without checkpoints. Here is what
+checkpoints save, what they take, and what happens where they cannot be had.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import toys
+from llama_cpp import llama_cpp as C
+from rounding import rounding
+
+import llamabranch as lb
+from llamabranch import Branch, Context, Engine, Request, SamplingParams
+from llamabranch.context.checkpoints import Checkpoint, Checkpoints
+from llamabranch.context.memory import States
+from llamabranch.errors import CapacityError, ConfigError, DecodeInterruptedError, SnapshotError
+
+ENDLESS = {1: -np.inf}
+OPTIONS: dict[str, Any] = {"n_ctx": 4096, "n_seq_max": 6, "n_batch": 64, "n_threads": 1}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("mamba", {}),
+    "rwkv7": ("rwkv7", {}),
+    "lfm2": ("lfm2", {}),
+    "qwen35": ("qwen35", {}),
+    "gemma3": ("gemma3", {"swa_full": False}),
+}
+TEXT = [2 + (7 * i + i * i) % 250 for i in range(900)]
+
+
+@contextmanager
+def counting(ctx: Context) -> Iterator[list[int]]:
+    """Collect the number of tokens of each decode."""
+    counts: list[int] = []
+
+    def around(decode: Callable[[int], int], n: int) -> int:
+        counts.append(n)
+        return decode(n)
+
+    before = ctx.decoder.hook(around)
+    try:
+        yield counts
+    finally:
+        ctx.decoder.hook(before)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def ctx(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    architecture, options = KINDS[request.param]
+    path = tmp_path_factory.mktemp("checkpoints") / f"{architecture}.gguf"
+    toys.write_toy(path, architecture, vocab="bytes")
+    with Context(lb.Model(path), owns_model=True, **OPTIONS, **options) as context:
+        yield context
+
+
+@pytest.fixture(autouse=True)
+def clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "ctx" in request.fixturenames:
+        ctx = request.getfixturevalue("ctx")
+        ctx.audit()
+        ctx.kv_cache_clear()
+        assert ctx.kv_cache.checkpoints.n_bytes == 0
+
+
+def lfm2(folder: Path, **options: Any) -> Context:
+    path = toys.write_lfm2(folder / "toy.gguf", vocab="bytes")
+    return Context(lb.Model(path), owns_model=True, **{**OPTIONS, **options})
+
+
+# -- the collection --------------------------------------------------------------------------------
+
+
+def point(n: int, n_bytes: int = 100) -> Checkpoint:
+    return Checkpoint(n, np.zeros(n_bytes, np.uint8), None)
+
+
+def positions(points: Checkpoints, seq_id: int, n: int = 1000) -> list[int]:
+    """Return the positions of a sequence's checkpoints."""
+    found = []
+    while (one := points.find(seq_id, n)) is not None:
+        found.append(one.n_tokens)
+        n = one.n_tokens - 1
+    return found[::-1]
+
+
+def test_shared_checkpoints_count_once_and_stay_until_the_last_user_is_gone() -> None:
+    points = Checkpoints(10_000)
+    for n in (10, 20, 30):
+        points.add(0, point(n))
+    points.share(0, 1)
+    points.add(1, point(40))
+    assert (points.n_bytes, points.last(0), points.last(1), points.last(2)) == (400, 30, 40, 0)
+    points.cut(0, 15)
+    assert (positions(points, 0), positions(points, 1)) == ([10], [10, 20, 30, 40])
+    assert points.n_bytes == 400
+    points.cut(1, 0)
+    assert points.n_bytes == 100
+    last = points.find(0, 10)
+    assert last is not None
+    points.keep_row(last, np.zeros(5, np.float32))
+    assert points.n_bytes == 120
+    points.cut(0, 0)
+    assert (points.n_bytes, points.find(0, 1000)) == (0, None)
+
+
+def test_checkpoints_are_thinned_out_from_the_beginning_and_never_exceed_the_limit() -> None:
+    points = Checkpoints(1000)
+    for n in range(10, 2010, 10):
+        points.add(0, point(n))
+        assert points.n_bytes <= 1000
+        assert points.last(0) == n
+    kept = positions(points, 0, 3000)
+    gaps = np.diff([0, *kept])
+    assert len(kept) == 10
+    assert gaps[-1] == 10
+    assert gaps[0] > 10 * gaps[-1]
+    assert 2 * max(gaps) < 2000  # something of every part is kept
+    points.add(1, point(7))  # another text: the last of each stays as long as there are others
+    assert (points.last(0), points.last(1)) == (2000, 7)
+    points.add(2, point(9, 1000))
+    assert (points.last(0), points.last(1), points.last(2), points.n_bytes) == (0, 0, 9, 1000)
+
+
+# -- what is saved -----------------------------------------------------------------------------------
+
+
+def test_a_rewind_decodes_what_follows_the_last_checkpoint(ctx: Context) -> None:
+    assert ctx.capabilities.checkpoints, ctx.capabilities.checkpoints_reason
+    allowed = rounding(ctx, 0.1)
+    with Branch.start(ctx, TEXT, temperature=0.8, seed=1, logit_bias=ENDLESS) as branch:
+        list(branch.generate(300))
+        for position in (1190, 1000, 905, 700, 300):
+            with counting(ctx) as counts:
+                branch.rewind(position)
+                row = branch.logits
+            assert 0 < sum(counts) <= States.every + 64  # a prompt's come at the ends of decodes
+            with counting(ctx) as counts, Branch.create(ctx) as again:
+                again.prefill(branch.tokens)
+                np.testing.assert_allclose(row, again.logits, atol=allowed)
+            assert sum(counts) == position
+
+
+def test_a_rewind_to_the_end_of_a_turn_costs_nothing_and_never_happened(ctx: Context) -> None:
+    """After the prompt, after an answer, and after what was read behind it."""
+    settings: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logit_bias": ENDLESS}
+    with Branch.start(ctx, TEXT[:100], **settings) as branch:
+        first = [t.token for t in branch.generate(40)]
+        branch.append(TEXT[200:250])
+        rows, second = branch.logits, [t.token for t in branch.generate(40)]
+        for position, expected in ((190, second), (100, first)):
+            with counting(ctx) as counts:
+                branch.rewind(position)
+                found = branch.logits
+            assert not counts
+            if position == 190:
+                np.testing.assert_array_equal(found, rows)
+            assert [t.token for t in branch.generate(40)] == expected
+        with branch.fork() as child:  # which has them too
+            list(branch.generate(60))
+            with counting(ctx) as counts:
+                child.rewind(100)
+                assert not counts
+            assert [t.token for t in child.generate(40)] == first
+
+
+def test_without_checkpoints_the_text_is_the_same(ctx: Context) -> None:
+    options = {**OPTIONS, **({"swa_full": False} if ctx.capabilities.sliding_window else {})}
+    with Context(ctx.model, checkpoint_ram=0, **options) as plain:
+        assert not plain.capabilities.checkpoints
+        assert plain.capabilities.checkpoints_reason == "checkpoint_ram is 0"
+        texts = []
+        for context in (ctx, plain):
+            with Branch.start(context, TEXT[:300], temperature=0.9, seed=7) as branch:
+                branch.resample(branch.sampling.replace(logit_bias=ENDLESS))
+                list(branch.generate(300))
+                texts.append(branch.tokens)
+        assert texts[0] == texts[1]
+        assert plain.kv_cache.next_position(0) == 0
+
+
+def test_a_prefix_that_was_read_is_forked_from_its_checkpoint(ctx: Context) -> None:
+    """By the prefix cache, and by the engine from a text that is running."""
+    options = {**OPTIONS, **({"swa_full": False} if ctx.capabilities.sliding_window else {})}
+    with Context(ctx.model, prefix_cache=True, **options) as cached:
+        assert cached.prefix_cache is not None
+        Branch.start(cached, TEXT[:600]).prune()
+        with counting(cached) as counts:
+            branch = Branch.start(cached, [*TEXT[:500], 9, 9, 9])
+        assert sum(counts) <= 503 - 256
+        with Branch.start(ctx, branch.tokens) as again:
+            np.testing.assert_allclose(branch.logits, again.logits, atol=rounding(ctx, 0.1))
+        branch.prune()
+        cached.audit()
+    with Engine(ctx) as engine:
+        prompts = [[*TEXT[:600], 5], [*TEXT[:600], 6, 6]]
+        requests = [Request(p, max_tokens=8, sampling=SamplingParams(seed=2)) for p in prompts]
+        with counting(ctx) as counts:
+            together = [r.tokens for r in engine.generate(requests)]
+        n_both = sum(counts)
+        alone = [engine.generate([r])[0].tokens for r in requests]
+    assert [len(tokens) for tokens in together] == [len(tokens) for tokens in alone]
+    assert n_both <= 601 + 602 + 2 * 8
+
+
+# -- limits and failures -----------------------------------------------------------------------------
+
+
+def test_the_limit_in_bytes_holds_and_old_texts_can_still_be_rewound(tmp_path: Path) -> None:
+    with lfm2(tmp_path) as wide:
+        size = len(wide.kv_cache.handle.partial_state(0))
+        Branch.start(wide, TEXT[:64])
+        size = wide.kv_cache.checkpoints.n_bytes - 4 * wide.n_vocab  # type: ignore[attr-defined]
+        assert size > wide.capabilities.state_bytes > 0
+    with lfm2(tmp_path, checkpoint_ram=4 * size) as ctx:
+        memory = ctx.kv_cache
+        assert isinstance(memory, States)
+        memory.every = memory.apart = 16
+        with Branch.start(ctx, TEXT[:700]) as branch:
+            for position in (690, 600, 300, 5):
+                assert 0 < memory.checkpoints.n_bytes <= 4 * size
+                branch.rewind(position)
+                with Branch.start(ctx, branch.tokens) as again:
+                    np.testing.assert_allclose(branch.logits, again.logits, atol=rounding(ctx))
+        assert memory.checkpoints.n_bytes == 0
+
+
+def test_a_rewind_beyond_the_oldest_checkpoint_reads_the_text_again(ctx: Context) -> None:
+    with Branch.start(ctx, TEXT[:100]) as branch, counting(ctx) as counts:
+        branch.extend(TEXT[100:120])
+        branch.rewind(70)
+        row = branch.logits
+        assert sum(counts) == 20 + 70
+        with Branch.start(ctx, TEXT[:70]) as again:
+            np.testing.assert_allclose(row, again.logits, atol=rounding(ctx, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"checkpoint_ram": 0}, "checkpoint_ram is 0"), ({"checkpoint_ram": 10}, "a state takes")],
+)
+def test_why_there_are_no_checkpoints_is_told(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with lfm2(tmp_path, **options) as ctx:
+        assert not ctx.capabilities.checkpoints
+        assert said in ctx.capabilities.checkpoints_reason
+        with Branch.start(ctx, TEXT[:300]) as branch, counting(ctx) as counts:
+            branch.rewind(299)
+            branch.logits  # noqa: B018
+            assert sum(counts) == 299
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 63, "many", None, 1.5])
+def test_a_wrong_checkpoint_ram_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="checkpoint_ram"):
+        lb.ContextParams(checkpoint_ram=wrong)
+
+
+@pytest.mark.parametrize("how", ["ignored", "refused"])
+def test_a_model_that_does_not_return_to_a_state_is_found_out_when_it_opens(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ignored(_ctx: Any, _data: Any, n: int, *_rest: Any) -> int:
+        return n if how == "ignored" else 0
+
+    monkeypatch.setattr(C, "llama_state_seq_set_data_ext", ignored)
+    with lfm2(tmp_path) as ctx:
+        assert not ctx.capabilities.checkpoints
+        assert ctx.capabilities.checkpoints_reason != "checkpoint_ram is 0"
+        with Branch.start(ctx, TEXT[:90]) as branch:
+            branch.rewind(80)
+            with Branch.start(ctx, TEXT[:80]) as again:
+                np.testing.assert_allclose(branch.logits, again.logits, atol=rounding(ctx))
+
+
+def test_no_memory_for_a_checkpoint_loses_nothing(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = ctx.kv_cache
+    assert isinstance(memory, States)
+    max_bytes = memory.checkpoints.max_bytes
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    try:
+        with Branch.start(ctx, TEXT[:100]) as branch:
+            with monkeypatch.context() as patch:
+                patch.setattr(memory.handle, "partial_state", no_memory)
+                branch.append(TEXT[100:400])
+            branch.rewind(100)
+            with Branch.start(ctx, TEXT[:100]) as again:
+                np.testing.assert_array_equal(branch.logits, again.logits)
+    finally:
+        memory.checkpoints.max_bytes = max_bytes
+
+
+def test_a_state_that_cannot_be_put_back_is_read_again(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise SnapshotError("no cells")
+
+    with Branch.start(ctx, TEXT[:100]) as branch:
+        branch.append(TEXT[100:150])
+        with monkeypatch.context() as patch, counting(ctx) as counts:
+            patch.setattr(ctx.kv_cache.handle, "set_partial_state", refuse)
+            branch.rewind(100)
+            row = branch.logits
+        assert sum(counts) >= 100
+        with Branch.start(ctx, TEXT[:100]) as again:
+            np.testing.assert_allclose(row, again.logits, atol=rounding(ctx, 0.1))
+
+
+def test_a_snapshot_has_all_that_a_text_needs(ctx: Context, tmp_path: Path) -> None:
+    """It goes on as the branch does, in a context without checkpoints too, and can be rewound."""
+    options = {**OPTIONS, **({"swa_full": False} if ctx.capabilities.sliding_window else {})}
+    with (
+        Context(ctx.model, checkpoint_ram=0, **options) as plain,
+        Branch.start(ctx, TEXT[:100], seed=4, temperature=0.7, logit_bias=ENDLESS) as branch,
+    ):
+        list(branch.generate(20))
+        branch.rewind(100)
+        branch.save(tmp_path / "x.branch")
+        loaded = [Branch.load(c, tmp_path / "x.branch") for c in (ctx, plain)]
+        texts = [[t.token for t in each.generate(30)] for each in (branch, *loaded)]
+        assert texts[0] == texts[1] == texts[2]
+        for each in loaded:
+            each.rewind(90)
+            with Branch.start(ctx, TEXT[:90]) as again:
+                np.testing.assert_allclose(each.logits, again.logits, atol=rounding(ctx, 0.1))
+            each.prune()
+
+
+# -- any order ---------------------------------------------------------------------------------------
+
+
+class Walk:
+    """Branches that grow, fork, go back and end in a small context; ``texts`` are theirs."""
+
+    def __init__(self, ctx: Context, clean: Context, allowed: float, seed: int) -> None:
+        self.ctx, self.clean, self.allowed = ctx, clean, allowed
+        self.dice = random.Random(seed)
+        self.texts: dict[Branch, list[int]] = {}
+        self.n_returned = 0
+        self.start()
+        self.start()
+
+    def some(self, most: int) -> list[int]:
+        start = self.dice.randrange(100)
+        return TEXT[start : start + self.dice.randint(1, most)]
+
+    def add(self, act: Callable[[], Branch], tokens: list[int]) -> None:
+        with suppress(CapacityError):
+            self.texts[act()] = list(tokens)
+
+    def start(self) -> None:
+        tokens = self.some(70)
+        self.add(lambda: Branch.start(self.ctx, tokens), tokens)
+
+    def pick(self) -> tuple[Branch, list[int]]:
+        return self.dice.choice(list(self.texts.items()))
+
+    def grow(self) -> None:
+        (branch, tokens), more = self.pick(), self.some(40)
+        with suppress(CapacityError):
+            if self.dice.random() < 0.5:
+                branch.append(more)
+            else:
+                branch.extend(more)
+            tokens += more
+
+    def step(self) -> None:
+        branch, tokens = self.pick()
+        with suppress(CapacityError):
+            for token in self.some(12):
+                branch.commit(token)
+                tokens.append(token)
+
+    def fork(self) -> None:
+        branch, tokens = self.pick()
+        self.add(branch.fork, tokens)
+
+    def rewind(self) -> None:
+        branch, tokens = self.pick()
+        position = self.dice.randint(1, len(tokens))
+        usable = self.ctx.kv_cache.usable(branch.seq_id, position)
+        self.n_returned += 0 < usable < len(tokens)
+        branch.rewind(position)
+        del tokens[position:]
+        with suppress(CapacityError):
+            if self.dice.random() < 0.5:
+                branch.produce()
+
+    def prune(self) -> None:
+        if len(self.texts) > 2:
+            branch, _ = self.pick()
+            for child in branch.children:
+                child.detach()
+            branch.prune()
+            del self.texts[branch]
+
+    def interrupt(self) -> None:
+        self.ctx.interrupt()
+        with pytest.raises((DecodeInterruptedError, CapacityError)):
+            self.pick()[0].append(self.some(40))
+        self.ctx.resume()
+
+    def restore(self) -> None:
+        branch, tokens = self.pick()
+        with suppress(CapacityError):
+            saved = branch.snapshot()
+            self.add(lambda: Branch.restore(self.ctx, saved), tokens)
+
+    def compare(self) -> None:
+        branch, tokens = self.pick()
+        assert branch.tokens == tokens
+        with suppress(CapacityError), Branch.start(self.clean, tokens) as alone:
+            np.testing.assert_allclose(branch.logits, alone.logits, atol=self.allowed)
+
+
+@pytest.mark.parametrize("n_kept", [5, 1000])
+def test_any_order_of_steps_leaves_each_text_as_it_is_alone(ctx: Context, n_kept: int) -> None:
+    """``n_kept``: how many checkpoints there is room for."""
+    swa = {"swa_full": False} if ctx.capabilities.sliding_window else {}
+    with Branch.start(ctx, TEXT[:64]):
+        size = ctx.kv_cache.checkpoints.n_bytes  # type: ignore[attr-defined]
+    options = {**OPTIONS, **swa, "n_ctx": 512, "checkpoint_ram": n_kept * size}
+    allowed, n_returned = rounding(ctx, 0.1), 0
+    acts = ("start", "grow", "grow", "step", "fork", "rewind", "rewind", "rewind", "prune")
+    for seed in range(6):
+        with Context(ctx.model, **options) as tight:
+            memory = tight.kv_cache
+            assert isinstance(memory, States)
+            memory.every, memory.apart = 9, 4
+            walk = Walk(tight, ctx, allowed, seed)
+            for _ in range(80):
+                getattr(walk, walk.dice.choice((*acts, "interrupt", "restore", "compare")))()
+                tight.audit()
+                assert 0 <= memory.checkpoints.n_bytes <= n_kept * size
+            for _ in range(6):
+                walk.compare()
+            n_returned += walk.n_returned
+            while walk.texts:
+                branch, _ = walk.texts.popitem()
+                branch.detach()
+                for child in branch.children:
+                    child.detach()
+                branch.prune()
+            assert memory.checkpoints.n_bytes == 0
+    assert n_returned > 10

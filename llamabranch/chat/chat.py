@@ -341,7 +341,7 @@ class Chat:
         tokens, n_cut = self._fitting(line, parent, text)
         before = [] if parent is None else parent.path[n_cut:]
         n_next = self._n_next(line.system, before, text, tokens)
-        prompt, n_new = self._turns.read(tokens, params, n_next, self.on_prompt_progress)
+        prompt, n_new = self._turns.read(tokens, params, self.on_prompt_progress, n_next=n_next)
         branch = self._turns.fork(prompt)
         if not self.ctx.fits(branch.seq_id, 1):
             self._turns.prune_one(branch)  # a verification needs a sequence

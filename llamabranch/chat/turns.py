@@ -15,7 +15,7 @@ from typing import TypeVar
 from ..branch import Branch
 from ..context import Context
 from ..context.prefix_cache import n_common
-from ..context.progress import OnPromptProgress, PromptProgress, Reading
+from ..context.progress import OnPromptProgress, Reading
 from ..errors import CapacityError, SequencesExhaustedError
 from ..sampling import SamplingParams
 
@@ -39,14 +39,15 @@ class TurnBranches:
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        n_next: int = 0,
         on_prompt_progress: OnPromptProgress | None = None,
+        *,
+        n_next: int = 0,
     ) -> tuple[Branch, int]:
         """Return a kept branch with exactly these tokens, and how many of them were evaluated.
 
-        ``n_next``: how many of them the prompt of the next turn is expected to begin with. Memory that
-        cannot be cut everywhere can return to that place then.
-        ``on_prompt_progress``: as for ``Branch.append``.
+        ``on_prompt_progress``: as for ``Branch.append``. ``n_next``: how many of the tokens the prompt of
+        the next turn is expected to begin with. Memory that cannot be cut everywhere can return to that
+        place then.
 
         Raises:
             CapacityError, DecodeError: it cannot be read; nothing was lost but branches that were pruned.
@@ -59,16 +60,15 @@ class TurnBranches:
             n = branch.sequence.take_cached(tokens[:-1])
         else:
             branch = self.fork(best)
-        report = None
-        if on_prompt_progress is not None:  # of both parts as one
-            whole = Reading(n, len(tokens))
-            report = partial(_report, on_prompt_progress, whole)
         try:
             branch.rewind(n)
+            report = on_prompt_progress
+            if report is not None and n < n_next < len(tokens):  # two parts, shown as one prompt
+                report = Reading(n, len(tokens)).relayed(report)
             for part in (tokens[n:n_next], tokens[max(n, n_next) :]):
                 if part:
-                    read = partial(branch.append, part, on_prompt_progress=report)
-                    self.with_room(read, branch)
+                    append = partial(branch.append, part, on_prompt_progress=report)
+                    self.with_room(append, branch)
             branch.sequence.keep_cached()
         except BaseException:
             self._drop(branch)
@@ -148,7 +148,3 @@ class TurnBranches:
         """Prune all of them."""
         while self.prune_one():
             pass
-
-
-def _report(report: OnPromptProgress, whole: Reading, part: PromptProgress) -> None:
-    report(whole.progress(part.n_read))

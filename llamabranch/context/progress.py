@@ -47,6 +47,15 @@ class Reading:
         seconds = perf_counter() - self._begun
         return PromptProgress(n_read, self._n_cached, self._n_total, seconds)
 
+    def relayed(self, report: OnPromptProgress) -> OnPromptProgress:
+        """Return what tells ``report`` of this prompt when it is told of a part of it.
+
+        Raises:
+            ConfigError: ``report`` is no function.
+        """
+        function("on_prompt_progress", report)
+        return lambda part: report(self.progress(part.n_read))
+
 
 def reading(report: OnPromptProgress | None, n_cached: int, n: int) -> Callable[[int], None] | None:
     """Report that ``n`` tokens are to be read after ``n_cached``; return what reports each decode.

@@ -164,7 +164,7 @@ def _weights(model: Model, handle: ContextHandle) -> Costs | None:
     """Return what a token costs without the attention to other tokens, stored or measured."""
     try:
         kind = "repacked, " if model.extra_buffers else ""
-        key = f"{_key()}, {kind}{model.fingerprint[:32]}"
+        key = f"{_key()}, {kind}{model.quick_key[:32]}"
     except OSError:  # the file is gone
         return None
     known = _found.setdefault(model, {})

@@ -109,7 +109,7 @@ def _contestants(
     if with_exact:
         try:
             found[EXACT] = _ours(stack.enter_context(_context(model, length, settings, True)))
-        except lb.UnsupportedError:
+        except lb.errors.UnsupportedError:
             print(f"{model.name} cannot be exact here")
     for setting in bare:
         loop = _BareLoop(model.path, setting, length + _ROOM, settings.threads)

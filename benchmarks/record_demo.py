@@ -19,7 +19,7 @@ from rich.console import CONSOLE_SVG_FORMAT, Console  # type: ignore[attr-define
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-COLUMNS = 100
+COLUMNS = 80
 PICTURE = Path(__file__).parents[1] / "docs" / "demo.svg"
 # Rich's frame without the web font that it loads: a picture fetches nothing.
 FRAME = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(

@@ -27,6 +27,7 @@ from .chat import (
 from .context import (
     Context as Context,
     ContextParams as ContextParams,
+    PromptProgress as PromptProgress,
     TokenScore as TokenScore,
 )
 from .engine import (

@@ -8,7 +8,24 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
+
+
+class _TextSoFar(Protocol):
+    """The part of an engine's Result that is of use here."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def prompt(self) -> object: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
 
 
 class LlamaBranchError(Exception):
@@ -100,7 +117,14 @@ class DecodeError(LlamaBranchError):
 
 
 class DecodeInterruptedError(DecodeError):
-    """``Context.interrupt()`` or a ``time_limit`` stopped the decode; the context remains usable."""
+    """``Context.interrupt()`` or a ``time_limit`` stopped the decode; the context remains usable.
+
+    ``results`` are those of the call that was stopped, of `Context.complete`, `Context.chat` or
+    `Engine.generate`: the texts that had ended, and the others so far with "cancelled" as their
+    ``finish_reason``. It is empty for all other calls.
+    """
+
+    results: Sequence[_TextSoFar] = ()
 
 
 class DownloadError(LlamaBranchError):

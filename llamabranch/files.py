@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import stat
 import tempfile
@@ -72,6 +73,15 @@ def path_of(path: str | PathLike[str]) -> Path:
         return Path(path)
     except TypeError:
         raise ConfigError(f"a path is text or path-like, not {path!r:.60}") from None
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 (hex) of a file; about a second for a GB, without the GIL."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from .arguments import instance, nearest, shown
+from .arguments import function, instance, nearest, shown
 from .context import Context
 from .context.params import ContextOptions
 from .errors import ConfigError
@@ -45,6 +45,7 @@ def load(
     name_or_path: str | os.PathLike[str] | None = None,
     *,
     progress: Callable[[float], None] | None = None,
+    on_measuring: Callable[[str], object] | None = None,
     download: bool | None = None,
     verbose: bool = False,
     target: Context | None = None,
@@ -56,6 +57,8 @@ def load(
         name_or_path: a path to a GGUF file, a name of `catalogue`, or ``user/repo[:tag]`` on the Hugging
             Face hub, as for `resolve`; None = the bundled target.
         progress: called with the loaded fraction, 0.0 to 1.0.
+        on_measuring: called with what is measured now, such as "how many threads are fast": seconds, the
+            first time that a model is opened on this machine.
         download: whether a model that is not on this machine is downloaded first, as by `fetch`. None =
             as the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0) is set; without it only if
             standard error is a terminal, where the size is announced before.
@@ -109,7 +112,10 @@ def load(
         {name: value for name, value in options.items() if name in kind.__annotations__}
         for kind in (ModelOptions, ContextOptions)
     )
+    if on_measuring is not None:
+        function("on_measuring", on_measuring)
     model = Model(path, progress=progress, **cast(ModelOptions, of_model))
+    model.on_measuring = on_measuring
     try:
         return Context(model, owns_model=True, target=target, **cast(ContextOptions, of_context))
     except BaseException:

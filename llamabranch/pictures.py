@@ -11,7 +11,7 @@ SOURCES = {
     "drafted": "drafted and accepted",
     "forced": "forced by the grammar",
     "bonus": "bonus",
-    "corrected": "corrected by the target",
+    "corrected": "corrected",
 }
 
 

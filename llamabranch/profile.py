@@ -1,4 +1,4 @@
-"""Measurements of this machine, kept between processes in one small JSON file.
+"""Measurements of this machine, and hashes of its models, kept in one small JSON file.
 
 ``{"version": 1, "threads": {key: entry, ...}, ...}``: one section for each kind of measurement, in it
 one entry for each thing measured. The modules that write entries define their fields; a section that this

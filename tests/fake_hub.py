@@ -47,8 +47,8 @@ def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Fault:
     """A wrong answer: to ``api``, ``head`` or ``get`` requests, ``times`` times.
 
-    A ``status`` with an ``X-Error-Code``, an answer that is ``cut`` after so many bytes, or one that is
-    whole but ``short``: half of the file.
+    A ``status`` with an ``X-Error-Code``, an answer that is ``cut`` after so many bytes, one that is
+    whole but ``short``: half of the file, or one with ``wrong`` bytes: as many, one of them changed.
     """
 
     where: str
@@ -57,6 +57,7 @@ class Fault:
     message: str = ""
     cut: int | None = None
     short: bool = False
+    wrong: bool = False
     times: int = 1_000_000
 
 
@@ -198,6 +199,9 @@ class _Handler(BaseHTTPRequestHandler):
         status, begin, headers = 200, 0, {"Accept-Ranges": "bytes"}
         if fault.short:
             data = data[: len(data) // 2]
+        if fault.wrong:
+            at = len(data) // 2
+            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         given = self.headers.get("Range")
         if given:
             status, begin = 206, int(given.removeprefix("bytes=").partition("-")[0])

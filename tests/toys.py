@@ -490,10 +490,10 @@ def write_toy(
             unit *= np.float32(math.sqrt(1 - drift * drift))
             unit += np.float32(drift) * other.standard_normal(shape, dtype=np.float32)
         _add_tensor(writer, name, _scaled(unit, name, architecture), weights, half)
-    return _written(writer, path)
+    return finish(writer, path)
 
 
-def _written(writer: gguf.GGUFWriter, path: Path) -> Path:
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -589,27 +589,21 @@ def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> No
     _rewrite(source, layers, lambda _, given: given, blocks(range(first, n)))
 
 
-def write_split(source: str | Path, folder: str | Path) -> Path:
-    """Write the model of `source` in two parts, the last block in the second; return the first."""
-    reader = gguf.GGUFReader(source)
-    last = max((name.split(".")[1] for name in _names(reader) if name[:4] == "blk."), key=int)
-    u16, i32 = gguf.GGUFValueType.UINT16, gguf.GGUFValueType.INT32
-    paths = [Path(folder, f"{Path(source).stem}-{i:05d}-of-00002.gguf") for i in (1, 2)]
-    for number, path in enumerate(paths):
+def write_split(
+    source: str | Path, folder: str | Path, n_parts: int = 2, *, empty_first: bool = False
+) -> list[Path]:
+    """Write the model of `source` in parts, as gguf-py splits one, and return their paths.
 
-        def data(
-            name: str, given: npt.NDArray[Any], number: int = number
-        ) -> npt.NDArray[Any] | None:
-            return given if name.startswith(f"blk.{last}.") == bool(number) else None
-
-        more = {"split.no": (number, u16), "split.count": (2, u16)}
-        more["split.tensors.count"] = (len(reader.tensors), i32)
-        _rewrite(source, path, lambda _, given: given, data, more)
-    return paths[0]
-
-
-def _names(reader: gguf.GGUFReader) -> list[str]:
-    return [tensor.name for tensor in reader.tensors]
+    The metadata is in the first part only, which has no tensors with `empty_first`.
+    """
+    n_filled = n_parts - empty_first
+    options = {
+        "split_max_tensors": -(-len(gguf.GGUFReader(source).tensors) // n_filled),
+        "small_first_shard": empty_first,
+    }
+    stem = Path(folder, Path(source).stem)
+    _rewrite(source, f"{stem}.gguf", lambda _, given: given, lambda _, given: given, options)
+    return [Path(f"{stem}-{i + 1:05d}-of-{n_parts:05d}.gguf") for i in range(n_parts)]
 
 
 def _rewrite(
@@ -617,21 +611,23 @@ def _rewrite(
     path: str | Path,
     value: Callable[[str, Any], Any],
     data: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None],
-    more: Mapping[str, tuple[int, gguf.GGUFValueType]] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a file with what these return for the values and tensors of `source`, and more values."""
+    """Write a file with what these return for the values and tensors of `source`.
+
+    `options` are those of `gguf.GGUFWriter`.
+    """
     reader, path = gguf.GGUFReader(source), Path(path)
-    writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
+    architecture = str(reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(path, architecture, **(options or {}))
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
         kind = field.types[0]
         sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, value(name, field.contents()), kind, sub_type)
-    for name, (number, kind) in (more or {}).items():
-        writer.add_key_value(name, number, kind)
     for tensor in reader.tensors:
         rows = data(tensor.name, tensor.data)
         if rows is not None:
             writer.add_tensor(tensor.name, np.ascontiguousarray(rows), raw_dtype=tensor.tensor_type)
-    return _written(writer, path)
+    return finish(writer, path)

@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 from ..arguments import choice, instance, whole
 from ..context import Context, TokenScore
 from ..context.context import text_context
+from ..context.progress import OnPromptProgress
 from ..context.token_states import layer_states
 from ..errors import BranchStateError, CacheFullError, CapacityError, SequencesExhaustedError
 from ..generation.drafter import Drafter
@@ -105,6 +106,7 @@ class Branch:
         grammar: Grammar | str | None = None,
         sampling: SamplingParams | None = None,
         parse_special: bool = True,
+        on_prompt_progress: OnPromptProgress | None = None,
         **settings: Unpack[SamplingSettings],
     ) -> Branch:
         """Return a branch prefilled with ``prompt``; a prefix cache shares what it has of it.
@@ -117,6 +119,7 @@ class Branch:
             sampling: settings.
             parse_special: whether control tokens written in a text, such as ``<|im_start|>``, are
                 parsed, see ``Model.prompt_tokens``; False for untrusted text.
+            on_prompt_progress: as for ``prefill``.
             settings: fields of `SamplingParams` by name, in place of those of ``sampling``:
                 ``temperature=0.8, top_p=0.9, seed=1``.
 
@@ -132,7 +135,7 @@ class Branch:
         branch = cls.create(ctx, params, grammar, beginning=tokens[:-1])
         try:
             n_cached = branch.sequence.take_cached(tokens[:-1])
-            branch.prefill(tokens[n_cached:])
+            branch.prefill(tokens[n_cached:], on_prompt_progress=on_prompt_progress)
             branch.sequence.keep_cached()
         except BaseException:
             branch.prune()
@@ -309,15 +312,30 @@ class Branch:
 
     # -- moving ------------------------------------------------------------------------------------
 
-    def prefill(self, tokens: TokenIds) -> None:
+    def prefill(
+        self, tokens: TokenIds, *, on_prompt_progress: OnPromptProgress | None = None
+    ) -> None:
         """Decode ``tokens`` as the prompt, in chunks. They count for penalties, not for the grammar.
 
-        After TokenizeError, CacheFullError or DecodeError the branch is as before.
+        Args:
+            tokens: ids.
+            on_prompt_progress: called with a `PromptProgress` before the first chunk and after each one.
+                The tokens that the branch has already count as cached.
+
+        Raises:
+            TokenizeError, CacheFullError, DecodeError: the branch is as before; also after what
+                ``on_prompt_progress`` raises.
         """
         with self._lock:
-            self.sequence.read(token_list(tokens), as_prompt=True)
+            self.sequence.read(token_list(tokens), as_prompt=True, report=on_prompt_progress)
 
-    def append(self, text: str | TokenIds, *, parse_special: bool = True) -> None:
+    def append(
+        self,
+        text: str | TokenIds,
+        *,
+        parse_special: bool = True,
+        on_prompt_progress: OnPromptProgress | None = None,
+    ) -> None:
         """Append text that the model reads but did not generate, such as the next message of a user.
 
         They count for penalties, are not ``generated``, have no surprisal; a grammar begins after them.
@@ -327,6 +345,7 @@ class Branch:
                 that the template writes between two answers, the EOG token included.
             parse_special: control tokens written in a text, such as ``<|im_end|>``, become their ids;
                 False for text from others that must not end a turn.
+            on_prompt_progress: as for ``prefill``.
 
         Raises:
             ConfigError, TokenizeError, CacheFullError, DecodeError: the branch is as before.
@@ -335,7 +354,7 @@ class Branch:
             if isinstance(text, str):
                 model = self.ctx.model
                 text = model.tokenize(text, add_special=False, parse_special=parse_special)
-            self.sequence.read(token_list(text))
+            self.sequence.read(token_list(text), report=on_prompt_progress)
 
     def produce(self) -> Produced:
         """Return the next token, a function of logits, settings, seed and position; change nothing.

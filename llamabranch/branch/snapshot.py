@@ -25,7 +25,13 @@ import numpy.typing as npt
 from ..context import Context
 from ..context.hidden_states import PackedStates
 from ..context.logits import LogitsRow
-from ..errors import CacheFullError, LlamaBranchError, SnapshotError, UnsupportedError
+from ..errors import (
+    CacheFullError,
+    LlamaBranchError,
+    SnapshotError,
+    UnsupportedError,
+    UsageError,
+)
 from ..files import atomic_write, path_of
 from ..generation.text import Text
 from ..native import engine_versions
@@ -71,14 +77,16 @@ class KVCompatibility:
         """Return the context's own.
 
         Raises:
-            SnapshotError: the model's file is gone.
+            SnapshotError: the model's file is gone, or not the one that was loaded.
         """
         layout = ctx.kv_cache.state_layout
         model = ctx.model
         try:
             fingerprint = model.fingerprint
-        except OSError as error:
-            raise SnapshotError(f"the model's file cannot be read any more: {error}") from error
+        except UsageError as error:
+            raise SnapshotError(
+                f"the model cannot be identified: {error}", hint=error.hint
+            ) from error
         return cls(
             fingerprint=fingerprint,
             architecture=model.architecture,
@@ -94,6 +102,8 @@ class KVCompatibility:
     def check(self, ctx: Context) -> None:
         """Raise SnapshotError unless ``ctx`` computes the same K/V."""
         ours = asdict(KVCompatibility.of(ctx))
+        if ctx.model.is_of(self.fingerprint):  # by what it was before 0.4, too
+            ours["fingerprint"] = self.fingerprint
         for name, theirs in asdict(self).items():
             if name != "model" and theirs != ours[name]:
                 setting = name if name in ("kv_type", "flash_attention", "rope") else None

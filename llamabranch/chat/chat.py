@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import wraps
+from threading import get_ident
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 from ..arguments import whole
@@ -15,6 +18,7 @@ from ..branch import Branch, Produced
 from ..branch.tree import BranchTree
 from ..context import Context
 from ..context.context import text_context
+from ..context.progress import OnPromptProgress
 from ..errors import (
     BranchStateError,
     CacheFullError,
@@ -27,6 +31,7 @@ from ..errors import (
     warn,
 )
 from ..model.text import stop_strings
+from ..native import forkable_lock
 from ..pictures import TreeLine
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
@@ -44,6 +49,23 @@ __all__ = ["Answer", "Chat", "ChatStats"]
 
 # Parts of the context: for an answer at least, and once turns are cut.
 _LEAST_ROOM, _MORE_ROOM = 8, 4
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _exclusive(
+    method: Callable[Concatenate[Chat, P], R],
+) -> Callable[Concatenate[Chat, P], R]:
+    """Let a method of `Chat` run in one thread at a time."""
+
+    @wraps(method)
+    def call(chat: Chat, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with chat.held():
+            return method(chat, *args, **kwargs)
+
+    return call
 
 
 @dataclass
@@ -76,6 +98,9 @@ class Chat:
     Each answer has the text that a branch with the same prompt tokens, settings and seed has, where the
     context is batch-invariant; elsewhere rounding can change it.
 
+    A chat belongs to one thread at a time. What would change it while another thread does, or while one
+    runs an answer to its end, raises BranchStateError and changes nothing.
+
     Args:
         ctx: the context that answers. With 8 sequences or more, several turns are kept; all but the
             last are evicted where somebody else needs a sequence.
@@ -97,6 +122,7 @@ class Chat:
         ctx: the context.
         sampling, max_tokens: the settings of the next answer; `set` changes them.
         stop: as above.
+        on_prompt_progress: called with a `PromptProgress` while a message is read; None = nobody looks.
         speculator: what generates.
         current: the number of the branch that the conversation is on.
     """
@@ -118,10 +144,12 @@ class Chat:
             drafter = auto_drafter(ctx) if ctx.kv_cache.can_draft else None
         self.speculator = Speculator(ctx, drafter, config)
         self.ctx = ctx
+        self._lock = forkable_lock()
         self.sampling = settings_of(sampling)
         self.max_tokens: int | None = None
         self.set(**{"seed": self.sampling.seed, "max_tokens": max_tokens, **settings})
         self.stop = stop_strings(stop)
+        self.on_prompt_progress: OnPromptProgress | None = None
         self.current = 1
         self._lines = {1: Line(1, system=system)}
         self._id = uuid4().hex  # of a saved chat: that of the first one in its folder
@@ -147,11 +175,29 @@ class Chat:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @_exclusive
     def close(self) -> None:
         """End a running answer and free all sequences. Idempotent."""
         self._end_answer()
         if not self.ctx.closed:
             self._turns.close()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other threads from changing the chat in the ``with`` block.
+
+        Raises:
+            BranchStateError: another thread does so at the moment.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise BranchStateError(
+                "the chat is in use by another thread",
+                hint="a chat belongs to one thread at a time",
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     @property
     def _line(self) -> Line:
@@ -176,6 +222,7 @@ class Chat:
         return self._line.system
 
     @system.setter
+    @_exclusive
     def system(self, text: str | None) -> None:
         self._tokens(text, (), "x")
         self._end_answer()
@@ -194,7 +241,8 @@ class Chat:
             limit = whole("max_tokens", limit, 1)
         if changes.get("seed", 0) is None:
             changes["seed"] = random_seed()
-        self.sampling, self.max_tokens = self.sampling.replace(**changes), limit
+        with self.held():
+            self.sampling, self.max_tokens = self.sampling.replace(**changes), limit
 
     @property
     def n_cut(self) -> int:
@@ -230,6 +278,7 @@ class Chat:
 
     # -- answers -----------------------------------------------------------------------------------
 
+    @_exclusive
     def send(self, text: str) -> Answer:
         """Read a message; return its answer, which is generated as one iterates over it.
 
@@ -244,6 +293,7 @@ class Chat:
         self._end_answer()
         return self._begin(self._line, self._line.head, text, self.sampling)
 
+    @_exclusive
     def retry(self) -> Answer:
         """Answer the last message once more, with another seed, on a new branch.
 
@@ -253,6 +303,7 @@ class Chat:
         n = len(self.exchanges)
         return self.edit(n, self._exchange(n).user)
 
+    @_exclusive
     def edit(self, n: int, text: str) -> Answer:
         """Replace the ``n``-th message of the current branch (the first is 1), on a new branch.
 
@@ -286,7 +337,7 @@ class Chat:
         if not isinstance(text, str):
             raise ConfigError(f"a message must be text, not {text!r:.40}")
         tokens, n_cut = self._fitting(line, parent, text)
-        prompt, n_new = self._turns.read(tokens, params)
+        prompt, n_new = self._turns.read(tokens, params, self.on_prompt_progress)
         branch = self._turns.fork(prompt)
         if not self.ctx.fits(branch.seq_id, 1):
             self._turns.prune_one(branch)  # a verification needs a sequence
@@ -327,7 +378,7 @@ class Chat:
         """End a running answer: its message stays, and what there is of it."""
         answer, self._answer = self._answer, None
         if answer is not None:
-            answer.close()
+            answer.cut_off()
 
     def _conclude(self, exchange: Exchange) -> None:
         """Take in an answer that has ended; one without a token that was broken off is taken back."""
@@ -340,6 +391,7 @@ class Chat:
 
     # -- branches ----------------------------------------------------------------------------------
 
+    @_exclusive
     def undo(self) -> str:
         """Take the last message and its answer back, and return the message.
 
@@ -351,6 +403,7 @@ class Chat:
         self._lines[self.current] = replace(self._line, head=last.parent)
         return last.user
 
+    @_exclusive
     def fork(self) -> int:
         """Go on on a new branch, which begins like the current one; return its number."""
         self._end_answer()
@@ -359,6 +412,7 @@ class Chat:
         self.current = number
         return number
 
+    @_exclusive
     def switch(self, number: int) -> None:
         """Go on on another branch; nothing is evaluated before its next message.
 
@@ -382,6 +436,7 @@ class Chat:
 
     # -- saving ------------------------------------------------------------------------------------
 
+    @_exclusive
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the conversation and the K/V of its branches to a folder, which is made; see `load`.
 
@@ -464,7 +519,8 @@ class Answer:
         # Another one where a full cache has ended the last.
         self._generations: list[Generation] = []
         self._events = self._run()
-        self._has_ended = False
+        self._has_ended = self._was_cut_off = False
+        self._reader = 0  # the thread that iterates, once there is one
 
     def __repr__(self) -> str:
         text, n = self.exchange.answer, self.exchange.n_tokens
@@ -491,13 +547,24 @@ class Answer:
         return self
 
     def __next__(self) -> Produced:
-        try:
-            event = next(self._events)
-        except BaseException:  # the end, too
-            self.close()
-            raise
-        self._note()
-        return event
+        with self._chat.held():
+            self._check_thread()
+            try:
+                event = next(self._events)
+            except BaseException:  # the end, too
+                self.close()
+                raise
+            self._note()
+            return event
+
+    def _check_thread(self) -> None:
+        """Raise BranchStateError in the thread that reads the answer, if another one has ended it."""
+        self._reader = self._reader or get_ident()
+        if self._was_cut_off and self._reader == get_ident():
+            raise BranchStateError(
+                "the answer was ended by another thread, which has used the chat",
+                hint="a chat belongs to one thread at a time",
+            )
 
     def _note(self) -> None:
         """Write what there is of the answer into the conversation."""
@@ -521,18 +588,27 @@ class Answer:
 
     def finish(self) -> Answer:
         """Run to the end; return itself."""
-        for _ in self:
-            pass
+        with self._chat.held():
+            for _ in self:
+                pass
         return self
+
+    def cut_off(self) -> None:
+        """End it because the chat goes on; if another thread reads it, that one is told."""
+        self._was_cut_off = not self._has_ended and self._reader not in (0, get_ident())
+        self.close()
 
     def close(self) -> None:
         """End it here: what there is of it stays; if nothing, its message is taken back. Idempotent."""
+        with self._chat.held():
+            self._close()
+
+    def _close(self) -> None:
         if self._has_ended:
             return
         if inspect.getgeneratorstate(self._events) == inspect.GEN_RUNNING:
             raise BranchStateError(
-                "the answer is being generated in another thread",
-                hint="a chat belongs to one thread at a time",
+                "the answer is being generated", hint="it can be ended between two of its tokens"
             )
         self._has_ended = True
         try:

@@ -159,7 +159,7 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
             raise ValueError("a stop string is no text")
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise SnapshotError(f"{place} has no chat that can be read: {error}") from error
-    if ours is not None and chat.model and chat.model["fingerprint"] != ours.fingerprint:
+    if ours is not None and chat.model and not ours.is_of(chat.model["fingerprint"]):
         raise SnapshotError(
             f"the chat is of another model: {chat.model['name']}, not {ours.path.name}",
             hint=f"it was saved with {chat.model['path']}",

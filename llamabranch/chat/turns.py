@@ -14,6 +14,7 @@ from typing import TypeVar
 from ..branch import Branch
 from ..context import Context
 from ..context.prefix_cache import n_common
+from ..context.progress import OnPromptProgress
 from ..errors import CapacityError, SequencesExhaustedError
 from ..sampling import SamplingParams
 
@@ -34,8 +35,15 @@ class TurnBranches:
         self._cuts = ctx.kv_cache.usable(1, 2) > 0  # a beginning of a branch, too
         self._branches: list[Branch] = []
 
-    def read(self, tokens: Sequence[int], sampling: SamplingParams) -> tuple[Branch, int]:
+    def read(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        on_prompt_progress: OnPromptProgress | None = None,
+    ) -> tuple[Branch, int]:
         """Return a kept branch with exactly these tokens, and how many of them were evaluated.
+
+        ``on_prompt_progress``: as for ``Branch.append``.
 
         Raises:
             CapacityError, DecodeError: it cannot be read; nothing was lost but branches that were pruned.
@@ -51,7 +59,10 @@ class TurnBranches:
             branch = self.fork(best)
         try:
             branch.rewind(n)
-            self.with_room(lambda: branch.append(tokens[n:]), branch)
+            unread = tokens[n:]
+            self.with_room(
+                lambda: branch.append(unread, on_prompt_progress=on_prompt_progress), branch
+            )
             branch.sequence.keep_cached()
         except BaseException:
             self._drop(branch)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError
+from llamabranch import ConfigError, hub
 from llamabranch.bench.machine import Machine
 from llamabranch.bench.pair import Cell, PairBench, PairReport
 from llamabranch.model import Prompt
@@ -87,6 +87,7 @@ def bench(
         params, config = sampling.params(models), models.config()
         texts = _prompts(prompts, params) or PROMPTS[: 1 if size.quick else None]
         target_name, drafters = names = models.resolve(console)
+        chat = chat.decided(models.target or hub.default_model())
         of_target = LoadOptions(chat_template=chat.template)
         context, drafter = models.open_pair(names, console, of_target, {})
         contexts = dict(zip(filter(is_model, drafters), drafter.contexts, strict=True))
@@ -183,9 +184,13 @@ class BenchReport:
         if not report.lengths:
             drafters = self.names[1:]
             return "Nothing was compared." if drafters else "There is no drafter to compare with."
-        if report.candidate is None or (found is not None and not found.drafts):
+        advice = "Give prompts that the drafter can continue, or another --draft."
+        if report.candidate is None:
+            return f"{NOTHING_DRAFTED} {advice}"
+        if found is not None and not found.drafts:
             return (
-                f"{NOTHING_DRAFTED} Give prompts that the drafter can continue, or another --draft."
+                f"Inconclusive: draft length {found.length} was the fastest above, but nothing was "
+                f"drafted when it was measured once more, with other seeds. {advice}"
             )
         if found is None:
             return "Inconclusive: it was interrupted before the best length was measured again."
@@ -225,7 +230,8 @@ class BenchReport:
         console.line(self.machine.describe(bench.target.n_threads))
         console.line()
         if report.lengths:
-            console.table(COLUMNS, list(map(self._row, report.lengths)))
+            rows = list(map(self._row, report.lengths))
+            console.table(COLUMNS, rows, wide=("theory", "tokens a round"))
             console.line()
         console.line(self._advice())
         if command := self.command():

@@ -20,7 +20,7 @@ from llamabranch.chat import Answer, saved_model
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, shortened
-from .files import read_standard_input, read_text
+from .files import read_standard_input, read_text, text_lines
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .options import (
     LENGTH,
@@ -89,6 +89,7 @@ class ChatSession:
         self._has_quit = False
         self._n_printed = 0
         self.has_failed = False
+        chat.on_prompt_progress = console.reading
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -141,6 +142,11 @@ class ChatSession:
         self._stream(lambda: self.chat.send(text))
 
     def _stream(self, begin: Callable[[], Answer]) -> None:
+        """Print an answer as it is generated, and then what there is to say of it."""
+        with self._console.printing_text():
+            self._print_answer(begin)
+
+    def _print_answer(self, begin: Callable[[], Answer]) -> None:
         """Print an answer as it is generated; Ctrl-C ends it."""
         answer: Answer | None = None
         before = self.chat.current, self.chat.n_cut
@@ -157,6 +163,7 @@ class ChatSession:
                 if not interrupts.requested:
                     raise
                 interrupted = True
+                self._console.progress("")
                 for context in self._contexts:  # where nothing was being decoded
                     context.resume()
                 if answer is not None:
@@ -214,6 +221,7 @@ class ChatSession:
                 chat.close()  # for room; if the other cannot be read, it goes on and reads itself again
                 drafting = chat.speculator
                 self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
+                self.chat.on_prompt_progress = self._console.reading
                 self.show_last()
             case "help":
                 what = "what it does"
@@ -308,7 +316,7 @@ class TurnOptions:
         if self.file is None:
             return []
         text = read_standard_input() if self.file == "-" else read_text(Path(self.file))
-        return [line for line in text.splitlines() if line.strip()]
+        return [line for line in text_lines(text) if line.strip()]
 
     def message(self) -> str | None:
         """Return the first message: ``--prompt``, or all that is piped in."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import os
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -20,39 +21,70 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _PROMPTS = {"--prompts", "--prompt", "-p"}
 # Flags of llama.cpp, vLLM and of earlier versions, and what to use.
 HINTS = {
-    "-b --batch-size -ub --ubatch-size": "-S n_batch=N, -S n_ubatch=N",
-    "--mlock --no-mmap --mmap -lm": "-S use_mlock=true, -S use_mmap=false",
     "--fast": "-S batch_invariant=false takes what is fastest; --exact asks for exact batches",
     "-kvu --kv-unified --no-kv-unified -no-kvu": "-S kv_unified=true or false",
     "-cram --cache-ram --prefix-cache": "-S cache_ram=BYTES, -S prefix_cache=true",
     "--rule --entropy-stop --spec-draft-p-min --draft-p-min": "-S rule=NAME, -S entropy_stop=NATS",
     "--regex --choice": "--grammar '/one|another/'",
-    "-e --escape --no-escape": "in a shell $'a\\nb' holds a new line",
+    "-e --escape": "in a shell $'a\\nb' holds a new line",
     "-sysf --system-prompt-file": 'use -sys "$(cat FILE)"',
     "-ts -sm -mg -dev -ot -ncmoe -cmoe": "llama.cpp divides a model by itself; -ngl sets how much",
-    "-tb -td -tbd --threads-batch --threads-draft": "-t is used for prompts and drafts too",
+    "-td -tbd --threads-draft": "-t is used for prompts and drafts too",
     "-ngld -ctkd -ctvd -cd": "-ngl, -ctk and -c are for target and draft",
     "--draft-min --spec-draft-n-min --spec-type": "--draft-max N or auto; -md names what drafts",
     "--draft-width --spec-draft-p-split": "drafts are chains of tokens; --draft-max sets how many",
     "-l --logit-bias": "-S 'logit_bias={\"15043\": 1.5}'",
-    "--mirostat --mirostat-lr --mirostat-ent --adaptive-target": "-S dynatemp_range=X instead",
+    "--mirostat --mirostat-lr --mirostat-ent --adaptive-target": "there is no mirostat; -S typical_p=P, "
+    "which keeps tokens of about the expected surprise, is the nearest",
     "--samplers --sampler-seq --sampling-seq": "samplers run in llama.cpp's default order",
-    "-cnv --conversation -no-cnv -st -i -if --interactive": "`llamabranch chat`, or --chat",
+    "-cnv --conversation -no-cnv --no-conversation": "`llamabranch generate` continues a text, and with "
+    "--chat answers a message; `llamabranch chat` is a conversation",
+    "-i -if --interactive --interactive-first": "`llamabranch chat` is interactive",
     "-r --reverse-prompt": "--stop ends the text at a string",
     "-mm --mmproj --image --audio --lora --lora-scaled --control-vector": "it is not supported",
     "--host --port --api-key -a --alias --metrics": "an option of `llamabranch serve`",
     "-hff --hf-file": "-m user/repo/file.gguf",
     "-hft --hf-token": "set the environment variable HF_TOKEN",
     "--download --no-download --offline": "LLAMABRANCH_DOWNLOAD=1 or 0, HF_HUB_OFFLINE=1",
-    "--no-color --color -co": "colours are used on a terminal only; NO_COLOR=1 turns them off",
-    "--display-prompt --no-display-prompt": "the prompt is shown on a terminal only",
-    "--explain --log-disable -lv --verbosity": "-v shows how drafts went, and llama.cpp's log",
+    "--explain": "-v shows how drafts went, and llama.cpp's log",
+    "--log-file": "-v shows llama.cpp's log on standard error; 2> FILE keeps it",
     "-ns --sequences": "--samples N gives several texts for a prompt",
-    "--keep --context-shift --prompt-cache --slot-save-path -ctxcp": "there is nothing like it here",
+    "--keep --context-shift --no-context-shift --prompt-cache --slot-save-path": "it is not here",
 }
 _HINTS = {name: hint for names, hint in HINTS.items() for name in names.split()}
-# Options of llama-server that say what is so anyway.
-_TRUE_ANYWAY = {"--jinja", "-cb", "--cont-batching", "--cache-prompt", "--no-ui", "--no-webui"}
+# Flags of llama.cpp that change no text here, by how many values they have: they are left out.
+IGNORED = {
+    0: "--no-color --simple-io --display-prompt --no-display-prompt --perf --no-perf --show-timings "
+    "--no-show-timings --warmup --no-warmup --log-disable --log-prefix --log-timestamps --no-escape "
+    "--jinja -cb --cont-batching -nocb --no-cont-batching --cache-prompt --no-cache-prompt --no-ui "
+    "--no-webui --slots --no-slots -kvo --kv-offload -nkvo --no-kv-offload "
+    "--op-offload --no-op-offload --no-host -st --single-turn --multiline-input -mli",
+    1: "--numa --prio --prio-batch --poll --poll-batch --cpu-mask -C --cpu-range -Cr --cpu-strict "
+    "--cpu-mask-batch -Cb --cpu-range-batch -Crb --cpu-strict-batch -lv --verbosity --log-verbosity "
+    "--threads-http --cache-reuse --ctx-checkpoints -ctxcp --slot-prompt-similarity -sps -fit --fit "
+    "--fit-target -fitt --fit-ctx -fitc -ptc --print-token-count",
+}
+_IGNORED = {name: n for n, names in IGNORED.items() for name in names.split()}
+_SWITCHES = {"--color", "-co", "--log-colors"}  # ignored too; on, off or auto may follow
+# Flags of llama.cpp that are settings of -S here; a flag without a value has it in this table.
+SETTINGS = {
+    "-b --batch-size": "n_batch",
+    "-ub --ubatch-size": "n_ubatch",
+    "-tb --threads-batch": "n_threads_batch",
+    "--exact": "batch_invariant=true",  # our own: asked for often
+    "--mlock": "use_mlock=true",
+    "--mmap": "use_mmap=true",
+    "--no-mmap": "use_mmap=false",
+    "--check-tensors": "check_tensors=true",
+}
+_SETTINGS = {name: setting for names, setting in SETTINGS.items() for name in names.split()}
+# llama.cpp's names of sampling settings that have another one here.
+_OTHER_NAMES = {
+    "--typical": "typical_p", "--top-nsigma": "top_n_sigma", "--repeat-last-n": "penalty_last_n",
+    "--dynatemp-exp": "dynatemp_exponent", "--dry-sequence-breaker": "dry_sequence_breakers",
+}  # fmt: skip
+_SWITCHED = (["on"], ["off"], ["auto"])
+_CHATTING, _CONTINUING = {"-cnv", "--conversation"}, {"-no-cnv", "--no-conversation"}
 
 
 class Command(TyperCommand):
@@ -82,7 +114,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments; an unknown option gets a hint."""
-        params: list[Any] = list(self.params)
+        params: list[Any] = list(self.get_params(ctx))
         options = {n: p for p in params for n in (*p.opts, *p.secondary_opts) if n.startswith("-")}
         if "--help-all" in args:
             ctx.meta[_ALL] = True
@@ -92,30 +124,80 @@ class Command(TyperCommand):
         return super().parse_args(ctx, self._known(args, options))
 
     def _known(self, args: Sequence[str], options: dict[str, Any]) -> list[str]:
-        """Return the arguments without those that change nothing; refuse unknown ones that have a hint.
+        """Return the arguments without those that change nothing, llama.cpp's names as ours.
 
-        Click would read an unknown option of one dash as a short one with text behind it.
+        Click would read an unknown option of one dash as a short one with text behind it, and it stops
+        at the first one.
+
+        Raises:
+            UsageError: options that are unknown; all of them, each with what to use.
         """
-        found, takes_value = list[str](), False
-        for i, each in enumerate(args):
-            if each == "--" and not takes_value:
-                return [*found, *args[i:]]
-            name = each.partition("=")[0]
-            is_value, param = takes_value, options.get(name)
-            takes_value = not is_value and param is not None and name == each and not param.is_flag
-            is_unknown = not is_value and param is None
-            if is_unknown and each == _EXACT and "--set" in options:
-                found += ["--set", "batch_invariant=true"]
-                continue
-            if is_unknown and name in _HINTS:
-                raise UsageError(f"No such option: {name} ({_HINTS[name]})")
-            if not (is_unknown and self.name == "serve" and each in _TRUE_ANYWAY):
+        found, unknown, rest = list[str](), list[str](), list(args)
+        while rest:
+            each = rest.pop(0)
+            if each == "--":
+                found += [each, *rest]
+                break
+            name, equals, value = each.partition("=")
+            param = options.get(name)
+            if param is not None or not _is_option(each) or _is_joined(each, options):
                 found.append(each)
+                if param is not None and not equals and not param.is_flag and rest:
+                    found.append(rest.pop(0))  # its value, whatever that looks like
+            elif name in _SWITCHES or name in _IGNORED:
+                n_values = rest[:1] in _SWITCHED if name in _SWITCHES else _IGNORED[name]
+                del rest[: 0 if equals else n_values]
+            elif name in _SETTINGS and "-S" in options:
+                setting = _SETTINGS[name]
+                if "=" not in setting:
+                    setting += f"={value if equals else rest.pop(0) if rest else ''}"
+                found += ["-S", setting]
+            elif name == "--mirostat" and (value if equals else "".join(rest[:1])) == "0":  # off
+                del rest[: not equals]
+            elif not self._does_anyway(name, args):
+                unknown.append(f"{name} ({hint})" if (hint := _hint(name, options)) else name)
+        if unknown:
+            raise UsageError(f"No such option{'s' * (len(unknown) > 1)}: {'; '.join(unknown)}")
         return found
+
+    def _does_anyway(self, name: str, args: Sequence[str]) -> bool:
+        """Return whether a flag asks for what this command does without it."""
+        if name in ("-e", "--escape"):
+            return not any("\\" in text for text in args)  # there is nothing to escape
+        if name == "--no-context-shift":
+            return self.name != "chat"  # which lets go of the first messages
+        return name in (_CHATTING if self.name in ("chat", "serve") else _CONTINUING)
+
+
+def _is_option(argument: str) -> bool:
+    """Return whether an argument looks like an option, and not like a number or standard input."""
+    return len(argument) > 1 and argument[0] == "-" and not argument[1:2].isdigit()
+
+
+def _is_joined(argument: str, options: Collection[str]) -> bool:
+    """Return whether an argument is a short option and its value, such as -n5."""
+    return (
+        argument[:2] in options
+        and argument[:2] != "--"
+        and not any(argument.partition("=")[0] in names for names in (_HINTS, _IGNORED, _SETTINGS))
+        and argument.partition("=")[0] not in _SWITCHES | _CHATTING | _CONTINUING
+    )
+
+
+def _hint(name: str, options: Collection[str]) -> str:
+    """Return what to use in place of an option; "" if nothing is like it."""
+    if name in _HINTS:
+        return _HINTS[name]
+    from .options import setting_names  # needs the settings of sampling
+
+    setting = _OTHER_NAMES.get(name, name.lstrip("-").replace("-", "_"))
+    if "-S" in options and any(setting in names for names in setting_names().values()):
+        return f"-S {setting}=VALUE"
+    close = difflib.get_close_matches(name, options, n=1)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 _ALL = "llamabranch.help_all"
-_EXACT = "--exact"  # a short form of a setting, which is no option of its own
 
 
 def spread_out(arguments: Sequence[str], options: Collection[str]) -> list[str]:

@@ -77,7 +77,10 @@ def compare(
 
         def note(done: Comparison) -> None:
             found[:] = [done]
-            console.progress(f"{done.n_chunks} of {asked.chunks} chunks")
+            if done.n_forks:
+                console.progress(f"greedy texts at place {len(done.forks) + 1} of {done.n_forks}")
+            else:
+                console.progress(f"{done.n_chunks} of {asked.chunks} chunks")
 
         try:
             compare_models(

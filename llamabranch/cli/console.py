@@ -13,16 +13,17 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from time import monotonic
 from typing import IO, TYPE_CHECKING
 
 from rich import filesize
+from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 import llamabranch as lb
@@ -38,6 +39,8 @@ ROUNDING = (
     "Logits are rounded by how many tokens are decoded at once, so a text that is drafted or "
     "batched can differ."
 )
+_GAP = 3  # spaces between the columns of a table
+LONG_PROMPT = 64  # tokens from which on reading is reported
 PROGRESS_S = 15.0  # on a pipe, between two lines about what is going on
 
 
@@ -55,7 +58,7 @@ class Console:
 
     Attributes:
         resources: what is closed when the command ends.
-        on_loading: called with the name of a model and how much of it is loaded.
+        on_opening: called with how far a model is opened, as a text.
     """
 
     def __init__(
@@ -74,8 +77,10 @@ class Console:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
+        self._shows_progress = False  # there is a progress line now
         self.resources = ExitStack()
-        self.on_loading: Callable[[str, float], None] | None = None
+        self._held: list[str] | None = None  # warnings until a text has ended
+        self.on_opening: Callable[[str], None] | None = None
 
     @property
     def beside(self) -> Console:
@@ -129,17 +134,75 @@ class Console:
             self.render(line)
 
     def table(
-        self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: Sequence[str] = ()
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[object]],
+        *,
+        left: Sequence[str] = (),
+        wide: Sequence[str] = (),
     ) -> None:
-        """Print rows under headings, if any; the first column and those of ``left`` are left-aligned."""
-        table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 3), header_style="bold")
-        table.show_header = any(columns)
-        for i, column in enumerate(columns):
-            aligned_left = i == 0 or column in left
-            table.add_column(column, justify="left" if aligned_left else "right", overflow="fold")
+        """Print rows under headings, if any, without breaking a word.
+
+        What is too wide wraps between words. If that is not enough, the columns of ``wide`` are left out,
+        and then each row becomes a paragraph: its first cell, and the others with their headings below.
+        The first column and those of ``left`` are left-aligned.
+        """
+        texts = [[cell(value) for value in row] for row in rows]
+        kept = list(range(len(columns)))
+        widths = self._widths([columns, *texts])
+        for name in wide:
+            if widths is None:
+                kept = [i for i in kept if columns[i] != name]
+                widths = self._widths([[row[i] for i in kept] for row in (columns, *texts)])
+        if widths is None:
+            self._paragraphs(columns, texts)
+            return
+        sides = ["left" if i == 0 or columns[i] in left else "right" for i in kept]
+        for n, row in enumerate([columns, *texts] if any(columns) else texts, not any(columns)):
+            cells = [
+                Text(row[i]).wrap(self.out, width, justify=side, overflow="fold")  # type: ignore[arg-type]
+                for i, width, side in zip(kept, widths, sides, strict=True)
+            ]
+            for line in zip_longest(*cells):
+                parts = (
+                    " " * width if text is None else text.plain + " " * (width - text.cell_len)
+                    for text, width in zip(line, widths, strict=True)
+                )
+                self.write((" " * _GAP).join(parts).rstrip() + "\n", "" if n else "bold")
+
+    def _widths(self, rows: Sequence[Sequence[str]]) -> list[int] | None:
+        """Return the widths of columns that fit next to each other; None if a word had to be broken."""
+        columns = [
+            [line for text in column for line in text.split("\n")]
+            for column in zip(*rows, strict=True)
+        ]
+        least = [max((cell_len(w) for text in c for w in text.split()), default=0) for c in columns]
+        widths = [max(map(cell_len, column)) for column in columns]
+        room = self.out.width - _GAP * (len(columns) - 1)
+        if sum(least) > room:
+            return None
+        while sum(widths) > room:
+            widest = max(
+                (i for i, width in enumerate(widths) if width > least[i]), key=widths.__getitem__
+            )
+            widths[widest] -= 1
+        return widths
+
+    def _paragraphs(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print each row as its first cell and, below it, the others with their headings."""
         for row in rows:
-            table.add_row(*map(cell, row))
-        self.render(table)
+            if row[0]:
+                self.line(row[0], "bold")
+            line = ""
+            for name, text in zip(columns[1:], row[1:], strict=True):
+                pair = f"{name} {text}".strip()
+                if line and len(line) + _GAP + cell_len(pair) > self.out.width:
+                    self.line(line)
+                    line = ""
+                if text:
+                    line = f"{line}{' ' * (_GAP if line else 2)}{pair}"
+            if line:
+                self.line(line)
 
     def render(self, what: RenderableType) -> None:
         """Print anything that rich can draw, without spaces at the ends of lines."""
@@ -164,6 +227,24 @@ class Console:
         """Print a remark to standard error."""
         self._remark(Text(text, style="dim"))
 
+    def warn(self, text: str) -> None:
+        """Print a warning to standard error; one that comes while a text is printed waits for its end."""
+        if self._held is None:
+            self.note(f"warning: {text}")
+        else:
+            self._held.append(text)
+
+    @contextmanager
+    def printing_text(self) -> Iterator[None]:
+        """Keep warnings back while a text is printed piece by piece: they would stand in its middle."""
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for text in held:
+                self.warn(text)
+
     def error(self, message: str, hint: str | None = None) -> None:
         """Print an error as one line, and its hint, to standard error."""
         line = " ".join(message.split())
@@ -172,6 +253,8 @@ class Console:
             self._remark(Text("hint: ", style="bold").append(hint, style="not bold"))
 
     def _remark(self, text: Text) -> None:
+        if self._shows_progress:
+            self.progress("")
         with contextlib.suppress(OSError):  # there is nowhere else to report it
             self.err.print(text, soft_wrap=not self.err.is_terminal)
 
@@ -180,6 +263,7 @@ class Console:
 
         It needs no thread, so it can be used while something is timed.
         """
+        self._shows_progress = bool(text) and self.err.is_terminal
         if self.err.is_terminal:
             self.err.file.write(f"\r\x1b[2K{text}")
             self.err.file.flush()
@@ -187,18 +271,37 @@ class Console:
             self._progress_at = monotonic() + PROGRESS_S
             self.note(text)
 
-    @contextmanager
-    def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:
-        """Show how far a model is loaded, on a terminal and to ``on_loading``."""
+    def reading(self, read: lb.PromptProgress) -> None:
+        """Show how much of a prompt is read as the progress line; it is gone when all of it is."""
+        is_long = read.n_total - read.n_cached >= LONG_PROMPT
+        if is_long and read.n_read < read.n_total:
+            self.progress(f"reading the prompt: {read.n_read:,} of {read.n_total:,} tokens")
+        elif is_long:
+            self.progress("")
 
-        def show(fraction: float) -> None:
-            if self.err.is_terminal:
-                self.progress(f"loading {name}: {fraction:.0%}")
-            if self.on_loading is not None:
-                self.on_loading(name, fraction)
+    @contextmanager
+    def opening(
+        self, name: str
+    ) -> Iterator[tuple[Callable[[float], None] | None, Callable[[str], None]]]:
+        """Show how far a model is loaded and what is measured of it, and tell ``on_opening``.
+
+        Yields what takes the loaded fraction, None where nobody looks, and what is measured.
+        """
+        shown = base_name(name)
+
+        def show(text: str) -> None:
+            self.progress(text)
+            if self.on_opening is not None:
+                self.on_opening(text)
+
+        def load(fraction: float) -> None:
+            show(f"loading {shown}: {fraction:.0%}")
+
+        def measure(what: str) -> None:
+            show(f"measuring {shown}: {what}")
 
         try:
-            yield show if self.err.is_terminal or self.on_loading is not None else None
+            yield load if self.err.is_terminal or self.on_opening is not None else None, measure
         finally:
             self.progress("")
 

@@ -216,8 +216,6 @@ def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
         "mean change of probability, %": its.p_change,
         "root mean square change, %": its.p_change_rms,
     }
-    kls = (number(found.percentile(f), 6) for f in _FRACTIONS.values())
-    changes = (number(100 * found.p_change_percentile(f), 3) for f in _FRACTIONS.values())
     return [
         [
             ("", "value", "±"),
@@ -225,9 +223,15 @@ def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
             *((name, *(number(100 * v, 3) for v in each)) for name, each in percent.items()),
         ],
         [
-            ("percentiles", *_FRACTIONS),
-            ("KL divergence", *kls),
-            ("change of probability, %", *changes),
+            ("percentile", "KL divergence", "change of probability, %"),
+            *(
+                (
+                    name,
+                    number(found.percentile(f), 6),
+                    number(100 * found.p_change_percentile(f), 3),
+                )
+                for name, f in _FRACTIONS.items()
+            ),
         ],
     ]
 

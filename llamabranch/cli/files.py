@@ -48,13 +48,25 @@ def writing(path: Path, hint: str | None = None) -> Iterator[None]:
         raise OutputError(f"cannot write {path}: {error.strerror or error}", hint=hint) from None
 
 
-def read_text(path: Path, errors: str = "strict") -> str:
-    """Return the text of a file, without a byte order mark; ConfigError if it cannot be read as UTF-8."""
+def read_text(path: Path, errors: str = "strict", newline: str | None = None) -> str:
+    """Return the text of a file, without a byte order mark; ConfigError if it cannot be read as UTF-8.
+
+    Lines end with a newline, however they end in the file; with ``newline=""`` the text is as it is.
+    """
     try:
-        return path.read_text(encoding="utf-8-sig", errors=errors)
+        with path.open(encoding="utf-8-sig", errors=errors, newline=newline) as file:
+            return file.read()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path!s:.80}: {why}") from None
+
+
+def text_lines(text: str) -> list[str]:
+    """Return the lines of a text that was read in text mode, which turns \\r\\n and \\r into \\n.
+
+    `str.splitlines` ends a line at form feeds, U+2028 and five others too, which people write in lines.
+    """
+    return text.split("\n")
 
 
 def load_function(place: str) -> Callable[[str], bool]:
@@ -86,12 +98,18 @@ def schema_text(given: str) -> str:
 
 
 def read_prompt_file(path: Path) -> str:
-    """Return the text of a file that is one prompt, without its last newline, as llama.cpp does."""
-    return read_text(path).removesuffix("\n")
+    """Return the text of a file that is one prompt or is measured, as llama.cpp reads it.
+
+    That is without the last newline; a carriage return is a character of the text.
+    """
+    return read_text(path, newline="").removesuffix("\n")
 
 
-def read_standard_input(errors: str = "strict") -> str:
-    """Return all of standard input as UTF-8, each line ended by a newline; ConfigError if it is not."""
+def read_standard_input(errors: str = "strict", newline: str | None = None) -> str:
+    """Return all of standard input; ConfigError if it is not UTF-8.
+
+    Lines end with a newline, however they were ended; with ``newline=""`` the text is as it is.
+    """
     if sys.stdin is None:  # None means that it was closed when the process started
         hint = "pipe the prompt in, or give it as an argument"
         raise ConfigError("standard input is closed", hint=hint)
@@ -100,7 +118,14 @@ def read_standard_input(errors: str = "strict") -> str:
     except (OSError, UnicodeDecodeError) as error:
         hint = "it must be text in UTF-8"
         raise ConfigError(f"cannot read standard input: {error}", hint=hint) from None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return text if newline == "" else text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_piped_text() -> str | None:
+    """Return what is piped in, without its last newline; None from a terminal, or if it is nothing."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    return read_standard_input(newline="").removesuffix("\n") or None
 
 
 def is_unicode(text: str) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import secrets
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,16 +15,25 @@ from typing import Any, ClassVar
 import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError, Engine, Event, Request, Result, SamplingParams
+from llamabranch import (
+    ConfigError,
+    Engine,
+    Event,
+    PromptProgress,
+    Request,
+    Result,
+    SamplingParams,
+    hub,
+)
 from llamabranch.bench.machine import Machine
 from llamabranch.speculative import NullDrafter
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .comparison import Comparison, compare, first_difference
-from .console import ROUNDING, Console
+from .console import LONG_PROMPT, ROUNDING, Console, shortened
 from .drafters import has_model
-from .files import digest, load_function
+from .files import digest, load_function, read_piped_text
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .job import JobLengths
 from .options import (
@@ -66,6 +77,7 @@ class GenerateReport:
         file: where results are appended instead, if anywhere.
         chat: prompts are questions: print them on lines of their own.
         is_flat: the JSON object is that of the only text, as ``speculate`` prints it.
+        shows_drafts: print the figures of drafting too, if anything drafts.
 
     Attributes:
         done: the texts (id, sample) that the file had before.
@@ -81,6 +93,7 @@ class GenerateReport:
         *,
         chat: bool = False,
         is_flat: bool = False,
+        shows_drafts: bool = False,
     ) -> None:
         self.engine, self._console, self._file = engine, console, file
         self._requests = {str(request.id): request for request in requests}
@@ -92,6 +105,8 @@ class GenerateReport:
         self._finish_reasons: Counter[str] = Counter()
         self._n_failed = self._n_printed = 0
         self._on_terminal = console.out.is_terminal
+        self._has_begun = False
+        self._reading: dict[tuple[str, int], PromptProgress] = {}  # the prompts that are being read
         texts = [(str(r.id), i) for r in requests for i in range(r.n)]
         self._n_texts, self._n_ended = len(texts), len(self.done)
         prints = file is None and not console.silent
@@ -103,12 +118,19 @@ class GenerateReport:
         self._order = deque(texts if prints and not self._on_terminal else ())
         self._held: dict[tuple[str, int], Result] = {}
         self._machine = Machine.now()
+        # Figures of drafting where there is a draft model, or one was asked for.
+        self._has_figures = console.verbose or (shows_drafts and not self._is_plain)
 
     # -- texts -----------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Show the prompt of the only text on a terminal."""
-        if self._streams and self._on_terminal:
+    def printing(self) -> AbstractContextManager[None]:
+        """Keep warnings back until the only text has been printed."""
+        return self._console.printing_text() if self._streams else nullcontext()
+
+    def _begin(self) -> None:
+        """Show the prompt of the only text on a terminal, once."""
+        has_begun, self._has_begun = self._has_begun, True
+        if self._streams and self._on_terminal and not has_begun:
             if not self._is_plain:
                 self._console.legend()
             self._console.write(self._prompt(*self._requests.values()), "dim")
@@ -120,13 +142,22 @@ class GenerateReport:
         --resume completes.
         """
         result = event.result
+        if event.progress is not None:
+            self._show_reading(event, event.progress)
+            return
         if event.emitted is not None and self._streams:
+            self._begin()
             self._console.emit(event.emitted)
         if result is None:
             return
+        if result.tokens or result.finish_reason != "cancelled":
+            self._begin()
         self._n_ended += 1
+        self._reading.pop((event.id, event.sample), None)
         if self._counts:
             self._console.progress(f"{self._n_ended} of {self._n_texts} texts")
+        elif self._reading:
+            self._console.progress("")
         if result.finish_reason == "cancelled" and (self._file is not None or not result.tokens):
             return
         if not self._order:
@@ -135,6 +166,24 @@ class GenerateReport:
         self._held[result.id, result.sample] = result
         while self._order and self._order[0] in self._held:
             self._give(self._held.pop(self._order.popleft()))
+
+    def _show_reading(self, event: Event, read: PromptProgress) -> None:
+        """Show how much is read of the prompts that are being read, of all together."""
+        if read.n_total - read.n_cached < LONG_PROMPT:
+            self._begin()
+            return
+        of = event.id, event.sample
+        self._reading[of] = read
+        if read.n_read == read.n_total:
+            del self._reading[of]
+        if not self._reading:
+            self._console.progress("")
+            self._begin()
+            return
+        n, parts = len(self._reading), self._reading.values()
+        n_read, n_total = sum(part.n_read for part in parts), sum(part.n_total for part in parts)
+        what = "the prompt" if n == 1 else f"{n} prompts"
+        self._console.progress(f"reading {what}: {n_read:,} of {n_total:,} tokens")
 
     def end(self) -> None:
         """Give what is still kept back, if the job was interrupted; keep the figures of the job."""
@@ -176,8 +225,10 @@ class GenerateReport:
         if self._on_terminal:
             self._console.write(f"[{label}] ", "bold")
             self._console.write(self._prompt(request), "dim")
-        elif self._n_printed:
-            self._console.write("\n")  # an empty line between two texts
+        else:  # as `head` names several files
+            about = shortened(self._prompt(request))
+            label += f": {about}" if about else ""
+            self._console.write("\n" * bool(self._n_printed) + f"==> {label} <==\n")
         self._n_printed += 1
         self._console.write(result.text + "\n" + "\n" * self._on_terminal)
 
@@ -192,7 +243,12 @@ class GenerateReport:
     def finish(self, *, interrupted: bool) -> None:
         """Print the totals, and exit as the job asks for."""
         compared = {} if self.comparison is None else self._compared(self.comparison)
-        self._print_totals(self._console.beside, compared)
+        if self._has_figures or compared:
+            self._print_totals(self._console.beside, compared)
+        elif not self._console.silent:
+            self._console.note(self._summary())
+        if "capacity" in self._finish_reasons and not self._console.silent:
+            self._console.note("the context is full: raise --ctx-size to go on")
         answer = self._flat() if self._is_flat else self._totals(interrupted)
         self._console.answer({**answer, **compared})
         if interrupted:
@@ -257,6 +313,23 @@ class GenerateReport:
             "divergence": first_difference(engine.target, found, requests) if expected else None,
         }
 
+    def _summary(self) -> str:
+        """Return how much was generated as one line."""
+        n_texts, stats = sum(self._finish_reasons.values()), self._stats
+        reasons = _counted(self._finish_reasons)
+        if n_texts == 1:
+            (reasons,) = self._finish_reasons
+        parts = [
+            f"{n_texts} texts" if n_texts != 1 else "",
+            f"{len(self.done)} in the file already" if self.done else "",
+            f"{self._n_failed} failed" if self._n_failed else "",
+            f"{stats.generated_tokens} tokens",
+            f"ended by {reasons}" if reasons else "",
+            "" if math.isnan(stats.tokens_per_s) else f"{stats.tokens_per_s:.1f} a second",
+            f"seed {self._results[0].seed if self._is_flat and self._results else self.engine.seed}",
+        ]
+        return ", ".join(filter(None, parts))
+
     def _print_totals(self, console: Console, compared: Mapping[str, object]) -> None:
         """Print the totals as a table: on a pipe to standard error."""
         engine, found, stats = self.engine, self.comparison, self._stats.as_dict()
@@ -282,8 +355,6 @@ class GenerateReport:
         console.figures(figures)
         if found is not None:
             found.print(console)
-        if "capacity" in self._finish_reasons and not self._console.silent:
-            self._console.note("the context is full: raise --ctx-size to go on")
         for paragraph in filter(None, paragraphs):
             console.line(paragraph)
             console.line()
@@ -394,16 +465,20 @@ def generate(
 
     One text is printed as it is generated, several as they end, over one batch. With a seed, or at
     temperature 0, each is the one its prompt has alone and undrafted where batches are exact; elsewhere
-    rounding can change it. On a pipe standard output is the texts alone, in the order of the prompts, and
-    the table of statistics goes to standard error.
+    rounding can change it. Without a prompt, it is what is piped in. On a pipe standard output is the
+    text alone; several are in the order of the prompts, each below a line that names it. The figures of
+    drafting are printed with a draft model, --draft, --compare or -v, on a pipe to standard error.
     """
     with output.console() as console:
         # Everything that can be wrong in the arguments is found before a model loads.
         if models.compare and text.seed is None:
             text = replace(text, seed=secrets.randbits(31))
         is_flat = call.command.name == "speculate"
-        if is_flat and not any((prompts.texts, prompts.prompts, prompts.files, prompts.input_file)):
-            prompts = replace(prompts, texts=[DEFAULT_PROMPT])
+        if not any((prompts.texts, prompts.prompts, prompts.files, prompts.input_file)):
+            piped = read_piped_text()
+            if piped is not None or is_flat:
+                prompts = replace(prompts, prompts=[DEFAULT_PROMPT if piped is None else piped])
+        chat = chat.decided(models.target or hub.default_model())
         # The seed is that of the text itself, or of a job.
         params = text.params(models, text.seed if is_flat else None)
         requests = _requests(prompts, text, job, params)
@@ -428,7 +503,10 @@ def generate(
         engine.seed = engine.seed if settings["seed"] is None else settings["seed"]
         if file is not None:
             file.open(context.model, engine.seed)
-        shown = GenerateReport(engine, requests, console, file, chat=chat.is_on, is_flat=is_flat)
+        shown = GenerateReport(
+            engine, requests, console, file, chat=chat.is_on, is_flat=is_flat,
+            shows_drafts=models.draft is not None or bool(drafter.contexts),
+        )  # fmt: skip
         prepared = [_prepared(request, text, chat, context) for request in requests]
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
             if models.compare:  # the first decodes of a context are slower than later ones
@@ -470,7 +548,7 @@ def _check(
     if job.resume and job.output_file is None:
         raise typer.BadParameter("needs --output", param_hint="--resume")
     if not requests:
-        raise ConfigError("there is no prompt", hint="give one, or --input")
+        raise ConfigError("there is no prompt", hint="give one, pipe it in, or give --input")
     if models.compare and job.output_file is not None:
         raise ConfigError("--compare prints its results: leave out --output")
     if is_flat and (len(requests) > 1 or requests[0].n > 1 or job.output_file is not None):
@@ -523,16 +601,17 @@ def _prepared(
 
 def _run(report: GenerateReport, requests: list[Request], interrupts: InterruptHandler) -> None:
     """Run all requests, and show their texts."""
-    report.begin()
-    stream = report.engine.stream(requests, skip=report.done)
-    try:
-        if interrupts.requested:  # before there was a decode to stop
-            report.engine.target.interrupt()
-        for event in stream:  # the last ones after a Ctrl-C are what unfinished texts have
-            report.show(event)
-    except lb.DecodeInterruptedError:
-        if not interrupts.requested:
-            raise
-    finally:
-        stream.close()
-        report.end()
+    watched = [replace(request, prompt_progress=True) for request in requests]
+    with report.printing():
+        stream = report.engine.stream(watched, skip=report.done)
+        try:
+            if interrupts.requested:  # before there was a decode to stop
+                report.engine.target.interrupt()
+            for event in stream:  # the last ones after a Ctrl-C are what unfinished texts have
+                report.show(event)
+        except lb.DecodeInterruptedError:
+            if not interrupts.requested:
+                raise
+        finally:
+            stream.close()
+            report.end()

@@ -18,10 +18,12 @@ import llamabranch as lb
 from llamabranch import startup
 
 from .console import Console, leave_standard_output, print_json_error
+from .files import digest
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = startup.EXIT_INTERRUPTED
+_TOLD = "warnings"  # the section of the profile that holds which were printed
 _interrupted = False  # whether the running command got a Ctrl-C that raises
 
 
@@ -142,12 +144,25 @@ def reporting_errors(console: Console) -> Iterator[None]:
 
 
 def _show_warnings(console: Console) -> None:
-    """Print this library's warnings as lines of ``console``, until the filters are restored."""
+    """Print this library's warnings as lines of ``console``, until the filters are restored.
+
+    That texts can differ by rounding is told in one line, once for each model as long as the profile
+    is kept; with -v always and in full.
+    """
     inner = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
+        text = str(message)
+        if issubclass(category, lb.errors.ExactnessWarning) and not console.verbose:
+            from llamabranch.profile import read_entry, write_entries  # needs llama.cpp
+
+            key = digest(text)
+            if read_entry(_TOLD, key) is not None:
+                return
+            write_entries([(_TOLD, key, {})])
+            text = text.partition(". ")[0]
         if issubclass(category, lb.errors.LlamaBranchWarning):
-            console.note(f"warning: {message}")
+            console.warn(text)
         else:
             inner(message, category, *more, **named)
 

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 
-from .files import is_unicode, read_standard_input, read_text, schema_text
+from .files import is_unicode, read_standard_input, read_text, schema_text, text_lines
 
 Url = Literal["/v1/chat/completions", "/v1/completions"]
 _INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
@@ -130,7 +130,7 @@ def job_requests(
     else:
         text = read_text(Path(input_file), _INVALID)
         is_json = Path(input_file).suffix in (".jsonl", ".ndjson")
-    lines = text.split("\n")
+    lines = text_lines(text)
     return found + read_requests(lines, json_lines=is_json, sampling=sampling, first=len(found))
 
 
@@ -158,7 +158,7 @@ def read_requests(
     if isinstance(lines, (str, bytes, bytearray)):
         raise ConfigError(
             f"requests are read from lines, not from {type(lines).__name__}",
-            hint="give an open file, or text.splitlines()",
+            hint="give an open file, or text.split('\\n')",
         )
     found, hint = list[Request](), None
     for number, line in enumerate(lines, 1):

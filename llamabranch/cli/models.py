@@ -83,7 +83,7 @@ def _list_known(console: Console) -> None:
         for entry in hub.catalogue()
     ]
     rows = [(*(each[name] for name in _LISTED), each["present"]) for each in found]
-    console.table((*_LISTED, "here"), rows, left=_LISTED)
+    console.table((*_LISTED, "here"), rows, left=_LISTED, wide=("file", "repository"))
     console.line()
     console.line(
         "A target is followed by what drafts for it. Download one with: llamabranch models pull NAME"
@@ -192,6 +192,7 @@ def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:
         "path": str(model.path),
         **{name: getattr(model, name) for name in _SAME},
         "chat_template": model.chat_template is not None,
+        "turns": model.turn_format.describe() if model.chat_template else None,
         "mtp_layers": model.n_mtp_layers,
         "head_kind": model.head_kind(model.path),
         "eagle3": eagle if layers else None,
@@ -213,6 +214,7 @@ def _shown(facts: Mapping[str, Any]) -> dict[str, object]:
     more = {"eagle3": facts["eagle3"] or {}, "capabilities": facts["capabilities"] or {}}
     found = {name: v for name, v in facts.items() if name not in ("path", *more)}
     found |= {name: v for each in more.values() for name, v in each.items()}
+    found["fingerprint"] = found["fingerprint"][:16]
     return {
         name.replace("_", " "): f"{v:,}" if type(v) is int else None if v == "" else v
         for name, v in found.items()

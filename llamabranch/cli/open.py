@@ -118,7 +118,7 @@ def open(
             settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
         )  # fmt: skip
         server.front = front_of(loom)
-        console.on_loading = loom.loading
+        console.on_opening = loom.opening
         _show_link(loom, server.url, console, browser=page.browser)
         server.run()
 

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -23,7 +23,13 @@ from llamabranch import ConfigError, SamplingParams, hub
 from ..arguments import choice, nearest
 from .bundles import argument, option
 from .console import Console
-from .files import read_prompt_file, read_standard_input, read_text, schema_text
+from .files import (
+    read_piped_text,
+    read_prompt_file,
+    read_standard_input,
+    read_text,
+    schema_text,
+)
 from .interrupts import reporting_errors
 
 if TYPE_CHECKING:
@@ -81,6 +87,17 @@ def setting_value(text: str) -> Any:
         return text
 
 
+def setting_names() -> dict[str, set[str]]:
+    """Return the names of the settings of ``-S``, by their kind."""
+    from ..loading import LoadOptions
+
+    return {
+        "sampling": {f.name for f in fields(SamplingParams)} - _NOT_SETTINGS,
+        "drafting": {f.name for f in fields(lb.SpeculativeConfig)},
+        "load": set(LoadOptions.__annotations__),
+    }
+
+
 def template_option(**more: Any) -> str | None:
     """Return the field of a bundle that is the option of a chat template."""
     return option(
@@ -102,8 +119,10 @@ def read_template(given: str | None) -> str | None:
 
 def _load(name: str, console: Console, **options: Any) -> lb.Context:
     """Load a model and create a context for it; the end of the command closes both."""
-    with console.loading(name) as progress:
-        context = lb.load(name, progress=progress, verbose=console.verbose, **options)
+    with console.opening(name) as (progress, on_measuring):
+        context = lb.load(
+            name, progress=progress, on_measuring=on_measuring, verbose=console.verbose, **options
+        )
         return console.resources.enter_context(context)
 
 
@@ -177,14 +196,7 @@ class ModelOptions:
         Raises:
             ConfigError: a name that is none.
         """
-        from ..loading import LoadOptions
-
-        kinds = {
-            "sampling": {f.name for f in fields(SamplingParams)} - _NOT_SETTINGS,
-            "drafting": {f.name for f in fields(lb.SpeculativeConfig)},
-            "load": set(LoadOptions.__annotations__),
-        }
-        found = {}
+        kinds, found = setting_names(), dict[str, Any]()
         for text in self.settings or ():
             name, equals, value = text.partition("=")
             if not (name and equals):
@@ -343,12 +355,12 @@ class PromptOptions:
         return [*texts, *map(read_prompt_file, self.files or ())]
 
     def one(self) -> str:
-        """Return the only prompt, or the default; ConfigError if more than one was given."""
+        """Return the only prompt, what is piped in, or the default; ConfigError for more than one."""
         texts = self.given
         if len(texts) > 1:
             hint = "`llamabranch generate` takes several prompts"
             raise ConfigError("more than one prompt was given", hint=hint)
-        return texts[0] if texts else DEFAULT_PROMPT
+        return texts[0] if texts else read_piped_text() or DEFAULT_PROMPT
 
 
 @dataclass(frozen=True)
@@ -383,10 +395,20 @@ class ChatOptions:
         "Wrap the prompt in the model's chat template; -sys and --chat-template turn it on.",
         "--chat",
     )
+    conversation: bool = option(
+        False, "As --chat, where the model has a template.", "--conversation -cnv", hidden=True
+    )
     system: str | None = option(
         None, "The system message before the prompt.", "--system-prompt -sys"
     )
     chat_template: str | None = template_option()
+
+    def decided(self, name: str) -> ChatOptions:
+        """Return them with ``--conversation`` decided: it is ``--chat`` for a model with a template."""
+        if not self.conversation or self.is_on:
+            return self
+        with vocabulary(name) as model:
+            return replace(self, chat=model.chat_template is not None)
 
     @property
     def template(self) -> str | None:

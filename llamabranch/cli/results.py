@@ -155,7 +155,9 @@ class ResultFile:
         Raises:
             ConfigError: it was made with another model, or cannot be written.
         """
-        self.job |= {"model": model.fingerprint[:16], "seed": seed}
+        theirs = self._jobs[0].get("model") if self._jobs else None
+        is_old = theirs == model.quick_key[:16]  # of a version before 0.4
+        self.job |= {"model": theirs if is_old else model.fingerprint[:16], "seed": seed}
         self._check()
         try:
             if self._n_failed:

@@ -16,7 +16,7 @@ from ..loading import LoadOptions
 from ..search.selection import METHODS
 from .bundles import argument, option, with_bundles
 from .console import Console, number, shortened
-from .files import read_prompt_file
+from .files import read_piped_text, read_prompt_file
 from .job import with_room
 from .options import TEXT, ModelOptions, OutputOptions
 from .search import stats_text
@@ -53,7 +53,10 @@ class ScoreOptions:
         """Return the texts that are to be scored; ConfigError if there is none."""
         texts = (*(self.texts or ()), *map(read_prompt_file, self.files or ()))
         if not texts:
-            raise ConfigError("there is no text", hint="give a text, or --file")
+            piped = read_piped_text()
+            if piped is None:
+                raise ConfigError("there is no text", hint="give a text, pipe it in, or --file")
+            texts = (piped,)
         if self.best is not None and self.context is None:
             raise ConfigError("--best needs a --context, which the texts continue")
         return texts
@@ -82,7 +85,8 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
                 for i, p in ((i, chosen.logprobs[i]) for i in order)
             ]
             console.table(("choice", "score", "log p, nats", "tokens"), rows)
-            console.line(stats_text(chosen.stats), "dim")
+            if console.verbose:
+                console.line(stats_text(chosen.stats), "dim")
             about = {"id": "0", "context": context, "method": best, **chosen.as_dict()}
             console.answer({"items": [about]})
             return
@@ -98,13 +102,19 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
         for i, records in enumerate(groups):
             if len(groups) > 1:
                 console.line(f"[{i}]", "bold")
+            if context is None and not records[0]["tokens"]:
+                console.line(
+                    f"{shortened(texts[i], 40)!r} is a single token. The first token of a text is not "
+                    "scored: give a longer text, or a --context before it."
+                )
+                continue
             _print(console, records, given.top, with_tokens=context is None)
         every = [record for records in groups for record in records]
         total = _totals([each["logprob"] for each in every], sum(e["n_tokens"] for e in every))
         if len(groups) > 1:
             console.line(
                 f"{total['n_tokens']} tokens, log-probability {total['logprob']:.3f} nats, "
-                f"perplexity {total['perplexity']:.3f}"
+                f"perplexity {number(total['perplexity'], 3)}"
             )
         items = [{"id": str(i), "context": context, "scores": g} for i, g in enumerate(groups)]
         console.answer({"items": items, "total": total})

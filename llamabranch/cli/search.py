@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError, SamplingParams
+from llamabranch import ConfigError, SamplingParams, hub
 from llamabranch.search import SearchResult, SearchStats, outline
 
 from ..arguments import choice
@@ -20,6 +20,7 @@ from ..loading import LoadOptions
 from ..search.vote import last_match
 from .bundles import option, with_bundles
 from .console import Console
+from .files import text_lines
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .job import with_room
 from .options import ChatOptions, DraftOptions, OutputOptions, PromptOptions, TextOptions
@@ -141,12 +142,15 @@ def search(
             # A long prompt needs cells beside those of the texts, which share it.
             n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
             models = replace(models, n_ctx=n_cells + (sized.n_ctx or 0))
+        chat = chat.decided(models.target or hub.default_model())
         of_target = LoadOptions(n_seq_max=n_sequences, chat_template=chat.template)
         of_drafts = LoadOptions(n_seq_max=n_sequences + 1)
         context, drafter = models.open_pair(names, console, of_target, of_drafts)
         params = text.without_eog(params, context.model)
         start = chat.prompt_tokens(context.model, prompt)
-        branch = lb.Branch.start(context, start, sampling=params, grammar=grammar)
+        branch = lb.Branch.start(
+            context, start, sampling=params, grammar=grammar, on_prompt_progress=console.reading
+        )
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
 
             def on_step(stats: SearchStats) -> bool:
@@ -183,10 +187,10 @@ def _reward(command: str, text: str) -> float:
     with contextlib.suppress(ValueError):
         if done.returncode == 0:
             return float(done.stdout)
-    printed = (done.stderr or done.stdout).strip().splitlines()
+    printed = text_lines((done.stderr or done.stdout).strip())
     raise ConfigError(
         f"the reward {command!r} printed no number (exit code {done.returncode})",
-        hint=printed[-1] if printed else None,
+        hint=printed[-1] or None,
     )
 
 

@@ -15,7 +15,7 @@ from ..arguments import nearest
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .drafters import COPYING, has_model
-from .files import read_text
+from .files import read_text, text_lines
 from .options import (
     LENGTH,
     MODEL,
@@ -100,7 +100,7 @@ class ServerOptions:
     def _keys(self) -> tuple[str, ...]:
         keys = list(_parts(self.api_key))
         if self.api_key_file is not None:
-            keys += filter(None, map(str.strip, read_text(self.api_key_file).splitlines()))
+            keys += filter(None, map(str.strip, text_lines(read_text(self.api_key_file))))
             if not keys:
                 raise ConfigError(f"{self.api_key_file} holds no key")
         variable = os.environ.get(_KEY_VARIABLE)

@@ -68,6 +68,7 @@ def _shown(text: str, longest: int, *, tail: bool = False) -> str:
     text = text.strip(" ").replace("\n", "\\n")
     if len(text) <= longest:
         return text
-    return (
-        "..." + text[-longest:] if tail else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
-    )
+    if tail:
+        return "..." + text[-longest:]
+    first, last = text[: longest // 2], text[-longest // 2 :]
+    return f"{first.rpartition(' ')[0] or first} ... {last.partition(' ')[2] or last}"

@@ -5,11 +5,13 @@ from .context import Context
 from .logits import TokenScore
 from .opening import Capabilities
 from .params import ContextParams
+from .progress import PromptProgress
 
 __all__ = [
     "Capabilities",
     "Context",
     "ContextParams",
+    "PromptProgress",
     "TokenScore",
     "Usage",
 ]

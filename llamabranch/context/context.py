@@ -181,10 +181,10 @@ class Context:
             return
         self._is_warned = True
         warn(
-            f"{n_rows} tokens are decoded together, which rounds logits otherwise than one by one: the "
-            f"next token's distribution was measured to change by a total variation of {found:.2g}. So a "
-            "text may differ from the one that its seed gives without drafts, or alone. If "
-            "equal texts matter, take weights that are exact, such as Q8_0, or batch_invariant=True",
+            "drafted or batched texts can differ from plain ones by rounding. "
+            f"With {self.model.name} tokens that are decoded together change the next token's "
+            f"distribution by a total variation of {found:.2g}, as measured here. If equal texts matter, "
+            "take weights that are exact, such as Q8_0, or batch_invariant=True",
             ExactnessWarning,
         )
 
@@ -218,8 +218,9 @@ class Context:
     def time_limit(self, seconds: float) -> Iterator[None]:
         """Interrupt what the ``with`` block decodes on this context after ``seconds``.
 
-        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. The block
-        is entered from one thread; what other threads decode here counts too.
+        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``; the texts of
+        ``complete`` and ``chat`` so far are its ``results``. The block is entered from one thread; what
+        other threads decode here counts too.
 
         Raises:
             ConfigError: ``seconds`` is not a positive number.
@@ -536,6 +537,9 @@ class Context:
                   and ``grammar`` (a `Grammar` or GBNF); ``result.parsed`` is the value.
                 - ``top_logprobs``: alternatives of each token in ``result.logprobs`` (0);
                   ``prompt_logprobs``, ``parse_special``: as for `Request`.
+                - ``on_prompt_progress``: called with a `PromptProgress` while a prompt is read:
+                  ``n_read`` of ``n_total`` tokens. ``prompt_progress``: events for that, in a stream
+                  (False).
                 - ``sampling``, or settings of `SamplingParams`: ``temperature=0.8, top_p=0.9, seed=1``.
 
         Returns:

@@ -135,7 +135,7 @@ def _key(model: Model, setting: str) -> str | None:
     kind = "repacked, " if model.extra_buffers else ""
     try:  # the kernels of the build decide, not the machine's name
         build = f"{engine_versions()['llama_cpp_python']}, {system_info()}"
-        return f"{build}, {model.fingerprint[:32]}, {kind}{setting}"
+        return f"{build}, {model.quick_key[:32]}, {kind}{setting}"
     except OSError:  # the file is gone
         return None
 
@@ -152,14 +152,20 @@ def _measure(runner: Runner, model: Model, sizes: Sequence[int], n_alone: int) -
     own = [(7 * i + 3) % model.n_vocab for i in range(min(n_alone, sizes[-1]))]
     alone: list[npt.NDArray[np.float32]] = []
     try:
-        for token in own:
+        n_steps = len(own) + len(sizes)
+        for step, token in enumerate(own):
+            model.measuring(f"which batches are exact, {step} of {n_steps}")
             alone.append(decode_run(runner, [token], 0, "last")[0].array.copy())
-        variation = max(_variation(runner, own, alone, n) for n in sizes)
+        variation = 0.0
+        for step, n in enumerate(sizes, start=len(own)):
+            model.measuring(f"which batches are exact, {step} of {n_steps}")
+            variation = max(variation, _variation(runner, own, alone, n))
         if not variation:
             return Exactness(0, 0.0)
         n = 1
         while n < min(_MOST_LISTED, sizes[-1]) and not _variation(runner, own, alone, n + 1):
             n += 1
+            model.measuring(f"which batches are exact, up to {n} rows")
         return Exactness(n, variation)
     finally:
         runner.memory.clear()

@@ -17,6 +17,7 @@ from .exactness import exactness_of
 from .kv_type import EXACT, MOST_EXTRA, Setting, measured_costs
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, States, Windowed
 from .params import ContextParams, warn_of_length
+from .room import check_room
 from .runner import Runner, decode_run
 from .threads import ThreadTuner
 
@@ -45,6 +46,9 @@ class Capabilities:
             With a sliding window this is all that is known: cells that are used again may change order.
         total_variation: the largest, as measured, between the distributions of the next token of a row
             in a batch and alone: 0.0 where they are equal, None where it was not measured.
+        state_bytes: what the recurrent state of a sequence takes, 0 without one.
+        checkpoints: whether states are kept to return to, where a tail cannot be dropped.
+        checkpoints_reason: why, or why not.
         exact_read_ratio, exact_write_ratio: how many times as long a batch-invariant context of this
             model takes to read a prompt and to generate as the fastest one, at 2,048 cells on this
             processor: 1.0 where it is the fastest, None where it was not measured.
@@ -58,6 +62,9 @@ class Capabilities:
     batch_invariant_reason: str
     exact_rows: int = 0
     total_variation: float | None = None
+    state_bytes: int = 0
+    checkpoints: bool = False
+    checkpoints_reason: str = "the end of a sequence can be dropped"
     exact_read_ratio: float | None = None
     exact_write_ratio: float | None = None
 
@@ -102,9 +109,12 @@ def open_native(
         given = _head_params(model, target, given)
     else:
         _check_generates(model)
-    given.resolve(model)  # its errors come before a warning
+    resolved = given.resolve(model)  # its errors come before a warning
+    if not model.shares_memory:
+        check_room(model, resolved, is_head=target is not None)
     n_trained = _trained_length(model, given)
-    params, found, memory = _probed(model, given, target)
+    tuner, found, memory = _probed(model, given, target)
+    params = tuner.params
     try:
         if params.cache_ram and not memory.can_copy:
             raise UnsupportedError(
@@ -115,7 +125,8 @@ def open_native(
     except BaseException:
         memory.handle.close()
         raise
-    return params, found, Runner(memory, n_trained, encoded)
+    watch = None if target is not None else tuner.watch(memory.handle)
+    return params, found, Runner(memory, n_trained, encoded, watch)
 
 
 def _check_generates(model: Model) -> None:
@@ -149,7 +160,7 @@ def _trained_length(model: Model, given: ContextParams) -> int | None:
 
 def _probed(
     model: Model, given: ContextParams, target: Target | None
-) -> tuple[ContextParams, Capabilities, Memory]:
+) -> tuple[ThreadTuner, Capabilities, Memory]:
     """Create the native context and try out what it can do; twice where that changes its parameters.
 
     Where batches are not exact, or that costs too much, attention is computed as is fastest. With
@@ -165,7 +176,7 @@ def _probed(
         handle = _create(model, params.native(), target)
         try:
             if target is not None and model.shares_memory:  # trials need memory
-                return params, *_probe_sharing_head(handle, target.capabilities)
+                return tuner, *_probe_sharing_head(handle, target.capabilities)
             found, memory = _probe(handle, model, params, is_head=target is not None)
             if resolved is first and target is None:
                 if found.batch_invariant:
@@ -202,7 +213,7 @@ def _probed(
         if found.cost_of_exact and not found.batch_invariant:
             reason = f"{found.cost_of_exact} (batch_invariant=True asks for it)"
             found = replace(found, batch_invariant_reason=reason)
-        return tuner.params, found, memory
+        return tuner, found, memory
 
 
 def _adapted(

@@ -26,11 +26,13 @@ from .hidden_states import HiddenStates
 from .logits import LogitsRow
 from .memory import END, Memory
 from .params import warn_of_length
+from .thread_watch import ThreadWatch
 
 __all__ = ["Batch", "DecodeHook", "Runner", "decode_run"]
 
 States = npt.NDArray[np.float32]
 Read = Callable[[int, list[LogitsRow]], None]
+OnRead = Callable[[int], None]  # called after each decode with how many tokens are decoded so far
 # One decode: its tokens; its rows of logits; what submits it and returns llama.cpp's code; what records
 # it in the memory, and returns False if nothing was decoded; and where each wanted row is among
 # llama.cpp's, None where these are in the wanted order.
@@ -53,6 +55,7 @@ class Runner:
         memory: where the tokens are written; its native context decodes them.
         n_trained: positions the model was trained for, beyond which it warns; None to never warn.
         encoded: of a head whose encoder reads the hidden states: their numbers for a token; else 0.
+        watch: changes the number of threads while other programs use the cores; None = nothing does.
 
     Attributes:
         n_trained: the position beyond which a sequence warns.
@@ -67,6 +70,7 @@ class Runner:
         memory: Memory,
         n_trained: int | None = None,
         encoded: int = 0,
+        watch: ThreadWatch | None = None,
     ) -> None:
         self.handle = handle = memory.handle
         self.memory = memory
@@ -80,6 +84,7 @@ class Runner:
         self._live: list[LogitsRow] = []
         self._places: list[int] | None = None  # of the last rows in llama.cpp's order, if another
         self._encoded = encoded
+        self.watch = watch
 
     def hook(self, around: DecodeHook | None) -> DecodeHook | None:
         """Let ``around`` call each decode from now on (see ``ContextHandle``); return the one before."""
@@ -111,23 +116,25 @@ class Runner:
         read: Read | None = None,
         *,
         reclaims: bool = True,
+        on_read: OnRead | None = None,
     ) -> list[LogitsRow]:
         """Run decodes of which all are in the memory afterwards, or none; return the rows not ``read``.
 
         Each of ``pieces`` is made when those before it are recorded. If one fails, the sequences are cut
         to ``starts``. ``expiring`` rows need not survive: none is given where a later decode may fail
-        after an earlier one. ``reclaims``: cells may be freed where there are none.
+        after an earlier one. ``reclaims``: cells may be freed where there are none. ``on_read`` is called
+        after each decode; an exception in it undoes all of them.
         """
-        handle, memory = self.handle, self.memory
+        handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
         found: list[LogitsRow] = []
-        code = n = n_rows_before = 0
+        code = n = n_rows_before = n_decoded = 0
         try:
             for n, n_rows, submit, record, places in pieces:
                 for row in found:
                     row.detach()
                 self._protect_rows(n_rows, expiring)
-                code = submit()
+                code = submit() if watch is None else watch.decode(n, submit)
                 while code == _FULL and reclaims and self._reclaimed(n, expiring):
                     self._protect_rows(n_rows, expiring)
                     code = submit()
@@ -154,6 +161,9 @@ class Runner:
                 else:
                     read(n_rows_before, rows)
                     n_rows_before += n_rows
+                if on_read is not None:
+                    n_decoded += n
+                    on_read(n_decoded)
             else:
                 return found
         except BaseException:  # Ctrl-C arrives when the call returns
@@ -256,6 +266,7 @@ class Runner:
         expiring: Sequence[LogitsRow] = (),
         states: States | None = None,
         read: Read | None = None,
+        on_read: OnRead | None = None,
     ) -> list[LogitsRow]:
         """Decode the tokens of a `Batch` in as few decodes as possible; return the rows.
 
@@ -265,9 +276,11 @@ class Runner:
             states: what a head reads with each token, float32 (n, n_embd).
             read: called after each decode with the number of rows before it and its own, which are
                 valid until it returns; no row is copied or returned then.
+            on_read: called after each decode with how many of the tokens are decoded so far.
 
         Raises:
-            CacheFullError, DecodeError: all sequences are as before. And what ``read`` raises.
+            CacheFullError, DecodeError: all sequences are as before; also after what ``read`` and
+                ``on_read`` raise.
         """
         is_recorded = entries[0][1] < 0
         if is_recorded:
@@ -291,7 +304,7 @@ class Runner:
             self._piece(entries[part], None if states is None else states[part], is_recorded)
             for part in parts
         )
-        return self.transact(pieces, starts, expiring, read, reclaims=is_recorded)
+        return self.transact(pieces, starts, expiring, read, reclaims=is_recorded, on_read=on_read)
 
     def _parts(self, entries: Sequence[Entry]) -> Iterator[slice]:
         """Yield which tokens each decode has: as many, and as many rows, as one can have."""
@@ -476,11 +489,12 @@ class Batch:
         *,
         states: States | None = None,
         read: Read | None = None,
+        on_read: OnRead | None = None,
     ) -> list[list[LogitsRow]]:
         """Decode all runs, or none if that fails; return the rows of each. See ``Runner.decode``."""
         rows: list[LogitsRow] = []
         if self.entries:
-            rows = runner.decode(self.entries, list(expiring), states, read)
+            rows = runner.decode(self.entries, list(expiring), states, read, on_read)
         given = iter(rows)
         return [list(islice(given, n)) for n in self.n_rows]
 
@@ -491,8 +505,9 @@ def decode_run(
     seq_id: int,
     logits: str,
     expiring: Iterable[LogitsRow] = (),
+    on_read: OnRead | None = None,
 ) -> list[LogitsRow]:
     """Decode any number of tokens of one sequence, all of them or none; return the rows wanted."""
     batch = Batch()
     batch.add(seq_id, tokens, logits)
-    return batch.decode(runner, expiring)[0]
+    return batch.decode(runner, expiring, on_read=on_read)[0]

@@ -24,6 +24,7 @@ from ..model import Model
 from ..native import ContextHandle, available_cores
 from ..profile import is_off, machine_key, read_entry, write_entries
 from .params import ContextParams
+from .thread_watch import ThreadWatch
 from .timing import trial_decode
 
 __all__ = ["ThreadTuner", "candidates", "stopped_after"]
@@ -77,6 +78,7 @@ class ThreadTuner:
         is_open = params.n_threads is None and not (self._changes_logits and self._given_batch)
         # CPU threads do not matter for layers on a GPU.
         self._measures = is_open and self._cores > 1 and not model.on_gpu and not is_off()
+        self._was_busy = False  # other programs used the cores while it was measured
         self._kept = self._read() if self._measures else None
         n_threads = params.n_threads or self._cores
         if self._kept is not None and max(self._kept[:2]) == 1 and not self._changes_logits:
@@ -98,11 +100,29 @@ class ThreadTuner:
         self.params = replace(self.params, n_threads=n_threads, n_threads_batch=n_batch)
         handle.set_threads(n_threads, n_batch)
 
+    def watch(self, handle: ContextHandle) -> ThreadWatch | None:
+        """Return what changes the numbers while other programs use the cores; None if nothing may."""
+        if is_off() or self._model.on_gpu or self._cores == 1:
+            return None
+        adapts = self._measures, self._measures and self._given_batch is None
+        kinds = []
+        for n, may in zip(
+            (self.params.n_threads, self.params.n_threads_batch), adapts, strict=True
+        ):
+            n = n or self._cores
+            most = self._cores if may and self._was_busy else n
+            numbers = sorted({n, *(each for each in candidates(self._cores) if each <= most)})[::-1]
+            kinds.append((numbers, numbers.index(n), may))
+        if self._changes_logits:
+            kinds[0] = (*kinds[0][:2], False)
+        watch = ThreadWatch(handle.set_threads, kinds[0], kinds[1])
+        return watch if watch.is_needed else None
+
     # -- what is kept ------------------------------------------------------------------------------
 
     def _key(self) -> str | None:
         try:
-            print_ = self._model.fingerprint[:32]
+            print_ = self._model.quick_key[:32]
         except OSError:  # the file is gone
             return None
         return f"{machine_key()}, {print_}"
@@ -131,6 +151,7 @@ class ThreadTuner:
     # -- measuring ---------------------------------------------------------------------------------
 
     def _measure(self, handle: ContextHandle) -> tuple[int, int]:
+        self._model.measuring("how many threads are fast")
         numbers = candidates(self._cores)
         singles = {n: _time(handle, 1, n) for n in numbers}
         one = _best(singles)
@@ -140,8 +161,9 @@ class ThreadTuner:
         batches = {n: _time(handle, n_tokens, n) for n in numbers}
         many = _best(batches)
         timings = [*singles.values(), *batches.values()]
+        self._was_busy = not all(timing.idle for timing in timings)
         key = self._key()
-        if key is not None and all(timing.idle for timing in timings):
+        if key is not None and not self._was_busy:
             entry: dict[str, object] = {
                 "n_threads": one,
                 "n_threads_batch": many,

@@ -6,7 +6,7 @@ with its drafter and what that has learned, and K/V stays in the context's prefi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, cast
 
@@ -15,12 +15,13 @@ from typing_extensions import TypeVar, Unpack
 from ..arguments import placed, plain_int
 from ..context import Context
 from ..context.context import text_context
-from ..errors import CacheFullError, ConfigError
+from ..context.progress import OnPromptProgress
+from ..errors import CacheFullError, ConfigError, DecodeInterruptedError
 from ..model import Message, chat_messages, is_chat
 from ..model.tools import Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintLike
-from ..sampling.grammar import Grammar
+from ..sampling.grammar import Grammar, turn_grammar
 from ..sampling.params import check_names, settings_of
 from ..speculative.combined import DrafterChoice, auto_drafter
 from .engine import Engine
@@ -64,10 +65,15 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
     top_logprobs: int | None
     prompt_logprobs: int | None
     parse_special: bool
+    on_prompt_progress: OnPromptProgress | None
+    prompt_progress: bool
     drafter: DrafterChoice  # not of an `AsyncEngine`, which has its own
 
 
-_AS_GIVEN = ("stop", "stop_tokens", "constraint", "n", "prompt_logprobs", "parse_special")
+_AS_GIVEN = (
+    "stop", "stop_tokens", "constraint", "n", "prompt_logprobs", "parse_special",
+    "on_prompt_progress", "prompt_progress",
+)  # fmt: skip
 _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotations__.keys()
 
 
@@ -116,6 +122,11 @@ class Completion:
             if not self.scores:
                 result.pieces = {}
         return event if event.id == name else replace(event, id=name)
+
+    def take_all(self, results: Iterable[Result]) -> None:
+        """Keep results of an engine, whose ids are the numbers of the prompts."""
+        for result in results:
+            self.take(int(result.id), Event(result.id, result.sample, result=result))
 
     def check(self) -> None:
         """Raise what has ended the texts, if none of them has a token."""
@@ -211,7 +222,7 @@ def plan_chat(
         ConfigError, UnsupportedError, GrammarError, TokenizeError, CacheFullError: something is invalid.
     """
     text_context("ctx", ctx)
-    known = Tools(tools or (), tool_choice)
+    known = Tools(tools or (), tool_choice, ctx.model.turn_format)
     first = messages[0] if isinstance(messages, (list, tuple)) and messages else None
     is_list = isinstance(first, list) or is_chat(first)
     given = cast(Sequence[Sequence[Message]], messages if is_list else [messages])
@@ -224,7 +235,7 @@ def plan_chat(
     if known.forced:
         if any(options.get(name) is not None for name in _GRAMMARS):
             raise ConfigError("a forced tool call has a grammar of its own: give no other one")
-        options["json_schema"] = known.schema()
+        options["grammar"] = turn_grammar(ctx.model, known)
     found = plan_texts(ctx, prompts, base, **options)
     found.prompts, found.is_list, found.tools = chats, is_list, known
     return found
@@ -280,8 +291,13 @@ def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result
     engine = _engine(ctx, plan.drafter, structured)
     if stream:
         return _events(engine, plan)
-    for result in engine.generate(plan.requests):
-        plan.take(int(result.id), Event(result.id, result.sample, result=result))
+    try:
+        results = engine.generate(plan.requests)
+    except DecodeInterruptedError as error:
+        plan.take_all(cast("Sequence[Result]", error.results))
+        error.results = [found[0] for found in plan.found if found]
+        raise
+    plan.take_all(results)
     return plan.answer()
 
 

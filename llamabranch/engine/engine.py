@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing, suppress
 from time import perf_counter, sleep
 
@@ -182,6 +182,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request at its next step; its result holds what it has generated. From any thread.
 
+        If its prompt is being read, the running decode is stopped.
+
         It applies to a request that was added, and to every open ``stream`` that has an unfinished
         request of this id, or a list of requests with one that is still to come; ids are unique only
         within one stream. An unknown id is ignored.
@@ -237,20 +239,29 @@ class Engine:
 
         Raises:
             ConfigError: two requests with the same id, or no requests.
+            DecodeInterruptedError: a decode was interrupted; ``results`` of the error has what there is.
         """
         order: dict[str, int] = {}
         results: list[Result] = []
         source = RequestSource(requests, skip, order)
+
+        def in_order(found: list[Result]) -> list[Result]:
+            return sorted(found, key=lambda r: (order.get(r.id, len(order)), r.sample))
+
         if on_event is not None:
             function("on_event", on_event)
         core = self._open(source, reports_tokens=on_event is not None)
-        with closing(self._run(core, source)) as events:  # also if ``on_event`` raises
-            for event in events:
-                if on_event is not None:
-                    on_event(event)
-                if event.result is not None:
-                    results.append(event.result)
-        return sorted(results, key=lambda r: (order.get(r.id, len(order)), r.sample))
+        try:
+            with closing(self._run(core, source)) as events:  # also if ``on_event`` raises
+                for event in events:
+                    if event.result is not None:
+                        results.append(event.result)
+                    if on_event is not None:
+                        on_event(event)
+        except DecodeInterruptedError as error:
+            error.results = in_order(results)
+            raise
+        return in_order(results)
 
     def stream(self, requests: Requests, *, skip: Skip = ()) -> Generator[Event, None, None]:
         """Yield every event (a token, or the end of a text) as it happens; ``skip`` as in ``generate``.
@@ -345,6 +356,9 @@ class EngineCore:
         self._events: list[Event] = []  # still to be returned
         self._failure: LlamaBranchError | None = None  # raised once those are
         self._is_broken_off = False  # an exception has left a step in the middle
+        # Whether the running decode reads prompts, and whether an abort has stopped it.
+        self._stopping = threading.Lock()
+        self._reads = self._has_stopped = False
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -396,7 +410,8 @@ class EngineCore:
     def abort(self, name: str) -> None:
         """End a request at the next step; its results hold what was generated.
 
-        An unknown id is ignored.
+        A decode that reads its prompt is stopped, which can take seconds: the step has then changed
+        nothing, and the other texts repeat it. An unknown id is ignored.
         """
         if name in self._expected:
             self._aborted_ahead.add(name)
@@ -404,6 +419,10 @@ class EngineCore:
         if submission is not None and not submission.is_aborted:
             submission.is_aborted = True
             self._aborted.append(submission)
+            with self._stopping:
+                if self._reads and any(j.is_reading for j in list(submission.jobs.values())):
+                    self._has_stopped = True
+                    self._settings.target.interrupt()
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
@@ -520,12 +539,40 @@ class EngineCore:
 
     def _step(self) -> None:
         jobs, reading = self._schedule()
+        announced = [event for job in reading if not job.is_announced for event in job.note_read()]
+        if announced:  # before a decode that can take seconds
+            self._events += announced
+            return
         if jobs or reading:
             running = [(job.running, job.output.draft_limit) for job in jobs if job.running]
-            step = self._settings.drafting.loop.step(running, reading)
+            step = self._run(running, reading)
+            if step is None:
+                return
             self._stats.target_forward_passes += step.n_tokens > 0
             self._stats.draft_forward_passes += step.n_draft_decodes
             self._postprocess([*jobs, *reading], step)
+
+    def _run(
+        self, running: Sequence[tuple[RunningText, int]], reading: Sequence[Job]
+    ) -> Step | None:
+        """Run a step of the loop; None if ``abort`` has stopped it: then nothing has changed."""
+        loop = self._settings.drafting.loop
+        if not reading:
+            return loop.step(running)
+        self._reads = True
+        try:
+            return loop.step(running, reading)
+        except DecodeInterruptedError:
+            with self._stopping:
+                if not self._has_stopped:
+                    raise
+            return None
+        finally:
+            with self._stopping:
+                self._reads = False
+                if self._has_stopped:  # the decode may have ended before
+                    self._has_stopped = False
+                    self._settings.target.resume()
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -590,6 +637,7 @@ class EngineCore:
             emitted, error = running.emitted, running.error
         elif job.n_decoded and error is None:
             self._stats.prompt_tokens += job.n_decoded
+            self._events += job.note_read()
             if not job.n_uncached:
                 try:
                     emitted = job.begin()

@@ -20,6 +20,7 @@ from ..context import Context
 from ..context.context import text_context
 from ..context.logits import LogitsRow, TokenScore
 from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
+from ..context.progress import Reading
 from ..errors import LlamaBranchError
 from ..generation.drafting import Drafting
 from ..generation.generation import OutputBuffer
@@ -215,6 +216,7 @@ class Job:
         num_preemptions: how often it was preempted.
         constraint: asks that of the request, None without one.
         scores: the ratings of the prompt's tokens so far, if they are asked for.
+        is_announced: whether those who look know that it is being read.
     """
 
     def __init__(
@@ -249,6 +251,8 @@ class Job:
         self.n_cached: int | None = None
         self.num_preemptions = 0
         self.scores: list[TokenScore | None] = [None]
+        self._reading: Reading | None = None  # where somebody looks
+        self.is_announced = True
         self._admitted: float | None = None
         self._first: float | None = None
         self._last: float | None = None
@@ -286,6 +290,8 @@ class Job:
         if self.wants_rows:  # those before ``logprobs_from`` are left out
             self.scores += [None] * (n_cached + 1 - len(self.scores))
         self.note_admitted(n_cached)
+        if self.request.prompt_progress or self.request.on_prompt_progress is not None:
+            self._reading, self.is_announced = Reading(n_cached, self.n_to_cache), False
 
     def note_admitted(self, n_cached: int) -> None:
         """Note that it begins, with ``n_cached`` tokens of its prompt in the cache; once."""
@@ -406,6 +412,17 @@ class Job:
             self.text.append_prompt(tokens[:n], row if len(tokens) <= n else None)
         if len(tokens) > n:
             self.text.append_unscored(tokens[n:], row)
+
+    def note_read(self) -> list[Event]:
+        """Report how much of ``to_cache`` is in the cache to those who look; return the event of it."""
+        self.is_announced = True
+        if self._reading is None:
+            return []
+        progress = self._reading.progress(self.text.n_decoded)
+        if self.request.on_prompt_progress is not None:
+            self.request.on_prompt_progress(progress)
+        of = self.name, self.sample
+        return [Event(*of, progress=progress)] if self.request.prompt_progress else []
 
     # -- its output ----------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from uuid import uuid4
 
 from ..branch import Produced
 from ..context import TokenScore
-from ..model import Model
-from ..model.tools import Tools
+from ..model import Model, Turn
+from ..model.tools import Tools, openai_call
 
 __all__ = [
     "End",
@@ -77,7 +77,8 @@ def chat_choice(
     logprobs: list[dict[str, object]] | None,
 ) -> dict[str, object]:
     """Return a whole text as one of a chat completion's ``choices``, its tool calls apart."""
-    content, calls = (text, []) if tools is None else tools.read(text)
+    turn = Turn("", text, []) if tools is None else tools.read(text)
+    content, calls = turn.content, [openai_call(call) for call in turn.calls]
     message: dict[str, object] = {"role": "assistant", "content": content}
     if calls:
         message |= {"content": content or None, "tool_calls": calls}

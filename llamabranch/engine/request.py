@@ -16,6 +16,7 @@ from typing_extensions import TypeVar
 from ..arguments import function, instance, items, whole
 from ..branch import Produced
 from ..context.logits import TokenScore
+from ..context.progress import OnPromptProgress, PromptProgress
 from ..errors import ConfigError, LlamaBranchError, ParseError
 from ..model import Message, chat_messages, is_chat, token_list
 from ..model.tools import ToolCall, Tools
@@ -64,6 +65,9 @@ class Request:
             are part of ``tokens`` and of the text.
         on_round: called after each round with a draft, in the engine's thread: what was drafted, accepted
             and rejected.
+        on_prompt_progress: called in the engine's thread with a `PromptProgress` when the prompt begins
+            to be read and after each decode that has read some of it. What it raises ends the step.
+        prompt_progress: whether there are events for that too, `Event.progress`.
         min_tokens: the text has at least this many tokens: until then EOG tokens and ``stop_tokens`` are
             not drawn, and stop strings not looked for. Not with a grammar or a constraint, which decide
             themselves where a text may end, nor with ``continues``.
@@ -106,6 +110,8 @@ class Request:
     min_tokens: int = 0
     on_round: Callable[[RoundTrace], None] | None = field(default=None, compare=False, repr=False)
     constraint: ConstraintLike | None = field(default=None, compare=False, repr=False)
+    on_prompt_progress: OnPromptProgress | None = field(default=None, compare=False, repr=False)
+    prompt_progress: bool = False
 
     def __post_init__(self) -> None:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
@@ -127,8 +133,9 @@ class Request:
         fields["n"] = whole("n", self.n, 1, _MOST_TEXTS)
         if self.id is not None:
             instance("id", self.id, str)
-        if self.on_round is not None:
-            function("on_round", self.on_round)
+        for name in ("on_round", "on_prompt_progress"):
+            if (called := getattr(self, name)) is not None:
+                function(name, called)
         if self.constraint is not None:
             ConstraintCalls(self.constraint)
         if not isinstance(self.parse_special, (bool, np.bool_)):
@@ -321,16 +328,20 @@ def _finite(number: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A new token of a text (``emitted``), or the end of the text (``result``)."""
+    """A new token of a text (``emitted``), or the end of the text (``result``).
+
+    Or, of a request with ``prompt_progress``, how much of its prompt is read (``progress``).
+    """
 
     id: str
     sample: int
     emitted: Produced | None = None
     result: Result | None = None
+    progress: PromptProgress | None = None
 
     @property
     def text(self) -> str:
-        """The text of its token; "" of the end of a text."""
+        """The text of its token; "" where it has none."""
         return "" if self.emitted is None else self.emitted.text
 
 

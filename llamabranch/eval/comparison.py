@@ -28,6 +28,7 @@ __all__ = ["Comparison", "Token", "compare_models"]
 
 _N_WORST = 10
 _N_FORKS, _FORK_TOKENS, _FORK_PROMPT = 8, 64, 128
+_EARLY = 16  # tokens: greedy texts that part sooner differ to any reader
 _AROUND = 8  # tokens reported on either side of one
 
 
@@ -53,7 +54,8 @@ class Comparison:
         models: of A and B: name, file type, bytes, K/V type.
         divergence: llama-perplexity's numbers, with A as the base; None for different tokenizers.
         tokens: all tokens that were compared.
-        forks: for each place how many tokens greedy texts of both have in common.
+        forks: for each place how many tokens greedy texts of both have in common; no place twice.
+        n_forks: how many places there are.
         spans: for different tokenizers: what can be compared, of all chunks.
     """
 
@@ -62,6 +64,7 @@ class Comparison:
     divergence: KLDivergence | None = None
     tokens: list[Token] = field(default_factory=list)
     forks: list[int] = field(default_factory=list)
+    n_forks: int = 0
     spans: list[Span] = field(default_factory=list)
 
     @property
@@ -104,6 +107,10 @@ class Comparison:
         if mean == 0:
             return "both give the same distributions"
         if mean < 0.01 and same >= 0.9:
+            if self.median_fork is not None and self.median_fork < _EARLY:
+                return (
+                    "the probabilities are close, but greedy texts part early: compare some answers"
+                )
             return "the difference is hard to notice"
         if same < 0.9:
             return "greedy texts part after a sentence or so: take B only if nothing larger fits"
@@ -142,7 +149,7 @@ def compare_models(
         text: of at least two windows.
         window, chunks: as for `llamabranch.eval.perplexity`.
         coded: A's logits pass through the 16 bits of llama-perplexity's files: all numbers are its.
-        progress: called after each chunk.
+        progress: called after each chunk, and for each place where greedy texts are compared.
 
     Raises:
         ConfigError: the text is too short. CacheFullError, DecodeError.
@@ -159,10 +166,24 @@ def compare_models(
     for number, part in enumerate(with_bos(a.model, parts)):
         _read(found, (a, b), part, parts[number], coded=coded)
         progress(found)
-    for i in range(_N_FORKS):
-        part = parts[i * len(parts) // _N_FORKS]
-        end = min(len(part), _FORK_PROMPT * (1 + i % 2))
-        found.forks.append(_until_they_part((a, b), part[max(0, end - _FORK_PROMPT) : end]))
+    prompts = _places(parts)
+    found.n_forks = len(prompts)
+    room = min(a.n_ctx_seq, b.n_ctx_seq) - max(map(len, prompts))
+    for prompt in prompts:
+        progress(found)
+        found.forks.append(_until_they_part((a, b), prompt, min(_FORK_TOKENS, room)))
+    return found
+
+
+def _places(parts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Return prompts from the text, as far apart as it allows: no two end at the same token."""
+    chosen = [i * len(parts) // _N_FORKS for i in range(_N_FORKS)]
+    found = []
+    for chunk in dict.fromkeys(chosen):
+        part, n = parts[chunk], chosen.count(chunk)
+        longest = min(_FORK_PROMPT, len(part) // 2)
+        ends = sorted({max(1, len(part) * (i + 1) // (n + 1)) for i in range(n)})
+        found += [part[max(0, end - longest) : end] for end in ends]
     return found
 
 
@@ -217,16 +238,19 @@ def _read(
     found.n_chunks += 1
 
 
-def _until_they_part(pair: tuple[Context, Context], prompt: Sequence[int]) -> int:
-    """Return how many tokens greedy texts of both have in common."""
-    texts = []
-    for ctx in pair:
-        n = min(_FORK_TOKENS, ctx.n_ctx_seq - len(prompt))
-        greedy = SamplingParams(temperature=0.0, logprobs=False)
-        with Branch.start(ctx, prompt, sampling=greedy) as branch:
-            texts.append([one.token for one in branch.generate(n)])
-    same = [x == y for x, y in zip(*texts, strict=False)]
-    return same.index(False) if False in same else len(same)
+def _until_they_part(pair: tuple[Context, Context], prompt: Sequence[int], n: int) -> int:
+    """Return how many of ``n`` tokens greedy texts of both have in common; none is generated after."""
+    greedy = SamplingParams(temperature=0.0, logprobs=False)
+    with (
+        Branch.start(pair[0], prompt, sampling=greedy) as a,
+        Branch.start(pair[1], prompt, sampling=greedy) as b,
+    ):
+        n_same = 0
+        for x, y in zip(a.generate(n), b.generate(n), strict=False):
+            if x.token != y.token:
+                break
+            n_same += 1
+        return n_same
 
 
 def _text(model: Model, ids: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ..context import Context
 from ..context.logits import LogitsRow
+from ..context.progress import OnPromptProgress, reading
 from ..context.runner import Batch, decode_run
 from ..errors import BranchStateError, CapacityError, ConfigError
 from ..model.text import decode_utf8
@@ -337,18 +338,26 @@ class Text:
             self.set_row(None)
             self.logits_row()
 
-    def decode_run(self, tokens: Sequence[int]) -> LogitsRow:
+    def decode_run(
+        self, tokens: Sequence[int], report: OnPromptProgress | None = None
+    ) -> LogitsRow:
         """Decode ``tokens`` after ``settle``; return the logits after the last one.
 
-        If that fails the cache is as before.
+        If that fails the cache is as before. ``report`` is called after each decode.
         """
-        expiring = self.expiring_rows()
-        return decode_run(self._decoder, tokens, self.seq_id, "last", expiring)[-1]
+        expiring, on_read = self.expiring_rows(), reading(report, len(self.tokens), len(tokens))
+        return decode_run(self._decoder, tokens, self.seq_id, "last", expiring, on_read)[-1]
 
-    def read(self, tokens: Sequence[int], *, as_prompt: bool = False) -> None:
+    def read(
+        self,
+        tokens: Sequence[int],
+        *,
+        as_prompt: bool = False,
+        report: OnPromptProgress | None = None,
+    ) -> None:
         """Decode tokens, after ``check_read``, and append them to what was read."""
         self.check_read(tokens, as_prompt=as_prompt)
-        self.append_prompt(tokens, self.decode_run(tokens))
+        self.append_prompt(tokens, self.decode_run(tokens, report))
 
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""

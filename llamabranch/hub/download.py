@@ -18,12 +18,14 @@ from pathlib import Path
 
 from ..errors import ConfigError, DownloadError, LlamaBranchError, UnsupportedError
 from ..extras import install_command
-from ..files import atomic_write
+from ..files import atomic_write, sha256
 from .caches import find, hub_cache
 from .choice import choose
 from .spec import HubSpec
 
 _SPARE_BYTES = 64 << 20  # left free on the disk
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LONG_CHECK_BYTES = 2 << 30  # a file whose check takes some seconds
 
 
 def download(spec: HubSpec) -> Path:
@@ -36,8 +38,9 @@ def download(spec: HubSpec) -> Path:
     Raises:
         UnsupportedError: huggingface_hub is not installed.
         ConfigError: the repository has no such tag or file.
-        DownloadError: the hub cannot be reached or refuses, a file is not whole, or the cache cannot be
-            written or the disk is full. No file has its name then.
+        DownloadError: the hub cannot be reached or refuses, a file is not whole or has not the SHA-256
+            that the hub names, or the cache cannot be written or the disk is full. No file has its name
+            then.
     """
     where, root = spec.repository, hub_cache()
     with _requests(where):
@@ -59,7 +62,7 @@ def download(spec: HubSpec) -> Path:
         if local := find(replace(spec, file=names[0], tag=None)):
             return local.path
         for lfs in (siblings[name].lfs for name in missing):
-            if lfs and re.fullmatch(r"[0-9a-f]{64}", lfs.sha256):
+            if lfs and _SHA256.fullmatch(lfs.sha256):
                 with contextlib.suppress(OSError):  # of 0.2 and 0.3, nobody reads it now
                     (folder / "blobs" / f"{lfs.sha256}.incomplete").unlink()
         n_bytes = sum(sizes[name] for name in missing)
@@ -69,6 +72,9 @@ def download(spec: HubSpec) -> Path:
     for name in missing:
         with _requests(f"{where}/{name}"):
             hf_hub_download(where, name, revision=commit, cache_dir=root, endpoint=endpoint)
+            lfs = siblings[name].lfs
+            if lfs and _SHA256.fullmatch(lfs.sha256):
+                _check_content(snapshot / name, lfs.sha256, f"{where}/{name}")
     reference = folder / "refs" / (spec.revision or "main")
     if reference.name != commit:
         with contextlib.suppress(OSError):  # a convenience of later look-ups
@@ -76,6 +82,30 @@ def download(spec: HubSpec) -> Path:
             with atomic_write(reference) as opened:
                 opened.write(commit.encode())
     return snapshot / names[0]
+
+
+def _check_content(path: Path, expected: str, what: str) -> None:
+    """Raise DownloadError, and delete the file, if it has not the SHA-256 that the hub names.
+
+    A file that nobody could check, since the program ended meanwhile, loses its name: it is checked when
+    it is asked for again, and not downloaded.
+    """
+    if path.stat().st_size >= _LONG_CHECK_BYTES:
+        note(f"checking {path.name}")
+    blob, is_right = path.resolve(), False
+    try:
+        is_right = sha256(path) == expected
+        if not is_right:
+            blob.unlink()
+            raise DownloadError(
+                f"{what} arrived with other bytes than the hub names (its SHA-256 differs); "
+                "it was deleted",
+                hint="download it again; if that does not help, a proxy or a mirror (HF_ENDPOINT) "
+                "alters it",
+            )
+    finally:
+        if not is_right and path.is_symlink():
+            path.unlink()
 
 
 def note(text: str) -> None:

@@ -72,7 +72,8 @@ def fetch(name: str | os.PathLike[str]) -> Path:
 
     Downloads go into the Hugging Face cache, which llama.cpp and transformers share. Standard error tells
     the size, and shows a bar if it is a terminal. A file gets its name only when all its
-    bytes have arrived; a download that was given up begins again.
+    bytes have arrived; a download that was given up begins again. What has arrived is checked against
+    the SHA-256 that the hub names, and deleted if it differs.
 
     Args:
         name: as ``name_or_path`` of `resolve`.
@@ -82,7 +83,8 @@ def fetch(name: str | os.PathLike[str]) -> Path:
 
     Raises:
         ConfigError: no such name, tag or file, or it is not here and ``HF_HUB_OFFLINE`` is set.
-        DownloadError: the hub cannot be reached or refuses, a file is not whole, or there is no room.
+        DownloadError: the hub cannot be reached or refuses, a file is not whole or not the one that the
+            hub names, or there is no room.
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
     spec = _hub_spec(name)

@@ -142,9 +142,7 @@ async def _import(loom: Loom, call: Exchange) -> None:
     loom.check_writable()
     model = loom.service.model
     data = await call.body(_MOST_UPLOAD)
-    kind, found, n_lost = await asyncio.to_thread(
-        formats.read, data, _MOST_NODES, model.fingerprint
-    )
+    kind, found, n_lost = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
     nodes = loom.make(await asyncio.to_thread(loom.copied, found))
     await loom.confirm()
     warnings = [f"{n_lost:,} nodes without a way to a root were left out."] if n_lost else []

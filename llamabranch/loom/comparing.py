@@ -87,7 +87,7 @@ class _Comparison:
             reason = "stopped" if job.is_stopped else "length" if len(each.ids) >= most else "stop"
             loom.add(Ended(id=each.id, reason=reason))
         if self._partner is not None:
-            await loom.score(self._partner)
+            await loom.score(job, self._partner)
 
     async def spans(self, job: Job) -> None:
         """Let both read the text, each with its own tokens."""

@@ -272,11 +272,12 @@ class _File(msgspec.Struct):
     records: list[AnyRecord]
 
 
-def read(data: bytes, most: int, fingerprint: str) -> tuple[str, Document | list[Item], int]:
+def read(
+    data: bytes, most: int, is_ours: Callable[[str], bool]
+) -> tuple[str, Document | list[Item], int]:
     """Return what a file is, what is in it, and how many nodes without a way to a root were left out.
 
-    A file of the page that is of the model with ``fingerprint`` is a document; all others are texts,
-    parents first.
+    A file of the page whose fingerprint ``is_ours`` is a document; all others are texts, parents first.
 
     Raises:
         ConfigError: it is of none of the formats, or has more than ``most`` nodes.
@@ -289,7 +290,7 @@ def read(data: bytes, most: int, fingerprint: str) -> tuple[str, Document | list
     match _parsed(data):
         case {"format": str(marker)} if marker == _MARKER:
             document = _own(data, most)
-            is_same = document.head is not None and document.head.fingerprint == fingerprint
+            is_same = document.head is not None and is_ours(document.head.fingerprint)
             return "json", document if is_same else items_of(document), 0
         case {"isLogitLoomTreeVersion": _, "roots": list(roots)}:
             return "logitloom", *_items(roots, most)

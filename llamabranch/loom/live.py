@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Raw
 
 from ..branch import Produced
-from ..context import Context, TokenScore
+from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
 from ..eval.pair import short
 from ..native import available_cores
@@ -38,6 +38,7 @@ __all__ = ["MOST_TOP", "Job", "Live", "Work", "leaves_cores"]
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.1, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # that a tab can have missed
+_FEW = 64  # tokens whose reading is not reported
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
 _encode = msgspec.json.encode
@@ -281,8 +282,10 @@ class Live:
             await work(job)
             job.state = "stopped" if job.is_stopped else "done"
         except Exception as error:
-            job.state = "failed"
-            self._fail(job, error)
+            job.state = "stopped" if job.is_stopped else "failed"
+            if not job.is_stopped:  # else it says that it was cancelled
+                self._fail(job, error)
+        job.message = None
         for node in job.nodes:
             node.job = None
             if node.made.seed is not None and node.ended is None:
@@ -362,6 +365,23 @@ class Live:
         )  # fmt: skip
         return [*([pieces] if pieces else ()), *([new] if n else ())]
 
+    def _on_reading(self, job: Job, read: PromptProgress) -> None:
+        """Show how much of a text a job has read."""
+        message = None
+        if read.n_total - read.n_cached > _FEW and read.n_read < read.n_total:
+            message = f"reading {read.n_read:,} of {read.n_total:,} tokens"
+        if job.state == "running" and message != job.message:
+            job.message = message
+            self.emit("job", job.as_dict())
+
+    def _watched(self, job: Job, request: Request) -> Request:
+        """Return a request of a job that shows how much of its prompt is read."""
+
+        def report(read: PromptProgress) -> None:
+            self.call(self._on_reading, job, read)
+
+        return replace(request, on_prompt_progress=report)
+
     def _on_round(self, node: Node, trace: RoundTrace) -> None:
         """Keep and send a round of speculation."""
         following, draft, pieces = trace.following, trace.draft, self.document.pieces
@@ -392,7 +412,7 @@ class Live:
             return lambda trace: self.call(self._on_round, node, trace)
 
         named = [
-            replace(request, id=name, on_round=watched(node))
+            self._watched(job, replace(request, id=name, on_round=watched(node)))
             for name, (node, request) in zip(nodes, work, strict=True)
         ]
         begun, n_before = perf_counter(), {node: len(node.ids) for node in nodes.values()}
@@ -423,7 +443,7 @@ class Live:
             "cached": ended.cached, "digest": ended.digest, "ms": round(1e3 * seconds, 1), "rate": rate,
         })  # fmt: skip
 
-    async def score(self, node: Node) -> None:
+    async def score(self, job: Job, node: Node) -> None:
         """Score the tokens of a node's text that have no numbers yet."""
         parts = node.stretches()
         unknown = [
@@ -435,7 +455,7 @@ class Live:
         if not unknown:
             return
         end = unknown[-1] + 1
-        for scored, position in await self.scored_path(node.tokens(end), unknown[0]):
+        for scored, position in await self.scored_path(node.tokens(end), unknown[0], job):
             owner = next(o for o, a, b in parts if o.made.at + a <= position < o.made.at + b)
             at = position - owner.made.at
             if owner.lp[at] is None:
@@ -443,10 +463,16 @@ class Live:
                 # From the first on: a tab takes no tokens behind those it lacks.
                 self.note(owner, 0, at)
 
-    async def scored_path(self, tokens: Sequence[int], start: int) -> list[tuple[TokenScore, int]]:
+    async def scored_path(
+        self, tokens: Sequence[int], start: int, job: Job | None = None
+    ) -> list[tuple[TokenScore, int]]:
         """Return scores of tokens from ``start`` on, each with its position."""
         first = max(1, start)
         request = Request([*tokens], max_tokens=0, prompt_logprobs=MOST_TOP, logprobs_from=first)
+        if job is not None:
+            name = f"loom-{job.id}-{token_hex(4)}"
+            request = self._watched(job, replace(request, id=name))
+            job.names = [name]
         (text,) = await all_texts(self.service, [request])
         scored = enumerate(text.result.prompt_logprobs or ())
         return [(one, i) for i, one in scored if one is not None]
@@ -462,7 +488,7 @@ class Live:
         first = node.n_given
         old = [*zip(node.ids[first:], node.lp[first:], strict=True)]
         new: list[tuple[int, float | None]] = []
-        named = replace(request, id=f"loom-{job.id}")
+        named = self._watched(job, replace(request, id=f"loom-{job.id}"))
         job.names = [f"loom-{job.id}"]
         async with aclosing(updates(self.service, [named])) as steps:
             async for (update,) in steps:

@@ -116,7 +116,7 @@ class Loom(Live):
         if head is None and journal.read_only is None:
             fingerprint, kv_type = model.fingerprint, ctx.kv_type
             self.add(Head(model=model.name, fingerprint=fingerprint, kv_type=kv_type))
-        elif head is not None and head.fingerprint != model.fingerprint:
+        elif head is not None and not model.is_of(head.fingerprint):
             message = f"it is of the model {head.model}, this one is {model.name}"
             journal.read_only = journal.read_only or message
         self.emit("model", self.models())
@@ -134,9 +134,8 @@ class Loom(Live):
             b = _model_fields(partner) | {"same_vocabulary": same}
         return {"state": "ready", "models": {"A": a, "B": b}, "loading": None}
 
-    def loading(self, name: str, share: float) -> None:
-        """Report how much of a model is loaded; from any thread."""
-        message = f"loading {Path(name).stem}: {100 * share:.0f} %"
+    def opening(self, message: str) -> None:
+        """Report how far a model is opened; from any thread."""
         if message != self._loading["message"]:
             self._loading = {"message": message}
             self.call(self.emit, "model", {"loading": self._loading})
@@ -258,7 +257,7 @@ class Loom(Live):
         async def work(job: Job) -> None:
             for node in nodes:
                 if not job.is_stopped:
-                    await self.score(node)
+                    await self.score(job, node)
 
         return self.start("score", work, nodes[0])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import NamedTuple
 
 from ..serve.errors import HttpError
@@ -19,8 +18,6 @@ from .searching import SearchOptions, Watch, search
 __all__ = ["Operations"]
 
 _MOST_ANSWERS = 1000
-_FEW = 64  # tokens whose reading is not reported
-_LOOK_S = 0.02
 Answer = dict[str, object]
 
 
@@ -166,14 +163,6 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
     async def work(job: Job) -> None:
         requests = [(node, await loom.request(node, max(0, max_tokens))) for node in nodes]
-        left = 0
-        if nodes[0].end > _FEW:
-            with suppress(asyncio.TimeoutError):  # the engine is busy: it is not waited for
-                count = loom.service.n_cached(nodes[0].tokens())
-                left = nodes[0].end - await asyncio.wait_for(count, _LOOK_S)
-        if left > _FEW:
-            job.message = f"{left} tokens to read again"
-            loom.emit("job", job.as_dict())
         await loom.generate(job, requests)
 
     for node in nodes:

@@ -5,6 +5,7 @@ from .model import Model
 from .pairs import VocabularyReport
 from .text import NO_TOKEN, StopStrings, TextDecoder, TokenIds, stop_strings, token_list
 from .tools import ToolCall
+from .turn_format import Turn, TurnEvent, TurnFormat, TurnReader
 
 __all__ = [
     "NO_TOKEN",
@@ -15,6 +16,10 @@ __all__ = [
     "TextDecoder",
     "TokenIds",
     "ToolCall",
+    "Turn",
+    "TurnEvent",
+    "TurnFormat",
+    "TurnReader",
     "VocabularyReport",
     "chat_messages",
     "is_chat",

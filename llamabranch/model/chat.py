@@ -13,6 +13,11 @@ from .text import TokenIds
 __all__ = ["Message", "Prompt", "chat_messages", "check_roles", "is_chat", "plain_messages"]
 
 Message = Mapping[str, object] | tuple[str, str]
+# What a built-in template does not write, and what is no part of the text.
+_LEFT_OUT = {
+    "role", "content", "name", "reasoning_content", "reasoning", "thinking", "refusal", "annotations",
+    "tool_call_id", "audio",
+}  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Prompt = str | TokenIds | Sequence[Message]  # what a text is generated from
 
@@ -83,7 +88,8 @@ def _message(message: Message) -> dict[str, object]:
             str(text).encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(f"a message is not valid Unicode: {error}") from None
-    return {**message, "content": content}
+    more = {key: value for key, value in message.items() if value is not None}  # as OpenAI's client
+    return {**more, "content": content}
 
 
 def _part(part: object) -> str:
@@ -105,7 +111,7 @@ def plain_messages(messages: Iterable[Mapping[str, object]]) -> list[tuple[str, 
     found = []
     for message in messages:
         role, content = message["role"], message["content"]
-        more = sorted(set(message) - {"role", "content"})
+        more = sorted(set(message) - _LEFT_OUT)
         if more or not isinstance(role, str) or not isinstance(content, str):
             raise UnsupportedError(
                 f"llama.cpp's built-in chat templates take role and content only, not {more}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -14,12 +13,15 @@ from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedErro
 from ..files import path_of
 from ..native import ModelHandle, amx_works, staging, uses_amx
 from ..native.gguf_check import check_header
-from ..native.gguf_reader import read_parts
+from ..native.gguf_reader import read_header
 from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText, ControlToken
+from .fingerprint import fingerprint, quick_key, states_of
+from .history import written_history
 from .templates import ChatTemplate
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
+from .turn_format import TurnFormat
 
 __all__ = ["Model"]
 
@@ -51,6 +53,8 @@ class Model:
 
     Attributes:
         path, name: of the file; its name without the suffix.
+        files: the file, or all parts of a split model.
+        kv_numbers: how many numbers of K/V a token has at least; 0 where it is not known.
         n_params, size_bytes: number of parameters; size of all tensors, bytes.
         n_ctx_train: context length the model was trained for, tokens.
         architecture: llama.cpp's name for it: "llama", "qwen2", "gemma3", "mamba", ...
@@ -63,6 +67,8 @@ class Model:
         on_gpu: whether layers may be on a GPU.
         n_vocab, vocab_type: size of the vocabulary; kind of tokenizer: "bpe", "spm", "wpm", ..., "none".
         has_text: whether the model can turn text into tokens and back.
+        on_measuring: called with what a context of it measures while it is opened, as by `load`; None =
+            nobody looks. It can be set.
         bos, eos: ids of the BOS (beginning of sequence) and EOS (end of sequence) tokens, or None.
         eog_tokens: the ids of all EOG (end of generation) tokens.
     """
@@ -94,6 +100,8 @@ class Model:
         self.name = self.path.stem
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
+        self.files = header.parts
+        self._loaded = states_of(self.files)
         load_mtp = bool(load_mtp) or pairs.head_kind(header) == "mtp-only"
         if extra_buffers == "auto":
             extra_buffers = not uses_amx()
@@ -131,8 +139,10 @@ class Model:
         self.target_layers = staging.target_layers(handle.ptr) if is_eagle else ()
         self.on_gpu, self.has_text = handle.on_gpu, handle.vocab_type != "none"
         self.bos, self.eos = handle.special("bos"), handle.special("eos")
+        self.kv_numbers = header.kv_numbers() if self.memory_type != "hybrid" else 0
         # Comparing two vocabularies of 128k tokens takes a second.
         self._reports = weakref.WeakKeyDictionary[Model, pairs.VocabularyReport]()
+        self.on_measuring: Callable[[str], object] | None = None
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[str | None] = [None] * self.n_vocab
         tokens = range(self.n_vocab if self.has_text else 0)
@@ -197,23 +207,44 @@ class Model:
     def can_generate(self) -> bool:
         """True if it is a decoder that predicts the next token (not an embedding model)."""
         handle = self.handle
-        if self.n_mtp_layers and pairs.is_head_only(read_parts(self.path)):
+        if self.n_mtp_layers and pairs.is_head_only(read_header(self.path)):
             return False
         return bool(handle.number("has_decoder")) and (
             not handle.number("has_encoder") and self.memory_type != "none"
         )
 
+    def measuring(self, what: str) -> None:
+        """Report what a context of this model measures now, to ``on_measuring``."""
+        if self.on_measuring is not None:
+            self.on_measuring(what)
+
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the file's size, its first and its last MiB; identifies the file."""
-        digest = hashlib.sha256()
-        size = self.path.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with self.path.open("rb") as file:
-            digest.update(file.read(1 << 20))
-            file.seek(max(0, size - (1 << 20)))
-            digest.update(file.read())
-        return digest.hexdigest()
+        """SHA-256 (hex) of the file; of a split model, that of the SHA-256 of its parts in order.
+
+        It is computed when somebody first asks for it, about a second for a GB, and kept in the profile
+        for as long as the file is not written or replaced.
+
+        Raises:
+            UsageError: the file was changed, replaced or removed after it was loaded.
+        """
+        return fingerprint(self.files, self._loaded)
+
+    @cached_property
+    def quick_key(self) -> str:
+        """SHA-256 (hex) over the size of the file, its first and its last MiB: a key of measurements.
+
+        It was the fingerprint before 0.4. Weights that differ in the middle only have the same.
+        """
+        return quick_key(self.path)
+
+    def is_of(self, saved: str) -> bool:
+        """Return whether a fingerprint that was saved is this model's; also one saved before 0.4.
+
+        Raises:
+            UsageError: as ``fingerprint``.
+        """
+        return saved in (self.fingerprint, self.quick_key)
 
     # -- vocabulary --------------------------------------------------------------------------------
 
@@ -413,7 +444,7 @@ class Model:
         Raises:
             ModelLoadError: no such file, or not a GGUF.
         """
-        return pairs.head_kind(read_parts(path_of(path)))
+        return pairs.head_kind(read_header(path_of(path)))
 
     def head_fault(self, head: Model) -> str:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.
@@ -504,9 +535,29 @@ class Model:
 
     def _checked(self, messages: Sequence[Message]) -> list[dict[str, object]]:
         found = chat_messages(messages)
-        if self.chat_template is not None:
-            check_roles(found, self.chat_template)
+        if self.chat_template is None:
+            return found
+        check_roles(found, self.chat_template)
+        roles = {message["role"] for message in found}
+        if roles & {"developer", "tool", "function", "assistant"}:
+            return written_history(found, self.turn_format)
         return found
+
+    @cached_property
+    def turn_format(self) -> TurnFormat:
+        """The form of the model's turns: of thoughts and of calls, found by rendering its template.
+
+        Without a template, or with one of llama.cpp's own, calls are bare JSON.
+        """
+        source = self.chat_template
+        if source is None or source in ModelHandle.chat_template_names():
+            return TurnFormat.built_in()
+        special = {"bos_token": self.bos, "eos_token": self.eos}
+        texts = {
+            name: "" if token is None else self._handle.token_text(token).decode("utf-8", "replace")
+            for name, token in special.items()
+        }
+        return TurnFormat.of(source, **texts)
 
     def _rendered(
         self,
@@ -538,9 +589,11 @@ class Model:
         except UnsupportedError as error:
             if variables:
                 raise
-            text = self.handle.apply_chat_template(
-                source, plain_messages(messages), add_generation_prompt
-            )
+            try:
+                plain = plain_messages(messages)
+            except UnsupportedError:
+                raise error from None  # the template's own reason
+            text = self.handle.apply_chat_template(source, plain, add_generation_prompt)
             if text is None:
                 raise UnsupportedError(
                     f"{error.message}; llama.cpp has no built-in template like it", hint=error.hint
@@ -558,7 +611,7 @@ class Model:
 
     @cached_property
     def _control_text(self) -> ControlText:
-        found = self.handle.control_tokens()
+        found = self.handle.control_tokens(self.chat_template or "")
         return ControlText({text: ControlToken(*known) for text, known in found.items()})
 
     # -- pairs -------------------------------------------------------------------------------------

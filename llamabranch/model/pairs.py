@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ..native import staging
 from ..native.gguf_check import rotation_fault
-from ..native.gguf_reader import Header, read_parts
+from ..native.gguf_reader import Header, read_header
 
 __all__ = [
     "FILES_OF_HEADS",
@@ -156,7 +156,7 @@ def why_no_eagle(head: _Model, target: _Model) -> str:
     """
     if not staging.available:
         return staging.reason
-    header = read_parts(head.path)
+    header = read_header(head.path)
     width = header.integer("target_hidden_size")
     if reason := _width_fault(width, target):
         return reason
@@ -205,7 +205,7 @@ def why_no_mtp(head: _Model, target: _Model) -> str:
     if head.n_mtp_layers == 0:
         no_head = "" if head is target else "is no EAGLE-3 head and "
         return f"{head.name} {no_head}has no MTP layers"
-    reason = _why_no_layers(read_parts(head.path))
+    reason = _why_no_layers(read_header(head.path))
     if reason:
         return reason
     if not head.loads_mtp:
@@ -232,7 +232,7 @@ def _sharing_fault(head: _Model, target: _Model) -> str:
             f"it reads the K/V of a {staging.SHARING_TARGET} model, "
             f"{target.name} is a {target.architecture} model"
         )
-    ours, theirs = read_parts(head.path), read_parts(target.path)
+    ours, theirs = read_header(head.path), read_header(target.path)
     width = ours.integer("embedding_length_out")
     if reason := _width_fault(width, target):
         return reason

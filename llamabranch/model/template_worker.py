@@ -11,7 +11,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -34,7 +34,7 @@ def _compiled(source: str) -> Template:
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
     class Generation(Extension):
         """``{% generation %}``, which marks the assistant's text for training: rendered as it is."""
@@ -48,7 +48,15 @@ def _compiled(source: str) -> Template:
     def raise_exception(message: str) -> None:
         raise _Refused(message)
 
-    environment = ImmutableSandboxedEnvironment(
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Lets a template change lists and dictionaries that it made itself."""
+
+        def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
+            if isinstance(obj, (list, dict, set)) and id(obj) not in _given:
+                return SandboxedEnvironment.is_safe_attribute(self, obj, attr, value)
+            return super().is_safe_attribute(obj, attr, value)
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
@@ -68,7 +76,7 @@ def _to_json(
 ) -> str:
     # Jinja's own filter escapes < and > for HTML.
     return json.dumps(
-        value,
+        list(value) if isinstance(value, Iterator) else value,  # such as that of the filter `map`
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
@@ -86,6 +94,8 @@ def _reply(source: str, variables: Mapping[str, object]) -> dict[str, str]:
         template = _compiled(source)
     except (TemplateError, RecursionError) as error:
         return {"invalid": str(error)}
+    _given.clear()
+    _given.update(_containers(variables))
     try:
         text = template.render(variables)
     except _Refused as error:
@@ -97,6 +107,27 @@ def _reply(source: str, variables: Mapping[str, object]) -> dict[str, str]:
     if len(text) > _LONGEST:
         return {"failed": f"its text has {len(text)} characters, more than {_LONGEST}"}
     return {"text": text}
+
+
+_given: set[int] = set()  # the ids of what the template was given, which it must not change
+
+
+def _containers(value: object) -> Iterator[int]:
+    """Yield the ids of a JSON value's lists and dictionaries."""
+    if isinstance(value, (list, dict)):
+        yield id(value)
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _containers(one)
+
+
+def _variables(source: str) -> list[str]:
+    """Return the names of the variables that a template uses and does not set."""
+    try:
+        from jinja2 import TemplateError, meta
+
+        return sorted(meta.find_undeclared_variables(_compiled(source).environment.parse(source)))
+    except (ImportError, TemplateError, RecursionError):
+        return []
 
 
 def _limits(memory_bytes: int, cpu_s: int) -> Callable[[], None]:
@@ -126,7 +157,13 @@ def main(lines: Iterable[str], memory_bytes: int, cpu_s: int) -> None:
     for line in lines:
         limit_time()
         request = json.loads(line)
-        sys.stdout.write(json.dumps(_reply(request["source"], request["variables"])) + "\n")
+        source, batch = request["source"], request.get("batch")
+        reply: dict[str, object] = (
+            {**_reply(source, request["variables"])}
+            if batch is None
+            else {"names": _variables(source), "replies": [_reply(source, one) for one in batch]}
+        )
+        sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 
 

@@ -22,6 +22,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
+from typing import cast
 
 from ..errors import ConfigError, UnsupportedError
 from ..native import call_in_thread, forkable_lock
@@ -49,6 +50,19 @@ class ChatTemplate:
         self._source = source
         self._special = dict(special)
         self._limit_s = limit_s
+
+    def with_variables(self, variables: Mapping[str, str]) -> ChatTemplate:
+        """Return the same template with other variables set beforehand."""
+        special = {**self._special, **variables}
+        return ChatTemplate(self._source, special, limit_s=self._limit_s)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChatTemplate) and (
+            (self._source, self._special) == (other._source, other._special)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._source)
 
     @cached_property
     def strings(self) -> frozenset[str]:
@@ -82,11 +96,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
-        try:
-            request = json.dumps({"source": self._source, "variables": given}, default=_plain)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"messages and variables must be JSON types: {error}") from None
-        reply = _ask(request.encode("ascii"), self._limit_s)
+        reply = cast(dict[str, str], self._ask({"variables": given}))
         if "refused" in reply:
             raise ConfigError(f"the model's chat template refuses the messages: {reply['refused']}")
         if "missing" in reply:
@@ -98,6 +108,28 @@ class ChatTemplate:
         if "text" not in reply:
             raise UnsupportedError(f"the model's chat template failed: {reply['failed']}")
         return reply["text"]
+
+    def render_many(
+        self, batch: Sequence[Mapping[str, object]]
+    ) -> tuple[list[str], list[dict[str, str]]]:
+        """Return the names of the template's variables, and a reply for each set of variables.
+
+        A reply has the ``text``, or why there is none: ``refused``, ``failed``, ``invalid`` or
+        ``missing``. All are rendered in one exchange with the worker, which the limit on time is for.
+
+        Raises:
+            UnsupportedError: the template took too much time or memory.
+        """
+        given = [{"add_generation_prompt": False, **self._special, **one} for one in batch]
+        reply = self._ask({"batch": given})
+        return cast(list[str], reply["names"]), cast(list[dict[str, str]], reply["replies"])
+
+    def _ask(self, request: Mapping[str, object]) -> dict[str, object]:
+        try:
+            text = json.dumps({"source": self._source, **request}, default=_plain)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"messages and variables must be JSON types: {error}") from None
+        return _ask(text.encode("ascii"), self._limit_s)
 
 
 def _plain(value: object) -> object:
@@ -141,7 +173,7 @@ class _Worker:
         """False once it has ended, and in a child by fork(): it is the parent's."""
         return self.pid == os.getpid() and self._stop.alive and self._process.poll() is None
 
-    def ask(self, request: bytes, limit_s: float) -> dict[str, str] | None:
+    def ask(self, request: bytes, limit_s: float) -> dict[str, object] | None:
         """Return the reply; None if a limit, or something else, has ended the worker."""
         process, end = self._process, monotonic() + limit_s
         stdin, stdout = process.stdin, process.stdout
@@ -167,7 +199,7 @@ class _Worker:
             # Ctrl-C too: what it may write must not answer the next request. Late: it was killed.
             if not line.endswith(b"\n") or monotonic() > end:
                 self._stop()
-        reply: dict[str, str] | None = json.loads(line) if line.endswith(b"\n") else None
+        reply: dict[str, object] | None = json.loads(line) if line.endswith(b"\n") else None
         return reply
 
 
@@ -195,7 +227,7 @@ _lock = forkable_lock()
 _worker: _Worker | None = None
 
 
-def _ask(request: bytes, limit_s: float) -> dict[str, str]:
+def _ask(request: bytes, limit_s: float) -> dict[str, object]:
     global _worker
     with _lock:
         if _worker is None or not _worker.is_running:

@@ -1,23 +1,28 @@
-"""Conversations with tools: forced calls follow a JSON schema, others are found in the model's text."""
+"""Conversations with tools: what a template is given, and the functions that a model may call."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-from uuid import uuid4
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import ConfigError, GrammarError, UnsupportedError
+from ..arguments import placed
+from ..errors import ConfigError
+from .call_form import ToolCall
 from .chat import Message, chat_messages
-from .model import Model
+from .functions import function_tool
+from .turn_format import Turn, TurnEvent, TurnFormat, TurnReader
 
-__all__ = ["CallParser", "Conversation", "ToolCall", "Tools", "conversation", "whole_calls"]
+if TYPE_CHECKING:
+    from .model import Model
+
+__all__ = [
+    "Conversation", "Tool", "ToolCall", "Tools", "conversation", "openai_call", "openai_deltas",
+]  # fmt: skip
+
+Tool = Mapping[str, object] | Callable[..., object]
 
 _RESERVED = {"messages", "tools", "add_generation_prompt"}
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("const", "enum", "default", "examples")  # no schemas
 _SAYS_MORE = ("$ref", "allOf", "anyOf", "oneOf", "const", "enum")
 _PROMPT = (
     "You may call functions. They are described by JSON schemas:\n{tools}\nTo call one, answer with "
@@ -25,54 +30,62 @@ _PROMPT = (
 )
 
 
-class ToolCall(NamedTuple):
-    """A call of a function, as a model has written it.
-
-    Attributes:
-        name: the function's.
-        arguments: a JSON value, of most functions a dict.
-        id: to name the call in the message that answers it, as ``tool_call_id``.
-    """
-
-    name: str
-    arguments: object
-    id: str
-
-
 class Tools:
     """The tools of a request, and whether one has to be called.
 
     Args:
-        given: OpenAI's ``tools``.
+        given: OpenAI's ``tools``, or Python functions with annotated parameters.
         choice: OpenAI's ``tool_choice``: None and "auto" = as the model likes.
+        turns: the form in which the model writes calls; None = bare JSON.
+        parallel: OpenAI's ``parallel_tool_calls``: whether a turn may hold several calls.
 
     Raises:
         ConfigError: one is no function, or the choice names none of them.
 
     Attributes:
+        given: OpenAI's tool objects.
         names: those of all functions.
+        schemas: the JSON schema of the arguments of each function, by name.
         forced: the names of those of which one must be called; empty where none must.
+        is_named: whether the choice names one function.
+        is_used: whether the model is told of them.
     """
 
-    def __init__(self, given: Sequence[Mapping[str, object]], choice: object) -> None:
+    def __init__(
+        self,
+        given: Sequence[Tool],
+        choice: object = None,
+        turns: TurnFormat | None = None,
+        *,
+        parallel: bool | None = None,
+    ) -> None:
         is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-        self.given = list(given) if is_list else []
-        self._schemas: dict[str, object] = {}
-        for tool in self.given if is_list else [None]:
-            function = tool.get("function") if isinstance(tool, Mapping) else None
-            name = function.get("name") if isinstance(function, Mapping) else None
-            if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-                raise ConfigError(
-                    "tools must be a list of functions with names",
-                    hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
-                )
-            self._schemas[name] = _parameters(function.get("parameters"))
-        self.names = frozenset(self._schemas)
+        if not is_list:
+            raise ConfigError(
+                "tools must be a list of functions with names",
+                hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
+            )
+        self.turns, self.parallel = turns or TurnFormat(), parallel is not False
+        self.given: list[Mapping[str, object]] = []
+        self.schemas: dict[str, object] = {}
+        for index, tool in enumerate(given):
+            with placed(f"tools[{index}]"):
+                made = function_tool(tool) if callable(tool) else tool
+                function = made.get("function") if isinstance(made, Mapping) else None
+                name = function.get("name") if isinstance(function, Mapping) else None
+                if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+                    raise ConfigError(
+                        "tools must be a list of functions with names",
+                        hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
+                    )
+            self.given.append(made)
+            self.schemas[name] = _parameters(function.get("parameters"))
+        self.names = frozenset(self.schemas)
         self.is_used = bool(given) and choice != "none"
         self.forced: list[str] = []
         self.is_named = False
         if choice == "required":
-            self.forced = list(self._schemas)
+            self.forced = list(self.schemas)
         elif isinstance(choice, Mapping):
             function = choice.get("function")
             name = function.get("name") if isinstance(function, Mapping) else None
@@ -82,45 +95,25 @@ class Tools:
         if (self.is_named or choice == "required") and not self.names & set(self.forced):
             raise ConfigError("tool_choice names no function of tools")
 
-    def schema(self) -> dict[str, object]:
-        """Return the schema of a call of one of the forced tools.
+    def reader(
+        self, *, in_thought: bool | None = False, eager: bool = False, salt: str = ""
+    ) -> TurnReader:
+        """Return a reader of a turn that may call these tools."""
+        known = self.given if self.is_used else ()
+        return TurnReader(
+            self.turns, known, in_thought=in_thought, eager=eager, salt=salt, calls=self.is_used
+        )
 
-        Raises:
-            GrammarError: the schema of a tool is nested too deep.
-        """
-        calls: list[object] = []
-        for i, name in enumerate(self.forced):
-            place = f"#/anyOf/{i}/properties/arguments"
-            try:
-                arguments = _moved(self._schemas[name], place)
-            except RecursionError:
-                raise GrammarError("the JSON schema is nested too deep") from None
-            call = {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": arguments},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            calls.append(call)
-        return {"anyOf": calls}
-
-    def read(self, text: str) -> tuple[str, list[dict[str, object]]]:
-        """Return the content of a whole text, and its calls as OpenAI writes them."""
-        content, parts = CallParser(self).feed(text, last=True)
-        return content, whole_calls(parts)
+    def read(self, text: str, *, in_thought: bool | None = False) -> Turn:
+        """Return the thought, the content and the calls of a whole text."""
+        reader = self.reader(in_thought=in_thought)
+        reader.feed(text)
+        reader.finish()
+        return reader.turn
 
     def calls(self, text: str) -> list[ToolCall]:
         """Return the calls in a whole text; one that was cut is none."""
-        found = []
-        for call in self.read(text)[1]:
-            function = call["function"]
-            if isinstance(function, dict):
-                try:
-                    arguments = json.loads(function["arguments"])
-                except (ValueError, RecursionError):
-                    continue
-                found.append(ToolCall(function["name"], arguments, str(call["id"])))
-        return found
+        return self.read(text).calls
 
 
 def _parameters(given: object) -> object:
@@ -132,21 +125,34 @@ def _parameters(given: object) -> object:
     return {"properties": {}, **schema} if is_plain else schema
 
 
-def _moved(schema: object, place: str) -> object:
-    """Return a schema as it is written at ``place`` of another: what it refers to has moved with it."""
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, Mapping) or "$id" in schema:  # references are relative to an id
-        return schema
-    found: dict[str, object] = {}
-    for name, value in schema.items():
-        if name == "$ref" and isinstance(value, str) and (value == "#" or value[:2] == "#/"):
-            found[name] = place + value[1:]
-        elif name in _BY_NAME and isinstance(value, Mapping):
-            found[name] = {key: _moved(part, place) for key, part in value.items()}
-        else:
-            found[name] = value if name in _VALUES else _moved(value, place)
-    return found
+def openai_call(call: ToolCall) -> dict[str, object]:
+    """Return a call as OpenAI's messages hold it."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {
+        "id": call.id, "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }  # fmt: skip
+
+
+def openai_deltas(events: Sequence[TurnEvent]) -> list[dict[str, object]]:
+    """Return what OpenAI's streams call deltas: of thoughts, content and calls, in order."""
+    deltas: list[dict[str, object]] = []
+    for event in events:
+        if event.kind == "thought":
+            deltas.append({"reasoning_content": event.text})
+        elif event.kind == "content":
+            deltas.append({"content": event.text})
+        elif event.kind == "name":
+            function = {"name": event.text, "arguments": ""}
+            call = {"index": event.call, "id": event.id, "type": "function", "function": function}
+            deltas.append({"tool_calls": [call]})
+        elif event.kind == "arguments":
+            call = {"index": event.call, "function": {"arguments": event.text}}
+            deltas.append({"tool_calls": [call]})
+    return deltas
+
+
+# -- conversations ---------------------------------------------------------------------------------
 
 
 class Conversation(NamedTuple):
@@ -181,21 +187,21 @@ def conversation(
     *,
     continues: bool | None = None,
     generates: bool | None = None,
-    describes: bool = False,
 ) -> Conversation:
     """Return what the template of ``model`` is given for messages and tools.
+
+    A template that ignores tools gets them described in a message.
 
     Args:
         model, messages, tools, variables: the template's, the conversation's, and what else it is given.
         continues: whether a last message of the assistant is the beginning of the answer; None = yes,
             unless ``generates`` is False.
         generates: whether an answer begins after the messages; None = yes.
-        describes: whether a template that ignores tools gets them in a system message.
 
     Raises:
         ConfigError: invalid messages or variables, two answers at the end, or options that exclude
             each other.
-        UnsupportedError: the template ignores the tools, or there is none.
+        UnsupportedError: there is no template.
     """
     if generates and continues:
         raise ConfigError("add_generation_prompt and continue_final_message exclude each other")
@@ -208,183 +214,27 @@ def conversation(
             raise ConfigError("the conversation ends with two answers")
         if ends[-1] and not chat[-1].get("tool_calls"):
             begun, generates = str(chat.pop()["content"]), True
-    if "tool_calls" not in (model.chat_template or ""):
-        chat = [_without_calls(message) for message in chat]
     options["add_generation_prompt"] = generates is not False
-    if tools.is_used and _reads_tools(model, chat, tools.given, options):
+    if tools.is_used and model.turn_format.parts.takes_tools:
         options["tools"] = tools.given
-    elif tools.is_used and describes:
-        chat = _described(chat, tools.given)
     elif tools.is_used:
-        raise UnsupportedError(
-            f"the chat template of {model.name} ignores tools",
-            hint="give one that writes them: load(..., chat_template=...); or describe them in a message",
-        )
+        chat = _described(chat, tools.given, model.turn_format)
     return Conversation(chat, options, begun)
 
 
-def _reads_tools(
-    model: Model,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, object]],
-    options: Mapping[str, object],
-) -> bool:
-    """Return whether the template writes tools into the conversation."""
-    if model.chat_template is not None and "tools" not in model.chat_template:
-        return False
-    plain = model.apply_chat_template(messages, **options)  # type: ignore[arg-type]
-    return plain != model.apply_chat_template(messages, tools=tools, **options)  # type: ignore[arg-type]
-
-
 def _described(
-    messages: Sequence[dict[str, object]], tools: Sequence[Mapping[str, object]]
+    messages: list[dict[str, object]], tools: Sequence[Mapping[str, object]], turns: TurnFormat
 ) -> list[dict[str, object]]:
     """Return messages that describe the tools, for a template that does not."""
     text = _PROMPT.format(tools=json.dumps(tools, ensure_ascii=False))
-    if messages and messages[0].get("role") == "system":
-        first, *rest = messages
-        return [{**first, "content": f"{first.get('content') or ''}\n\n{text}"}, *rest]
-    return [{"role": "system", "content": text}, *messages]
-
-
-def _without_calls(message: dict[str, object]) -> dict[str, object]:
-    """Return a message with its calls as text, for a template that does not write them."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**plain, "content": plain.get("content") or json.dumps(calls, ensure_ascii=False)}
-
-
-def _call(name: str, arguments: str, index: int) -> dict[str, object]:
-    function = {"name": name, "arguments": arguments}
-    return {
-        "index": index, "id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function,
-    }  # fmt: skip
-
-
-def whole_calls(parts: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """Return whole calls from the parts of a stream."""
-    calls: list[dict[str, object]] = []
-    for part in parts:
-        if "id" in part:
-            calls.append({key: value for key, value in part.items() if key != "index"})
-            continue
-        function, more = calls[-1]["function"], part["function"]
-        if isinstance(function, dict) and isinstance(more, dict):
-            function["arguments"] += more["arguments"]
-    return calls
-
-
-class CallParser:
-    """Tells the calls in a text from the rest, as the text comes.
-
-    A text that is a call, and calls between ``<tool_call>`` and ``</tool_call>``, are calls. All else is
-    content, but for white space that a text begins with before a call, or that follows one.
-
-    Args:
-        tools: those of the request.
-
-    Attributes:
-        n_calls: how many calls there were so far.
-    """
-
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._held = ""
-        self._space = ""  # held back where content would begin: there is none if a call follows
-        self._is_first = True  # there was no content, and no call
-        self._begins = True  # there was no content since the last call
-        self._name: str | None = None  # of the forced call that is being written
-        self.n_calls = 0
-
-    def feed(self, text: str, *, last: bool) -> tuple[str, list[dict[str, object]]]:
-        """Return the content and the parts of calls that ``text`` adds, as in OpenAI's streams."""
-        if not self._tools.is_used:
-            return text, []
-        self._held += text
-        if self._tools.forced:
-            return "", self._forced(last=last)
-        if self._is_first and self._held.lstrip()[:1] in ("", "{"):
-            if not last:
-                return "", []
-            if call := self._call(self._held):
-                return "", [call]
-        self._is_first = False
-        return self._found(last=last)
-
-    def _forced(self, *, last: bool) -> list[dict[str, object]]:
-        """Return parts of the one call that the grammar allows: its name, then its arguments."""
-        parts: list[dict[str, object]] = []
-        if self._name is None:
-            head = re.match(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ', self._held)
-            if head is None:
-                return []
-            self._name = str(json.loads(head[1]))
-            self._held = self._held[head.end() :]
-            self.n_calls = 1
-            parts.append(_call(self._name, "", 0))
-        # The last character closes the object around the arguments.
-        more, self._held = self._held[:-1], self._held[-1:]
-        if last and self._held != "}":
-            more += self._held
-        if more:
-            parts.append({"index": 0, "function": {"arguments": more}})
-        return parts
-
-    def _found(self, *, last: bool) -> tuple[str, list[dict[str, object]]]:
-        """Return content, and the calls in tags, as far as what comes cannot change them."""
-        content, calls = "", []
-        while True:
-            before, tag, after = self._held.partition(_OPEN)
-            inner, end, rest = after.partition(_CLOSE)
-            if not tag:
-                n_tag = 0 if last else _begun(before)
-                content += self._content(before[: len(before) - n_tag])
-                self._held = before[len(before) - n_tag :]
-                break
-            content += self._content(before)
-            if not end and not last and inner.lstrip()[:1] in ("", "{"):
-                self._held = tag + after
-                break
-            call = self._call(inner)
-            if call is None:
-                content += self._content(tag)
-                self._held = after
-            else:
-                calls.append(call)
-                self._held, self._space, self._begins = rest, "", True
-        if last and not self.n_calls:
-            content += self._space
-        return content, calls
-
-    def _content(self, text: str) -> str:
-        """Return what can be shown of the content, if ``text`` comes next."""
-        if not self._begins:
-            return text
-        self._space += text
-        if not self._space.strip():
-            return ""
-        self._begins, text, self._space = False, self._space, ""
-        return text
-
-    def _call(self, text: str) -> dict[str, object] | None:
-        """Return the call that a text is; None if it is none."""
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        name = found.get("name") if isinstance(found, dict) else None
-        if not isinstance(name, str) or name not in self._tools.names:
-            return None
-        arguments = found.get("arguments", found.get("parameters"))
-        if arguments is None:
-            return None
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        self.n_calls += 1
-        return _call(name, written, self.n_calls - 1)
-
-
-def _begun(text: str) -> int:
-    """Return how many characters at the end of ``text`` may begin a tag."""
-    return next(n for n in reversed(range(len(_OPEN))) if text.endswith(_OPEN[:n]))
+    role = "system" if "system" in turns.parts.roles else "user"
+    for index, message in enumerate(messages[:1] if role == "system" else messages):
+        if message.get("role") in (role, "developer"):
+            own = str(message.get("content") or "")
+            joined = f"{own}\n\n{text}" if role == "system" else f"{text}\n\n{own}"
+            return [
+                *messages[:index],
+                {**message, "content": joined.strip()},
+                *messages[index + 1 :],
+            ]
+    return [{"role": role, "content": text}, *messages]

@@ -34,6 +34,10 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
     Raises nothing else, whatever the file contains. A 150,000-token vocabulary takes about 0.1 s.
     """
     header = read_header(path, tensors=not vocab_only)
+    if not vocab_only and not header.tensors:
+        what = "only a vocabulary, no weights" if header.tokens else "no weights"
+        hint = "Model(path, vocab_only=True) opens a vocabulary" if header.tokens else None
+        raise ModelLoadError(f"cannot load {path}: it has {what}", hint=hint)
     found = find_fatal(header, vocab_only=vocab_only)
     if found is not None:
         hint = "convert the model again" if found[0] == "duplicate_tokens" else None

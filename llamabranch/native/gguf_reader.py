@@ -1,7 +1,7 @@
 """Read the header of a GGUF file: its metadata and the list of its tensors, without llama.cpp.
 
-A file that is certainly no model is refused: missing, empty, not GGUF, truncated. Whether llama.cpp
-survives a readable one is not known here: see ``gguf_check``.
+A file that is certainly no model is refused: missing, empty, not GGUF, truncated, or of another kind
+(see ``file_kinds``). Whether llama.cpp survives a readable one is not known here: see ``gguf_check``.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from ..errors import ModelLoadError
+from .file_kinds import MOST_BYTES, other_kind, what_it_is
 
 Value = bool | int | float | str | list[int] | list[float]
 
@@ -30,9 +32,15 @@ _BLOCKS = {
     10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210),  # Q2_K to Q6_K
 }  # fmt: skip
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}\.gguf", re.ASCII)
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 _CUT_OFF = "the file ends in the middle of its header"
 _DOWNLOAD_HINT = "download it again: the file is incomplete or damaged"
+
+
+def type_bytes(kind: int) -> float:
+    """Return the bytes of a number of a ggml type; 0 for one whose size is not known."""
+    numbers, size = _BLOCKS.get(kind, (1, 0))
+    return size / numbers
 
 
 class TensorInfo(NamedTuple):
@@ -62,13 +70,20 @@ class Header:
         metadata: all values by key; None for arrays of strings, and of long arrays of numbers only the
             first 512 items.
         tokens: the vocabulary, as bytes.
-        tensors: the list of tensors; empty if it was not read.
+        tensors: the list of tensors, of all parts; empty if it was not read.
+        parts: the files of the model: one, or all parts in order.
     """
 
     architecture: str
     metadata: Mapping[str, Value | None]
     tokens: Sequence[bytes]
     tensors: Sequence[TensorInfo]
+    parts: tuple[Path, ...] = ()
+
+    def split(self, key: str) -> int:
+        """Return a number that a part of a split model has: ``no`` (from 0), ``count``; -1 without it."""
+        value = self.metadata.get(f"split.{key}")
+        return value if isinstance(value, int) else -1
 
     def get(self, key: str) -> Value | None:
         """Return the value of a key of the architecture, given without its name."""
@@ -83,6 +98,26 @@ class Header:
     def integer(self, key: str, default: int = 0) -> int:
         """Return the value, or that of the first layer."""
         return next(iter(self.integers(key)), default)
+
+    def kv_numbers(self) -> int:
+        """Return how many numbers of K/V a cell of a full cache has at least; 0 where it is not known."""
+        if self.integer("attention.kv_lora_rank"):
+            return 0  # MLA keeps another form
+        heads = self.integers("attention.head_count_kv") or self.integers("attention.head_count")
+        n_layer = self.integer("block_count") - self.integer("nextn_predict_layers")
+        n_layer -= self.integer("attention.shared_kv_layers")  # those have none of their own
+        n_head = self.integer("attention.head_count")
+        if n_head <= 0 or n_layer <= 0 or not heads:
+            return 0
+        sizes = self.head_sizes(n_head)
+        of_window = (
+            self.integer(f"attention.{kind}_length_swa", size)
+            for kind, size in zip(("key", "value"), sizes, strict=True)
+        )
+        # One number for all layers: of a hybrid model some of them have no K/V, of others all have.
+        return sum(sorted(heads)[:n_layer] if len(heads) > 1 else heads * n_layer) * min(
+            sum(sizes), sum(of_window)
+        )
 
     def head_sizes(self, n_head: int) -> tuple[int, int]:
         """Return the sizes of keys and values of one of ``n_head`` heads."""
@@ -155,24 +190,109 @@ class _Reader:
 
 
 def read_header(path: str | Path, *, tensors: bool = True) -> Header:
-    """Return the header of a file; without ``tensors`` the list of tensors is not read.
+    """Return the header of a model; of a split one, with the tensors of all its parts.
+
+    llama.cpp's gguf-split writes the metadata into the first part only, and finds the others by their
+    names: ``tale-00001-of-00003.gguf`` and so on. Without ``tensors`` their lists are not read.
 
     Raises:
-        ModelLoadError: it cannot be read, is no GGUF file, or is truncated. Nothing else is raised,
-            whatever the file contains.
+        ModelLoadError: a file cannot be read, is no GGUF file, or is truncated; a part is missing, or is
+            not of this model; the path is a later part. Nothing else is raised, whatever they contain.
     """
-    try:
-        if not Path(path).exists():
+    path = Path(path)
+    first = _read_file(path, tensors=tensors)
+    count, number = first.split("count"), first.split("no")
+    with _about(path):
+        if number > 0 or (count > 1 and number < 0):
+            _reject(*_later_part(path, number, count))
+        if count < 2:
+            _reject_unless_model(first)
+            return first
+        named = _PART.fullmatch(path.name)
+        if named is None or (int(named["number"]), int(named["count"])) != (1, count):
+            _reject(
+                f"it is the first of {count} parts, but its name does not end in "
+                f"-00001-of-{count:05d}.gguf",
+                "give all parts the names they had: llama.cpp finds them by their names",
+            )
+        _reject_unless_model(first)
+        parts = [(path, first)]
+        for i in range(1, count):
+            part = _part_path(path, named["stem"], i, count)
+            if not part.is_file():
+                _reject(
+                    f"part {i + 1} of {count} is missing: {part.name}",
+                    "put all parts of the model in one folder",
+                )
+            parts.append((part, _read_file(part, tensors=tensors)))
+    for i, (part, header) in enumerate(parts):
+        with _about(part):
+            if (header.split("no"), header.split("count")) != (i, count):
+                _reject(
+                    f"it is not part {i + 1} of {count} of a model: {_place(header)}",
+                    "part of another file has this name; get the parts again",
+                )
+    found = [tensor for _, header in parts for tensor in header.tensors]
+    with _about(path):
+        expected = first.split("tensors.count")
+        names = {tensor.name for tensor in found}
+        if tensors and (len(names) < len(found) or expected not in (-1, len(found))):
+            doubled = len(found) - len(names)
+            _reject(
+                f"its parts have {len(found)} tensors, {doubled} of them twice; it was split from a "
+                f"model of {expected}",
+                "the parts are of different models; get them again",
+            )
+    return replace(first, tensors=found, parts=tuple(part for part, _ in parts))
+
+
+def _part_path(path: Path, stem: str, index: int, count: int) -> Path:
+    return path.with_name(f"{stem}-{index + 1:05d}-of-{count:05d}.gguf")
+
+
+def _place(header: Header) -> str:
+    number, count = header.split("no"), header.split("count")
+    return f"it is part {number + 1} of {count}" if count > 0 else "it is no part of a split model"
+
+
+def _later_part(path: Path, number: int, count: int) -> tuple[str, str]:
+    """Return why a part other than the first is refused, and the first one's name."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return (
+            f"it is part {number + 1} of {count} of a split model",
+            f"give the first part, whose name ends in -00001-of-{count:05d}.gguf",
+        )
+    first = _part_path(path, named["stem"], 0, count)
+    where = first if first.is_file() else f"{first.name}, which is not beside it"
+    return f"it is part {number + 1} of {count} of a split model", f"give the first part: {where}"
+
+
+def _read_file(path: Path, *, tensors: bool) -> Header:
+    """Return the header of one file, which may be any part of a model, or no model at all."""
+    with _about(path):
+        if not path.exists():
             _reject("there is no such file")
-        if not Path(path).is_file():
+        if not path.is_file():
             _reject("it is not a file")
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             if size == 0:
                 _reject("the file is empty", _DOWNLOAD_HINT)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _header(_Reader(data, size), tensors)
+                if data[:4] != b"GGUF":
+                    _reject(*what_it_is(data[:MOST_BYTES]))
+                return replace(_header(_Reader(data, size), tensors), parts=(path,))
+
+
+@contextmanager
+def _about(path: Path) -> Iterator[None]:
+    """Raise what is found of a file as a ModelLoadError that names it."""
+    try:
+        yield
     except ModelLoadError as error:
+        if error.message.startswith("cannot "):
+            raise
         raise ModelLoadError(f"cannot load {path}: {error.message}", hint=error.hint) from None
     except (struct.error, IndexError, OverflowError, MemoryError):
         raise ModelLoadError(f"cannot load {path}: {_CUT_OFF}", hint=_DOWNLOAD_HINT) from None
@@ -180,23 +300,12 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
         raise ModelLoadError(f"cannot read {path}: {error}") from None
 
 
-def read_parts(path: str | Path) -> Header:
-    """Return the header of a model, with the tensors of all its parts where it was split.
-
-    Parts that are not there are left out. Raises ModelLoadError as ``read_header``.
-    """
-    path = Path(path)
-    header = read_header(path)
-    count = header.metadata.get("split.count")
-    found = _PART.fullmatch(path.name)
-    if not isinstance(count, int) or count < 2 or found is None:
-        return header
-    tensors = list(header.tensors)
-    for number in range(1, count + 1):
-        part = path.with_name(f"{found['stem']}-{number:05d}-of-{count:05d}.gguf")
-        if number != int(found["number"]) and part.is_file():
-            tensors += read_header(part).tensors
-    return replace(header, tensors=tensors)
+def _reject_unless_model(header: Header) -> None:
+    reason = other_kind(header.metadata)
+    if reason is not None:
+        _reject(*reason)
+    if not header.architecture:
+        _reject("its header has no general.architecture")
 
 
 def _reject(reason: str, hint: str | None = None) -> NoReturn:
@@ -204,8 +313,6 @@ def _reject(reason: str, hint: str | None = None) -> NoReturn:
 
 
 def _header(reader: _Reader, tensors: bool) -> Header:
-    if reader.data[:4] != b"GGUF":
-        _reject("it is not a GGUF file (its first bytes are not 'GGUF')")
     reader.at = 4
     version = reader.number("I")
     if version and not version & 0xFFFF:
@@ -226,8 +333,6 @@ def _header(reader: _Reader, tensors: bool) -> Header:
             _reject(f"its header contains the key {key!r} twice")
         metadata[key] = reader.value(key)
     architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str):
-        _reject("its header has no general.architecture")
     found = []
     for _ in range(n_tensors if tensors else 0):
         name, n_dimensions = reader.blob().decode("utf-8", "replace"), reader.number("I")
@@ -243,4 +348,5 @@ def _header(reader: _Reader, tensors: bool) -> Header:
         if missing > 0:
             reason = f"the file is truncated: its last {missing} bytes are missing"
             _reject(reason, _DOWNLOAD_HINT)
-    return Header(architecture, metadata, reader.tokens, found)
+    name = architecture if isinstance(architecture, str) else ""
+    return Header(name, metadata, reader.tokens, found)

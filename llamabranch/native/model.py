@@ -29,6 +29,7 @@ FILE_TYPES = {
     38: "MXFP4_MOE", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
+_TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
@@ -144,11 +145,12 @@ class ModelHandle(Handle):
     def is_control(self, token: int) -> bool:
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
-    def control_tokens(self) -> dict[str, tuple[int, bool, bool]]:
+    def control_tokens(self, template: str = "") -> dict[str, tuple[int, bool, bool]]:
         """Return what ``parse_special`` parses, by text: id, whether it drops spaces before and after it.
 
         Some files mark control tokens as user-defined, which llama.cpp parses in any text. Those that
-        look like ``<|im_start|>`` count, as they do for llama.cpp's converter.
+        look like ``<|im_start|>`` count, as they do for llama.cpp's converter; and those that look like
+        tags and stand in the chat template, such as ``<tool_call>``.
         """
         parsed = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN
         defined = C.LLAMA_TOKEN_ATTR_USER_DEFINED
@@ -158,7 +160,8 @@ class ModelHandle(Handle):
             if not attributes & (parsed | defined):
                 continue
             text = self.token_text(token).decode("utf-8", "replace")
-            if text and (attributes & parsed or _LOOKS_LIKE_CONTROL.fullmatch(text)):
+            is_own = _TAG.fullmatch(text) is not None and text in template
+            if text and (attributes & parsed or _LOOKS_LIKE_CONTROL.fullmatch(text) or is_own):
                 before = bool(attributes & C.LLAMA_TOKEN_ATTR_LSTRIP)
                 found[text] = token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)
         return found

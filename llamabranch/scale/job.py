@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 from typing_extensions import Unpack
 
 from .. import hub
-from ..arguments import bounded, whole
+from ..arguments import bounded, items, whole
 from ..errors import ConfigError, JobError
 from ..loading import LoadOptions
 from ..model import Model
@@ -177,9 +177,9 @@ class _Job:
         self._stall_s = bounded("stall_s", options.get("stall_s", 600.0), 0.0, _MOST)
         self._model, self._load, self._options = model, LoadOptions(**(load or {})), options
         self._arguments = {field.name: getattr(rows, field.name) for field in fields(rows)}
-        id_column, keep = options.get("id_column", "id"), tuple(options.get("keep", ()))
+        id_column, keep = options.get("id_column", "id"), items("keep", options.get("keep", ()))
         self._input = Input(
-            *input_files(inputs, options.get("filesystem")), id_column, rows.columns, keep
+            *input_files(inputs, options.get("filesystem")), id_column, rows.columns, tuple(keep)
         )
         self._output = Folder(output, options.get("filesystem"))
         self._folder = self._output / "_job"
@@ -189,7 +189,7 @@ class _Job:
             "kind": "generate" if isinstance(rows, GenerateRows) else "score",
             "input": hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:16],
             "id_column": id_column,
-            "keep": list(keep),
+            "keep": keep,
             "load": _plain({k: v for k, v in self._load.items() if not k.startswith("n_threads")}),
             **cast("dict[str, object]", _plain(self._arguments)),
         }

@@ -17,7 +17,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from ..arguments import whole
+from ..arguments import items, whole
 from ..context import Context
 from ..engine import AsyncEngine, Request, Result
 from ..errors import ConfigError, DecodeError, LlamaBranchError, ModelLoadError
@@ -81,7 +81,7 @@ class _Stage:
         names = {field.name for field in fields(self._rows)}
         of_rows = {name: options.pop(name) for name in names & options.keys()}
         self._kind = kind = self._rows(**of_rows)  # type: ignore[arg-type]
-        self._id_column, self._keep = id_column, tuple(keep)
+        self._id_column, self._keep = id_column, items("keep", keep)
         self._worker = worker = worker or WorkerOptions()
         self._actor, self._process = "", uuid.uuid4().hex
         streams = whole("streams", worker.streams, 1, 255)

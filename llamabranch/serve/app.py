@@ -24,6 +24,7 @@ __all__ = ["App", "Front"]
 
 Handler = Callable[[Exchange, Service], Awaitable[None]]
 _ROUTES: dict[str, Handler] = {
+    "GET /": utilities.index,
     "POST /v1/completions": completions.completions,
     "POST /v1/chat/completions /chat/completions": completions.chat,
     "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens": completions.input_tokens,

@@ -11,9 +11,12 @@ from datetime import date
 from ..branch import Produced
 from ..context import TokenScore
 from ..engine.openai import called, chat_choice, completion_choice
-from ..model.tools import CallParser, Conversation, Tools, conversation
+from ..errors import LlamaBranchError
+from ..model import TurnReader
+from ..model.tools import Conversation, Tools, conversation, openai_deltas
 from ..sampling import SamplingParams
-from .errors import HttpError
+from ..sampling.grammar import turn_grammar
+from .errors import HttpError, http_error
 from .exchange import Exchange
 from .fields import Limit, Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
 from .generation import Update, Writer, answer, timings
@@ -170,6 +173,10 @@ class _NativeWriter(Writer[CompletionFields]):
             found = [_chosen(each, wanted) for each in found]
         return found[0] if len(found) == 1 else found
 
+    def reading(self, update: Update) -> dict[str, object]:
+        """Return an event without text."""
+        return self.part(update)
+
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return what a step has brought, and the end apart."""
         found = [self.part(update)] if update.tokens else []
@@ -268,7 +275,6 @@ class ChatFields(TextFields, kw_only=True):
         return conversation(
             service.model, self.messages, tools, {**dates, **(self.chat_template_kwargs or {})},
             continues=self.continue_final_message, generates=self.add_generation_prompt,
-            describes=True,
         )  # fmt: skip
 
 
@@ -279,13 +285,20 @@ async def chat(call: Exchange, service: Service) -> None:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
     if fields.modalities not in (None, [], ["text"]):
         raise HttpError(400, "modalities other than text are not supported", param="modalities")
-    tools = Tools(fields.tools or (), fields.tool_choice)
-    tokens = await to_thread(lambda: fields.conversation(service, tools).tokens(service.model))
+    model = service.model
+    tools = Tools(
+        fields.tools or (), fields.tool_choice, await to_thread(lambda: model.turn_format)
+    )
+    tokens = await to_thread(lambda: fields.conversation(service, tools).tokens(model))
+    try:
+        forced = await to_thread(turn_grammar, model, tools) if tools.forced else None
+    except LlamaBranchError as error:
+        raise http_error(error, param="tools") from None
     limits = fields.max_completion_tokens, fields.max_tokens, fields.n_predict
     requests = await engine_requests(
         service, fields, [tokens], limit_of(*limits, service.settings.max_tokens),
         (fields.top_logprobs or 0) if fields.logprobs else None,
-        schema=tools.schema() if tools.forced else None,
+        forced=forced,
     )  # fmt: skip
     await answer(call, _ChatWriter(service, fields, tools), requests)
 
@@ -293,7 +306,10 @@ async def chat(call: Exchange, service: Service) -> None:
 async def input_tokens(call: Exchange, service: Service) -> None:
     """Count the tokens of a conversation, and write it as a prompt (``/apply-template``)."""
     fields = await call.json(ChatFields)
-    tools = Tools(fields.tools or (), fields.tool_choice)
+    model = service.model
+    tools = Tools(
+        fields.tools or (), fields.tool_choice, await to_thread(lambda: model.turn_format)
+    )
 
     def written() -> tuple[list[int], str]:
         found = fields.conversation(service, tools)
@@ -310,7 +326,7 @@ class _ChatWriter(Writer[ChatFields]):
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
         super().__init__(service, fields, "chatcmpl", kind)
         self._tools = tools
-        self._parsers: dict[int, CallParser] = {}
+        self._readers: dict[int, TurnReader] = {}
 
     def body(self, texts: Sequence[Update]) -> object:
         """Return all messages."""
@@ -324,24 +340,33 @@ class _ChatWriter(Writer[ChatFields]):
         choice = chat_choice(update.index, update.text, self._tools, end, scored)
         return choice | self._ids(update, prompt_token_ids=update.prompt)
 
+    def reading(self, update: Update) -> dict[str, object]:
+        """Return an event with the role alone."""
+        return {**self.head, "choices": [_begin(update)]}
+
     def parts(self, update: Update) -> list[dict[str, object]]:
         """Return changes: the role first, then content or calls, then the reason of the end."""
-        parser = self._parsers.setdefault(update.index, CallParser(self._tools))
-        content, calls = parser.feed(update.text, last=update.ended is not None)
+        reader = self._readers.get(update.index)
+        if reader is None:
+            reader = self._readers[update.index] = self._tools.reader(
+                eager=bool(self._tools.forced)
+            )
+        events = reader.feed(update.text)
+        if update.ended is not None:
+            events += reader.finish()
         scored = self._scored(update) if update.tokens else None
-        deltas: list[dict[str, object]] = [{"tool_calls": [call]} for call in calls]
-        if content or (scored is not None and not calls):
-            deltas.insert(0, {"content": content})
+        deltas = openai_deltas(events)
+        if scored is not None and not deltas:
+            deltas.append({"content": ""})
         common: dict[str, object] = {"index": update.index, "logprobs": None}
         chunks = [{**common, "delta": delta, "finish_reason": None} for delta in deltas]
         if chunks:
             chunks[0] |= self._ids(update)
             chunks[0]["logprobs"] = None if scored is None else {"content": scored}
         if update.is_first:
-            first = {"role": "assistant", "content": None}
-            chunks.insert(0, {**common, "delta": first, "finish_reason": None})
+            chunks.insert(0, _begin(update))
         if update.ended is not None:
-            end = called(update.end) if parser.n_calls else update.end
+            end = called(update.end) if reader.turn.calls else update.end
             chunks.append({**common, "delta": {}, **end})
         return chunks
 
@@ -353,3 +378,9 @@ class _ChatWriter(Writer[ChatFields]):
         if not self.fields.logprobs:
             return None
         return self.words.chat_logprobs(update.tokens, more=bool(self.fields.token_details))
+
+
+def _begin(update: Update) -> dict[str, object]:
+    """Return the change with which a message begins."""
+    first = {"role": "assistant", "content": None}
+    return {"index": update.index, "logprobs": None, "delta": first, "finish_reason": None}

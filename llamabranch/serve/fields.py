@@ -11,7 +11,7 @@ import json
 import math
 import re
 from asyncio import to_thread
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, get_type_hints
 
@@ -192,6 +192,7 @@ class TextFields(SamplingFields, kw_only=True):
     grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
     token_details: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
@@ -203,10 +204,8 @@ class TextFields(SamplingFields, kw_only=True):
         given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return tuple(text for text in given if text)
 
-    async def text_grammar(self, schema: Mapping[str, object] | None = None) -> Grammar | None:
+    async def text_grammar(self) -> Grammar | None:
         """Return the grammar that the text must follow, None if there is none.
-
-        ``schema``, of the tools, is one in place of what the fields ask for.
 
         Raises:
             GrammarError, ConfigError, HttpError: it is invalid, or more than one is asked for.
@@ -222,7 +221,6 @@ class TextFields(SamplingFields, kw_only=True):
             ("structured_outputs", "gbnf", outputs.grammar),
         ]
         given = [each for each in asked if each[2] is not None]
-        given = given if schema is None else [("tools", "json_schema", schema)]
         if len(given) > 1:
             message = "give one of response_format, json_schema, grammar and structured_outputs"
             raise HttpError(400, message, param="grammar")
@@ -255,14 +253,14 @@ async def engine_requests(
     top_logprobs: int | None,
     *,
     prompt_logprobs: int | None = None,
-    schema: Mapping[str, object] | None = None,
+    forced: Grammar | None = None,
 ) -> list[Request]:
     """Return the engine's requests, one for each prompt.
 
     Args:
         service, fields, prompts: the model, the request, its prompts.
         max_tokens, top_logprobs, prompt_logprobs: as for ``Request``; None = no limit.
-        schema: a JSON schema in place of what the fields ask for.
+        forced: a grammar, of forced calls, in place of what the fields ask for.
 
     Raises:
         HttpError, LlamaBranchError: something is invalid, or too much.
@@ -276,7 +274,7 @@ async def engine_requests(
         param = "messages" if hasattr(fields, "messages") else "prompt"
         service.check_room(prompt, max_tokens, param)
     params = fields.sampling(service.model, service.settings)
-    grammar = await fields.text_grammar(schema)
+    grammar = forced or await fields.text_grammar()
     return [
         Request(
             prompt,
@@ -290,6 +288,7 @@ async def engine_requests(
             priority=fields.priority or 0,
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
+            prompt_progress=bool(fields.stream and fields.return_progress),
         )
         for prompt in prompts
     ]

@@ -10,15 +10,18 @@ from itertools import count
 from typing import Generic, TypeVar, cast
 
 from ..branch import Produced
+from ..context import PromptProgress
 from ..engine import Request, Result
-from ..engine.openai import End, end_reason
+from ..engine.openai import End, completion_choice, end_reason
 from ..engine.openai import usage as usage_of
 from .errors import HttpError, http_error
 from .exchange import Exchange
 from .fields import TextFields
 from .service import Service, seconds
 
-__all__ = ["Update", "Writer", "all_texts", "answer", "timings", "updates", "usage"]
+__all__ = [
+    "Update", "Writer", "all_texts", "answer", "progress", "timings", "updates", "usage",
+]  # fmt: skip
 
 F = TypeVar("F", bound=TextFields)
 _numbers = count()  # of requests to the engine, for their ids
@@ -35,6 +38,7 @@ class Update:
         text: of the text.
         tokens: of the text, without one that ends it.
         ended: where the text ends with it.
+        progress: how much of the prompt is read, where that is all that has come.
     """
 
     index: int
@@ -43,6 +47,7 @@ class Update:
     text: str = ""
     tokens: list[Produced] = field(default_factory=list)
     ended: Result | None = None
+    progress: PromptProgress | None = None
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -88,6 +93,10 @@ class Writer(ABC, Generic[F]):
         """Return the ``choices`` of events, one of each, for what a step has brought."""
         return [self.part(update)]
 
+    def reading(self, update: Update) -> dict[str, object]:
+        """Return the event of a stream for how much of a prompt is read, but for the numbers."""
+        return {**self.head, "choices": [completion_choice(update.index, "", update.end, None)]}
+
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return the events of a stream for what a step has brought."""
         events: list[dict[str, object]] = [
@@ -114,7 +123,14 @@ async def answer(call: Exchange, writer: Writer[F], requests: Sequence[Request])
     """
 
     async def send(updates: Iterable[Update]) -> None:
-        await call.event([event for update in updates for event in writer.events(update)])
+        events: list[object] = []
+        for update in updates:
+            if update.progress is None:
+                events += writer.events(update)
+            else:
+                numbers = {"prompt_progress": progress(update.progress)}
+                events.append(writer.reading(update) | numbers)
+        await call.event(events)
 
     if not writer.fields.stream:
         await call.reply(writer.body(await all_texts(writer.service, requests)))
@@ -167,8 +183,13 @@ async def updates(
         async with aclosing(service.engine.steps(*named, reports_tokens=reports_tokens)) as steps:
             async for events in steps:
                 changed: dict[int, Update] = {}
+                progressed: list[Update] = []
                 for event in events:
                     index, one = places[event.id, event.sample], event.emitted
+                    if event.progress is not None:
+                        read = Update(index, texts[index][0], progress=event.progress)
+                        progressed.append(read)
+                        continue
                     if index not in changed:
                         changed[index] = Update(index, texts[index][0], index not in begun)
                         begun.add(index)
@@ -181,7 +202,7 @@ async def updates(
                         n_left -= 1
                         service.count(event.result)
                         update.ended = event.result
-                yield [*changed.values()]
+                yield [*progressed, *changed.values()]
     finally:
         service.n_texts -= n_left
 
@@ -202,6 +223,16 @@ def usage(texts: Sequence[Update]) -> dict[str, object]:
     n_completion = sum(len(result.tokens) for result in results)
     n_cached = sum(result.num_cached_tokens for result in prompts)
     return {"usage": usage_of(n_prompt, n_completion, n_cached), "timings": timings(results[0])}
+
+
+def progress(read: PromptProgress) -> dict[str, object]:
+    """Return llama-server's ``prompt_progress``."""
+    return {
+        "total": read.n_total,
+        "cache": read.n_cached,
+        "processed": read.n_read,
+        "time_ms": round(1e3 * read.seconds),
+    }
 
 
 def timings(result: Result) -> dict[str, object]:

@@ -61,7 +61,7 @@ class Service:
         self.branches = Branches(settings.max_branches, settings.branch_ttl_s)
         given = settings.alias or Path(self.model.path).stem
         self.names = sorted({name.strip() for name in given.split(",") if name.strip()})
-        short = hashlib.sha256(self.model.fingerprint.encode()).hexdigest()[:8]
+        short = hashlib.sha256(self.model.quick_key.encode()).hexdigest()[:8]
         self.fingerprint = f"b{version('llamabranch')}-{short}"
 
     def count(self, result: Result) -> None:

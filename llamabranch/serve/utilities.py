@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from msgspec import Struct
 
 from .completions import sampling_of
@@ -10,7 +12,7 @@ from .exchange import Exchange
 from .service import Service
 
 __all__ = [
-    "detokenize", "health", "metrics", "models", "props", "slots", "tokenize", "tokenizer_info",
+    "detokenize", "health", "index", "metrics", "models", "props", "slots", "tokenize", "tokenizer_info",
 ]  # fmt: skip
 
 
@@ -29,6 +31,32 @@ class DetokenizeFields(Struct, kw_only=True):
     """The body of /detokenize."""
 
     tokens: list[int]
+
+
+async def index(call: Exchange, service: Service) -> None:
+    """Tell who opens the address in a browser what runs here, and where."""
+    host = dict(call.scope["headers"]).get(b"host", b"localhost").decode("latin-1")
+    name, n, n_ctx = service.names[0], service.settings.parallel, service.n_ctx
+    lines = [
+        "llamabranch serve",
+        "",
+        f"model      {name}, {n_ctx} tokens of context, {n} texts at a time",
+        f"base URL   {call.scope.get('scheme', 'http')}://{host}/v1   for clients of OpenAI's API",
+        "chat       POST /v1/chat/completions",
+        "text       POST /v1/completions, POST /completion",
+        "branches   POST /v1/branches",
+        "state      GET /health, /v1/models, /props, /slots, /metrics",
+        "",
+        "This is an API without a chat window; `llamabranch open` has a page to write in.",
+    ]
+    page = _PAGE.format(name=escape(name), text=escape("\n".join(lines)))
+    await call.reply(page.encode(), kind=b"text/html; charset=utf-8")
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{name} - llamabranch serve</title></head>
+<body><pre>{text}</pre></body></html>
+"""
 
 
 async def health(call: Exchange, service: Service) -> None:

@@ -183,6 +183,78 @@ def test_a_message_from_another_thread_does_not_break_into_an_answer(ctx: Contex
     chat.close()
 
 
+def in_thread(call: Callable[[], object]) -> BaseException | None:
+    """Run a call in another thread to its end; return what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def test_nothing_changes_a_chat_while_another_thread_answers(ctx: Context, tmp_path: Path) -> None:
+    """Neither while it reads the prompt nor while it generates; what is only read can be read."""
+    calls: dict[str, Callable[[], object]] = {
+        "send": lambda: chat.send("And?").finish(), "retry": lambda: chat.retry(),
+        "edit": lambda: chat.edit(1, "No."), "undo": lambda: chat.undo(), "fork": lambda: chat.fork(),
+        "switch": lambda: chat.switch(1), "set": lambda: chat.set(temperature=1.0),
+        "save": lambda: chat.save(tmp_path / "chat"), "close": lambda: chat.close(),
+        "system": lambda: setattr(chat, "system", "Be kind."),
+    }  # fmt: skip
+    refused: list[tuple[str, BaseException | None]] = []
+
+    def around(decode: Callable[[int], int], n: int) -> int:
+        if len(refused) < 2 * len(calls):
+            refused.extend((name, in_thread(call)) for name, call in calls.items())
+            assert in_thread(lambda: (chat.messages, chat.tree(), chat.stats, repr(chat))) is None
+        return decode(n)
+
+    chat = Chat(ctx, None, seed=1, max_tokens=6)
+    before = ctx.decoder.hook(around)
+    try:
+        answer = chat.send("Who is the king?").finish()
+    finally:
+        ctx.decoder.hook(before)
+    assert len(refused) == 2 * len(calls)
+    for name, error in refused:
+        assert isinstance(error, lb.errors.BranchStateError), name
+        assert "in use by another thread" in str(error)
+    assert len(answer.tokens) == 6
+    assert [exchange.answer for exchange in chat.exchanges] == [answer.text]
+    assert in_thread(calls["send"]) is None  # afterwards the other thread may have it
+    assert len(chat.exchanges) == 2
+    chat.close()
+
+
+def test_a_thread_whose_answer_another_one_has_ended_is_told(ctx: Context) -> None:
+    """Between two tokens a message ends a running answer, as it does in the same thread."""
+    chat = Chat(ctx, None, seed=1, max_tokens=6)
+    first = chat.send("Who is the king?")
+    next(first)
+    assert in_thread(lambda: chat.send("And the queen?").finish()) is None
+    with pytest.raises(lb.errors.BranchStateError, match="was ended by another thread"):
+        next(first)
+    with pytest.raises(lb.errors.BranchStateError, match="was ended by another thread"):
+        first.finish()
+    assert [exchange.n_tokens for exchange in chat.exchanges] == [1, 6]
+    second = chat.send("And the cook?")
+    next(second)
+    assert in_thread(second.close) is None  # which is no message: somebody wants it to end
+    assert list(second) == []
+    third = chat.send("And?")
+    next(third)
+    chat.send("Well?")
+    assert list(third) == []
+    chat.close()
+
+
 def test_a_broken_off_answer_stays_and_an_empty_one_is_taken_back(ctx: Context) -> None:
     with Chat(ctx, seed=1, max_tokens=30) as chat:
         answer = chat.send("One day")

@@ -299,6 +299,10 @@ def _printed(report: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (_decided(*[0.9, 1.2] * 6), 9.0, ["The timings are noisy: "]),
         (PairReport(lengths=[_cell("auto", 1.3, n_drafted=0)]), 0.0, ["drafted nothing"]),
+        (
+            _decided(1.3, n_drafted=0), 0.0,
+            ["draft length 3 was the fastest above, but nothing was drafted when it was measured once"],
+        ),
         (_decided(*[0.5] * 12), 0.0, ["Drafting does not pay here", "--draft none"]),
     ],
 )  # fmt: skip

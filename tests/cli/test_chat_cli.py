@@ -211,6 +211,16 @@ def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> 
     assert "there is no message yet" in wrong.stderr
 
 
+def test_only_a_newline_ends_a_line_of_a_file(tmp_path: Path) -> None:
+    odd = [f"a{mark}b" for mark in "\u2028\u2029\x85\f\v\x1c\x1d\x1e"]
+    path = tmp_path / "turns"
+    path.write_bytes("\n".join([*odd, "One\r", "", "day"]).encode())
+    result = run(*OPTIONS, "-n", "1", "-f", path, "--json")
+    assert result.exit_code == 0, result.stderr
+    messages = json.loads(result.stdout)["messages"]
+    assert [m["content"] for m in messages if m["role"] == "user"] == [*odd, "One", "day"]
+
+
 def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
     toy, kept = tmp_path / "toy.gguf", tmp_path / "kept"
     toys.write_llama(toy, vocab="bytes", metadata={"tokenizer.chat_template": toys.CHAT_TEMPLATE})

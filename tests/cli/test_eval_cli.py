@@ -41,7 +41,7 @@ def test_perplexity_saves_what_kld_compares(text: Path, tmp_path: Path) -> None:
     means = [answer(*against)["mean"], answer(*against, "-m", DRAFT)["mean"]]
     assert abs(means[0]["value"]) < 1e-4 < 0.1 < means[1]["value"]
     shown = run(*against, "-m", DRAFT).stdout
-    assert f"{means[1]['value']:.6f}" in shown and "percentiles" in shown
+    assert f"{means[1]['value']:.6f}" in shown and "percentile" in shown
 
 
 def test_results_are_kept(text: Path, tmp_path: Path) -> None:
@@ -174,3 +174,18 @@ def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     data = json.loads(kept.read_text())
     assert 0 < data["n_done"] < data["n_chunks"]
     assert f"{data['n_done']} of {data['n_chunks']}" in out
+
+
+def test_carriage_returns_of_a_text_are_measured(tmp_path: Path) -> None:
+    """Python's text files give newlines for them, which are other tokens."""
+    unix, dos = tmp_path / "unix.txt", tmp_path / "dos.txt"
+    unix.write_bytes(b"Once upon a time\nthere was a king.\n" * 8)
+    dos.write_bytes(b"Once upon a time\r\nthere was a king.\r\n" * 8)
+    read = [answer("eval", "--perplexity", path, "-c", "16")["n_tokens"] for path in (unix, dos)]
+    assert read[0] < read[1]
+    for path in (unix, dos):
+        text = path.read_bytes().decode().removesuffix("\n")
+        (item,) = answer("score", "-f", path)["items"]
+        assert item["scores"][0]["text"] == text
+        (result,) = answer("generate", "-f", path, "-n", "1")["results"]
+        assert result["prompt"] == text

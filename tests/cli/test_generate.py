@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from commands import answer, run, said_by, texts
+from commands import answer, on_terminal, run, said_by, texts
 from toys import CHAT_TEMPLATE, Vocabulary, write_toy
 
 import llamabranch as lb
 from llamabranch.cli.comparison import Comparison, compare
 from llamabranch.cli.interrupts import InterruptHandler
+from llamabranch.context import Capabilities, opening
 
 ESCAPE = "\x1b["
 FIXED = ("--draft-length", "4")  # where a test needs drafts: "auto" drafts where it pays
@@ -30,6 +33,29 @@ STATISTICS = (
 
 def speculate(*arguments: object) -> dict[str, Any]:
     return answer("speculate", *arguments)
+
+
+# -- progress ------------------------------------------------------------------------------------------
+
+
+def test_reading_of_a_long_prompt_is_a_line_that_goes(tmp_path: Path) -> None:
+    prompt = "A king had three daughters, and " * 150
+    (tmp_path / "long.txt").write_text(prompt)
+    program = "import sys; from llamabranch.cli.app import main; main()"
+    command = [sys.executable, "-c", program, "generate", "-m", "tale-target", "--temp", "0"]
+    command += ["-f", str(tmp_path / "long.txt"), "-n", "4", "-c", "2048", "-t", "1"]
+    command += ["-S", "rope_freq_scale=0.5"]
+    shown, _ = on_terminal(command, 80)
+    told = re.findall(r"reading the prompt: ([0-9,]+) of ([0-9,]+) tokens", shown)
+    assert told[0][0] == "0" and len(told) > 2 and len({total for _, total in told}) == 1
+    assert "loading tale-target: 100%" in shown
+    assert "measuring tale-target: which batches are exact, 0 of 17" in shown
+    before, _, after = shown.partition("A king had three daughters")
+    assert before.endswith("\r\x1b[2K") or "\x1b[2K" in before.rpartition("tokens")[2]
+    assert "reading" not in after
+    piped = run(*command[3:])
+    assert piped.exit_code == 0 and "reading" not in piped.output
+    assert piped.stdout and ESCAPE not in piped.stdout
 
 
 # -- texts ---------------------------------------------------------------------------------------------
@@ -78,7 +104,11 @@ def test_a_pipe_gets_the_texts_alone_in_the_order_of_the_prompts() -> None:
     results = sorted(answer(*given)["results"], key=lambda record: int(record["id"]))
     assert [record["prompt"] for record in results] == ["- Once", "The old", "A"]
     found = [record["text"] for record in results]
-    assert run(*given).stdout == "\n\n".join(found) + "\n"
+    labels = ("0: - Once", "1: The old", "2: A")
+    expected = [f"==> {label} <==\n{text}\n" for label, text in zip(labels, found, strict=True)]
+    assert run(*given).stdout == "\n".join(expected)
+    samples = run("generate", "-p", "A", "--samples", "2", *common).stdout
+    assert samples.startswith("==> 0: A <==\n") and "\n==> 0, sample 1: A <==\n" in samples
     shown = run(*given, FORCE_COLOR="1", NO_COLOR="1").stdout
     assert f"[1] The old{found[1]}\n\n" in shown
 
@@ -117,6 +147,71 @@ def test_json_of_speculate_is_flat_and_has_the_names_of_the_field() -> None:
     assert speculate("-n", "8", "--temp", "0")["rule"] == "seeded"
 
 
+def test_figures_are_printed_where_drafting_was_asked_for() -> None:
+    given = ("generate", "-p", "The king", "-n", "8", "-s", "1")
+    plain = run(*given, "-d", "none")
+    assert re.fullmatch(
+        r"8 tokens, ended by length, \d+\.\d a second, seed 1\n",
+        plain.stderr.replace("model: tale-target, as -m names none\n", ""),
+    )
+    grammar = run(*given, "--grammar", "/ is [a-z ]{40}/").stderr  # drafts, which nobody asked for
+    assert "num drafts" not in grammar
+    for more in ((), ("-d", "suffix"), ("-d", "none", "-v"), ("-d", "none", "--compare")):
+        assert "target forward passes" in run(*given, *more).stderr, more
+    two = run("generate", "-p", "A", "B", "-n", "3", "-d", "none", "-s", "1").stderr
+    assert "2 texts, 6 tokens, ended by length 2, " in two
+
+
+def test_what_is_piped_in_is_the_prompt_if_none_is_given(tmp_path: Path) -> None:
+    for name in ("generate", "speculate", "search"):
+        given = (name, "-n", "2", "-s", "1")
+        piped, named = (answer(*given, *more, stdin="A\r\nking\n") for more in ((), ("-p", "Once")))
+        prompts = [
+            found["prompt"] if name == "search" else found["results"][0]["prompt"]
+            for found in (piped, named)
+            if name != "speculate"
+        ]
+        assert prompts == ["A\r\nking", "Once"][: len(prompts)]
+        first, second = (run(*given, *more, stdin="A\r\nking\n") for more in ((), ("A\r\nking",)))
+        assert first.stdout == second.stdout
+    assert "pipe it in" in said_by("generate", "-n", "2")
+    text = answer("score", stdin="Once upon a time\n")["items"][0]["scores"][0]["text"]
+    assert text == "Once upon a time"
+
+
+@pytest.mark.filterwarnings("always::llamabranch.errors.ExactnessWarning")
+def test_a_warning_waits_for_the_end_of_a_text_and_is_one_line_once_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured inexact: pretended, since it depends on the processor."""
+    inner = opening.open_native
+
+    def opened(*given: Any) -> Any:
+        resolved, can, decoder = inner(*given)
+        return resolved, pretended(can), decoder
+
+    def pretended(can: Capabilities) -> Capabilities:
+        return dataclasses.replace(can, batch_invariant=False, exact_rows=0, total_variation=0.01)
+
+    monkeypatch.setattr("llamabranch.context.context.open_native", opened)
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
+    given = ("generate", "-p", "The king", "-n", "24", "-s", "1", *FIXED)
+    terminal = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "dumb"}
+    first = run(*given, **terminal)
+    text = answer(*given)["results"][0]["text"]
+    assert f"The king{text}\n\n" in first.output  # standard output and error as they come
+    (line,) = [line for line in first.stderr.splitlines() if "warning" in line]
+    line = line.removeprefix("\x1b[2K")  # which clears a line of progress
+    assert line.startswith("warning: drafted or batched texts can differ") and len(line) < 80
+    assert "warning" not in run(*given).stderr
+    assert "total variation" in " ".join(run(*given, "-v").stderr.split())
+    (tmp_path / "profile.json").unlink()
+    chat = run("chat", "-p", "Hi", "-n", "24", "-s", "1", *FIXED, **terminal)
+    said = chat.output.splitlines()
+    assert sum("warning: drafted" in line for line in said) == 1
+    assert said[[line.startswith("warning: drafted") for line in said].index(True) - 1]
+
+
 def test_prompt_comes_from_standard_input_and_files(tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("Once upon\na time\n\n")
@@ -140,9 +235,9 @@ def test_structure_that_the_limit_cuts_is_warned_of() -> None:
     cut = run(*common, "-n", "3")
     assert cut.exit_code == 0, cut.stderr
     assert "-n ended the text before its grammar" in cut.stderr
-    assert re.search(r"finish reasons +length 1\n", cut.stderr)
+    assert ", ended by length, " in cut.stderr
     whole = run(*common, "-n", "40")
-    assert "warning" not in whole.stderr and re.search(r"finish reasons +stop 1\n", whole.stderr)
+    assert "warning" not in whole.stderr and ", ended by stop, " in whole.stderr
     (result,) = answer(*common, "-n", "40", "-s", "1")["results"]
     assert re.fullmatch(r" is [0-9]{8}", result["text"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from commands import answer, run, said_by
@@ -14,7 +14,8 @@ from toys import CHAT_TEMPLATE, write_toy
 import llamabranch as lb
 from llamabranch import hub
 from llamabranch.cli.app import COMMANDS, HIDDEN, MOVED, load_command
-from llamabranch.cli.command import HINTS, spread_out
+from llamabranch.cli.command import HINTS, IGNORED, SETTINGS, spread_out
+from llamabranch.cli.options import setting_names
 
 TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
 SHORT = ("-c", "256", "-d", "none")
@@ -23,8 +24,8 @@ SHORT = ("-c", "256", "-d", "none")
 def options(name: str) -> list[Any]:
     return [
         param
-        for param in load_command(name).params
-        if param.param_type_name == "option" and param.name != "help"
+        for param in cast(Any, load_command(name).params)
+        if param.param_type_name == "option" and param.name != "help" and not param.hidden
     ]
 
 
@@ -178,6 +179,9 @@ def test_system_message_and_template_are_taken(tmp_path: Path) -> None:
     assert "unknown chat template 'ChatML'" in said_by(*given, "--chat-template", "ChatML")
 
 
+DONE_ANYWAY = ("-no-cnv", "--no-conversation", "--no-context-shift")  # by generate
+
+
 # -- hints ---------------------------------------------------------------------------------------------
 
 
@@ -186,15 +190,75 @@ def test_flags_that_a_command_lacks_get_a_hint() -> None:
     known = {option for name in COMMANDS for p in options(name) for option in p.opts}
     for names, hint in HINTS.items():
         for name in names.split():
-            if name in known:  # of another command
+            if name in known or name in (
+                *DONE_ANYWAY,
+                "-cnv",
+                "--conversation",
+            ):  # of another command, or of no effect
                 continue
-            said = said_by("generate", name, "x")
+            said = said_by("generate", name, r"x\n")
             assert f"No such option: {name} (" in said, name
             assert hint.split()[0] in said
             assert run("generate", name).exit_code == 2
     assert "--temperature" in said_by("generate", "--temprature", "1")
     assert "llamabranch generate -m" in said_by("-m", "a.gguf", "-p", "x")
     assert "$'...\\n...'" in said_by("speculate", r"a\nb", *SHORT, "-n", "1")
+
+
+def test_flags_of_llama_cpp_that_change_no_text_are_taken_in_silence() -> None:
+    given = ("generate", "-p", "The king", "-n", "4", "-s", "1", "-d", "none", "-m", "tale-target")
+    expected = run(*given)
+    flags = IGNORED[0].split()
+    flags += [part for name in IGNORED[1].split() for part in (name, "1")]
+    flags += [
+        "--color",
+        "-co",
+        "on",
+        "--log-colors=off",
+        *DONE_ANYWAY,
+        "-cnv",
+        "-e",
+        "--mirostat",
+        "0",
+    ]
+    flags += ["-b", "256", "--ubatch-size=64", "--mlock", "--no-mmap", "-tb", "1", "-ngl", "99"]
+    result = run(*given, *flags)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == expected.stdout
+    assert result.stderr.split(",")[:2] == expected.stderr.split(",")[:2]
+    for name in ("--color", "--numa"):  # in front of a prompt
+        more = () if name == "--color" else ("distribute",)
+        assert run("generate", name, *more, *given[1:]).stdout == expected.stdout
+    assert "n_batch must be" in said_by(*given, "-b", "-5")
+    assert run("chat", "-cnv", "--color", "-p", "Hi", "-n", "1").exit_code == 0
+
+
+@pytest.mark.smollm2
+def test_conversation_is_chat_for_a_model_with_a_template() -> None:
+    given = ("speculate", "Hi", "-n", "4", "-s", "1", "-d", "none", "-m", "smollm2-135m")
+    chat = answer(*given, "--chat")["tokens"]
+    assert answer(*given, "-cnv")["tokens"] == chat != answer(*given, "-no-cnv")["tokens"]
+
+
+def test_flags_that_would_change_the_text_are_refused_together_each_with_what_to_use() -> None:
+    given = ("--mirostat", "2", "--presence-penalty", "0.5", "--typical=0.9", "--keep", "-1")
+    said = said_by("generate", "-p", "Hi", *given, "--lora", "a.gguf", "--temprature", "1", "--zzz")
+    assert said.count("No such option") == 1
+    for part in (
+        "--mirostat (there is no mirostat",
+        "--presence-penalty (-S presence_penalty=VALUE)",
+        "--typical (-S typical_p=VALUE)",
+        "--keep (it is not here)",
+        "--lora (it is not supported)",
+        "--temprature (did you mean --temperature?)",
+        "; --zzz",
+    ):
+        assert part in said, part
+    for name in sorted(set().union(*setting_names().values())):
+        option = "--" + name.replace("_", "-")
+        known = {each for p in options("generate") for each in p.opts}
+        if option not in known and option not in " ".join((*HINTS, *SETTINGS, *IGNORED.values())):
+            assert f"{option} (-S {name}=VALUE)" in said_by("generate", option, "1")
 
 
 def test_a_value_that_looks_like_an_option_is_a_value() -> None:

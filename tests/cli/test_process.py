@@ -109,7 +109,7 @@ def test_interrupt_prints_what_there_is_and_exits_with_130(arguments: list[str])
         assert found["finish_reason"] is None and found["tokens"]
         return
     assert len(process.stdout) > 40
-    assert re.search(r"finish reasons +cancelled 1\n", process.stderr)
+    assert re.search(r"finish reasons +cancelled 1\n|ended by cancelled,", process.stderr)
     for label in STATISTICS if "none" not in arguments else ():
         assert label in process.stderr
 

@@ -90,3 +90,19 @@ def test_best_prints_the_choice_that_the_model_prefers_first() -> None:
     assert (found["choice"], found["index"], found["method"]) == (" beautiful", 1, "sum")
     assert found["scores"][1] == pytest.approx(sum(found["logprobs"][1]))
     assert "[" not in run(*given, "--best", "bytes").stdout
+
+
+def test_a_text_of_one_token_says_why_it_has_no_figures() -> None:
+    shown = run(" the").stdout
+    assert "'the' is a single token" in shown and "--context" in shown
+    both = run(" the", "Once upon").stdout
+    assert both.count("single token") == 1 and "worst rank" in both
+    assert answer(" the")["items"][0]["scores"][0]["n_tokens"] == 0
+    several = run(" the", " the").stdout
+    assert "0 tokens, log-probability 0.000 nats, perplexity -" in several
+
+
+def test_best_says_nothing_of_decodes_that_it_did_not_need() -> None:
+    given = ("--context", "The king was", " old", " ill", "--best", "mean")
+    assert "decodes" not in run(*given).stdout
+    assert "decodes" in run(*given, "-v").stdout

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import pickle
 import random
 import signal
 import sys
@@ -357,6 +358,38 @@ def test_interrupted_engine_leaves_clean_contexts_and_generates_the_same_again(
         lb.Speculator(ctx, drafter, config).generate(branch, max_tokens=60).finish()
     draft_ctx.audit()
     check_goes_on(branch, ctx)
+
+
+@pytest.mark.parametrize("call", [3, 9])
+def test_texts_so_far_come_with_the_error(ctx: Context, decodes: Decodes, call: int) -> None:
+    """Of ``complete``, ``chat`` and ``generate``; a text that had ended is whole."""
+    prompts, limits = ["Once upon a time", "One day"], (2, 40)
+    requests = [
+        lb.Request(prompt, id=prompt, max_tokens=n, sampling=SamplingParams(seed=1))
+        for prompt, n in zip(prompts, limits, strict=True)
+    ]
+    whole = [each.tokens for each in lb.Engine(ctx, None).generate(requests)]
+    decodes.on_call(call, ctx.interrupt)
+    with pytest.raises(DecodeInterruptedError) as caught:
+        lb.Engine(ctx, None).generate(requests)
+    first, second = caught.value.results
+    assert (first.id, first.tokens, first.finish_reason) == (prompts[0], whole[0], "length")
+    assert (second.id, second.finish_reason) == (prompts[1], "cancelled")
+    assert 0 < len(second.tokens) < 40
+    assert second.tokens == whole[1][: len(second.tokens)]
+    for again in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert [each.text for each in again.results] == [first.text, second.text]
+    decodes.on_call(call, ctx.interrupt)
+    with pytest.raises(DecodeInterruptedError) as caught:
+        ctx.complete(prompts, max_tokens=40, seed=1, drafter=None)
+    for result, prompt in zip(caught.value.results, prompts, strict=True):
+        assert (result.prompt, result.finish_reason) == (prompt, "cancelled")
+        assert 0 < len(result.tokens) < 40
+    decodes.on_call(0, ctx.interrupt)
+    with pytest.raises(DecodeInterruptedError) as caught:
+        ctx.complete("And so", max_tokens=40, drafter=None)
+    assert [result.tokens for result in caught.value.results] == [[]]
+    assert ctx.n_seq_free == ctx.n_seq_max
 
 
 def test_time_that_ran_out_without_a_decode_stops_nothing_after_the_block(ctx: Context) -> None:

@@ -29,6 +29,7 @@ from llamabranch.errors import (
     UnsupportedError,
 )
 from llamabranch.model.tools import Tools
+from llamabranch.sampling.grammar import turn_grammar
 
 PROMPTS = ["Once upon a time", "The wolf and the wolf and the wolf", "In the forest there stood"]
 HELLO = [{"role": "user", "content": "Tell me of a king."}]
@@ -193,7 +194,7 @@ def test_forced_calls_are_parsed(chatting: Context, choice: Any) -> None:
     n = len(result.tokens) - 1
     almost: Any = chatting.chat(HELLO, tools=TOOLS, tool_choice=choice, max_tokens=n, **WARM)
     ended = almost.to_openai()["choices"][0]
-    assert ended["finish_reason"] == "length" and ended["message"]["tool_calls"]
+    assert ended["finish_reason"] == "length" and ended["message"]["content"] == almost.text
     free = chatting.chat(HELLO, tools=TOOLS, tool_choice="none", max_tokens=8, **WARM)
     assert free.tool_calls == [] and free.num_prompt_tokens < n_prompt
     cut = chatting.chat(HELLO, tools=TOOLS, tool_choice=choice, max_tokens=12, **WARM)
@@ -204,7 +205,7 @@ def takes(model: lb.Model, parameters: list[Any], name: str, arguments: str) -> 
     """Return whether a forced call may be this one; each tool is named by its index."""
     functions = [{"name": str(i), "parameters": each} for i, each in enumerate(parameters)]
     tools = Tools([{"type": "function", "function": each} for each in functions], "required")
-    grammar = lb.Grammar.from_json_schema(tools.schema())
+    grammar = turn_grammar(model, tools)
     sampler = lb.sampling.Sampler(model, lb.SamplingParams(temperature=1.0, top_k=0), grammar)
     text = f'{{"name": "{name}", "arguments": {arguments}}}'
     tokens = [*model.tokenize(text, add_special=False), 1]
@@ -254,7 +255,7 @@ def test_calls_after_a_thought_are_found(chatting: Context) -> None:
             ("crown", {"age": 7})
         ]
         choice: Any = result.to_openai()["choices"]
-        assert choice[0]["message"]["content"] == (begin or None)
+        assert choice[0]["message"]["content"] == (begin.strip() or None)
         assert choice[0]["finish_reason"] == "tool_calls"
 
 
@@ -506,11 +507,17 @@ def test_what_chat_refuses(chatting: Context, ctx: Context) -> None:
         with pytest.raises(kind) as caught:
             call(messages, **options)
         assert str(caught.value).startswith(words)
+
+
+def test_tools_are_described_where_the_template_ignores_them(ctx: Context) -> None:
     for template in (toys.CHAT_TEMPLATE, toys.CHAT_TEMPLATE + "{# no tools #}", "chatml"):
-        with lb.load(ctx.model.path, n_ctx=256, n_threads=1, chat_template=template) as other:
-            with pytest.raises(UnsupportedError, match="ignores tools"):
-                other.chat(HELLO, tools=TOOLS)
-            assert other.usage().cells_used == 0
+        with lb.load(ctx.model.path, n_ctx=1024, n_threads=1, chat_template=template) as other:
+            forced: Any = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 80}
+            result = other.chat(HELLO, **forced, **WARM)
+            (call,) = result.tool_calls
+            assert call.name in ("marry", "crown")
+            described = [("system", "crown"), *HELLO]
+            assert result.num_prompt_tokens > len(other.model.chat_tokens(described))
 
 
 # -- the rest --------------------------------------------------------------------------------------

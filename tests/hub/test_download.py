@@ -268,6 +268,43 @@ def test_connection_that_breaks_is_gone_on_with_or_leaves_nothing(
         assert named() == before
 
 
+def test_other_bytes_than_the_hub_names_are_deleted(hub: FakeHub) -> None:
+    """One bit of as many bytes; the next download is right."""
+    hub.faults = [Fault("get", wrong=True, times=1)]
+    with pytest.raises(lb.errors.DownloadError, match=f"{Q8_0} arrived with other bytes") as caught:
+        lb.fetch(f"{REPOSITORY}:Q8_0")
+    assert "download it again" in str(caught.value.hint)
+    assert named() == []
+    with pytest.raises(lb.errors.ConfigError, match="not on this machine"):
+        lb.hub.resolve(f"{REPOSITORY}:Q8_0")
+    assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
+    parts = {f"m-Q4_K_M-0000{i}-of-00003.gguf": bytes([i]) * 1000 for i in (1, 2, 3)}
+    hub.add("me/big", parts)
+    hub.faults = [Fault("get", times=1), Fault("get", wrong=True, times=1)]
+    with pytest.raises(lb.errors.DownloadError, match=r"00002-of-00003\.gguf arrived"):
+        lb.fetch("me/big")
+    hub.requests.clear()
+    path = lb.fetch("me/big")
+    assert [each.read_bytes()[0] for each in sorted(path.parent.iterdir())] == [1, 2, 3]
+    assert len(hub.sendings()) == 2  # the first part was right
+
+
+def test_check_that_was_interrupted_is_made_again_without_a_download(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_path: Path) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("llamabranch.hub.download.sha256", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lb.fetch(f"{REPOSITORY}:Q8_0")
+    with pytest.raises(lb.errors.ConfigError, match="not on this machine"):
+        lb.hub.resolve(f"{REPOSITORY}:Q8_0")
+    assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
+    assert hub.sent == len(DATA)
+
+
 def run(code: str, *arguments: str, **environment: str) -> str:
     """Run a program with the hub and the caches of this test; return what it prints."""
     done = subprocess.run(

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import llamabranch as lb
 from llamabranch import eval as evaluation
 from llamabranch.cli import app
-from llamabranch.eval import pair
+from llamabranch.eval import comparison, pair
 from llamabranch.eval.comparison import Comparison, compare_models
 
 WINDOW = 64
@@ -64,6 +64,44 @@ def test_a_model_is_at_zero_from_itself(text: str) -> None:
     assert {each.kl for each in found.tokens} == {0.0} == {each.klr for each in found.tokens}
     assert found.divergence.statistics.same_top.value == 1.0
     assert len(set(found.forks)) == 1 and found.advice == "both give the same distributions"
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+def test_greedy_texts_are_compared_at_eight_places_none_of_them_twice(
+    chunks: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[list[int]] = []
+    inner = comparison._until_they_part
+
+    def noted(pair: Any, prompt: Any, n: int) -> int:
+        prompts.append(list(prompt))
+        return inner(pair, prompt, n)
+
+    monkeypatch.setattr(comparison, "_until_they_part", noted)
+    seen: list[int] = []
+    with opened(TARGET) as a, opened(DRAFT) as b:
+        found = compare_models(
+            a, b, text, WINDOW, chunks, progress=lambda done: seen.append(len(done.forks))
+        )
+    assert len(found.forks) == found.n_forks == len(set(map(tuple, prompts))) == 8
+    assert seen == [0] * found.n_chunks + list(range(8))  # it tells of each place, too
+    for prompt, n in zip(prompts, found.forks, strict=True):
+        texts = []
+        for path in (TARGET, DRAFT):
+            with opened(path) as ctx, lb.Branch.start(ctx, prompt, temperature=0) as branch:
+                texts.append([one.token for one in branch.generate(WINDOW // 2)])
+        same = [x == y for x, y in zip(*texts, strict=True)]
+        assert n == (same.index(False) if False in same else len(same))
+
+
+def test_advice_does_not_call_texts_alike_that_part_at_once(text: str) -> None:
+    found = compare(TARGET, TARGET, text)
+    assert found.divergence is not None
+    for row in found.divergence.rows:
+        row[:, 2] += 0.001
+    assert found.advice == "the difference is hard to notice"
+    found.forks = [0] * 8
+    assert found.advice.startswith("the probabilities are close, but greedy texts part early")
 
 
 def keeping(places: list[pair.Place]) -> Callable[[int, list[pair.Place]], bool]:

@@ -73,6 +73,32 @@ def test_continuations_are_those_of_the_engine_and_of_the_events(page: Paged, ro
         assert told["node"]["digest"] == end["digest"]
 
 
+def test_jobs_tell_how_much_of_a_long_text_is_read_and_stop_ends_the_reading(page: Paged) -> None:
+    text = " ".join(f"a king and {i} daughters" for i in range(80))
+    ctx = page.loom.service.ctx
+    n = len(ctx.model.prompt_tokens(text))
+    typed = page.done("type", text=text)
+    told = [each["message"] for each in page.of("job", id=typed["job"]) if each["message"]]
+    assert told[0] == f"reading 0 of {n} tokens" and len(told) > 1
+    assert page.finish(typed["job"])["message"] is None
+
+    def around(decode: Any, size: int) -> int:
+        if not stopped:  # while the first chunk is decoded
+            stopped.append(True)
+            page.loom.stop(page.loom.running)
+        return int(decode(size))
+
+    stopped: list[bool] = []
+    before = ctx.decoder.hook(around)
+    try:
+        answer = page.do("type", text=f"other {text}")
+        job = page.finish(answer["job"])
+    finally:
+        ctx.decoder.hook(before)
+    assert (job["state"], job["error"], job["message"]) == ("stopped", None, None)
+    assert set(page.tokens(answer["node"]["id"])["lp"]) == {None}  # nothing is scored
+
+
 def test_rounds_add_up_and_ghosts_are_not_text(page: Paged, root: Any) -> None:
     node = page.grow(root["id"], max_tokens=48, seed="5")["id"]
     told = page.tokens(node)

@@ -127,9 +127,11 @@ def test_built_in_template_replaces_one_that_jinja_cannot_run(open_model: Open) 
     assert render(model) == RENDERED
     with pytest.raises(UnsupportedError):  # the built-in one would leave tools out
         render(model, tools=[{"name": "search"}])
-    with pytest.raises(UnsupportedError, match="role and content only"):
-        model.apply_chat_template([{"role": "user", "content": "a", "name": "b"}])
-    with pytest.raises(UnsupportedError, match="NUL"):
+    named = [{"role": "user", "content": "a", "name": "b"}]
+    assert model.apply_chat_template(named) == model.apply_chat_template([("user", "a")])
+    with pytest.raises(UnsupportedError, match="not valid Jinja"):  # its own reason
+        model.apply_chat_template([{"role": "user", "content": "a", "documents": ["b"]}])
+    with pytest.raises(UnsupportedError, match="not valid Jinja"):
         model.apply_chat_template([("user", "a\0b")])
 
 

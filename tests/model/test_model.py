@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,7 @@ import toys
 from programs import run_code, run_python
 
 import llamabranch as lb
-from llamabranch.errors import (
-    ConfigError,
-)
+from llamabranch.errors import ConfigError, SnapshotError, UsageError
 from llamabranch.loading import LoadOptions
 
 TEXTS = [
@@ -63,6 +65,125 @@ def test_fingerprint_belongs_to_the_file(target: lb.Model, draft: lb.Model) -> N
         assert again.fingerprint == target.fingerprint
     assert target.fingerprint != draft.fingerprint
     assert len(target.fingerprint) == 64
+
+
+def changed(path: Path, at: int) -> None:
+    """Change a byte in the weights, in place."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture
+def large(tmp_path: Path, target: lb.Model) -> Path:
+    """The bundled target, of which neither the first nor the last MiB has the middle."""
+    return Path(shutil.copy(target.path, tmp_path / "large.gguf"))
+
+
+def test_fingerprint_is_of_the_whole_file(large: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copy(large, tmp_path / "other.gguf"))
+    changed(other, other.stat().st_size // 2)
+    with lb.Model(large) as model, lb.Model(other) as fake:
+        assert model.fingerprint == hashlib.sha256(large.read_bytes()).hexdigest()
+        assert model.quick_key == fake.quick_key
+        assert model.fingerprint != fake.fingerprint
+        assert model.is_of(model.fingerprint) and model.is_of(fake.quick_key)
+        assert not model.is_of(fake.fingerprint) and not model.is_of("")
+
+
+def test_fingerprint_of_a_split_model_is_of_all_parts(tmp_path: Path) -> None:
+    path = toys.write_llama(tmp_path / "toy.gguf")
+    parts = toys.write_split(path, tmp_path, 3)
+    with lb.Model(parts[0]) as model:
+        before = model.fingerprint
+        assert before != lb.Model(path).fingerprint
+    changed(parts[2], parts[2].stat().st_size - 3)
+    with lb.Model(parts[0]) as model:
+        assert model.fingerprint != before
+
+
+def test_hash_is_kept_until_the_file_changes(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its size and time are as before: a change of the bytes changes the inode's own time."""
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
+    hashed: list[Path] = []
+
+    def counted(path: Path) -> str:
+        hashed.append(path)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    monkeypatch.setattr("llamabranch.model.fingerprint.sha256", counted)
+
+    def printed() -> str:
+        n = len(hashed)
+        with lb.Model(large, vocab_only=True) as model:
+            assert len(hashed) == n  # nothing is hashed before somebody asks
+            return model.fingerprint
+
+    fresh = printed()
+    assert len(hashed) == 1
+    assert printed() == fresh
+    assert len(hashed) == 2  # written a moment ago: it could be written again at the same time
+    later = time.time_ns() + 10**10
+    monkeypatch.setattr("llamabranch.model.fingerprint.time_ns", lambda: later)
+    assert printed() == printed() == printed() == fresh
+    assert len(hashed) == 3
+    status = large.stat()
+    changed(large, status.st_size // 2)
+    os.utime(large, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert printed() != fresh
+    assert len(hashed) == 4
+
+
+def test_file_that_was_replaced_after_loading_has_no_fingerprint(
+    large: Path, tmp_path: Path, draft: lb.Model
+) -> None:
+    with lb.load(large, n_ctx=256, n_threads=1) as ctx:
+        large.chmod(0o400)
+        assert ctx.model.is_of(ctx.model.fingerprint)
+        del ctx.model.fingerprint
+        branch = lb.Branch.start(ctx, "Once")
+        os.replace(shutil.copy(draft.path, tmp_path / "new.gguf"), large)
+        with pytest.raises(UsageError, match="was changed, replaced or removed") as raised:
+            _ = ctx.model.fingerprint
+        assert "load the model again" in str(raised.value.hint)
+        with pytest.raises(SnapshotError, match="cannot be identified"):
+            branch.save(tmp_path / "a.branch")
+        large.unlink()
+        with pytest.raises(SnapshotError, match="cannot be identified"):
+            branch.save(tmp_path / "a.branch")
+
+
+def test_branch_and_chat_of_other_weights_in_the_middle_are_refused(
+    large: Path, tmp_path: Path
+) -> None:
+    options: LoadOptions = {"n_ctx": 256, "n_threads": 1, "chat_template": "chatml"}
+    with lb.load(large, **options) as ctx:
+        lb.Branch.start(ctx, "Once upon").save(tmp_path / "a.branch")
+        chat = lb.Chat(ctx, max_tokens=2)
+        chat.send("One day").finish()
+        chat.save(tmp_path / "chat")
+    changed(large, large.stat().st_size // 2)
+    with lb.load(large, **options) as ctx:
+        with pytest.raises(SnapshotError, match="of another model"):
+            lb.Branch.load(ctx, tmp_path / "a.branch", trusted=True)
+        with pytest.raises(SnapshotError, match="of another model"):
+            lb.Chat.load(ctx, tmp_path / "chat", trusted=True)
+
+
+def test_branch_of_a_version_before_0_4_is_taken(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fingerprint was over the first and the last MiB."""
+    with lb.load(large, n_ctx=256, n_threads=1) as ctx:
+        branch = lb.Branch.start(ctx, "Once upon")
+        with monkeypatch.context() as patch:
+            patch.setattr(lb.Model, "fingerprint", lb.Model.quick_key)
+            branch.save(tmp_path / "a.branch")
+        assert lb.Branch.load(ctx, tmp_path / "a.branch").tokens == branch.tokens
 
 
 def test_progress_goes_from_zero_to_one(target: lb.Model) -> None:

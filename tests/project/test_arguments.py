@@ -396,7 +396,7 @@ KINDS: dict[str, Call] = {
 MAY_BE_NONE = (
     "sampling of", "grammar", "config", "values", "rope", "progress", "entropy of logits",
 )  # fmt: skip
-TEXTS = ("choices", "grammar", "path", "name", "text")
+TEXTS = ("grammar", "path", "name", "text")
 
 
 @pytest.mark.parametrize("name", KINDS)

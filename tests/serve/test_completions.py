@@ -366,3 +366,42 @@ def test_llama_servers_own_endpoint(api: Any) -> None:
         api, path="/completion", **body, response_fields=[*names, "timings/no", "content/x"]
     )
     assert set(chosen) == {*names}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+def test_streams_tell_how_much_of_the_prompt_is_read(path: str, api: Any, server: Serving) -> None:
+    """llama-server's ``return_progress``; the text is the one without it."""
+    said = path + " ".join(f" king {i}" for i in range(130))
+    is_chat, model = "chat" in path, server.ctx.model
+    body: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "n_predict": 4, "n_probs": 1}
+    body |= {"logprobs": True} if is_chat else {}
+    body |= {"messages": [{"role": "user", "content": said}]} if is_chat else {"prompt": said}
+    found = frames(api, path, **body, return_progress=True)
+    told = [frame for frame in found if "prompt_progress" in frame]
+    numbers = [frame["prompt_progress"] for frame in told]
+    n = len(model.chat_tokens(body["messages"]) if is_chat else model.prompt_tokens(said))
+    assert n > 512  # more than one decode
+    assert {each["total"] for each in numbers} == {n} and {each["cache"] for each in numbers}
+    assert numbers[0]["processed"] == numbers[0]["cache"] < n == numbers[-1]["processed"]
+    assert len(numbers) >= 3 and numbers == sorted(numbers, key=lambda each: each["processed"])
+    assert all(each["time_ms"] >= 0 for each in numbers)
+    assert found[: len(told)] == told  # before the text
+    if is_chat:
+        deltas = [frame["choices"][0]["delta"] for frame in told]
+        assert all(delta == {"role": "assistant", "content": None} for delta in deltas)
+    elif path == "/v1/completions":
+        assert all(frame["choices"][0]["text"] == "" for frame in told)
+    else:
+        assert all(frame["content"] == "" and frame["stop"] is False for frame in told)
+
+    def text(parts: list[Any]) -> str:
+        if path == "/completion":
+            return "".join(part["content"] for part in parts)
+        changes = [c.get("delta", c) for part in parts for c in part["choices"]]
+        return "".join(each.get("text") or each.get("content") or "" for each in changes)
+
+    plain = frames(api, path, **body)
+    assert not any("prompt_progress" in frame for frame in plain)
+    assert text(found) == text(plain) != ""
+    answer = post(api, path=path, **body, return_progress=True)  # not a stream
+    assert "prompt_progress" not in answer

@@ -10,7 +10,6 @@ import pytest
 from serving import Serving, serving
 
 import llamabranch as lb
-from llamabranch.model.tools import CallParser, Tools, whole_calls
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
@@ -133,7 +132,7 @@ def test_forced_calls_follow_their_schema(client: Any, choice: Any) -> None:
     cut: Any = {"tools": TOOLS, "tool_choice": choice, "max_tokens": n_tokens - 1}
     short = ask(client, **cut).choices[0]
     assert short.finish_reason == "length"
-    assert call.function.arguments.startswith(short.message.tool_calls[0].function.arguments)
+    assert short.message.content.startswith('{"name": ') and not short.message.tool_calls
     parts = list(ask(client, stream=True, **cut))
     assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == "length"
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
@@ -142,53 +141,6 @@ def test_forced_calls_follow_their_schema(client: Any, choice: Any) -> None:
         client.chat.completions.parse(model="any", messages=HELLO, **cut, **WARM)
     answer = [*HELLO, found.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
     assert ask(client, answer, tools=TOOLS, tool_choice="none").choices[0].message.content
-
-
-CALL = '{"name": "marry", "arguments": {"age": 7}}'
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("A king.", "A king.", []),
-        (CALL, "", [("marry", '{"age": 7}')]),
-        (f"\n<tool_call>\n{CALL}\n</tool_call>", "", [("marry", '{"age": 7}')]),
-        (2 * f"<tool_call>{CALL}</tool_call>", "", 2 * [("marry", '{"age": 7}')]),
-        ('{"name": "crown", "parameters": {}}', "", [("crown", "{}")]),
-        (f"I'll look.\n<tool_call>{CALL}", "I'll look.\n", [("marry", '{"age": 7}')]),
-        (f"<think>a < b</think>\n\n<tool_call>{CALL}</tool_call>\n", "<think>a < b</think>\n\n",
-         [("marry", '{"age": 7}')]),
-        (f"<tool_call>x <tool_call>{CALL}</tool_call> y", "<tool_call>x  y",
-         [("marry", '{"age": 7}')]),
-        (f"{{}} <tool_call>{CALL}</tool_call>", "{} ", [("marry", '{"age": 7}')]),
-        (f"<tool_call>{CALL[:-1]}</tool_call>", f"<tool_call>{CALL[:-1]}</tool_call>", []),
-        ('{"name": "John", "arguments": 3}', '{"name": "John", "arguments": 3}', []),
-        ('<tool_call>{"name": "x", "arguments": {}}', '<tool_call>{"name": "x", "arguments": {}}', []),
-        ('{"no": "call"}', '{"no": "call"}', []),
-        ('{"name": 5, "arguments": 1}', '{"name": 5, "arguments": 1}', []),
-        ("{ not JSON", "{ not JSON", []),
-        ("<tool", "<tool", []),
-        ("", "", []),
-    ],
-)  # fmt: skip
-def test_calls_are_told_from_text(text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    """However the text is cut into pieces."""
-    for size in (1, 2, 3, 5, 7, 1000):
-        parser, shown = CallParser(Tools(TOOLS, "auto")), ""
-        parts: list[Any] = []
-        for i in range(0, max(1, len(text)), size):
-            more, found = parser.feed(text[i : i + size], last=i + size >= len(text))
-            shown, parts = shown + more, parts + found
-        made: list[Any] = whole_calls(parts)
-        assert [part["index"] for part in parts] == [*range(parser.n_calls)] == [*range(len(made))]
-        read = [(call["function"]["name"], call["function"]["arguments"]) for call in made]
-        assert (shown, read) == (content, calls)
-
-
-def test_content_is_held_back_only_where_a_tag_may_begin() -> None:
-    parser = CallParser(Tools(TOOLS, "auto"))
-    shown = [parser.feed(piece, last=False)[0] for piece in ("I", " ", "a <", "b", " <tool", "_x>")]
-    assert shown == ["I", " ", "a ", "<b", " ", "<tool_x>"]
 
 
 def test_last_answer_is_continued(client: Any, server: Serving) -> None:

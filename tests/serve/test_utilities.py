@@ -43,6 +43,22 @@ def test_models_and_properties(api: Any, server: Serving) -> None:
         assert (info[name], props[name]) == (text, text or "")
 
 
+def test_root_tells_what_runs_here(api: Any, server: Serving) -> None:
+    answer = api.get("/")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    page = answer.text
+    assert "king" in page and str(server.ctx.n_ctx_seq) in page
+    assert f"{api.base_url}/v1".replace("//v1", "/v1") in page
+    assert page.count("\n") < 20
+    for path in ("/health", "/v1/models", "/props", "/slots", "/metrics"):
+        assert path in page and api.get(path).status_code == 200
+    for path in ("/v1/chat/completions", "/v1/completions", "/completion", "/v1/branches"):
+        assert path in page and api.get(path).status_code in (200, 405)  # there is such a path
+    hostile = api.get("/", headers={"Host": "localhost:1/<script>"})
+    assert "<script>" not in hostile.text
+
+
 def test_tokens(api: Any, server: Serving) -> None:
     model, text = server.ctx.model, "A king <|im_end|> für 媽"
     for body, expected in (

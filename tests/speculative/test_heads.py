@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import llamabranch as lb
 from llamabranch.cli import app
 from llamabranch.context.token_states import kept_states
-from llamabranch.errors import DecodeInterruptedError
+from llamabranch.errors import DecodeInterruptedError, ModelLoadError
 from llamabranch.generation.drafter import DraftRequest, FixedLength
 from llamabranch.native import heads, staging
 from llamabranch.speculative.head import HeadState
@@ -586,13 +586,14 @@ def test_layers_in_a_file_of_their_own_draft_what_they_draft_in_the_targets(
 
 
 def test_layers_in_the_last_part_of_a_split_model_draft(folder: Path) -> None:
-    path = toys.write_split(toy("mimo2", folder), folder)
+    path, last = toys.write_split(toy("mimo2", folder), folder)
     assert lb.Model.head_kind(path) == "mtp"
     with lb.load(path, n_ctx=512, n_threads=1, load_mtp=True) as ctx:
         pair = Pair(ctx, lb.MTPDrafter(ctx))
         assert pair.drafted(PROMPTS[2], "greedy", 12).num_draft_tokens > 0
-    path.with_name(path.name.replace("00001", "00002")).unlink()
-    assert lb.Model.head_kind(path) == ""
+    last.unlink()
+    with pytest.raises(ModelLoadError, match="part 2 of 2 is missing"):
+        lb.Model.head_kind(path)
 
 
 # -- several MTP layers ----------------------------------------------------------------------------------

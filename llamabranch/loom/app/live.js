@@ -129,7 +129,7 @@ function drawLive() {
   const sum = totals(all);
   set($("live-line"), { textContent: search && !latest ? `${search.kind.replace(/_/g, " ")}: ${plural(search.nodes.length, "place")}`
     : latest ? `${sentence(latest)} · ${sum.accepted} of ${sum.drafted} accepted${rate}`
-      : rate.slice(3) });
+      : [...store.jobs.values()].find((job) => job.state === "running" && job.message)?.message ?? rate.slice(3) });
   const body = $("live-body");
   for (const each of [body, $("pause")]) set(each, { hidden: !isOpen });
   attribute($("fold"), "aria-expanded", String(isOpen));

@@ -1,7 +1,9 @@
 """Grammars for the generated text: JSON schemas, regular expressions, choices, Lark and GBNF."""
 
 from .grammar import Grammar
+from .turn import turn_grammar
 
 __all__ = [
     "Grammar",
+    "turn_grammar",
 ]

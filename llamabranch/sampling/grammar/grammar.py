@@ -161,10 +161,9 @@ class Grammar:
         """Return a grammar for exactly these texts.
 
         Raises:
-            GrammarError: no choice, or an empty one.
+            GrammarError: no choice, or an empty one. ConfigError: one text instead of a list.
         """
-        given = [choices] if isinstance(choices, str) else items("choices", choices)
-        return cls(json.dumps(given, ensure_ascii=False), "choice")
+        return cls(json.dumps(items("choices", choices), ensure_ascii=False), "choice")
 
     @classmethod
     def from_lark(cls, lark: str) -> Grammar:

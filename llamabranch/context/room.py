@@ -1,0 +1,98 @@
+"""Whether the cells of a context can be had at all, before llama.cpp fills the machine with them.
+
+llama.cpp writes to all of a cache when it creates it: for one that is far too large that took a minute
+and a half, and the memory of all other programs. What is computed here is less than what it takes, and
+compared with all memory that there is, so nothing is refused that could work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..model import Model
+from ..native.context import KV_TYPES
+from ..native.gguf_reader import type_bytes
+from .params import ContextParams
+
+# llama.cpp's own record of a cell: its position, a shift, 2-D positions, and a bit for each of 256
+# sequences. It has 48 bytes.
+BYTES_OF_CELL = 40
+_STEP = 256  # llama.cpp rounds a cache up to whole steps
+
+
+def check_room(model: Model, params: ContextParams, *, is_head: bool = False) -> None:
+    """Raise ConfigError where a context needs more memory than the machine, or the cgroup, has.
+
+    Args:
+        params: resolved for the model.
+        is_head: only layers of the model that draft for another context are computed.
+    """
+    limit = memory_bytes()
+    least = least_bytes(model, params, is_head=is_head)
+    if limit is None or least <= limit:
+        return
+    n_ctx = params.n_ctx or 0
+    raise ConfigError(
+        f"n_ctx={n_ctx:,} needs at least {least / 1e9:,.1f} GB for its cells, and there are "
+        f"{limit / 1e9:,.1f} GB of memory, with swap",
+        hint=f"at most n_ctx={int(n_ctx * limit / least) // _STEP * _STEP:,} could fit beside nothing "
+        "else; kv_type='q8_0' takes half of f16",
+    )
+
+
+def least_bytes(model: Model, params: ContextParams, *, is_head: bool = False) -> int:
+    """Return what the cache of a context takes at least, bytes; 0 where it is not known."""
+    if model.memory_type not in ("attention", "sliding-window", "hybrid"):
+        return 0
+    if model.memory_type == "sliding-window" and not params.swa_full:
+        return 0
+    on_gpu = model.on_gpu and params.offload_kqv
+    numbers = 0 if on_gpu or is_head else model.kv_numbers
+    of_cell = BYTES_OF_CELL + numbers * type_bytes(KV_TYPES.get(params.kv_type, -1))
+    return int((params.n_ctx or 0) * of_cell)
+
+
+def memory_bytes(root: Path = Path("/")) -> int | None:
+    """Return all memory that this process could ever get, with swap; None where Linux does not tell."""
+    total, swap = (_kilobytes(root / "proc/meminfo", name) for name in ("MemTotal", "SwapTotal"))
+    if total is None:
+        return None
+    swap = swap or 0
+    limits = [total + swap]
+    for folder in _groups(root):
+        memory = _number(folder / "memory.max")
+        if memory is not None:
+            more = _number(folder / "memory.swap.max")
+            limits.append(memory + (swap if more is None else min(swap, more)))
+    return min(limits)
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of all above it (version 2)."""
+    base = root / "sys/fs/cgroup"
+    yield base  # in a container, its own
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text("utf-8").split("\n"):
+            if line.startswith("0::/"):
+                own = base / line[4:]
+                yield from (own, *(each for each in own.parents if base in each.parents))
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None if it has none ("max"), or is not there."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text("utf-8"))
+    return None
+
+
+def _kilobytes(path: Path, name: str) -> int | None:
+    """Return a value of /proc/meminfo in bytes."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text("utf-8").split("\n"):
+            key, _, value = line.partition(":")
+            if key == name:
+                return int(value.split()[0]) * 1024
+    return None

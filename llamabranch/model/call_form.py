@@ -1,0 +1,1057 @@
+"""The form in which a template writes calls of functions: how one is written, and how one is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+__all__ = [
+    "ArgumentTags", "Around", "CallForm", "Cursor", "Incomplete", "Known", "Mismatch", "Part", "Slot",
+    "ToolCall", "Values", "json_end",
+]  # fmt: skip
+
+_SPACE = re.compile(r"\s*")
+_WORD = re.compile(r"[^\W\d]\w*")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_CUT = re.compile(r"[\d.eE+-]+|t(ru?)?|f(al?|als)?|n(ul?)?")  # what a scalar may be cut to
+_BARE_KEY = re.compile(r"[^\s,:=(){}\[\]<>'\"]+")
+_NAME = re.compile(r"[\w.\-/:]+")
+_LITERALS = {
+    "true": True, "false": False, "null": None, "True": True, "False": False, "None": None,
+}  # fmt: skip
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+
+
+class ToolCall(NamedTuple):
+    """A call of a function, as a model has written it.
+
+    Attributes:
+        name: the function's.
+        arguments: a JSON value, of most functions a dict.
+        id: to name the call in the message that answers it, as ``tool_call_id``; "" = it has none yet.
+    """
+
+    name: str
+    arguments: object
+    id: str = ""
+
+
+class Mismatch(Exception):
+    """A text is not what is read here."""
+
+
+class Incomplete(Exception):
+    """What is read here may begin at the end of the text: more of it is needed."""
+
+
+class Slot(Enum):
+    """A place in a call that differs from call to call."""
+
+    NAME = "name"
+    ID = "id"
+    INDEX = "index"
+    ARGUMENTS = "arguments"
+
+
+Part = str | Slot
+
+
+@dataclass(frozen=True)
+class Known:
+    """The functions that may be called.
+
+    Attributes:
+        schemas: the JSON schema of the arguments of each function, by name. None = any function.
+    """
+
+    schemas: Mapping[str, object] | None = None
+
+    def takes(self, name: str) -> bool:
+        """Return whether there is a function of this name."""
+        return bool(name) if self.schemas is None else name in self.schemas
+
+    def properties(self, name: str) -> Mapping[str, object] | None:
+        """Return the schemas of a function's arguments by name; None if they are not known."""
+        schema = (self.schemas or {}).get(name)
+        found = schema.get("properties") if isinstance(schema, Mapping) else None
+        return found if isinstance(found, Mapping) else None
+
+    def is_text(self, name: str, key: str) -> bool | None:
+        """Return whether an argument is a string; None if its schema does not say."""
+        return _is_text((self.properties(name) or {}).get(key), (self.schemas or {}).get(name), 8)
+
+
+def _is_text(schema: object, root: object, depth: int) -> bool | None:
+    """Return whether all values that a schema allows are strings (True), or none is (False)."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return None
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        found = root
+        for step in reference[2:].split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        return _is_text(found, root, depth - 1)
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return kinds == "string"
+    if isinstance(kinds, list) and kinds:
+        return None if "string" in kinds and len(kinds) > 1 else kinds == ["string"]
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and values:
+        are_texts = {isinstance(value, str) for value in values}
+        return are_texts.pop() if len(are_texts) == 1 else None
+    for key in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(key)
+        if isinstance(parts, list) and parts:
+            answers = {_is_text(part, root, depth - 1) for part in parts}
+            return answers.pop() if len(answers) == 1 else None
+    return None
+
+
+class Cursor:
+    """A place in a text that may still grow.
+
+    White space is lenient: where a literal has some, a text may have none, or other.
+
+    Args:
+        text: the text.
+        at: the place.
+        last: whether nothing comes after the text.
+    """
+
+    def __init__(self, text: str, at: int = 0, *, last: bool = True) -> None:
+        self.text, self.at, self.last = text, at, last
+
+    def need(self) -> Exception:
+        """Return what to raise where the text ends too early."""
+        return Mismatch() if self.last else Incomplete()
+
+    def space(self) -> None:
+        """Skip white space."""
+        found = _SPACE.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+        if self.at == len(self.text) and not self.last:
+            raise Incomplete
+
+    def literal(self, literal: str) -> None:
+        """Read a literal."""
+        is_space = False
+        for character in literal:
+            if character.isspace():
+                is_space = True
+                continue
+            if is_space or character in "[]{}":
+                self.space_before(character)
+                is_space = False
+            if self.at >= len(self.text):
+                raise self.need()
+            if self.text[self.at] != character:
+                raise Mismatch
+            self.at += 1
+        if is_space:
+            self.space()
+
+    def space_before(self, character: str) -> None:
+        """Skip white space that stands before a character of a literal."""
+        if self.text[self.at : self.at + 1] != character:
+            self.space()
+
+    def tries(self, literal: str, *, skip: bool = False) -> bool:
+        """Read a literal if it stands here, with ``skip`` also after white space."""
+        at = self.at
+        if skip:
+            self.space()
+        try:
+            self.literal(literal)
+        except Mismatch:
+            self.at = at
+            return False
+        return True
+
+    def until(self, literal: str) -> str:
+        """Read up to a literal, and the literal; return what stands before it."""
+        core = literal.strip()
+        end = self.text.find(core, self.at)
+        if end < 0:
+            raise self.need()
+        found = self.text[self.at : end]
+        self.at = end + len(core)
+        return found
+
+    def json(self) -> object:
+        """Read a JSON value."""
+        self.space()
+        value, self.at = json_end(self.text, self.at, last=self.last)
+        return value
+
+
+def _refuse(word: str) -> object:
+    raise ValueError(word)
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
+
+
+def json_end(text: str, at: int, *, last: bool) -> tuple[object, int]:
+    """Return the JSON value that begins at a place, and where it ends.
+
+    Raises:
+        Mismatch, Incomplete: there is none, or more of the text is needed.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        rest = text[error.pos :].lstrip()
+        is_cut = (
+            not rest
+            or error.msg.startswith("Unterminated")
+            or (error.msg.startswith("Invalid") and len(text) - error.pos < 8)
+            or _CUT.fullmatch(rest)
+        )
+        if is_cut and not last:
+            raise Incomplete from None
+        raise Mismatch from None
+    except (ValueError, RecursionError):
+        raise Mismatch from None
+    if end == len(text) and not last and isinstance(value, (int, float)):
+        raise Incomplete  # more digits may come
+    return value, end
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Values:
+    """How values are written that are not plain text: as JSON, Python, or with quotes of their own.
+
+    Attributes:
+        quote: what stands around strings; "" = as JSON writes them.
+        item, pair: between items; between a key and its value.
+        bare_keys: keys have no quotes.
+        words: for True, False and None.
+        tags: (before the key, after it, before the second key, after that): objects are written as
+            nested tags; items of a list have the key "item".
+    """
+
+    quote: str = ""
+    item: str = ", "
+    pair: str = ": "
+    bare_keys: bool = False
+    words: tuple[str, str, str] = ("true", "false", "null")
+    tags: tuple[str, str, str, str] | None = None
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the values are JSON."""
+        return not self.quote and not self.bare_keys and self.words[0] == "true" and not self.tags
+
+    def write(self, value: object) -> str:
+        """Return the text of a JSON value."""
+        if self.is_json:
+            return json.dumps(value, ensure_ascii=False, separators=(self.item, self.pair))
+        if self.tags:
+            return self._tagged(value, self.tags)
+        if value is True or value is False or value is None:
+            return self.words[(True, False, None).index(value)]
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, Mapping):
+            pairs = (
+                f"{key if self.bare_keys else self._text(str(key))}{self.pair}{self.write(one)}"
+                for key, one in value.items()
+            )
+            return "{" + self.item.join(pairs) + "}"
+        if isinstance(value, (list, tuple)):
+            return "[" + self.item.join(map(self.write, value)) + "]"
+        return json.dumps(value)
+
+    def _text(self, text: str) -> str:
+        if not self.quote:
+            return json.dumps(text, ensure_ascii=False)
+        return repr(text) if self.quote == "'" else self.quote + text + self.quote
+
+    def _tagged(self, value: object, tags: tuple[str, str, str, str]) -> str:
+        if isinstance(value, Mapping):
+            pairs = [(str(key), one) for key, one in value.items() if one is not None]
+        elif isinstance(value, (list, tuple)):
+            pairs = [("item", one) for one in value]
+        elif isinstance(value, bool):
+            return self.words[not value]
+        else:
+            return value if isinstance(value, str) else json.dumps(value)
+        a, b, c, d = tags
+        return "".join(f"{a}{k}{b}{self._tagged(one, tags)}{c}{k}{d}" for k, one in pairs)
+
+    def read(self, cursor: Cursor, depth: int = 0) -> object:
+        """Return the value at a cursor: JSON, Python or these values.
+
+        Raises:
+            Mismatch, Incomplete: there is none, or more of the text is needed.
+        """
+        if depth > 200:
+            raise Mismatch
+        cursor.space()
+        text, at = cursor.text, cursor.at
+        if at >= len(text):
+            raise cursor.need()
+        quotes = tuple(filter(None, (self.quote, '"', "'")))
+        for quote in quotes:
+            if text.startswith(quote, at):
+                return self._read_text(cursor, quote)
+            if not cursor.last and quote.startswith(text[at:]):
+                raise Incomplete
+        if text[at] in "{[":
+            return self._read_many(cursor, depth)
+        word, number = _WORD.match(text, at), _NUMBER.match(text, at)
+        found = word or number
+        if found is None or (word and word[0] not in _LITERALS):
+            if not cursor.last and (
+                text[at:] == "-" or (word and word.end() == len(text) and len(word[0]) < 6)
+            ):
+                raise Incomplete
+            raise Mismatch
+        if not cursor.last and (found.end() == len(text) or _CUT.fullmatch(text, at)):
+            raise Incomplete
+        cursor.at = found.end()
+        if word:
+            return _LITERALS[word[0]]
+        try:
+            value: object = json.loads(found[0])
+        except ValueError:  # more digits than Python converts
+            raise Mismatch from None
+        return value
+
+    def _read_text(self, cursor: Cursor, quote: str) -> str:
+        text, at = cursor.text, cursor.at + len(quote)
+        if len(quote) > 1:
+            cursor.at = at
+            return cursor.until(quote)
+        found: list[str] = []
+        while at < len(text):
+            character = text[at]
+            if character == quote:
+                cursor.at = at + 1
+                return "".join(found).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            if character == "\\":
+                escape = re.compile(
+                    r"u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.", re.DOTALL
+                ).match(text, at + 1)
+                if escape is None or (escape[0] in "uxU" and len(text) - at < 10):
+                    raise cursor.need()
+                code = escape[0]
+                if len(code) > 1:
+                    number = int(code[1:], 16)
+                    if number > 0x10FFFF:
+                        raise Mismatch
+                    found.append(chr(number))
+                else:
+                    found.append(_ESCAPES.get(code, code if code in "\"'\\/" else "\\" + code))
+                at += 1 + len(code)
+            else:
+                found.append(character)
+                at += 1
+        raise cursor.need()
+
+    def _read_many(self, cursor: Cursor, depth: int) -> object:
+        opening = cursor.text[cursor.at]
+        closing = "}" if opening == "{" else "]"
+        cursor.at += 1
+        items: list[object] = []
+        pairs: dict[str, object] = {}
+        cursor.space()
+        is_first = True
+        while not cursor.tries(closing):
+            if not is_first:
+                cursor.literal(",")
+                cursor.space()
+                if cursor.tries(closing):
+                    break
+            is_first = False
+            if opening == "[":
+                items.append(self.read(cursor, depth + 1))
+            else:
+                key = self._key(cursor)
+                cursor.space()
+                cursor.literal(":")
+                pairs[key] = self.read(cursor, depth + 1)
+            cursor.space()
+        return pairs if opening == "{" else items
+
+    def _key(self, cursor: Cursor) -> str:
+        cursor.space()
+        for quote in filter(None, (self.quote, '"', "'")):
+            if cursor.text.startswith(quote, cursor.at):
+                return self._read_text(cursor, quote)
+        if not self.bare_keys:
+            raise Mismatch
+        end = cursor.text.find(":", cursor.at)
+        if end < 0:
+            raise cursor.need()
+        key = cursor.text[cursor.at : end].strip()
+        cursor.at = end
+        return key
+
+    def read_tagged(self, text: str, schema: object = None) -> object:
+        """Return the value of a text of nested tags."""
+        if not self.tags:
+            raise Mismatch
+        a, b, c, d = self.tags
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        if a.strip() not in text or kind == "string":
+            return _scalar(text, kind)
+        pairs: list[tuple[str, object]] = []
+        cursor = Cursor(text)
+        cursor.space()
+        while cursor.at < len(text):
+            cursor.literal(a)
+            key = cursor.until(b)
+            inner = cursor.text.find(f"{c}{key}{d}", cursor.at)
+            inner = _closing(cursor.text, cursor.at, f"{a}{key}{b}", f"{c}{key}{d}")
+            of_item = _inner(schema, key, kind == "array" or key == "item")
+            pairs.append((key, self.read_tagged(cursor.text[cursor.at : inner], of_item)))
+            cursor.at = inner + len(f"{c}{key}{d}")
+            cursor.space()
+        if kind == "array" or (kind is None and pairs and all(key == "item" for key, _ in pairs)):
+            return [value for _, value in pairs]
+        return dict(pairs)
+
+
+def _closing(text: str, at: int, opening: str, closing: str) -> int:
+    """Return where what was opened before ``at`` is closed."""
+    depth = 1
+    while True:
+        end, inner = text.find(closing, at), text.find(opening, at)
+        if end < 0:
+            raise Mismatch
+        if 0 <= inner < end:
+            depth, at = depth + 1, inner + len(opening)
+            continue
+        depth -= 1
+        if depth == 0:
+            return end
+        at = end + len(closing)
+
+
+def _inner(schema: object, key: str, is_item: bool) -> object:
+    if not isinstance(schema, Mapping):
+        return None
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    return schema.get("items") if is_item else None
+
+
+def _scalar(text: str, kind: object) -> object:
+    """Return the value of a text without tags: a string where nothing says otherwise and JSON fails."""
+    if kind == "string":
+        return text
+    if kind in ("object", "array") and not text.strip():
+        return {} if kind == "object" else []
+    try:
+        value, end = json_end(text.strip(), 0, last=True)
+    except Mismatch:
+        return _LITERALS.get(text.strip(), text)
+    return text if end != len(text.strip()) else value
+
+
+# -- the arguments in tags -------------------------------------------------------------------------
+
+
+class Around(NamedTuple):
+    """What stands around an argument: before its name, between name and value, after the value."""
+
+    before: str
+    between: str
+    after: tuple[Part, ...]  # may name the argument again
+
+
+@dataclass(frozen=True)
+class ArgumentTags:
+    """Arguments each of which has its name and its value in tags, or in quotes.
+
+    Attributes:
+        text: what stands around a string; None = strings are written as other values are.
+        others: what stands around values of other kinds ("number", "bool", "null", "object", "list").
+        separator: between two arguments.
+        values: how values that are no plain text are written.
+        start, end: around all arguments, if there are any.
+        wrap: around strings that have several lines or signs of XML, as ``<![CDATA[`` and ``]]>``.
+    """
+
+    text: Around | None
+    others: Mapping[str, Around]
+    separator: str = ""
+    values: Values = field(default_factory=Values)
+    start: str = ""
+    end: str = ""
+    wrap: tuple[str, str] = ("", "")
+
+    def around(self, value: object) -> Around:
+        """Return what stands around a value."""
+        if isinstance(value, str) and self.text is not None:
+            return self.text
+        kind = _kind(value)
+        return self.others.get(kind) or self.others["number"]
+
+    def write(self, arguments: Mapping[str, object]) -> str:
+        """Return the text of a call's arguments."""
+        parts = []
+        for key, value in arguments.items():
+            around = self.around(value)
+            is_plain = isinstance(value, str) and self.text is not None
+            text = str(value) if is_plain else self.values.write(value)
+            if is_plain and self.wrap[0] and re.search("[\n<>&]", text):
+                text = self.wrap[0] + text + self.wrap[1]
+            after = "".join(key if part is Slot.NAME else str(part) for part in around.after)
+            parts.append(around.before + key + around.between + text + after)
+        return self.start + self.separator.join(parts) + self.end if parts else ""
+
+    @property
+    def is_quoted(self) -> bool:
+        """Whether values end by themselves, as in Python, and not at a tag."""
+        return not any("".join(map(str, around.after)).strip() for around in self.others.values())
+
+    def read(
+        self,
+        cursor: Cursor,
+        known: Known,
+        name: str,
+        rest: str,
+        found: dict[str, object] | None = None,
+    ) -> dict[str, object]:
+        """Return the arguments at a cursor, up to the literal ``rest``, which is not read.
+
+        Those that were read before an error are in ``found``.
+
+        Raises:
+            Mismatch, Incomplete: they are none, or more of the text is needed.
+        """
+        found = {} if found is None else found
+        if not self._ends(cursor, rest):
+            if self.start:
+                cursor.literal(self.start)
+            while True:
+                key, value = self._one(cursor, known, name, rest)
+                if key in found:
+                    raise Mismatch
+                found[key] = value
+                at = cursor.at
+                if self.end and cursor.tries(self.end) and self._ends(cursor, rest):
+                    break
+                cursor.at = at
+                if not self.end and self._ends(cursor, rest):
+                    break
+                if self.separator.strip():
+                    cursor.literal(self.separator)
+        return found
+
+    def _ends(self, cursor: Cursor, rest: str) -> bool:
+        """Return whether ``rest`` stands at the cursor; the end of a text that is whole ends it too."""
+        at = cursor.at
+        try:
+            if not rest.strip():
+                cursor.space()
+                return cursor.at == len(cursor.text)
+            return cursor.tries(rest.lstrip(), skip=True)
+        finally:
+            cursor.at = at
+
+    def _one(self, cursor: Cursor, known: Known, name: str, rest: str) -> tuple[str, object]:
+        """Return an argument's name and value."""
+        arounds = [*([self.text] if self.text else []), *self.others.values()]
+        start, failures = cursor.at, []
+        for around in sorted(set(arounds), key=lambda one: -len(one.between)):
+            cursor.at = start
+            try:
+                cursor.space()
+                cursor.literal(around.before)
+                key = self._key(cursor, around, known, name)
+                is_text = around is self.text or around == self.text
+                is_other = around in self.others.values()
+                return key, self._value(
+                    cursor, around, key, known, name, rest, is_text=is_text, is_other=is_other
+                )
+            except Mismatch as failure:
+                failures.append(failure)
+        raise Mismatch
+
+    def _key(self, cursor: Cursor, around: Around, known: Known, name: str) -> str:
+        between = around.between
+        properties = known.properties(name)
+        for key in sorted(properties or (), key=len, reverse=True):
+            at = cursor.at
+            try:
+                cursor.literal(key)
+                if cursor.tries(between.rstrip()):
+                    self._skip_tail(cursor, between)
+                    return key
+            except Mismatch:
+                pass
+            cursor.at = at
+        if not between.strip():
+            word = _WORD.match(cursor.text, cursor.at)
+            if word is None:
+                raise cursor.need()
+            cursor.at = word.end()
+            return word[0]
+        # The whole of `between`: it may hold quotes that tell a string.
+        core = between.split()[0]
+        end = cursor.text.find(core, cursor.at)
+        if end < 0:
+            raise cursor.need()
+        key = cursor.text[cursor.at : end]
+        if not key.strip() or "\n" in key.strip() or len(key) > 256:
+            raise Mismatch
+        if not around.before.strip() and not _BARE_KEY.fullmatch(key.strip()):
+            raise Mismatch  # nothing tells where it begins
+        cursor.at = end
+        cursor.literal(between.rstrip() if between.strip() else between)
+        self._skip_tail(cursor, between)
+        return key.strip()
+
+    @staticmethod
+    def _skip_tail(cursor: Cursor, literal: str) -> None:
+        """Read the white space at a literal's end where it stands; a value's own is not touched."""
+        tail = literal[len(literal.rstrip()) :]
+        if tail and cursor.text.startswith(tail, cursor.at):
+            cursor.at += len(tail)
+        elif tail and not cursor.last and tail.startswith(cursor.text[cursor.at :]):
+            raise Incomplete
+
+    def _value(
+        self,
+        cursor: Cursor,
+        around: Around,
+        key: str,
+        known: Known,
+        name: str,
+        rest: str,
+        *,
+        is_text: bool,
+        is_other: bool,
+    ) -> object:
+        after = "".join(key if part is Slot.NAME else str(part) for part in around.after)
+        if not after.strip():
+            return self.values.read(cursor)
+        opening, closing = self.wrap
+        if opening and is_text and cursor.tries(opening):
+            return self._raw(cursor, closing + after, rest)
+        text = self._raw(cursor, after, rest)
+        schema = (known.properties(name) or {}).get(key)
+        if is_text and (not is_other or known.is_text(name, key)):
+            return text
+        if self.values.tags and self.values.tags[0].strip() in text:
+            return self.values.read_tagged(text, schema)
+        inner = Cursor(text.strip())
+        try:
+            value = self.values.read(inner)
+            inner.space()
+            is_whole = inner.at == len(inner.text)
+        except Mismatch:
+            is_whole = False
+        if not is_whole:
+            if not is_text:
+                raise Mismatch
+            return text
+        if is_text and isinstance(value, str):
+            return text  # its quotes are its own: strings are written without
+        return value
+
+    def _raw(self, cursor: Cursor, after: str, rest: str) -> str:
+        """Return the text before ``after``, and read that: before another argument, or the end.
+
+        A value may hold the text of ``after`` itself, so the next argument or the end has to follow.
+        """
+        start, core = cursor.at, after.strip()
+        lead = after[: len(after) - len(after.lstrip())]
+        befores = {
+            one.before for one in [*([self.text] if self.text else []), *self.others.values()]
+        }
+        at, first = start, None
+        while (end := cursor.text.find(core, at)) >= 0:
+            cursor.at = end + len(core)
+            if self._goes_on(cursor, rest, befores):
+                first = end
+                break
+            at = end + 1
+        if first is None:
+            raise cursor.need()
+        cursor.at = first + len(core)
+        found = cursor.text[start:first]
+        return found[: -len(lead)] if lead and found.endswith(lead) else found
+
+    def _goes_on(self, cursor: Cursor, rest: str, befores: set[str]) -> bool:
+        at = cursor.at
+        try:
+            if self.end and cursor.tries(self.end) and self._ends(cursor, rest):
+                return True
+            cursor.at = at
+            if not self.end and self._ends(cursor, rest):
+                return True
+            cursor.space()
+            if self.separator.strip() and not cursor.tries(self.separator):
+                return False
+            cursor.space()
+            for before in befores:
+                if before.strip():
+                    if cursor.tries(before.strip()):
+                        return True
+                elif _WORD.match(cursor.text, cursor.at):
+                    return True
+            return False
+        finally:
+            cursor.at = at
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, str):
+        return "string"
+    if value is None:
+        return "null"
+    return (
+        "object"
+        if isinstance(value, Mapping)
+        else ("list" if isinstance(value, (list, tuple)) else "number")
+    )
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a template writes calls.
+
+    Attributes:
+        kind: "json" = an object that holds name and arguments; "tag" = a tag with the name, and JSON;
+            "tags" = names and values in tags, or in quotes.
+        unit: one call: literals and slots. Of JSON, the object is the parts from ``object_at`` to
+            ``object_end``.
+        section_start, section_end: around all calls of a turn.
+        separator: between two calls.
+        several: whether a turn may hold several calls; None = it is not known.
+        name_path, arguments_path, id_path: keys in the object; () = the name is the key itself.
+        tags: how arguments are written, if not as JSON.
+        values: how JSON arguments are spaced.
+        arguments_as_text: the arguments are a string that holds JSON.
+        name_in_id: the text of the id holds the name, between these two.
+        index_from: the first number of a call.
+    """
+
+    kind: str
+    unit: tuple[Part, ...]
+    object_at: int = 0
+    object_end: int = 0
+    section_start: str = ""
+    section_end: str = ""
+    separator: str = ""
+    several: bool | None = None
+    name_path: tuple[str, ...] = ("name",)
+    arguments_path: tuple[str, ...] = ("arguments",)
+    id_path: tuple[str, ...] | None = None
+    tags: ArgumentTags | None = None
+    values: Values = field(default_factory=Values)
+    arguments_as_text: bool = False
+    name_in_id: tuple[str, str] | None = None
+    index_from: int = 0
+
+    @property
+    def call_start(self) -> str:
+        """The literal that a call begins with."""
+        end = (
+            self.object_at
+            if self.kind == "json"
+            else next((i for i, part in enumerate(self.unit) if isinstance(part, Slot)), 0)
+        )
+        return "".join(str(part) for part in self.unit[:end])
+
+    @property
+    def call_end(self) -> str:
+        """The literal that a call ends with."""
+        if self.kind == "json":
+            return "".join(str(part) for part in self.unit[self.object_end :])
+        return self.unit[-1] if isinstance(self.unit[-1], str) else ""
+
+    @property
+    def opening(self) -> str:
+        """What the first call of a turn begins with, up to its first slot or object."""
+        return self.section_start + self.call_start
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Return the text of calls; "" if there are none."""
+        if not calls:
+            return ""
+        texts = [self._write_one(call, i + self.index_from) for i, call in enumerate(calls)]
+        return self.section_start + self.separator.join(texts) + self.section_end
+
+    def _write_one(self, call: ToolCall, index: int) -> str:
+        is_json = self.kind == "json"
+        return "".join(
+            part
+            if isinstance(part, str)
+            else self._slot(
+                part, call, index, is_json=is_json and self.object_at <= i < self.object_end
+            )
+            for i, part in enumerate(self.unit)
+        )
+
+    def _slot(self, slot: Slot, call: ToolCall, index: int, *, is_json: bool) -> str:
+        if slot is Slot.INDEX:
+            return str(index)
+        if slot is Slot.ARGUMENTS:
+            if self.tags is not None:
+                return self.tags.write(
+                    call.arguments if isinstance(call.arguments, Mapping) else {}
+                )
+            text = self.values.write(call.arguments)
+            return json.dumps(text, ensure_ascii=False) if self.arguments_as_text else text
+        if slot is Slot.ID and self.name_in_id:
+            before, after = self.name_in_id
+            text = f"{before}{call.name}{after}{index}"
+        else:
+            text = call.name if slot is Slot.NAME else call.id
+        return json.dumps(text, ensure_ascii=False)[1:-1] if is_json else text
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def read_opening(self, cursor: Cursor) -> None:
+        """Read what stands before the first call."""
+        cursor.literal(self.section_start)
+
+    def read_call(self, cursor: Cursor, known: Known) -> list[ToolCall]:
+        """Return the calls at a cursor: one, or those of a JSON list.
+
+        Raises:
+            Mismatch, Incomplete: there is none, or more of the text is needed.
+        """
+        if self.kind != "json":
+            return [self._read_parts(cursor, known)]
+        if self.call_start:
+            cursor.space()
+            cursor.literal(self.call_start)
+        value = cursor.json()
+        calls = [
+            self.of_object(one, known) for one in (value if isinstance(value, list) else [value])
+        ]
+        if not calls:
+            raise Mismatch
+        self._tolerant(cursor, self.call_end)
+        return calls
+
+    def head(self, cursor: Cursor, known: Known) -> tuple[str, str, int]:
+        """Return name and id of a call at a cursor, and where its arguments begin.
+
+        Raises:
+            Mismatch, Incomplete: there is none in the order in which it is written, or more is needed.
+        """
+        name = call_id = ""
+        for i, part in enumerate(self.unit):
+            after = self._literal_after(i)
+            if isinstance(part, str):
+                if i == 0:
+                    cursor.space()
+                cursor.literal(part.lstrip() if i == 0 else part)
+            elif part is Slot.ARGUMENTS:
+                if self.tags is None:
+                    cursor.space()
+                return name, call_id, cursor.at
+            elif part is Slot.NAME:
+                name = self._read_name(cursor, known, after)
+            else:
+                text = _until(cursor, after)
+                call_id = text.strip() if part is Slot.ID else call_id
+                name = self._name_of_id(text, known) if self.name_in_id and not name else name
+        raise Mismatch
+
+    def read_arguments(
+        self, cursor: Cursor, known: Known, name: str, found: dict[str, object]
+    ) -> None:
+        """Read arguments in tags into ``found``.
+
+        Raises:
+            Mismatch, Incomplete: see ``read_call``.
+        """
+        if self.tags is None:
+            raise Mismatch
+        at = self.unit.index(Slot.ARGUMENTS)
+        self.tags.read(cursor, known, name, self._literal_after(at), found)
+
+    def _literal_after(self, i: int) -> str:
+        following = self.unit[i + 1] if i + 1 < len(self.unit) else ""
+        return following if isinstance(following, str) else ""
+
+    def _tolerant(self, cursor: Cursor, literal: str) -> None:
+        """Read what closes a call that is whole; at the end of the text it may be missing."""
+        at = cursor.at
+        try:
+            cursor.space()
+            cursor.literal(literal.lstrip())
+        except Mismatch:
+            cursor.at = at
+            rest = cursor.text[at:].strip()
+            if not literal.strip().startswith(rest):
+                raise
+            cursor.at = len(cursor.text)
+
+    def of_object(self, value: object, known: Known) -> ToolCall:
+        """Return the call that a JSON object means.
+
+        Raises:
+            Mismatch: it means none.
+        """
+        if not isinstance(value, Mapping):
+            raise Mismatch
+        if not self.name_path:
+            if len(value) != 1:
+                raise Mismatch
+            name, arguments = next(iter(value.items()))
+            call_id: object = ""
+        else:
+            name = _at(value, self.name_path)
+            arguments = _at(value, self.arguments_path, _missing)
+            if arguments is _missing:
+                other = {"arguments": "parameters", "parameters": "arguments"}
+                last = self.arguments_path[-1]
+                path = (*self.arguments_path[:-1], other.get(last, last))
+                arguments = _at(value, path, _missing)
+            call_id = _at(value, self.id_path, "") if self.id_path else ""
+        if not isinstance(name, str) or not known.takes(name):
+            raise Mismatch
+        return ToolCall(name, arguments_of(arguments, known, name), str(call_id or ""))
+
+    def _read_parts(self, cursor: Cursor, known: Known) -> ToolCall:
+        name = call_id = ""
+        arguments: object = {}
+        for i, part in enumerate(self.unit):
+            after = self._literal_after(i)
+            if isinstance(part, str):
+                if i == len(self.unit) - 1:
+                    self._tolerant(cursor, part)
+                elif i == 0:
+                    cursor.space()
+                    cursor.literal(part.lstrip())
+                else:
+                    cursor.literal(part)
+            elif part is Slot.NAME and not name:
+                name = self._read_name(cursor, known, after)
+            elif part is Slot.NAME:
+                cursor.literal(name)
+            elif part is Slot.INDEX or part is Slot.ID:
+                call_id = _until(cursor, after)
+                if part is Slot.INDEX:
+                    if not call_id.strip().isdigit():
+                        raise Mismatch
+                    call_id = ""
+                elif self.name_in_id and not name:
+                    name = self._name_of_id(call_id, known)
+            elif self.tags is not None:
+                arguments = self.tags.read(cursor, known, name, after)
+            else:
+                arguments = arguments_of(cursor.json(), known, name)
+        if not known.takes(name):
+            raise Mismatch
+        return ToolCall(name, arguments, call_id.strip())
+
+    def _name_of_id(self, text: str, known: Known) -> str:
+        before, after = self.name_in_id or ("", "")
+        name = text.strip().removeprefix(before)
+        found = re.fullmatch(rf"(.*?)(?:{re.escape(after)}\d+)?", name, re.DOTALL)
+        name = found[1] if found else name
+        if not known.takes(name):
+            raise Mismatch
+        return name
+
+    def _read_name(self, cursor: Cursor, known: Known, after: str) -> str:
+        """Return the name of a function; what stands after it is not read."""
+        names: Collection[str] = known.schemas if known.schemas is not None else ()
+        fits, is_cut = [], False
+        for name in names:
+            held = cursor.text[cursor.at : cursor.at + len(name)]
+            if held == name:
+                fits.append(name)
+            is_cut = is_cut or (name.startswith(held) and len(held) < len(name))
+        if is_cut and not cursor.last and cursor.at + max(map(len, names)) > len(cursor.text):
+            raise Incomplete
+        start = cursor.at
+        for name in sorted(fits, key=len, reverse=True):
+            cursor.at = start + len(name)
+            probe = Cursor(cursor.text, cursor.at, last=cursor.last)
+            if not after or probe.tries(after) or probe.tries(after.lstrip(), skip=True):
+                return name
+        if known.schemas is not None:
+            raise Mismatch
+        core = after.split()[0] if after.strip() else ""
+        if core:
+            end = cursor.text.find(core, start)
+            if end < 0:
+                raise cursor.need()
+            name = cursor.text[start:end].strip()
+        else:
+            found = _NAME.match(cursor.text, start)
+            if found is None or (found.end() == len(cursor.text) and not cursor.last):
+                raise cursor.need()
+            name, end = found[0], found.end()
+        if not name or len(name) > 256 or "\n" in name:
+            raise Mismatch
+        cursor.at = end if not name or core else start + len(name)
+        cursor.at = start + len(cursor.text[start:end].rstrip())
+        return name
+
+
+_missing = object()
+
+
+def _at(value: object, path: Sequence[str], default: object = None) -> object:
+    for key in path:
+        if not isinstance(value, Mapping) or key not in value:
+            return default
+        value = value[key]
+    return value
+
+
+def _until(cursor: Cursor, literal: str) -> str:
+    core = literal.split()[0] if literal.strip() else ""
+    if not core:
+        found = _NAME.match(cursor.text, cursor.at)
+        if found is None or (found.end() == len(cursor.text) and not cursor.last):
+            raise cursor.need()
+        cursor.at = found.end()
+        return found[0]
+    end = cursor.text.find(core, cursor.at)
+    if end < 0:
+        raise cursor.need()
+    found_text = cursor.text[cursor.at : end]
+    if len(found_text) > 256:
+        raise Mismatch
+    cursor.at = end
+    return found_text.rstrip() if literal[:1].isspace() else found_text
+
+
+def arguments_of(value: object, known: Known, name: str) -> object:
+    """Return a call's arguments: those in a string too; nothing is no arguments.
+
+    Raises:
+        Mismatch: they are missing, and the function has some.
+    """
+    if isinstance(value, str) and value.strip():
+        try:
+            value, _end = json_end(value.strip(), 0, last=True)
+        except Mismatch:
+            raise
+    if value is _missing or value is None or value == "":
+        schema = (known.schemas or {}).get(name)
+        if isinstance(schema, Mapping) and schema.get("required"):
+            raise Mismatch
+        if value is _missing and known.schemas is None:
+            raise Mismatch
+        return {}
+    if not isinstance(value, Mapping):
+        raise Mismatch
+    return value

@@ -1,0 +1,153 @@
+"""Python functions as tools: annotations and docstring become OpenAI's description."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Annotated, Literal, Union, cast, get_args, get_origin
+
+from ..errors import ConfigError
+
+__all__ = ["function_tool"]
+
+_Field = tuple[object, object]  # annotation, default
+_Schema = dict[str, object]
+_PLAIN: dict[object, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+}
+_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.M)
+
+
+def function_tool(function: Callable[..., object]) -> dict[str, object]:
+    """Return OpenAI's tool object of a function.
+
+    The parameters' annotations become the JSON schema: by pydantic where it is installed, else plain
+    types, lists, dictionaries, ``Literal``, enums and unions of them. The docstring up to ``Args:`` is
+    the description; the lines of ``Args:`` describe the parameters.
+
+    Raises:
+        ConfigError: a parameter has no annotation, or one that has no JSON schema; or it is ``*args``,
+            ``**kwargs`` or positional-only.
+    """
+    name = getattr(function, "__name__", "")
+    if not name or name == "<lambda>":
+        raise ConfigError("a tool must be a function with a name", hint="def, not lambda")
+    try:
+        signature = inspect.signature(function)
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(f"the parameters of {name} cannot be read: {error}") from None
+    about, described = _docs(inspect.getdoc(function) or "")
+    fields: dict[str, _Field] = {}
+    for key, parameter in signature.parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"{name}: {parameter} cannot be given by name", hint="name parameters"
+            )
+        if key not in hints:
+            raise ConfigError(f"{name}: the parameter {key} has no annotation")
+        fields[key] = (hints[key], parameter.default)
+    schema = _by_pydantic(name, fields)
+    if schema is None:
+        schema = _by_hand(name, fields)
+    properties = schema.get("properties")
+    for key, text in described.items():
+        if isinstance(properties, dict) and isinstance(properties.get(key), dict):
+            properties[key].setdefault("description", text)
+    tool: dict[str, object] = {"name": name, "description": about, "parameters": schema}
+    return {"type": "function", "function": tool}
+
+
+def _docs(text: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring's description, and those of its parameters."""
+    match = _SECTION.search(text)
+    about = " ".join(text[: match.start() if match else None].split())
+    described: dict[str, str] = {}
+    if match and match[1] in ("Args", "Arguments", "Parameters"):
+        body = text[match.end() :]
+        following = _SECTION.search(body)
+        last, first = "", 0
+        for line in body[: following.start() if following else None].splitlines():
+            head = re.match(r"\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line)
+            indent = len(line) - len(line.lstrip())
+            if head and (not last or indent <= first):
+                last, first = head[1], indent
+                described[last] = head[2].strip()
+            elif last and line.strip():
+                described[last] = f"{described[last]} {line.strip()}".strip()
+    return about, described
+
+
+def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
+    """Return the schema of parameters; None without pydantic."""
+    try:
+        from pydantic import create_model
+        from pydantic.errors import PydanticUserError
+    except ImportError:
+        return None
+    given = {
+        key: (hint, ... if default is inspect.Parameter.empty else default)
+        for key, (hint, default) in fields.items()
+    }
+    try:
+        model = create_model(name, **cast(dict[str, "tuple[type, object]"], given))  # type: ignore[call-overload]
+        schema = cast(_Schema, model.model_json_schema())
+    except (PydanticUserError, TypeError, NameError, ValueError) as error:
+        raise ConfigError(f"{name}: no JSON schema: {str(error).splitlines()[0]}") from None
+    properties = schema.get("properties")
+    for one in [schema, *(properties.values() if isinstance(properties, dict) else ())]:
+        one.pop("title", None)
+    return schema
+
+
+def _by_hand(name: str, fields: Mapping[str, _Field]) -> _Schema:
+    properties: dict[str, _Schema] = {}
+    required = []
+    for key, (hint, default) in fields.items():
+        try:
+            properties[key] = _schema(hint)
+        except TypeError:
+            raise ConfigError(
+                f"{name}: the annotation of {key} has no JSON schema", hint="pip install pydantic"
+            ) from None
+        if default is inspect.Parameter.empty:
+            required.append(key)
+        elif default is None or type(default) in _PLAIN:
+            properties[key]["default"] = default
+    return {
+        "type": "object",
+        "properties": properties,
+        **({"required": required} if required else {}),
+    }
+
+
+def _schema(hint: object) -> _Schema:
+    origin, inner = get_origin(hint), get_args(hint)
+    if isinstance(hint, type) and hint in _PLAIN:
+        return {"type": _PLAIN[hint]}
+    if hint is typing.Any or hint is object:
+        return {}
+    if origin is Annotated:
+        texts = [one for one in inner[1:] if isinstance(one, str)]
+        return {**_schema(inner[0]), **({"description": texts[0]} if texts else {})}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema(one) for one in inner]}
+    if origin in (list, tuple, set, frozenset) or hint in (list, tuple, set):
+        item = inner[0] if inner else typing.Any
+        return {"type": "array", "items": _schema(item)}
+    if origin in (dict, Mapping) or hint in (dict, Mapping):
+        values = _schema(inner[1]) if len(inner) == 2 else {}
+        return {"type": "object", "additionalProperties": values or True}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return {"enum": [one.value for one in hint]}
+    raise TypeError

@@ -1,0 +1,139 @@
+"""Earlier messages as a template takes them: roles, calls of functions and their results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from ..arguments import placed, shown
+from ..errors import ConfigError
+from .call_form import ToolCall
+from .turn_format import TurnFormat, call_id
+
+__all__ = ["written_history"]
+
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+def written_history(
+    messages: Sequence[dict[str, object]], turns: TurnFormat
+) -> list[dict[str, object]]:
+    """Return messages as the template takes them: roles, calls and results of tools in its form.
+
+    OpenAI's arguments, which are JSON texts, become objects; calls and results that the template does
+    not write become text. Messages without such are returned as they are.
+
+    Raises:
+        ConfigError: a call has no name, or arguments that are no JSON object.
+    """
+    roles, parts = turns.parts.roles, turns.parts
+    found: list[dict[str, object]] = []
+    ids: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        role, calls = message["role"], message.get("tool_calls")
+        changed = dict(message)
+        if role == "developer" and role not in roles:
+            changed["role"] = "system"
+        elif role == "assistant" and calls:
+            with placed(f"messages[{index}]"):
+                changed = _with_calls(changed, calls, turns, ids, names)
+        elif role in ("tool", "function"):
+            given = str(message.get("tool_call_id") or "")
+            if "tool" in roles:
+                changed["tool_call_id"] = ids.get(given, given)
+                changed.setdefault("name", names.get(given, ""))
+            else:
+                name = message.get("name") or names.get(given) or "the function"
+                changed = {"role": "user", "content": f"Result of {name}:\n{message['content']}"}
+                if (
+                    found
+                    and found[-1].get("role") == "user"
+                    and "role" in messages[index - 1]
+                    and (messages[index - 1]["role"] in ("tool", "function"))
+                ):
+                    before = found.pop()
+                    changed["content"] = f"{before['content']}\n\n{changed['content']}"
+        elif (
+            role == "user"
+            and index
+            and messages[index - 1]["role"] in ("tool", "function")
+            and "tool" not in roles
+        ):
+            before = found.pop()  # templates refuse two messages of the user in a row
+            changed["content"] = f"{before['content']}\n\n{message['content']}"
+        if role == "assistant" and parts.thought_end and "reasoning_content" not in changed:
+            changed = _with_thought(changed, turns)
+        found.append(changed)
+    return found
+
+
+def _with_thought(message: dict[str, object], turns: TurnFormat) -> dict[str, object]:
+    """Return an answer whose thought is no part of its content."""
+    start, end = turns.thought_start or "", turns.thought_end or ""
+    content = message.get("content")
+    if not isinstance(content, str) or not start or not content.lstrip().startswith(start):
+        return message
+    if not turns.parts.takes_thoughts:
+        return message
+    thought, tag, rest = content.lstrip()[len(start) :].partition(end)
+    if not tag:
+        return message
+    return {**message, "reasoning_content": thought.strip(), "content": rest.lstrip()}
+
+
+def _with_calls(
+    message: dict[str, object],
+    calls: object,
+    turns: TurnFormat,
+    ids: dict[str, str],
+    names: dict[str, str],
+) -> dict[str, object]:
+    """Return an answer with its calls as the template takes them."""
+    if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
+        raise ConfigError(f"tool_calls must be a list, not {shown(calls)}")
+    parts, made = turns.parts, []
+    for index, given in enumerate(calls):
+        with placed(f"tool_calls[{index}]"):
+            call = _call_of(given)
+        own = call.id or call_id(str(len(ids)), index, call.name)
+        if parts.calls is not None and parts.calls.name_in_id:
+            before, after = parts.calls.name_in_id
+            own = own if call.name in own else f"{before}{call.name}{after}{index}"
+        elif parts.short_ids and not _SHORT_ID.fullmatch(own):
+            own = call_id(own, index, call.name)
+        ids[call.id], names[call.id] = own, call.name
+        made.append(call._replace(id=own))
+    if parts.calls is None:
+        plain = {key: value for key, value in message.items() if key != "tool_calls"}
+        texts = [str(plain.get("content") or ""), turns.write(made)]
+        return {**plain, "content": "\n".join(filter(None, texts))}
+    written = []
+    for call in made:
+        arguments: object = call.arguments
+        if parts.arguments_as_text:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        written.append({"id": call.id, "type": "function", "function": function})
+    content = message.get("content")
+    return {**message, "content": "" if content is None else content, "tool_calls": written}
+
+
+def _call_of(given: object) -> ToolCall:
+    """Return a call of a message, its arguments as an object."""
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(function, Mapping) or not name:
+        raise ConfigError(f"a call must have a function with a name, not {shown(given)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"the arguments of {name} are not JSON: {error}") from None
+    if arguments is None or arguments == "":
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"the arguments of {name} must be a JSON object, not {shown(arguments)}")
+    return ToolCall(str(name), dict(arguments), str(given.get("id") or ""))

@@ -1,0 +1,952 @@
+"""Finds the form of a template's turns by rendering answers that differ in one thing and comparing.
+
+No template is known by name. An answer is rendered with and without a thought, with one call, two calls,
+other arguments; what stands around the texts that were put in is the form. All renderings are made in one
+exchange with the process that runs templates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from ..errors import UnsupportedError
+from .call_form import ArgumentTags, Around, CallForm, Mismatch, Part, Slot, Values, json_end
+from .templates import ChatTemplate
+
+__all__ = ["TurnParts", "find_parts"]
+
+_USER, _CONTENT, _THOUGHT = "Quz zuserz", "Canz zanswerz", "Thoz zmusingz"
+_NAME, _OTHER = "zqfind", "zqseek"
+_KEY, _KEY2, _VALUE, _VALUE2 = "kxone", "kxtwo", "Vztext", "Wzmore"
+_IDS = ("zqid00001", "zqid00002")
+_RAW = "Vz'a\"b\\c"
+_LINES = "Vzl\n<&m"
+_NESTED = {"kxb": [17, "Vzs", True, {"kxd": 2.5}], "kxe": "Vzt"}
+_OTHERS: dict[str, object] = {
+    "number": 4711, "bool": True, "null": None, "object": _NESTED, "list": [7, "Vzs"],
+}  # fmt: skip
+_PAIRS = {"start", "begin", "open", "end", "close", "stop"}
+_TAG_ENDS, _TAG_STARTS = ">]", "<["
+_JOINT = re.compile(r"(?<=[>\]])\s*(?=[<\[])")
+
+
+@dataclass(frozen=True)
+class TurnParts:
+    """What was found about a template's turns.
+
+    Attributes:
+        thought_start, thought_end: the tags of a thought, without white space around them; None = it
+            does not think.
+        starts_in_thought: the generation prompt ends inside a thought.
+        thinking: the variables that switch thoughts on or off, such as ``enable_thinking``.
+        thought_off: what the generation prompt writes at its end where thoughts are switched off.
+        thought_open, thought_close: the texts around a thought with their white space.
+        content_start, content_end: around the content of an answer.
+        turn_end: after an answer.
+        header: what a turn begins with, before thought, content or calls.
+        prompt_end: what a prompt ends with, where that is not the header.
+        lead: the end of the header that is also the beginning of a call.
+        calls: the form of calls; None = the template writes none that can be read.
+        takes_tools: the template writes tools into the prompt.
+        arguments_as_text: it wants the arguments of earlier calls as OpenAI's JSON string.
+        takes_thoughts: it writes the thoughts of earlier answers, or leaves them out; so they are given
+            apart from the content.
+        short_ids: it refuses ids of calls that have not nine letters and digits.
+        roles: which roles it writes: of "system", "developer", "tool".
+        reason: why thoughts or calls were not found; "" = nothing to say.
+    """
+
+    thought_start: str | None = None
+    thought_end: str | None = None
+    starts_in_thought: bool = False
+    thinking: tuple[str, ...] = ()
+    thought_off: str | None = None
+    thought_open: str = ""
+    thought_close: str = ""
+    content_start: str = ""
+    content_end: str = ""
+    turn_end: str = ""
+    header: str = ""
+    prompt_end: str = ""
+    lead: str = ""
+    calls: CallForm | None = None
+    takes_tools: bool = False
+    arguments_as_text: bool = False
+    takes_thoughts: bool = False
+    short_ids: bool = False
+    roles: frozenset[str] = frozenset()
+    reason: str = ""
+
+
+def _call(name: str, arguments: object, call_id: str) -> dict[str, object]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _tool(name: str) -> dict[str, object]:
+    any_of: dict[str, object] = {"type": "string", "description": "a value"}
+    properties = dict.fromkeys((_KEY, _KEY2), any_of)
+    return {
+        "type": "function",
+        "function": {
+            "name": name, "description": "does something",
+            "parameters": {"type": "object", "properties": properties, "required": [_KEY]},
+        },
+    }  # fmt: skip
+
+
+_TOOLS = [_tool(_NAME), _tool(_OTHER)]
+_ASKED: list[dict[str, object]] = [{"role": "user", "content": _USER}]
+_FINE = {"role": "assistant", "content": "Fine"}
+_BLOCKS: tuple[object, ...] = (  # other ways in which a message holds its thought
+    {"blocks": [{"type": "thoughts", "text": _THOUGHT}, {"type": "response", "text": _CONTENT}]},
+    [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _CONTENT}],
+    [
+        {"type": "thinking", "thinking": [{"type": "text", "text": _THOUGHT}]},
+        {"type": "text", "text": _CONTENT},
+    ],
+)
+_SINGLE: dict[str, dict[str, object]] = {
+    "none": {}, "one": {_KEY: _VALUE}, "two": {_KEY: _VALUE, _KEY2: _VALUE2}, "raw": {_KEY: _RAW},
+    "lines": {_KEY: _LINES},
+    **{kind: {_KEY: value} for kind, value in _OTHERS.items()},
+}  # fmt: skip
+
+
+def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
+    """Return the messages of answers with calls, by what they are for."""
+
+    def called(
+        *calls: tuple[str, object], content: object = "", **more: object
+    ) -> list[dict[str, object]]:
+        written = [
+            _call(name, json.dumps(a, ensure_ascii=False) if as_text else a, call_id)
+            for (name, a), call_id in zip(calls, _IDS, strict=False)
+        ]
+        return [*_ASKED, {"role": "assistant", "content": content, "tool_calls": written, **more}]
+
+    thoughts = {
+        "reasoning_content": _THOUGHT,
+        "thinking": _THOUGHT,
+        "reasoning": _THOUGHT,
+        "thought": _THOUGHT,
+    }
+    found = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
+    found["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
+    found["said"] = called((_NAME, _SINGLE["one"]), content=_CONTENT)
+    found["thought"] = called((_NAME, _SINGLE["one"]), **thoughts)
+    found["no content"] = called((_NAME, _SINGLE["one"]), content=None)
+    return found
+
+
+class _Renderings:
+    """The renderings of a template, by what they show."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self.texts: dict[str, str] = {}
+        self.faults: dict[str, str] = {}
+        self.names: list[str] = []
+
+    def add(self, asked: Mapping[str, Mapping[str, object]]) -> None:
+        """Render what is asked for."""
+        names, replies = self._template.render_many(list(asked.values()))
+        self.names = names
+        for key, reply in zip(asked, replies, strict=True):
+            if "text" in reply:
+                self.texts[key] = reply["text"]
+            else:
+                self.faults[key] = next(iter(reply.values()), "it failed")
+
+    def tail(self, key: str) -> str | None:
+        """Return what a rendering has after the user's message."""
+        text = self.texts.get(key)
+        if text is None or _USER not in text:
+            return None
+        return text[text.rindex(_USER) + len(_USER) :]
+
+
+def find_parts(template: ChatTemplate) -> TurnParts:
+    """Return what can be found about the turns of a template.
+
+    Raises:
+        UnsupportedError: the template is no valid Jinja, or took too much time or memory.
+    """
+    seen = _Renderings(template)
+    tools = {"tools": _TOOLS, "functions": json.dumps([t["function"] for t in _TOOLS])}
+    answer = {"role": "assistant", "content": _CONTENT}
+    thoughts = {
+        "reasoning_content": _THOUGHT,
+        "thinking": _THOUGHT,
+        "reasoning": _THOUGHT,
+        "thought": _THOUGHT,
+    }
+    prompt = {"messages": _ASKED, "add_generation_prompt": True}
+    asked: dict[str, Mapping[str, object]] = {
+        "prompt": prompt,
+        "tools prompt": {**prompt, **tools},
+        "answer": {"messages": [*_ASKED, answer]},
+        "thoughtful": {"messages": [*_ASKED, {**answer, **thoughts}]},
+        "system": {**prompt, "messages": [{"role": "system", "content": "Syz zrole"}, *_ASKED]},
+        "developer": {
+            **prompt,
+            "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED],
+        },
+    }
+    asked |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
+    seen.add(asked)
+    for _ in range(4):  # it may need variables that others do not have
+        lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
+        if seen.texts or lacks is None:
+            break
+        value = tools["functions"] if re.search("function|tool", lacks[1]) else ""
+        template = template.with_variables({lacks[1]: str(value)})
+        seen = _Renderings(template)
+        seen.add(asked)
+    if not seen.texts:
+        raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
+    one = seen.texts.get("one False", "")
+    if "{'" in one or not (_NAME in one or _IDS[0] in one):  # it may want OpenAI's strings
+        seen.add({f"{kind} True": {"messages": m, **tools} for kind, m in _answers(True).items()})
+    switches = tuple(n for n in seen.names if re.search(r"think|reason", n) and "effort" not in n)
+    more: dict[str, Mapping[str, object]] = {
+        f"{name} {state}": {**prompt, name: state} for name in switches for state in (True, False)
+    }
+    for state in (True, False) if switches else ():
+        values = dict.fromkeys(switches, state)
+        more[f"prompt {state}"] = {**prompt, **values}
+        more[f"thoughtful {state}"] = {"messages": [*_ASKED, {**answer, **thoughts}], **values}
+        for as_text in (False, True) if "one True" in seen.texts else (False,):
+            more[f"thought {as_text} {state}"] = {
+                "messages": _answers(as_text)["thought"], **tools, **values,
+            }  # fmt: skip
+    for i, blocks in enumerate(_BLOCKS):
+        more[f"blocks {i}"] = {"messages": [*_ASKED, {"role": "assistant", "content": blocks}]}
+    for i, literal in enumerate(_closers(template)):
+        content = f"{_THOUGHT}{literal}{_CONTENT}"
+        earlier = {**answer, "content": content}
+        more[f"split {i}"] = {"messages": [*_ASKED, earlier, *_ASKED, _FINE, *_ASKED]}
+        more[f"last split {i}"] = {"messages": [*_ASKED, {**answer, "content": content}]}
+    result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
+    for as_text in (False, True):
+        more[f"result {as_text}"] = {
+            **prompt, **tools, "messages": [*_answers(as_text)["one"], result],
+        }  # fmt: skip
+    for as_text in (False, True):
+        long = json.loads(
+            json.dumps(_answers(as_text)["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24")
+        )
+        more[f"long {as_text}"] = {"messages": long, **tools}
+    seen.add(more)
+    return _Finder(seen, template, switches).found()
+
+
+def _closers(template: ChatTemplate) -> list[str]:
+    """Return the texts in a template that may close a thought inside the content."""
+    fits = {s.strip() for s in template.strings if 2 < len(s.strip()) < 40 and "/" in s}
+    return sorted(s for s in fits if s[0] in _TAG_STARTS and s[-1] in _TAG_ENDS)[:24]
+
+
+class _Finder:
+    def __init__(
+        self, seen: _Renderings, template: ChatTemplate, switches: tuple[str, ...]
+    ) -> None:
+        self._seen, self._template, self._switches = seen, template, switches
+        self._reasons: list[str] = []
+        self._prompt_end = ""  # where a prompt does not end with the header
+
+    def found(self) -> TurnParts:
+        seen = self._seen
+        if seen.tail("prompt") is None:
+            why = seen.faults.get("prompt") or "it does not write the user's message"
+            self._reasons.append(f"the template does not render a question: {why}")
+        as_text = self._as_text()
+        self._header = self._find_header(as_text)
+        parts = self._with_ends(TurnParts(header=self._header))
+        parts = self._with_thoughts(parts, as_text)
+        parts = self._with_content(parts)
+        parts = self._with_calls(parts, as_text)
+        roles = {
+            role
+            for role, needle in (("system", "Syz zrole"), ("developer", "Dez zrole"))
+            if needle in seen.texts.get(role, "")
+        }
+        if any("Rez zresult" in seen.texts.get(f"result {one}", "") for one in (False, True)):
+            roles.add("tool")
+        with_tools = seen.texts.get("tools prompt", "")
+        return replace(
+            parts,
+            takes_tools=_NAME in with_tools,
+            arguments_as_text=as_text,
+            takes_thoughts=self._takes_thoughts(parts),
+            short_ids=f"long {as_text}" in seen.faults and f"one {as_text}" in seen.texts,
+            roles=frozenset(roles),
+            reason="; ".join(self._reasons),
+        )
+
+    def _as_text(self) -> bool:
+        """Return whether arguments are given as text: where objects fail, or are not written as JSON."""
+        one, text = self._seen.tail("one False"), self._seen.tail("one True")
+        if one is None or (_NAME not in one and _IDS[0] not in one):
+            return text is not None and (_NAME in text or _IDS[0] in text)
+        return "{'" in one and text is not None and "{'" not in text  # Python's text of a dict
+
+    def _takes_thoughts(self, parts: TurnParts) -> bool:
+        """Return whether the template moves, or leaves out, a thought that an answer's content has."""
+        names, end = {"reasoning_content", "thinking", "reasoning"}, parts.thought_end
+        return end is not None and (
+            any(end in text or text in names for text in self._template.strings)
+            or any(_THOUGHT in self._seen.texts.get(f"thoughtful{s}", "") for s in ("", " True"))
+        )
+
+    # -- header, ends ------------------------------------------------------------------------------
+
+    def _find_header(self, as_text: bool) -> str:
+        """Return what all turns begin with, after the user's text: as far as all renderings agree."""
+        keys = ["prompt", "answer", "thoughtful", "prompt True", "prompt False"]
+        keys += [f"one {as_text}", f"thought {as_text}", "thoughtful True"]
+        tails = [tail for key in keys if (tail := self._seen.tail(key)) is not None]
+        if not tails:
+            return ""
+        header = _common(tails)
+        if not header.strip():  # a switch may write into the user's message
+            tails = [t for key in keys[:4] if (t := self._seen.tail(key)) is not None]
+            header = _common(tails)
+        header = _whole_tags(header, brackets=True)
+        prompts = [t for key in keys if "prompt" in key and (t := self._seen.tail(key)) is not None]
+        rests = [text[text.find(header) + len(header) :] for text in prompts if header in text]
+        if sum(rest[:1].isalnum() for rest in rests) and len(set(rests)) > 1:
+            joints = [match.end() for match in _JOINT.finditer(header)]
+            header = header[: joints[-1]] if joints else header
+        return header
+
+    def _with_ends(self, parts: TurnParts) -> TurnParts:
+        answer = self._seen.tail("answer")
+        if answer is None or _CONTENT not in answer:
+            return parts
+        end = answer[answer.rindex(_CONTENT) + len(_CONTENT) :]
+        prompt = self._seen.tail("prompt") or ""
+        if prompt.strip() and end.endswith(prompt):  # it always ends with a generation prompt
+            end = end[: -len(prompt)]
+        return replace(parts, turn_end=end)
+
+    def _strip_end(self, text: str, end: str) -> str:
+        """Return what a turn holds without its end."""
+        prompt = self._seen.tail("prompt") or ""
+        while True:
+            before = text
+            for one in (prompt, end, end.strip(), self._header, self._header.strip()):
+                if one.strip() and text.rstrip().endswith(one.strip()):
+                    text = text.rstrip()[: -len(one.strip())]
+            if text == before:
+                return text
+
+    # -- thoughts ----------------------------------------------------------------------------------
+
+    def _with_thoughts(self, parts: TurnParts, as_text: bool) -> TurnParts:
+        seen, header = self._seen, self._header
+        rests = {
+            key: tail[tail.find(header) + len(header) :]
+            for key in ("prompt", "prompt True", "prompt False")
+            if (tail := seen.tail(key)) is not None and header in tail
+        }
+        start = end = None
+        opening = closing = ""
+        keys = ["thoughtful", "thoughtful True", f"thought {as_text}"]
+        keys += [f"thought {as_text} True", *(f"blocks {i}" for i in range(len(_BLOCKS)))]
+        for key in keys:
+            tail = seen.tail(key)
+            if tail is None or _THOUGHT not in tail:
+                continue
+            if key.startswith("blocks") and re.search(rf"['\"]\s*:\s*['\"]{_THOUGHT}", tail):
+                continue  # it writes what it does not understand
+            at = tail.index(_THOUGHT)
+            if not tail.startswith(header):
+                continue
+            opening, rest = tail[len(header) : at], tail[at + len(_THOUGHT) :]
+            until = [i for word in (_CONTENT, _NAME, _IDS[0]) if (i := rest.find(word)) >= 0]
+            rest = rest[: min(until)] if until else rest
+            closing = _JOINT.split(rest.rstrip() if until else rest, maxsplit=1)[0]
+            if not opening.strip():
+                opening = next((r for r in rests.values() if r.strip()), opening)
+            if closing.strip():
+                start, end = opening.strip(), closing.strip()
+                joint = _JOINT.search(rest)
+                closing = rest[: joint.end()] if joint else rest
+                break
+        if end is None:
+            start, end = self._from_prompts(rests)
+        if end is None:
+            start, end = self._from_content(rests)
+        if end is None:
+            start, end = self._from_words()
+        if end is None or start is None:
+            return parts
+        last = _last_tag(header)
+        if last and last != end and _words(last) == _words(end) != set() and "/" not in last:
+            # All that was rendered begins a thought: its tag is no part of the header.
+            cut = header.rindex(last)
+            rests = {key: header[cut:] + rest for key, rest in rests.items()}
+            start, opening, self._header = last, header[cut:] + opening, header[:cut]
+            parts = replace(parts, header=self._header)
+        is_inside = _is_open(rests.get("prompt", ""), start, end)
+        off = rests.get("prompt False")
+        plain = seen.texts.get("prompt")
+        thinking = tuple(
+            name
+            for name in self._switches
+            if any(seen.texts.get(f"{name} {state}", plain) != plain for state in (True, False))
+        )
+        if rests.get("prompt True") == off or off is None or _is_open(off, start, end):
+            off = None
+        return replace(
+            parts, thought_start=start, thought_end=end, starts_in_thought=is_inside,
+            thinking=thinking, thought_off=off, thought_open=opening or start,
+            thought_close=closing or end,
+        )  # fmt: skip
+
+    def _from_prompts(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
+        """Return the tags that generation prompts show: one that ends inside a thought, one after it."""
+        texts = sorted({rest.strip() for rest in rests.values()} - {""}, key=len)
+        for text in texts:
+            pieces = [piece.strip() for piece in _JOINT.split(text)]
+            if len(pieces) == 2 and _words(pieces[0]) == _words(pieces[1]) != set():
+                return pieces[0], pieces[1]
+        for shorter in texts:
+            for longer in texts:
+                more = longer[len(shorter) :].strip() if longer.startswith(shorter) else ""
+                if more and _words(more) == _words(shorter):
+                    return shorter, more
+        return None, None
+
+    def _from_content(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
+        """Return the tags of a thought that the template cuts out of an answer's content."""
+        ends = []
+        for i, literal in enumerate(_closers(self._template)):
+            for key in (f"split {i}", f"last split {i}"):
+                text = self._seen.texts.get(key, "")
+                if _CONTENT in text and (_THOUGHT not in text or literal not in text):
+                    ends.append(literal)
+                    break
+        for end in ends:
+            for text in [*rests.values(), *sorted(self._template.strings)]:
+                start = text.strip()
+                alike = _words(start) == _words(end) != set() and "/" not in start
+                if start != end and alike and (start[0], start[-1]) == (end[0], end[-1]):
+                    return start, end
+            if "/" in end:
+                return end.replace("/", "", 1), end
+        for rest in rests.values():
+            start = rest.strip()
+            if re.fullmatch(r"<\w[\w:.-]*>", start):  # a thought that is opened is closed this way
+                return start, f"</{start[1:]}"
+        if any("/" in rest for rest in rests.values()):
+            self._reasons.append("the generation prompt closes a thought that nothing opens")
+        return None, None
+
+    def _from_words(self) -> tuple[str | None, str | None]:
+        """Return the tags that the system message names where thoughts are switched on."""
+        on, off = (self._seen.texts.get(f"prompt {state}", "") for state in (True, False))
+        n = _n_common(on, off)
+        match = re.search(r"(<[\w:|]+>)\s*(</[\w:|]+>)", on[n:])
+        if match and "</" not in off[n : n + 200] and _words(match[1]) == _words(match[2]):
+            return match[1], match[2]
+        return None, None
+
+    # -- content -----------------------------------------------------------------------------------
+
+    def _with_content(self, parts: TurnParts) -> TurnParts:
+        answer = self._seen.tail("answer")
+        if answer is None or _CONTENT not in answer:
+            return parts
+        before = answer[: answer.index(_CONTENT)]
+        if not before.startswith(self._header):
+            return parts
+        start = before[len(self._header) :]
+        if start.strip() and (self._seen.tail("prompt") or "").rstrip().endswith(start.strip()):
+            return replace(parts, turn_end=_JOINT.split(parts.turn_end)[0])
+        if parts.thought_end and parts.thought_end in start:
+            start = start[start.rindex(parts.thought_end) + len(parts.thought_end) :]
+        opened = parts.thought_start
+        if opened and opened in start:
+            start = ""
+        if not start.strip():
+            return parts
+        pieces = _JOINT.split(parts.turn_end, maxsplit=1)
+        end, rest = pieces if len(pieces) == 2 else (parts.turn_end, "")
+        return replace(parts, content_start=start, content_end=end, turn_end=rest)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def _with_calls(self, parts: TurnParts, as_text: bool) -> TurnParts:
+        bodies = {
+            key: self._body(f"{key} {as_text}", parts) for key in (*_SINGLE, "pair", "no content")
+        }
+        one = bodies["one"] or bodies["no content"]
+        if one is None:
+            why = self._seen.faults.get(f"one {as_text}")
+            self._reasons.append(
+                f"the template refuses calls: {why}" if why else "the template writes no calls"
+            )
+            return parts
+        lead = ""
+        if one.startswith(_NAME):
+            lead = re.split(r"\s", self._header)[-1]
+            bodies = {key: body and lead + body for key, body in bodies.items()}
+            one = lead + one
+        try:
+            form = _form({**bodies, "one": one}, as_text)
+        except Mismatch:
+            self._reasons.append("the form in which the template writes calls is not understood")
+            return parts
+        return replace(parts, calls=form, lead=lead, prompt_end=self._prompt_end)
+
+    def _body(self, key: str, parts: TurnParts) -> str | None:
+        """Return the calls of a rendering without the header and the end of the turn."""
+        tail = self._seen.tail(key)
+        if tail is None or not (_NAME in tail or _IDS[0] in tail):
+            return None
+        if tail.startswith(self._header):
+            tail = tail[len(self._header) :]
+        body = self._strip_end(tail, parts.turn_end or parts.content_end)
+        ends = [body.rfind(word) for word in (_NAME, _OTHER, _VALUE, _VALUE2, *_IDS)]
+        rest = body[max(ends) :]
+        if len(rest) > 200:  # what follows is about the next turn
+            tags = re.findall(r"<[^<>\s]+>", self._header)
+            cuts = [at for tag in tags if (at := rest.find(tag)) >= 0]
+            body = body[: max(ends) + min(cuts)] if cuts else body
+        first = min(i for word in (_NAME, _IDS[0]) if (i := body.find(word)) >= 0)
+        skip = 0
+        if parts.thought_end and (at := body.rfind(parts.thought_end, 0, first)) >= 0:
+            skip = at + len(parts.thought_end)
+        if parts.content_start.strip():
+            empty = (parts.content_start + parts.content_end).strip()
+            at = body.find(empty, skip, first)
+            if empty and at >= 0:
+                skip = at + len(empty)
+        body = body[skip:]
+        body = body.lstrip() if skip else body
+        prompt = (self._seen.tail("prompt") or "").rstrip()
+        tags = [match.end() for match in _JOINT.finditer(prompt)]
+        held = next((prompt[at:] for at in tags if body.startswith(prompt[at:])), "")
+        self._prompt_end = held or self._prompt_end
+        return body[len(held) :]
+
+
+def _form(bodies: Mapping[str, str | None], as_text: bool) -> CallForm:
+    """Return the form of calls that renderings show."""
+    one = bodies["one"] or ""
+    pair = bodies.get("pair")
+    if pair is not None and not (_OTHER in pair and pair.count(_VALUE) >= 2):
+        pair = None  # the second was left out
+    name_in_id = None
+    if _NAME not in one:  # Only the id is written: those who made the template put the name there.
+        name_in_id = ("functions.", ":")
+    form = _json_form(one, pair)
+    if form is None:
+        form = _tag_form(one, pair, bodies, name_in_id)
+        if not form.opening.strip():
+            raise Mismatch  # nothing tells a call from a text
+    is_apart = form.opening.strip() or pair is not None
+    separator = form.separator or ("" if is_apart else "\n")
+    return replace(form, several=pair is not None, separator=separator)
+
+
+# -- JSON objects with name and arguments ----------------------------------------------------------
+
+
+def _json_form(one: str, pair: str | None) -> CallForm | None:
+    found = _object_of(one, _NAME)
+    if found is None:
+        return None
+    start, end, value, in_list = found
+    name_path = _path_to(value, lambda v: v == _NAME)
+    arguments_path = _path_to(value, lambda v: v == {_KEY: _VALUE})
+    is_text = arguments_path is None
+    if is_text:
+        arguments_path = _path_to(
+            value, lambda v: isinstance(v, str) and _json_of(v) == {_KEY: _VALUE}
+        )
+    if arguments_path is None:
+        return None
+    if name_path is None:
+        name_path, arguments_path = (), ()
+    id_path = _path_to(value, lambda v: v == _IDS[0])
+    text = one[start:end]
+    written = _arguments_in(text, as_text=is_text)
+    if written is None:
+        return None
+    inner, values = written
+    numbered = None
+    if id_path is None and pair is not None:
+        numbered = _index_in(text, pair)
+    parts = _split(text, inner, {_NAME: Slot.NAME, _IDS[0]: Slot.ID})
+    head, tail = one[:start], one[end:]
+    section_start, call_start, call_end, separator, section_end = head, "", "", "", tail
+    if pair is not None:
+        first, second = _object_of(pair, _NAME), _object_of(pair, _OTHER)
+        if first is None or second is None:
+            pair = None
+        else:
+            middle = pair[first[1] : second[0]]
+            section_start, call_start, call_end, separator, section_end = _shared(
+                head, middle, tail, in_list
+            )
+    if (
+        pair is None and not in_list
+    ):  # nothing is known of two calls: each has all that is around one
+        section_start, call_start, call_end, section_end = "", head, tail, ""
+    if numbered:
+        parts = _with_index(parts, numbered[0])
+        id_path = id_path or _path_to(value, lambda v: str(v) == numbered[0].split("\0")[1])
+    unit = (*([call_start] if call_start else []), *parts, *([call_end] if call_end else []))
+    at = 1 if call_start else 0
+    return CallForm(
+        "json", unit, object_at=at, object_end=at + len(parts), section_start=section_start,
+        section_end=section_end, separator=separator, name_path=name_path,
+        arguments_path=arguments_path, id_path=id_path, values=values, arguments_as_text=is_text,
+        index_from=numbered[1] if numbered else 0,
+    )  # fmt: skip
+
+
+def _json_of(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _object_of(text: str, name: str) -> tuple[int, int, object, bool] | None:
+    """Return the outermost JSON object that holds a call of ``name``: its place, value, if in a list."""
+    at_name = text.find(name)
+    if at_name < 0:
+        return None
+    for match in re.finditer(r"\{", text[:at_name]):
+        try:
+            value, end = json_end(text, match.start(), last=True)
+        except Mismatch:
+            continue
+        if end > at_name and (
+            _path_to(value, lambda v: v == name) is not None
+            or (isinstance(value, dict) and name in value)
+        ):
+            before = text[: match.start()].rstrip()
+            in_list = before[-1:] == "[" or (before[-1:] == "," and "[" in before)
+            in_list = in_list and text[end:].lstrip()[:1] in ("]", ",")
+            return match.start(), end, value, in_list
+    return None
+
+
+def _path_to(value: object, fits: object, depth: int = 0) -> tuple[str, ...] | None:
+    if depth and fits(value):  # type: ignore[operator]
+        return ()
+    if isinstance(value, Mapping) and depth < 4:
+        for key, one in value.items():
+            path = _path_to(one, fits, depth + 1)
+            if path is not None:
+                return (key, *path)
+    return None
+
+
+_SPACINGS = [
+    Values(),
+    Values(item=",", pair=":"),
+    Values(item=", ", pair=":"),
+    Values(item=",", pair=": "),
+]
+
+
+def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
+    """Return how the arguments of the probe are written in a text."""
+    for values in _SPACINGS:
+        written = values.write({_KEY: _VALUE})
+        written = json.dumps(written) if as_text else written
+        if written in text:
+            return written, values
+    loose = re.search(rf'\{{\s*"{_KEY}"\s*:\s*"{_VALUE}"\s*\}}', text)
+    return (loose[0], Values()) if loose else None
+
+
+def _split(text: str, inner: str, needles: Mapping[str, Slot]) -> tuple[Part, ...]:
+    """Return the parts of a call: literals, and the slots that stand for what was put in."""
+    wanted = {inner: Slot.ARGUMENTS, **needles} if inner else dict(needles)
+    pattern = "|".join(map(re.escape, sorted(wanted, key=len, reverse=True)))
+    parts: list[Part] = []
+    at = 0
+    for match in re.finditer(pattern, text):
+        if match.start() > at:
+            parts.append(text[at : match.start()])
+        parts.append(wanted[match[0]])
+        at = match.end()
+    if at < len(text):
+        parts.append(text[at:])
+    return tuple(parts)
+
+
+def _index_in(text: str, pair: str) -> tuple[str, int] | None:
+    """Return (before + NUL + number) of a number that counts calls, and the first number."""
+    second_name = pair.find(_OTHER)
+    for match in re.finditer(r"\d+", text):
+        if match[0] not in ("0", "1"):
+            continue
+        for before in (text[max(0, match.start() - 8) : match.start()],):
+            n = int(match[0])
+            if pair.count(f"{before}{n}") and pair.count(f"{before}{n + 1}") and second_name >= 0:
+                return f"{before}\0{n}", n
+            named = before.replace(_NAME, _OTHER)
+            if named != before and pair.count(f"{named}{n + 1}"):
+                return f"{before}\0{n}", n
+    return None
+
+
+def _with_index(parts: Sequence[Part], where: str) -> tuple[Part, ...]:
+    before, number = where.split("\0")
+    found: list[Part] = []
+    is_done = False
+    for part in parts:
+        tail = before if isinstance(part, str) else ""
+        # Only what stands in the same literal can be compared: a name before it is a slot.
+        while tail and isinstance(part, str) and tail + number not in part:
+            tail = tail[1:]
+        at = part.find(tail + number) if isinstance(part, str) and not is_done else -1
+        if at >= 0 and isinstance(part, str) and (tail or part.startswith(number)):
+            cut = at + len(tail)
+            found += [p for p in (part[:cut], Slot.INDEX, part[cut + len(number) :]) if p]
+            is_done = True
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _shared(head: str, middle: str, tail: str, in_list: bool) -> tuple[str, str, str, str, str]:
+    """Return what is around all calls and what around each, from what stands between two.
+
+    Returns:
+        section_start, call_start, call_end, separator, section_end.
+    """
+    if in_list:
+        return head, "", "", middle, tail
+    n_start = _n_common(reversed(head), reversed(middle))
+    before = head[: len(head) - n_start]
+    is_cut = before.rfind("<") > before.rfind(">")
+    if is_cut and ">" in head[len(before) :]:
+        n_start -= head[len(before) :].index(">") + 1
+    start = head[len(head) - n_start :]
+    left = middle[: len(middle) - n_start]
+    n_end = len(_whole_tags(tail[: _n_common(tail, left)]))
+    return head[: len(head) - n_start], start, tail[:n_end], left[n_end:], tail[n_end:]
+
+
+def _n_common(a: Iterable[str], b: Iterable[str]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+# -- a tag with the name, then arguments -----------------------------------------------------------
+
+
+def _tag_form(
+    one: str,
+    pair: str | None,
+    bodies: Mapping[str, str | None],
+    name_in_id: tuple[str, str] | None,
+) -> CallForm:
+    needle = _IDS[0] if name_in_id else _NAME
+    other = _IDS[1] if name_in_id else _OTHER
+    written = _arguments_in(one, as_text=False)
+    tags = None
+    if written is not None:
+        inner, values = written
+    else:
+        tags, inner = _tags_of(bodies, one)
+        values = Values()
+    start, end = one.find(needle), one.rfind(inner) + len(inner)
+    if start < 0 or end < start:
+        raise Mismatch
+    start = min(i for word in (needle, _IDS[0]) if (i := one.find(word)) >= 0)
+    head, tail = one[:start], one[end:]
+    core = one[start:end]
+    section_start, call_start, call_end, separator, section_end = "", head, tail, "", ""
+    index = None
+    if pair is not None:
+        after = pair.find(inner) + len(inner)
+        places = [i for word in (other, _IDS[1]) if (i := pair.find(word, after)) >= 0]
+        at = min(places, default=-1)
+        if pair.count(inner) < 2 or at < after:
+            second = inner if tags is None else None
+            if second is None or at < 0:
+                pair = None
+        if pair is not None and at >= after:
+            middle = pair[after:at]
+            tail_of_pair = pair[pair.rfind(inner) + len(inner) :]
+            if _IDS[0] in tail:  # an id after the arguments
+                core, tail, middle = _past_id(one, core, tail, middle)
+                tail_of_pair = tail_of_pair[tail_of_pair.find(_IDS[1]) + len(_IDS[1]) :]
+            section_start, call_start, call_end, separator, section_end = _shared(
+                head, middle, tail_of_pair, in_list=False
+            )
+            index = _index_in(core, pair)
+    parts = _split(core, inner, {_NAME: Slot.NAME, _IDS[0]: Slot.ID})
+    if index:
+        parts = _with_index(parts, index[0])
+    parts = tuple(_split(call_start, "", {_NAME: Slot.NAME})) + parts if call_start else parts
+    unit = (*parts, *([call_end] if call_end else []))
+    return CallForm(
+        "tag" if tags is None else "tags", unit, section_start=section_start,
+        section_end=section_end, separator=separator, tags=tags, values=values,
+        name_in_id=name_in_id, index_from=index[1] if index else 0,
+    )  # fmt: skip
+
+
+def _past_id(one: str, core: str, tail: str, middle: str) -> tuple[str, str, str]:
+    cut = tail.index(_IDS[0]) + len(_IDS[0])
+    in_middle = middle.find(_IDS[0]) + len(_IDS[0])
+    return core + tail[:cut], tail[cut:], middle[in_middle:]
+
+
+def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, str]:
+    """Return how arguments are written that are no JSON object, and the text of the probe's."""
+    at_key, at_value = one.find(_KEY), one.find(_VALUE)
+    if at_key < 0 or at_value < at_key:
+        raise Mismatch
+    none, two = bodies.get("none"), bodies.get("two")
+    if none is not None and two is not None:
+        n = len(_whole_tags(one[: _n_common(one, none)]))
+        rest_one, rest_none = one[n:], none[n:]
+        m = min(_n_common(reversed(rest_one), reversed(rest_none)), len(rest_none))
+        inner = rest_one[: len(rest_one) - m]
+    else:
+        raise Mismatch
+    if _KEY not in inner or _VALUE not in inner:
+        raise Mismatch
+    first, last = inner.find(_KEY), inner.rfind(_VALUE) + len(_VALUE)
+    before, between = inner[:first], inner[first + len(_KEY) : inner.find(_VALUE)]
+    after = inner[last:]
+    at = two.find(_VALUE)
+    middle = two[at + len(_VALUE) : two.rfind(_KEY2) if two.count(_KEY2) == 1 else two.find(_KEY2)]
+    after_one = after
+    start = end = ""
+    named_middle = middle.replace(_KEY, "\0")
+    named_after = after.replace(_KEY, "\0")
+    n_start = _n_common(reversed(before), reversed(named_middle))
+    start, before_each = before[: len(before) - n_start], before[len(before) - n_start :]
+    left = named_middle[: len(named_middle) - n_start]
+    n_end = _n_common(named_after, left)
+    after_each, end, separator = named_after[:n_end], named_after[n_end:], left[n_end:]
+    del after_one
+    parts: tuple[Part, ...] = tuple(
+        p
+        for i, piece in enumerate(after_each.split("\0"))
+        for p in ([Slot.NAME] if i else []) + [piece]
+        if p
+    )
+    text = Around(before_each, between, parts)
+    raw = bodies.get("raw") or ""
+    is_raw = f"{between}{_RAW}" in raw
+    others = {}
+    values = Values()
+    prefix, suffix = one[: one.find(inner)] + start, end + one[one.find(inner) + len(inner) :]
+    texts: dict[str, str] = {}
+    for kind, _value in _OTHERS.items():
+        body = bodies.get(kind)
+        if body is None or not body.startswith(prefix) or not body.endswith(suffix):
+            continue
+        texts[kind] = body[len(prefix) : len(body) - len(suffix)]
+    number = texts.get("number", "")
+    if str(_OTHERS["number"]) in number:
+        at = number.index("4711")
+        around_number = _split(number[at + 4 :], "", {_KEY: Slot.NAME})
+        key_at = number.find(_KEY)
+        base = Around(number[:key_at], number[key_at + len(_KEY) : at], around_number)
+        others["number"] = base
+        values = _values_of(texts, base, between, after_each)
+        for kind, whole in texts.items():
+            around = _around(whole, values.write(_OTHERS[kind]))
+            if around is not None:
+                others[kind] = around
+    else:
+        others["number"] = text
+    lines = bodies.get("lines") or ""
+    wrapped = re.search(
+        rf"{re.escape(between)}(\S*?){re.escape(_LINES)}(\S*?){re.escape(after)}", lines
+    )
+    wrap = (wrapped[1], wrapped[2]) if wrapped and wrapped[1] and wrapped[2] else ("", "")
+    if not is_raw:
+        return ArgumentTags(None, others, separator, values, start, end), inner
+    return ArgumentTags(text, others, separator, values, start, end, wrap), inner
+
+
+def _around(whole: str, written: str) -> Around | None:
+    key_at = whole.find(_KEY)
+    at = whole.rfind(written, key_at + len(_KEY))
+    if key_at < 0 or at < 0 or not written:
+        return None
+    after = _split(whole[at + len(written) :], "", {_KEY: Slot.NAME})
+    return Around(whole[:key_at], whole[key_at + len(_KEY) : at], after)
+
+
+def _values_of(texts: Mapping[str, str], base: object, between: str, after: str) -> Values:
+    """Return how values are written that are no text."""
+    lists, objects = texts.get("list", ""), texts.get("object", "")
+    quotes = ["", "'"]
+    found = re.search(r"7(,\s*)(\S*?)Vzs", lists)
+    if found:
+        quotes.append(found[2])
+    words = ("true", "false", "null")
+    if "True" in texts.get("bool", ""):
+        words = ("True", "False", "None")
+    elif "None" in texts.get("null", ""):
+        words = ("true", "false", "None")
+    for item in (", ", ","):
+        for pair in (": ", ":"):
+            for bare in (False, True):
+                for quote in quotes:
+                    values = Values("" if quote == '"' else quote, item, pair, bare, words)
+                    ok = values.write(_OTHERS["object"]) in objects
+                    if not ok and quote == "":  # keys may be sorted
+                        ok = False
+                    if ok:
+                        return values
+    del base, after
+    inner = objects[objects.find(_KEY) + len(_KEY) + len(between) :]
+    pieces = re.split("kxb|kxe|Vzt", inner)
+    if inner.count("kxb") == inner.count("kxe") == 2 and len(pieces) == 6:
+        a, between_tags = pieces[0], pieces[2]  # <a>kxb<b>...<c>kxb<d><a>kxe<b>Vzt<c>kxe<d>
+        if a and between_tags.endswith(a):
+            return Values(words=words, tags=(a, pieces[3], pieces[4], between_tags[: -len(a)]))
+    return replace(Values(), words=words)
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def _common(texts: Sequence[str]) -> str:
+    """Return what all texts begin with."""
+    first, last = min(texts), max(texts)
+    return first[: _n_common(first, last)]
+
+
+def _whole_tags(text: str, *, brackets: bool = False) -> str:
+    """Return a text without a tag that is cut at its end."""
+    for opening, closing in ("<>", "[]") if brackets else ("<>",):
+        at = text.rfind(opening)
+        if at >= 0 and text.find(closing, at) < 0:
+            text = text[:at]
+    return text
+
+
+def _last_tag(text: str) -> str:
+    """Return the tag that a text ends with, without white space."""
+    found = re.search(r"[<\[][^<\[\s]*[>\]]$", text.rstrip())
+    return found[0] if found else ""
+
+
+def _words(tag: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", tag.lower())) - _PAIRS
+
+
+def _is_open(text: str, start: str, end: str) -> bool:
+    """Return whether a text ends inside a thought."""
+    return bool(start) and start in text and text.rfind(end) < text.rfind(start)

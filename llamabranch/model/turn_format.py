@@ -1,0 +1,801 @@
+"""Turns of a model: the thought, the content and the calls in what it writes, by its template's form."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from ..arguments import shown
+from ..errors import ConfigError, UnsupportedError
+from .call_form import CallForm, Cursor, Incomplete, Known, Mismatch, Slot, ToolCall, json_end
+from .templates import ChatTemplate
+from .turn_finding import TurnParts, find_parts
+
+__all__ = ["Turn", "TurnEvent", "TurnFormat", "TurnReader", "call_id", "known_functions"]
+
+_LIMIT_S = 5.0  # for all renderings of a template: an ordinary one takes 0.1 s
+_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_BARE = CallForm(
+    "json",
+    ('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}"),
+    object_end=5,
+    separator="\n",
+)
+_TAGGED = replace(
+    _BARE, unit=("<tool_call>\n", *_BARE.unit, "\n</tool_call>"), object_at=1, object_end=6
+)
+_FENCE = re.compile(r"```[ \t]*(?:json|tool_call|tool_calls)?\s*", re.IGNORECASE)
+
+
+class Turn(NamedTuple):
+    """What a model wrote in one turn.
+
+    Attributes:
+        thought: "" if there was none.
+        content: the answer's text, without thought and calls.
+        calls: the calls of functions, in order.
+    """
+
+    thought: str
+    content: str
+    calls: list[ToolCall]
+
+
+class TurnEvent(NamedTuple):
+    """What a piece of a text adds to a turn.
+
+    Attributes:
+        kind: "thought", "content"; "name": a call begins, ``text`` is the function's name;
+            "arguments": a piece of the JSON text of its arguments; "cut": that call is none after all
+            (only of an eager reader), and its text follows as content.
+        text: the piece.
+        call: which call of the turn, from 0; None for thought and content.
+        id: of a call, with its name.
+    """
+
+    kind: str
+    text: str
+    call: int | None = None
+    id: str = ""
+
+
+def call_id(salt: str, index: int, name: str) -> str:
+    """Return an id for a call: nine letters and digits, which Mistral's templates ask for."""
+    digest = hashlib.sha256(json.dumps([salt, index, name]).encode()).digest()
+    number, found = int.from_bytes(digest, "big"), ""
+    for _ in range(9):
+        number, rest = divmod(number, len(_ALPHABET))
+        found += _ALPHABET[rest]
+    return found
+
+
+def known_functions(tools: Iterable[object]) -> Known:
+    """Return the functions of OpenAI's tool objects, or of bare function objects; none = any function.
+
+    Raises:
+        ConfigError: a tool is no function with a name.
+    """
+    schemas: dict[str, object] = {}
+    given = list(tools)
+    for tool in given:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"a tool must be a function with a name, not {shown(tool)}",
+                hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
+            )
+        schemas[name] = function.get("parameters")
+    return Known(schemas if given else None)
+
+
+@dataclass(frozen=True)
+class TurnFormat:
+    """The form of a model's turns, found by rendering its chat template.
+
+    Use ``TurnFormat.of(template)`` or ``model.turn_format``.
+
+    Attributes:
+        parts: all that was found.
+    """
+
+    parts: TurnParts = field(default_factory=TurnParts)
+
+    @classmethod
+    def of(
+        cls, template: str | ChatTemplate, bos_token: str = "", eos_token: str = ""
+    ) -> TurnFormat:
+        """Return the form of a template's turns.
+
+        A template that cannot be run, or contradicts itself, has the general form: no thoughts, and
+        calls as bare JSON. ``reason`` says why.
+
+        Args:
+            template: its Jinja source.
+            bos_token, eos_token: texts of special tokens that it may write.
+
+        Raises:
+            ConfigError: the template is no text.
+        """
+        if isinstance(template, str):
+            special = {"bos_token": bos_token, "eos_token": eos_token}
+            template = ChatTemplate(template, special, limit_s=_LIMIT_S)
+        elif not isinstance(template, ChatTemplate):
+            raise ConfigError(f"a template must be Jinja source, not {shown(template)}")
+        return _found(template)
+
+    @classmethod
+    def built_in(cls) -> TurnFormat:
+        """Return the form of a template of which nothing is known but that it takes roles and texts."""
+        return cls(TurnParts(roles=frozenset({"system"})))
+
+    # -- what was found ----------------------------------------------------------------------------
+
+    @property
+    def thought_start(self) -> str | None:
+        """The tag that begins a thought; None = the template knows no thoughts."""
+        return self.parts.thought_start
+
+    @property
+    def thought_end(self) -> str | None:
+        """The tag that ends a thought; None = the template knows no thoughts."""
+        return self.parts.thought_end
+
+    @property
+    def starts_in_thought(self) -> bool:
+        """Whether the generation prompt ends inside a thought."""
+        return self.parts.starts_in_thought
+
+    @property
+    def thought_off(self) -> str | None:
+        """What the generation prompt writes where thoughts are switched off; None = it cannot."""
+        return self.parts.thought_off
+
+    @property
+    def reason(self) -> str:
+        """Why thoughts or calls were not found; "" = nothing to say."""
+        return self.parts.reason
+
+    @property
+    def form(self) -> CallForm:
+        """How calls are written: in the template's form, or as bare JSON."""
+        return self.parts.calls or _BARE
+
+    @property
+    def is_general(self) -> bool:
+        """Whether calls are bare JSON because the template has no form of its own that can be read."""
+        return self.parts.calls is None
+
+    def thinking_variables(self, on: bool) -> dict[str, object]:
+        """Return the variables of the template that switch thoughts on or off; {} = it has none."""
+        names = self.parts.thinking
+        return {
+            name: on for name in names if not (on and re.search("budget|effort|strength", name))
+        }
+
+    def is_in_thought(self, prompt: str) -> bool:
+        """Return whether the text of a prompt ends inside a thought."""
+        start, end = self.thought_start, self.thought_end
+        if not start or not end:
+            return False
+        header = self.parts.header.strip()
+        at = prompt.rfind(header) + len(header) if header and header in prompt else 0
+        tail = prompt[at:]
+        return tail.rfind(start) > tail.rfind(end)
+
+    @cached_property
+    def tags(self) -> frozenset[str]:
+        """The texts that tell thoughts and calls from the rest, without white space around them.
+
+        A tag may be a control token, whose text a generation leaves out: a reader needs it.
+        """
+        parts, form = self.parts, self.form
+        texts = [
+            parts.thought_start, parts.thought_end, parts.content_start, parts.content_end,
+            parts.header, form.section_start, form.section_end, form.separator,
+            *(part for part in form.unit if isinstance(part, str)),
+        ]  # fmt: skip
+        return frozenset(text.strip() for text in texts if text and text.strip())
+
+    def describe(self) -> str:
+        """Return what was found, in words."""
+        words = []
+        if self.thought_end is None:
+            words.append("does not think")
+        else:
+            always = "" if self.parts.thinking else ", always"
+            begins = f"between {self.thought_start} and {self.thought_end}"
+            if not self.thought_start:
+                begins = f"up to {self.thought_end}"
+            is_on = self.starts_in_thought or self.parts.thought_off is not None
+            state = always or (", on by default" if is_on else ", off by default")
+            if always and not self.starts_in_thought:
+                state = ", where it likes"
+            words.append(f"thinks {begins}{state}")
+        form = self.form
+        opening = " ".join(form.opening.split())
+        kinds = {"json": "JSON", "tag": "a name + JSON", "tags": "a name + tagged arguments"}
+        if form.tags is not None and form.tags.is_quoted:
+            kinds["tags"] = "a name + arguments"
+        if self.is_general:
+            words.append("calls: bare JSON, described in the system message")
+        else:
+            several = {True: "yes", False: "no", None: "unknown"}[form.several]
+            words.append(
+                f"calls: {opening + ' + ' if opening and opening[0] != '{' else ''}"
+                f"{kinds[form.kind]}; several at once: {several}"
+            )
+        if self.reason:
+            words.append(self.reason)
+        return "; ".join(words)
+
+    # -- reading and writing -----------------------------------------------------------------------
+
+    def read(
+        self, text: str, tools: Iterable[object] = (), *, in_thought: bool | None = None
+    ) -> Turn:
+        """Return the thought, the content and the calls of what a model wrote.
+
+        What looks like a call and is none, because it is broken or calls an unknown function, is content.
+
+        Args:
+            text: all of the turn, with the texts of control tokens in it.
+            tools: OpenAI's tool objects, or bare function objects. Where there are some, no other
+                function is called, and their schemas tell strings from other values.
+            in_thought: whether the prompt ended inside a thought; None = as ``starts_in_thought``.
+
+        Raises:
+            ConfigError: a tool is no function with a name.
+        """
+        reader = TurnReader(self, tools, in_thought=in_thought)
+        reader.feed(text)
+        reader.finish()
+        return reader.turn
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Return the text of calls in the template's own form, as the model writes it.
+
+        Calls that have no id get one where the form writes it.
+        """
+        named = [
+            call if call.id else call._replace(id=call_id("", i, call.name))
+            for i, call in enumerate(calls)
+        ]
+        return self.form.write(named).removeprefix(self.parts.lead)
+
+
+@lru_cache(maxsize=32)
+def _found(template: ChatTemplate) -> TurnFormat:
+    try:
+        return TurnFormat(find_parts(template))
+    except UnsupportedError as error:
+        return TurnFormat(TurnParts(roles=frozenset({"system"}), reason=error.message))
+
+
+class TurnReader:
+    """Reads a turn while it is written.
+
+    Pieces of a text give events; joined, these are the turn that ``TurnFormat.read`` returns for the
+    whole, however the text was cut. A piece that may be the beginning of a tag is held back.
+
+    Args:
+        form: the form of the turns.
+        tools: see ``TurnFormat.read``.
+        in_thought: see there.
+        eager: tell the pieces of a call's arguments while they are written, for texts that follow a
+            grammar. A call that is cut short is taken back ("cut"). False = a call is told when it is
+            whole.
+        salt: what the ids of calls are derived from, beside their place and name.
+        calls: False = calls are content too.
+
+    Attributes:
+        turn: what was read so far.
+    """
+
+    def __init__(
+        self,
+        form: TurnFormat,
+        tools: Iterable[object] = (),
+        *,
+        in_thought: bool | None = None,
+        eager: bool = False,
+        salt: str = "",
+        calls: bool = True,
+    ) -> None:
+        self._start(form.parts, form.form, known_functions(tools), calls=calls)
+        self._salt, self._eager = salt, eager
+        inside = form.starts_in_thought if in_thought is None else in_thought
+        self._in_thought = inside and bool(form.thought_end)
+
+    def _start(self, parts: TurnParts, form: CallForm, known: Known, *, calls: bool = True) -> None:
+        self._parts, self._form, self._known, self._reads_calls = parts, form, known, calls
+        self._salt, self._eager, self._in_thought = "", False, False
+        self._buffer = ""
+        self._at = 0  # what is before it in the buffer is read
+        self._space = ""  # white space that is content only if content follows
+        self._thought: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._events: list[TurnEvent] = []
+        self._is_first = True  # nothing but white space was read
+        self._trims = False  # what follows a thought or a call begins without white space
+        self._in_section = False
+        self._sent: tuple[int, str] | None = None  # of a call that is told early: place, arguments
+        self._is_started = False
+        self._is_anew = False  # a header was read, and nothing after it
+        # A header also has what ends the turn before it.
+        joints = [m.end() for m in re.finditer(r"(?<=[>\]])\s*(?=[<\[])", parts.header)]
+        self._headers = [
+            h
+            for h in (parts.prompt_end, parts.header, *(parts.header[at:] for at in joints))
+            if len(h.strip()) > 4
+        ]
+        self._keys = self._all_keys()
+        pattern = "|".join(map(re.escape, sorted(self._keys, key=len, reverse=True))) or "(?!)"
+        self._pattern = re.compile(pattern)
+
+    @property
+    def turn(self) -> Turn:
+        """What was read so far."""
+        return Turn("".join(self._thought), "".join(self._content), list(self._calls))
+
+    def feed(self, text: str) -> list[TurnEvent]:
+        """Return what a piece of the text adds."""
+        if not self._is_started and (self._buffer or text):
+            self._is_started = True
+            lead = self._parts.lead
+            self._buffer = "" if text.startswith(lead) else lead
+        self._buffer += text
+        return self._read(last=False)
+
+    def finish(self) -> list[TurnEvent]:
+        """Return what the end of the text adds."""
+        events = self._read(last=True)
+        if self._space and not self._calls and not self._trims:
+            self._events = []
+            self._tell("content", self._space)
+            self._space = ""
+            events += self._events
+        return events
+
+    def _read(self, *, last: bool) -> list[TurnEvent]:
+        self._events = []
+        try:
+            while self._at < len(self._buffer) and self._step(last):
+                pass
+        except Incomplete:
+            pass
+        self._buffer, self._at = self._buffer[self._at :], 0
+        return self._events
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _tell(self, kind: str, text: str) -> None:
+        if text:
+            (self._thought if kind == "thought" else self._content).append(text)
+            self._events.append(TurnEvent(kind, text))
+
+    def _say(self, text: str) -> None:
+        """Take text as content; white space at its end waits for what follows."""
+        text = self._space + text
+        if self._trims:  # white space that a whole answer begins with is its own
+            text = text.lstrip()
+        core = text.rstrip()
+        self._space = text[len(core) :]
+        if core:
+            self._tell("content", core)
+            self._trims = self._is_first = self._is_anew = False
+
+    def _call(self, call: ToolCall, raw: str | None = None) -> None:
+        index = len(self._calls)
+        own = call.id or call_id(self._salt, index, call.name)
+        self._calls.append(call._replace(id=own))
+        text = raw if raw is not None else json.dumps(call.arguments, ensure_ascii=False)
+        if self._sent is None:
+            self._events.append(TurnEvent("name", call.name, index, own))
+            self._events.append(TurnEvent("arguments", text, index))
+        elif text[len(self._sent[1]) :]:
+            self._events.append(TurnEvent("arguments", text[len(self._sent[1]) :], index))
+        self._sent, self._space, self._trims, self._is_first = None, "", True, False
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _step(self, last: bool) -> bool:
+        """Read something; return whether to go on."""
+        if self._in_thought:
+            return self._step_thought(last)
+        if self._in_section:
+            return self._step_section(last)
+        match = self._pattern.search(self._buffer, self._at)
+        end = len(self._buffer) - (0 if last else self._n_begun())
+        if match is None or end < match.start():
+            self._say(self._buffer[self._at : end])
+            self._at = end
+            return False
+        if match.start() > self._at:
+            self._say(self._buffer[self._at : match.start()])
+            self._at = match.start()
+        start = self._at
+        rest = self._buffer[start:]
+        if not last and any(len(k) > len(rest) and k.startswith(rest) for k in self._keys):
+            raise Incomplete
+        for kind in sorted(self._keys[match[0]], key=lambda kind: kind.startswith("header")):
+            try:
+                if self._tag(kind, start, last):
+                    return True
+            except Mismatch:
+                self._at = start
+        self._take_back()
+        self._say(self._buffer[start])
+        self._at = start + 1
+        return True
+
+    def _take_back(self) -> None:
+        if self._sent is not None:
+            self._events.append(TurnEvent("cut", "", len(self._calls)))
+            self._sent = None
+
+    def _n_begun(self) -> int:
+        """Return how many characters at the end of the buffer may begin a tag."""
+        room = len(self._buffer) - self._at
+        longest = max(map(len, self._keys), default=1)
+        for n in range(min(room, longest - 1), 0, -1):
+            tail = self._buffer[-n:]
+            if any(key.startswith(tail) for key in self._keys):
+                return n
+        return 0
+
+    def _all_keys(self) -> dict[str, list[str]]:
+        """Return what is to be looked for in content, and what each text may be."""
+        parts = self._parts
+        keys: dict[str, list[str]] = {}
+        given = [
+            ("call", self._form.opening),
+            ("thought", parts.thought_start if parts.thought_end else None),
+            ("stray end", parts.thought_end),
+            ("content start", parts.lead + parts.content_start if parts.content_start else None),
+            ("content end", parts.content_end),
+            ("section end", self._form.section_end if len(self._form.section_end) > 4 else ""),
+            ("turn end", parts.turn_end),
+            ("bare", "{" if self._known.schemas is not None or not self._form.opening.strip() else None),
+        ]  # fmt: skip
+        if not self._reads_calls:
+            given = [each for each in given if each[0] not in ("call", "bare", "section end")]
+        elif self._known.schemas is not None:
+            given += [("fence", "```"), ("tagged", "<tool_call>")]
+        for i, piece in enumerate(self._headers):
+            given.append((f"header {i}", piece))
+        for kind, text in given:
+            key = (text or "").split()[0] if (text or "").strip() else ""
+            if key:
+                keys.setdefault(key, []).append(kind)
+        return keys
+
+    def _tag(self, kind: str, start: int, last: bool) -> bool:
+        """Read a tag of a kind, or what it begins; return False, or raise Mismatch, if it is none."""
+        parts = self._parts
+        cursor = Cursor(self._buffer, start, last=last)
+        if kind == "call":
+            if not self._form.opening.strip():
+                return False
+            return self._own_call(cursor)
+        if kind == "thought":
+            if not self._is_first and not self._is_anew:
+                return False
+            cursor.literal(parts.thought_start or "")
+            self._in_thought, self._at, self._space = True, cursor.at, ""
+            return True
+        if kind == "stray end":  # of a thought that the prompt has opened, or of none
+            if not self._is_first:
+                return False
+            cursor.literal(parts.thought_end or "")
+            self._at, self._trims, self._space = cursor.at, True, ""
+            return True
+        if kind == "content start":
+            cursor.literal((parts.lead + parts.content_start).lstrip())
+            self._at, self._trims, self._space = cursor.at, True, ""
+            return True
+        if kind == "section end":  # what stands between calls and their end is content
+            if not self._calls:
+                return False
+            cursor.literal(self._form.section_end.strip())
+            self._at = cursor.at
+            return True
+        if kind == "content end":
+            cursor.literal(parts.content_end)
+            self._at = cursor.at
+            return True
+        if kind.startswith("header"):  # of another message of the same turn, or of the next one
+            cursor.literal(self._headers[int(kind.split()[1])])
+            self._at, self._is_anew, self._trims = cursor.at, True, True
+            return True
+        if kind == "turn end":
+            cursor.literal(parts.turn_end.rstrip())
+            cursor.space()
+            rest = cursor.text[cursor.at :]
+            if rest and not any(rest.startswith(h.strip()) for h in self._headers):
+                if not last and any(h.strip().startswith(rest) for h in self._headers):
+                    raise Incomplete
+                return False
+            if not rest and not last:
+                raise Incomplete
+            self._at = cursor.at
+            return True
+        return self._loose(kind, cursor)
+
+    # -- thoughts ----------------------------------------------------------------------------------
+
+    def _step_thought(self, last: bool) -> bool:
+        start, end = self._parts.thought_start or "", self._parts.thought_end or ""
+        buffer = self._buffer
+        if not self._thought:  # its beginning: the tag may be written once more
+            cursor = Cursor(buffer, self._at, last=last)
+            cursor.space()
+            self._at = at = cursor.at
+            if self._is_first and start:
+                rest = buffer[at:]
+                if rest.startswith(start):
+                    self._at, self._is_first = at + len(start), False
+                    return True
+                if start.startswith(rest) and not last:
+                    raise Incomplete
+            if self._is_first and self._form.opening.strip() and self._reads_calls:
+                probe = Cursor(buffer, at, last=last)
+                try:
+                    probe.literal(self._form.opening.lstrip())
+                except Mismatch:
+                    pass
+                else:  # a call where a thought was to begin: there is no thought
+                    self._in_thought = False
+                    return True
+            elif self._is_first and buffer[at : at + 1] == "{" and "{" in self._keys:
+                try:
+                    if self._loose("bare", Cursor(buffer, at, last=last)):
+                        self._in_thought = False
+                        return True
+                except Mismatch:
+                    pass
+        found = buffer.find(end, self._at)
+        at_call = self._call_in(self._at, last) if found < 0 else -1
+        if at_call >= 0:
+            # Held back: a thought that never ends, and a call at the end of the text, is a call.
+            self._think(buffer[self._at : at_call].rstrip())
+            self._at = at_call
+            if last and self._ends_in_call(at_call):
+                self._in_thought, self._trims = False, True
+                return True
+            if not last:
+                raise Incomplete
+        if found >= 0:
+            self._think(buffer[self._at : found].rstrip())
+            self._at, self._in_thought, self._space = found + len(end), False, ""
+            self._trims, self._is_first = True, not self._thought and self._is_first
+            return True
+        held = 0
+        for tag in () if last else (end, *self._form.opening.split()[:1]):
+            begun = (n for n in range(len(tag) - 1, 0, -1) if buffer.endswith(tag[:n]))
+            held = max(held, next(begun, 0))
+        piece = buffer[self._at : len(buffer) - held]
+        core = piece.rstrip()
+        self._think(core)
+        self._at += len(core) if not last else len(piece)
+        return False
+
+    def _call_in(self, at: int, last: bool) -> int:
+        """Return where a call's opening stands in a thought, or may begin; -1 = nowhere."""
+        key = (self._form.opening.split() or [""])[0] if self._reads_calls else ""
+        found = self._buffer.find(key, at) if key else -1
+        while found >= 0:
+            try:
+                Cursor(self._buffer, found, last=last).literal(self._form.opening.lstrip())
+                return found
+            except Incomplete:
+                return found
+            except Mismatch:
+                found = self._buffer.find(key, found + 1)
+        return -1
+
+    def _ends_in_call(self, at: int) -> bool:
+        """Return whether the rest of the text is calls, and what closes them."""
+        parts = replace(self._parts, thought_end=None)
+        reader = TurnReader.__new__(TurnReader)
+        reader._start(parts, self._form, self._known)
+        reader._buffer, reader._is_started = self._buffer[at:], True
+        reader.finish()
+        turn = reader.turn
+        return bool(turn.calls) and not turn.content.strip()
+
+    def _think(self, text: str) -> None:
+        if text:
+            if not self._thought:
+                text = text.lstrip()
+            self._tell("thought", text)
+            self._is_first = False
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def _own_call(self, cursor: Cursor) -> bool:
+        start = cursor.at
+        self._form.read_opening(cursor)
+        self._read_calls(cursor, start)
+        self._in_section = True
+        return True
+
+    def _read_calls(self, cursor: Cursor, start: int) -> None:
+        inner = cursor.at
+        try:
+            calls = self._form.read_call(cursor, self._known)
+        except Incomplete:
+            if self._eager:
+                self._tell_early(inner)
+            raise
+        raw = self._raw_arguments(inner, calls)
+        self._at = cursor.at
+        for call in calls:
+            self._call(call, raw)
+        del start
+
+    def _raw_arguments(self, at: int, calls: Sequence[ToolCall]) -> str | None:
+        """Return the text of the arguments as it was told early."""
+        if self._sent is None or len(calls) != 1 or self._form.tags is not None:
+            return None
+        try:
+            where = self._arguments_at(at)
+            return self._buffer[where[2] : json_end(self._buffer, where[2], last=True)[1]]
+        except (Mismatch, Incomplete):
+            return None
+
+    def _arguments_at(self, at: int) -> tuple[str, str, int]:
+        """Return name, id and where the arguments begin, of a call that begins at ``at``."""
+        return self._form.head(Cursor(self._buffer, at, last=False), self._known)
+
+    def _tell_early(self, at: int) -> None:
+        """Tell the name and the arguments of a call that is being written, as far as they are sure."""
+        try:
+            name, given, begin = self._arguments_at(at)
+        except (Mismatch, Incomplete):
+            return
+        if not self._known.takes(name):
+            return
+        if self._form.tags is None:
+            sure = self._buffer[begin:]
+            if not sure.lstrip().startswith("{"):
+                return
+            try:
+                _, end = json_end(self._buffer, begin, last=True)
+                sure = self._buffer[begin:end]
+            except Mismatch:
+                pass
+        else:
+            found: dict[str, object] = {}
+            cursor = Cursor(self._buffer, begin, last=False)
+            with contextlib.suppress(Mismatch, Incomplete):
+                self._form.read_arguments(cursor, self._known, name, found)
+            sure = json.dumps(found, ensure_ascii=False)[:-1]
+        index = len(self._calls)
+        if self._sent is None:
+            own = given or call_id(self._salt, index, name)
+            self._events.append(TurnEvent("name", name, index, own))
+            self._sent = (index, "")
+        more = sure[len(self._sent[1]) :]
+        if more:
+            self._events.append(TurnEvent("arguments", more, index))
+            self._sent = (index, self._sent[1] + more)
+
+    def _step_section(self, last: bool) -> bool:
+        form, start = self._form, self._at
+        cursor = Cursor(self._buffer, start, last=last)
+        for is_end in (True, False):
+            cursor.at = start
+            try:
+                cursor.space()
+                if is_end:
+                    if not form.section_end.strip():
+                        continue
+                    cursor.literal(form.section_end.lstrip())
+                    self._at, self._in_section = cursor.at, False
+                    return True
+                if form.separator.strip():
+                    cursor.literal(form.separator.lstrip())
+                elif not (form.call_start + form.section_start).strip():
+                    break
+                self._read_calls(cursor, start)
+                return True
+            except Mismatch:
+                continue
+        self._take_back()
+        self._in_section = False
+        rest = self._buffer[start:].strip()
+        if last and rest and form.section_end.strip().startswith(rest):
+            self._at = len(self._buffer)  # the end of a turn that was cut inside a tag
+        return True
+
+    def _loose(self, kind: str, cursor: Cursor) -> bool:
+        """Read calls that models write in a form that is not their template's."""
+        start = cursor.at
+        at_line = self._is_first or self._trims or "\n" in self._space
+        if kind == "tagged":
+            if self._form.opening.split()[:1] == ["<tool_call>"] and self._form.kind == "json":
+                return False
+            calls = _TAGGED.read_call(cursor, self._known)
+        elif not at_line:
+            return False
+        elif kind == "fence":
+            match = _FENCE.match(self._buffer, start)
+            cursor.at = match.end() if match else start + 3
+            word = self._buffer[start + 3 :]
+            if cursor.at == len(cursor.text) or (not cursor.last and word.strip(" ").isalnum()):
+                raise cursor.need()
+            calls = self._objects(cursor, one=False)
+            cursor.space()
+            if cursor.at < len(cursor.text) or not cursor.last:
+                cursor.literal("```")
+        else:
+            try:
+                calls = self._objects(cursor, one=True)
+            except Incomplete:
+                if self._eager:
+                    self._tell_early(start)
+                raise
+            at = cursor.at
+            if at == len(cursor.text) and not cursor.last:
+                raise Incomplete
+            if (
+                at < len(cursor.text)
+                and not cursor.text[at].isspace()
+                and (cursor.text[at] not in "<[;,{`")
+            ):
+                raise Mismatch
+        self._at = cursor.at
+        raw = self._raw_arguments(start, calls)
+        for call in calls:
+            self._call(call, raw)
+        return True
+
+    def _objects(self, cursor: Cursor, *, one: bool) -> list[ToolCall]:
+        """Return the calls of JSON objects, whose braces may be doubled: of the first, or of all."""
+        forms = [self._form, _BARE] if self._form.kind == "json" else [_BARE]
+        calls: list[ToolCall] = []
+        while not (one and calls):
+            cursor.space()
+            text, at = cursor.text, cursor.at
+            if text[at : at + 1] not in ("{", "["):
+                break
+            doubled = re.match(r"\{\s*\{", text[at:])
+            if doubled:
+                cursor.at = at + doubled.end() - 1
+            elif not text[at + 1 :].strip() and not cursor.last:
+                raise Incomplete
+            value = cursor.json()
+            for each in value if isinstance(value, list) else [value]:
+                calls.append(self._of(each, forms))
+            end = cursor.at
+            if doubled:
+                cursor.space()
+                if not cursor.tries("}"):
+                    cursor.at = end
+        if not calls:
+            raise Mismatch
+        return calls
+
+    def _of(self, value: object, forms: Sequence[CallForm]) -> ToolCall:
+        if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
+            value = value["function"]
+        if self._known.schemas is None and isinstance(value, Mapping):
+            keys = {self._form.name_path[:1], self._form.arguments_path[:1]}
+            if self._form.name_path and not all(path[0] in value for path in keys if path):
+                raise Mismatch
+        for form in forms:
+            if not form.name_path and form is self._form and self._known.schemas is None:
+                continue
+            try:
+                return form.of_object(value, self._known)
+            except Mismatch:
+                continue
+        raise Mismatch

@@ -1,0 +1,129 @@
+"""Tables of every command in a terminal of 80 columns: they fit, and no word is broken."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run
+
+import llamabranch as lb
+from llamabranch.cli import console
+
+WIDTH = 80
+LONG = "bartowski/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M"
+OTHER = "bartowski/Qwen2.5-Coder-0.5B-Instruct-GGUF:IQ4_XS"
+FILE = "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf"
+DATA = Path(lb.__file__).parent / "data"
+TERMINAL = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": str(WIDTH)}
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Every word that is given to a table from now on."""
+    found: list[str] = []
+    inner = console.Console.table
+
+    def table(self: console.Console, columns: Sequence[str], rows: Any, **more: Any) -> None:
+        rows = [tuple(row) for row in rows]
+        left_out = {columns.index(name) for name in more.get("wide", ())}
+        for row in rows:
+            cells = [console.cell(value) for i, value in enumerate(row) if i not in left_out]
+            # A path that is longer than a line has to be broken.
+            found.extend(w for cell in cells for w in cell.split() if len(w) < WIDTH)
+        inner(self, columns, rows, **more)
+
+    monkeypatch.setattr(console.Console, "table", table)
+    yield found
+    assert found, "the command printed no table"
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files with long names in the working folder: a target, and a draft for it."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(DATA / "tale-target-q8_0.gguf", FILE)
+    shutil.copy(DATA / "tale-draft-q8_0.gguf", FILE.replace("1.5B", "0.5B"))
+    Path("turns.txt").write_text("/help\n/set\n")
+    Path("text.txt").write_text("Once upon a time there was a king. He had three sons.\n" * 12)
+
+
+COMMANDS = [
+    f"models show {FILE}",
+    f"models show {FILE} {FILE.replace('1.5B', '0.5B')}",
+    "models",
+    f"compare {FILE} {FILE.replace('1.5B', '0.5B')} --text text.txt --window 64 --chunks 2 -t 1",
+    f"eval --perplexity text.txt -c 64 --chunks 2 -m {FILE} -m {FILE.replace('1.5B', '0.5B')}",
+    f"eval --perplexity text.txt -c 64 --chunks 2 -m {FILE}",
+    f"eval --perplexity text.txt -c 64 --chunks 2 --against {FILE} -m {FILE.replace('1.5B', '0.5B')}",
+    f"eval sentence_order --limit 4 -m {FILE} -m {FILE.replace('1.5B', '0.5B')}",
+    "eval --list",
+    f"score -m {FILE} --top 2 Once-upon-a-time",
+    f"score -m {FILE} --context King --best mean {LONG} {OTHER}",
+    f"bench --quick -m {FILE}",
+    f"generate -m {FILE} -p The -n 8 -v",
+    f"chat -m {FILE} -f turns.txt",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_table_breaks_a_word_at_80_columns(command: str, models: None, words: list[str]) -> None:
+    result = run(*command.split(), **TERMINAL)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    shown = set(result.stdout.split())
+    assert [word for word in words if word not in shown] == []
+    assert [line for line in lines if len(line) > WIDTH] == []
+
+
+def drawn(width: int, *given: Any, **more: Any) -> list[str]:
+    """Return the lines of a table on a terminal of ``width`` columns."""
+    shown = console.Console()
+    shown.out.width = width
+    written: list[str] = []
+    shown.write = lambda text, style="": written.append(text)  # type: ignore[method-assign]
+    shown.table(*given, **more)
+    return "".join(written).splitlines()
+
+
+def test_a_table_that_is_too_wide_wraps_then_drops_columns_then_becomes_paragraphs() -> None:
+    columns = ("model", "type", "what is known of it")
+    rows = [(LONG, "Q4_K_M", "one two three four five six seven")]
+    assert drawn(200, columns, rows, left=columns) == [
+        f"model{' ' * 47}type     what is known of it",
+        f"{LONG}   Q4_K_M   one two three four five six seven",
+    ]
+    wrapped = drawn(WIDTH, columns, rows, left=columns)
+    assert wrapped[1:] == [
+        f"{LONG}   Q4_K_M   one two three four",
+        f"{' ' * 61}five six seven",
+    ]
+    narrow = drawn(60, columns, rows, left=columns, wide=("what is known of it",))
+    assert narrow == [f"model{' ' * 47}type", f"{LONG}   Q4_K_M"]
+    assert drawn(60, columns, rows) == [
+        LONG,
+        "  type Q4_K_M",
+        "  what is known of it one two three four five six seven",
+    ]
+
+
+@pytest.mark.parametrize("width", range(20, 90, 7))
+def test_tables_of_any_width_keep_their_words(width: int) -> None:
+    columns = ("name", "first", "second", "third column", "fourth")
+    rows = [
+        ("short", 1, 2.5, None, True),
+        ("two words", "x" * 11, "a longer text of some words", "", "日本語 テキスト"),
+        ("", "[bold]", "[/bold]", float("nan"), "z"),
+    ]
+    lines = drawn(width, columns, rows, left=("second",), wide=("third column",))
+    from rich.cells import cell_len
+
+    assert max(map(cell_len, lines)) <= width
+    shown = " ".join(lines).split()
+    for row in rows:
+        for i, value in enumerate(row):
+            if i != 3:
+                assert all(word in shown for word in console.cell(value).split()), (width, value)

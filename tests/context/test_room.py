@@ -1,0 +1,129 @@
+"""A context that the machine cannot hold is refused at once, and none that it could hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Context, Model
+from llamabranch.context import room
+from llamabranch.context.params import ContextParams
+from llamabranch.errors import ConfigError
+
+GIB = 1 << 30
+ARCHITECTURES = ("llama", "gemma3", "lfm2", "glm4moe", "qwen35", "mimo2", "gemma4")
+
+
+@pytest.fixture
+def of_16_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine, on which no context is created."""
+
+    def create(*_: object) -> object:
+        raise AssertionError("llama.cpp was asked for it")
+
+    monkeypatch.setattr(room, "memory_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr("llamabranch.context.opening.ContextHandle", create)
+
+
+@pytest.mark.usefixtures("of_16_gib")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_ctx": 10**9}, {"n_ctx": 2**31 - 256}, {"n_ctx": 10**9, "n_seq_max": 1},
+        {"n_ctx": 10**9, "n_seq_max": 200, "kv_unified": False},
+        {"n_ctx": 10**9, "kv_type": "q4_0"}, {"n_ctx": 10**9, "kv_type": "iq4_nl"},
+        {"n_ctx": 10**9, "prefix_cache": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_cells_that_do_not_fit_are_refused_at_once(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"needs at least [\d,.]+ GB .* 17\.2 GB") as raised:
+        lb.load(n_threads=1, **options)  # type: ignore[arg-type]
+    smaller = re.search(r"n_ctx=([\d,]+) could fit", str(raised.value.hint))
+    assert smaller is not None
+    assert 0 < int(smaller[1].replace(",", "")) < 10**9
+
+
+@pytest.mark.usefixtures("of_16_gib")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_so_are_those_of_every_memory_with_cells(architecture: str, tmp_path: Path) -> None:
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture)
+    with Model(path) as model, pytest.raises(ConfigError, match="needs at least"):
+        Context(model, n_ctx=10**9)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "f32"])
+def test_least_is_not_more_than_llama_cpp_takes(
+    architecture: str, kv_type: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture)
+    lb.set_log_level("info")
+    try:
+        with Model(path) as model:
+            least = room.least_bytes(
+                model, ContextParams(n_ctx=65536, kv_type=kv_type).resolve(model)
+            )
+            capfd.readouterr()
+            with Context(model, n_ctx=65536, kv_type=kv_type, n_threads=1, batch_invariant=False):
+                pass
+    finally:
+        lb.set_log_level("none")
+    sizes = re.findall(r"KV buffer size = +([\d.]+) MiB", capfd.readouterr().err)
+    taken = sum(map(float, sizes)) * 2**20
+    of_records = 65536 * room.BYTES_OF_CELL
+    assert sizes
+    assert least <= taken + of_records + 2**14
+    if architecture == "llama":
+        assert least == pytest.approx(taken + of_records, rel=0.01)
+
+
+def test_what_fits_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = toys.write_llama(tmp_path / "toy.gguf")
+    with Model(path) as model:
+        least = room.least_bytes(model, ContextParams(n_ctx=4096).resolve(model))
+        monkeypatch.setattr(room, "memory_bytes", lambda: least)
+        Context(model, n_ctx=4096, n_threads=1).close()
+        with pytest.raises(ConfigError, match="needs at least"):
+            Context(model, n_ctx=4352, n_threads=1)
+        monkeypatch.setattr(room, "memory_bytes", lambda: None)
+        Context(model, n_ctx=4352, n_threads=1).close()
+    path = toys.write_mamba(tmp_path / "mamba.gguf")
+    with Model(path) as model:  # its memory does not depend on n_ctx
+        monkeypatch.setattr(room, "memory_bytes", lambda: 1)
+        Context(model, n_ctx=4096, n_threads=1).close()
+
+
+def machine(root: Path, **files: str) -> Path:
+    for name, text in {
+        "proc/meminfo": "MemTotal: 16777216 kB\nSwapTotal: 4194304 kB\n",
+        **files,
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_memory_is_all_that_there_is_or_what_a_control_group_allows(tmp_path: Path) -> None:
+    assert room.memory_bytes(tmp_path) is None
+    assert room.memory_bytes(machine(tmp_path)) == 20 * GIB
+    (tmp_path / "proc/self").mkdir()
+    groups = tmp_path / "sys/fs/cgroup"
+    (groups / "a/b").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/x\n0::/a/b\n")
+    (groups / "memory.max").write_text("max\n")
+    (groups / "a/b/memory.max").write_text("max\n")
+    assert room.memory_bytes(tmp_path) == 20 * GIB
+    (groups / "a/memory.max").write_text(f"{8 * GIB}\n")
+    assert room.memory_bytes(tmp_path) == 12 * GIB
+    (groups / "a/memory.swap.max").write_text("0\n")
+    assert room.memory_bytes(tmp_path) == 8 * GIB
+    (groups / "a/b/memory.max").write_text("damaged")
+    assert room.memory_bytes(tmp_path) == 8 * GIB
+    (tmp_path / "proc/meminfo").write_text("MemTotal: much\n")
+    assert room.memory_bytes(tmp_path) is None

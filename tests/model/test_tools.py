@@ -1,0 +1,258 @@
+"""Tools of a request, functions as tools, and earlier messages as a template takes them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch.errors import ConfigError, GrammarError, UnsupportedError
+from llamabranch.model.functions import function_tool
+from llamabranch.model.history import written_history
+from llamabranch.model.tools import Tools, conversation, openai_call, openai_deltas
+from llamabranch.model.turn_format import TurnFormat
+from llamabranch.sampling.grammar import turn_grammar
+
+Open = Callable[[str], lb.Model]
+
+HEAD = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>"
+TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+ITERATES = (
+    HEAD
+    + (
+        "{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}<do>{{ c.function.name }}"
+        "{% for k, v in c.function.arguments.items() %}<k>{{ k }}</k><v>{{ v }}</v>{% endfor %}</do>"
+        "{% endfor %}"
+    )
+    + TAIL
+)
+TOJSON = (
+    HEAD
+    + (
+        "{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}<do>"
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</do>{% endfor %}'
+    )
+    + TAIL
+)
+NINE = (
+    HEAD
+    + (
+        "{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+        '[DO]{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
+        '"id": "{{ c.id }}"}{% endfor %}{% if m.role == "tool" %}[{{ m.tool_call_id }}]{% endif %}'
+    )
+    + TAIL
+)
+NO_ROLES = (  # neither system, nor tool, nor calls
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SYSTEM_ONLY = (  # drops developers
+    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {
+    "type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}}}  # fmt: skip
+
+
+def called(
+    arguments: object, call_id: str = "call_0123456789abcdef01234567"
+) -> list[dict[str, Any]]:
+    """Return a conversation with a call and its result, as OpenAI's client sends it."""
+    call = {"id": call_id, "type": "function", "function": {"name": "find", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Hm?"},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": "It is <do>x</do>."},
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def open_model(tmp_path: Path) -> Iterator[Open]:
+    models: list[lb.Model] = []
+
+    def made(template: str) -> lb.Model:
+        path = toys.write_toy(tmp_path / "toy.gguf", vocab="bytes")
+        models.append(lb.Model(path, chat_template=template))
+        return models[-1]
+
+    yield made
+    for model in models:
+        model.close()
+
+
+@pytest.mark.parametrize("template", [ITERATES, TOJSON, NINE], ids=["iterates", "tojson", "nine"])
+def test_arguments_are_never_encoded_twice(template: str) -> None:
+    form = TurnFormat.of(template)
+    for arguments in ('{"text": "a \\"b\\""}', {"text": 'a "b"'}):
+        (_, answer, result) = written_history(called(arguments), form)
+        call: Any = answer["tool_calls"]
+        assert call[0]["function"]["arguments"] == {"text": 'a "b"'}
+        assert result["tool_call_id"] == call[0]["id"] and result["name"] == "find"
+        assert (len(call[0]["id"]) == 9) == (template == NINE)
+    for nothing in ("", None, "{}"):
+        answer = written_history(called(nothing), form)[1]
+        assert answer["tool_calls"][0]["function"]["arguments"] == {}  # type: ignore[index]
+
+
+def test_a_template_that_wants_text_gets_text() -> None:
+    form = TurnFormat.of(
+        TOJSON.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+    )
+    assert form.parts.arguments_as_text
+    answer: Any = written_history(called({"text": "é"}), form)[1]
+    assert answer["tool_calls"][0]["function"]["arguments"] == '{"text": "é"}'
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("{broken", "not JSON"), ("[1]", "JSON object"), (5, "JSON object")],
+)
+def test_broken_calls_in_a_history_are_told_with_their_place(wrong: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        written_history(called(wrong), TurnFormat.of(TOJSON))
+    assert "messages[1]" in str(caught.value) and "tool_calls[0]" in str(caught.value)
+
+
+def test_what_a_template_does_not_write_becomes_text() -> None:
+    form = TurnFormat.of(NO_ROLES)
+    after = [*called('{"text": "x"}'), {"role": "user", "content": "And?"}]
+    made = written_history(after, form)
+    assert [m["role"] for m in made] == ["user", "assistant", "user"]
+    assert made[1]["content"] == '{"name": "find", "arguments": {"text": "x"}}'
+    assert made[2]["content"] == "Result of find:\nIt is <do>x</do>.\n\nAnd?"
+    two = [*called("{}"), called("{}")[2]]
+    assert [m["role"] for m in written_history(two, form)] == ["user", "assistant", "user"]
+    developer = [{"role": "developer", "content": "Be brief."}]
+    assert written_history(developer, TurnFormat.of(SYSTEM_ONLY))[0]["role"] == "system"
+    assert written_history(developer, TurnFormat.of(TOJSON))[0]["role"] == "developer"
+
+
+def test_calls_have_the_same_ids_again() -> None:
+    tools = Tools([TOOL], "auto", TurnFormat.of(TOJSON))
+    text = '<do>{"name": "find", "arguments": {"text": "x"}}</do>'
+    first, again = tools.read(text), tools.read(text)
+    assert first == again
+    made: Any = openai_call(first.calls[0])
+    assert json.loads(made["function"]["arguments"]) == {"text": "x"} and made["id"]
+    reader = tools.reader()
+    deltas = openai_deltas([*reader.feed("I see. " + text), *reader.finish()])
+    assert deltas[0] == {"content": "I see."}
+    assert deltas[1]["tool_calls"][0]["function"] == {"name": "find", "arguments": ""}  # type: ignore[index]
+    off = Tools([TOOL], "none", TurnFormat.of(TOJSON)).read(text)
+    assert off.content == text and off.calls == []
+
+
+def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> str:
+    """Tell the weather
+    of a city.
+
+    Args:
+        city: its name,
+            in English.
+        days: how many.
+    """
+    return city + str(days) + unit
+
+
+@pytest.mark.parametrize("with_pydantic", [True, False])
+def test_functions_are_tools(with_pydantic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if with_pydantic:
+        pytest.importorskip("pydantic")
+    else:
+        monkeypatch.setitem(sys.modules, "pydantic", None)
+    made: Any = function_tool(weather)["function"]
+    assert made["name"] == "weather" and made["description"] == "Tell the weather of a city."
+    properties = made["parameters"]["properties"]
+    assert properties["city"] == {"type": "string", "description": "its name, in English."}
+    assert properties["days"]["type"] == "integer" and properties["days"]["default"] == 1
+    assert properties["unit"]["enum"] == ["C", "F"]
+    assert made["parameters"]["required"] == ["city"]
+    assert Tools([weather, TOOL]).names == {"weather", "find"}
+
+    def bare(x) -> None:  # type: ignore[no-untyped-def]
+        """No annotation."""
+
+    def many(*x: int) -> None:
+        """Not by name."""
+
+    for wrong in (bare, many, lambda: 1):
+        with pytest.raises(ConfigError):
+            function_tool(wrong)
+
+
+def test_histories_reach_templates_in_their_form(open_model: Open) -> None:
+    model = open_model(ITERATES)
+    text = model.apply_chat_template(called('{"text": "x"}'))
+    assert "<do>find<k>text</k><v>x</v></do>" in text and "It is <do>x</do>." in text
+    assert "system\nBe brief." in open_model(SYSTEM_ONLY).apply_chat_template(
+        [("developer", "Be brief."), ("user", "Hm?")]
+    )
+    text = open_model(NO_ROLES).apply_chat_template(called('{"text": "x"}'))
+    assert text.count("Result of find") == 1
+    assert open_model("chatml").apply_chat_template(called('{"text": "x"}')).count("find") == 2
+    message = {
+        "role": "user",
+        "content": "a",
+        "name": "b",
+        "reasoning_content": "c",
+        "refusal": None,
+    }
+    model = open_model("chatml")
+    assert model.apply_chat_template([message]) == model.apply_chat_template([("user", "a")])
+
+
+def test_the_templates_own_reason_is_shown(open_model: Open) -> None:
+    model = open_model(ITERATES + "{{ 1 / 0 if messages | length > 2 }}")
+    with pytest.raises(UnsupportedError, match="division by zero"):
+        model.apply_chat_template(called('{"text": "x"}'))
+
+
+def test_tags_of_calls_in_a_result_stay_text(tmp_path: Path) -> None:
+    """Also where the vocabulary has them as user-defined tokens, which llama.cpp parses in any text."""
+    vocabulary = toys.Vocabulary.with_control("<s>", "</s>", "<do>", "</do>", "<b>")
+    found = vocabulary.metadata()["tokenizer.ggml.token_type"]
+    assert isinstance(found, list)
+    types = [*found[:2], *[int(gguf.TokenType.USER_DEFINED)] * 3, *found[5:]]
+    path = toys.write_toy(
+        tmp_path / "toy.gguf", vocab=vocabulary, metadata={"tokenizer.ggml.token_type": types}
+    )
+    with lb.Model(path, chat_template=TOJSON) as model:
+        tokens = model.chat_tokens(called('{"text": "a <do> b </do>"}'))
+        assert [token for token in tokens if token in (2, 3)] == [2, 3]  # the template's own
+        assert "It is <do>x</do>." in model.detokenize(tokens, special=True)
+        assert 4 in model.chat_tokens([("user", "a <b> c")])  # of no template: as it was trained
+
+
+def test_tools_are_described_without_a_system_role(open_model: Open) -> None:
+    model = open_model(NO_ROLES)
+    talk = conversation(model, [("user", "Hm?")], Tools([TOOL], "auto", model.turn_format))
+    text = talk.text(model)
+    assert '"find"' in text and text.index('"find"') < text.index("Hm?")
+    assert text.count("<|im_start|>user") == 1
+
+
+def test_a_tools_schema_fault_names_the_tool(open_model: Open) -> None:
+    model = open_model(TOJSON)
+    wrong = {"type": "function", "function": {"name": "broken", "parameters": {
+        "type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}}}  # fmt: skip
+    for choice in ("auto", "required"):
+        with pytest.raises(GrammarError, match="broken"):
+            turn_grammar(model, Tools([TOOL, wrong], choice, model.turn_format))
+
+
+def test_detection_is_kept_by_the_model(open_model: Open) -> None:
+    model = open_model(TOJSON)
+    assert model.turn_format is model.turn_format and not model.turn_format.is_general
+    assert open_model("chatml").turn_format.is_general

@@ -1,0 +1,439 @@
+"""Thoughts and calls, found in templates of every shape, read and written in their form."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from llamabranch.errors import ConfigError
+from llamabranch.model import ToolCall, Turn, TurnFormat, TurnReader
+from llamabranch.model.template_worker import (
+    _reply as render,
+)  # the program itself, in this process
+
+
+def template(
+    call: str, *, between: str = "", start: str = "", end: str = "", args: str = ""
+) -> str:
+    """Return a template that writes calls: ``call`` for each, in ``start`` and ``end``."""
+    return (
+        "{% if tools %}<sys>{{ tools | tojson }}</sys>{% endif %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}<bot>"
+        "{% if m.reasoning_content %}<mull>\n{{ m.reasoning_content }}\n</mull>\n\n{% endif %}"
+        "{{ m.content or '' }}{% if m.tool_calls %}" + start + "{% for c in m.tool_calls %}"
+        "{% set f = c.function %}{% set a = f.arguments %}" + call +
+        "{% if not loop.last %}{{ " + repr(between) + " }}{% endif %}{% endfor %}" + end + "{% endif %}<eot>\n"
+        "{% else %}<{{ m.role }}>{{ m.content }}<eot>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<bot>{% endif %}"
+    )  # fmt: skip
+
+
+EACH = "{% for k, v in a.items() %}"
+RAW = "{% if v is string %}{{ v }}{% else %}{{ v | tojson }}{% endif %}"
+SHAPES = {
+    "tags around JSON": template(
+        '<do>\n{"name": "{{ f.name }}", "arguments": {{ a | tojson }}}\n</do>', between="\n"
+    ),
+    "one tag around several": template(
+        '\n{"tool": "{{ f.name }}", "with": {{ a | tojson }}}', start="<dos>", end="\n</dos>"
+    ),
+    "JSON in a list": template(
+        '{"name": "{{ f.name }}", "arguments": {{ a | tojson }}, "id": "{{ c.id }}"}',
+        start="[DO][", end="]", between=", ",
+    ),
+    "a function inside": template(
+        '<do>{"type": "function", "function": {"name": "{{ f.name }}", "args": {{ a | tojson }}}}</do>'
+    ),
+    "the name is the key": template(
+        '{"{{ f.name }}": {{ a | tojson }}}', start="<|do|>[", end="]<|done|>", between=", "
+    ),
+    "arguments are a text": template(
+        '<do>{"name": "{{ f.name }}", "arguments": {{ (a | tojson) | tojson }}}</do>'
+    ),
+    "bare JSON": template('{"name": "{{ f.name }}", "parameters": {{ a | tojson }}}', between="\n"),
+    "name, then JSON": template("<do={{ f.name }}>{{ a | tojson }}</do>"),
+    "name, id, JSON": template("[DO]{{ f.name }}[ID]{{ c.id }}[WITH]{{ a | tojson }}"),
+    "a counted id": template(
+        "<|call|>fn.{{ f.name }}:{{ loop.index0 }}<|with|>{{ a | tojson }}<|end|>",
+        start="<|calls|>", end="<|ends|>",
+    ),
+    "the id is the name": template("<|call|>{{ c.id }}<|with|>{{ a | tojson }}<|end|>"),
+    "a fence": template("<|do|>function<|sep|>{{ f.name }}\n```json\n{{ a | tojson }}\n```<|end|>"),
+    "tags for values": template(
+        "<do>\n<f={{ f.name }}>\n" + EACH + "<p={{ k }}>\n" + RAW + "{{ '\\n' }}</p>\n{% endfor %}</f>\n</do>",
+        between="\n",
+    ),
+    "tags for names": template(
+        "<do>{{ f.name }}" + EACH + "<k>{{ k }}</k><v>" + RAW + "</v>{% endfor %}</do>"
+    ),
+    "tags that tell types": template(
+        '\n<|invoke name="{{ f.name }}">\n' + EACH + '<|p name="{{ k }}" text="{{ '
+        "'yes' if v is string else 'no' }}\">" + RAW + "</|p>\n{% endfor %}</|invoke>",
+        start="\n\n<|calls>", end="\n</|calls>",
+    ),
+    "tags named like values": template(
+        '<invoke name="{{ f.name }}">' + EACH + "<{{ k }}>" + RAW + "</{{ k }}>{% endfor %}</invoke>"
+    ),
+    "Python": template(
+        "{{ f.name }}(" + EACH + "{{ k }}={% if v is string %}{{ v | tojson }}{% elif v is sameas true %}"
+        "True{% elif v is sameas false %}False{% elif v is none %}None{% else %}{{ v | tojson }}{% endif %}"
+        "{% if not loop.last %}, {% endif %}{% endfor %})",
+        start="<|py|>[", end="]<|/py|>", between=", ",
+    ),
+    "quotes of its own": template(
+        "<|do>call:{{ f.name }}{{ '{' }}" + EACH + "{{ k }}:{% if v is string %}<|'|>{{ v }}<|'|>{% else %}"
+        "{{ v | tojson }}{% endif %}{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}<do|>"
+    ),
+    "channels": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% if m.reasoning_content %}<|go|>bot<|on|>musing<|say|>{{ m.reasoning_content }}<|over|>{% endif %}"
+        "{% if m.content %}<|go|>bot<|on|>final<|say|>{{ m.content }}<|over|>{% endif %}"
+        "{% for c in m.tool_calls or [] %}<|go|>bot to=fn.{{ c.function.name }}<|on|>tool<|say|>"
+        "{{ c.function.arguments | tojson }}<|over|>{% endfor %}"
+        "{% else %}<|go|>{{ m.role }}<|say|>{{ m.content }}<|over|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|go|>bot{% endif %}"
+    ),
+}  # fmt: skip
+PROPERTIES: dict[str, Any] = {
+    "text": {"type": "string"}, "n": {"type": "number"}, "yes": {"type": "boolean"},
+    "many": {"type": "array", "items": {}}, "deep": {"type": "object"}, "maybe": {"type": "null"},
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": PROPERTIES}}}
+    for name in ("find", "find_all", "a.b-c")
+] + [{"type": "function", "function": {"name": "ping"}}]  # fmt: skip
+FORMATS = {name: TurnFormat.of(source) for name, source in SHAPES.items()}
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=20)
+_TRICKY = st.sampled_from([
+    '{"a": 1}', "[1, 2]", "123", "true", "null", "", "</p>", "</do>", "a <do> b", "it's", 'say "x"', "\\n",
+    "line\nline", "  spaces ", "<mull>", "```json\n{}\n```", "k=v, w", "日本語 🗼", "</v>x<k>",
+])  # fmt: skip
+_PLAIN = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6).map(float)
+_JSON = st.recursive(
+    _PLAIN | _TEXT | _TRICKY,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner),
+    max_leaves=6,
+)
+_VALUES = {
+    "text": _TEXT | _TRICKY, "n": st.integers(-999, 999) | st.floats(-1e6, 1e6).map(float),
+    "yes": st.booleans(), "many": st.lists(_JSON, max_size=3),
+    "deep": st.dictionaries(st.sampled_from(["x", "y y", "z'"]), _JSON), "maybe": st.none(),
+}  # fmt: skip
+_ARGUMENTS = st.fixed_dictionaries({}, optional=_VALUES)  # type: ignore[arg-type]
+_CALL = st.builds(
+    lambda name, arguments: ToolCall(name, arguments if name != "ping" else {}),
+    st.sampled_from(["find", "find_all", "a.b-c", "ping"]), _ARGUMENTS,
+)  # fmt: skip
+
+
+def meant(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
+    """Return calls without their ids."""
+    return [(call.name, call.arguments) for call in calls]
+
+
+def streamed(form: TurnFormat, text: str, size: int, *, eager: bool) -> Turn:
+    """Return a turn that came in pieces, by its events."""
+    reader = TurnReader(form, TOOLS, eager=eager)
+    events = [e for i in range(0, len(text), size) for e in reader.feed(text[i : i + size])]
+    events += reader.finish()
+    texts, calls = {"thought": "", "content": ""}, dict[int, list[str]]()
+    for event in events:
+        if event.call is None:
+            texts[event.kind] += event.text
+        elif event.kind == "name":
+            assert event.call == len(calls)
+            calls[event.call] = [event.text, "", event.id]
+        elif event.kind == "cut":
+            assert eager
+            del calls[event.call]
+        else:
+            calls[event.call][1] += event.text
+    read = [ToolCall(name, json.loads(text), own) for name, text, own in calls.values()]
+    assert reader.turn == Turn(texts["thought"], texts["content"], read)
+    return reader.turn
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@example([ToolCall("find", {"text": "x"})], "Let me look.", 3)
+@given(
+    st.lists(_CALL, min_size=1, max_size=3),
+    st.sampled_from(["", "Let me look."]),
+    st.integers(1, 9),
+)
+@settings(max_examples=30, deadline=None)
+def test_calls_are_read_as_they_are_written(
+    shape: str, calls: list[ToolCall], content: str, size: int
+) -> None:
+    """In pieces too, after a text, and whatever the values are."""
+    form = FORMATS[shape]
+    assert not form.is_general, form.reason
+    if shape == "tags named like values" and any("" in c.arguments for c in calls):  # type: ignore[operator]
+        return
+    text = content + "\n" * (shape == "bare JSON") + form.write(calls)
+    if shape == "channels":
+        text = (
+            f"<|on|>final<|say|>{content}<|over|><|go|>bot{form.write(calls)}" if content else text
+        )
+    turn = form.read(text, TOOLS)
+    assert (turn.content, meant(turn.calls)) == (content, meant(calls))
+    assert form.read(text + form.parts.turn_end, TOOLS) == turn
+    for eager in (False, True):
+        assert streamed(form, text, size, eager=eager) == turn
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_template_itself_writes_the_same(shape: str) -> None:
+    form = FORMATS[shape]
+    given = [
+        ToolCall("find", {"text": "a 'b' \"c\"\nd", "n": 5}, "abcdefgh1"),
+        ToolCall("ping", {}, "abcdefgh2"),
+    ]
+    if shape == "the id is the name":
+        given = [c._replace(id=f"functions.{c.name}:{i}") for i, c in enumerate(given)]
+    calls = [
+        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+        for c in given
+    ]  # fmt: skip
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    messages = [{"role": "user", "content": "Hm?"}, answer]
+    text = render(SHAPES[shape], {"messages": messages})["text"]
+    assert form.write(given) in text
+    assert meant(form.read(text[text.index("Hm?") + len("Hm?<eot>\n") :], TOOLS).calls) == meant(
+        given
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(st.lists(_CALL, min_size=1, max_size=2), st.data(), st.integers(1, 5))
+@settings(max_examples=20, deadline=None)
+def test_what_is_cut_or_damaged_is_never_a_wrong_call(
+    shape: str, calls: list[ToolCall], data: st.DataObject, size: int
+) -> None:
+    form = FORMATS[shape]
+    text = form.write(calls)
+    cut = text[: data.draw(st.integers(0, len(text)))]
+    turn = form.read(cut, TOOLS)
+    assert meant(turn.calls) == meant(calls)[: len(turn.calls)]
+    assert streamed(form, cut, size, eager=False) == turn
+    assert streamed(form, cut, size, eager=True)[:2] == turn[:2]
+    others = [{"type": "function", "function": {"name": "other"}}]
+    assert form.read(text, others).calls == []
+
+
+THOUGHTS = {
+    "reasoning_content": (SHAPES["tags around JSON"], "<mull>", "</mull>", False),
+    "channels": (SHAPES["channels"], "<|on|>musing<|say|>", "<|over|>", False),
+    "a prompt that begins one": (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</mull>')[-1] }}<eot>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant><mull>\n{% endif %}", "<mull>", "</mull>", True,
+    ),
+    "a switch": (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eot>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not "
+        "enable_thinking %}<mull>\n\n</mull>\n{% endif %}{% endif %}", "<mull>", "</mull>", False,
+    ),
+    "blocks": (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for b in m.content %}{% if b.type == 'thinking' %}[MULL]{{ b.thinking }}[/MULL]{% else %}"
+        "{{ b.text }}{% endif %}{% endfor %}{% endif %}<eot>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}", "[MULL]", "[/MULL]", False,
+    ),
+    "none": (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eot>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}", None, None, False,
+    ),
+    "words before the answer": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<bot>\n{% if m.reasoning_content %}"
+        "{{ m.reasoning_content }}\n[ANSWER]\n{% endif %}{{ m.content }}<eot>{% else %}<user>"
+        "{{ m.content }}<eot>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<bot>\nSteps:\n{% endif %}", "Steps:", "[ANSWER]", True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_thoughts_are_found(kind: str) -> None:
+    source, start, end, inside = THOUGHTS[kind]
+    form = TurnFormat.of(source)
+    found = form.thought_start, form.thought_end, form.starts_in_thought
+    assert found == (start, end, inside)
+    assert form.describe().startswith(
+        "does not think" if end is None else f"thinks between {start}"
+    )
+    if end is None:
+        assert form.read("<mull>a</mull>b").thought == ""
+        return
+    if kind == "channels":
+        text = f"{start}Hm, {end[1:]}.{end}<|go|>bot<|on|>final<|say|>Yes.<|over|>"
+    else:
+        text = f"{'' if inside else start}\nHm, {end[1:]}.\n{end}\n\nYes."
+    for size in (1, 2, 3, 50):
+        assert streamed(form, text, size, eager=False) == Turn(f"Hm, {end[1:]}.", "Yes.", [])
+    assert form.read(start + "\nHm", in_thought=False) == Turn("Hm", "", [])
+    assert form.is_in_thought(f"<x>{form.parts.header}{start}\nHm") and not form.is_in_thought("Hm")
+
+
+def test_thoughts_that_are_switched_off_have_a_text() -> None:
+    form = TurnFormat.of(THOUGHTS["a switch"][0])
+    assert form.thought_off == "<mull>\n\n</mull>\n"
+    assert form.thinking_variables(False) == {"enable_thinking": False}
+    assert TurnFormat.of(THOUGHTS["none"][0]).thinking_variables(True) == {}
+
+
+CALL = '{"name": "find", "arguments": {"text": "x"}}'
+LOOSE = {
+    "a fence": f"```json\n{CALL}\n```",
+    "a fence without a word": f"```\n{CALL}\n```",
+    "doubled braces": '{{"name": "find", "arguments": {"text": "x"}}}',
+    "doubled, one missing": '{{"name": "find", "arguments": {"text": "x"}}',
+    "bare": CALL,
+    "parameters": CALL.replace("arguments", "parameters"),
+    "tags": f"<tool_call>\n{CALL}\n</tool_call>",
+    "an unclosed tag": f"<tool_call>\n{CALL}",
+    "arguments in a string": json.dumps({"name": "find", "arguments": '{"text": "x"}'}),
+}
+
+
+@pytest.mark.parametrize("shape", ["tags around JSON", "tags for values", "bare JSON"])
+@pytest.mark.parametrize("kind", LOOSE)
+def test_calls_in_another_form_than_the_templates_are_read_too(shape: str, kind: str) -> None:
+    form = FORMATS[shape]
+    for before in ("", "I look.\n\n"):
+        for size in (1, 4, 99):
+            turn = streamed(form, before + LOOSE[kind], size, eager=False)
+            assert meant(turn.calls) == [("find", {"text": "x"})], turn
+            assert turn.content == before.strip()
+    inline = f"It says {CALL} here."
+    assert form.read(inline, TOOLS) == Turn("", inline, [])
+
+
+@pytest.mark.parametrize("nothing", ["null", '""', "{}"])
+def test_no_arguments_are_an_empty_object(nothing: str) -> None:
+    text = f'<do>\n{{"name": "ping", "arguments": {nothing}}}\n</do>'
+    assert meant(FORMATS["tags around JSON"].read(text, TOOLS).calls) == [("ping", {})]
+
+
+TEXTS = [
+    "A king.", "", " ", "\n", "<do", "<do>", "<do> x", "{", "{}", '{"no": "call"}', "```json\n{}\n```",
+    "```python\nprint()\n```", '{"name": 5}', '{"name": "find", "arguments": 3}', "<tool_call>", "a < b",
+    '<do>{"name": "unknown", "arguments": {}}</do>', "<do><do>", "I <do> see\n\n", "[1, 2]", "{ not JSON",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_without_calls_is_content(shape: str, text: str) -> None:
+    if shape == "channels":
+        pytest.skip("its content has tags")
+    for size in (1, 3, 99):
+        assert streamed(FORMATS[shape], text, size, eager=False) == Turn("", text, [])
+
+
+def test_content_is_held_back_only_where_a_tag_may_begin() -> None:
+    reader = TurnReader(FORMATS["tags around JSON"], TOOLS)
+    pieces = ("I", " see", " <", "x", " <d", "og> ")
+    assert ["".join(e.text for e in reader.feed(p)) for p in pieces] == [
+        "I", " see", "", " <x", "", " <dog>"]  # fmt: skip
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    reader = TurnReader(FORMATS["name, then JSON"], TOOLS, eager=True)
+    shown = [(e.kind, e.text) for piece in ('<do=find>{"te', 'xt": "a', 'b"}</d', "o>")
+             for e in reader.feed(piece)]  # fmt: skip
+    assert shown == [
+        ("name", "find"), ("arguments", '{"te'), ("arguments", 'xt": "a'), ("arguments", 'b"}')]  # fmt: skip
+    reader = TurnReader(FORMATS["tags for values"], TOOLS, eager=True)
+    begun = reader.feed("<do>\n<f=find>\n<p=text>\na\n</p>\n<p=n>\n")
+    assert [e.text for e in begun] == ["find", '{"text": "a"']
+    ended = reader.finish()
+    assert ended[0].kind == "cut" and reader.turn.calls == []
+    assert reader.turn.content == "<do>\n<f=find>\n<p=text>\na\n</p>\n<p=n>\n"
+
+
+def test_ids_are_the_same_again_and_of_a_form_that_templates_take() -> None:
+    form = FORMATS["tags around JSON"]
+    text = form.write([ToolCall("ping", {}), ToolCall("ping", {})])
+    first, again = form.read(text, TOOLS), form.read(text, TOOLS)
+    assert first == again and first.calls[0].id != first.calls[1].id
+    assert all(len(call.id) == 9 and call.id.isalnum() for call in first.calls)
+    given = FORMATS["name, id, JSON"].read("[DO]ping[ID]Ab3456789[WITH]{}", TOOLS)
+    assert given.calls[0].id == "Ab3456789"
+
+
+def test_values_without_a_schema_are_json_where_they_are() -> None:
+    form = FORMATS["tags for values"]
+    text = form.write([ToolCall("any", {"a": 5, "b": "x", "c": [1], "d": True, "e": "5"})])
+    assert meant(form.read(text).calls) == [
+        ("any", {"a": 5, "b": "x", "c": [1], "d": True, "e": 5})
+    ]
+    typed = [{"name": "any", "parameters": {"properties": {"e": {"type": "string"}}}}]
+    assert form.read(text, typed).calls[0].arguments["e"] == "5"  # type: ignore[index]
+
+
+BAD = {
+    "raises": "{{ raise_exception('no') }}",
+    "fails": "{{ 1 / 0 }}",
+    "is no Jinja": "{% if %}",
+    "is endless": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "is empty": "",
+    "ignores all": "Hello",
+    "closes what it never opens": "{% for m in messages %}<u>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<bot></mull>{% endif %}",
+    "writes calls in prose": template("I call {{ f.name }} now!"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_templates_have_the_general_form_and_a_reason(kind: str) -> None:
+    form = TurnFormat.of(BAD[kind])
+    assert form.is_general and form.reason and form.reason in form.describe()
+    assert form.thought_end is None or kind == "writes calls in prose"
+    calls = [ToolCall("find", {"text": "x"}), ToolCall("ping", {})]
+    assert meant(form.read(form.write(calls), TOOLS).calls) == meant(calls)
+
+
+def test_what_is_no_template_or_no_tool_is_refused() -> None:
+    for wrong in (5, None, b"x"):
+        with pytest.raises(ConfigError, match="template"):
+            TurnFormat.of(wrong)  # type: ignore[arg-type]
+    for tool in ({}, {"function": {}}, {"name": ""}, 5):
+        with pytest.raises(ConfigError, match="function with a name"):
+            TurnFormat().read("x", [tool])
+
+
+def test_many_tools_and_names_with_quotes() -> None:
+    names = [f"tool_{i}" for i in range(1000)] + ['say "hi"', "it's"]
+    tools = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in names]
+    for shape in ("tags around JSON", "name, then JSON", "tags for values", "Python"):
+        form = FORMATS[shape]
+        for name in ("tool_1", "tool_11", 'say "hi"', "it's"):
+            text = form.write([ToolCall(name, {})])
+            assert meant(form.read(text, tools).calls) == [(name, {})], (shape, name)
+
+
+def test_detection_is_remembered() -> None:
+    source = SHAPES["Python"] + "{# once #}"
+    assert TurnFormat.of(source) is TurnFormat.of(source)
+
+
+def test_words() -> None:
+    words = FORMATS["tags around JSON"].describe()
+    assert words == (
+        "thinks between <mull> and </mull>, where it likes; calls: <do> + JSON; several at once: yes"
+    )
+    assert "bare JSON" in TurnFormat().describe()
+
+
+def test_nested_json_does_not_end_the_process() -> None:
+    deep = '<do>\n{"name": "find", "arguments": {"deep": ' + "[" * 100_000
+    start = time.perf_counter()
+    assert FORMATS["tags around JSON"].read(deep, TOOLS).calls == []
+    assert time.perf_counter() - start < 60

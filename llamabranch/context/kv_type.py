@@ -97,19 +97,20 @@ def fastest(model: Model, flash: bool | str) -> Setting | None:
 
 
 def measured_costs(
-    model: Model, handle: ContextHandle, settings: Sequence[Setting]
+    model: Model, handle: ContextHandle, settings: Sequence[Setting], threads: tuple[int, int]
 ) -> list[Costs] | None:
     """Return what a token costs at 2,048 cells in each setting, stored or measured on one thread.
 
     Args:
         model: whose layers and weights count.
-        handle: an empty context of it; it is empty afterwards, and computes with one thread.
+        handle: an empty context of it; it is empty afterwards.
         settings: those that are compared.
+        threads: those of the context, for one token and for many.
     """
     shape = _shape(model)
     if shape is None:
         return None
-    weights = _weights(model, handle)
+    weights = _weights(model, handle, threads)
     if weights is None:
         return None
     attention = _attention(_key(), shape)
@@ -160,7 +161,7 @@ def _attention(key: str, shape: AttentionShape) -> dict[Setting, Costs]:
 _found: weakref.WeakKeyDictionary[Model, dict[str, Costs]] = weakref.WeakKeyDictionary()
 
 
-def _weights(model: Model, handle: ContextHandle) -> Costs | None:
+def _weights(model: Model, handle: ContextHandle, threads: tuple[int, int]) -> Costs | None:
     """Return what a token costs without the attention to other tokens, stored or measured."""
     try:
         kind = "repacked, " if model.extra_buffers else ""
@@ -175,7 +176,7 @@ def _weights(model: Model, handle: ContextHandle) -> Costs | None:
         n = min(_ROWS[1], handle.n_batch)
         reads = model.handle.number("n_params") <= _READS and handle.n_batch >= _SMALL_PROMPT
         rows = [1, 1, 1, n, *[_SMALL_PROMPT] * reads]  # the first loads the weights from disk
-        seconds = decode_seconds(handle, rows)
+        seconds = decode_seconds(handle, rows, threads)
         if seconds is None:
             return None
         costs = Costs(min(seconds[1:3]), seconds[3] / n, seconds[-1] / rows[-1])

@@ -183,7 +183,7 @@ def _probed(
             found, memory = _probe(handle, model, params, is_head=target is not None)
             if resolved is first and target is None:
                 if found.batch_invariant:
-                    ratios, again = _weighed(model, handle, given)
+                    ratios, again = _weighed(model, handle, given, params)
                 else:
                     again = _adapted(model, resolved, given, found)
                 if again is not None:
@@ -248,23 +248,26 @@ def _adapted(
 
 
 def _weighed(
-    model: Model, handle: ContextHandle, given: ContextParams
+    model: Model, handle: ContextHandle, given: ContextParams, params: ContextParams
 ) -> tuple[tuple[float | None, float | None], ContextParams | None]:
     """Return how much longer exactness reads and generates, and other parameters if that is too much.
 
     Args:
         model, handle: of the exact context, which is empty before and after.
         given: what was asked for. A K/V type that was named stays.
+        params: what the context was created with.
     """
     if given.kv_type != "auto":
         return (None, None), None
     faster = given.resolve(model, tries_exact=False)
     fast = Setting(faster.kv_type, faster.flash_attention is not False)
-    costs = measured_costs(model, handle, (EXACT, fast))
+    native = params.native()
+    threads = native["n_threads"], native["n_threads_batch"]
+    costs = measured_costs(model, handle, (EXACT, fast), threads)
     if costs is None:
         return (None, None), None
     exact, least = costs
-    ratios = exact.read / least.read, exact.generated / least.generated
+    ratios = round(exact.read / least.read, 2), round(exact.generated / least.generated, 2)
     is_dear = max(ratios) > MOST_EXTRA and given.batch_invariant == "auto"
     return ratios, faster if is_dear else None
 

@@ -34,12 +34,18 @@ def trial_decode(
     return time.perf_counter() - start if code == 0 else None
 
 
-def decode_seconds(handle: ContextHandle, sizes: Sequence[int]) -> list[float] | None:
+def decode_seconds(
+    handle: ContextHandle, sizes: Sequence[int], threads: tuple[int, int]
+) -> list[float] | None:
     """Return how long one thread takes for decodes of so many tokens, each on an empty cache.
 
     What other programs take from the core does not count, as far as the system tells. Up to eight tokens
-    all get logits, as those of texts do; of more the last does, as in a prompt. The cache is empty
-    afterwards, and the context computes with one thread. None if a decode failed.
+    all get logits, as those of texts do; of more the last does, as in a prompt. None if a decode failed.
+
+    Args:
+        handle: its cache is empty afterwards.
+        sizes: how many tokens each decode has.
+        threads: with which it computes afterwards, for one token and for many.
     """
     time.sleep(_PAUSE_S)
     handle.set_threads(1, 1)
@@ -56,4 +62,5 @@ def decode_seconds(handle: ContextHandle, sizes: Sequence[int]) -> list[float] |
             found.append(min(seconds, cpu) if cpu > 0 else seconds)
     finally:
         handle.clear()
+        handle.set_threads(*threads)
     return found

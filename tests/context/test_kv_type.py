@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import toys
 from costs import EVEN, forget, write_costs
+from llama_cpp import llama_cpp as C
 
 import llamabranch as lb
 from llamabranch import Context
@@ -193,3 +194,12 @@ def test_branches_fork_rewind_and_are_saved_without_flash_attention(
         pytest.raises(lb.errors.SnapshotError, match=r"kv_type|flash_attention"),
     ):
         lb.Branch.load(ctx, tmp_path / "branch")
+
+
+def test_measuring_leaves_the_threads_that_were_given(target: lb.Model, profile: Path) -> None:
+    for options in ({"batch_invariant": True}, {}):
+        forget()
+        profile.unlink(missing_ok=True)
+        with Context(target, n_ctx=256, n_threads=2, n_threads_batch=3, **options) as ctx:  # type: ignore[arg-type]
+            pointer = ctx.decoder.handle.ptr
+            assert (C.llama_n_threads(pointer), C.llama_n_threads_batch(pointer)) == (2, 3)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import gguf
 import pytest
+import toys
 
 import llamabranch as lb
 from llamabranch.errors import ConfigError, GrammarError, UnsupportedError
@@ -18,7 +19,6 @@ from llamabranch.model.history import written_history
 from llamabranch.model.tools import Tools, conversation, openai_call, openai_deltas
 from llamabranch.model.turn_format import TurnFormat
 from llamabranch.sampling.grammar import turn_grammar
-from tests import toys
 
 Open = Callable[[str], lb.Model]
 
@@ -37,7 +37,8 @@ TOJSON = (
     HEAD
     + (
         "{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}<do>"
-        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</do>{% endfor %}'
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</do>'
+        "{% endfor %}"
     )
     + TAIL
 )

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
+from turn_shapes import SHAPES
 
 import llamabranch as lb
 from llamabranch.errors import UnsupportedError
 from llamabranch.model import ToolCall, TurnFormat
 from llamabranch.model.tools import Tools
 from llamabranch.sampling.grammar import turn_grammar
-from tests import toys
-from tests.model.test_turn_format import SHAPES
 
 TOOLS = [
     {"type": "function", "function": {"name": "find", "parameters": {

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from turn_shapes import SHAPES, template
 
 from llamabranch.errors import ConfigError
 from llamabranch.model import ToolCall, Turn, TurnFormat, TurnReader
+from llamabranch.model.templates import ChatTemplate
 
 PROPERTIES: dict[str, Any] = {
     "text": {"type": "string"}, "n": {"type": "number"}, "yes": {"type": "boolean"},

@@ -610,7 +610,7 @@ class Context:
             as ``complete``.
 
         Raises:
-            UnsupportedError: there is no chat template, or it ignores ``tools``.
+            UnsupportedError: there is no chat template.
             LlamaBranchError: as for ``complete``.
         """
         from ..engine import completion

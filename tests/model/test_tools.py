@@ -37,7 +37,8 @@ TOJSON = (
     HEAD
     + (
         "{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}<do>"
-        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</do>{% endfor %}'
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</do>'
+        "{% endfor %}"
     )
     + TAIL
 )

@@ -10,96 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from turn_shapes import SHAPES, template
 
 from llamabranch.errors import ConfigError
 from llamabranch.model import ToolCall, Turn, TurnFormat, TurnReader
-from llamabranch.model.template_worker import (
-    _reply as render,
-)  # the program itself, in this process
+from llamabranch.model.templates import ChatTemplate
 
-
-def template(
-    call: str, *, between: str = "", start: str = "", end: str = "", args: str = ""
-) -> str:
-    """Return a template that writes calls: ``call`` for each, in ``start`` and ``end``."""
-    return (
-        "{% if tools %}<sys>{{ tools | tojson }}</sys>{% endif %}"
-        "{% for m in messages %}{% if m.role == 'assistant' %}<bot>"
-        "{% if m.reasoning_content %}<mull>\n{{ m.reasoning_content }}\n</mull>\n\n{% endif %}"
-        "{{ m.content or '' }}{% if m.tool_calls %}" + start + "{% for c in m.tool_calls %}"
-        "{% set f = c.function %}{% set a = f.arguments %}" + call +
-        "{% if not loop.last %}{{ " + repr(between) + " }}{% endif %}{% endfor %}" + end + "{% endif %}<eot>\n"
-        "{% else %}<{{ m.role }}>{{ m.content }}<eot>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<bot>{% endif %}"
-    )  # fmt: skip
-
-
-EACH = "{% for k, v in a.items() %}"
-RAW = "{% if v is string %}{{ v }}{% else %}{{ v | tojson }}{% endif %}"
-SHAPES = {
-    "tags around JSON": template(
-        '<do>\n{"name": "{{ f.name }}", "arguments": {{ a | tojson }}}\n</do>', between="\n"
-    ),
-    "one tag around several": template(
-        '\n{"tool": "{{ f.name }}", "with": {{ a | tojson }}}', start="<dos>", end="\n</dos>"
-    ),
-    "JSON in a list": template(
-        '{"name": "{{ f.name }}", "arguments": {{ a | tojson }}, "id": "{{ c.id }}"}',
-        start="[DO][", end="]", between=", ",
-    ),
-    "a function inside": template(
-        '<do>{"type": "function", "function": {"name": "{{ f.name }}", "args": {{ a | tojson }}}}</do>'
-    ),
-    "the name is the key": template(
-        '{"{{ f.name }}": {{ a | tojson }}}', start="<|do|>[", end="]<|done|>", between=", "
-    ),
-    "arguments are a text": template(
-        '<do>{"name": "{{ f.name }}", "arguments": {{ (a | tojson) | tojson }}}</do>'
-    ),
-    "bare JSON": template('{"name": "{{ f.name }}", "parameters": {{ a | tojson }}}', between="\n"),
-    "name, then JSON": template("<do={{ f.name }}>{{ a | tojson }}</do>"),
-    "name, id, JSON": template("[DO]{{ f.name }}[ID]{{ c.id }}[WITH]{{ a | tojson }}"),
-    "a counted id": template(
-        "<|call|>fn.{{ f.name }}:{{ loop.index0 }}<|with|>{{ a | tojson }}<|end|>",
-        start="<|calls|>", end="<|ends|>",
-    ),
-    "the id is the name": template("<|call|>{{ c.id }}<|with|>{{ a | tojson }}<|end|>"),
-    "a fence": template("<|do|>function<|sep|>{{ f.name }}\n```json\n{{ a | tojson }}\n```<|end|>"),
-    "tags for values": template(
-        "<do>\n<f={{ f.name }}>\n" + EACH + "<p={{ k }}>\n" + RAW + "{{ '\\n' }}</p>\n{% endfor %}</f>\n</do>",
-        between="\n",
-    ),
-    "tags for names": template(
-        "<do>{{ f.name }}" + EACH + "<k>{{ k }}</k><v>" + RAW + "</v>{% endfor %}</do>"
-    ),
-    "tags that tell types": template(
-        '\n<|invoke name="{{ f.name }}">\n' + EACH + '<|p name="{{ k }}" text="{{ '
-        "'yes' if v is string else 'no' }}\">" + RAW + "</|p>\n{% endfor %}</|invoke>",
-        start="\n\n<|calls>", end="\n</|calls>",
-    ),
-    "tags named like values": template(
-        '<invoke name="{{ f.name }}">' + EACH + "<{{ k }}>" + RAW + "</{{ k }}>{% endfor %}</invoke>"
-    ),
-    "Python": template(
-        "{{ f.name }}(" + EACH + "{{ k }}={% if v is string %}{{ v | tojson }}{% elif v is sameas true %}"
-        "True{% elif v is sameas false %}False{% elif v is none %}None{% else %}{{ v | tojson }}{% endif %}"
-        "{% if not loop.last %}, {% endif %}{% endfor %})",
-        start="<|py|>[", end="]<|/py|>", between=", ",
-    ),
-    "quotes of its own": template(
-        "<|do>call:{{ f.name }}{{ '{' }}" + EACH + "{{ k }}:{% if v is string %}<|'|>{{ v }}<|'|>{% else %}"
-        "{{ v | tojson }}{% endif %}{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}<do|>"
-    ),
-    "channels": (
-        "{% for m in messages %}{% if m.role == 'assistant' %}"
-        "{% if m.reasoning_content %}<|go|>bot<|on|>musing<|say|>{{ m.reasoning_content }}<|over|>{% endif %}"
-        "{% if m.content %}<|go|>bot<|on|>final<|say|>{{ m.content }}<|over|>{% endif %}"
-        "{% for c in m.tool_calls or [] %}<|go|>bot to=fn.{{ c.function.name }}<|on|>tool<|say|>"
-        "{{ c.function.arguments | tojson }}<|over|>{% endfor %}"
-        "{% else %}<|go|>{{ m.role }}<|say|>{{ m.content }}<|over|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|go|>bot{% endif %}"
-    ),
-}  # fmt: skip
 PROPERTIES: dict[str, Any] = {
     "text": {"type": "string"}, "n": {"type": "number"}, "yes": {"type": "boolean"},
     "many": {"type": "array", "items": {}}, "deep": {"type": "object"}, "maybe": {"type": "null"},
@@ -113,7 +29,8 @@ FORMATS = {name: TurnFormat.of(source) for name, source in SHAPES.items()}
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=20)
 _TRICKY = st.sampled_from([
-    '{"a": 1}', "[1, 2]", "123", "true", "null", "", "</p>", "</do>", "a <do> b", "it's", 'say "x"', "\\n",
+    '{"a": 1}', "[1, 2]", "123", "true", "null", "", "</p>", "</do>", "a <do> b", "it's", 'say "x"',
+    "\\n",
     "line\nline", "  spaces ", "<mull>", "```json\n{}\n```", "k=v, w", "日本語 🗼", "</v>x<k>",
 ])  # fmt: skip
 _PLAIN = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6).map(float)
@@ -204,7 +121,9 @@ def test_the_template_itself_writes_the_same(shape: str) -> None:
     ]  # fmt: skip
     answer = {"role": "assistant", "content": "", "tool_calls": calls}
     messages = [{"role": "user", "content": "Hm?"}, answer]
-    text = render(SHAPES[shape], {"messages": messages})["text"]
+    text = ChatTemplate(SHAPES[shape], {}).render(
+        messages, add_generation_prompt=False, variables={}
+    )
     assert form.write(given) in text
     assert meant(form.read(text[text.index("Hm?") + len("Hm?<eot>\n") :], TOOLS).calls) == meant(
         given
@@ -349,7 +268,8 @@ def test_arguments_come_while_they_are_written() -> None:
     shown = [(e.kind, e.text) for piece in ('<do=find>{"te', 'xt": "a', 'b"}</d', "o>")
              for e in reader.feed(piece)]  # fmt: skip
     assert shown == [
-        ("name", "find"), ("arguments", '{"te'), ("arguments", 'xt": "a'), ("arguments", 'b"}')]  # fmt: skip
+        ("name", "find"), ("arguments", '{"te'), ("arguments", 'xt": "a'), ("arguments", 'b"}'),
+    ]  # fmt: skip
     reader = TurnReader(FORMATS["tags for values"], TOOLS, eager=True)
     begun = reader.feed("<do>\n<f=find>\n<p=text>\na\n</p>\n<p=n>\n")
     assert [e.text for e in begun] == ["find", '{"text": "a"']

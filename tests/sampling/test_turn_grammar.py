@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import toys
-from test_turn_format import SHAPES
+from turn_shapes import SHAPES
 
 import llamabranch as lb
 from llamabranch.errors import UnsupportedError

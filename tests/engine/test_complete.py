@@ -516,7 +516,7 @@ def test_tools_are_described_where_the_template_ignores_them(ctx: Context) -> No
             result = other.chat(HELLO, **forced, **WARM)
             (call,) = result.tool_calls
             assert call.name in ("marry", "crown")
-            described = [("system", "crown"), *HELLO]
+            described: list[Any] = [("system", "crown"), *HELLO]
             assert result.num_prompt_tokens > len(other.model.chat_tokens(described))
 
 

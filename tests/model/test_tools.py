@@ -135,7 +135,7 @@ def test_what_a_template_does_not_write_becomes_text() -> None:
     assert made[2]["content"] == "Result of find:\nIt is <do>x</do>.\n\nAnd?"
     two = [*called("{}"), called("{}")[2]]
     assert [m["role"] for m in written_history(two, form)] == ["user", "assistant", "user"]
-    developer = [{"role": "developer", "content": "Be brief."}]
+    developer: list[dict[str, object]] = [{"role": "developer", "content": "Be brief."}]
     assert written_history(developer, TurnFormat.of(SYSTEM_ONLY))[0]["role"] == "system"
     assert written_history(developer, TurnFormat.of(TOJSON))[0]["role"] == "developer"
 

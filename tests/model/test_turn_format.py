@@ -44,7 +44,7 @@ _VALUES = {
     "yes": st.booleans(), "many": st.lists(_JSON, max_size=3),
     "deep": st.dictionaries(st.sampled_from(["x", "y y", "z'"]), _JSON), "maybe": st.none(),
 }  # fmt: skip
-_ARGUMENTS = st.fixed_dictionaries({}, optional=_VALUES)  # type: ignore[arg-type]
+_ARGUMENTS = st.fixed_dictionaries({}, optional=_VALUES)
 _CALL = st.builds(
     lambda name, arguments: ToolCall(name, arguments if name != "ping" else {}),
     st.sampled_from(["find", "find_all", "a.b-c", "ping"]), _ARGUMENTS,
@@ -119,8 +119,8 @@ def test_the_template_itself_writes_the_same(shape: str) -> None:
         {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
         for c in given
     ]  # fmt: skip
-    answer = {"role": "assistant", "content": "", "tool_calls": calls}
-    messages = [{"role": "user", "content": "Hm?"}, answer]
+    answer: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": calls}
+    messages: list[dict[str, object]] = [{"role": "user", "content": "Hm?"}, answer]
     text = ChatTemplate(SHAPES[shape], {}).render(
         messages, add_generation_prompt=False, variables={}
     )
@@ -196,6 +196,7 @@ def test_thoughts_are_found(kind: str) -> None:
         text = f"{'' if inside else start}\nHm, {end[1:]}.\n{end}\n\nYes."
     for size in (1, 2, 3, 50):
         assert streamed(form, text, size, eager=False) == Turn(f"Hm, {end[1:]}.", "Yes.", [])
+    assert start is not None
     assert form.read(start + "\nHm", in_thought=False) == Turn("Hm", "", [])
     assert form.is_in_thought(f"<x>{form.parts.header}{start}\nHm") and not form.is_in_thought("Hm")
 
@@ -324,7 +325,8 @@ def test_what_is_no_template_or_no_tool_is_refused() -> None:
     for wrong in (5, None, b"x"):
         with pytest.raises(ConfigError, match="template"):
             TurnFormat.of(wrong)  # type: ignore[arg-type]
-    for tool in ({}, {"function": {}}, {"name": ""}, 5):
+    tools: list[Any] = [{}, {"function": {}}, {"name": ""}, 5]
+    for tool in tools:
         with pytest.raises(ConfigError, match="function with a name"):
             TurnFormat().read("x", [tool])
 

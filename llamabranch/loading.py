@@ -77,6 +77,8 @@ def load(
               what that needs, else the fastest setting, as measured.
             - ``prefix_cache``: keep K/V for prompts that begin alike (from the first ``complete``,
               ``chat`` or ``AsyncEngine`` on). ``cache_ram``: bytes of host memory for evicted K/V (0).
+              ``checkpoint_ram``: bytes of host memory for earlier states, where the end of a text cannot
+              be dropped (512 MiB).
               ``kv_unified``: one cache for all (True), a part for each sequence (False), or "auto".
             - ``load_mtp``: load MTP layers too (False). ``chat_template``: one in place of the file's.
 

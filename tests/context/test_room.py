@@ -56,6 +56,7 @@ def test_so_are_those_of_every_memory_with_cells(architecture: str, tmp_path: Pa
         Context(model, n_ctx=10**9)
 
 
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "f32"])
 def test_least_is_not_more_than_llama_cpp_takes(
@@ -82,6 +83,7 @@ def test_least_is_not_more_than_llama_cpp_takes(
         assert least == pytest.approx(taken + of_records, rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 def test_what_fits_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = toys.write_llama(tmp_path / "toy.gguf")
     with Model(path) as model:

@@ -77,7 +77,7 @@ class Console:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
-        self._shows_progress = False  # there is a progress line now
+        self._progress = ""  # the text of the progress line, on a terminal
         self.resources = ExitStack()
         self._held: list[str] | None = None  # warnings until a text has ended
         self.on_opening: Callable[[str], None] | None = None
@@ -253,7 +253,7 @@ class Console:
             self._remark(Text("hint: ", style="bold").append(hint, style="not bold"))
 
     def _remark(self, text: Text) -> None:
-        if self._shows_progress:
+        if self._progress:
             self.progress("")
         with contextlib.suppress(OSError):  # there is nowhere else to report it
             self.err.print(text, soft_wrap=not self.err.is_terminal)
@@ -263,10 +263,11 @@ class Console:
 
         It needs no thread, so it can be used while something is timed.
         """
-        self._shows_progress = bool(text) and self.err.is_terminal
         if self.err.is_terminal:
-            self.err.file.write(f"\r\x1b[2K{text}")
-            self.err.file.flush()
+            if text != self._progress or not text:
+                self.err.file.write(f"\r\x1b[2K{text}")
+                self.err.file.flush()
+            self._progress = text
         elif text and monotonic() >= self._progress_at:
             self._progress_at = monotonic() + PROGRESS_S
             self.note(text)

@@ -498,7 +498,7 @@ class _Finder:
             bodies = {key: body and lead + body for key, body in bodies.items()}
             one = lead + one
         try:
-            form = _form({**bodies, "one": one}, as_text)
+            form = _form({**bodies, "one": one})
         except Mismatch:
             self._reasons.append("the form in which the template writes calls is not understood")
             return parts
@@ -536,7 +536,7 @@ class _Finder:
         return body[len(held) :]
 
 
-def _form(bodies: Mapping[str, str | None], as_text: bool) -> CallForm:
+def _form(bodies: Mapping[str, str | None]) -> CallForm:
     """Return the form of calls that renderings show."""
     one = bodies["one"] or ""
     pair = bodies.get("pair")
@@ -782,7 +782,7 @@ def _tag_form(
             middle = pair[after:at]
             tail_of_pair = pair[pair.rfind(inner) + len(inner) :]
             if _IDS[0] in tail:  # an id after the arguments
-                core, tail, middle = _past_id(one, core, tail, middle)
+                core, tail, middle = _past_id(core, tail, middle)
                 tail_of_pair = tail_of_pair[tail_of_pair.find(_IDS[1]) + len(_IDS[1]) :]
             section_start, call_start, call_end, separator, section_end = _shared(
                 head, middle, tail_of_pair, in_list=False
@@ -800,7 +800,7 @@ def _tag_form(
     )  # fmt: skip
 
 
-def _past_id(one: str, core: str, tail: str, middle: str) -> tuple[str, str, str]:
+def _past_id(core: str, tail: str, middle: str) -> tuple[str, str, str]:
     cut = tail.index(_IDS[0]) + len(_IDS[0])
     in_middle = middle.find(_IDS[0]) + len(_IDS[0])
     return core + tail[:cut], tail[cut:], middle[in_middle:]

@@ -13,7 +13,7 @@ from ...errors import GrammarError
 from . import numbers
 from .patterns import rust_pattern
 
-__all__ = ["CONSTRAINTS", "REFUSED", "Schema", "pointed", "prepare", "schema_parts"]
+__all__ = ["CONSTRAINTS", "REFUSED", "Schema", "pointed", "prepare", "schema_parts", "step"]
 
 Schema = dict[str, object]
 REFUSED = "the JSON schema is refused at"  # a place: the reason
@@ -111,8 +111,12 @@ def schema_parts(document: Schema, start: Schema | None = None) -> Iterator[tupl
                 keys = value if isinstance(value, dict) else range(len(value))
                 for key in keys:
                     if isinstance(value[key], dict):
-                        at = str(key).replace("~", "~0").replace("/", "~1")
-                        todo.append((f"{path}/{name}/{at}", value[key]))
+                        todo.append((f"{path}/{name}/{step(key)}", value[key]))
+
+
+def step(key: object) -> str:
+    """Return a key or an index as a step of a JSON pointer."""
+    return str(key).replace("~", "~0").replace("/", "~1")
 
 
 def pointed(reference: object, document: Schema) -> object:
@@ -120,12 +124,12 @@ def pointed(reference: object, document: Schema) -> object:
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: object = document
-    for step in reference[1:].split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict):
-            found = found.get(step)
-        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
+            found = found.get(key)
+        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
         else:
             return None
     return found
@@ -146,13 +150,12 @@ def _resolve_anchors(document: Schema) -> None:
         if isinstance(value, (dict, list)):
             keys = value if isinstance(value, dict) else range(len(value))
             for key in keys:
-                at = str(key).replace("~", "~0").replace("/", "~1")
                 if isinstance(value[key], (dict, list)) and key not in (
                     "const",
                     "enum",
                     "examples",
                 ):
-                    todo.append((f"{path}/{at}", value[key]))
+                    todo.append((f"{path}/{step(key)}", value[key]))
     for part in references:
         name = str(part["$ref"])
         if name[:1] == "#" and name[1:2] != "/" and name[1:] in places:

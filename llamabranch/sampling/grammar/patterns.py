@@ -25,7 +25,6 @@ _LAST = sys.maxunicode
 _SURROGATES = (0xD800, 0xDFFF)  # no code points of a text
 _MOST_REPEATS = 1 << 31
 _CONTROL = {"t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r"}
-_SYNTAX = "^$\\.*+?()[]{}|/"
 # Of other languages. Without the flag ``u`` ECMAScript reads the letter itself, with it an error.
 _FOREIGN = {
     "A": "^ stands for the beginning", "Z": "$ stands for the end", "z": "$ stands for the end",

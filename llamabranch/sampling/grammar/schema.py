@@ -9,9 +9,9 @@ from typing import NoReturn, cast
 
 from ...arguments import shown
 from ...errors import ConfigError, GrammarError, ParseError
-from .keywords import pointed, prepare, schema_parts
+from .keywords import pointed, prepare, schema_parts, step
 from .numbers import Digits
-from .skeleton import unique_values
+from .skeleton import same_text, unique_values
 
 __all__ = ["TAKEN", "closed", "of_type", "parse", "place", "repetition", "value"]
 
@@ -137,7 +137,7 @@ def _repetition(value: object, part: object, document: dict[str, object], path: 
         first = prefix if isinstance(prefix, list) else []
         inner = [(f"{path}/{i}", one, first[i] if i < len(first) else items)
                  for i, one in enumerate(value)]  # fmt: skip
-        texts = [json.dumps(one, sort_keys=True) for one in value]
+        texts = [same_text(one) for one in value]
         if part.get("uniqueItems") is True and len(set(texts)) < len(texts):
             return path
     else:
@@ -318,8 +318,7 @@ def _within(part: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
             keys = value if isinstance(value, dict) else range(len(value))
             for key in keys:
                 if isinstance(value[key], dict):
-                    at = str(key).replace("~", "~0").replace("/", "~1")
-                    yield f"{name}/{at}", value[key]
+                    yield f"{name}/{step(key)}", value[key]
 
 
 def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[object]]:

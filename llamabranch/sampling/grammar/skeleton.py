@@ -14,7 +14,7 @@ from ...errors import GrammarError
 from . import numbers
 from .keywords import CONSTRAINTS, REFUSED, Schema, pointed, schema_parts
 
-__all__ = ["lark_of", "unique_values"]
+__all__ = ["lark_of", "same_text", "unique_values"]
 
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _MOST_UNIQUE = 8  # values: a rule for each set of those that are used
@@ -87,7 +87,7 @@ def _constants(part: Schema) -> list[object]:
     given = part.get("enum")
     values = given if isinstance(given, list) else [part["const"]] if "const" in part else []
     if "const" in part and "enum" in part:
-        values = [one for one in values if _same(one) == _same(part["const"])]
+        values = [one for one in values if same_text(one) == same_text(part["const"])]
     return values
 
 
@@ -101,14 +101,16 @@ def _numbers_in(value: object) -> Iterator[object]:
             todo.extend(one.values() if isinstance(one, dict) else one)
 
 
-def _same(value: object) -> str:
-    """Return a text that equal JSON values share: 1 and 1.0 are equal."""
+def same_text(value: object) -> str:
+    """Return a text that exactly the equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
     if numbers.is_number(value):
         number = cast(float, value)
-        return repr(int(number) if number == int(number) else number)
+        return repr(
+            int(number) if isinstance(number, int) or number.is_integer() else float(number)
+        )
     if isinstance(value, dict):
-        return json.dumps({key: _same(one) for key, one in value.items()}, sort_keys=True)
-    return json.dumps([_same(one) for one in value] if isinstance(value, list) else value)
+        return json.dumps({key: same_text(one) for key, one in value.items()}, sort_keys=True)
+    return json.dumps([same_text(one) for one in value] if isinstance(value, list) else value)
 
 
 def unique_values(part: Schema) -> list[object] | None:
@@ -122,7 +124,9 @@ def unique_values(part: Schema) -> list[object] | None:
     values = _constants(items)
     if items.get("type") == "boolean" and not values:
         values = [True, False]
-    found = list({_same(one): one for one in reversed(values) if _fits(one, items)}.values())[::-1]
+    found = list({same_text(one): one for one in reversed(values) if _fits(one, items)}.values())[
+        ::-1
+    ]
     is_simple = set(items) & CONSTRAINTS <= {"const", "enum", "type"}
     return found if is_simple and 0 < len(found) <= _MOST_UNIQUE else None
 

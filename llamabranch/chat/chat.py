@@ -612,7 +612,7 @@ class Answer:
         return self
 
     def cut_off(self) -> None:
-        """End it because the chat goes on; if another thread reads it, that one is told."""
+        """End it because the chat continues; a thread that is reading it is told."""
         self._was_cut_off = not self._has_ended and self._reader not in (0, get_ident())
         self.close()
 

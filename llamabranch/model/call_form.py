@@ -200,7 +200,7 @@ def json_end(text: str, at: int, *, last: bool) -> tuple[object, int]:
     """Return the JSON value that begins at a place, and where it ends.
 
     Raises:
-        Mismatch, Incomplete: there is none, or more of the text is needed.
+        Mismatch, Incomplete: nothing fits here, or more of the text is needed.
     """
     try:
         value, end = _DECODER.raw_decode(text, at)
@@ -291,7 +291,7 @@ class Values:
         """Return the value at a cursor: JSON, Python or these values.
 
         Raises:
-            Mismatch, Incomplete: there is none, or more of the text is needed.
+            Mismatch, Incomplete: nothing fits here, or more of the text is needed.
         """
         if depth > 200:
             raise Mismatch
@@ -472,7 +472,7 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True)
 class ArgumentTags:
-    """Arguments each of which has its name and its value in tags, or in quotes.
+    """Arguments whose names and values each stand in tags, or in quotes.
 
     Attributes:
         text: what stands around a string; None = strings are written as other values are.
@@ -829,7 +829,7 @@ class CallForm:
         """Return the calls at a cursor: one, or those of a JSON list.
 
         Raises:
-            Mismatch, Incomplete: there is none, or more of the text is needed.
+            Mismatch, Incomplete: nothing fits here, or more of the text is needed.
         """
         if self.kind != "json":
             return [self._read_parts(cursor, known)]
@@ -849,7 +849,7 @@ class CallForm:
         """Return name and id of a call at a cursor, and where its arguments begin.
 
         Raises:
-            Mismatch, Incomplete: there is none in the order in which it is written, or more is needed.
+            Mismatch, Incomplete: its parts are not in the expected order, or more is needed.
         """
         name = call_id = ""
         for i, part in enumerate(self.unit):

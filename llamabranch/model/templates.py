@@ -114,7 +114,7 @@ class ChatTemplate:
     ) -> tuple[list[str], list[dict[str, str]]]:
         """Return the names of the template's variables, and a reply for each set of variables.
 
-        A reply has the ``text``, or why there is none: ``refused``, ``failed``, ``invalid`` or
+        A reply has the ``text``, or the reason why it is missing: ``refused``, ``failed``, ``invalid`` or
         ``missing``. All are rendered in one exchange with the worker, which the limit on time is for.
 
         Raises:

@@ -52,7 +52,7 @@ class TurnEvent(NamedTuple):
 
     Attributes:
         kind: "thought", "content"; "name": a call begins, ``text`` is the function's name;
-            "arguments": a piece of the JSON text of its arguments; "cut": that call is none after all
+            "arguments": a piece of the JSON text of its arguments; "cut": it was no call after all
             (only of an eager reader), and its text follows as content.
         text: the piece.
         call: which call of the turn, from 0; None for thought and content.
@@ -132,7 +132,7 @@ class TurnFormat:
 
     @classmethod
     def built_in(cls) -> TurnFormat:
-        """Return the form of a template of which nothing is known but that it takes roles and texts."""
+        """Return the form of a template that is only known to take roles and texts."""
         return cls(TurnParts(roles=frozenset({"system"})))
 
     # -- what was found ----------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class TurnFormat:
 
     @property
     def is_general(self) -> bool:
-        """Whether calls are bare JSON because the template has no form of its own that can be read."""
+        """Whether calls are bare JSON because the template writes them in no form that can be read."""
         return self.parts.calls is None
 
     def thinking_variables(self, on: bool) -> dict[str, object]:
@@ -242,7 +242,7 @@ class TurnFormat:
     ) -> Turn:
         """Return the thought, the content and the calls of what a model wrote.
 
-        What looks like a call and is none, because it is broken or calls an unknown function, is content.
+        Text that only looks like a call, because it is broken or names an unknown function, is content.
 
         Args:
             text: all of the turn, with the texts of control tokens in it.
@@ -478,7 +478,7 @@ class TurnReader:
         return keys
 
     def _tag(self, kind: str, start: int, last: bool) -> bool:
-        """Read a tag of a kind, or what it begins; return False, or raise Mismatch, if it is none."""
+        """Read a tag of a kind, or its beginning. Return False, or raise Mismatch, for other text."""
         parts = self._parts
         cursor = Cursor(self._buffer, start, last=last)
         if kind == "call":

@@ -120,7 +120,7 @@ def step(key: object) -> str:
 
 
 def pointed(reference: object, document: Schema) -> object:
-    """Return the part that a reference within the document points to; None where there is none."""
+    """Return the part that a reference within the document points to; None if it points nowhere."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: object = document

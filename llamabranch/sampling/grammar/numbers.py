@@ -86,7 +86,7 @@ def _bounds(part: Mapping[str, object]) -> tuple[Decimal | None, Decimal | None,
 
 
 def integers(part: Mapping[str, object]) -> tuple[int | None, int | None]:
-    """Return the least and the largest integer that a schema's bounds allow; None where there is none."""
+    """Return the least and the largest integer within a schema's bounds; None where it has no bound."""
     least, most, above, below = _bounds(part)
     first: int | None = None
     last: int | None = None
@@ -173,7 +173,7 @@ def integers_between(least: int | None, most: int | None) -> str:
     """Return a regular expression of the integers between two, both included; None: without an end.
 
     Raises:
-        GrammarError: there is none.
+        GrammarError: no integer lies between them.
     """
     if least is not None and most is not None and least > most:
         raise GrammarError(f"no integer is at least {least} and at most {most}")

@@ -15,7 +15,7 @@ from .grammar import Grammar
 
 __all__ = ["turn_grammar"]
 
-_MOST_LOOSE = 64  # functions: each has a beginning of its own that the lexer looks for
+_MOST_LOOSE = 64  # functions: the lexer looks for the beginning of each
 _TEXT = "TEXT: /(.|\\n)*/"
 
 

@@ -85,7 +85,8 @@ async def _tokens(loom: Loom, call: Exchange) -> None:
     owners = dict.fromkeys([owner for owner, _, _ in parts] + [node])
     kept = {str(name): [raw for o in owners for raw in getattr(o, name)] for name in KEPT}
     columns = [document.columns(*part, top=top) for part in parts]
-    found = {"node": document.node_fields(node), "at": start, "parts": columns}
+    nodes = [document.node_fields(owner) for owner in owners]
+    found = {"node": nodes[-1], "nodes": nodes, "at": start, "parts": columns}
     await call.reply(found if top else found | kept)
 
 

@@ -1,6 +1,6 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
-import { $, attribute, check, fill, h, later, pace, paints, plural, radios, redraw, tell, visible, visibleTexts } from "./dom.js";
+import { $, attribute, check, fill, h, later, pace, paints, plural, radios, redraw, tell, visible, visibleTexts, warn } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, get, net } from "./net.js";
 import { FLAGS, Tokens, look, select, stateOf, store, texts, view } from "./store.js";
@@ -8,7 +8,9 @@ import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
 import { moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
 import { drawInspector, inspected, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
-import { compare, startCompare } from "./compare.js";
+import { closeCompare, compare, startCompare } from "./compare.js";
+import { copyText, startCopy } from "./copy.js";
+import { drawMono, isMono } from "./mono.js";
 import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
 
 const exported = () => "exported" in document.documentElement.dataset;
@@ -45,6 +47,7 @@ async function go(fields = {}) {
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
   else select(/** @type {string} */ (store.current), at < shownPath().n ? at : store.end);
   tell(`Writing ${plural(answer.nodes.length, "continuation")}.`);
+  return answer;
 }
 
 // --- typing ---
@@ -142,20 +145,25 @@ function nextHit(/** @type {number} */ by) {
 
 // --- dialogs ---
 
-/** A dialog with fields. A field is [name, title, first value, choices or null].
- * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => void} done
+/** A dialog with fields. A field is [name, title, first value, choices or null]. It stays open, and says why, until
+ * what it asks for is done.
+ * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => any} done
  * @param {any[]} [more] what else is in it */
 function ask(title, fields, verb, done, more = []) {
   const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), ...more,
     fields.map(([name, words, value, choices]) => h("label", {}, h("span", {}, words), choices
       ? h("select", { name }, choices.map((/** @type {string} */ each) => h("option", { value: each }, each.replace(/_/g, " "))))
       : h(name === "note" ? "textarea" : "input", { name, value: value ?? "", spellcheck: false, autocomplete: "off" }))),
+    h("p", { class: "wrong", role: "alert" }),
     h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
       h("button", { type: "submit", value: "", formNoValidate: true }, verb ? "Cancel" : "Close")));
   const dialog = $("dialog");
   fill(dialog, form);
-  form.onsubmit = (/** @type {SubmitEvent} */ event) => {
-    if (/** @type {any} */ (event.submitter)?.value) done(valuesOf(new FormData(form)));
+  form.onsubmit = async (/** @type {SubmitEvent} */ event) => {
+    if (!(/** @type {any} */ (event.submitter)?.value)) return;
+    event.preventDefault();
+    fill(form.querySelector(".wrong"));
+    if (await done(valuesOf(new FormData(form)))) dialog.close();
   };
   dialog.onclose = () => document.activeElement !== $("tree") && $("text").focus();
   dialog.showModal();
@@ -182,7 +190,8 @@ const FORMATS = {
 
 async function bring(/** @type {any} */ file) {
   if (!file) return;
-  const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => tell(error.message));
+  fill($("dialog").querySelector(".wrong"));
+  const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => warn(error.message));
   if (!answer) return;
   tell(`${plural(answer.count, "node")} imported. ${(answer.warnings ?? []).join(" ")}`);
   $("dialog").close();
@@ -202,6 +211,7 @@ const run = {
   type: () => type(place(), false),
   edit: () => type(view.cursor < 0 ? (shownPath().owners.at(-1)?.from ?? 0) : view.cursor, true),
   stop: async () => {
+    if (![...store.jobs.values()].some(({ state }) => state === "running") && closeCompare()) return;
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
   },
@@ -219,8 +229,9 @@ const run = {
   (fields) => act("search", { node: store.current, at: place(), ...fields })),
   compare: () => {
     const { B } = store.doc.models;
-    if (view.compare || exported()) {
-      view.compare = !view.compare && B != null;
+    if (closeCompare()) return;
+    if (exported()) {
+      view.compare = B != null;
       return redraw(["compare", "text"]);
     }
     if (!B) return tell("There is no second model: start with --compare MODEL2.");
@@ -244,6 +255,8 @@ const run = {
   undo: async () => tell((await act("undo")) ? "Undone." : "There is nothing to undo."),
   redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
   find: () => $("find").focus(),
+  copy: copyText,
+  mono: () => setting("mono", !isMono()),
   export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
     h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
       h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
@@ -252,7 +265,7 @@ const run = {
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable(setting)]),
   menu: () => ask("Menu", [], "", () => {}, [h("ul", { class: "menu" },
-    ["options", "search", "compare", "ghosts", "bookmark", "note", "delete", "hoist", "deleted", "export", "new", "compact", "help"].map((name) =>
+    ["options", "search", "compare", "ghosts", "bookmark", "note", "copy", "delete", "hoist", "deleted", "export", "new", "compact", "help"].map((name) =>
       h("li", {}, h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
         { deleted: "show or hide deleted branches", new: "begin another text", compact: "write the file anew without what was undone" }[name]
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? "")))))]),
@@ -261,6 +274,7 @@ const run = {
     redraw(["tree"]);
   },
   new: () => {
+    closeCompare();
     Object.assign(store, { current: null, end: null });
     redraw(["state", "tree", "text", "inspect"]);
   },
@@ -272,7 +286,7 @@ const run = {
 /** Keep a setting on the server. @param {string} name @param {any} value */
 async function setting(name, value) {
   store.doc.settings = { ...store.doc.settings, [name]: value };
-  redraw(["state", "minimap"]);
+  redraw(["state", "minimap", "legend"]);
   if (!exported()) await act("settings", { set: { [name]: value } });
 }
 
@@ -389,11 +403,13 @@ export function start() {
   paints("tree", tree.tree);
   paints("text", startText());
   paints("compare", startCompare());
-  paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin)));
+  paints("legend", () => (drawMono(), drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin))));
   paints("inspect", drawInspector);
   paints("live", startLive());
   paints("minimap", tree.minimap);
   startKeys(run, takeAt);
+  startCopy();
+  $("untap").onclick = () => moveTo(-1);
   prefersDark.onchange = () => redraw(["state", "minimap"]);
   redraw(["state"]);
 }

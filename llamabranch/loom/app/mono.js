@@ -8,7 +8,7 @@ const LOOKED = 400; // tokens of a text that are looked at
 // Lines that hardly anyone writes in prose.
 const CODE = [
   /^\s*(?:def|class)\s+\w+\s*[(:]/, /^\s*(?:from\s+[\w.]+\s+)?import\s+[\w.*{]/, /^\s*#\s*(?:include|define|ifdef|pragma)\b/,
-  /^\s*(?:export\s+|async\s+|pub\s+|static\s+)*(?:function|func|fn)\b.*\(/, /^\s*(?:const|let|var)\s+[\w{[].*=/, /[;{]\s*$/,
+  /^\s*(?:export\s+|async\s+|pub\s+|static\s+)*(?:function|func|fn)\b.*\(/, /^\s*(?:const|let|var)\s+[\w{[].*=/, /\w\([^)]*\).*;\s*$|=.*;\s*$|\{\s*$/,
   /^\s*[})\]]+[;,]?\s*$/, /^\s*(?:if|for|while|switch|elif)\b.*[:{]\s*$/, /^\s*(?:return|else|try|finally)\b[^.!?]*[:;{)]?\s*$/,
   /^\s*[\w.[\]"']+\s*(?:[-+*/|&]?=)\s*\S/, /^\s*<\/?[a-z][\w-]*(?:\s[^<>]*)?>/i, /^\s*(?:SELECT|INSERT|UPDATE|CREATE)\s.*\b(?:FROM|INTO|SET|TABLE)\b/,
   /^\s*@\w+/, /^\s*[\w.]+\([^()]*\)\s*;?\s*$/, /^\s*```/, /^\s*(?:\/\/|\/\*|\*\/)/, /^\s*[$>]\s+\w+\s+-/,

@@ -14,6 +14,7 @@ import { FLAGS, holder, select, store, texts } from "./store.js";
 
 const ROW = matchMedia("(pointer: coarse), (max-width: 600px)").matches ? 44 : 34; // px, as in app.css
 const POOL = 80;
+const WORDED = 48; // tokens that the words of a row are made of
 const TOLD = 20; // characters that a document tells of a node at least, if it has so many
 /** @type {Set<string>} */ const closed = new Set();
 /** @type {Segment[]} */ let roots = [];
@@ -159,18 +160,22 @@ function step(/** @type {number} */ by) {
 /** The text a row begins with: no more than is before the next fork. @param {Segment} segment */
 function wording({ parts, from, to }) {
   /** @type {import("./store.js").Piece[]} */ const pieces = [];
+  let isCut = false;
   for (const { tokens, text, at, n } of parts) {
-    const begin = Math.max(0, from - at), end = Math.min(n, to - at, begin + 24);
+    const begin = Math.max(0, from - at), end = Math.min(n, to - at, begin + WORDED);
     if (tokens.n < end && begin === 0 && end === n) { // its tokens are not here: what the document tells of its beginning
-      pieces.push([...text].length < TOLD ? text : clip(text, text.length - 1));
+      pieces.push(text);
+      isCut = [...text].length >= TOLD;
       break;
     }
     pieces.push(...tokens.pieces.slice(begin, end));
-    if (pieces.length >= 24 || tokens.n < end) break;
+    isCut = tokens.n < end || end < Math.min(n, to - at);
+    if (isCut || pieces.length >= WORDED) break;
   }
   const isInside = (/** @type {any} */ piece) => Array.isArray(piece) && (piece[0] & 0xc0) === 0x80; // of a character
   while (isInside(pieces[0])) pieces.shift();
-  return texts(pieces).join("").replace(/\ufffd+$/, "") || "…";
+  const words = texts(pieces).join("").replace(/\ufffd+$/, "");
+  return (isCut ? clip(words, words.length - 1) : words) || "…"; // the last character may go on
 }
 
 /** Mean bin of a segment and where its worst token is, in the current lens. @param {Segment} segment */

@@ -13,14 +13,9 @@ if TYPE_CHECKING:
     from .model import Model
 
 __all__ = [
-    "Thinking",
-    "ThinkingChoice",
-    "answer_in",
-    "closing",
-    "plan_thinking",
-    "thinking_budget",
+    "Thinking", "ThinkingChoice", "answer_in", "closing", "plan_thinking", "thinking_budget",
     "thinking_variables",
-]
+]  # fmt: skip
 
 ThinkingChoice = bool | int | None
 

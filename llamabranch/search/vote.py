@@ -51,8 +51,9 @@ def vote(
 
     Args:
         branch: has read the prompt; it is left as it is.
-        answer: a function that returns the answer in a text without its thought, as text, number or bool; None = it has none
-            and does not vote. A text for which it raises does not vote either.
+        answer: a function that returns the answer in a text, as text, number or bool; None = it has none
+            and does not vote. A text for which it raises does not vote either. It gets a text without
+            the thought that it begins with.
         n: how many texts.
         max_tokens: the most tokens of each.
         adaptive: begin with two texts and double their number until the leading answer has

@@ -792,12 +792,13 @@ def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> 
         pieces = [(one.text, one.is_thought) for one in first]
         assert "".join(text for text, is_thought in pieces if is_thought).strip() == first.thought
         assert "".join(text for text, is_thought in pieces if not is_thought) == first.text
-        asked = [{"role": "user", "content": "Tell me of a bear."}]
+        asked: list[dict[str, object]] = [{"role": "user", "content": "Tell me of a bear."}]
         alone = chat.ctx.chat(asked, thinking=10, max_tokens=30, seed=3, drafter=None)
         assert (first.thought, first.text, first.tokens) == (
             alone.thought, alone.text, alone.tokens
         )  # fmt: skip
         second = chat.send("And then?").finish()
+        told: list[dict[str, object]]
         told = [*asked, alone.message, {"role": "user", "content": "And then?"}]
         again = chat.ctx.chat(told, thinking=10, max_tokens=30, seed=3, drafter=None)
         assert (second.thought, second.text) == (again.thought, again.text)
@@ -838,11 +839,12 @@ def test_a_chat_calls_functions_and_reads_their_results() -> None:
         answer = chat.send("What is the weather in Oslo?").finish()
         (call,) = answer.tool_calls
         assert call.name == "weather"
-        assert isinstance(call.arguments["city"], str)
+        arguments: Any = call.arguments
+        assert isinstance(arguments["city"], str)
         with pytest.raises(lb.errors.UsageError, match="calls 1 functions"):
             chat.results("a", "b")
         chat.tools.forced.clear()
-        reply = chat.results(weather(**call.arguments)).finish()
+        reply = chat.results(weather(**arguments)).finish()
         assert reply.finish_reason in ("stop", "length")
         kinds = [message["role"] for message in chat.messages]
         assert kinds == ["user", "assistant", "tool", "assistant"]

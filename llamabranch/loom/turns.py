@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import NamedTuple
 
+from ..context.prefix_cache import n_common
 from ..errors import LlamaBranchError
 from ..model import Model, TurnFormat
 from ..model.call_form import CallForm, Slot
@@ -191,19 +192,24 @@ class _Spans:
         words: Sequence[bytes],
         places: Sequence[tuple[int, int]],
     ) -> None:
-        self._model, self._talk, self._full, self._n_prompt = model, talk, full, n_prompt
+        self._model, self._full, self._n_prompt = model, full, n_prompt
         self._words, self._places = words, places
+        # An answer at the end may be written with a thought that is left out once others follow.
+        bare = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in talk.messages]
+        self._talks = [talk] if bare == talk.messages else [talk, talk._replace(messages=bare)]
 
     def boundary(self, n: int, *, generates: bool = False) -> int:
         """Return how many tokens the first ``n`` messages have in the whole."""
         if n == 0:
             return 0
-        try:
-            part = self._talk.tokens(self._model, n, generates=generates)
-        except LlamaBranchError:  # a template may refuse a part of a conversation
-            return 0
-        pairs = zip(part, self._full[: self._n_prompt], strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(part), self._n_prompt))
+        most, prompt = 0, self._full[: self._n_prompt]
+        for talk in self._talks:
+            try:
+                part = talk.tokens(self._model, n, generates=generates)
+            except LlamaBranchError:  # a template may refuse a part of a conversation
+                continue
+            most = max(most, n_common(part, prompt))
+        return most
 
     def position(self, token: int) -> int:
         """Return where a token of the whole is in the new text."""

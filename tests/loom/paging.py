@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["CHAT", "DRAFT", "TARGET", "Opened", "Paged", "chat_model", "drafted"]
 
 DRAFT = Path(lb.__file__).parent / "data" / "tale-draft-q8_0.gguf"
-# A template of today's kind: thoughts, calls, control tokens; the thoughts of earlier answers are left out.
+# A template of today's kind: thoughts, calls, control tokens; earlier thoughts are left out.
 CHAT = (
     "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
     "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"

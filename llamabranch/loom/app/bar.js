@@ -41,10 +41,10 @@ export function sentenceOf(mode) {
   const numbers = NUMBERS_OF_BAR.filter(([name], i) => i < 2 || sampling[name] != null)
     .map(([name, , said]) => [said, sampling[name] ?? usual[name]]).filter(([, value]) => value != null)
     .map(([said, value]) => `${said} ${short(value)}`);
-  const kind = followed(bar);
-  return [plural(n, mode === "chat" ? "answer" : "text"), mode === "chat" ? `up to ${plural(max_tokens, "token")}` : plural(max_tokens, "token"),
-    ...numbers, seed != null && `seed ${seed}`, stop?.length && `stop at “${visible(stop[0])}”`, kind !== "free" && FOLLOWS[kind].replace("these lines", `${bar.choice?.length} texts`)]
-    .filter(Boolean).join(", ");
+  const kind = followed(bar), isTalk = mode === "chat";
+  return [plural(n, isTalk ? "answer" : "text"), `${isTalk ? "up to " : ""}${plural(max_tokens, "token")}`, ...numbers,
+    seed != null && `seed ${seed}`, stop?.length && `stop at “${visible(stop[0])}”`,
+    kind !== "free" && FOLLOWS[kind].replace("these lines", `${bar.choice?.length} texts`)].filter(Boolean).join(", ");
 }
 
 /** Keep a bar in the document. Raises what the server refuses. @param {string} mode @param {Bar} bar */
@@ -95,7 +95,8 @@ export function openBar(mode, proceed, setting) {
   const usual = store.doc.models.A?.sampling ?? {};
   const dialog = $("dialog"), wrong = h("p", { class: "wrong", role: "alert" });
   const input = (/** @type {string} */ name, /** @type {string} */ words, /** @type {any} */ placeholder = "") =>
-    h("label", {}, h("span", {}, words), h("input", { name, placeholder: String(placeholder ?? ""), spellcheck: false, autocomplete: "off" }));
+    h("label", {}, h("span", {}, words),
+      h("input", { name, placeholder: String(placeholder ?? ""), spellcheck: false, autocomplete: "off" }));
   const follow = h("textarea", { name: "follow", rows: 5, spellcheck: false });
   const kind = h("select", { name: "kind", onchange: () => showFollow() },
     Object.entries(FOLLOWS).map(([value, words]) => h("option", { value }, words)));
@@ -103,23 +104,29 @@ export function openBar(mode, proceed, setting) {
   const showFollow = () => void (box.hidden = kind.value === "free");
   const presets = h("select", { onchange: () => show(all()[presets.value] ?? barOf(mode)) });
   const all = () => ({ ...PRESETS[mode], ...(store.doc.settings.presets?.[mode] ?? {}) });
-  const list = () => fill(presets, h("option", { value: "now" }, "as it is now"), Object.keys(all()).map((name) => h("option", { value: name }, name)));
+  const list = () => fill(presets, h("option", { value: "now" }, "as it is now"),
+    Object.keys(all()).map((name) => h("option", { value: name }, name)));
   const name = h("input", { placeholder: "name", "aria-label": "Name of the preset", spellcheck: false, autocomplete: "off" });
-  const form = h("form", { method: "dialog", class: "bar-form", noValidate: true }, h("h2", { id: "dialog-title" }, mode === "chat" ? "How to answer" : "How to continue"),
+  const isTalk = mode === "chat";
+  const form = h("form", { method: "dialog", class: "bar-form", noValidate: true },
+    h("h2", { id: "dialog-title" }, isTalk ? "How to answer" : "How to continue"),
     h("label", {}, h("span", {}, "preset"), presets),
-    input("n", mode === "chat" ? "answers" : "texts", FIRST[mode].n), input("max_tokens", mode === "chat" ? "tokens at most" : "tokens", FIRST[mode].max_tokens),
+    input("n", isTalk ? "answers" : "texts", FIRST[mode].n),
+    input("max_tokens", isTalk ? "tokens at most" : "tokens", FIRST[mode].max_tokens),
     NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "another each time"),
     input("stop", "stop at"), h("label", {}, h("span", {}, "the text follows"), kind), box,
     h("div", { class: "row" }, name, h("button", { type: "button", onclick: () => save() }, "Keep as a preset"),
       h("button", { type: "button", onclick: () => drop() }, "Forget the preset")),
-    wrong, h("p", { class: "row" }, proceed && h("button", { type: "submit", class: "main", value: "go" }, mode === "chat" ? "Keep and answer" : "Keep and continue"),
-      h("button", { type: "submit", value: "keep", class: proceed ? "" : "main" }, "Keep"), h("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
+    wrong, h("p", { class: "row" },
+      proceed && h("button", { type: "submit", class: "main", value: "go" }, isTalk ? "Keep and answer" : "Keep and continue"),
+      h("button", { type: "submit", value: "keep", class: proceed ? "" : "main" }, "Keep"),
+      h("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
   /** @param {Bar} bar */
   function show(bar) {
     const values = { ...bar, ...bar.sampling, stop: bar.stop?.[0], kind: followed(bar) };
     for (const field of form.elements) if (field.name && field.name !== "follow") field.value = values[field.name] ?? "";
     const value = bar[followed(bar)];
-    follow.value = typeof value === "string" ? value : Array.isArray(value) ? value.join("\n") : value ? JSON.stringify(value, null, 1) : "";
+    follow.value = Array.isArray(value) ? value.join("\n") : typeof value === "object" ? JSON.stringify(value, null, 1) : value ?? "";
     showFollow();
   }
   const failed = (/** @type {any} */ error) => void (wrong.textContent = visible(error.message));

@@ -4,7 +4,8 @@ import { $, check, fill, h, redraw, set, short, tell } from "./dom.js";
 
 /** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */
 /** @typedef {object} Lens
- * @property {string} name @property {string} title @property {string} says what it shows, in one line @property {string[]} bins names of the bins, pale to strong
+ * @property {string} name @property {string} title @property {string} says what it shows, in one line
+ * @property {string[]} bins names of the bins, pale to strong
  * @property {(c: Columns, i: number) => number} value the number, NaN if it is not known
  * @property {(value: number) => number} bin its bin
  * @property {(bin: number, c: Columns, i: number) => string} cue drawn beside the colour ("" for probability: it has

@@ -1,6 +1,8 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
-import { $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, visibleTexts } from "./dom.js";
+import {
+  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, visibleTexts,
+} from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, get, net } from "./net.js";
 import { FLAGS, Tokens, look, select, stateOf, store, texts, view } from "./store.js";
@@ -76,7 +78,8 @@ function drawWhere() {
   $("go").firstChild.textContent = answered ? "Reply" : `Continue ${where}`;
   $("go").lastChild.textContent = keysOf("continue")[0] ?? "";
   const words = { type: answered ? "Reply" : chat && view.cursor < 0 ? "Reply" : `Type ${where}`,
-    edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit the last stretch" : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
+    edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit the last stretch"
+      : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
     retry: "Answer again", search: `Search ${where}`, compare: `Compare ${where}` };
   for (const [action, title] of Object.entries(words)) {
     const button = $("actions").querySelector(`[data-action=${action}]`);
@@ -157,7 +160,8 @@ function openBox({ at, label: title, value = "", scored = false, edit = false, r
 /** What a box says of control tokens. @param {boolean} parsed */
 const controlNote = (parsed) => {
   const { eos, chat } = store.doc.models.A ?? {};
-  return eos && (parsed ? `Control tokens, such as ${eos}, are read as such.` : chat ? `A control token, such as ${eos}, stays text in a message.` : "");
+  if (!eos || (!parsed && !chat)) return "";
+  return parsed ? `Control tokens, such as ${eos}, are read as such.` : `A control token, such as ${eos}, stays text in a message.`;
 };
 
 /** Type after a position, or edit all that follows. @param {number} at @param {boolean} edit */
@@ -170,15 +174,17 @@ function type(at, edit) {
 /** Add a turn to the conversation. */
 function reply() {
   const node = store.current, at = place(), roles = store.doc.models.A?.chat?.roles ?? ["user"];
-  openBox({ at, label: "Reply", roles, verb: "Send", note: controlNote(false), keep: (text, role) => act("chat", { node, at, text, role: role || "user" }) });
+  openBox({ at, label: "Reply", roles, verb: "Send", note: controlNote(false),
+    keep: (text, role) => act("chat", { node, at, text, role: role || "user" }) });
 }
 
 /** Write a turn of the conversation anew; the old one stays as a branch. @param {number} turn */
 function editTurn(turn) {
   const c = shownPath(), node = store.current, { role, begin, end } = c.turns[turn] ?? {};
   if (role == null) return;
-  openBox({ at: begin, label: role === "assistant" ? "Edit the answer" : `Edit what the ${role} says`, value: c.text.slice(begin, end).join(""), edit: true,
-    verb: role === "assistant" ? "Go on with it" : "Ask again", note: role === "assistant" ? "" : controlNote(false),
+  const isAnswer = role === "assistant";
+  openBox({ at: begin, label: isAnswer ? "Edit the answer" : `Edit what the ${role} says`, edit: true,
+    value: c.text.slice(begin, end).join(""), verb: isAnswer ? "Continue it" : "Ask again", note: isAnswer ? "" : controlNote(false),
     keep: (text) => act("chat", { node, turn, text }) });
 }
 
@@ -299,6 +305,9 @@ async function bring(/** @type {any} */ file) {
   $("dialog").close();
 }
 
+const bookmarked = () => [...store.nodes.values()].filter(({ flags }) =>
+  flags & FLAGS.bookmark && (store.showDeleted || !(flags & FLAGS.deleted)));
+
 const selected = () => store.nodes.get(store.current ?? "");
 
 /** @type {Record<string, string[]>} */
@@ -385,19 +394,24 @@ const run = {
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable(setting)]),
-  menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) => h("div", {}, h("h3", {}, title), h("ul", { class: "menu" },
-    names.map((name) => h("li", {}, h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
-      { deleted: "show or hide deleted branches", theme: "light or dark", new: "begin another text or chat", compact: "write the file anew without what was undone" }[name]
-        ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
+  menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
+    h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
+      h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
+        { deleted: "show or hide deleted branches", theme: "light or dark", new: "begin another text or chat",
+          compact: "write the file anew without what was undone" }[name]
+          ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
   bookmarks: () => {
-    const marked = [...store.nodes.values()].filter(({ flags }) => flags & FLAGS.bookmark && (store.showDeleted || !(flags & FLAGS.deleted)));
-    ask("Bookmarks", [], "", () => {}, marked.length ? [h("ul", { class: "menu" }, marked.map((node) => h("li", {}, h("button", { type: "button",
-      "data-bookmark": node.id, onclick: () => {
-        $("dialog").close();
-        select(node.id);
-        $("text").focus();
-      } }, h("span", { class: "word" }, label(node.text) || "…"), node.note && h("small", {}, visible(node.note))))))]
-      : [h("p", { class: "dim" }, `None yet: ${keysOf("bookmark")[0] ?? "the menu"} marks the branch that is shown.`)]);
+    const visit = (/** @type {string} */ id) => {
+      $("dialog").close();
+      select(id);
+      $("text").focus();
+    };
+    const line = (/** @type {import("./store.js").Node} */ { id, text, note }) => h("li", {},
+      h("button", { type: "button", "data-bookmark": id, onclick: () => visit(id) },
+        h("span", { class: "word" }, label(text) || "…"), note && h("small", {}, visible(note))));
+    const marked = bookmarked();
+    ask("Bookmarks", [], "", () => {}, [marked.length ? h("ul", { class: "menu" }, marked.map(line))
+      : h("p", { class: "dim" }, `None yet: ${keysOf("bookmark")[0] ?? "the menu"} marks the branch that is shown.`)]);
   },
   deleted: () => {
     store.showDeleted = !store.showDeleted;
@@ -465,7 +479,7 @@ function drawState() {
   $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
   if (empty && was) $("begin").focus();
   if (empty) drawBeginning(A, B);
-  const marked = [...store.nodes.values()].filter(({ flags }) => flags & FLAGS.bookmark).length;
+  const marked = bookmarked().length;
   set($("marks"), { textContent: `★ ${marked}` });
   attribute($("marks"), "aria-label", plural(marked, "bookmark"));
   if (!empty) drawWhere();
@@ -474,9 +488,10 @@ function drawState() {
 
 /** Beginnings that run at a click. @type {Record<string, Record<string, string>>} */
 const CARDS = {
-  sentence: { title: "Continue a sentence", text: "Once upon a time there was a little fox who", chat: "Tell me about a little fox, in three sentences.",
-    line: "Several texts, coloured by how probable each token was." },
-  draft: { title: "Watch a draft being judged", text: "The old king called his three sons and said", chat: "Count from one to twenty in words.",
+  sentence: { title: "Continue a sentence", text: "Once upon a time there was a little fox who",
+    chat: "Tell me about a little fox, in three sentences.", line: "Coloured by how probable each token was." },
+  draft: { title: "Watch a draft being judged", text: "The old king called his three sons and said",
+    chat: "Count from one to twenty in words.",
     line: "A draft guesses tokens, the model accepts or rejects them.", without: "It needs a draft: start with --draft auto." },
   models: { title: "Compare two models", text: "The moral of the story is that", chat: "What is the moral of a fable?",
     line: "", without: "It needs a second model: start with --compare MODEL2." },
@@ -506,8 +521,10 @@ function drawBeginning(A, B) {
   fill($("cards"), Object.entries(CARDS).map(([card, { title, line, without, ...words }]) =>
     h("button", { type: "button", class: "card", "data-card": card, "data-model": "", value: words[isTalk ? "chat" : "text"] },
       h("b", {}, isTalk && card === "sentence" ? "Ask something" : title),
-      h("span", {}, A && !(/** @type {any} */ (can)[card]) ? without : isTalk && card === "sentence" ? "An answer, coloured by how probable each token was." : card === "models" ? `${visible(A?.name ?? "A")} and ${visible(B?.name ?? "B")} on one text.` : line))));
-  const facts = [...LENSES.map(({ title, says }) => [title, says]), ...Object.entries(SEARCHES).map(([name, says]) => [`Search: ${name.replace(/_/g, " ")}`, says]),
+      h("span", {}, A && !(/** @type {any} */ (can)[card]) ? without
+        : line || `${visible(A?.name ?? "A")} and ${visible(B?.name ?? "B")} on one text.`))));
+  const facts = [...LENSES.map(({ title, says }) => [title, says]),
+    ...Object.entries(SEARCHES).map(([name, says]) => [`Search: ${name.replace(/_/g, " ")}`, says]),
     ...Object.entries(COMPARISONS).map(([name, says]) => [`Compare: ${name}`, says])];
   fill($("about").lastElementChild, facts.map(([name, says]) => [h("dt", {}, name), h("dd", {}, says)]));
 }
@@ -564,7 +581,8 @@ function showTools({ target }) {
   while (first.previousSibling?.dataset.turn === block.dataset.turn) first = first.previousSibling;
   tools.dataset.turn = block.dataset.turn;
   tools.lastChild.hidden = turn.role !== "assistant";
-  set(tools, { "--top": `${first.offsetTop + 4}px`, "--right": `${first.parentElement.offsetParent.clientWidth - first.offsetLeft - first.offsetWidth + 8}px` });
+  const right = tools.offsetParent.clientWidth - first.offsetLeft - first.offsetWidth + 8;
+  set(tools, { "--top": `${first.offsetTop + 4}px`, "--right": `${right}px` });
 }
 
 /** Put the parts together; nothing is asked of a server. */

@@ -157,7 +157,8 @@ export function textView(box, source, prefix) {
   function draw(moved = true) {
     const c = source();
     const folded = partsOf(c).map((part) => Number(isFolded(part))).join("");
-    const looks = [view.cursor, view.limit, view.ghosts, lens.name, folded, c.owners.map(({ id }) => store.nodes.get(id)?.rounds.length)].join();
+    const rounds = c.owners.map(({ id }) => store.nodes.get(id)?.rounds.length);
+    const looks = [view.cursor, view.limit, view.ghosts, lens.name, folded, rounds].join();
     if (!moved && c === drawn && looks === looked) return;
     const anew = c !== drawn || width !== box.clientWidth;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;

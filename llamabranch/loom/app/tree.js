@@ -159,8 +159,10 @@ function step(/** @type {number} */ by) {
 function wording({ parts, from, to }) {
   let words = "";
   for (const { turns, tokens, at } of parts) { // of a conversation what is said, without the template's own tokens
-    const [, , begin, end] = turns?.find((/** @type {any[]} */ [role, , begin]) => role === "user" && begin >= Math.max(from, at) && begin < to) ?? [];
-    if (begin != null && tokens.n > begin - at) return texts(tokens.pieces.slice(begin - at, Math.min(end ?? to, begin + 24) - at)).join("");
+    const said = (/** @type {any[]} */ [role, , begin]) => role === "user" && begin >= Math.max(from, at) && begin < to;
+    const [, , begin, end] = turns?.find(said) ?? [];
+    if (begin == null || tokens.n <= begin - at) continue;
+    return texts(tokens.pieces.slice(begin - at, Math.min(end ?? to, begin + 24) - at)).join("");
   }
   for (const { tokens, text, at } of parts) {
     const begin = Math.max(0, from - at);

@@ -69,7 +69,8 @@ function answer(c, { at, begin, end }, put) {
       past = found < 0 ? text.length : found + stop.length;
       past += text.slice(past).search(/\S|$/);
       const to = found < 0 ? end : tokenEnd(past), count = plural(to - begin, "token");
-      put(begin, to, { kind: "thought", key: `${ownerOf(c, begin)}:${begin}`, title: found < 0 ? `Thinking … ${count}` : `Thought, ${count}` });
+      const title = found < 0 ? `Thinking … ${count}` : `Thought, ${count}`;
+      put(begin, to, { kind: "thought", key: `${ownerOf(c, begin)}:${begin}`, title });
       from = to;
     }
   }

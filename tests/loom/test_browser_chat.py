@@ -187,11 +187,7 @@ def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:
         press(page, "ArrowRight", at="#text")
     assert page.locator("#text .turn.thought [aria-selected=true]").count() == 1
     # The template leaves out earlier thoughts: the reply forks there, and the call is still one.
-    page.locator("#text").press("End")
-    page.locator("#text").press("ArrowRight")
-    page.evaluate("document.querySelector('#tree [aria-selected=true]').click()")
-    idle(page)
-    page.locator("#text").press("Enter")
+    press(page, "End", "Enter", at="#text")
     page.locator(".typing textarea").fill("Why?")
     page.locator(".typing textarea").press("Control+Enter")
     page.locator("#text .turn.said", has_text="Why?").wait_for()
@@ -341,6 +337,7 @@ def test_undo_gives_the_text_back_that_was_there(story: Page) -> None:
 def test_after_an_alternative_one_reads_on_from_it_and_continues_at_the_end(story: Page) -> None:
     page = story
     page.locator("#text [data-token]").nth(6).click()
+    page.locator("#token-pane[data-position='6']").wait_for()
     other = page.locator("[data-alternative]:not([aria-current])").first
     other.wait_for()
     word = other.get_attribute("data-alternative")

@@ -360,7 +360,7 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
         undo = page.doc()["undo"]
         for wrong in (
             {"n": 0}, {"n": 1000}, {"max_tokens": 0}, {"sampling": {"temperature": -1}}, {"regex": "("},
-            {"grammar": "root ::="}, {"json_schema": {"type": 7}}, {"regex": "a", "choice": ["b"]},
+            {"grammar": "root ::= ("}, {"json_schema": {"type": 7}}, {"regex": "a", "choice": ["b"]},
             {"sampling": {"mirostat": 2}}, {"n": "many"},
         ):  # fmt: skip
             page.do("bar", 400, set={"text": wrong})

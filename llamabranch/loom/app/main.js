@@ -64,10 +64,12 @@ async function go(fields = {}) {
   tell(kind === "chat" ? `Writing ${plural(answer.nodes.length, "answer")}.` : `Writing ${plural(answer.nodes.length, "continuation")}.`);
 }
 
+const isAtEnd = () => place() >= shownPath().n;
+
 /** The end of a path in words: "the end", or its last word before the cursor. */
 function whereTo() {
   const c = shownPath(), at = place();
-  if (view.cursor < 0 || at >= c.n && view.cursor >= c.n - 1) return "at the end";
+  if (isAtEnd()) return "at the end";
   const words = c.shown.slice(Math.max(0, at - 12), at).join("").replace(/\s+$/, "").match(/\S*$/)?.[0] ?? "";
   return words ? `after “${words.slice(-24)}”` : `after token ${at}`;
 }
@@ -77,21 +79,21 @@ function drawWhere() {
   const chat = mode() === "chat", where = whereTo(), answered = isAnswered();
   $("go").firstChild.textContent = answered ? "Reply" : `Continue ${where}`;
   $("go").lastChild.textContent = keysOf("continue")[0] ?? "";
-  const words = { type: answered ? "Reply" : chat && view.cursor < 0 ? "Reply" : `Type ${where}`,
+  const words = { type: chat && isAtEnd() ? "Reply" : `Type ${where}`,
     edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit the last stretch"
       : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
     retry: "Answer again", search: `Search ${where}`, compare: `Compare ${where}` };
   for (const [action, title] of Object.entries(words)) {
     const button = $("actions").querySelector(`[data-action=${action}]`);
     if (!button) continue;
-    if (action === "type") button.firstChild.textContent = chat && view.cursor < 0 ? "Reply " : "Type ";
+    if (action === "type") button.firstChild.textContent = chat && isAtEnd() ? "Reply " : "Type ";
     if (button.title !== title) button.title = title;
   }
   const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
   more.hidden = !chat;
   typed.hidden = answered; // Continue says so
   const c = shownPath(), last = c.turns.at(-1);
-  $("reply").hidden = !(chat && view.typingAt < 0 && view.cursor < 0 && last?.role === "assistant" && c.n > last.begin
+  $("reply").hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
     && ["ready", "disk-error"].includes(stateOf(net)) && !exported());
   for (const id of ["bar-said", "bar-begin"]) {
     const said = sentenceOf(mode());
@@ -328,7 +330,8 @@ const run = {
   reply,
   type: () => {
     const c = shownPath(), turn = c.turns[turnAt(c, view.cursor)];
-    if (isChat(c) && (view.cursor < 0 || turn?.role !== "assistant")) return view.cursor < 0 ? reply() : run.edit();
+    if (isChat(c) && isAtEnd()) return reply();
+    if (isChat(c) && turn?.role !== "assistant") return run.edit();
     return type(place(), false);
   },
   edit: () => {

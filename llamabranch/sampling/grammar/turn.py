@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from ...errors import GrammarError, UnsupportedError
 from ...model import Model
@@ -19,7 +20,7 @@ _MOST_LOOSE = 64  # functions: the lexer looks for the beginning of each
 _TEXT = "TEXT: /(.|\\n)*/"
 
 
-def turn_grammar(model: Model, tools: Tools) -> Grammar:
+def turn_grammar(model: Model, tools: Tools, content: Grammar | None = None) -> Grammar:
     """Return the grammar of an answer by ``model`` that may call, or has to call, some tools.
 
     Text is free; from the opening of a call on, the call is one of a known function, with arguments that
@@ -30,6 +31,7 @@ def turn_grammar(model: Model, tools: Tools) -> Grammar:
     Args:
         model: whose control tokens the form may name.
         tools: those of the request, with their ``turns``.
+        content: what an answer without a call must follow; None = its text is free.
 
     Raises:
         UnsupportedError: no tool is forced, and the template's form has no grammar; says why.
@@ -37,17 +39,20 @@ def turn_grammar(model: Model, tools: Tools) -> Grammar:
     """
     form = tools.turns.form
     try:
-        lark = _Writer(model, tools, form).written()
+        lark = _Writer(model, tools, form).written(content)
     except UnsupportedError:
         if not tools.forced:
             raise
         lark = _Writer(model, tools, type(tools.turns)().form).written()
     try:
-        return Grammar.from_lark(lark)
+        return _compiled(lark)
     except GrammarError:
         for name, schema in tools.schemas.items():
             _check(name, schema)
         raise
+
+
+_compiled = lru_cache(maxsize=64)(Grammar.from_lark)  # a conversation asks for one at every turn
 
 
 def _check(name: str, schema: object) -> None:
@@ -55,6 +60,16 @@ def _check(name: str, schema: object) -> None:
         Grammar.from_json_schema(schema)  # type: ignore[arg-type]
     except GrammarError as error:
         raise GrammarError(f"the parameters of {name}: {error.message}", hint=error.hint) from None
+
+
+def _as_rule(name: str, grammar: Grammar) -> str:
+    """Return the rules of a grammar, the first of which has this name."""
+    if not grammar.guidance:
+        raise UnsupportedError("a grammar that names tokens cannot be combined with calls of tools")
+    (found,) = json.loads(grammar.guidance)["grammars"]
+    if found.get("json_schema") is not None:
+        return f"{name}: %json {json.dumps(found['json_schema'], ensure_ascii=False)}"
+    return re.sub(r"(?m)\bstart\b(?=.*:)", name, str(found["lark_grammar"]), count=1)
 
 
 class _Writer:
@@ -70,7 +85,7 @@ class _Writer:
         self._rules: list[str] = []
         self._names = tools.forced or list(tools.schemas)
 
-    def written(self) -> str:
+    def written(self, content: Grammar | None = None) -> str:
         """Return the grammar's source."""
         form, tools = self._form, self._tools
         if form.arguments_as_text and form.kind == "json":
@@ -88,6 +103,9 @@ class _Writer:
         space = whole[: len(whole) - len(opening)]
         if tools.forced:
             start = f"{self._literal(space)}? {self._literal(opening)} {calls}"
+        elif content is not None:
+            self._rules.append(_as_rule("content", content))
+            start = f"content | {self._literal(opening)} {calls}"
         else:
             starts = ["TEXT"]
             if opening:

@@ -82,7 +82,9 @@ class Known:
 
     def is_text(self, name: str, key: str) -> bool | None:
         """Return whether an argument is a string; None if its schema does not say."""
-        return is_text_schema((self.properties(name) or {}).get(key), (self.schemas or {}).get(name))
+        return is_text_schema(
+            (self.properties(name) or {}).get(key), (self.schemas or {}).get(name)
+        )
 
 
 def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
@@ -262,8 +264,7 @@ class Values:
             return self._text(value)
         if isinstance(value, Mapping):
             pairs = (
-                f"{self.key(str(key))}{self.pair}{self.write(one)}"
-                for key, one in value.items()
+                f"{self.key(str(key))}{self.pair}{self.write(one)}" for key, one in value.items()
             )
             return "{" + self.item.join(pairs) + "}"
         if isinstance(value, (list, tuple)):

@@ -55,6 +55,12 @@ def imported(page: Page, data: object) -> str:
     """Import a text or a tree and show its first text; return its node."""
     body = data if isinstance(data, str) else json.dumps(data)
     node = str(asked(page, "/loom/import", body)["nodes"][0]["id"])
+    show(page, node)
+    return node
+
+
+def show(page: Page, node: str) -> None:
+    """Show a text, wherever its row is."""
     page.wait_for_function(
         """node => import("/loom/app/store.js").then(({store, select}) => {
         if (store.nodes.has(node)) select(node);
@@ -62,7 +68,6 @@ def imported(page: Page, data: object) -> str:
         arg=node,
     )
     idle(page)
-    return node
 
 
 def rows(page: Page) -> list[tuple[str, str]]:
@@ -156,9 +161,10 @@ def test_what_tokens_share_is_drawn_as_one(page: Page) -> None:
 
 
 def test_settings_are_told_after_a_reload(page: Page) -> None:
-    begin(page)
-    in_dialog(page, "G", n="1", max_tokens="5", sampling__temperature="0.6", seed="4711", stop="zz")
-    idle(page)
+    root = imported(page, "The king, whose settings are kept, said")
+    made = do(page, "continue", node=root, n=1, max_tokens=5, seed="4711", stop=["zz"],
+              sampling={"temperature": 0.6})["nodes"][0]["id"]  # fmt: skip
+    show(page, made)
 
     def origin() -> str:
         page.locator("#text").press("End")
@@ -295,10 +301,10 @@ def test_the_text_is_copied_and_nothing_else(chromium: Browser, served: Opened) 
 
 def test_errors_of_a_dialog_are_in_the_dialog(page: Page, tmp_path: Path) -> None:
     begin(page)
-    in_dialog(page, "G", sampling__temperature="-3")
-    told(page, "dialog .wrong", "temperature")
+    in_dialog(page, "S", options__width="9999", options__max_tokens="4")
+    told(page, "dialog .wrong", "256")
     assert page.locator("dialog[open]").count() == 1
-    page.locator("dialog [name='sampling.temperature']").fill("0.5")
+    page.locator("dialog [name='options.width']").fill("2")
     page.locator("dialog button.main").click()
     page.wait_for_function("() => !document.querySelector('dialog[open]')")
     idle(page)
@@ -379,7 +385,48 @@ def test_fingers_reach_everything(chromium: Browser, served: Opened) -> None:
         other.tap()
         idle(page)
         assert chosen(page) != written_here
+        assert page.locator("#untap").is_visible()
         page.locator("#untap").tap()
         idle(page)
         assert page.locator("#token-pane").is_hidden()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+# -- drafts ----------------------------------------------------------------------------------------
+
+
+def test_the_card_of_drafts_shows_them(chromium: Browser, tmp_path: Path) -> None:
+    with (
+        Opened(tmp_path) as served,
+        visiting(chromium, served) as page,
+    ):  # --draft auto may draft nothing
+        idle(page)
+        page.locator("[data-card=draft]").click()
+        page.locator("#live-body .round").nth(3).wait_for()
+        idle(page)
+        titles = page.locator(".round").evaluate_all("all => all.map(each => each.title)")
+        assert any("drafted 4" in title for title in titles)
+        assert page.evaluate("document.documentElement.dataset.lens") == "source"
+        kinds = {"accepted", "rejected", "next"}
+        shown = page.locator(".judged").evaluate_all("all => all.map(each => each.classList[1])")
+        assert kinds <= set(shown)
+
+
+def test_live_follows_the_job_that_runs(page: Page) -> None:
+    written(page)
+    page.locator("#fold").click()
+    idle(page)
+    before = page.locator(".round").count()
+    assert before
+    text = " ".join(f"a king and {i} daughters" for i in range(300))
+    node = imported(page, text)
+    page.locator("#text").press("g")
+    page.locator("#live-body .job button").wait_for()
+    told(page, "#live-body .job", "reading|writing")
+    page.locator("#live-body .job button").click()
+    state(page, "ready")
+    idle(page)
+    assert page.locator("#live-body .job").count() == 0
+    assert asked(page, "/loom/doc")["jobs"] == []
+    assert chosen(page) == node
+    page.locator("#fold").click()

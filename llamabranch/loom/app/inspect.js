@@ -10,7 +10,7 @@ import { named, moveTo, shownPath, topsAt } from "./text.js";
 /** The token that is inspected: pinned, under the mouse, at the cursor, or the last. */
 export const inspected = () => {
   const { n } = shownPath();
-  const found = [view.pinned, view.hover < n ? view.hover : -1, view.cursor].find((i) => i >= 0 && i <= n);
+  const found = [view.pinned, view.hover < n ? view.hover : -1, view.cursor, view.reading].find((i) => i >= 0 && i <= n);
   return found ?? n - 1;
 };
 
@@ -33,7 +33,7 @@ export async function take(i, token) {
   const there = others.find(({ first, from }) => first.tokens.n > from - first.at && first.tokens.ids[from - first.at] === token);
   const show = (/** @type {{id: string}} */ { id }) => {
     select(id);
-    look({ pinned: -1, cursor: i });
+    look({ pinned: -1, cursor: -1, reading: i }); // one reads on from it; what is done next is done at the end
   };
   if (there) show(there.node);
   else await act("fork", { node, at: i, token, max_tokens: 24 }, show);
@@ -116,7 +116,7 @@ export function drawInspector() {
   const owner = store.nodes.get(ownerOf(c, i) ?? "");
   const top = topsAt(i);
   const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], c.lpB[i], top?.length, owner?.flags, owner?.note, owner?.seed,
-    owner?.read, owner?.rounds.length, owner?.sampling, view.cursor >= 0, view.pinned, document.documentElement.dataset.lens].join();
+    owner?.read, owner?.rounds.length, owner?.sampling, Math.max(view.cursor, view.reading) >= 0, view.pinned, document.documentElement.dataset.lens].join();
   if (drawnFor === key) return; // an element under the mouse or with the focus stays
   drawnFor = key;
   const isNext = i === c.n;
@@ -128,6 +128,6 @@ export function drawInspector() {
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
   attribute($("token-pane"), "data-position", i);
   // On a phone what was tapped is inspected below the text.
-  $("main").classList.toggle("tapped", view.cursor >= 0);
+  $("main").classList.toggle("tapped", Math.max(view.cursor, view.reading) >= 0);
   if (innerWidth <= 900) $("text").querySelector(".cursor")?.scrollIntoView({ block: "nearest" });
 }

@@ -159,6 +159,12 @@ function step(/** @type {number} */ by) {
 
 /** The text a row begins with: no more than is before the next fork. @param {Segment} segment */
 function wording({ parts, from, to }) {
+  for (const { turns, tokens, at } of parts) { // of a conversation what is said, without the template's own tokens
+    const said = (/** @type {any[]} */ [role, , begin]) => role === "user" && begin >= Math.max(from, at) && begin < to;
+    const [, , begin, end] = turns?.find(said) ?? [];
+    if (begin == null || tokens.n <= begin - at) continue;
+    return texts(tokens.pieces.slice(begin - at, Math.min(end ?? to, to, begin + WORDED) - at)).join("");
+  }
   /** @type {import("./store.js").Piece[]} */ const pieces = [];
   let isCut = false;
   for (const { tokens, text, at, n } of parts) {

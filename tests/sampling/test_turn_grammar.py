@@ -190,3 +190,27 @@ def test_a_thousand_tools(model: lb.Model) -> None:
     grammar = turn_grammar(model, Tools(many, "auto", form))
     assert fits(model, grammar, form.write([ToolCall("tool_999", {"x": 5})]))
     assert not fits(model, grammar, form.write([ToolCall("tool_1000", {"x": 5})]))
+
+
+def test_the_function_may_be_named_after_the_channel(model: lb.Model) -> None:
+    form = TurnFormat.of(SHAPES["channels"])
+    grammar = turn_grammar(model, Tools(TOOLS, "auto", form))
+    call = '<|on|>tool to=fn.find <|as|>json<|say|>{"text": "x"}'
+    for text in (call, call.replace(" <|as|>json", " json"), f"<|on|>tool<|say|>So.<|over|>{call}"):
+        assert fits(model, grammar, text), text
+        assert not fits(model, grammar, text.replace('"x"', "5")), text
+        assert not fits(model, grammar, text.replace("find", "seek")), text
+    assert fits(model, grammar, "<|on|>final<|say|>Yes.<|over|>")
+
+
+def test_free_text_may_hold_what_an_opening_begins_with(tmp_path: Path) -> None:
+    """A tag that other parts of a turn have too tells no call before its own words follow."""
+    source = SHAPES["one tag around several"].replace("<dos>", "<|open|>do<|sep|>")
+    source = source.replace("<mull>", "<|open|>mull<|sep|>").replace("</mull>", "<|shut|>")
+    form = TurnFormat.of(source)
+    vocabulary = toys.Vocabulary.with_control("<s>", "</s>", "<|open|>", "<|sep|>", "<|shut|>")
+    with lb.Model(toys.write_toy(tmp_path / "toy.gguf", vocab=vocabulary)) as model:
+        grammar = turn_grammar(model, Tools(TOOLS, "auto", form))
+        assert fits(model, grammar, "<|open|>mull<|sep|>Hm.<|shut|>Well, < or <|open|>d?<|sep|>.")
+        assert fits(model, grammar, "Well.\n" + form.write(ONE))
+        assert not fits(model, grammar, form.write([ToolCall("seek", {"text": "x"})]))

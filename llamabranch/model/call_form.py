@@ -265,16 +265,13 @@ class Values:
             return self._text(value)
         if isinstance(value, Mapping):
             pairs = (
-                f"{self.key(str(key))}{self.pair}{self.write(one)}" for key, one in value.items()
+                f"{key if self.bare_keys else self._text(str(key))}{self.pair}{self.write(one)}"
+                for key, one in value.items()
             )
             return "{" + self.item.join(pairs) + "}"
         if isinstance(value, (list, tuple)):
             return "[" + self.item.join(map(self.write, value)) + "]"
         return json.dumps(value)
-
-    def key(self, key: str) -> str:
-        """Return the text of a key of an object."""
-        return key if self.bare_keys else self._text(key)
 
     def _text(self, text: str) -> str:
         if not self.quote:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..arguments import shown
 from ..errors import ConfigError, UnsupportedError
+from ..profile import read_entry, write_entries
 from .call_form import (
     ArgumentTags,
     Around,
@@ -28,9 +29,11 @@ from .call_form import (
 )  # fmt: skip
 from .templates import ChatTemplate
 from .turn_finding import TurnParts, find_parts
+from .turn_keeping import code_digest, kept, restored
 
 __all__ = ["Turn", "TurnEvent", "TurnFormat", "TurnReader", "call_id", "known_functions"]
 
+_CODE = code_digest()  # what was found by another version of this code is not used
 _LIMIT_S = 5.0  # for all renderings of a template: an ordinary one takes 0.1 s
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _WORDS = ("True", "False", "None")
@@ -296,10 +299,15 @@ class TurnFormat:
 
 @lru_cache(maxsize=32)
 def _found(template: ChatTemplate) -> TurnFormat:
-    try:
-        return TurnFormat(find_parts(template))
-    except UnsupportedError as error:
-        return TurnFormat(TurnParts(roles=frozenset({"system"}), reason=error.message))
+    key = template.digest(_CODE)
+    parts = restored(read_entry("turns", key))
+    if parts is None:
+        try:
+            parts = find_parts(template)
+        except UnsupportedError as error:  # not kept: it may have been a busy machine
+            return TurnFormat(TurnParts(roles=frozenset({"system"}), reason=error.message))
+        write_entries([("turns", key, kept(parts))])
+    return TurnFormat(parts)
 
 
 class TurnReader:

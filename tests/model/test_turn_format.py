@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -373,6 +377,11 @@ BAD = {
     "fails": "{{ 1 / 0 }}",
     "is no Jinja": "{% if %}",
     "is endless": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "does not end": "{% for i in range(9**5) %}{% for j in range(9**5) %}{{ j }}{% endfor %}{% endfor %}",
+    "fills the memory": "{{ 'x' * 10**11 }}",
+    "contradicts itself": template(
+        "{% if c.id[-1] == '1' %}<do>{{ f.name }}</do>{% else %}{ {{ f.name }} }{% endif %}"
+    ),
     "is empty": "",
     "ignores all": "Hello",
     "closes what it never opens": "{% for m in messages %}<u>{{ m.content }}{% endfor %}"
@@ -385,7 +394,7 @@ BAD = {
 def test_bad_templates_have_the_general_form_and_a_reason(kind: str) -> None:
     form = TurnFormat.of(BAD[kind])
     assert form.is_general and form.reason and form.reason in form.describe()
-    assert form.thought_end is None or kind == "writes calls in prose"
+    assert form.thought_end is None or kind in ("writes calls in prose", "contradicts itself")
     calls = [ToolCall("find", {"text": "x"}), ToolCall("ping", {})]
     assert meant(form.read(form.write(calls), TOOLS).calls) == meant(calls)
 
@@ -413,6 +422,46 @@ def test_many_tools_and_names_with_quotes() -> None:
 def test_detection_is_remembered() -> None:
     source = SHAPES["Python"] + "{# once #}"
     assert TurnFormat.of(source) is TurnFormat.of(source)
+
+
+COUNTS = """
+import sys
+from dataclasses import replace
+from llamabranch.model import TurnFormat
+from llamabranch.model.templates import ChatTemplate
+asked, render_many = [], ChatTemplate.render_many
+def counted(self, batch):
+    asked.append(len(batch))
+    return render_many(self, batch)
+ChatTemplate.render_many = counted
+form = TurnFormat.of(sys.stdin.read())
+print(len(asked), sorted(form.parts.roles), replace(form.parts, roles=frozenset()))
+"""
+
+
+def test_what_was_found_is_kept_in_the_profile(tmp_path: Path) -> None:
+    """A second process renders nothing; a damaged entry, or another template, is found anew."""
+    path = tmp_path / "profile.json"
+
+    def found(source: str) -> tuple[bool, str]:
+        env = {**os.environ, "LLAMABRANCH_PROFILE": str(path)}
+        made = subprocess.run(
+            [sys.executable, "-c", COUNTS], input=source, env=env, capture_output=True, text=True,
+            check=True, encoding="utf-8",
+        ).stdout  # fmt: skip
+        count, rest = made.split(" ", 1)
+        return int(count) > 0, rest
+
+    for shape in ("quotes of its own", "channels", "tags that tell types"):
+        first, again = found(SHAPES[shape]), found(SHAPES[shape])
+        assert (first[0], again[0]) == (True, False) and first[1] == again[1]
+    assert found(SHAPES["channels"] + "{# another #}")[0]
+    stored = json.loads(path.read_text("utf-8"))
+    for entry in stored["turns"].values():
+        entry["parts"]["TurnParts"][8] = 5
+    path.write_text(json.dumps(stored), "utf-8")
+    anew, again = found(SHAPES["channels"]), found(SHAPES["channels"])
+    assert (anew[0], again[0]) == (True, False) and anew[1] == again[1]
 
 
 def test_words() -> None:

@@ -192,6 +192,26 @@ def test_a_thousand_tools(model: lb.Model) -> None:
     assert not fits(model, grammar, form.write([ToolCall("tool_1000", {"x": 5})]))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_names_and_values_with_quotes(model: lb.Model, shape: str) -> None:
+    """Names and enumerated values are told from each other, whatever signs they have."""
+    values = ["it's", 'say "x"', "a\\b", "a.b"]
+    names = ['say "hi"', "it's", "a.b-c", "a.b", "a/b", "get_1", "get_11"]
+    tools = [{"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "required": ["k-1"], "properties": {"k-1": {"enum": values}}}}}
+        for name in names]  # fmt: skip
+    form = TurnFormat.of(SHAPES[shape])
+    grammar = turn_grammar(model, Tools(tools, "required", form))
+    auto = turn_grammar(model, Tools(tools, "auto", form))
+    for name in names:
+        for value in values:
+            text = form.write([ToolCall(name, {"k-1": value})])
+            assert fits(model, grammar, text) and fits(model, auto, text), text
+    for name, value in (("a.bc", "a.b"), ("get_2", "a.b"), ("get_1", "axb"), ("aXb", "a.b")):
+        text = form.write([ToolCall(name, {"k-1": value})])
+        assert not fits(model, grammar, text), text
+
+
 def test_the_function_may_be_named_after_the_channel(model: lb.Model) -> None:
     form = TurnFormat.of(SHAPES["channels"])
     grammar = turn_grammar(model, Tools(TOOLS, "auto", form))

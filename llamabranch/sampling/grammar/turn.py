@@ -355,7 +355,7 @@ class _Writer:
             return self._in_tags(rule, schema, values, root, depth)
         enum = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(enum, list) and enum:
-            return f"({' | '.join(self._literal(values.write(v)) for v in enum)})"
+            return f"({' | '.join(self._literal(_written(values, v)) for v in enum)})"
         choices = schema.get("anyOf", schema.get("oneOf"))
         kind = schema.get("type")
         if isinstance(kind, list):
@@ -388,7 +388,7 @@ class _Writer:
             members = []
             for k, (key, one) in enumerate(properties.items()):
                 value = self._value(f"{rule}_{k}", one, values, root, depth + 1)
-                written = values.key(key) + values.pair
+                written = (key if values.bare_keys else _written(values, key)) + values.pair
                 first, later = self._literal(written), self._literal(values.item + written)
                 is_needed = isinstance(needs, list) and key in needs
                 members.append((f"{first} {value}", f"{later} {value}", is_needed))
@@ -499,6 +499,13 @@ _EXAMPLES: dict[str, object] = {
     "boolean": True, "null": None, "array": [], "object": {}, "string": "",
 }  # fmt: skip
 _IN_TEXT = Values(quote='\\"')  # values inside a JSON string: their quotes are escaped
+
+
+def _written(values: Values, value: object) -> str:
+    """Return the text of a value; inside a JSON string it is escaped once more."""
+    if values is not _IN_TEXT:
+        return values.write(value)
+    return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)[1:-1]
 
 
 def _quoted(text: str) -> str:

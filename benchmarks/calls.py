@@ -2,8 +2,8 @@
 
     python -m benchmarks.calls MODEL [--json FILE]
 
-Each question is one turn at temperature 0 under ``tool_choice="auto"``. A call counts where it is the only
-one, names the function that the question is about, and has arguments of its schema. Arguments that the
+Each question is one turn at temperature 0 under ``tool_choice="auto"``. A call counts where it is the
+only one, names the function that the question is about, and has arguments of its schema. Arguments that the
 question leaves no choice about are compared too, and counted apart. The questions were written before the
 first run, and stay as they are.
 """
@@ -82,7 +82,8 @@ CALLS: list[Expected] = [
     ("Give me the forecast for New York in 5 days.", "get_weather", {"city": "New York", "days": 5}),
     ("I am flying to Tokyo today. Is it raining there?", "get_weather", {"city": "Tokyo"}),
     ("Is it windy in Wellington?", "get_weather", {"city": "Wellington"}),
-    ("Tell me the weather in São Paulo two days from now.", "get_weather", {"city": "São Paulo", "days": 2}),
+    ("Tell me the weather in São Paulo two days from now.", "get_weather",
+     {"city": "São Paulo", "days": 2}),
     ("Should I wear a coat in Reykjavik today?", "get_weather", {"city": "Reykjavik"}),
     ("How much is 100 US dollars in euros?", "convert_currency",
      {"amount": 100, "source": "USD", "target": "EUR"}),

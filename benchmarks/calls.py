@@ -3,9 +3,9 @@
     python -m benchmarks.calls MODEL [--json FILE]
 
 Each question is one turn at temperature 0 under ``tool_choice="auto"``. A call counts where it is the
-only one, names the function that the question is about, and has arguments of its schema. Arguments that the
-question leaves no choice about are compared too, and counted apart. The questions were written before the
-first run, and stay as they are.
+only one, names the function that the question is about, and has arguments of its schema. Arguments that
+the question leaves no choice about are compared too, and counted apart. The questions were written before
+the first run, and stay as they are.
 """
 
 from __future__ import annotations

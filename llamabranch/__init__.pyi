@@ -2,6 +2,7 @@
 
 # ruff: isort: skip_file
 
+from . import agents as agents
 from . import chat as chat
 from . import context as context
 from . import engine as engine

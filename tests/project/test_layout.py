@@ -25,7 +25,7 @@ FLOORS = (
     ("branch", "loading"),
     ("speculative",),
     ("engine",),
-    ("search", "bench"),
+    ("search", "bench", "agents"),
     ("eval", "serve", "scale", "chat"),
     ("loom",),
     ("cli",),

@@ -1,0 +1,203 @@
+"""Prompts of an agent's turns: what follows its own tokens, and the grammars of what it writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ..branch import Produced
+from ..context import Context
+from ..context.prefix_cache import n_common
+from ..errors import LlamaBranchError, UnsupportedError
+from ..model import Model
+from ..model.tools import Tools, conversation
+from ..sampling import SamplingParams
+from ..sampling.grammar import Grammar, turn_grammar
+from .tools import Tool
+
+__all__ = ["Messages", "Plan", "Turns"]
+
+_TAIL = 256  # tokens at the end of a prompt that tell whether it ends inside a thought
+Messages = Sequence[Mapping[str, object]]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All that was given to an agent, checked; see `Agent`."""
+
+    context: Context
+    messages: Sequence[dict[str, object]]
+    tools: Mapping[str, Tool]
+    known: Tools  # the same, as the first turn's template and grammar take them
+    choice: object  # of the first turn, in OpenAI's form
+    grammar: Grammar | None  # of answers in JSON
+    schema: Mapping[str, object] | None
+    name: str
+    about: str
+    forks: bool
+    max_turns: int
+    max_tokens: int
+    max_seconds: float | None
+    tool_seconds: float
+    result_tokens: int
+    think: bool | None
+    tell: tuple[type[BaseException], ...]
+    repeats: int
+    journal: Path | None
+    sampling: SamplingParams
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Its prompts and grammars."""
+        return Turns(self)
+
+
+class Turns:
+    """The turns of an agent: its template, its tools and its grammars.
+
+    Args:
+        plan: the agent's.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.model: Model = plan.context.model
+        self.form = self.model.turn_format
+        self.first = plan.known
+        self.others = Tools(
+            self.first.given,
+            "auto" if self.first.is_used else "none",
+            self.form,
+            parallel=self.first.parallel,
+        )
+        self._variables: dict[str, object] = {}
+        if plan.think is not None:
+            self._variables = self.form.thinking_variables(bool(plan.think))
+        # The tags that end a thought before it begins, where the template has no switch.
+        self._closes = plan.think is False and (
+            self.form.thought_off is None or not self._variables
+        )
+
+    @property
+    def may_think(self) -> bool:
+        """Whether a turn may begin with a thought, which no grammar of the answer allows."""
+        return self.form.thought_end is not None and self._plan.think is not False
+
+    # -- grammars ----------------------------------------------------------------------------------
+
+    @cached_property
+    def forced(self) -> Grammar | None:
+        """The grammar of a first turn that has to call a function; None where it may do as it likes."""
+        return turn_grammar(self.model, self.first) if self.first.forced else None
+
+    @cached_property
+    def free(self) -> Grammar | None:
+        """The grammar of a turn that may call functions; None where the template's form has none."""
+        if not self.others.is_used:
+            return None
+        try:
+            return turn_grammar(self.model, self.others)
+        except UnsupportedError:
+            return None
+
+    @cached_property
+    def last(self) -> Grammar | None:
+        """The grammar of a turn without calls."""
+        if not self.others.is_used:
+            return None
+        names = "|".join(re.escape(name) for name in self.others.schemas)
+        forbidden = [rf'"name":\s*"({names})"']
+        control = [text for text in self.model.handle.control_tokens() if text.strip()]
+        opening = re.split(r"\s", self.form.form.opening.strip())[0]
+        is_control = any(text in opening for text in control)  # which no grammar of text allows
+        if opening.strip("{[\"'") and not is_control:
+            forbidden.append(re.escape(opening))
+        cuts = [r"/(.|\n)*" + one.replace("/", r"\/") + r"(.|\n)*/" for one in forbidden]
+        return Grammar.from_lark("start: T\nT: /(.|\\n)*/ & ~(" + " | ".join(cuts) + ")")
+
+    # -- prompts -----------------------------------------------------------------------------------
+
+    def prompt(self, messages: Messages, *, answers: bool = True) -> list[int]:
+        """Return the tokens of a conversation.
+
+        Args:
+            messages: all of it.
+            answers: whether an answer begins after it.
+
+        Raises:
+            LlamaBranchError: the template refuses it.
+        """
+        talk = conversation(
+            self.model, messages, self.first, self._variables, continues=False, generates=answers
+        )
+        tokens = talk.tokens(self.model)
+        return tokens + self._thought_closed(tokens) if answers and self._closes else tokens
+
+    def following(
+        self, own: Sequence[int], before: Messages, new: Messages, *, is_turn: bool
+    ) -> tuple[list[int], int]:
+        """Return the prompt after an answer, and how many tokens of ``own`` it does not keep.
+
+        The agent's own tokens stay as the model wrote them. What the template writes after an answer
+        follows: what it writes for the whole conversation, from the end of the answer on. Where it writes
+        the text before that differently now, the conversation is rendered whole.
+
+        Args:
+            own: the tokens up to the end of the answer, without the EOG token.
+            before: the conversation up to that answer, which it ends with.
+            new: the messages after it.
+            is_turn: within a turn of the user, where templates do not look at what is in earlier
+                messages: these are rendered as "x", since a document takes long.
+
+        Raises:
+            LlamaBranchError: the template refuses the conversation.
+        """
+        known: Messages = before
+        if is_turn:
+            known = [{**one, "content": "x"} if one.get("content") else one for one in before[:-1]]
+            known = [*known, before[-1]]
+        try:
+            head, whole = self.prompt(known, answers=False), self.prompt([*known, *new])
+        except LlamaBranchError:  # some templates take no conversation that ends with an answer
+            head, whole = [], []
+        eog = self.model.eog_tokens
+        end = next((i for i in range(len(head) - 1, -1, -1) if head[i] in eog), None)
+        if end is not None and whole[: end + 1] == head[: end + 1]:
+            rest = self.model.detokenize(head[end + 1 :], special=True)
+            if not rest.strip():  # else it is the end of an earlier turn
+                return [*own, *whole[end:]], 0
+        whole = self.prompt([*before, *new])
+        return whole, len(own) - n_common(own, whole)
+
+    def _thought_closed(self, prompt: Sequence[int]) -> list[int]:
+        """Return the tokens after which no thought can begin, where the prompt lacks them."""
+        parts = self.form.parts
+        if self.form.thought_end is None:
+            return []
+        text = parts.thought_close or ""
+        if not self.in_thought(prompt):
+            text = (parts.thought_open or "") + text
+        return self.model.tokenize(text, add_special=False, parse_special=True)
+
+    def answering(self, prompt: Sequence[int]) -> list[int]:
+        """Return the tokens that end a thought which a prompt begins, for what has a grammar."""
+        return self._thought_closed(prompt) if self.in_thought(prompt) else []
+
+    def in_thought(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends inside a thought."""
+        if self.form.thought_end is None:
+            return False
+        return self.form.is_in_thought(self.model.detokenize(prompt[-_TAIL:], special=True))
+
+    # -- texts -------------------------------------------------------------------------------------
+
+    def text(self, produced: Produced) -> str:
+        """Return the text of a token as a reader of turns takes it: of control tokens their names."""
+        token = produced.token
+        is_silent = not produced.text and token >= 0 and token not in self.model.eog_tokens
+        if is_silent and self.model.entry(token)[1]:
+            return self.model.detokenize([token], special=True)
+        return produced.text

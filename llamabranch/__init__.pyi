@@ -16,6 +16,9 @@ from . import search as search
 from . import serve as serve
 from . import speculative as speculative
 from . import theory as theory
+from .agents import (
+    Agent as Agent,
+)
 from .branch import (
     Branch as Branch,
     BranchStore as BranchStore,

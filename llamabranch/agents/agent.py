@@ -90,7 +90,7 @@ class Agent(Generic[T]):
         settings: fields of `SamplingParams` by name, in place of those of ``sampling``.
 
     Raises:
-        ConfigError: a bad value, two tools of one name, or a function whose parameters cannot be described.
+        ConfigError: a bad value, two tools of one name, or parameters that cannot be described.
         UnsupportedError: the model has no chat template.
         ClosedError: the context is closed.
 
@@ -135,10 +135,8 @@ class Agent(Generic[T]):
             raise ConfigError(f"a name has letters, digits, _ and -, at most 64, not {name!r:.70}")
         instance("about", about, str)
         check_names(settings, _PARAMETERS)
-        if messages == "":
-            messages = ()
         if isinstance(messages, str):
-            messages = [("system", messages)]
+            messages = [("system", messages)] if messages else ()
         known = _known(tools, context, forks=forks)
         choice, described = _choice(tool_choice, known), [tool.described for tool in known.values()]
         flag("parallel_calls", parallel_calls)
@@ -148,7 +146,7 @@ class Agent(Generic[T]):
         of_tools = Tools(described, choice, context.model.turn_format, parallel=parallel_calls)
         plan = Plan(
             context=context,
-            messages=chat_messages(messages) if len(messages) else [],
+            messages=[] if messages == () or messages == [] else chat_messages(messages),
             tools=known,
             known=of_tools,
             choice=choice,

@@ -146,8 +146,8 @@ class Report(Generic[T]):
 
     text: str
     finish_reason: str
-    messages: list[dict[str, object]]
-    tokens: list[int]
+    messages: list[dict[str, object]] = field(repr=False)
+    tokens: list[int] = field(repr=False)
     seed: int
     stats: AgentStats
     limit: str | None = None
@@ -167,8 +167,7 @@ class Report(Generic[T]):
         """The answer as an instance of the agent's ``output``; None without one.
 
         Raises:
-            ParseError: there is no such answer: the run was cut (``finish_reason`` tells why), or the type
-                refuses it.
+            ParseError: there is no such answer: ``finish_reason`` tells why, or the type refuses it.
         """
         if self.grammar is None:
             return cast(T, None)

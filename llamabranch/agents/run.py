@@ -516,13 +516,23 @@ class _Path:
         function = cast(Callable[..., object], tool.function)
 
         async def invoke() -> str:
-            if inspect.iscoroutinefunction(function):
-                value = await function(**arguments)
-            else:
-                value = await threaded(partial(function, **arguments))
-                if inspect.isawaitable(value):
-                    value = await cast(Awaitable[object], value)
-            return text_of(value)
+            try:
+                if inspect.iscoroutinefunction(function):
+                    value = await function(**arguments)
+                else:
+                    value = await threaded(partial(function, **arguments))
+                    if inspect.isawaitable(value):
+                        value = await cast(Awaitable[object], value)
+            except SystemExit as error:  # an event loop would end with it
+                raise _Raised(tool.name, error) from error
+            except Exception as error:
+                if isinstance(error, self._plan.tell):
+                    raise Refused(getattr(error, "message", str(error))) from error
+                raise _Raised(tool.name, error) from error
+            try:
+                return text_of(value)
+            except TypeError as error:
+                raise _Raised(tool.name, error) from error
 
         waiting = asyncio.ensure_future(invoke())
         try:
@@ -535,12 +545,7 @@ class _Path:
                 await asyncio.wait({waiting}, timeout=_LEAVE_S)
         if waiting.cancelled():
             raise _Raised(tool.name, RuntimeError("the function was cancelled"))
-        error = waiting.exception()
-        if error is None:
-            return waiting.result()
-        if isinstance(error, self._plan.tell):
-            raise Refused(error.message if isinstance(error, LlamaBranchError) else str(error))
-        raise _Raised(tool.name, error)
+        return waiting.result()
 
     async def _run_agent(self, plan: Plan, task: str, path: str) -> str:
         """Run another agent and return its answer."""

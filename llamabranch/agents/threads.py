@@ -36,7 +36,8 @@ async def threaded(call: Callable[[], T]) -> T:
             value = call()
         except BaseException as error:
             caught = error
-            if isinstance(error, (StopIteration, asyncio.CancelledError)):  # no future takes these
+            if isinstance(error, (StopIteration, asyncio.CancelledError, KeyboardInterrupt)):
+                # No future takes the first two, and Ctrl-C is for the main thread.
                 caught = RuntimeError(f"{type(error).__name__} was raised")
                 caught.__cause__ = error
             tell(lambda waiting: waiting.set_exception(caught))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from ..errors import ToolError
 from ..model import Model
 from ..model.functions import function_tool
 
@@ -161,7 +160,7 @@ def text_of(value: object) -> str:
     """Return what a function has returned as text: a text as it is, everything else as JSON.
 
     Raises:
-        ToolError: it has no JSON.
+        TypeError: it has no JSON.
     """
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
@@ -172,9 +171,9 @@ def text_of(value: object) -> str:
             return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         return to_json(value).decode()
     except Exception as error:  # whatever an object's own methods raise
-        raise ToolError(
-            f"a result of type {type(value).__name__} cannot be written as JSON: {error}",
-            hint="return text, numbers, lists, dictionaries, dataclasses or pydantic models",
+        raise TypeError(
+            f"a result of type {type(value).__name__} cannot be written as JSON ({error}): return text, "
+            "numbers, lists, dictionaries, dataclasses or pydantic models"
         ) from error
 
 

@@ -20,6 +20,7 @@ from .tools import Tool
 
 __all__ = ["Messages", "Plan", "Turns"]
 
+_LONG = 1000  # characters of a message that is rendered again after each turn
 _TAIL = 256  # tokens at the end of a prompt that tell whether it ends inside a thought
 Messages = Sequence[Mapping[str, object]]
 
@@ -108,8 +109,7 @@ class Turns:
         """The grammar of a turn without calls."""
         if not self.others.is_used:
             return None
-        names = "|".join(re.escape(name) for name in self.others.schemas)
-        forbidden = [rf'"name":\s*"({names})"']
+        forbidden = [r'"name":\s*"[^"]*",\s*"(arguments|parameters)":']  # whatever it calls
         control = [text for text in self.model.handle.control_tokens() if text.strip()]
         opening = re.split(r"\s", self.form.form.opening.strip())[0]
         is_control = any(text in opening for text in control)  # which no grammar of text allows
@@ -149,16 +149,15 @@ class Turns:
             own: the tokens up to the end of the answer, without the EOG token.
             before: the conversation up to that answer, which it ends with.
             new: the messages after it.
-            is_turn: within a turn of the user, where templates do not look at what is in earlier
-                messages: these are rendered as "x", since a document takes long.
+            is_turn: whether it is within a turn of the user. Templates then write earlier messages as
+                before, so that long ones are shortened here: to render a document takes long.
 
         Raises:
             LlamaBranchError: the template refuses the conversation.
         """
         known: Messages = before
         if is_turn:
-            known = [{**one, "content": "x"} if one.get("content") else one for one in before[:-1]]
-            known = [*known, before[-1]]
+            known = [*map(_short, before[:-1]), before[-1]]
         try:
             head, whole = self.prompt(known, answers=False), self.prompt([*known, *new])
         except LlamaBranchError:  # some templates take no conversation that ends with an answer
@@ -201,3 +200,11 @@ class Turns:
         if is_silent and self.model.entry(token)[1]:
             return self.model.detokenize([token], special=True)
         return produced.text
+
+
+def _short(message: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a message without the middle of a long text."""
+    text = message.get("content")
+    if not isinstance(text, str) or len(text) <= _LONG:
+        return message
+    return {**message, "content": f"{text[: _LONG // 4]} {text[-_LONG // 4 :]}"}

@@ -24,8 +24,8 @@ TEMPLATE = (
     "{% set ns = namespace(n=0, word='') %}"
     "{% if tools %}<|sys|>{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|end|>{% endif %}"
     "{% for m in messages %}"
-    "{% if m.role == 'user' %}{% set ns.word = m.content.split(':')[0].split()[-1] if ':' in m.content "
-    "else ns.word %}{% endif %}"
+    "{% if m.role == 'user' %}{% set ns.word = m.content.split(':')[0].split()[-1] if not "
+    "ns.word else ns.word %}{% endif %}"
     "{% if m.role == 'assistant' %}{% set ns.n = ns.n + 1 %}{% endif %}"
     "<|{{ m.role }}|>{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}"
@@ -52,7 +52,7 @@ def write_script(path: Path, scripts: Mapping[str, Sequence[str]], n_ctx: int = 
     turns = [f"<|{word}{i}|>" for word, texts in scripts.items() for i in range(len(texts))]
     said = [*dict.fromkeys(text for texts in scripts.values() for text in texts)]
     base = Vocabulary.with_control(BOS, EOS, *roles, *turns)
-    known = [*base.tokens, *map(_in_alphabet, said)]
+    known = [*dict.fromkeys((*base.tokens, *map(_in_alphabet, said)))]
     number = {token: i for i, token in enumerate(known)}
     end = number["<|end|>"]
     following = np.full(len(known), end)

@@ -1,0 +1,225 @@
+"""Twenty tasks of two steps for agents: each needs two functions, the second with what the first tells.
+
+The tasks, the functions and what is checked do not change; ``DIGEST`` of this file's tasks says so in
+every log. A task is done if the answer holds what was asked for and both functions were called.
+
+    python -m benchmarks.agent_tasks --model a.gguf [--think off] [--grammar off]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import llamabranch as lb
+
+SYSTEM = "Use the functions to find out what you are asked. Then answer in one short sentence."
+
+
+def city_of(person: str) -> str:
+    """Tell in which city a person lives."""
+    return _known({"Ann": "Oslo", "Ben": "Lima", "Carl": "Quito"}, person)
+
+
+def weather(city: str) -> str:
+    """Tell the weather in a city."""
+    return _known({"Oslo": "snow", "Lima": "fog", "Quito": "hail"}, city)
+
+
+def account_of(name: str) -> int:
+    """Tell the number of a person's account."""
+    return _known({"Carla Diaz": 4417, "Tom Berg": 2093}, name)
+
+
+def balance(account: int) -> str:
+    """Tell how much money an account has."""
+    return _known({4417: "318 euros", 2093: "77 euros"}, account)
+
+
+def price(item: str) -> float:
+    """Tell the price of an item, in euros."""
+    return _known({"lamp": 40.0, "chair": 65.0}, item)
+
+
+def in_yen(euros: float) -> float:
+    """Convert euros to yen."""
+    return euros * 160
+
+
+def distance(start: str, end: str) -> float:
+    """Tell the distance between two cities, in km."""
+    known = {("bergen", "oslo"): 460.0, ("paris", "lyon"): 390.0}
+    pair = start.strip().lower(), end.strip().lower()
+    if pair not in known and pair[::-1] not in known:
+        raise lb.errors.ToolError(f"no distance from {start} to {end}")
+    return known.get(pair, known.get(pair[::-1], 0.0))
+
+
+def hours(km: float, km_per_hour: float) -> float:
+    """Tell how many hours a way takes at a speed."""
+    return km / km_per_hour
+
+
+def author_of(book: str) -> str:
+    """Tell who wrote a book."""
+    return _known({"The Salt Road": "Ida Holm", "Nine Lanterns": "Per Quist"}, book)
+
+
+def birth_year(person: str) -> int:
+    """Tell in which year a person was born."""
+    return _known({"Ida Holm": 1931, "Per Quist": 1958}, person)
+
+
+def manager_of(person: str) -> str:
+    """Tell who manages a person."""
+    return _known({"Lena": "Omar", "Mia": "Ruth"}, person)
+
+
+def phone_of(person: str) -> str:
+    """Tell a person's phone number."""
+    return _known({"Omar": "555-0142", "Ruth": "555-0177", "Lena": "555-0101"}, person)
+
+
+def room_of(event: str) -> str:
+    """Tell in which room an event is."""
+    return _known({"chess evening": "B12", "choir": "A03"}, event)
+
+
+def seats(room: str) -> int:
+    """Tell how many seats a room has."""
+    return _known({"B12": 34, "A03": 120}, room)
+
+
+def last_order(customer: str) -> int:
+    """Tell the number of a customer's last order."""
+    return _known({"Novak": 8801, "Silva": 8807}, customer)
+
+
+def status_of(order: int) -> str:
+    """Tell the status of an order."""
+    return _known({8801: "delayed", 8807: "delivered"}, order)
+
+
+def spice_of(dish: str) -> str:
+    """Tell the main spice of a dish."""
+    return _known({"paella": "saffron", "goulash": "paprika"}, dish)
+
+
+def jars_of(spice: str) -> int:
+    """Tell how many jars of a spice are in the cupboard."""
+    return _known({"saffron": 3, "paprika": 11}, spice)
+
+
+def train_to(city: str) -> str:
+    """Tell the name of the next train to a city."""
+    return _known({"Basel": "IC 61", "Trieste": "RE 9"}, city)
+
+
+def platform_of(train: str) -> int:
+    """Tell from which platform a train leaves."""
+    return _known({"IC 61": 14, "RE 9": 2}, train)
+
+
+def _known(table: dict, key: object):  # type: ignore[no-untyped-def,type-arg]
+    """Return what a table has for a key; names may be written in another case."""
+    for name, value in table.items():
+        if str(name).lower() == str(key).strip().lower():
+            return value
+    raise lb.errors.ToolError(f"{key!r} is not known; known are {', '.join(map(str, table))}")
+
+
+class Task(NamedTuple):
+    """A task.
+
+    Attributes:
+        question: what is asked.
+        tools: the two functions.
+        answer: a regular expression that the answer has to match somewhere.
+    """
+
+    question: str
+    tools: tuple[Callable[..., object], Callable[..., object]]
+    answer: str
+
+
+TASKS = (
+    Task("What is the weather like where Ann lives?", (city_of, weather), "snow"),
+    Task("What is the weather like where Ben lives?", (city_of, weather), "fog"),
+    Task("How much money does Carla Diaz have in her account?", (account_of, balance), r"\b318\b"),
+    Task("How much money does Tom Berg have in his account?", (account_of, balance), r"\b77\b"),
+    Task("What does the lamp cost in yen?", (price, in_yen), r"\b6,?400\b"),
+    Task("What does the chair cost in yen?", (price, in_yen), r"\b10,?400\b"),
+    Task("How many hours is it from Bergen to Oslo at 80 km per hour?", (distance, hours), r"5\.75"),
+    Task("How many hours is it from Paris to Lyon at 120 km per hour?", (distance, hours), r"3\.25"),
+    Task("In which year was the author of The Salt Road born?", (author_of, birth_year), r"\b1931\b"),
+    Task("In which year was the author of Nine Lanterns born?", (author_of, birth_year), r"\b1958\b"),
+    Task("What is the phone number of Lena's manager?", (manager_of, phone_of), "555-0142"),
+    Task("What is the phone number of Mia's manager?", (manager_of, phone_of), "555-0177"),
+    Task("How many seats has the room of the chess evening?", (room_of, seats), r"\b34\b"),
+    Task("How many seats has the room of the choir?", (room_of, seats), r"\b120\b"),
+    Task("What is the status of the last order of Novak?", (last_order, status_of), "delayed"),
+    Task("What is the status of the last order of Silva?", (last_order, status_of), "delivered"),
+    Task("How many jars of the main spice of paella are there?", (spice_of, jars_of), r"\b(3|three)\b"),
+    Task("How many jars of the main spice of goulash are there?", (spice_of, jars_of), r"\b(11|eleven)\b"),
+    Task("From which platform does the next train to Basel leave?", (train_to, platform_of), r"\b14\b"),
+    Task("From which platform does the next train to Trieste leave?", (train_to, platform_of), r"\b2\b"),
+)  # fmt: skip
+DIGEST = hashlib.sha256(
+    json.dumps([[t.question, [f.__name__ for f in t.tools], t.answer] for t in TASKS]).encode()
+).hexdigest()[:12]
+
+
+def is_done(task: Task, report: lb.agents.Report) -> bool:
+    """Return whether a report has the answer, and both functions were called."""
+    called = {call.name for call in report.calls}
+    asked = {tool.__name__ for tool in task.tools}
+    return called >= asked and re.search(task.answer, report.text, re.IGNORECASE) is not None
+
+
+def transcript(ctx: lb.Context, report: lb.agents.Report) -> str:
+    """Return all that was read and written."""
+    return ctx.detokenize(report.tokens, special=True)
+
+
+def main() -> None:
+    """Run all tasks and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m:Q8_0")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--first", type=int, default=len(TASKS), help="only so many tasks")
+    parser.add_argument("--log", type=Path, help="a new file for the transcripts")
+    given = parser.parse_args()
+    options = {} if given.threads is None else {"n_threads": given.threads}
+    n_done, n_tokens, log = 0, 0, []
+    with lb.load(given.model, n_ctx=4096, **options) as ctx:  # type: ignore[arg-type]
+        print(f"{ctx.model.name}, tasks {DIGEST}, temperature 0")
+        begun = time.perf_counter()
+        for number, task in enumerate(TASKS[: given.first], 1):
+            agent = lb.Agent(
+                ctx, SYSTEM, task.tools, temperature=0, seed=1, max_turns=6, max_tokens=400
+            )
+            report = agent.run(task.question)
+            done = is_done(task, report)
+            n_done += done
+            n_tokens += report.stats.generated
+            calls = " ".join(f"{c.name}({', '.join(map(str, c.arguments.values()))})" for c in report.calls)  # type: ignore[attr-defined]
+            print(
+                f"{number:2} {'done' if done else 'LOST'} {report.finish_reason:6} {calls} | "
+                f"{' '.join(report.text.split())[:100]}",
+                flush=True,
+            )
+            log.append(f"## {number} {'done' if done else 'lost'}\n{transcript(ctx, report)}\n")
+            if given.log is not None:
+                given.log.write_text("\n".join(log), encoding="utf-8")
+        seconds = time.perf_counter() - begun
+        print(f"{n_done} of {min(given.first, len(TASKS))} done, {n_tokens} tokens, {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,23 +3,51 @@
 The tasks, the functions and what is checked do not change; ``DIGEST`` of this file's tasks says so in
 every log. A task is done if the answer holds what was asked for and both functions were called.
 
-    python -m benchmarks.agent_tasks --model a.gguf [--think off] [--grammar off]
+    python -m benchmarks.agent_tasks --model a.gguf [--log FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import llamabranch as lb
 
-SYSTEM = "Use the functions to find out what you are asked. Then answer in one short sentence."
+K = TypeVar("K")
+V = TypeVar("V")
+SYSTEM = (
+    "Find the answer with the functions: first call the function that takes what the question names, then "
+    "the other one with its result. Never guess a value. Then answer in one plain sentence."
+)
+
+
+def _called(number: int, name: str, arguments: str) -> dict[str, object]:
+    function = {"name": name, "arguments": arguments}
+    call = {"id": f"example0{number}", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def _result(number: int, content: str) -> dict[str, object]:
+    return {"role": "tool", "tool_call_id": f"example0{number}", "content": content}
+
+
+# What every conversation begins with: the system message, and one example with other functions.
+TRUNK: tuple[Mapping[str, object], ...] = (
+    {"role": "system", "content": SYSTEM},
+    {"role": "user", "content": "How old is the mayor of Ravna?"},
+    _called(1, "mayor_of", '{"town": "Ravna"}'),
+    _result(1, "Jon Aas"),
+    _called(2, "age_of", '{"person": "Jon Aas"}'),
+    _result(2, "52"),
+    {"role": "assistant", "content": "The mayor of Ravna is 52 years old."},
+)
 
 
 def city_of(person: str) -> str:
@@ -126,7 +154,7 @@ def platform_of(train: str) -> int:
     return _known({"IC 61": 14, "RE 9": 2}, train)
 
 
-def _known(table: dict, key: object):  # type: ignore[no-untyped-def,type-arg]
+def _known(table: Mapping[K, V], key: object) -> V:
     """Return what a table has for a key; names may be written in another case."""
     for name, value in table.items():
         if str(name).lower() == str(key).strip().lower():
@@ -187,38 +215,55 @@ def transcript(ctx: lb.Context, report: lb.agents.Report) -> str:
     return ctx.detokenize(report.tokens, special=True)
 
 
+async def run_all(ctx: lb.Context, tasks: Sequence[Task], parallel: int) -> list[lb.agents.Report]:
+    """Run tasks, some at a time, and print a line for each as it ends."""
+    free = asyncio.Semaphore(parallel)
+
+    async def one(engine: lb.AsyncEngine, number: int, task: Task) -> lb.agents.Report:
+        agent = lb.Agent(
+            engine, TRUNK, task.tools, parallel_calls=False, max_turns=6, max_tokens=400,
+            temperature=0, seed=1,
+        )  # fmt: skip
+        async with free:
+            report = await agent.arun(task.question)
+        calls = (f"{c.name}({_values(c.arguments)})" for c in report.calls)
+        print(
+            f"{number:2} {'done' if is_done(task, report) else 'LOST'} {report.finish_reason:6} "
+            f"{' '.join(calls)} | {' '.join(report.text.split())[:100]}",
+            flush=True,
+        )
+        return report
+
+    async with lb.AsyncEngine(ctx) as engine:
+        return await asyncio.gather(*(one(engine, i, task) for i, task in enumerate(tasks, 1)))
+
+
+def _values(arguments: object) -> str:
+    return ", ".join(map(str, arguments.values())) if isinstance(arguments, dict) else ""
+
+
 def main() -> None:
     """Run all tasks and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="twenty tasks of two steps for agents")
     parser.add_argument("--model", default="smollm2-135m:Q8_0")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--first", type=int, default=len(TASKS), help="only so many tasks")
-    parser.add_argument("--log", type=Path, help="a new file for the transcripts")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--parallel", type=int, default=4, help="tasks at a time")
+    parser.add_argument("--log", type=Path, help="a file for the transcripts")
     given = parser.parse_args()
-    options = {} if given.threads is None else {"n_threads": given.threads}
-    n_done, n_tokens, log = 0, 0, []
-    with lb.load(given.model, n_ctx=4096, **options) as ctx:  # type: ignore[arg-type]
-        print(f"{ctx.model.name}, tasks {DIGEST}, temperature 0")
+    with lb.load(given.model, n_ctx=8192, n_threads=given.threads) as ctx:
+        print(f"{ctx.model.name}, tasks {DIGEST}, temperature 0, {given.parallel} at a time")
         begun = time.perf_counter()
-        for number, task in enumerate(TASKS[: given.first], 1):
-            agent = lb.Agent(
-                ctx, SYSTEM, task.tools, temperature=0, seed=1, max_turns=6, max_tokens=400
-            )
-            report = agent.run(task.question)
-            done = is_done(task, report)
-            n_done += done
-            n_tokens += report.stats.generated
-            calls = " ".join(f"{c.name}({', '.join(map(str, c.arguments.values()))})" for c in report.calls)  # type: ignore[attr-defined]
-            print(
-                f"{number:2} {'done' if done else 'LOST'} {report.finish_reason:6} {calls} | "
-                f"{' '.join(report.text.split())[:100]}",
-                flush=True,
-            )
-            log.append(f"## {number} {'done' if done else 'lost'}\n{transcript(ctx, report)}\n")
-            if given.log is not None:
-                given.log.write_text("\n".join(log), encoding="utf-8")
+        reports = asyncio.run(run_all(ctx, TASKS, given.parallel))
         seconds = time.perf_counter() - begun
-        print(f"{n_done} of {min(given.first, len(TASKS))} done, {n_tokens} tokens, {seconds:.0f} s")
+        done = [is_done(task, report) for task, report in zip(TASKS, reports, strict=True)]
+        n_tokens = sum(report.stats.generated for report in reports)
+        print(f"{sum(done)} of {len(TASKS)} done, {n_tokens} tokens, {seconds:.0f} s")
+        if given.log is not None:
+            parts = (
+                f"## {i} {'done' if ok else 'lost'}\n{transcript(ctx, report)}\n"
+                for i, (ok, report) in enumerate(zip(done, reports, strict=True), 1)
+            )
+            given.log.write_text("\n".join(parts), encoding="utf-8")
 
 
 if __name__ == "__main__":

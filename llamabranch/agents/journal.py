@@ -243,5 +243,6 @@ def _planned(context: Context, given: Mapping[str, object]) -> Plan:
         tell=(),
         journal=None,
         sampling=SamplingParams.from_dict(cast("dict[str, object]", given["sampling"])),
-        **{name: given[name] for name in _LIMITS},  # type: ignore[arg-type]
+        **{name: given[name] for name in _LIMITS if name != "max_seconds"},  # type: ignore[arg-type]
+        max_seconds=None,  # a path that a clock has ended ends where it did
     )

@@ -698,13 +698,16 @@ class _Path:
 
     def _recorded_result(self, call: ToolCall) -> str:
         for step in self._recorded():
-            if step.kind == "result" and step.turn == self._turn:
-                if step.call == call.id and not step.error:
-                    return step.text
-                if step.call == call.id and step.error == "told":
-                    raise Refused(step.text.removeprefix("error: "))
-                if step.error == "raised" and step.name == call.name:
+            if step.kind != "result" or step.turn != self._turn:
+                continue
+            if step.error == "raised":  # the results of others of this turn are not known
+                if step.name == call.name:
                     raise _Raised(call.name, RuntimeError(step.text))
+                return ""
+            if step.call == call.id:
+                if step.error:
+                    raise Refused(step.text.removeprefix("error: "))
+                return step.text
         raise _Ended("cut")
 
 

@@ -53,7 +53,13 @@ def test_a_call_is_made_and_its_result_is_read(stage: Context) -> None:
     assert report.text == "It is three." and report.finish_reason == "stop"
     assert [(c.name, c.arguments) for c in report.calls] == [("add", {"a": 1, "b": 2})]
     assert kinds(report) == ["prompt", "text", "call", "result", "prompt", "text", "end"]
-    assert [m["role"] for m in report.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in report.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert "<|tool|>3<|end|>" in read_by(stage, report)
     assert report.seed == 1 and report.limit is None and report.error is None
     assert report.choices == [report] and report.exact
@@ -118,7 +124,10 @@ def test_a_run_goes_on_after_a_report(stage: Context) -> None:
     assert second.text == "And again."
     assert second.tokens[: len(first.tokens)] == first.tokens
     assert second.stats.reread == 0
-    assert [m["content"] for m in second.messages if m["role"] == "user"] == ["plain: hello", "and again?"]
+    assert [m["content"] for m in second.messages if m["role"] == "user"] == [
+        "plain: hello",
+        "and again?",
+    ]
     other = Agent(stage, "sys", [add])
     with pytest.raises(ConfigError, match="another agent"):
         other.run("x", after=first)
@@ -199,7 +208,8 @@ def test_tool_error_is_told_and_what_is_in_tell(stage: Context) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "kind"), [("raises", ZeroDivisionError), ("exits", SystemExit), ("lookup", LookupError)]
+    ("task", "kind"),
+    [("raises", ZeroDivisionError), ("exits", SystemExit), ("lookup", LookupError)],
 )
 def test_what_else_a_function_raises_ends_its_agent(
     stage: Context, task: str, kind: type[BaseException]
@@ -254,7 +264,9 @@ def test_result_of_fifty_kilobytes_is_shortened_and_told(stage: Context) -> None
     first, told, last = text.split("\n")
     assert told == "[49800 of 50000 tokens left out]"
     assert first == long(50_000)[:150] and last == long(50_000)[-50:]
-    assert [s.text for s in report.steps if s.kind == "result"] == [long(50_000)]  # the journal has all
+    assert [s.text for s in report.steps if s.kind == "result"] == [
+        long(50_000)
+    ]  # the journal has all
     assert report.text == "That was long."
 
 
@@ -302,13 +314,17 @@ def test_last_turn_is_told_and_has_no_calls(stage: Context) -> None:
     report = Agent(stage, tools=[name], max_turns=3).run("again: go")
     assert report.limit == "turns" and len(report.calls) == 2
     assert results(report)[-1] == "Ida\nNo more calls: answer now."
-    assert report.finish_reason == "stop" and "<call>" not in report.text  # the script has a call there
+    assert (
+        report.finish_reason == "stop" and "<call>" not in report.text
+    )  # the script has a call there
 
 
 def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
     report = Agent(stage, tools=[name], max_tokens=10).run("again: go")
     assert report.finish_reason in ("stop", "length")
-    free = Agent(stage, sampling=lb.SamplingParams(logit_bias=dict.fromkeys(stage.model.eog_tokens, -1e9)))
+    free = Agent(
+        stage, sampling=lb.SamplingParams(logit_bias=dict.fromkeys(stage.model.eog_tokens, -1e9))
+    )
     report = free.run("plain: go")  # it never ends by itself
     assert report.finish_reason == "length" and len(report.steps[1].tokens) == 2048
 
@@ -359,7 +375,9 @@ def test_output_is_asked_for_after_the_answer(stage: Context) -> None:
     report = Agent(stage, output=Sum).run("plain: go")
     assert isinstance(report.parsed, Sum)
     asked = str(report.messages[-2]["content"])
-    assert asked.startswith("Give your answer as JSON that follows this schema:") and '"why"' in asked
+    assert (
+        asked.startswith("Give your answer as JSON that follows this schema:") and '"why"' in asked
+    )
     assert Agent(stage).run("plain: go").parsed is None
 
 
@@ -482,7 +500,10 @@ def test_bad_tasks_are_refused(stage: Context, arguments: tuple[Any, ...]) -> No
 
 
 def test_no_template_another_context_and_a_closed_one(scripted: lb.Model, target: lb.Model) -> None:
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, pytest.raises(UnsupportedError, match="template"):
+    with (
+        lb.Context(target, n_ctx=256, n_threads=1) as ctx,
+        pytest.raises(UnsupportedError, match="template"),
+    ):
         Agent(ctx)
     with pytest.raises(ConfigError, match="target"):
         Agent(cast(Any, "a.gguf"))
@@ -538,12 +559,14 @@ def test_context_without_prefixes_warns(scripted: lb.Model) -> None:
 
 
 def test_template_that_refuses_the_trunk(stage: Context) -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (
-        stage.model.chat_template or ""
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + (stage.model.chat_template or "")
     )
-    with lb.Model(stage.model.path, chat_template=template) as model, lb.Context(
-        model, n_ctx=512, n_threads=1
-    ) as ctx:
+    with (
+        lb.Model(stage.model.path, chat_template=template) as model,
+        lb.Context(model, n_ctx=512, n_threads=1) as ctx,
+    ):
         with pytest.raises(ConfigError, match="no system"):
             Agent(ctx, "sys")
         assert Agent(ctx).run("plain: go").text == "No call is needed."
@@ -555,5 +578,3 @@ def test_steps_are_json_and_back() -> None:
     for bad in ({"kind": 3}, {"kind": "text", "tokens": "x"}, {"kind": "text", "turn": "1"}, {}):
         with pytest.raises((TypeError, ValueError)):
             Step.from_dict(cast(Any, bad))
-
-

@@ -23,8 +23,8 @@ import llamabranch as lb
 K = TypeVar("K")
 V = TypeVar("V")
 SYSTEM = (
-    "Find the answer with the functions: first call the function that takes what the question names, then "
-    "the other one with its result. Never guess a value. Then answer in one plain sentence."
+    "Find the answer with the functions: first call the function that takes what the question names, "
+    "then the other one with its result. Never guess a value. Then answer in one plain sentence."
 )
 
 
@@ -194,7 +194,9 @@ TASKS = (
     Task("What is the status of the last order of Novak?", (last_order, status_of), "delayed"),
     Task("What is the status of the last order of Silva?", (last_order, status_of), "delivered"),
     Task("How many jars of the main spice of paella are there?", (spice_of, jars_of), r"\b(3|three)\b"),
-    Task("How many jars of the main spice of goulash are there?", (spice_of, jars_of), r"\b(11|eleven)\b"),
+    Task(
+        "How many jars of the main spice of goulash are there?", (spice_of, jars_of), r"\b(11|eleven)\b"
+    ),
     Task("From which platform does the next train to Basel leave?", (train_to, platform_of), r"\b14\b"),
     Task("From which platform does the next train to Trieste leave?", (train_to, platform_of), r"\b2\b"),
 )  # fmt: skip

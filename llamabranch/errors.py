@@ -170,9 +170,9 @@ class SnapshotError(LlamaBranchError):
 class ToolError(LlamaBranchError):
     """A call of an agent's tool failed.
 
-    A function raises it to tell the model why, and the agent goes on: ``raise ToolError("no such city")``.
-    What else a function raises ends its agent; ``report.error`` is then a ToolError whose ``__cause__`` is
-    that exception.
+    A function raises it to tell the model why: ``raise ToolError("no such city")``. The agent goes on.
+    Any other exception of a function ends its agent; ``report.error`` is then a ToolError whose
+    ``__cause__`` is that exception.
     """
 
 

@@ -60,8 +60,9 @@ class Journal:
         """Write a step, or the head; a disk that refuses is told once, and the run goes on."""
         line = record.as_dict() if isinstance(record, Step) else dict(record)
         line["run"] = self._run
-        tokens = record.tokens if isinstance(record, Step) else ()
-        if new := sorted(set(tokens) - self._known):
+        before = None if isinstance(record, Step) else record.get("after")
+        tokens = before["tokens"] if isinstance(before, dict) else line.get("tokens", ())
+        if new := sorted(set(cast("Sequence[int]", tokens)) - self._known):
             line["pieces"] = {token: _piece(self._model, token) for token in new}
         data = json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         with self._lock:
@@ -134,8 +135,8 @@ def read(data: bytes, name: object = "the journal") -> list[Recorded]:
             elif run in runs:
                 step = Step.from_dict(record)
                 runs[run].steps.setdefault(step.path, []).append(step)
-                if isinstance(pieces := record.get("pieces"), dict):
-                    runs[run].pieces.update(pieces)
+            if run in runs and isinstance(pieces := record.get("pieces"), dict):
+                runs[run].pieces.update(pieces)
         except (ValueError, TypeError, RecursionError) as error:
             if number >= len(lines) - 1 or _begins_a_run(lines[number]):
                 continue  # the process has ended while it wrote this line

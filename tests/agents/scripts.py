@@ -1,4 +1,4 @@
-"""A model that says what a test wrote down: real weights, a real decode, and one next token for each token.
+"""A model that says what a test wrote down: real weights, a real decode, one next token for each.
 
 The embeddings are one-hot, the block adds nothing, and the output matrix maps each token to the next one.
 What the model says in a turn is one token of its vocabulary, which the tokenizer never makes of a text.
@@ -29,7 +29,8 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %}{% set ns.n = ns.n + 1 %}{% endif %}"
     "<|{{ m.role }}|>{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}"
-    '<call>{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}</call>'
+    "{% set f = c.function %}"
+    '<call>{"name": {{ f.name | tojson }}, "arguments": {{ f.arguments | tojson }}}</call>'
     "{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{{ '<|' ~ ns.word ~ ns.n ~ '|>' }}{% endif %}"
 )

@@ -437,7 +437,7 @@ def test_a_fork_that_forks_is_told_and_so_is_one_among_other_calls(stage: Contex
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def plain(a) -> str:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def plain(a) -> str:  # type: ignore[no-untyped-def]
     return str(a)
 
 

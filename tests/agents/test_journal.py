@@ -123,7 +123,7 @@ def test_a_token_that_differs_is_an_error(scripted: lb.Model, tmp_path: Path) ->
         texts[1]["tokens"][-1] += 1
         path.write_text("".join(json.dumps(line) + "\n" for line in records))
         with pytest.raises(
-            ParseError, match="the text of turn 1 of path 0.0 differs from its token 0 on"
+            ParseError, match=r"the text of turn 1 of path 0\.0 differs from its token 0 on"
         ):
             list(replay(path, ctx))
         records[0]["exact"] = False  # as a Q4_K_M is

@@ -26,7 +26,8 @@ from llamabranch.model.tools import ToolCall, openai_call
 
 CHAT = (
     "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n{% for c in m.tool_calls or [] %}"
-    '<call>{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}</call>'
+    "{% set f = c.function %}"
+    '<call>{"name": {{ f.name | tojson }}, "arguments": {{ f.arguments | tojson }}}</call>'
     "{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}### assistant\n{% endif %}"
 )
 TASKS = [f"Tell of the {animal}." for animal in ("wolf", "fox", "king", "hen", "sea")]
@@ -56,9 +57,8 @@ def tell(
     target: Context | AsyncEngine, tasks: Sequence[str] = TASKS, **options: Any
 ) -> list[Report]:
     agent = Agent(
-        target, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False, max_turns=3,
-        max_tokens=120,
-temperature=0.9, seed=11, **options,
+        target, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False,
+        max_turns=3, max_tokens=120, temperature=0.9, seed=11, **options,
     )  # fmt: skip
     return agent.run(list(tasks))
 

@@ -13,6 +13,7 @@ from ..arguments import flag, function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError, LlamaBranchWarning, warn
 from ..model import stop_strings
+from ..model.thoughts import answer_in
 from ..sampling.noise import uniform
 from ..speculative import Drafter
 from .checks import MOST_TEXTS, check_start, common_noise, first_seed, token_limit
@@ -51,7 +52,8 @@ def vote(
     Args:
         branch: has read the prompt; it is left as it is.
         answer: a function that returns the answer in a text, as text, number or bool; None = it has none
-            and does not vote. A text for which it raises does not vote either.
+            and does not vote. A text for which it raises does not vote either. It gets a text without
+            the thought that it begins with.
         n: how many texts.
         max_tokens: the most tokens of each.
         adaptive: begin with two texts and double their number until the leading answer has
@@ -95,7 +97,7 @@ def vote(
     stop, seed = stop_strings(stop), first_seed(branch, seed)
     common = common_noise(entropy, seed, drafter)
     rule = _StopRule.of(n, adaptive, agreement, confidence, keep, common is not None)
-    ballot = _Ballot(answer, n, confidence)
+    ballot = _Ballot(lambda text: answer(answer_in(branch.ctx.model, text)), n, confidence)
     lines: list[Continuation] = []
     lowest = -math.inf  # confidence, below which a text is given up
 

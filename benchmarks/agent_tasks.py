@@ -23,30 +23,8 @@ import llamabranch as lb
 K = TypeVar("K")
 V = TypeVar("V")
 SYSTEM = (
-    "Find the answer with the functions: first call the function that takes what the question names, "
-    "then the other one with its result. Never guess a value. Then answer in one plain sentence."
-)
-
-
-def _called(number: int, name: str, arguments: str) -> dict[str, object]:
-    function = {"name": name, "arguments": arguments}
-    call = {"id": f"example0{number}", "type": "function", "function": function}
-    return {"role": "assistant", "content": None, "tool_calls": [call]}
-
-
-def _result(number: int, content: str) -> dict[str, object]:
-    return {"role": "tool", "tool_call_id": f"example0{number}", "content": content}
-
-
-# What every conversation begins with: the system message, and one example with other functions.
-TRUNK: tuple[Mapping[str, object], ...] = (
-    {"role": "system", "content": SYSTEM},
-    {"role": "user", "content": "How old is the mayor of Ravna?"},
-    _called(1, "mayor_of", '{"town": "Ravna"}'),
-    _result(1, "Jon Aas"),
-    _called(2, "age_of", '{"person": "Jon Aas"}'),
-    _result(2, "52"),
-    {"role": "assistant", "content": "The mayor of Ravna is 52 years old."},
+    "Use the functions, one call at a time, without explaining. First call the function that takes what "
+    "the question names. Then call the other one with its result. Then answer in one short sentence."
 )
 
 
@@ -223,7 +201,7 @@ async def run_all(ctx: lb.Context, tasks: Sequence[Task], parallel: int) -> list
 
     async def one(engine: lb.AsyncEngine, number: int, task: Task) -> lb.agents.Report:
         agent = lb.Agent(
-            engine, TRUNK, task.tools, parallel_calls=False, max_turns=6, max_tokens=400,
+            engine, SYSTEM, task.tools, parallel_calls=False, max_turns=5, max_tokens=250,
             temperature=0, seed=1,
         )  # fmt: skip
         async with free:

@@ -28,6 +28,7 @@ from ..errors import (
     warn,
 )
 from ..model import Message, chat_messages
+from ..model.thoughts import ThinkingChoice, thinking_budget
 from ..model.tools import Tools
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
@@ -78,8 +79,8 @@ class Agent(Generic[T]):
             thread cannot be stopped and runs on.
         result_tokens: how many tokens of a result the model reads: of a longer one the first three
             quarters of that, and its end.
-        think: False: the model is not to think before it answers, True: it is; None = as its template
-            has it.
+        think: False: the model does not think before it answers, True: it does; a number: the most
+            tokens of a thought; None = as its template does.
         forks: offer a function ``fork(tasks)``: copies of the agent that have read all that it has read
             do a task each; it gets their answers.
         tell: exceptions, besides ToolError, whose text the model is told. Any other exception of a
@@ -114,7 +115,7 @@ class Agent(Generic[T]):
         max_seconds: float | None = None,
         tool_seconds: float = 60.0,
         result_tokens: int = 1024,
-        think: bool | None = None,
+        think: ThinkingChoice = None,
         forks: bool = False,
         tell: type[Exception] | tuple[type[Exception], ...] = ToolError,
         repeats: int = 2,
@@ -140,8 +141,7 @@ class Agent(Generic[T]):
         known = _known(tools, context, forks=forks)
         choice, described = _choice(tool_choice, known), [tool.described for tool in known.values()]
         flag("parallel_calls", parallel_calls)
-        if think is not None:
-            flag("think", think)
+        thinking_budget(think)
         grammar, schema = _output(output)
         of_tools = Tools(described, choice, context.model.turn_format, parallel=parallel_calls)
         plan = Plan(
@@ -170,7 +170,8 @@ class Agent(Generic[T]):
             _ = plan.turns.free, plan.turns.forced, plan.turns.last
         except GrammarError as error:
             raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
-        plan.turns.prompt(asked(plan.messages, "x"))  # what the template refuses is refused now
+        prompt = plan.turns.prompt(asked(plan.messages, "x"))  # what is refused is refused now
+        plan.turns.begun(prompt, calls=bool(known), think=think)
         if plan.journal is not None:
             head(plan, ["x"], 1, None, 0)  # what cannot be written is refused now
         context.keep_prefixes()

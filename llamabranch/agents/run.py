@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import NamedTuple, cast
 
 from ..context.prefix_cache import n_common
-from ..engine import AsyncEngine, Request, Result
+from ..engine import AsyncEngine, Event, Request, Result
 from ..errors import (
     CacheFullError,
     ClosedError,
@@ -23,8 +23,9 @@ from ..errors import (
     ParseError,
     ToolError,
 )
+from ..model.thoughts import Thinking, ThinkingChoice
 from ..model.tools import ToolCall, openai_call
-from ..model.turn_format import Turn, TurnReader, call_id
+from ..model.turn_format import Turn, TurnEvent, TurnReader, call_id
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed, seed_from_text
 from .report import AgentStats, Report, Step
@@ -293,23 +294,19 @@ class _Path:
 
     async def _take_turn(self, *, is_first: bool) -> Turn:
         """Let the model write a turn, and tell what it wrote."""
-        turns, prompt = self._turns, self._tokens
+        turns = self._turns
         forced = turns.forced if is_first else None
         grammar = forced or (turns.last if self._limit else turns.free)
-        if forced is None and turns.may_think:
-            grammar = None
-        if forced is not None and (closing := turns.answering(prompt)):
-            self._add([*prompt, *closing], 0)
         tools = turns.first if forced is not None else turns.others
         salt = f"{self._start.path}/{self._turn}"
-        in_thought = turns.in_thought(self._tokens)
         # Where a grammar allows no calls there are none.
         calls = tools.is_used and not (self._limit is not None and grammar is not None)
         reader = TurnReader(
-            turns.form, tools.given if calls else (), in_thought=in_thought, salt=salt, calls=calls
+            turns.form, tools.given if calls else (), in_thought=False, salt=salt, calls=calls
         )
-        result, seconds = await self._generate(grammar, reader)
-        turn = reader.turn
+        thinking = self._begin_thought(self._plan.think, calls=calls)
+        result, seconds = await self._generate(grammar, reader, thinking)
+        turn = turns.read(result, tools if calls else None, salt)
         if calls and not turn.calls:
             turn = self._unknown_calls(turn, salt)
         if turn.thought:
@@ -323,6 +320,13 @@ class _Path:
             arguments = json.dumps(call.arguments, ensure_ascii=False)
             self._tell("call", arguments, name=call.name, call=call.id)
         return turn
+
+    def _begin_thought(self, think: ThinkingChoice, *, calls: bool) -> Thinking | None:
+        """Open or close a thought at the end of the prompt; return how the answer begins."""
+        prompt, thinking = self._turns.begun(self._tokens, calls=calls, think=think)
+        if len(prompt) > len(self._tokens):
+            self._add(prompt, 0)
+        return thinking
 
     def _unknown_calls(self, turn: Turn, salt: str) -> Turn:
         """Return a turn that is nothing but calls of unknown functions with these calls."""
@@ -352,7 +356,7 @@ class _Path:
         return float("inf") if most is None else most - (perf_counter() - self._begun)
 
     async def _generate(
-        self, grammar: Grammar | None, reader: TurnReader | None
+        self, grammar: Grammar | None, reader: TurnReader | None, thinking: Thinking | None
     ) -> tuple[Result, float]:
         """Continue the tokens, and return what was generated and the seconds it took."""
         start, session, prompt = self._start, self._session, self._tokens
@@ -371,6 +375,7 @@ class _Path:
             grammar=grammar,
             sampling=self._plan.sampling.replace(seed=start.seed),
             priority=-self._turn,
+            thinking=thinking,
         )
         begun, streams, timer = perf_counter(), session.streams, None
         if self._plan.max_seconds is not None:
@@ -382,33 +387,33 @@ class _Path:
                 async for events in steps:
                     for event in events:
                         result = event.result or result
-                        if event.emitted is not None and streams:
-                            self._read([self._turns.text(event.emitted)], reader)
+                        if streams:
+                            self._tell_event(event, reader)
         finally:
             if timer is not None:
                 timer.cancel()
         if result is None:
             raise _Ended("cancelled")
-        if not streams:
-            self._read([self._turns.text(one) for one in result.emitted], reader)
-        if reader is not None:
+        if reader is not None and streams:
             self._tell_pieces(reader.finish())
         self._count(result, len(prompt))
         return result, perf_counter() - begun
 
-    def _read(self, texts: Sequence[str], reader: TurnReader | None) -> None:
-        text = "".join(texts)
-        if reader is not None:
-            self._tell_pieces(reader.feed(text))
-        elif self._session.streams and text:
-            self._tell("text", text, is_piece=True)
+    def _tell_event(self, event: Event, reader: TurnReader | None) -> None:
+        """Tell the piece of a text that an event has."""
+        if event.is_thought:
+            if event.thought:
+                self._tell("thought", event.thought, is_piece=True)
+        elif event.emitted is not None and reader is not None:
+            self._tell_pieces(reader.feed(self._turns.text(event.emitted)))
+        elif event.text:
+            self._tell("text", event.text, is_piece=True)
 
-    def _tell_pieces(self, events: Sequence[object]) -> None:
-        if self._session.streams:
-            for event in events:
-                kind = {"content": "text", "thought": "thought"}.get(event.kind)  # type: ignore[attr-defined]
-                if kind is not None:
-                    self._tell(kind, event.text, is_piece=True)  # type: ignore[attr-defined]
+    def _tell_pieces(self, events: Sequence[TurnEvent]) -> None:
+        for event in events:
+            if event.kind in ("content", "thought"):
+                kind = "text" if event.kind == "content" else "thought"
+                self._tell(kind, event.text, is_piece=True)
 
     def _count(self, result: Result, n_prompt: int) -> None:
         self._tokens = [*self._tokens, *result.tokens]
@@ -655,8 +660,9 @@ class _Path:
             self._turn += 1
             if self._n_left < 1:
                 raise _Ended("length")
-            self._add([*prompt, *self._turns.answering(prompt)], n_lost, question)
-            result, seconds = await self._generate(grammar, None)
+            self._add(prompt, n_lost, question)
+            thinking = self._begin_thought(False, calls=False)
+            result, seconds = await self._generate(grammar, None, thinking)
             self._tell_text(result.text, result, seconds)
             self._text = result.text
             self._messages.append({"role": "assistant", "content": result.text})

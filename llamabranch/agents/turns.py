@@ -11,9 +11,13 @@ from pathlib import Path
 from ..branch import Produced
 from ..context import Context
 from ..context.prefix_cache import n_common
+from ..engine import Result
 from ..errors import LlamaBranchError, UnsupportedError
+from ..generation.thought import named_text
 from ..model import Model
+from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_variables
 from ..model.tools import Tools, conversation
+from ..model.turn_format import Turn
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar, turn_grammar
 from .tools import Tool
@@ -21,7 +25,6 @@ from .tools import Tool
 __all__ = ["Messages", "Plan", "Turns"]
 
 _LONG = 1000  # characters of a message that is rendered again after each turn
-_TAIL = 256  # tokens at the end of a prompt that tell whether it ends inside a thought
 Messages = Sequence[Mapping[str, object]]
 
 
@@ -44,7 +47,7 @@ class Plan:
     max_seconds: float | None
     tool_seconds: float
     result_tokens: int
-    think: bool | None
+    think: ThinkingChoice
     tell: tuple[type[BaseException], ...]
     repeats: int
     journal: Path | None
@@ -74,18 +77,7 @@ class Turns:
             self.form,
             parallel=self.first.parallel,
         )
-        self._variables: dict[str, object] = {}
-        if plan.think is not None:
-            self._variables = self.form.thinking_variables(bool(plan.think))
-        # The tags that end a thought before it begins, where the template has no switch.
-        self._closes = plan.think is False and (
-            self.form.thought_off is None or not self._variables
-        )
-
-    @property
-    def may_think(self) -> bool:
-        """Whether a turn may begin with a thought, which no grammar of the answer allows."""
-        return self.form.thought_end is not None and self._plan.think is not False
+        self._variables = thinking_variables(self.form, plan.think)
 
     # -- grammars ----------------------------------------------------------------------------------
 
@@ -133,8 +125,7 @@ class Turns:
         talk = conversation(
             self.model, messages, self.first, self._variables, continues=False, generates=answers
         )
-        tokens = talk.tokens(self.model)
-        return tokens + self._thought_closed(tokens) if answers and self._closes else tokens
+        return talk.tokens(self.model)
 
     def following(
         self, own: Sequence[int], before: Messages, new: Messages, *, is_turn: bool
@@ -171,27 +162,32 @@ class Turns:
         whole = self.prompt([*before, *new])
         return whole, len(own) - n_common(own, whole)
 
-    def _thought_closed(self, prompt: Sequence[int]) -> list[int]:
-        """Return the tokens after which no thought can begin, where the prompt lacks them."""
-        parts = self.form.parts
-        if self.form.thought_end is None:
-            return []
-        text = parts.thought_close or ""
-        if not self.in_thought(prompt):
-            text = (parts.thought_open or "") + text
-        return self.model.tokenize(text, add_special=False, parse_special=True)
+    def begun(
+        self, prompt: list[int], *, calls: bool, think: ThinkingChoice
+    ) -> tuple[list[int], Thinking | None]:
+        """Return a prompt with what opens or closes a thought, and how its answer begins.
 
-    def answering(self, prompt: Sequence[int]) -> list[int]:
-        """Return the tokens that end a thought which a prompt begins, for what has a grammar."""
-        return self._thought_closed(prompt) if self.in_thought(prompt) else []
+        Args:
+            prompt: as the template writes it.
+            calls: whether the answer may call functions.
+            think: as for `Agent`.
 
-    def in_thought(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt ends inside a thought."""
-        if self.form.thought_end is None:
-            return False
-        return self.form.is_in_thought(self.model.detokenize(prompt[-_TAIL:], special=True))
+        Raises:
+            ConfigError, UnsupportedError: see `plan_thinking`.
+        """
+        return plan_thinking(self.model, prompt, think, has_calls=calls)
 
     # -- texts -------------------------------------------------------------------------------------
+
+    def read(self, result: Result, tools: Tools | None, salt: str) -> Turn:
+        """Return the thought, the content and the calls of a turn; without ``tools`` no calls."""
+        if tools is None:
+            return Turn(result.thought, result.text, [])
+        if result.thought and len(result.tokens) == result.n_thought_tokens:
+            return tools.read(result.thought, in_thought=True, salt=salt)  # it may end with a call
+        tokens = result.tokens[result.n_thought_tokens :]
+        found = tools.read(named_text(self.model, result.text, tokens), salt=salt)
+        return found._replace(thought=result.thought or found.thought)
 
     def text(self, produced: Produced) -> str:
         """Return the text of a token as a reader of turns takes it: of control tokens their names."""

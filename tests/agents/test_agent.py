@@ -476,7 +476,7 @@ def test_bad_tools_are_refused_when_the_agent_is_made(stage: Context, tools: obj
         {"name": ""}, {"name": "two words"}, {"about": 3}, {"tool_choice": "nope"}, {"tool_choice": 3},
         {"parallel_calls": 1}, {"max_turns": 0}, {"max_turns": 1.5}, {"max_tokens": 0},
         {"max_seconds": 0}, {"max_seconds": "x"}, {"tool_seconds": -1}, {"tool_seconds": float("nan")},
-        {"result_tokens": 0}, {"think": 3}, {"forks": 1}, {"tell": int}, {"tell": ValueError("x")},
+        {"result_tokens": 0}, {"think": "x"}, {"think": -1}, {"forks": 1}, {"tell": int}, {"tell": ValueError("x")},
         {"repeats": -1}, {"journal": 3}, {"sampling": 3}, {"temperature": -1}, {"nonsense": 1},
         {"messages": [3]}, {"messages": 3}, {"messages": b"x"}, {"output": int.__add__},
         {"messages": [("user", 3)]}, {"output": 3},

@@ -38,9 +38,7 @@ def main() -> None:
         questions = ["When does it end?", "Who pays?", "What is the risk?"]
         reports = reader.run(questions)
         for question, report in zip(questions, reports, strict=True):
-            calls = " ".join(
-                f"{call.name}{tuple(call.arguments.values())}" for call in report.calls
-            )
+            calls = " ".join(f"{call.name}({call.arguments})" for call in report.calls)
             print(f"{question} {calls}\n  {report.parsed_or(report.finish_reason)}")
         notes = "\n".join(report.text for report in reports)
         summary = reader.run(f"Summarise these notes:\n{notes}")  # the contract is not read again

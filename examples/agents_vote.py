@@ -24,7 +24,7 @@ def calculate(left: float, sign: Literal["+", "-", "*", "/"], right: float) -> f
     """Calculate with two numbers."""
     if sign == "/" and right == 0:
         raise lb.errors.ToolError("one cannot divide by 0")
-    return round(OPERATIONS[sign](left, right), 6)
+    return round(float(OPERATIONS[sign](left, right)), 6)
 
 
 async def solve(ctx: lb.Context) -> None:

@@ -102,15 +102,17 @@ def agent(*, task: AgentOptions, models: ModelOptions, output: OutputOptions) ->
         context = models.open(name, console, **more)
         run = lb.Agent(context, task.system or (), functions, journal=task.journal, sampling=params)
         report = show(console, run.stream(text))
-        if report.error is not None:
-            raise report.error
         if report.finish_reason in _ENDS:
             console.note(_ENDS[report.finish_reason])
             raise typer.Exit(EXIT_FAILURE)
 
 
 def show(console: Console, steps: Iterable[Step]) -> Report:
-    """Print steps as they happen, and the answer; return the report."""
+    """Print steps as they happen, and the answer; return the report.
+
+    Raises:
+        LlamaBranchError: what has ended the run.
+    """
     report: Report | None = None
     is_live = console.out.is_terminal and not console.silent
     line = ""  # the text of the running turn so far
@@ -135,6 +137,8 @@ def show(console: Console, steps: Iterable[Step]) -> Report:
             report = step.report
     if report is None:
         raise lb.LlamaBranchError("the run has no end")
+    if report.error is not None:
+        raise report.error
     if not is_live:
         console.write(report.text + "\n")
     console.answer(_as_json(report))
@@ -154,7 +158,6 @@ def _as_json(report: Report) -> dict[str, object]:
         "text": report.text,
         "finish_reason": report.finish_reason,
         "limit": report.limit,
-        "error": None if report.error is None else report.error.message,
         "calls": [{"name": call.name, "arguments": call.arguments} for call in report.calls],
         "messages": report.messages,
         "seed": report.seed,

@@ -117,7 +117,7 @@ def _run_file(path: Path) -> dict[str, Any]:
         exec(compile(read_text(path), str(path), "exec"), names)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} cannot be run: {error!r}") from error
     return names
 

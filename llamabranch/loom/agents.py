@@ -48,8 +48,10 @@ class _Reader:
         kept = ("temperature", "top_k", "top_p", "min_p")
         self._sampling = {k: v for k, v in (sampling or {}).items() if k in kept}
         if document.head is None:
-            names = ("model", "fingerprint", "kv_type")
-            document.apply(Head(**{name: str(run.head.get(name) or "") for name in names}))
+            model, digest, kv_type = (
+                str(run.head.get(name) or "") for name in ("model", "fingerprint", "kv_type")
+            )
+            document.apply(Head(model=model, fingerprint=digest, kv_type=kv_type))
         pieces = {int(token): _piece(piece) for token, piece in run.pieces.items()}
         document.apply(Pieces(p=pieces))
 

@@ -372,9 +372,9 @@ def test_output_is_asked_for_after_the_answer(stage: Context) -> None:
     assert report.parsed == Number(3) and report.text == "3"
     assert [m["content"] for m in report.messages][1] == "It is three."
     assert report.stats.reread == 0
-    report = Agent(stage, output=Sum).run("plain: go")
-    assert isinstance(report.parsed, Sum)
-    asked = str(report.messages[-2]["content"])
+    other = Agent(stage, output=Sum).run("plain: go")
+    assert isinstance(other.parsed, Sum)
+    asked = str(other.messages[-2]["content"])
     assert (
         asked.startswith("Give your answer as JSON that follows this schema:") and '"why"' in asked
     )
@@ -453,7 +453,7 @@ def positional(a: int, /) -> str:
     return str(a)
 
 
-def odd(a: threading.Lock) -> str:  # type: ignore[valid-type]
+def odd(a: threading.Thread) -> str:
     return str(a)
 
 
@@ -476,8 +476,9 @@ def test_bad_tools_are_refused_when_the_agent_is_made(stage: Context, tools: obj
         {"name": ""}, {"name": "two words"}, {"about": 3}, {"tool_choice": "nope"}, {"tool_choice": 3},
         {"parallel_calls": 1}, {"max_turns": 0}, {"max_turns": 1.5}, {"max_tokens": 0},
         {"max_seconds": 0}, {"max_seconds": "x"}, {"tool_seconds": -1}, {"tool_seconds": float("nan")},
-        {"result_tokens": 0}, {"think": "x"}, {"think": -1}, {"forks": 1}, {"tell": int}, {"tell": ValueError("x")},
-        {"repeats": -1}, {"journal": 3}, {"sampling": 3}, {"temperature": -1}, {"nonsense": 1},
+        {"result_tokens": 0}, {"think": "x"}, {"think": -1}, {"forks": 1}, {"tell": int},
+        {"tell": ValueError("x")}, {"repeats": -1},
+        {"journal": 3}, {"sampling": 3}, {"temperature": -1}, {"nonsense": 1},
         {"messages": [3]}, {"messages": 3}, {"messages": b"x"}, {"output": int.__add__},
         {"messages": [("user", 3)]}, {"output": 3},
     ],
@@ -578,3 +579,28 @@ def test_steps_are_json_and_back() -> None:
     for bad in ({"kind": 3}, {"kind": "text", "tokens": "x"}, {"kind": "text", "turn": "1"}, {}):
         with pytest.raises((TypeError, ValueError)):
             Step.from_dict(cast(Any, bad))
+
+
+def test_thoughts_are_steps_of_their_own_and_no_part_of_the_text(target: lb.Model) -> None:
+    """A template with tags, a model that was not trained to think: the budget ends its thought."""
+    template = (
+        "{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}<think>\n"
+        "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    with (
+        lb.Model(target.path, chat_template=template) as model,
+        lb.Context(model, n_ctx=1024, n_threads=1, n_seq_max=4) as ctx,
+    ):
+        agent = Agent(ctx, think=8, max_tokens=40, seed=1, max_turns=2)
+        steps = [*agent.stream("Why did the bear leave?")]
+        report = steps[-1].report
+        assert report is not None
+        (thought,) = [s.text for s in report.steps if s.kind == "thought"]
+        assert thought and "think>" not in thought + report.text
+        assert "".join(s.text for s in steps if s.kind == "thought").strip() == thought.strip()
+        assert report.messages[-1]["content"]
+        silent = Agent(ctx, think=False, max_tokens=20, seed=1).run("Why did the bear leave?")
+        assert not [s for s in silent.steps if s.kind == "thought"]
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, pytest.raises(UnsupportedError):
+        Agent(ctx, think=True)

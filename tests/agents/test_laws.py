@@ -275,7 +275,7 @@ def test_law_7_what_a_turn_holds_is_valid_at_any_temperature(teller: lb.Model) -
             ctx, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False
         )
         turns, tools = agent.plan.turns, agent.plan.tools
-        prompt = turns.prompt([("user", "Tell.")])
+        prompt = turns.prompt([{"role": "user", "content": "Tell."}])
         opened = [*prompt, *ctx.model.tokenize('It was <call>{"name": "', add_special=False)]
         n_begun = len(opened) - len(prompt)
         n_calls = 0

@@ -195,7 +195,9 @@ def transcript(ctx: lb.Context, report: lb.agents.Report) -> str:
     return ctx.detokenize(report.tokens, special=True)
 
 
-async def run_all(ctx: lb.Context, tasks: Sequence[Task], parallel: int) -> list[lb.agents.Report]:
+async def run_all(
+    ctx: lb.Context, tasks: Sequence[Task], parallel: int, log: Path | None
+) -> list[lb.agents.Report]:
     """Run tasks, some at a time, and print a line for each as it ends."""
     free = asyncio.Semaphore(parallel)
 
@@ -212,6 +214,9 @@ async def run_all(ctx: lb.Context, tasks: Sequence[Task], parallel: int) -> list
             f"{' '.join(calls)} | {' '.join(report.text.split())[:100]}",
             flush=True,
         )
+        if log is not None:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"## {number}\n{transcript(ctx, report)}\n\n")
         return report
 
     async with lb.AsyncEngine(ctx) as engine:
@@ -233,17 +238,11 @@ def main() -> None:
     with lb.load(given.model, n_ctx=8192, n_threads=given.threads) as ctx:
         print(f"{ctx.model.name}, tasks {DIGEST}, temperature 0, {given.parallel} at a time")
         begun = time.perf_counter()
-        reports = asyncio.run(run_all(ctx, TASKS, given.parallel))
+        reports = asyncio.run(run_all(ctx, TASKS, given.parallel, given.log))
         seconds = time.perf_counter() - begun
         done = [is_done(task, report) for task, report in zip(TASKS, reports, strict=True)]
         n_tokens = sum(report.stats.generated for report in reports)
         print(f"{sum(done)} of {len(TASKS)} done, {n_tokens} tokens, {seconds:.0f} s")
-        if given.log is not None:
-            parts = (
-                f"## {i} {'done' if ok else 'lost'}\n{transcript(ctx, report)}\n"
-                for i, (ok, report) in enumerate(zip(done, reports, strict=True), 1)
-            )
-            given.log.write_text("\n".join(parts), encoding="utf-8")
 
 
 if __name__ == "__main__":

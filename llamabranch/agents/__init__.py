@@ -10,9 +10,8 @@ replay.py    a run again, from its journal
 threads.py   functions and event loops in threads of their own
 """
 
-from ..errors import ToolError
 from .agent import Agent
 from .replay import replay
 from .report import AgentStats, Report, Step
 
-__all__ = ["Agent", "AgentStats", "Report", "Step", "ToolError", "replay"]
+__all__ = ["Agent", "AgentStats", "Report", "Step", "replay"]

@@ -101,13 +101,14 @@ class Turns:
         """The grammar of a turn without calls."""
         if not self.others.is_used:
             return None
-        forbidden = [r'"name":\s*"[^"]*",\s*"(arguments|parameters)":']  # whatever it calls
+        # Whatever it calls; and no JSON to begin with, which would end where it turns into a call.
+        forbidden = [r'(.|\n)*"name":\s*"[^"]*",\s*"(arguments|parameters)":', r"\s*(```\w*\s*)?\{"]
         control = [text for text in self.model.handle.control_tokens() if text.strip()]
         opening = re.split(r"\s", self.form.form.opening.strip())[0]
         is_control = any(text in opening for text in control)  # which no grammar of text allows
         if opening.strip("{[\"'") and not is_control:
-            forbidden.append(re.escape(opening))
-        cuts = [r"/(.|\n)*" + one.replace("/", r"\/") + r"(.|\n)*/" for one in forbidden]
+            forbidden.append(r"(.|\n)*" + re.escape(opening))
+        cuts = ["/" + one.replace("/", r"\/") + r"(.|\n)*/" for one in forbidden]
         return Grammar.from_lark("start: T\nT: /(.|\\n)*/ & ~(" + " | ".join(cuts) + ")")
 
     # -- prompts -----------------------------------------------------------------------------------

@@ -189,12 +189,13 @@ def main() -> None:
     cells = n_document + 1500
     found: dict[str, list[Figures]] = {}
     distinct = 0
-    options = {"n_threads": settings.threads, "n_threads_batch": settings.threads}
     with lb.Model(lb.hub.resolve(settings.target)) as model:
         text, path = document(model, n_document), Path(model.path)
         for _ in range(settings.runs):
             if "agent" in args.only:
-                with lb.Context(model, n_ctx=cells + 1500, n_seq_max=8, **options) as ctx:
+                with lb.Context(
+                    model, n_ctx=cells + 1500, n_seq_max=8, n_threads=settings.threads
+                ) as ctx:
                     figures, distinct = agent(ctx, text, settings.tokens)
                     found.setdefault("agent", []).append(figures)
             for name, start, n_ctx in (
@@ -210,7 +211,7 @@ def main() -> None:
                     print(f"without {name}: {error}", file=sys.stderr)
             if "re-prompting" in args.only:
                 with lb.Context(
-                    model, n_ctx=cells, n_seq_max=2, prefix_cache=False, **options
+                    model, n_ctx=cells, n_seq_max=2, prefix_cache=False, n_threads=settings.threads
                 ) as ctx:
                     figures = reprompting(ctx, text, settings.tokens)
                     found.setdefault("re-prompting", []).append(figures)

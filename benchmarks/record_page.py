@@ -1,4 +1,4 @@
-"""Make the README's pictures: docs/page.png, texts of SmolLM2, and docs/draft.png, a draft being judged.
+"""Make docs/page.png, texts of SmolLM2, with which the README opens, and docs/draft.png, a draft being judged.
 
 python -m benchmarks.record_page [MODEL]
 """

@@ -1,4 +1,4 @@
-"""Make docs/page.png, texts of SmolLM2, with which the README opens, and docs/draft.png, a draft being judged.
+"""Make docs/page.png, with which the README opens, and docs/draft.png, a draft being judged.
 
 python -m benchmarks.record_page [MODEL]
 """

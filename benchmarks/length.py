@@ -517,10 +517,16 @@ def _summary(results: Mapping[str, Mapping[str, Any]], reports: Mapping[str, Any
         if DEFAULT not in report["ratios"]:
             continue
         rates, ratios = report["tokens_per_s"][DEFAULT], report["ratios"][DEFAULT]
-        speeds = [number(rates[figure]["median"], 0) for figure in FIGURES]
-        shown = [number(ratios[name]["median"]) if name in ratios else "-" for name in columns]
+        speeds = [_shown(rates[figure], 0) for figure in FIGURES]
+        shown = [_shown(ratios.get(name, {}), 2) for name in columns]
         rows.append((each["model"], str(each["length"]), each["build"], *speeds, *shown))
     table("The default", ("model", "tokens", "build", *FIGURES, *columns), rows)
+
+
+def _shown(spread: Mapping[str, float | None], digits: int) -> str:
+    """Return the median of a spread's JSON for a table."""
+    median = spread.get("median")
+    return number(math.nan if median is None else median, digits)
 
 
 def _median(runs: Mapping[str, Rates], figure: str, name: str) -> float:

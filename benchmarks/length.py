@@ -263,14 +263,14 @@ def _tokens(model: lb.Model, n: int, seed: int) -> list[int]:
 def _context(
     model: lb.Model, length: int, settings: Settings, options: ContextOptions
 ) -> lb.Context:
-    return lb.Context(
-        model,
-        n_ctx=(length + _ROOM) * (1 if options.get("kv_unified", True) else _N + 1),
-        n_seq_max=_N + 1,
-        n_threads=settings.threads,
-        n_threads_batch=settings.threads,
-        **options,
-    )
+    given = options.copy()
+    given |= {
+        "n_ctx": (length + _ROOM) * (1 if options.get("kv_unified", True) else _N + 1),
+        "n_seq_max": _N + 1,
+        "n_threads": settings.threads,
+        "n_threads_batch": settings.threads,
+    }
+    return lb.Context(model, **given)
 
 
 class _Ours:
@@ -433,7 +433,8 @@ class _Single:
 
 class _Llama(_Single):
     def __init__(self, llama: LlamaPython) -> None:
-        self._llama, self._tokens = llama, []
+        self._llama = llama
+        self._tokens: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> float:
         self._tokens = list(tokens)
@@ -447,7 +448,8 @@ class _Llama(_Single):
 
 class _Server(_Single):
     def __init__(self, server: LlamaServer) -> None:
-        self._server, self._tokens = server, []
+        self._server = server
+        self._tokens: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> float:
         self._tokens = list(tokens)

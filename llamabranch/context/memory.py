@@ -745,17 +745,21 @@ class RollingBack(States):
     def record(self, seqs: Sequence[int]) -> None:
         """Record a decoded batch."""
         super().record(seqs)
-        decoded = set(seqs)
-        self._undone -= decoded
-        n = min(len(seqs) - 1, self.n_rollback) if len(decoded) == 1 else 0
-        self._last = (seqs[0], n)
+        if len(set(seqs)) == 1:
+            self._last = (seqs[0], min(len(seqs) - 1, self.n_rollback))
+        else:
+            self._last = (-1, 0)
+
+    def _append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
+        self._last = (-1, 0)
+        self._undone.discard(seq_id)
+        super()._append(seq_id, n, write_indices)
 
     def cut(self, seq_id: int, n: int) -> int:
         """Undo the end of the last decode; else as `States`."""
-        last, n_undoable = self._last
+        (last, n_undoable), self._last = self._last, (-1, 0)
         held = self.next_position(seq_id)
         if seq_id == last and n < held <= n + n_undoable:
-            self._last = (-1, 0)
             self._undone.add(seq_id)
             if self._remove(seq_id, n, END):
                 return n

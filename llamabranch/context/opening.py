@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import BranchStateError, SnapshotError, UnsupportedError
+from ..errors import BranchStateError, DecodeError, SnapshotError, UnsupportedError
 from ..model import Model
 from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
 from .cell_table import Usage
@@ -190,7 +190,7 @@ def _probed(
                 return tuner, *_probe_sharing_head(handle, target.capabilities)
             found, memory = _probe(handle, model, params, is_head=target is not None)
             if given.n_rs_seq == "auto" and target is None and not params.n_rs_seq:
-                n_rollback = _most_rollback(found.state_bytes, params.n_seq_max or 1)
+                n_rollback = _most_rollback(found.state_bytes, params)
                 if n_rollback:
                     handle.close()
                     given = replace(given, n_rs_seq=n_rollback)
@@ -234,11 +234,11 @@ def _probed(
         return tuner, found, memory
 
 
-def _most_rollback(state_bytes: int, n_seq_max: int) -> int:
-    """Return how many states of the last tokens there is memory for; 0 where there is no state."""
+def _most_rollback(state_bytes: int, params: ContextParams) -> int:
+    """Return how many states of the last tokens there is room for; 0 where there is no state."""
     room = (memory_bytes() or 0) // _ROLLBACK_PART
-    fitting = (n for n in _ROLLBACKS if n * state_bytes * n_seq_max <= room)
-    return next(fitting, 0) if state_bytes else 0
+    of_each, most = state_bytes * (params.n_seq_max or 1), params.most_rollback
+    return next((n for n in _ROLLBACKS if n <= most and n * of_each <= room), 0) if of_each else 0
 
 
 def _adapted(
@@ -473,6 +473,8 @@ def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int,
             if not off <= moved / _MOST_OFF:
                 return 0, f"after {k} tokens that were undone, logits were off by {off:.2g}"
         return n, f"{n} tokens were undone, and logits after them were off by {off:.2g}"
+    except DecodeError as error:
+        return 0, f"after tokens that were undone: {error.message}"
     finally:
         memory.clear()
 

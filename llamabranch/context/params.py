@@ -247,10 +247,12 @@ class ContextParams:
         n_outputs_max = max(n_seq_max, min(n_batch, 256))
         if self.n_outputs_max is not None:
             n_outputs_max = whole("n_outputs_max", self.n_outputs_max, n_seq_max, n_batch)
-        has_states = model.memory_type in ("recurrent", "hybrid")
-        return replace(
+        n_rs_seq = self.n_rs_seq
+        if n_rs_seq == "auto" or model.memory_type not in ("recurrent", "hybrid"):
+            n_rs_seq = 0
+        found = replace(
             self,
-            n_rs_seq=self.n_rs_seq if has_states and self.n_rs_seq != "auto" else 0,
+            n_rs_seq=n_rs_seq,
             n_ctx=n_ctx,
             n_seq_max=n_seq_max,
             n_batch=n_batch,
@@ -260,6 +262,17 @@ class ContextParams:
             kv_type=kv_type,
             flash_attention=flash_attention,
         )
+        if int(n_rs_seq) > max(0, found.most_rollback):
+            raise ConfigError(
+                f"n_rs_seq ({n_rs_seq}) must be below n_ubatch - 1, which is {n_ubatch - 1}",
+                hint="llama.cpp computes the tokens that can be undone, and more, at once",
+            )
+        return found
+
+    @property
+    def most_rollback(self) -> int:
+        """The most states of the last tokens that llama.cpp can keep with resolved parameters."""
+        return (self.n_ubatch or self.n_batch) - 2
 
     def _attention(self, model: Model, tries_exact: bool) -> tuple[str, bool | str]:
         """Return the K/V type and whether to use flash attention, "auto" where llama.cpp may say.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toys
@@ -107,7 +108,7 @@ def test_what_fits_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     "options", [{"n_seq_max": 200}, {"n_seq_max": 200, "n_rs_seq": 8}, {"n_rs_seq": 64}], ids=str
 )
 def test_states_that_do_not_fit_are_refused_with_their_size(
-    architecture: str, options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = toys.write_toy(tmp_path / "toy.gguf", architecture)
     with Model(path) as model:
@@ -134,7 +135,7 @@ def test_states_take_what_the_header_says(
     architecture: str, n_rs_seq: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = toys.write_toy(tmp_path / "toy.gguf", architecture, n_layer=6)
-    options: dict[str, int] = {"n_ctx": 256, "n_seq_max": 150, "n_rs_seq": n_rs_seq}
+    options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 150, "n_rs_seq": n_rs_seq}
     lb.set_log_level("info")
     try:
         with Model(path) as model:

@@ -416,7 +416,7 @@ class Memory:
                 )
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
-        """Return what of the positions of a sequence must be equal in the table and in llama.cpp."""
+        """Return the two ranges of positions that ``audit`` compares: ours and llama.cpp's."""
         return ours, theirs
 
 
@@ -720,7 +720,7 @@ class States(Memory):
 
 
 class RollingBack(States):
-    """States of which llama.cpp keeps the last few: the end of the last decode can be undone.
+    """States, where llama.cpp also keeps the last few: it can undo the end of the last decode.
 
     While it decodes a sequence, llama.cpp writes the states after each of its last tokens side by side.
     Three things follow from how it does so (llama-memory-recurrent.cpp, llama-batch.cpp):

@@ -118,7 +118,7 @@ class Runner:
         reclaims: bool = True,
         on_read: OnRead | None = None,
     ) -> list[LogitsRow]:
-        """Run decodes of which all are in the memory afterwards, or none; return the rows not ``read``.
+        """Run several decodes so that memory holds all of them afterwards, or none. Return unread rows.
 
         Each of ``pieces`` is made when those before it are recorded. If one fails, the sequences are cut
         to ``starts``. ``expiring`` rows need not survive: none is given where a later decode may fail

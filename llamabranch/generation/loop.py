@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class CommonNoise(NamedTuple):
-    """Where all texts of a search draw with one seed: before a token of which the model is certain.
+    """Where all texts of a search draw with one seed: before tokens that the model is certain of.
 
     Each text has the model's own distribution, since where that is depends on the text before it alone.
 
@@ -477,7 +477,7 @@ class Loop:
     def step(
         self, running: Sequence[tuple[RunningText, int]], readers: Sequence[Reader] = ()
     ) -> Step:
-        """Run a step of all texts, and read what there is room for.
+        """Run a step of all texts, and read as many prompt tokens as fit beside them.
 
         Args:
             running: each with the most tokens that may be drafted for it; with -1 its last token is

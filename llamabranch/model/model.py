@@ -64,7 +64,7 @@ class Model:
             They compute only if the model was loaded with ``load_mtp``.
         shares_memory: whether these attend to the K/V of their target instead of their own.
         target_layers: of an EAGLE-3 head, which layers of its target it reads; () for all other models.
-        n_swa: size of the sliding attention window in tokens, 0 if there is none.
+        n_swa: size of the sliding attention window in tokens, or 0 without a window.
         on_gpu: whether layers may be on a GPU.
         n_vocab, vocab_type: size of the vocabulary; kind of tokenizer: "bpe", "spm", "wpm", ..., "none".
         has_text: whether the model can turn text into tokens and back.

@@ -206,8 +206,10 @@ class Runner:
             return DecodeError("llama.cpp refused the batch as inconsistent", code=code)
         if code == _INTERRUPTED:
             self.handle.resume()
-        elif code == _NO_MEMORY:
-            self.handle.forget_rows()
+        else:
+            self.memory.distrust(starts)
+            if code == _NO_MEMORY:
+                self.handle.forget_rows()
         emptied = self.undo(starts, expiring)
         state = "the sequences of the batch are as before"
         if emptied:

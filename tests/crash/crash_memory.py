@@ -264,7 +264,7 @@ for _architecture in ("mamba", "rwkv7", "lfm2", "qwen35", "gemma3"):
         )
 
 
-def _rollback(w: World, architecture: str, options: dict[str, int]) -> None:
+def _rollback(w: World, architecture: str, options: dict[str, Any]) -> None:
     """Few tokens at once, few sequences, many states: drafts of one text and of several."""
     path = toys.write_toy(w.folder / f"{architecture}.gguf", architecture, vocab="bytes")
     with Model(path) as model:
@@ -284,7 +284,7 @@ def _rollback(w: World, architecture: str, options: dict[str, int]) -> None:
             ctx.audit()
 
 
-_OPTIONS = [
+_OPTIONS: list[dict[str, Any]] = [
     {"n_batch": n_batch, "n_seq_max": n_seq_max, **more}
     for n_batch in (2, 5, 6, 10, 11)
     for n_seq_max in (1, 4)

@@ -25,7 +25,7 @@ from llamabranch.generation.drafter import Draft, Drafter
 from llamabranch.native import ContextHandle
 from llamabranch.speculative import SpeculativeConfig
 
-ARCHITECTURES = ("lfm2", "qwen35")
+ARCHITECTURES = ("lfm2", "qwen35", "nemotron_h")
 OPTIONS: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 5, "n_threads": 1}
 TEXT = [2 + (7 * i + i * i) % 250 for i in range(400)]
 FIXED = SpeculativeConfig(draft_k=4, rule="seeded")

@@ -26,7 +26,7 @@ ALLOWED = 0.01
 TEXT = [2 + (7 * i + i * i) % 250 for i in range(60)]
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen35"])
+@pytest.fixture(scope="module", params=["lfm2", "qwen35", "nemotron_h"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("together") / f"{request.param}.gguf"
     with lb.Model(toys.write_toy(path, request.param, vocab="bytes", weights="f32")) as found:

@@ -103,7 +103,7 @@ def test_what_fits_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("of_16_gib")
-@pytest.mark.parametrize("architecture", ["qwen35", "lfm2", "mamba"])
+@pytest.mark.parametrize("architecture", ["qwen35", "lfm2", "nemotron_h", "mamba"])
 @pytest.mark.parametrize(
     "options", [{"n_seq_max": 200}, {"n_seq_max": 200, "n_rs_seq": 8}, {"n_rs_seq": 64}], ids=str
 )
@@ -129,7 +129,7 @@ def test_states_that_do_not_fit_are_refused_with_their_size(
         assert ("n_rs_seq=0" in str(raised.value.hint)) == bool(n_rs_seq)
 
 
-@pytest.mark.parametrize("architecture", ["qwen35", "lfm2", "mamba"])
+@pytest.mark.parametrize("architecture", ["qwen35", "lfm2", "nemotron_h", "mamba"])
 @pytest.mark.parametrize("n_rs_seq", [0, 7])
 def test_states_take_what_the_header_says(
     architecture: str, n_rs_seq: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -256,7 +256,7 @@ def stopping(page: Paged, ctx: Any) -> Iterator[list[str]]:
     assert jobs and not late  # nothing was decoded after that
 
 
-WAYS: dict[str, dict[str, object]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "continue": {"n": 3}, "compare": {"mode": "lockstep"}, "search": {"kind": "best_of_n"},
 }  # fmt: skip
 

@@ -137,7 +137,7 @@ def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, r
         assert all(rival.position == len(others[0]) for rival in rivals)
         assert outcome(found) == outcome(expected)
         if room == "3 sequences" and name in OBSERVED:
-            assert found.stats.peak_sequences == 2
+            assert found.stats.peak_sequences == (1 if name == "vote decided" else 2)
 
 
 @pytest.mark.parametrize("kind", ["lookup", "suffixes", "model"])

@@ -30,7 +30,7 @@ COMMANDS = {
     "serve": "Serve a model over HTTP: OpenAI's API, scores of given text, and branches.",
     "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",
     "score": "Score given text: log-probabilities of its tokens, perplexity, or the best of several.",
-    "eval": "Measure models: tasks with right answers, perplexity, KL divergence.",
+    "eval": "Measure models: perplexity, KL divergence.",
     "compare": "Compare two models on a text.",
     "bench": "Measure drafting with a pair of models here, and name the best draft length.",
     "models": "List the known models, download one, or show what a file is.",

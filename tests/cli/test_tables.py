@@ -59,8 +59,6 @@ COMMANDS = [
     f"eval --perplexity text.txt -c 64 --chunks 2 -m {FILE} -m {FILE.replace('1.5B', '0.5B')}",
     f"eval --perplexity text.txt -c 64 --chunks 2 -m {FILE}",
     f"eval --perplexity text.txt -c 64 --chunks 2 --against {FILE} -m {FILE.replace('1.5B', '0.5B')}",
-    f"eval sentence_order --limit 4 -m {FILE} -m {FILE.replace('1.5B', '0.5B')}",
-    "eval --list",
     f"score -m {FILE} --top 2 Once-upon-a-time",
     f"score -m {FILE} --context King --best mean {LONG} {OTHER}",
     f"bench --quick -m {FILE}",

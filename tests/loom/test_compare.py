@@ -33,8 +33,8 @@ def opened(path: Path, n_ctx: int = WINDOW) -> Iterator[lb.Context]:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    items = evaluation.find_task("true_ending").items[:24]
-    return "\n".join(item.context for item in items)
+    items = evaluation.suite_items("true_ending")[:24]
+    return "\n".join(str(item["context"]) for item in items)
 
 
 def compare(a: Path, b: Path, text: str, **more: Any) -> Comparison:

@@ -26,7 +26,7 @@ def main() -> None:
     ):
         n_prompt = converse(chat)
         for message in chat.messages:
-            print(message["content"].strip())
+            print(str(message["content"]).strip())
         print()
         print(chat.tree())
         print(f"  Tokens of all prompts: {n_prompt}")

@@ -570,6 +570,20 @@ def write_permuted(source: str | Path, path: str | Path, order: Sequence[int]) -
     return _rewrite(source, path, value, data)
 
 
+def write_chat(source: str | Path, path: str | Path, template: str, *control: str) -> Path:
+    """Write the model of `source` with a chat template, its last tokens being these control tokens."""
+    n = len(control)
+
+    def value(name: str, given: Any) -> Any:
+        if name == "tokenizer.ggml.tokens":
+            return [*given[:-n], *control]
+        if name == "tokenizer.ggml.token_type":
+            return [*given[:-n], *[int(gguf.TokenType.CONTROL)] * n]
+        return given[:-n] if name == "tokenizer.ggml.merges" else given
+
+    return _rewrite(source, path, value, lambda _, given: given, template=template)
+
+
 def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> None:
     """Write the model of `source` as two files: one without its MTP layers, one with them only."""
     fields = gguf.GGUFReader(source).fields
@@ -612,10 +626,11 @@ def _rewrite(
     value: Callable[[str, Any], Any],
     data: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None],
     options: Mapping[str, Any] | None = None,
+    template: str | None = None,
 ) -> Path:
     """Write a file with what these return for the values and tensors of `source`.
 
-    `options` are those of `gguf.GGUFWriter`.
+    `options` are those of `gguf.GGUFWriter`; `template` is a chat template to add.
     """
     reader, path = gguf.GGUFReader(source), Path(path)
     architecture = str(reader.fields["general.architecture"].contents())
@@ -626,6 +641,8 @@ def _rewrite(
         kind = field.types[0]
         sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, value(name, field.contents()), kind, sub_type)
+    if template is not None:
+        writer.add_chat_template(template)
     for tensor in reader.tensors:
         rows = data(tensor.name, tensor.data)
         if rows is not None:

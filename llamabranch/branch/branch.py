@@ -19,13 +19,20 @@ from ..context import Context, TokenScore
 from ..context.context import text_context
 from ..context.progress import OnPromptProgress
 from ..context.token_states import layer_states
-from ..errors import BranchStateError, CacheFullError, CapacityError, SequencesExhaustedError
+from ..errors import (
+    BranchStateError,
+    CacheFullError,
+    CapacityError,
+    SequencesExhaustedError,
+    UsageError,
+)
 from ..generation.drafter import Drafter
 from ..generation.drafting import Drafting, SpeculativeConfig, checked_config
 from ..generation.generation import Generation, OutputBuffer
 from ..generation.output import Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
+from ..model.thoughts import closing
 from ..pictures import last_words
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
@@ -355,6 +362,35 @@ class Branch:
                 model = self.ctx.model
                 text = model.tokenize(text, add_special=False, parse_special=parse_special)
             self.sequence.read(token_list(text), report=on_prompt_progress)
+
+    @property
+    def is_in_thought(self) -> bool:
+        """Whether its text ends inside a thought, by the tags of the model's chat template.
+
+        A fork of a branch inside a thought is inside it.
+        """
+        model = self.ctx.model
+        if model.chat_template is None or model.turn_format.thought_end is None:
+            return False
+        return model.turn_format.is_in_thought(model.detokenize(self.tokens, special=True))
+
+    def end_thought(self, message: str = "") -> None:
+        """End the thought that the text is in: what follows is the answer, and a grammar begins there.
+
+        Args:
+            message: the last words of the thought, such as "I have thought enough."
+
+        Raises:
+            UsageError: the text is in no thought. CapacityError, DecodeError: the branch is as before.
+        """
+        if not self.is_in_thought:
+            raise UsageError(
+                "the branch is in no thought",
+                hint="a prompt of chat_tokens(..., enable_thinking=True) leads to one in most templates",
+            )
+        self.append(
+            [*self.ctx.model.tokenize(message, add_special=False), *closing(self.ctx.model)]
+        )
 
     def produce(self) -> Produced:
         """Return the next token, a function of logits, settings, seed and position; change nothing.

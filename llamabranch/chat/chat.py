@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import wraps
 from threading import get_ident
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
 from ..arguments import whole
@@ -20,6 +21,7 @@ from ..context import Context
 from ..context.context import text_context
 from ..context.prefix_cache import n_common
 from ..context.progress import OnPromptProgress
+from ..engine.completion import tool_grammar
 from ..errors import (
     BranchStateError,
     CacheFullError,
@@ -32,10 +34,19 @@ from ..errors import (
     UsageError,
     warn,
 )
+from ..generation.thought import ThoughtBuffer, named_text
 from ..model.text import stop_strings
+from ..model.thoughts import (
+    Thinking,
+    ThinkingChoice,
+    plan_thinking,
+    thinking_budget,
+    thinking_variables,
+)
+from ..model.tools import Tool, ToolCall, Tools, conversation, openai_call
 from ..native import forkable_lock
 from ..pictures import TreeLine
-from ..sampling import SamplingParams, SamplingSettings
+from ..sampling import Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from ..speculative import Generation, SpeculativeConfig, SpeculativeStats, Speculator
@@ -113,6 +124,11 @@ class Chat:
         sampling: settings. Without a seed one is picked.
         max_tokens: the most tokens of an answer; None = until the model ends it or the context is full.
         stop: strings that end an answer.
+        thinking: whether the model thinks before it answers: None = as its template does, True, False, or
+            the most tokens of a thought. Stop strings and calls count from the answer on.
+        thinking_end: what is written at the end of a thought that has used up its tokens.
+        tools: functions that an answer may call: OpenAI's tool objects, or Python functions. Its calls
+            are in `Answer.tool_calls`; `results` answers them.
         settings: fields of `SamplingParams` by name, in place of those of ``sampling``.
 
     Raises:
@@ -122,7 +138,7 @@ class Chat:
 
     Attributes:
         ctx: the context.
-        sampling, max_tokens: the settings of the next answer; `set` changes them.
+        sampling, max_tokens, thinking: the settings of the next answer; `set` changes them.
         stop: as above.
         on_prompt_progress: called with a `PromptProgress` while a message is read; None = nobody looks.
         speculator: what generates.
@@ -139,6 +155,9 @@ class Chat:
         sampling: SamplingParams | None = None,
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        thinking: ThinkingChoice = None,
+        thinking_end: str = "",
+        tools: Sequence[Tool] | None = None,
         **settings: Unpack[SamplingSettings],
     ) -> None:
         text_context("ctx", ctx)
@@ -149,7 +168,8 @@ class Chat:
         self._lock = forkable_lock()
         self.sampling = settings_of(sampling)
         self.max_tokens: int | None = None
-        self.set(**{"seed": self.sampling.seed, "max_tokens": max_tokens, **settings})
+        self.thinking: ThinkingChoice = None
+        self.thinking_end = thinking_end
         self.stop = stop_strings(stop)
         self.on_prompt_progress: OnPromptProgress | None = None
         self.current = 1
@@ -163,7 +183,10 @@ class Chat:
                 f"{ctx.model.name} has no chat template: it was not trained on conversations",
                 hint="load(..., chat_template='chatml') gives it one; Branch.append continues plain text",
             )
-        self._tokens(system, (), "x")  # what the template refuses is refused now
+        changes = {"seed": self.sampling.seed, "max_tokens": max_tokens, "thinking": thinking}
+        self.set(**{**changes, **settings})
+        self.tools = Tools(tools or (), None, ctx.model.turn_format)
+        self._tokens(system, (), Exchange(None, "x"))  # what the template refuses is refused now
 
     # -- what it is --------------------------------------------------------------------------------
 
@@ -211,7 +234,7 @@ class Chat:
         return self._line.path
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, object]]:
         """The messages of the current branch, as a chat template takes them."""
         return messages_of(self.system, self.exchanges)
 
@@ -226,12 +249,12 @@ class Chat:
     @system.setter
     @_exclusive
     def system(self, text: str | None) -> None:
-        self._tokens(text, (), "x")
+        self._tokens(text, (), Exchange(None, "x"))
         self._end_answer()
         self._line.system = text
 
     def set(self, **changes: object) -> None:
-        """Change settings of the next answers: fields of `SamplingParams`, or ``max_tokens``.
+        """Change settings of the next answers: `SamplingParams`' fields, ``max_tokens``, ``thinking``.
 
         Without a seed (None) one is picked.
 
@@ -241,10 +264,15 @@ class Chat:
         limit = changes.pop("max_tokens", self.max_tokens)
         if limit is not None:
             limit = whole("max_tokens", limit, 1)
+        thinking = cast(ThinkingChoice, changes.pop("thinking", self.thinking))
+        if thinking:
+            plan_thinking(self.ctx.model, [], thinking)  # refuses what the template cannot
+        thinking_budget(thinking)
         if changes.get("seed", 0) is None:
             changes["seed"] = random_seed()
         with self.held():
             self.sampling, self.max_tokens = self.sampling.replace(**changes), limit
+            self.thinking = thinking
 
     @property
     def n_cut(self) -> int:
@@ -292,8 +320,36 @@ class Chat:
             CacheFullError: the message is too long, even by itself. ConfigError: it is no text, or the
                 template refuses it. DecodeError. The conversation is as before.
         """
+        if not isinstance(text, str):
+            raise ConfigError(f"a message must be text, not {text!r:.40}")
         self._end_answer()
-        return self._begin(self._line, self._line.head, text, self.sampling)
+        return self._begin(self._line, Exchange(self._line.head, text), self.sampling)
+
+    @_exclusive
+    def results(self, *results: object) -> Answer:
+        """Answer the calls of functions in the last answer with what they have returned, in order.
+
+        Text is taken as it is, other values as JSON.
+
+        Raises:
+            UsageError: the last answer calls none, or another number of them. ConfigError: a value that
+                is no JSON. As `send`.
+        """
+        self._end_answer()
+        head = self._line.head
+        calls = [] if head is None else head.calls
+        if not calls or len(calls) != len(results):
+            raise UsageError(
+                f"the last answer calls {len(calls)} functions, and there are {len(results)} results"
+            )
+        texts = []
+        for index, each in enumerate(results):
+            try:
+                text = each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"results[{index}] is no JSON: {error}") from None
+            texts.append(text)
+        return self._begin(self._line, Exchange(head, "", results=texts), self.sampling)
 
     @_exclusive
     def retry(self) -> Answer:
@@ -303,7 +359,7 @@ class Chat:
             UsageError: there is no message. As `send`.
         """
         n = len(self.exchanges)
-        return self.edit(n, self._exchange(n).user)
+        return self._instead(n, self._exchange(n))
 
     @_exclusive
     def edit(self, n: int, text: str) -> Answer:
@@ -314,13 +370,21 @@ class Chat:
         Raises:
             UsageError: there is no such message. As `send`.
         """
+        if not isinstance(text, str):
+            raise ConfigError(f"a message must be text, not {text!r:.40}")
+        return self._instead(n, Exchange(None, text))
+
+    def _instead(self, n: int, asked: Exchange) -> Answer:
+        """Answer the message, or the results, of ``asked`` in place of the ``n``-th message."""
         self._end_answer()
-        instead_of, seed = self._exchange(n), self.sampling.seed or 0
-        before = exchanges_of(self._lines.values())
-        n_before = sum(e.parent is instead_of.parent and e.user == text for e in before)
+        parent, seed = self._exchange(n).parent, self.sampling.seed or 0
+        n_before = sum(
+            e.parent is parent and (e.user, e.results) == (asked.user, asked.results)
+            for e in exchanges_of(self._lines.values())
+        )
         params = self.sampling.replace(seed=derive_seed(seed, n_before) if n_before else seed)
         line = replace(self._line, number=max(self._lines) + 1)
-        return self._begin(line, instead_of.parent, text, params)
+        return self._begin(line, Exchange(parent, asked.user, results=asked.results), params)
 
     def _exchange(self, n: int) -> Exchange:
         found = self.exchanges
@@ -332,15 +396,16 @@ class Chat:
             )
         return found[n - 1]
 
-    def _begin(
-        self, line: Line, parent: Exchange | None, text: str, params: SamplingParams
-    ) -> Answer:
+    def _begin(self, line: Line, asked: Exchange, params: SamplingParams) -> Answer:
         """Read the prompt of an answer; only then the conversation changes."""
-        if not isinstance(text, str):
-            raise ConfigError(f"a message must be text, not {text!r:.40}")
-        tokens, n_cut = self._fitting(line, parent, text)
+        parent, model = asked.parent, self.ctx.model
+        tokens, n_cut = self._fitting(line, asked)
+        tokens, thinking = plan_thinking(
+            model, tokens, self.thinking, ending=self.thinking_end, has_calls=self.tools.is_used
+        )
+        grammar = tool_grammar(model, self.tools, None) if self.tools.is_used else None
         before = [] if parent is None else parent.path[n_cut:]
-        n_next = self._n_next(line.system, before, text, tokens)
+        n_next = self._n_next(line.system, before, asked, tokens)
         prompt, n_new = self._turns.read(tokens, params, self.on_prompt_progress, n_next=n_next)
         branch = self._turns.fork(prompt)
         if not self.ctx.fits(branch.seq_id, 1):
@@ -350,36 +415,47 @@ class Chat:
         self._stats.num_cached_tokens += len(tokens) - n_new
         self._stats.num_answers += 1
         self._stats.num_cut_exchanges += max(0, n_cut - self.n_cut)
-        exchange = Exchange(parent, text, seed=branch.seed, n_cut=n_cut, branch=branch)
+        exchange = replace(asked, seed=branch.seed, n_cut=n_cut, branch=branch)
         self._undo = self._lines, self.current
         line = replace(line, head=exchange)
         self._lines, self.current = {**self._lines, line.number: line}, line.number
-        self._answer = Answer(self, exchange, branch)
+        self._answer = Answer(self, exchange, branch, thinking, grammar)
         return self._answer
 
-    def _fitting(self, line: Line, parent: Exchange | None, text: str) -> tuple[list[int], int]:
+    def _fitting(self, line: Line, asked: Exchange) -> tuple[list[int], int]:
         """Return the tokens of a prompt, and how many exchanges are left out for want of room.
 
         At least those that the answer before it did not see, so that the K/V of the others is there.
         """
+        parent = asked.parent
         before, n_cut = ([], 0) if parent is None else (parent.path, parent.n_cut)
         size = self.ctx.n_ctx_seq
         least = size // _LEAST_ROOM
         least = least if self.max_tokens is None else min(least, self.max_tokens)
-        tokens = self._tokens(line.system, before[n_cut:], text)
+        tokens = self._tokens(line.system, before[n_cut:], asked)
         if size - len(tokens) < least:
             while size - len(tokens) < max(least, size // _MORE_ROOM) and n_cut < len(before):
                 n_cut += 1
-                tokens = self._tokens(line.system, before[n_cut:], text)
+                while n_cut < len(before) and before[n_cut].results:  # their calls are left out
+                    n_cut += 1
+                tokens = self._tokens(line.system, before[n_cut:], asked)
             if len(tokens) >= size:
                 raise CacheFullError.of_prompt(len(tokens), size)
         return tokens, n_cut
 
-    def _tokens(self, system: str | None, before: Sequence[Exchange], text: str) -> list[int]:
-        return self.ctx.model.chat_tokens(messages_of(system, before, text))
+    def _tokens(self, system: str | None, before: Sequence[Exchange], asked: Exchange) -> list[int]:
+        """Return the tokens of a prompt, as the template writes it."""
+        model = self.ctx.model
+        variables = thinking_variables(model.turn_format, self.thinking)
+        messages = messages_of(system, before, asked)
+        return conversation(model, messages, self.tools, variables).tokens(model)
 
     def _n_next(
-        self, system: str | None, before: Sequence[Exchange], text: str, tokens: Sequence[int]
+        self,
+        system: str | None,
+        before: Sequence[Exchange],
+        asked: Exchange,
+        tokens: Sequence[int],
     ) -> int:
         """Return how many of the tokens of a prompt the next turn's will begin with, where that matters.
 
@@ -387,9 +463,10 @@ class Chat:
         """
         n = len(tokens)
         if not self.ctx.kv_cache.can_draft:
-            answered = Exchange(None, text, answer="x", n_tokens=1)
+            answered = replace(asked, answer="x", n_tokens=1)
             with suppress(LlamaBranchError):  # the template may take no other turn
-                n = n_common(tokens, self._tokens(system, [*before, answered], "x"))
+                later = self._tokens(system, [*before, answered], Exchange(answered, "x"))
+                n = n_common(tokens, later)
         return n
 
     def _end_answer(self) -> None:
@@ -529,11 +606,20 @@ class Answer:
         prompt: the ids of the prompt, as the chat template wrote it.
     """
 
-    def __init__(self, chat: Chat, exchange: Exchange, branch: Branch) -> None:
+    def __init__(
+        self,
+        chat: Chat,
+        exchange: Exchange,
+        branch: Branch,
+        thinking: Thinking | None = None,
+        grammar: Grammar | None = None,
+    ) -> None:
         self.exchange = exchange
         self.branch = branch
         self.prompt = branch.tokens
         self._chat = chat
+        self._thinking, self._grammar = thinking, grammar
+        self._thought: list[int] = []  # tokens
         # Another one where a full cache has ended the last.
         self._generations: list[Generation] = []
         self._events = self._run()
@@ -552,9 +638,26 @@ class Answer:
         return self.exchange.answer
 
     @property
+    def thought(self) -> str:
+        """What the model thought before the answer, so far; if nobody iterates, all of it."""
+        if not self._generations:
+            self.finish()
+        return self.exchange.thought
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls of functions in the answer, once it has ended."""
+        return [
+            ToolCall(f["name"], json.loads(f["arguments"]), str(call["id"]))
+            for call in self.exchange.calls
+            if isinstance(f := call["function"], dict)
+        ]
+
+    @property
     def tokens(self) -> list[int]:
-        """The ids so far, a copy."""
-        return [token for generation in self._generations for token in generation.tokens]
+        """The ids so far, a copy: those of the thought first."""
+        answer = [token for generation in self._generations for token in generation.tokens]
+        return self._thought + answer
 
     @property
     def finish_reason(self) -> str | None:
@@ -586,23 +689,74 @@ class Answer:
 
     def _note(self) -> None:
         """Write what there is of the answer into the conversation."""
-        self.exchange.answer = "".join(generation.text for generation in self._generations)
+        if not self.exchange.calls:
+            self.exchange.answer = "".join(each.text for each in self._generations)
         self.exchange.n_tokens = len(self.tokens)
 
     def _run(self) -> Generator[Produced, None, None]:
         chat, limit = self._chat, self._chat.max_tokens
+        if self._thinking is not None:
+            yield from self._think(self._thinking, limit)
+        if self._grammar is not None:
+            text, model = self.branch.sequence, chat.ctx.model
+            sampler = Sampler(model, text.sampler.params, self._grammar)
+            text.begin_anew(len(text.tokens), sampler)
         while self.finish_reason is None:
-            left = None if limit is None else limit - len(self.tokens)
+            left = None if limit is None else max(0, limit - len(self.tokens))
             generation = chat.speculator.generate(self.branch, max_tokens=left, stop=chat.stop)
             self._generations.append(generation)
-            try:
-                yield from generation
-            except CapacityError:
-                has_room = self.branch.position < chat.ctx.n_ctx_seq
-                if not (has_room and chat._turns.prune_one(self.branch)):
-                    self.exchange.finish_reason = "capacity"
-            else:
-                self.exchange.finish_reason = generation.finish_reason
+            yield from self._segment(generation)
+        self._note()
+        self._read_calls()
+
+    def _segment(self, generation: Generation) -> Generator[Produced, None, None]:
+        """Yield the tokens of a generation; note why it has ended, unless it can go on with more room."""
+        chat = self._chat
+        try:
+            yield from generation
+        except CapacityError:
+            has_room = self.branch.position < chat.ctx.n_ctx_seq
+            if not (has_room and chat._turns.prune_one(self.branch)):
+                self.exchange.finish_reason = "capacity"
+        else:
+            self.exchange.finish_reason = generation.finish_reason
+
+    def _think(self, thinking: Thinking, limit: int | None) -> Generator[Produced, None, None]:
+        """Yield the tokens of the thought; leave the branch where the answer begins."""
+        chat, text, start = self._chat, self.branch.sequence, self.branch.position
+        buffer = ThoughtBuffer(chat.ctx.model, thinking, limit)
+        while True:
+            generation = Generation(chat.speculator.drafting, text, buffer, owner=self.branch)
+            for one in self._segment(generation):
+                self.exchange.thought, self._thought = buffer.thought, buffer.tokens.copy()
+                yield one
+            if self.finish_reason is not None or buffer.finish_reason is None:
+                break
+            buffer.resume()
+        found = buffer.ended
+        self.exchange.thought, self._thought = buffer.thought, buffer.tokens.copy()
+        if found is None or self.finish_reason == "capacity":
+            return
+        self.exchange.thought, n_kept, forced = found
+        self._thought = buffer.tokens[:n_kept] + forced
+        self.exchange.finish_reason = None
+        self.branch.rewind(start + n_kept)
+        if forced:
+            chat._turns.with_room(lambda: self.branch.append(forced), self.branch)
+
+    def _read_calls(self) -> None:
+        """Take the calls of functions out of the answer."""
+        chat, n_thought = self._chat, len(self._thought)
+        if not chat.tools.is_used:
+            return
+        is_cut = bool(chat.stop) and self.finish_reason == "stop"
+        written = named_text(
+            chat.ctx.model, self.exchange.answer, self.tokens[n_thought:], is_cut=is_cut
+        )
+        turn = chat.tools.read(written, salt=str(len(self.exchange.path)))
+        if turn.calls:
+            self.exchange.calls = [openai_call(call) for call in turn.calls]
+            self.exchange.answer = turn.content
 
     def finish(self) -> Answer:
         """Run to the end; return itself."""

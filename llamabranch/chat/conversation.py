@@ -6,7 +6,7 @@ Nothing here knows of tokens: which of them are evaluated already is a matter of
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..branch import Branch
 from ..pictures import Token, TreeLine
@@ -26,6 +26,11 @@ class Exchange:
         finish_reason: "stop", "length", or "capacity" where the context was full; None: broken off.
         n_tokens: tokens of the answer.
         n_cut: how many of the first exchanges before it the model did not see.
+        thought: what the model thought before the answer.
+        calls: the calls of functions in the answer, as OpenAI's messages hold them; ``answer`` is then
+            the text beside them.
+        results: what the functions have returned that the exchange before it called; then there is no
+            message of the user.
         branch: the prompt's tokens and the answer's; pruned once its sequence was needed.
     """
 
@@ -36,6 +41,9 @@ class Exchange:
     finish_reason: str | None = None
     n_tokens: int = 0
     n_cut: int = 0
+    thought: str = ""
+    calls: list[dict[str, object]] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
     branch: Branch | None = None
 
     @property
@@ -75,15 +83,33 @@ class Line:
 
 
 def messages_of(
-    system: str | None, exchanges: Iterable[Exchange], *more: str
-) -> list[dict[str, str]]:
-    """Return messages as a chat template takes them; ``more``: of the user, without an answer."""
-    found = [] if system is None else [{"role": "system", "content": system}]
+    system: str | None, exchanges: Iterable[Exchange], *more: Exchange
+) -> list[dict[str, object]]:
+    """Return messages as a chat template takes them; ``more``: without their answers."""
+    found: list[dict[str, object]] = []
+    if system is not None:
+        found.append({"role": "system", "content": system})
     for exchange in exchanges:
-        found.append({"role": "user", "content": exchange.user})
+        found += _asked(exchange)
         if exchange.is_answered:
-            found.append({"role": "assistant", "content": exchange.answer})
-    return found + [{"role": "user", "content": text} for text in more]
+            answer: dict[str, object] = {"role": "assistant", "content": exchange.answer}
+            if exchange.thought:
+                answer["reasoning_content"] = exchange.thought
+            if exchange.calls:
+                answer["tool_calls"] = exchange.calls
+            found.append(answer)
+    return found + [message for exchange in more for message in _asked(exchange)]
+
+
+def _asked(exchange: Exchange) -> list[dict[str, object]]:
+    """Return the message of an exchange, or the results of functions."""
+    if not exchange.results:
+        return [{"role": "user", "content": exchange.user}]
+    calls = [] if exchange.parent is None else exchange.parent.calls
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "content": result}
+        for call, result in zip(calls, exchange.results, strict=False)
+    ]
 
 
 def exchanges_of(lines: Iterable[Line]) -> list[Exchange]:

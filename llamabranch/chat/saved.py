@@ -28,13 +28,16 @@ _FILE = "chat.json"
 _VERSION = 1
 _BRANCH = re.compile(r"[0-9a-f]{32}\.branch")
 _EXCHANGE = ("user", "answer", "seed", "finish_reason", "n_tokens", "n_cut")
+_LATER = ("thought", "calls", "results")  # since 0.4; they are left out where there are none
 _KINDS: dict[str, type | tuple[type, ...]] = {  # of the values in the file, wherever they are
-    **dict.fromkeys(("id", "user", "answer", "file", "name", "path", "fingerprint"), str),
+    **dict.fromkeys(
+        ("id", "user", "answer", "thought", "file", "name", "path", "fingerprint"), str
+    ),
     **dict.fromkeys(("current", "number", "exchange", "seed", "n_tokens", "n_cut"), int),
     **dict.fromkeys(("system", "finish_reason"), (str, type(None))),
     **dict.fromkeys(("parent", "head", "max_tokens"), (int, type(None))),
     **dict.fromkeys(("model", "sampling"), dict),
-    **dict.fromkeys(("lines", "exchanges", "branches", "stop"), list),
+    **dict.fromkeys(("lines", "exchanges", "branches", "stop", "calls", "results"), list),
 }
 
 
@@ -90,7 +93,11 @@ def write_chat(
             "max_tokens": chat.max_tokens,
             "stop": list(chat.stop),
             "exchanges": [
-                {"parent": number[each.parent], **{name: vars(each)[name] for name in _EXCHANGE}}
+                {
+                    "parent": number[each.parent],
+                    **{name: vars(each)[name] for name in _EXCHANGE},
+                    **{name: value for name in _LATER if (value := vars(each)[name])},
+                }
                 for each in exchanges
             ],
             "lines": [{**vars(line), "head": number[line.head]} for line in chat.lines],
@@ -135,6 +142,9 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
         exchanges: list[Exchange] = []
         for each in about["exchanges"]:
             fields = {name: each[name] for name in _EXCHANGE}
+            fields |= {name: each[name] for name in _LATER if name in each}
+            if not all(isinstance(result, str) for result in fields.get("results", ())):
+                raise ValueError("a result of a function is no text")
             exchanges.append(Exchange(_at(exchanges, each["parent"]), **fields))
         lines = [
             Line(each["number"], _at(exchanges, each["head"]), each["system"])

@@ -52,6 +52,7 @@ USAGES = {
     "/branches": "Draw the tree of all branches.",
     "/switch N": "Go on on branch N.",
     "/system [TEXT]": "Print or set the system message; - removes it.",
+    "/think [N]": "Think before an answer, with at most N tokens; /no_think: answer at once.",
     "/set [NAME VALUE]": "Print the settings, or change one: /set temp 0.5.",
     "/save FOLDER": "Save the chat with its branches.",
     "/load FOLDER": "Go on with a chat that was saved.",
@@ -67,6 +68,22 @@ _ENDS = {
 # llama-cli's names.
 _ALIASES = {"regen": "retry", "exit": "quit"}
 _SETTINGS = {"temp": "temperature", "predict": "max_tokens", "n_predict": "max_tokens"}
+
+
+THINKING = {"on": True, "off": False, "auto": None}
+
+
+def thinking_of(text: str | None) -> bool | int | None:
+    """Return what ``on``, ``off`` or a number of tokens says of thoughts; None = nothing.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if text is None or text in THINKING:
+        return THINKING[text or "auto"]
+    if not text.isdecimal():
+        raise lb.ConfigError(f"a thought is on, off or a number of tokens, not {text!r}")
+    return int(text)
 
 
 class ChatSession:
@@ -156,8 +173,13 @@ class ChatSession:
                 answer = begin()
                 if self._n_printed and not self._interactive:
                     self._console.write("\n")
+                was_thought = False
                 for token in answer:
-                    self._console.write(token.text)
+                    if token.is_thought and self._console.out.is_terminal:
+                        self._console.write(token.text, "dim")
+                    elif not token.is_thought:
+                        self._console.write(("\n\n" if was_thought else "") + token.text)
+                    was_thought = token.is_thought and self._console.out.is_terminal
                     interrupts.check()
             except (KeyboardInterrupt, lb.DecodeInterruptedError):
                 if not interrupts.requested:
@@ -210,6 +232,12 @@ class ChatSession:
                 if rest:
                     chat.system = None if rest == "-" else rest
                 note(f"system: {chat.system or 'none'}")
+            case "think":
+                chat.set(thinking=thinking_of(rest or "on"))
+                note(f"thinking: {rest or 'on'}")
+            case "no_think":
+                chat.set(thinking=False)
+                note("thinking: off")
             case "set":
                 self._set(rest)
             case "save":
@@ -244,7 +272,7 @@ class ChatSession:
             self._console.note(f"{name}: {value.strip()}")
             return
         rows = [(f.name, getattr(self.chat.sampling, f.name)) for f in fields(lb.SamplingParams)]
-        rows.append(("max_tokens", self.chat.max_tokens))
+        rows += [(name, getattr(self.chat, name)) for name in ("max_tokens", "thinking")]
         self._console.table(("setting", "value"), rows, left=("value",))
 
     def show_last(self) -> None:
@@ -304,6 +332,13 @@ class TurnOptions:
     )
     stop: list[str] | None = option(None, "End an answer at this text; may be repeated.")
     system: str | None = option(None, "The system message.", "--system-prompt -sys")
+    think: str | None = option(
+        None,
+        "Whether the model thinks before an answer, if it can: on, off, or at most N tokens.  "
+        "[default: as its template does]",
+        "--think",
+        metavar="on|off|N",
+    )
     chat_template: str | None = template_option()
 
     @property
@@ -367,7 +402,7 @@ def chat(
         else:
             talk = Chat(
                 context, drafter, config, system=given.system, max_tokens=max_tokens,
-                sampling=params, stop=given.stop or (),
+                sampling=params, stop=given.stop or (), thinking=thinking_of(given.think),
             )  # fmt: skip
         is_interactive = given.is_interactive
         session = ChatSession(talk, console, interactive=is_interactive)
@@ -401,6 +436,8 @@ def _change(
         names.add("logit_bias")
         values["logit_bias"] = {**talk.sampling.logit_bias, **params.logit_bias}
     talk.set(**{name: value for name, value in values.items() if name in names})
+    if given.think is not None:
+        talk.set(thinking=thinking_of(given.think))
     talk.stop = tuple(given.stop or talk.stop)
     talk.system = talk.system if given.system is None else given.system
 

@@ -537,6 +537,11 @@ class Context:
                   and ``grammar`` (a `Grammar` or GBNF); ``result.parsed`` is the value.
                 - ``top_logprobs``: alternatives of each token in ``result.logprobs`` (0);
                   ``prompt_logprobs``, ``parse_special``: as for `Request`.
+                - ``thinking``: whether the model thinks before it answers: None = as its chat template
+                  does, True, False, or the most tokens of the thought. What the answer must follow, and
+                  where it stops, counts from the answer on.
+                - ``thinking_end``: last words of a thought that has used up its tokens.
+                - ``share``: "thought" = the ``n`` texts of a prompt answer after one thought.
                 - ``on_prompt_progress``: called with a `PromptProgress` while a prompt is read:
                   ``n_read`` of ``n_total`` tokens. ``prompt_progress``: events for that, in a stream
                   (False).
@@ -599,10 +604,11 @@ class Context:
             stream: as for ``complete``.
             options: those of ``complete``, and
 
-                - ``tools``: functions that the model may call, as OpenAI describes them;
-                  ``result.tool_calls`` are its calls.
+                - ``tools``: functions that the model may call, as OpenAI describes them, or Python
+                  functions; ``result.tool_calls`` are its calls.
                 - ``tool_choice``: "auto"; "none"; "required", or the description of a function with its
                   name, forces a call that follows its schema.
+                - ``parallel_tool_calls``: False = at most one call.
                 - ``chat_template_kwargs``: what else the template is given, such as
                   ``{"enable_thinking": False}``.
 

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, cast
+from typing import Generic, NamedTuple, cast
 
 from typing_extensions import TypeVar, Unpack
 
-from ..arguments import placed, plain_int
+from ..arguments import placed, plain_int, shown
 from ..context import Context
 from ..context.context import text_context
 from ..context.progress import OnPromptProgress
-from ..errors import CacheFullError, ConfigError, DecodeInterruptedError
-from ..model import Message, chat_messages, is_chat
-from ..model.tools import Tools, conversation
+from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, UnsupportedError
+from ..model import Message, Model, chat_messages, is_chat
+from ..model.thoughts import (
+    Thinking,
+    ThinkingChoice,
+    plan_thinking,
+    thinking_budget,
+    thinking_variables,
+)
+from ..model.tools import Tool, Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar, turn_grammar
@@ -38,6 +45,7 @@ __all__ = [
     "plan_chat",
     "plan_texts",
     "run",
+    "tool_grammar",
 ]
 
 
@@ -67,6 +75,9 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
     parse_special: bool
     on_prompt_progress: OnPromptProgress | None
     prompt_progress: bool
+    thinking: ThinkingChoice
+    thinking_end: str
+    share: str | None
     drafter: DrafterChoice  # not of an `AsyncEngine`, which has its own
 
 
@@ -80,8 +91,9 @@ _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotati
 class ChatOptions(TextOptions[T], Generic[T], total=False):
     """`TextOptions`, and what the chat template is given."""
 
-    tools: Sequence[Mapping[str, object]] | None
+    tools: Sequence[Tool] | None
     tool_choice: str | Mapping[str, object] | None
+    parallel_tool_calls: bool | None
     chat_template_kwargs: Mapping[str, object] | None
 
 
@@ -96,6 +108,8 @@ class Completion:
         tools: those of a chat.
         drafter: the one that was given.
         scores: whether log-probabilities were asked for, so that OpenAI's shapes have them.
+        model: what generates.
+        asked: the grammar that the caller has given, which tells what a text means.
         found: the results of each prompt, by the number of the sample.
     """
 
@@ -105,6 +119,8 @@ class Completion:
     tools: Tools | None = None
     drafter: DrafterChoice = "auto"
     scores: bool = False
+    model: Model | None = None
+    asked: Grammar | None = None
     found: list[list[Result]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +134,9 @@ class Completion:
             choices.append(result)
             choices.sort(key=lambda each: each.sample)
             result.id, result.prompt = name, self.prompts[number]
-            result.choices, result.tools = choices, self.tools
+            result.choices, result.tools, result.grammar = choices, self.tools, self.asked
+            if self.tools is not None and self.tools.is_used and self.model is not None:
+                result.note_written(self.model)
             if not self.scores:
                 result.pieces = {}
         return event if event.id == name else replace(event, id=name)
@@ -166,9 +184,69 @@ def plan_texts(
         ConfigError, GrammarError, TokenizeError, CacheFullError: something is invalid, or too long.
     """
     text_context("ctx", ctx)
+    prompts, is_list = _prompts(prompt)
+    asked, model = _Thinking.of(options), ctx.model
+
+    def of(each: _Prompt) -> _Planned:
+        if is_chat(each):
+            variables = thinking_variables(model.turn_format, asked.choice)
+            tokens = model.chat_tokens(each, **variables)  # type: ignore[arg-type]
+        else:
+            tokens = model.prompt_tokens(each, parse_special=options.get("parse_special", True))
+            if asked.choice is None:
+                return tokens, None
+        return asked.plan(model, tokens)
+
+    planned = []
+    for index, each in enumerate(prompts):
+        with placed(_place(index, prompts)):
+            planned.append(of(each))
+    found = _planned(ctx, planned, base, options)
+    found.prompts, found.is_list = prompts, is_list
+    return found
+
+
+_Planned = tuple[list[int], Thinking | None]
+
+
+class _Thinking(NamedTuple):
+    """What the caller says about thoughts."""
+
+    choice: ThinkingChoice
+    ending: str
+    shares: bool
+
+    @classmethod
+    def of(cls, options: TextOptions) -> _Thinking:
+        share = options.get("share")
+        if share not in (None, "thought"):
+            raise ConfigError(
+                f"share must be 'thought' or None, not {shown(share)}",
+                hint="share='thought': all texts of a prompt answer after one thought",
+            )
+        choice = options.get("thinking")
+        thinking_budget(choice)
+        return cls(choice, options.get("thinking_end", ""), share is not None)
+
+    def plan(
+        self, model: Model, tokens: list[int], *, begun: str = "", has_calls: bool = False
+    ) -> _Planned:
+        return plan_thinking(
+            model, tokens, self.choice,
+            begun=begun, ending=self.ending, shares=self.shares, has_calls=has_calls,
+        )  # fmt: skip
+
+
+def _planned(
+    ctx: Context,
+    planned: Sequence[_Planned],
+    base: SamplingParams | None,
+    options: TextOptions,
+    grammar: Grammar | None = None,
+) -> Completion:
+    """Return a call for prompts that are tokens; ``grammar``: in place of what the options ask for."""
     settings = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
     check_names(settings, ChatOptions.__annotations__)
-    prompts, is_list = _prompts(prompt)
     given = options.get("sampling")
     params = settings_of(base if given is None else given, **settings)
     max_tokens = options.get("max_tokens")
@@ -179,11 +257,12 @@ def plan_texts(
     if top_logprobs is None and params.logprobs:
         top_logprobs = 0
     given_as_is = {name: value for name, value in options.items() if name in _AS_GIVEN}
+    asked = _grammar(options)
     common = Request(
         "",
         max_tokens=max_tokens,
         sampling=params,
-        grammar=_grammar(options),
+        grammar=grammar or asked,
         top_logprobs=top_logprobs,
         **given_as_is,  # type: ignore[arg-type]
     )
@@ -194,16 +273,15 @@ def plan_texts(
         )
     ctx.model.check_tokens(common.stop_tokens)
     requests = []
-    for index, each in enumerate(prompts):
-        with placed(_place(index, prompts)):
-            request = replace(common, prompt=each)
-            tokens = ctx.model.prompt_tokens(request.prompt, parse_special=common.parse_special)
+    for index, (tokens, thinking) in enumerate(planned):
+        with placed(_place(index, planned)):
             if len(tokens) > ctx.n_ctx_seq:
                 raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
-            requests.append(replace(request, prompt=tokens))
+            requests.append(replace(common, prompt=tokens, thinking=thinking))
     return Completion(
-        requests, prompts, is_list, drafter=options.get("drafter", "auto"), scores=scores
-    )
+        requests, [], is_list=False, drafter=options.get("drafter", "auto"), scores=scores,
+        model=ctx.model, asked=asked,
+    )  # fmt: skip
 
 
 def plan_chat(
@@ -211,8 +289,9 @@ def plan_chat(
     messages: object,
     base: SamplingParams | None = None,
     *,
-    tools: Sequence[Mapping[str, object]] | None = None,
+    tools: Sequence[Tool] | None = None,
     tool_choice: str | Mapping[str, object] | None = None,
+    parallel_tool_calls: bool | None = None,
     chat_template_kwargs: Mapping[str, object] | None = None,
     **options: Unpack[TextOptions],
 ) -> Completion:
@@ -222,23 +301,44 @@ def plan_chat(
         ConfigError, UnsupportedError, GrammarError, TokenizeError, CacheFullError: something is invalid.
     """
     text_context("ctx", ctx)
-    known = Tools(tools or (), tool_choice, ctx.model.turn_format)
+    model = ctx.model
+    form, asked = model.turn_format, _Thinking.of(options)
+    known = Tools(tools or (), tool_choice, form, parallel=parallel_tool_calls)
+    variables = {**thinking_variables(form, asked.choice), **(chat_template_kwargs or {})}
     first = messages[0] if isinstance(messages, (list, tuple)) and messages else None
     is_list = isinstance(first, list) or is_chat(first)
     given = cast(Sequence[Sequence[Message]], messages if is_list else [messages])
-    chats, prompts = [], []
+    chats, planned = [], []
     for index, each in enumerate(given):
         with placed(_place(index, given)):
             chats.append(chat_messages(each))
-            talk = conversation(ctx.model, chats[-1], known, chat_template_kwargs)
-            prompts.append(talk.tokens(ctx.model))
-    if known.forced:
-        if any(options.get(name) is not None for name in _GRAMMARS):
-            raise ConfigError("a forced tool call has a grammar of its own: give no other one")
-        options["grammar"] = turn_grammar(ctx.model, known)
-    found = plan_texts(ctx, prompts, base, **options)
+            talk = conversation(model, chats[-1], known, variables)
+            tokens = talk.tokens(model)
+            planned.append(asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used))
+    if known.forced and any(options.get(name) is not None for name in _GRAMMARS):
+        raise ConfigError("a forced tool call has a grammar of its own: give no other one")
+    grammar = tool_grammar(model, known, _grammar(options)) if known.is_used else None
+    found = _planned(ctx, planned, base, options, grammar)
     found.prompts, found.is_list, found.tools = chats, is_list, known
     return found
+
+
+def tool_grammar(model: Model, tools: Tools, asked: Grammar | None) -> Grammar | None:
+    """Return the grammar of an answer that may call functions; None = there is none.
+
+    Args:
+        model, tools: as for ``turn_grammar``.
+        asked: what an answer without a call must follow.
+
+    Raises:
+        UnsupportedError: it cannot be combined with calls.
+    """
+    try:
+        return turn_grammar(model, tools, asked)
+    except UnsupportedError:
+        if asked is not None:
+            raise
+        return None  # a reader finds the calls all the same
 
 
 def _prompts(prompt: object) -> tuple[list[_Prompt], bool]:

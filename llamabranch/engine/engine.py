@@ -10,6 +10,7 @@ from contextlib import closing, suppress
 from time import perf_counter, sleep
 
 from ..arguments import function, instance, whole
+from ..branch import Produced
 from ..context import Context
 from ..errors import (
     CapacityError,
@@ -648,10 +649,17 @@ class EngineCore:
                 self._events += job.emit(one)
         if emitted:
             job.note_token()
-            if job.equals and job.running is not None:
+            if job.shares_thought:
+                for each in job.equals:
+                    self._give(each, emitted)
+            elif job.equals and job.running is not None:
                 self._part(job, job.running)
         reason = job.output.finish_reason
-        if reason is not None:
+        if reason is not None and error is None and job.ends_thought:
+            for each in (job, *job.equals):
+                self._events += each.emit(None)
+            self.scheduler.answer(job)
+        elif reason is not None:
             if error is not None or job.running is not None:
                 self._end(job, reason)
         elif error is not None:
@@ -663,20 +671,27 @@ class EngineCore:
         job.equals, apart = running.part(job.equals)
         for drawn, group in [(emitted, job.equals), *apart]:
             for each in group:
-                for one in drawn:
-                    if each.output.finish_reason is None:
-                        self._events += each.emit(one)
-                each.note_token()
+                self._give(each, drawn)
         for _, (first, *others) in apart:
             first.equals = others
             reason = first.output.finish_reason
             try:
-                if reason is not None:
+                if first.ends_thought:
+                    self.scheduler.answer(first)
+                    self.scheduler.requeue(first)
+                elif reason is not None:
                     self._end(first, reason)
                 elif self.scheduler.part(first, job):
                     first.begin()
             except LlamaBranchError as error:
                 self._fail(first, error)
+
+    def _give(self, job: Job, drawn: Sequence[Produced]) -> None:
+        """Give a text that is equal to another what was drawn for it."""
+        for one in drawn:
+            if job.output.finish_reason is None:
+                self._events += job.emit(one)
+        job.note_token()
 
     def _fail(self, job: Job, error: LlamaBranchError | None) -> None:
         self._end(job, "capacity" if isinstance(error, CapacityError) else "error", error)

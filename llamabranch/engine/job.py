@@ -26,9 +26,11 @@ from ..generation.drafting import Drafting
 from ..generation.generation import OutputBuffer
 from ..generation.loop import RunningText
 from ..generation.text import Text
+from ..generation.thought import ThoughtBuffer, forced_token
 from ..hub import resolve
-from ..model import Model
-from ..sampling import Grammar, SamplingParams
+from ..model import Model, is_chat
+from ..model.thoughts import plan_thinking
+from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
 from ..sampling.noise import derive_seed, random_seed, seed_from_text
 from ..sampling.params import settings_of
@@ -145,6 +147,8 @@ class Submission:
         samples: the numbers of the texts that have not begun.
         jobs: its texts that have begun and have no result yet, by their numbers.
         is_aborted: whether they are to end at the next step.
+        thinking: how its texts begin with a thought, None where they do not.
+        seed: of its first text.
     """
 
     def __init__(
@@ -167,6 +171,9 @@ class Submission:
         self.model = model = settings.target.model
         self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
+        self.thinking = request.thinking
+        if self.thinking is None and is_chat(request.prompt):
+            self.prompt, self.thinking = plan_thinking(model, self.prompt)
         self.jobs: dict[int, Job] = {}
         self.is_aborted = False
         params = request.sampling or settings.sampling
@@ -174,7 +181,7 @@ class Submission:
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self._params = params.replace(logprobs=logprobs)
         params_seed = self._params.seed
-        self._seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
+        self.seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
         self._max_tokens = settings.max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self._max_tokens, request.stop)  # raises for a bad stop string
         model.check_tokens(request.stop_tokens)
@@ -187,7 +194,7 @@ class Submission:
     def next_job(self) -> Job:
         """Begin its next text."""
         sample = self.samples[0]
-        seed = self._seed if sample == 0 else derive_seed(self._seed, sample)
+        seed = self.seed if sample == 0 else derive_seed(self.seed, sample)
         job = Job(self, sample, self._params.replace(seed=seed), self._max_tokens)
         self.jobs[sample] = job
         self.samples.popleft()
@@ -202,8 +209,10 @@ class Job:
 
     Attributes:
         prompt: its token ids.
+        n_prompt: how many of them are the request's; once it answers, those of its thought follow.
         n_read: how many of them come before those that were generated: all, unless it continues a text.
-        output: the tokens and the text generated so far.
+        thought: the tokens of a thought that has ended, with those that were read after it.
+        output: the tokens and the text generated so far: of the thought, and then of the answer.
         branch: the sequence it holds; None while it waits, and once it has ended.
         running: its rounds; None until the prompt is read.
         has_ended: whether it has a result.
@@ -231,19 +240,22 @@ class Job:
         self.request = request
         self.name = submission.name
         self.sample = sample
+        self.thought_text = ""
         self.prompt = submission.prompt
-        self.n_read = len(self.prompt) - request.continues
+        self.n_prompt = len(self.prompt)
+        self.n_read = self.n_prompt - request.continues
         self._sampling = sampling
         self.key: Key = request.priority, submission.number, sample
-        self.output = OutputBuffer(
-            max_tokens, request.stop, request.stop_tokens, request.min_tokens
-        )
+        self._max_tokens = max_tokens
+        self.thought: list[Produced] = []
+        self.output = self._first_output()
         self.stats = SpeculativeStats()
         given = request.constraint
         self.constraint = None if given is None else ConstraintCalls(given)
         self.has_ended = False
         self.branch: Branch | None = None
         self.running: RunningText | None = None
+        self._before: RunningText | None = None  # of the thought, until the answer begins
         self.n_decoded = 0
         self.error: LlamaBranchError | None = None
         self.shared: tuple[Job | None, int] = (None, 0)
@@ -261,21 +273,86 @@ class Job:
         n = len(self.output.tokens)
         return f"<Job {self.name!r} sample {self.sample}, {n} tokens>"
 
+    def _first_output(self) -> OutputBuffer:
+        """Return the buffer of the thought, or of the answer where no thought may come before it."""
+        request, thinking, most = self.request, self.submission.thinking, self._max_tokens
+        if thinking is None:
+            return OutputBuffer(most, request.stop, request.stop_tokens, request.min_tokens)
+        return ThoughtBuffer(self.submission.model, thinking, most)
+
     @property
     def sampling(self) -> SamplingParams:
         """Its settings: before its ``min_tokens`` no token that ends the text may be drawn."""
+        if self.shares_thought:
+            return self._sampling.replace(seed=self.submission.seed)
         if len(self.output.tokens) >= self.output.min_tokens:
             return self._sampling
         ends = {*self.submission.model.eog_tokens, *self.request.stop_tokens}
         bias = {**self._sampling.logit_bias, **dict.fromkeys(ends, -math.inf)}
         return self._sampling.replace(logit_bias=bias)
 
+    @property
+    def grammar(self) -> Grammar | str | None:
+        """The grammar of what it generates now: that of the request, and none of a thought."""
+        return None if self.is_thinking else self.request.grammar
+
     # -- its states ----------------------------------------------------------------------------------
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what it generates is a thought, or may be the beginning of one."""
+        return isinstance(self.output, ThoughtBuffer)
+
+    @property
+    def ends_thought(self) -> bool:
+        """Whether its thought has ended, and an answer follows."""
+        return isinstance(self.output, ThoughtBuffer) and self.output.ended is not None
+
+    @property
+    def shares_thought(self) -> bool:
+        """Whether all texts of its request wait for this thought, and go on from it."""
+        thinking = self.submission.thinking
+        return self.is_thinking and thinking is not None and thinking.is_shared
+
+    def answer(self) -> None:
+        """Go on from a thought that has ended to the answer; nothing happens where none has.
+
+        The tokens after the thought are read next, or the last one again, if there are none.
+        """
+        output = self.output
+        if not isinstance(output, ThoughtBuffer) or output.ended is None:
+            return
+        text, n_kept, forced = output.ended
+        self.thought = [*output.emitted[:n_kept], *map(forced_token, forced)]
+        self.thought_text = text
+        tokens = [one.token for one in self.thought]
+        self.prompt = [*self.submission.prompt, *tokens]
+        self.n_read = len(self.prompt)
+        request, most = self.request, self._max_tokens
+        self.output = OutputBuffer(
+            None if most is None else max(0, most - len(tokens)),
+            request.stop, request.stop_tokens, request.min_tokens,
+        )  # fmt: skip
+        if self.branch is not None:
+            n = min(self.text.n_decoded, self.n_prompt + n_kept, len(self.prompt) - 1)
+            grammar = Grammar(given) if isinstance(given := self.grammar, str) else given
+            sampler = Sampler(self.submission.model, self.sampling, grammar)
+            self.text.begin_anew(n, sampler)
+            self.text.seed = self.sampling.seed or 0
+            self._before, self.running = self.running, None
+            self.shared = (None, 0)
 
     @property
     def is_reading(self) -> bool:
         """Whether it reads its prompt, and after a preemption what it has generated."""
         return self.branch is not None and self.running is None
+
+    @property
+    def may_be_equal(self) -> bool:
+        """Whether its tokens need no more than a row of logits, which another text may share."""
+        asked = self.request
+        is_plain = asked.constraint is None and not asked.min_tokens
+        return is_plain and asked.prompt_logprobs is None and asked.on_round is None
 
     @property
     def can_draw_others(self) -> bool:
@@ -303,17 +380,20 @@ class Job:
         """Let it run: its prompt is read. Return what it emits: a token, or none after a preemption."""
         request, output, drafting = self.request, self.output, self.submission.drafting
         loop, rule, like = drafting.loop, drafting.config.rule, None
-        if self.constraint is not None:
+        if self.constraint is not None and not self.is_thinking:
             rule, model = "seeded", self.submission.model
             self.text.constrain(
                 ConstraintState(self.constraint, model, request.stop, request.stop_tokens)
             )
         source, n_shared = self.shared
-        if (
+        before, self._before = self._before, None
+        if before is not None and before.rule == rule and self.grammar is None:
+            like, n_shared = before.state, self.text.n_decoded
+        elif (
             source is not None
             and source.running is not None
             and source.running.rule == rule
-            and source.request.grammar == request.grammar
+            and source.grammar == self.grammar
         ):
             like = source.running.state  # so the drafter, too, reads a shared prompt only once
         drafts = loop.drafter is not None and output.finish_reason is None
@@ -324,7 +404,10 @@ class Job:
         if like is not None:
             running.state.observe(n_shared)
         running.on_round = request.on_round
-        running.other_seeds = [each.sampling.seed or 0 for each in self.equals]
+        if before is not None:
+            before.close()
+        if not self.shares_thought:  # else they get its tokens
+            running.other_seeds = [each.sampling.seed or 0 for each in self.equals]
         if output.emitted:  # it was preempted, and goes on after its last token
             last = output.emitted[-1]
             running.text.append(last.token, -last.logprob, None)
@@ -343,11 +426,12 @@ class Job:
 
     def _release(self, *, ends: bool = False) -> None:
         """Free the sequences it holds, that of its drafter included."""
-        running, branch = self.running, self.branch
-        self.running, self.shared = None, (None, 0)
+        opened, branch = (self.running, self._before), self.branch
+        self.running, self._before, self.shared = None, None, (None, 0)
         try:
-            if running is not None:
-                running.close()
+            for running in opened:
+                if running is not None:
+                    running.close()
         finally:  # also if the drafter fails, which may be a user's
             if branch is not None and not branch.ctx.closed:
                 branch.sequence.keep_cached(is_last=True)
@@ -391,7 +475,7 @@ class Job:
     def wants_rows(self) -> bool:
         """True while tokens of the prompt are to be scored: their logits are needed."""
         asked = self.request.prompt_logprobs is not None
-        return asked and len(self.scores) < len(self.prompt)
+        return asked and len(self.scores) < self.n_prompt
 
     def unread(self) -> list[int]:
         """Return the tokens of ``to_cache`` that are not in the cache yet."""
@@ -404,7 +488,7 @@ class Job:
         if self.wants_rows:
             k = self.request.prompt_logprobs or 0
             del self.scores[start + 1 :]
-            for its, token in zip(rows, self.prompt[start + 1 :], strict=False):
+            for its, token in zip(rows, self.prompt[start + 1 : self.n_prompt], strict=False):
                 self.scores.append(its.score(token, self.submission.model, k))
         row = rows[-1] if rows and len(tokens) == self.n_uncached else None
         n = max(0, self.n_read - start)  # the others were generated before
@@ -443,10 +527,15 @@ class Job:
 
     def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
         """Return its result, with ``reason`` as the finish reason."""
-        self.stats.num_emitted_tokens = len(self.output.tokens)
+        emitted = [*self.thought, *self.output.emitted]
+        tokens = [*(one.token for one in self.thought), *self.output.tokens]
+        n_thought, thought, text = len(self.thought), self.thought_text, self.output.text
+        if isinstance(self.output, ThoughtBuffer):  # it has ended with the thought
+            n_thought, thought, text = len(tokens), self.output.thought, ""
+        self.stats.num_emitted_tokens = len(tokens)
         self.stats.count_constraint(self.constraint)
         grammar = self.request.grammar
-        unrated = max(1, min(self.request.logprobs_from, len(self.prompt)))
+        unrated = max(1, min(self.request.logprobs_from, self.n_prompt))
         scores = [None] * unrated + self.scores[unrated:]
         context = self.submission.context
         is_exact = context.capabilities.batch_invariant and context.usage().in_order
@@ -454,12 +543,14 @@ class Job:
             id=self.name,
             sample=self.sample,
             prompt=self.request.prompt,
-            text=self.output.text,
-            tokens=list(self.output.tokens),
+            text=text,
+            tokens=tokens,
+            thought=thought,
+            n_thought_tokens=n_thought,
             finish_reason=reason,
             seed=self._sampling.seed or 0,
             stats=self.stats,
-            num_prompt_tokens=len(self.prompt),
+            num_prompt_tokens=self.n_prompt,
             num_cached_tokens=self.n_cached or 0,
             num_preemptions=self.num_preemptions,
             stop_reason=self.output.stop_reason,
@@ -467,21 +558,22 @@ class Job:
             queued_s=self._since_arrival(self._admitted),
             first_token_s=self._since_arrival(self._first),
             last_token_s=self._since_arrival(self._last),
-            logprobs=None if self.request.top_logprobs is None else list(self.output.emitted),
+            logprobs=None if self.request.top_logprobs is None else emitted,
             prompt_logprobs=None if self.request.prompt_logprobs is None else scores,
-            emitted=tuple(self.output.emitted),
+            emitted=tuple(emitted),
             exact=is_exact,
             grammar=grammar if isinstance(grammar, Grammar) else None,
             model=self.submission.model.name,
-            pieces=self._pieces(),
+            pieces=self._pieces(emitted),
         )
 
-    def _pieces(self) -> dict[int, bytes]:
+    def _pieces(self, emitted: Sequence[Produced]) -> dict[int, bytes]:
         """Return the bytes of all tokens that its ``logprobs`` name, if it has any."""
         if self.request.top_logprobs is None:
             return {}
-        named = {a.token for one in self.output.emitted for a in one.alternatives}
-        return {t: named_piece(self.submission.model, t) for t in named | set(self.output.tokens)}
+        named = {a.token for one in emitted for a in one.alternatives}
+        named |= {one.token for one in emitted}
+        return {t: named_piece(self.submission.model, t) for t in named}
 
     def _since_arrival(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.submission.arrival

@@ -10,11 +10,12 @@ from uuid import uuid4
 from ..branch import Produced
 from ..context import TokenScore
 from ..model import Model, Turn
-from ..model.tools import Tools, openai_call
+from ..model.tools import openai_call
 
 __all__ = [
     "End",
     "Vocabulary",
+    "answer_message",
     "called",
     "chat_choice",
     "completion_choice",
@@ -69,32 +70,39 @@ def completion_choice(
     return {"index": index, "text": text, "logprobs": logprobs, **end}
 
 
-def chat_choice(
-    index: int,
-    text: str,
-    tools: Tools | None,
-    end: End,
-    logprobs: list[dict[str, object]] | None,
-) -> dict[str, object]:
-    """Return a whole text as one of a chat completion's ``choices``, its tool calls apart."""
-    turn = Turn("", text, []) if tools is None else tools.read(text)
-    content, calls = turn.content, [openai_call(call) for call in turn.calls]
-    message: dict[str, object] = {"role": "assistant", "content": content}
+def answer_message(turn: Turn) -> dict[str, object]:
+    """Return a turn as a message of the assistant: content, thought and calls."""
+    calls = [openai_call(call) for call in turn.calls]
+    message: dict[str, object] = {"role": "assistant", "content": turn.content}
+    if turn.thought:
+        message["reasoning_content"] = turn.thought
     if calls:
-        message |= {"content": content or None, "tool_calls": calls}
-        end = called(end)
+        message |= {"content": turn.content or None, "tool_calls": calls}
+    return message
+
+
+def chat_choice(
+    index: int, turn: Turn, end: End, logprobs: list[dict[str, object]] | None
+) -> dict[str, object]:
+    """Return a turn as one of a chat completion's ``choices``, its thought and its calls apart."""
     found = None if logprobs is None else {"content": logprobs}
-    return {"index": index, "message": message, "logprobs": found, **end}
+    end = called(end) if turn.calls else end
+    return {"index": index, "message": answer_message(turn), "logprobs": found, **end}
 
 
-def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, object]:
-    """Return the counts of tokens."""
-    return {
+def usage(
+    n_prompt: int, n_completion: int, n_cached: int, n_thought: int | None = None
+) -> dict[str, object]:
+    """Return the counts of tokens; ``n_thought``: those of thoughts, which the completion's include."""
+    found: dict[str, object] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,
         "total_tokens": n_prompt + n_completion,
         "prompt_tokens_details": {"cached_tokens": n_cached},
     }
+    if n_thought:
+        found["completion_tokens_details"] = {"reasoning_tokens": n_thought}
+    return found
 
 
 def named_piece(model: Model, token: int) -> bytes:

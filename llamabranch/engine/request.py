@@ -18,14 +18,24 @@ from ..branch import Produced
 from ..context.logits import TokenScore
 from ..context.progress import OnPromptProgress, PromptProgress
 from ..errors import ConfigError, LlamaBranchError, ParseError
-from ..model import Message, chat_messages, is_chat, token_list
+from ..generation.thought import named_text
+from ..model import Message, Model, Turn, chat_messages, is_chat, token_list
+from ..model.thoughts import Thinking
 from ..model.tools import ToolCall, Tools
 from ..sampling import SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.params import settings_of
 from ..speculative import RoundTrace, SpeculativeStats
-from .openai import Vocabulary, chat_choice, completion_choice, end_reason, head, usage
+from .openai import (
+    Vocabulary,
+    answer_message,
+    chat_choice,
+    completion_choice,
+    end_reason,
+    head,
+    usage,
+)
 
 __all__ = [
     "AnyRequest",
@@ -88,6 +98,8 @@ class Request:
             been interrupted, with the same ``seed``. Only for a prompt of token ids.
         parse_special: whether control tokens written in a text prompt, such as ``<|im_start|>``, are
             parsed; False for untrusted text. Those in messages never are.
+        thinking: how the answer begins with a thought; `plan_thinking` makes it. The grammar, the
+            constraint, stop strings and stop tokens count from the answer on.
 
     Raises:
         ConfigError: a value out of range.
@@ -112,6 +124,7 @@ class Request:
     constraint: ConstraintLike | None = field(default=None, compare=False, repr=False)
     on_prompt_progress: OnPromptProgress | None = field(default=None, compare=False, repr=False)
     prompt_progress: bool = False
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
@@ -130,6 +143,10 @@ class Request:
         if self.grammar is not None and not isinstance(self.grammar, (Grammar, str)):
             raise ConfigError(f"grammar must be a Grammar or GBNF, not {self.grammar!r:.40}")
         settings_of(self.sampling)
+        if self.thinking is not None:
+            instance("thinking", self.thinking, Thinking)
+            if self.continues:
+                raise ConfigError("thinking cannot be combined with continues")
         fields["n"] = whole("n", self.n, 1, _MOST_TEXTS)
         if self.id is not None:
             instance("id", self.id, str)
@@ -168,9 +185,13 @@ class Result(Generic[T]):
     ``finish_reason`` is "stop", "length", "constraint" (it allows no token), "capacity" (the cache cannot
     hold it), "cancelled" or "error". In the last three cases ``text`` and ``tokens`` hold what was
     generated until then, and ``error`` holds the exception, if there was one. ``text`` ends before a stop
-    string; ``tokens`` include those that completed it, but no EOG token.
+    string; ``tokens`` include those that completed it, but no EOG token. A thought before the answer is
+    in ``thought`` and not in ``text``; ``tokens`` begin with its tokens.
 
     Attributes:
+        thought: what the model thought before it answered, without the tags; "" = nothing.
+        n_thought_tokens: how many of ``tokens`` come before the answer: those of the thought, its tags,
+            and what was written to end it.
         emitted: the tokens with all that is known of each.
         num_prompt_tokens: the tokens of the prompt.
         num_cached_tokens: how many of them were in the cache when the text was first admitted, read for
@@ -189,6 +210,7 @@ class Result(Generic[T]):
         tools: from ``chat``: those of the request.
         model: the model's name.
         pieces: the bytes of the tokens in ``logprobs``, where these were asked for.
+        written: from ``chat`` with tools: the text of the answer with the names of control tokens.
     """
 
     id: str
@@ -216,11 +238,36 @@ class Result(Generic[T]):
     model: str = field(default="", compare=False)
     pieces: Mapping[int, bytes] = field(default_factory=dict, compare=False)
     exact: bool = field(default=False, compare=False)
+    thought: str = ""
+    n_thought_tokens: int = 0
+    written: str = field(default="", repr=False, compare=False)
+
+    def note_written(self, model: Model) -> None:
+        """Keep the text of the answer with the names of control tokens, for ``turn``."""
+        tokens, is_cut = self.tokens[self.n_thought_tokens :], isinstance(self.stop_reason, str)
+        self.written = named_text(model, self.text, tokens, is_cut=is_cut)
 
     @cached_property
+    def turn(self) -> Turn:
+        """The thought, the content and the calls of functions, as the model's template writes them."""
+        tools = self.tools
+        if tools is None:
+            return Turn(self.thought, self.text, [])
+        salt = str(len(self.prompt)) if is_chat(self.prompt) else ""
+        if self.thought and len(self.tokens) == self.n_thought_tokens:  # it may end with a call
+            return tools.read(self.thought, in_thought=True, salt=salt)
+        found = tools.read(self.written or self.text, salt=salt)
+        return found._replace(thought=self.thought or found.thought)
+
+    @property
     def tool_calls(self) -> list[ToolCall]:
         """The calls of functions in the text, in order; empty without tools. One that was cut is none."""
-        return [] if self.tools is None else self.tools.calls(self.text)
+        return self.turn.calls
+
+    @property
+    def message(self) -> dict[str, object]:
+        """The answer as a message of OpenAI's form, to append to the conversation."""
+        return answer_message(self.turn)
 
     @property
     def parsed(self) -> T:
@@ -240,7 +287,10 @@ class Result(Generic[T]):
                 text=self.text,
                 hint="a larger max_tokens may let it end; parsed_or(None) does not raise",
             ) from self.error
-        return cast(T, self.grammar.parse(self.text))
+        calls = self.tools is not None and self.tools.is_used
+        if calls and self.tool_calls:
+            raise ParseError("the text calls functions: see tool_calls", text=self.text)
+        return cast(T, self.grammar.parse(self.turn.content if calls else self.text))
 
     def parsed_or(self, default: S) -> T | S:
         """Return ``parsed``, or ``default`` where it raises."""
@@ -268,18 +318,20 @@ class Result(Generic[T]):
         made = []
         for i, each in enumerate(results):
             end = end_reason(each.finish_reason, each.stop_reason)
-            words, logprobs = Vocabulary(each.pieces.__getitem__), each.logprobs or ()
+            words = Vocabulary(each.pieces.__getitem__)
+            logprobs = (each.logprobs or ())[each.n_thought_tokens :]
             scored = [token for token in logprobs if token.token >= 0 and not token.is_stop]
             if chat:
                 content = words.chat_logprobs(scored) if each.pieces else None
-                made.append(chat_choice(i, each.text, each.tools, end, content))
+                made.append(chat_choice(i, each.turn, end, content))
             else:
                 pairs = [(token.token, token) for token in scored]
                 offsets = [*accumulate((len(token.text) for token in scored), initial=0)][:-1]
                 lists = words.completion_logprobs(pairs, offsets) if each.pieces else None
                 made.append(completion_choice(i, each.text, end, lists))
         n_generated = sum(len(each.tokens) for each in results)
-        counts = usage(self.num_prompt_tokens, n_generated, self.num_cached_tokens)
+        n_thought = sum(each.n_thought_tokens for each in results)
+        counts = usage(self.num_prompt_tokens, n_generated, self.num_cached_tokens, n_thought)
         return {**head(*kind, self.model), "choices": made, "usage": counts}
 
     def as_dict(self, *, stats: bool = True) -> dict[str, object]:
@@ -298,6 +350,8 @@ class Result(Generic[T]):
             "finish_reason": self.finish_reason,
             "seed": self.seed,
         }
+        if self.n_thought_tokens:
+            record |= {"thought": self.thought, "n_thought_tokens": self.n_thought_tokens}
         if stats:
             record["stats"] = self.stats.as_dict()
         if self.logprobs is not None:
@@ -340,9 +394,19 @@ class Event:
     progress: PromptProgress | None = None
 
     @property
+    def is_thought(self) -> bool:
+        """Whether its token belongs to the thought before the answer."""
+        return self.emitted is not None and self.emitted.is_thought
+
+    @property
     def text(self) -> str:
-        """The text of its token; "" where it has none."""
-        return "" if self.emitted is None else self.emitted.text
+        """The text of its token; "" where it has none, and where it is part of a thought."""
+        return "" if self.emitted is None or self.is_thought else self.emitted.text
+
+    @property
+    def thought(self) -> str:
+        """The text of its token where it is part of a thought."""
+        return self.emitted.text if self.emitted is not None and self.is_thought else ""
 
 
 @dataclass

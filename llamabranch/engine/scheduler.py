@@ -74,7 +74,7 @@ class Scheduler:
                     heapq.heappop(self._queue)
                 else:
                     heapq.heapreplace(self._queue, (first.key, first))
-                self._push(job)
+                self.requeue(job)
                 continue
             if first.has_ended:
                 heapq.heappop(self._queue)
@@ -85,8 +85,8 @@ class Scheduler:
                 return first
         return None
 
-    def _push(self, job: Job) -> None:
-        """Put a text that has begun into the queue."""
+    def requeue(self, job: Job) -> None:
+        """Put a text that has begun, and holds no sequence, into the queue."""
         heapq.heappush(self._queue, (job.key, job))
 
     def pause(self, name: str) -> None:
@@ -98,7 +98,7 @@ class Scheduler:
         """Continue the texts of a paused request."""
         self.paused.discard(name)
         for job in self._set_aside.pop(name, ()):
-            self._push(job)
+            self.requeue(job)
 
     def jobs_of(self, submission: Submission) -> list[Job]:
         """Return the jobs of all texts of a request that have no result, made where there was none."""
@@ -197,16 +197,16 @@ class Scheduler:
     def _joins(self, job: Job) -> bool:
         """Let a text that has not begun wait beside one of its request that reads the same prompt.
 
-        Not where its tokens need more than a row of logits.
+        Not where its tokens need more than a row of logits, unless the thought before them is shared.
         """
-        asked = job.request
-        if job.n_cached is not None or asked.constraint is not None or asked.min_tokens:
+        if job.n_cached is not None or job.request.n == 1:
             return False
-        if asked.n == 1 or asked.prompt_logprobs is not None or asked.on_round is not None:
+        if not job.shares_thought and not job.may_be_equal:
             return False
         for other in self.active:
             is_begin = other.is_reading and not other.output.tokens
-            if other.submission is job.submission and is_begin and other.can_draw_others:
+            may_join = other.shares_thought or other.can_draw_others
+            if other.submission is job.submission and is_begin and may_join:
                 other.equals.append(job)
                 n = len(job.prompt) - 1 if self._ctx.kv_cache.can_draft else 0
                 job.note_admitted(n)
@@ -214,13 +214,23 @@ class Scheduler:
                 return True
         return False
 
+    def answer(self, job: Job) -> None:
+        """Let a text, and those equal to it, go on to their answers; each by itself if need be."""
+        equals = job.equals
+        for each in (job, *equals):
+            each.answer()
+        if job.branch is None or not (job.may_be_equal and job.can_draw_others):
+            job.equals = []
+            for each in equals:
+                self.requeue(each)
+
     def part(self, job: Job, other: Job) -> bool:
         """Give a text that was equal to ``other`` a sequence of its own; False if it waits for one.
 
         The sequence holds all tokens but the last one. Nothing is decoded.
         """
         if self._ctx.n_seq_free == 0 or len(self.active) == self._limit:
-            self._push(job)
+            self.requeue(job)
             return False
         source, n = other.held, job.n_to_cache
         with self._ctx.lock:
@@ -228,7 +238,7 @@ class Scheduler:
             try:
                 branch = Branch(self._ctx, sampler, job.sampling.seed or 0, source)
             except SequencesExhaustedError:  # others took it meanwhile
-                self._push(job)
+                self.requeue(job)
                 return False
             branch.rewind(n)
             branch.detach()
@@ -256,7 +266,7 @@ class Scheduler:
             return self._set_paused_aside()
         wanted = [] if shared is not None else _not_scored(job)
         try:
-            branch = Branch.create(self._ctx, job.sampling, job.request.grammar, beginning=wanted)
+            branch = Branch.create(self._ctx, job.sampling, job.grammar, beginning=wanted)
         except SequencesExhaustedError as error:
             self.no_sequence = None if self.active else error
             return False
@@ -326,7 +336,7 @@ class Scheduler:
     def _give_up(self, job: Job) -> None:
         self.active.remove(job)
         job.preempt()
-        self._push(job)
+        self.requeue(job)
 
 
 def _not_scored(job: Job) -> list[int]:

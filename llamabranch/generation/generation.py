@@ -147,7 +147,7 @@ class Emission:
     def __init__(self, text: Text, output: OutputBuffer) -> None:
         self._text = text
         self._output = output
-        self._base = text.position  # where the output begins
+        self._base = text.position - len(output.tokens)  # where the output begins
         self._version = text.version
         self.waiting: list[Produced] = []
 

@@ -26,6 +26,7 @@ class Produced(NamedTuple):
         alternatives: the requested number of most probable tokens, best first: pairs (token,
             log-probability) with an attribute ``text``.
         rank: 1 + how many tokens the model finds more probable; 0 where no alternatives were asked for.
+        is_thought: whether it comes before the answer, in the thought; ``text`` has no tags then.
     """
 
     token: int
@@ -36,3 +37,4 @@ class Produced(NamedTuple):
     source: str = "plain"
     alternatives: tuple[Alternative, ...] = ()
     rank: int = 0
+    is_thought: bool = False

@@ -189,6 +189,17 @@ class Text:
         self._produced = None
         self.version += 1
 
+    def begin_anew(self, position: int, sampler: Sampler) -> None:
+        """Go on from the first ``position`` tokens, which count as read, with a sampler that is new."""
+        with self.lock:
+            if position < len(self.tokens):
+                self.rewind(position)
+            sampler.accept_prompt(self.tokens)
+            self.n_prompt, self.appended, self.surprisals = len(self.tokens), [], []
+            self._incomplete = b""
+            self.finish_reason = None
+            self.use_sampler(sampler)
+
     def constrain(self, state: ConstraintState | None) -> None:
         """Draw under a constraint of the text since the last token that was read; None = freely again."""
         with self.lock:

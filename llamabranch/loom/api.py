@@ -12,7 +12,7 @@ from ..serve.app import Front
 from ..serve.errors import HttpError
 from ..serve.exchange import Exchange
 from . import formats, page
-from .document import KEPT
+from .document import KEPT, turn_columns
 from .loom import Do, Loom
 from .operations import Operations
 
@@ -67,7 +67,8 @@ async def _doc(loom: Loom, call: Exchange) -> None:
         "file": loom.file, "current": current if current in {n.id for n in shown} else None,
         "settings": loom.settings, **document.counts(), "nodes": document.listed(),
         "jobs": [job.as_dict() for job in loom.running],
-        "notes": {n.id: n.note for n in shown if n.note},
+        "notes": {n.id: n.note for n in shown if n.note}, "bars": document.bars,
+        "turns": {n.id: turn_columns(n.made.turns) for n in shown if n.made.turns},
         "kl": {n.id: pair.mean_kl(n.compare[-1]) for n in shown if n.compare},
     })  # fmt: skip
 
@@ -110,12 +111,17 @@ async def _find(loom: Loom, call: Exchange) -> None:
             continue
         if len(found) == _MOST_FOUND:
             break
-        ends = accumulate(len(document.bytes_of([token])) for token in node.ids)
-        n_before = sum(end <= len(text[:at].encode()) for end in ends)
+        ends = [*accumulate(len(document.bytes_of([token])) for token in node.ids)]
+        begin, last = (len(text[:i].encode()) for i in (at, at + len(wanted)))
+        n_before, n_last = (sum(end <= place for end in ends) for place in (begin, last - 1))
         line = text[max(0, at - 30) : at + len(wanted) + 30]
         found.append(
-            {"node": node.id, "at": min(node.made.at + n_before, node.end - 1), "text": line}
-        )
+            {
+                "node": node.id, "text": line,
+                "at": min(node.made.at + n_before, node.end - 1),
+                "last": min(node.made.at + n_last, node.end - 1),
+            }
+        )  # fmt: skip
     await call.reply({"found": found, "more": len(found) == _MOST_FOUND})
 
 

@@ -21,13 +21,15 @@ from ..eval.pair import Number
 from ..model import Model
 
 __all__ = [
-    "KEPT", "AnyRecord", "Change", "Document", "Ended", "Head", "Kept", "KeptName", "Made", "Node",
-    "Number", "Piece", "Pieces", "Record", "Seed", "Tokens", "Undo", "decoded", "digest",
+    "KEPT", "AnyRecord", "Bar", "Change", "Document", "Ended", "Head", "Kept", "KeptName", "Made",
+    "Mode", "Node", "Number", "Piece", "Pieces", "Record", "Seed", "Tokens", "Turn", "Undo", "decoded",
+    "digest", "turn_columns",
 ]  # fmt: skip
 
 Piece = str | list[int] | dict[str, str]  # text; bytes that are none; the name of a control token
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 KeptName = Literal["rounds", "compare", "searches"]
+Mode = Literal["text", "chat"]
 KEPT: tuple[KeptName, ...] = get_args(KeptName)
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = 40, 20  # characters of a text: of a node, and in a list of more than _MANY
@@ -51,8 +53,26 @@ class Head(Record, tag="head", kw_only=True):
     kv_type: str = ""
 
 
+class Turn(Struct, omit_defaults=True):
+    """A turn of a conversation, by positions in the text.
+
+    The template's own tokens come first, from ``at`` on; what the turn says is from ``begin`` to ``end``,
+    where None is the end of the text. ``text`` is what was written for it, None = what its tokens say.
+    """
+
+    role: str
+    at: int
+    begin: int
+    end: int | None = None
+    text: str | None = None
+
+
 class Made(Record, tag="node", kw_only=True):
-    """A node; ``a`` is the action that made it, 0 = this record begins one."""
+    """A node; ``a`` is the action that made it, 0 = this record begins one.
+
+    ``turns`` are those of a conversation that its tokens begin or end; ``tools`` and ``variables`` are
+    what the template is given besides the messages, in the node that begins the conversation.
+    """
 
     id: str
     parent: str | None = None
@@ -66,7 +86,12 @@ class Made(Record, tag="node", kw_only=True):
     max_tokens: int | None = None
     grammar: str | None = None
     json_schema: dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
     seam: bool = False
+    turns: list[Turn] = []
+    tools: list[dict[str, object]] = []
+    variables: dict[str, object] = {}
 
 
 class Tokens(Record, tag="tok", kw_only=True):
@@ -115,6 +140,13 @@ class Change(Record, tag="set", kw_only=True):
     a: int = 0
 
 
+class Bar(Record, tag="bar", kw_only=True):
+    """The settings that texts, or answers of a chat, are continued with; choosing them is no action."""
+
+    mode: Mode
+    fields: dict[str, object]
+
+
 class Undo(Record, tag="undo", kw_only=True):
     """Takes an action back, or does it again."""
 
@@ -122,7 +154,7 @@ class Undo(Record, tag="undo", kw_only=True):
     again: bool = False
 
 
-AnyRecord = Head | Made | Tokens | Pieces | Ended | Kept | Change | Undo
+AnyRecord = Head | Made | Tokens | Pieces | Ended | Kept | Change | Bar | Undo
 
 
 @dataclass(slots=True, eq=False)
@@ -224,6 +256,7 @@ class Document:
         self.current: str | None = None
         self.rev = 0
         self.asked: dict[str, int] = {}  # actions, by what asked for them
+        self.bars: dict[Mode, dict[str, object]] = {}
         self._n_made = 0
 
     def apply(self, record: Record) -> None:
@@ -264,6 +297,8 @@ class Document:
                 other.append(action)
                 for node, name, old, new in action.changes[:: 1 if record.again else -1]:
                     setattr(node, name, new if record.again else old)
+            case Bar():
+                self.bars[record.mode] = record.fields
             case Head():
                 self.head = record
             case _:
@@ -316,6 +351,8 @@ class Document:
                 if name != "hidden" and not node.hidden:
                     change = {"id": node.id, "name": name, "value": value, "a": action.r}
                     yield msgspec.convert(change | {"r": action.r}, Change)
+        for mode, fields in self.bars.items():
+            yield Bar(mode=mode, fields=fields)
         if self.current is not None and not self.nodes[self.current].hidden:
             yield Change(id=self.current, name="current")
 
@@ -336,10 +373,30 @@ class Document:
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
         """Return the text of tokens; control tokens have none."""
-        return b"".join(
-            p.encode() if isinstance(p, str) else bytes(p) if isinstance(p, list) else b""
-            for p in map(self.pieces.__getitem__, ids)
-        )
+        return b"".join(map(_bytes, map(self.pieces.__getitem__, ids)))
+
+    def written(self, ids: Iterable[int]) -> str:
+        """Return the text of tokens with the names of control tokens, as it is shown and typed."""
+        pieces = map(self.pieces.__getitem__, ids)
+        parts = (p["c"].encode() if isinstance(p, dict) else _bytes(p) for p in pieces)
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def turns(self, node: Node, end: int | None = None) -> list[Turn]:
+        """Return the turns of a node's text, or of its first ``end`` tokens; the last may be cut short.
+
+        The turns of a node take the place of those from there on that its parents have.
+        """
+        found: list[Turn] = []
+        for owner, _, b in node.stretches(0, end):
+            own = [turn for turn in owner.made.turns if turn.at < owner.made.at + b]
+            if own:
+                found = [turn for turn in found if turn.at < own[0].at] + own
+        n = node.end if end is None else end
+        for i, turn in enumerate(found):
+            limit = found[i + 1].at if i + 1 < len(found) else n
+            if turn.end is None or turn.end > limit:
+                found[i] = Turn(turn.role, turn.at, min(turn.begin, limit), limit)
+        return found
 
     def text(self, node: Node, *, own: bool = True) -> str:
         """Return the text of a node's own tokens, or all of it."""
@@ -362,7 +419,8 @@ class Document:
             "text": self.text(node)[:_SHOWN], "seed": made.seed, "sampling": made.sampling,
             "stop": made.stop, "digest": ended.digest or None if ended else None,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
-            "note": node.note, "job": node.job, "hidden": node.hidden, **node.summary(),
+            "note": node.note, "job": node.job, "hidden": node.hidden, "turns": turn_columns(made.turns),
+            **node.summary(),
         }  # fmt: skip
 
     def listed(self) -> dict[str, list[object]]:
@@ -385,6 +443,17 @@ class Document:
             tops = map(decoded, node.top[cut])
             found["top"] = [[(t, p, pieces[t]) for t, p in each] for each in tops]
         return found
+
+
+def turn_columns(turns: Iterable[Turn]) -> list[tuple[str, int, int, int | None]]:
+    """Return turns as the page gets them: role, where it begins, and what it says, from and to."""
+    return [(turn.role, turn.at, turn.begin, turn.end) for turn in turns]
+
+
+def _bytes(piece: Piece) -> bytes:
+    if isinstance(piece, str):
+        return piece.encode()
+    return bytes(piece) if isinstance(piece, list) else b""
 
 
 class _Alternative(Struct, array_like=True):

@@ -15,9 +15,10 @@ from ..engine import Request
 from ..eval.pair import same_vocabulary
 from ..files import atomic_write, read_small
 from ..sampling import SamplingParams
+from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
-from ..serve.fields import SamplingFields, TextFields
+from ..serve.fields import SamplingFields, StructuredOutputs, TextFields
 from ..serve.nodes import Node as Branch
 from ..serve.service import Service
 from .document import (
@@ -37,9 +38,11 @@ from .formats import Item
 from .live import MOST_TOP, Job, Live, leaves_cores
 from .page import Guard
 from .searching import Kind, SearchOptions
+from .turns import chat_fields
 
-__all__ = ["Do", "Loom"]
+__all__ = ["BarFields", "Do", "Loom"]
 
+_TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
 _MOST_SENT = 500  # nodes of one action, each by an event; their tokens
 
 
@@ -52,7 +55,11 @@ class Do(Struct, kw_only=True):
     at: int | None = None
     text: str | None = None
     edit: bool = False
-    parse_special: bool = False
+    parse_special: bool = True
+    role: Literal["user", "tool", "assistant", "system"] = "user"
+    turn: int | None = None
+    system: str | None = None
+    tools: list[dict[str, object]] = []
     n: Annotated[int, Meta(ge=1)] = 3
     max_tokens: Annotated[int, Meta(ge=0)] = 24
     seed: Seed | None = None
@@ -60,6 +67,8 @@ class Do(Struct, kw_only=True):
     stop: list[str] = []
     grammar: str | None = None
     json_schema: dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
     model: Literal["A", "B"] = "A"
     resume: bool = False
     token: int | None = None
@@ -75,6 +84,40 @@ class Do(Struct, kw_only=True):
     current: bool = False
     restore: bool = False
     set: dict[str, object] = {}
+
+
+class BarFields(Struct, kw_only=True, omit_defaults=True):
+    """What texts are continued with, as the bar beside Continue keeps it."""
+
+    n: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    seed: Seed | None = None
+    sampling: SamplingFields | None = None
+    stop: list[str] = []
+    grammar: str | None = None
+    json_schema: dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+    async def text_grammar(self) -> Grammar | None:
+        """Return what the text must follow. Raises HttpError if it is invalid, or asked for twice."""
+        return await text_grammar(self.grammar, self.json_schema, self.regex, self.choice)
+
+
+async def text_grammar(
+    grammar: str | None,
+    json_schema: dict[str, object] | None,
+    regex: str | None,
+    choice: list[str] | None,
+) -> Grammar | None:
+    """Return the grammar that a text must follow, None if there is none.
+
+    Raises:
+        HttpError: it is invalid, or there are two.
+    """
+    outputs = StructuredOutputs(regex=regex, choice=choice)
+    fields = TextFields(grammar=grammar, json_schema=json_schema, structured_outputs=outputs)
+    return await fields.text_grammar()
 
 
 class Loom(Live):
@@ -129,6 +172,12 @@ class Loom(Live):
             models = {"A": None, "B": None}
             return {"state": "loading", "models": models, "loading": self._loading}
         a, b = _model_fields(service.ctx) | {"draft": self._draft}, None
+        sampling, model = service.settings.sampling, service.model
+        a |= {
+            "sampling": {name: getattr(sampling, name) for name in _TOLD},
+            "chat": chat_fields(model),
+        }
+        a |= {"eos": None if model.eos is None else model.detokenize([model.eos], special=True)}
         if partner is not None:
             same = same_vocabulary(service.model, partner.model)
             b = _model_fields(partner) | {"same_vocabulary": same}
@@ -191,7 +240,7 @@ class Loom(Live):
             id=self.document.name(i), parent=do.node, at=at, kind=kind, by=by,
             seed=str(derive_seed(seed, i) if i else seed), stop=do.stop, max_tokens=do.max_tokens,
             sampling=msgspec.to_builtins(do.sampling or SamplingFields()), grammar=do.grammar,
-            json_schema=do.json_schema,
+            json_schema=do.json_schema, regex=do.regex, choice=do.choice,
         )  # fmt: skip
 
     def params(self, made: Made) -> SamplingParams:
@@ -207,8 +256,7 @@ class Loom(Live):
             HttpError, LlamaBranchError: its settings cannot be generated with.
         """
         made, n_given = node.made, node.n_given
-        fields = TextFields(grammar=made.grammar, json_schema=made.json_schema)
-        grammar = await fields.text_grammar()
+        grammar = await text_grammar(made.grammar, made.json_schema, made.regex, made.choice)
         tokens = node.tokens(made.at + n_given if again else None)
         self.service.check_room(tokens, max_tokens)
         return Request(

@@ -7,13 +7,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import NamedTuple
 
+import msgspec
+
 from ..serve.errors import HttpError
 from .comparing import compare
-from .document import Change, Document, Made, Node, Record, Tokens, Undo, decoded
+from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, Turn, Undo, decoded
 from .formats import items_of
 from .live import Job
-from .loom import Do, Loom
+from .loom import BarFields, Do, Loom
 from .searching import SearchOptions, Watch, search
+from .turns import Talk, Written, dates_for, messages_of, write
 
 __all__ = ["Operations"]
 
@@ -81,7 +84,7 @@ class Operations:
 async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     document, text = loom.document, do.text or ""
     if do.edit:
-        n, text = _same_tokens(document, node.tokens()[at:], text)
+        n, text = _same_tokens(document, node.tokens()[at:], text, special=do.parse_special)
         at += n
         if not text and at == node.end:
             return {"node": document.node_fields(node), "same": True}
@@ -96,12 +99,19 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     return {"node": document.node_fields(new), "same": False, "job": job.id}
 
 
-def _same_tokens(document: Document, ids: list[int], text: str) -> tuple[int, str]:
-    """Return how many tokens an edited text begins with, in whole characters, and the rest of it."""
+def _same_tokens(
+    document: Document, ids: list[int], text: str, *, special: bool
+) -> tuple[int, str]:
+    """Return how many tokens an edited text begins with, in whole characters, and the rest of it.
+
+    A control token is its name where ``special``, else nothing that can be typed.
+    """
     rest = [text.encode()]
     for token in ids:
         piece = document.bytes_of([token])
-        if not rest[-1].startswith(piece):
+        if not piece:
+            piece = document.written([token]).encode() if special else b""
+        if not piece or not rest[-1].startswith(piece):
             break
         rest.append(rest[-1][len(piece) :])
     while len(rest) > 1 and 0x80 <= (rest[-1] or b" ")[0] < 0xC0:  # inside a character
@@ -114,7 +124,10 @@ async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tupl
     special = do.parse_special
     if do.node is None:
         return await loom.service.tokenize(text, parse_special=special), False
-    before = loom.document.bytes_of(node.tokens(at)).decode("utf-8", "replace")
+    document, tokens = loom.document, node.tokens(at)
+    before = document.bytes_of(tokens).decode("utf-8", "replace")
+    if special:
+        before = document.written(tokens)
     part, ids, whole = [
         await loom.service.tokenize(each, add_special=False, parse_special=special) if each else []
         for each in (before, text, before + text)
@@ -142,6 +155,80 @@ async def _score(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         for one, position in await loom.scored_path(tokens, max(1, at)):
             document.put(seen, loom.scored("", [one], "t", position - at))
     return {"tokens": document.columns(seen, 0, len(ids), top=True), "seam": seam}
+
+
+async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    """Begin a conversation, add a turn to one, or write one of its turns anew; an answer can follow."""
+    document, model = loom.document, loom.service.model
+    if model.chat_template is None:
+        raise HttpError(409, "the model has no chat template: begin a text instead")
+    turns, after = document.turns(node, at) if do.node is not None else [], list[Turn]()
+    if do.node is not None and not turns:
+        raise HttpError(409, "this text is no conversation", param="node")
+    if do.turn is not None:
+        if not 0 <= do.turn < len(turns):
+            raise HttpError(400, f"turn must be 0 to {len(turns) - 1}", param="turn")
+        do.role = turns[do.turn].role  # type: ignore[assignment]  # one of these
+        # Who changes what the system says asks the same again.
+        after = turns[do.turn + 1 : do.turn + 2] if do.role == "system" else []
+        turns = turns[: do.turn]
+    elif do.role == "assistant":
+        raise HttpError(400, "an answer can be edited, not added: give its turn", param="role")
+    root = next((owner.made for owner, *_ in node.stretches() if owner.made.turns), Made(id=""))
+    name = document.name()
+    made = Made(id=name, kind="chat", by="user", tools=do.tools, variables=root.variables)
+    if do.node is not None:
+        made.tools = []
+    answer = (do.text or "") if do.role == "assistant" else None
+
+    def written() -> Written:
+        tools = root.tools or do.tools
+        if do.node is None:
+            made.variables = dates_for(model)
+        messages = messages_of(document, model, node, turns, tools) if turns else []
+        if do.node is None and do.system:
+            messages.append({"role": "system", "content": do.system})
+        if answer is None and (do.text is not None or do.role != "user"):
+            message: dict[str, object] = {"role": do.role, "content": do.text or ""}
+            calls = messages[-1].get("tool_calls") if messages else None
+            if do.role == "tool" and isinstance(calls, list):
+                message["tool_call_id"] = calls[0]["id"]
+            messages.append(message)
+        messages += messages_of(document, model, node, after, tools) if after else []
+        talk = Talk(messages, tools, made.variables)
+        return write(model, talk, node.tokens(at if do.turn is None else None), turns, answer)
+
+    if do.node is None and not (do.text or "").strip():
+        raise HttpError(400, "the message is empty", param="text")
+    new = await asyncio.to_thread(written)
+    if do.node is not None and not new.ids:  # it is there
+        return {"node": document.node_fields(node), "same": True, "at": new.at}
+    loom.service.check_room([*node.tokens(new.at), *new.ids], 0)
+    made.parent, made.at, made.turns = do.node if new.at else None, new.at, new.turns
+    if made.parent is None:
+        made.tools = root.tools or do.tools
+    (new_node,) = loom.make([made, *loom.plain(name, new.ids, "t" if made.parent else "p")], do.cid)
+    job = loom.start_scoring(new_node)
+    return {"node": document.node_fields(new_node), "same": False, "job": job.id}
+
+
+async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    """Keep what texts, or answers, are continued with; what cannot be generated with is refused."""
+    try:
+        bars = msgspec.convert(do.set, dict[Mode, BarFields])
+    except msgspec.ValidationError as error:
+        raise HttpError(400, f"settings: {error}", param="set") from None
+    for bar in bars.values():
+        do.sampling = bar.sampling
+        loom.params(loom.made(do, 0, "sampled", 0))
+        most = loom.service.settings.max_choices
+        if (bar.n or 1) > most:
+            raise HttpError(400, f"n must be 1 to {most}", param="n")
+        await bar.text_grammar()
+    for mode, bar in bars.items():
+        loom.add(Bar(mode=mode, fields=msgspec.to_builtins(bar)))
+    loom.emit("set", {"rev": loom.document.rev, "bars": loom.document.bars})
+    return {"bars": loom.document.bars}
 
 
 async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
@@ -340,7 +427,8 @@ async def _reread(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 _OPERATIONS = {
-    "type": _Operation(_type), "continue": _Operation(_continue, needs_node=True),
+    "type": _Operation(_type), "chat": _Operation(_chat), "bar": _Operation(_bar),
+    "continue": _Operation(_continue, needs_node=True),
     "fork": _Operation(_fork, needs_node=True), "replay": _Operation(_replay, needs_node=True),
     "score": _Operation(_score, needs_file=False), "compare": _Operation(compare, needs_node=True),
     "search": _Operation(_search, needs_node=True), "stop": _Operation(_stop, needs_file=False),

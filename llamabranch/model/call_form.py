@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 __all__ = [
     "ArgumentTags", "Around", "CallForm", "Cursor", "Incomplete", "Known", "Mismatch", "Part", "Slot",
-    "ToolCall", "Values", "json_end",
+    "ToolCall", "Values", "is_text_schema", "json_end",
 ]  # fmt: skip
 
 _SPACE = re.compile(r"\s*")
@@ -82,10 +82,12 @@ class Known:
 
     def is_text(self, name: str, key: str) -> bool | None:
         """Return whether an argument is a string; None if its schema does not say."""
-        return _is_text((self.properties(name) or {}).get(key), (self.schemas or {}).get(name), 8)
+        return is_text_schema(
+            (self.properties(name) or {}).get(key), (self.schemas or {}).get(name)
+        )
 
 
-def _is_text(schema: object, root: object, depth: int) -> bool | None:
+def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
     """Return whether all values that a schema allows are strings (True), or none is (False)."""
     if not isinstance(schema, Mapping) or depth == 0:
         return None
@@ -94,7 +96,7 @@ def _is_text(schema: object, root: object, depth: int) -> bool | None:
         found = root
         for step in reference[2:].split("/"):
             found = found.get(step) if isinstance(found, Mapping) else None
-        return _is_text(found, root, depth - 1)
+        return is_text_schema(found, root, depth - 1)
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return kinds == "string"
@@ -107,7 +109,7 @@ def _is_text(schema: object, root: object, depth: int) -> bool | None:
     for key in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(key)
         if isinstance(parts, list) and parts:
-            answers = {_is_text(part, root, depth - 1) for part in parts}
+            answers = {is_text_schema(part, root, depth - 1) for part in parts}
             return answers.pop() if len(answers) == 1 else None
     return None
 
@@ -262,13 +264,16 @@ class Values:
             return self._text(value)
         if isinstance(value, Mapping):
             pairs = (
-                f"{key if self.bare_keys else self._text(str(key))}{self.pair}{self.write(one)}"
-                for key, one in value.items()
+                f"{self.key(str(key))}{self.pair}{self.write(one)}" for key, one in value.items()
             )
             return "{" + self.item.join(pairs) + "}"
         if isinstance(value, (list, tuple)):
             return "[" + self.item.join(map(self.write, value)) + "]"
         return json.dumps(value)
+
+    def key(self, key: str) -> str:
+        """Return the text of a key of an object."""
+        return key if self.bare_keys else self._text(key)
 
     def _text(self, text: str) -> str:
         if not self.quote:

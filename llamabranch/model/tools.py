@@ -104,9 +104,9 @@ class Tools:
             self.turns, known, in_thought=in_thought, eager=eager, salt=salt, calls=self.is_used
         )
 
-    def read(self, text: str, *, in_thought: bool | None = False) -> Turn:
+    def read(self, text: str, *, in_thought: bool | None = False, salt: str = "") -> Turn:
         """Return the thought, the content and the calls of a whole text."""
-        reader = self.reader(in_thought=in_thought)
+        reader = self.reader(in_thought=in_thought, salt=salt)
         reader.feed(text)
         reader.finish()
         return reader.turn

@@ -8,6 +8,7 @@ from ..arguments import function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError
 from ..model import stop_strings
+from ..model.thoughts import answer_in
 from ..speculative import Drafter
 from .checks import MOST_TEXTS, check_start, first_seed, token_limit
 from .continuations import Boundary, Continuation, Continuations, numbered
@@ -69,7 +70,7 @@ def best_of_n(
 
     def score_of(line: Continuation) -> float:
         if reward is not None:
-            return _number(reward(line.output.text), "reward")
+            return _number(reward(answer_in(branch.ctx.model, line.output.text)), "reward")
         if callable(score):
             return _number(score(line.hypothesis(float("nan"))), "score")
         return line.mean_logprob if score == "mean" else line.node.logprob

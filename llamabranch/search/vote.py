@@ -11,6 +11,7 @@ from ..arguments import function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError, LlamaBranchWarning, warn
 from ..model import stop_strings
+from ..model.thoughts import answer_in
 from ..sampling.noise import uniform
 from ..speculative import Drafter
 from .checks import MOST_TEXTS, check_start, first_seed, token_limit
@@ -44,7 +45,8 @@ def vote(
     Args:
         branch: has read the prompt; it is left as it is.
         answer: a function that returns the answer in a text, as text, number or bool; None = it has none
-            and does not vote. A text for which it raises does not vote either.
+            and does not vote. A text for which it raises does not vote either. It gets a text without
+            the thought that it begins with.
         n: how many texts.
         max_tokens: the most tokens of each.
         confidence: 1.0 = stop as soon as the texts that are left cannot change the leading answer, so
@@ -82,7 +84,11 @@ def vote(
             hint="1.0 stops when the texts that are left cannot change the answer",
         )
     stop, seed = stop_strings(stop), first_seed(branch, seed)
-    ballot = _Ballot(answer, n, stops_early=confidence is not None)
+    ballot = _Ballot(
+        lambda text: answer(answer_in(branch.ctx.model, text)),
+        n,
+        stops_early=confidence is not None,
+    )
     with (
         SearchSequences(branch, on_step) as sequences,
         Continuations(sequences, drafter) as texts,

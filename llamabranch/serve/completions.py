@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from asyncio import to_thread
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -10,12 +11,13 @@ from datetime import date
 
 from ..branch import Produced
 from ..context import TokenScore
+from ..engine.completion import tool_grammar
 from ..engine.openai import called, chat_choice, completion_choice
 from ..errors import LlamaBranchError
-from ..model import TurnReader
+from ..model import Turn, TurnEvent, TurnReader
+from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_variables
 from ..model.tools import Conversation, Tools, conversation, openai_deltas
 from ..sampling import SamplingParams
-from ..sampling.grammar import turn_grammar
 from .errors import HttpError, http_error
 from .exchange import Exchange
 from .fields import Limit, Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
@@ -257,7 +259,12 @@ class ChatFields(TextFields, kw_only=True):
     messages: list[dict[str, object]]
     tools: list[dict[str, object]] | None = None
     tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: Limit | None = None
+    thinking_budget_tokens: Limit | None = None
+    reasoning_budget: Limit | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     max_completion_tokens: Limit | None = None
@@ -265,17 +272,49 @@ class ChatFields(TextFields, kw_only=True):
     top_logprobs: Top | None = None
     modalities: list[str] | None = None
 
-    def conversation(self, service: Service, tools: Tools) -> Conversation:
-        """Return what the template is given; a last message of the assistant is continued.
+    @property
+    def thinking(self) -> ThinkingChoice:
+        """What is asked of the thought: no tokens, at most some, or as the template does."""
+        budgets = self.thinking_token_budget, self.thinking_budget_tokens, self.reasoning_budget
+        variables = self.chat_template_kwargs or {}
+        if self.reasoning_effort == "none" or variables.get("enable_thinking") is False:
+            return False
+        return limit_of(*budgets)
 
-        A template that asks for the date gets that of today, unless the request gives one.
+    def prompt(self, service: Service, tools: Tools) -> tuple[list[int], Thinking | None]:
+        """Return the tokens of the prompt, and how the answer to it begins.
+
+        A last message of the assistant is continued. A template that asks for the date gets that of
+        today, unless the request gives one.
         """
-        template, today = service.model.chat_template or "", date.today()
-        dates = {name: today.strftime(form) for name, form in _DATES.items() if name in template}
+        model, choice = service.model, self.thinking
+        talk = self.conversation(service, tools)
+        if model.turn_format.thought_end is None:  # as llama-server and vLLM do
+            choice = None
+        tokens = talk.tokens(model)
+        if self.add_generation_prompt is False and not talk.begun:
+            return tokens, None
+        return plan_thinking(model, tokens, choice, begun=talk.begun, has_calls=tools.is_used)
+
+    def conversation(self, service: Service, tools: Tools) -> Conversation:
+        """Return what the template is given."""
+        model, today = service.model, date.today()
+        template = model.chat_template or ""
+        variables: dict[str, object] = {
+            name: today.strftime(form) for name, form in _DATES.items() if name in template
+        }
+        variables |= thinking_variables(model.turn_format, self.thinking)
+        if self.reasoning_effort and "reasoning_effort" in template:
+            variables["reasoning_effort"] = self.reasoning_effort
         return conversation(
-            service.model, self.messages, tools, {**dates, **(self.chat_template_kwargs or {})},
+            model, self.messages, tools, {**variables, **(self.chat_template_kwargs or {})},
             continues=self.continue_final_message, generates=self.add_generation_prompt,
         )  # fmt: skip
+
+    def known_tools(self, service: Service) -> Tools:
+        """Return the functions that may be called."""
+        form, parallel = service.model.turn_format, self.parallel_tool_calls
+        return Tools(self.tools or (), self.tool_choice, form, parallel=parallel)
 
 
 async def chat(call: Exchange, service: Service) -> None:
@@ -285,31 +324,31 @@ async def chat(call: Exchange, service: Service) -> None:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
     if fields.modalities not in (None, [], ["text"]):
         raise HttpError(400, "modalities other than text are not supported", param="modalities")
-    model = service.model
-    tools = Tools(
-        fields.tools or (), fields.tool_choice, await to_thread(lambda: model.turn_format)
-    )
-    tokens = await to_thread(lambda: fields.conversation(service, tools).tokens(model))
-    try:
-        forced = await to_thread(turn_grammar, model, tools) if tools.forced else None
-    except LlamaBranchError as error:
-        raise http_error(error, param="tools") from None
+    tools = await to_thread(fields.known_tools, service)
+    tokens, thinking = await to_thread(fields.prompt, service, tools)
+    grammar = None
+    if tools.is_used:
+        asked = await fields.text_grammar()
+        if asked is not None and tools.forced:
+            message = "a forced tool call has a grammar of its own: give no other one"
+            raise HttpError(400, message, param="tool_choice")
+        try:
+            grammar = await to_thread(tool_grammar, service.model, tools, asked)
+        except LlamaBranchError as error:
+            raise http_error(error, param="tools") from None
     limits = fields.max_completion_tokens, fields.max_tokens, fields.n_predict
     requests = await engine_requests(
         service, fields, [tokens], limit_of(*limits, service.settings.max_tokens),
         (fields.top_logprobs or 0) if fields.logprobs else None,
-        forced=forced,
+        grammar=grammar, thinking=thinking,
     )  # fmt: skip
-    await answer(call, _ChatWriter(service, fields, tools), requests)
+    await answer(call, _ChatWriter(service, fields, tools, is_strict=grammar is not None), requests)
 
 
 async def input_tokens(call: Exchange, service: Service) -> None:
     """Count the tokens of a conversation, and write it as a prompt (``/apply-template``)."""
     fields = await call.json(ChatFields)
-    model = service.model
-    tools = Tools(
-        fields.tools or (), fields.tool_choice, await to_thread(lambda: model.turn_format)
-    )
+    tools = await to_thread(fields.known_tools, service)
 
     def written() -> tuple[list[int], str]:
         found = fields.conversation(service, tools)
@@ -320,12 +359,19 @@ async def input_tokens(call: Exchange, service: Service) -> None:
 
 
 class _ChatWriter(Writer[ChatFields]):
-    """Writes texts as OpenAI's messages."""
+    """Writes texts as OpenAI's messages.
 
-    def __init__(self, service: Service, fields: ChatFields, tools: Tools) -> None:
+    Args:
+        service, fields, tools: the model, the request, its functions.
+        is_strict: a call that has begun is valid: its arguments are sent as they come.
+    """
+
+    def __init__(
+        self, service: Service, fields: ChatFields, tools: Tools, *, is_strict: bool
+    ) -> None:
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
         super().__init__(service, fields, "chatcmpl", kind)
-        self._tools = tools
+        self._tools, self._is_strict = tools, is_strict
         self._readers: dict[int, TurnReader] = {}
 
     def body(self, texts: Sequence[Update]) -> object:
@@ -336,9 +382,15 @@ class _ChatWriter(Writer[ChatFields]):
 
     def part(self, update: Update) -> dict[str, object]:
         """Return a whole message."""
-        scored, end = self._scored(update), update.end
-        choice = chat_choice(update.index, update.text, self._tools, end, scored)
+        choice = chat_choice(update.index, self._turn(update), update.end, self._scored(update))
         return choice | self._ids(update, prompt_token_ids=update.prompt)
+
+    def _turn(self, update: Update) -> Turn:
+        """Return a whole turn."""
+        result = update.result
+        result.prompt, result.tools = self.fields.messages, self._tools
+        result.note_written(self.service.model)
+        return result.turn
 
     def reading(self, update: Update) -> dict[str, object]:
         """Return an event with the role alone."""
@@ -348,12 +400,20 @@ class _ChatWriter(Writer[ChatFields]):
         """Return changes: the role first, then content or calls, then the reason of the end."""
         reader = self._readers.get(update.index)
         if reader is None:
-            reader = self._readers[update.index] = self._tools.reader(
-                eager=bool(self._tools.forced)
-            )
-        events = reader.feed(update.text)
+            salt = str(len(self.fields.messages))
+            reader = self._tools.reader(eager=self._is_strict, salt=salt)
+            self._readers[update.index] = reader
+        events = [TurnEvent("thought", update.thought)] if update.thought else []
+        events += reader.feed(update.written)
+        calls = reader.turn.calls
         if update.ended is not None:
             events += reader.finish()
+            calls = reader.turn.calls or self._turn(update).calls
+            if len(calls) > len(reader.turn.calls):  # a thought has ended with them
+                for i, each in enumerate(calls):
+                    text = json.dumps(each.arguments, ensure_ascii=False)
+                    events.append(TurnEvent("name", each.name, i, each.id))
+                    events.append(TurnEvent("arguments", text, i))
         scored = self._scored(update) if update.tokens else None
         deltas = openai_deltas(events)
         if scored is not None and not deltas:
@@ -366,12 +426,12 @@ class _ChatWriter(Writer[ChatFields]):
         if update.is_first:
             chunks.insert(0, _begin(update))
         if update.ended is not None:
-            end = called(update.end) if reader.turn.calls else update.end
+            end = called(update.end) if calls else update.end
             chunks.append({**common, "delta": {}, **end})
         return chunks
 
     def _ids(self, update: Update, **more: object) -> dict[str, object]:
-        ids = [token.token for token in update.tokens]
+        ids = [token.token for token in (*update.thoughts, *update.tokens)]
         return {"token_ids": ids, **more} if self.fields.return_token_ids else {}
 
     def _scored(self, update: Update) -> list[dict[str, object]] | None:

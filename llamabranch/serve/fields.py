@@ -20,6 +20,7 @@ from msgspec import Meta, Struct, defstruct
 from ..engine import Request
 from ..errors import LlamaBranchError
 from ..model import Model
+from ..model.thoughts import Thinking
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
 from .errors import HttpError, http_error
@@ -253,14 +254,16 @@ async def engine_requests(
     top_logprobs: int | None,
     *,
     prompt_logprobs: int | None = None,
-    forced: Grammar | None = None,
+    grammar: Grammar | None = None,
+    thinking: Thinking | None = None,
 ) -> list[Request]:
     """Return the engine's requests, one for each prompt.
 
     Args:
         service, fields, prompts: the model, the request, its prompts.
         max_tokens, top_logprobs, prompt_logprobs: as for ``Request``; None = no limit.
-        forced: a grammar, of forced calls, in place of what the fields ask for.
+        grammar: of an answer that may call functions, in place of what the fields ask for.
+        thinking: how the answers begin with a thought.
 
     Raises:
         HttpError, LlamaBranchError: something is invalid, or too much.
@@ -274,7 +277,7 @@ async def engine_requests(
         param = "messages" if hasattr(fields, "messages") else "prompt"
         service.check_room(prompt, max_tokens, param)
     params = fields.sampling(service.model, service.settings)
-    grammar = forced or await fields.text_grammar()
+    grammar = grammar or await fields.text_grammar()
     return [
         Request(
             prompt,
@@ -289,6 +292,7 @@ async def engine_requests(
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
             prompt_progress=bool(fields.stream and fields.return_progress),
+            thinking=thinking,
         )
         for prompt in prompts
     ]

@@ -14,6 +14,7 @@ from ..context import PromptProgress
 from ..engine import Request, Result
 from ..engine.openai import End, completion_choice, end_reason
 from ..engine.openai import usage as usage_of
+from ..generation.thought import token_text
 from .errors import HttpError, http_error
 from .exchange import Exchange
 from .fields import TextFields
@@ -36,7 +37,9 @@ class Update:
         request: its prompt and settings.
         is_first: nothing has come before.
         text: of the text.
+        written: the same with the names of control tokens.
         tokens: of the text, without one that ends it.
+        thought, thoughts: the text and the tokens of the thought before it.
         ended: where the text ends with it.
         progress: how much of the prompt is read, where that is all that has come.
     """
@@ -45,7 +48,10 @@ class Update:
     request: Request
     is_first: bool = False
     text: str = ""
+    written: str = ""
     tokens: list[Produced] = field(default_factory=list)
+    thought: str = ""
+    thoughts: list[Produced] = field(default_factory=list)
     ended: Result | None = None
     progress: PromptProgress | None = None
 
@@ -155,8 +161,11 @@ async def all_texts(
             for update in changed:
                 if update.ended is not None:
                     result, at = update.ended, update.index
-                    tokens = [*result.emitted]
-                    ended[at] = Update(at, update.request, True, result.text, tokens, result)
+                    n, emitted = result.n_thought_tokens, [*result.emitted]
+                    ended[at] = Update(
+                        at, update.request, True, result.text, result.text, emitted[n:],
+                        result.thought, emitted[:n], result,
+                    )  # fmt: skip
                     _check(result)
             if send is not None:
                 await send(changed)
@@ -194,10 +203,13 @@ async def updates(
                         changed[index] = Update(index, texts[index][0], index not in begun)
                         begun.add(index)
                     update = changed[index]
-                    if one is not None:
-                        update.text += one.text
-                        if one.token >= 0 and not one.is_stop:
-                            update.tokens.append(one)
+                    update.text += event.text
+                    update.thought += event.thought
+                    update.written += event.text
+                    if one is not None and one.token >= 0 and not one.is_stop:
+                        if not event.is_thought and not event.text:
+                            update.written += token_text(service.model, one)
+                        (update.thoughts if event.is_thought else update.tokens).append(one)
                     if event.result is not None:
                         n_left -= 1
                         service.count(event.result)
@@ -222,7 +234,9 @@ def usage(texts: Sequence[Update]) -> dict[str, object]:
     n_prompt = sum(result.num_prompt_tokens for result in prompts)
     n_completion = sum(len(result.tokens) for result in results)
     n_cached = sum(result.num_cached_tokens for result in prompts)
-    return {"usage": usage_of(n_prompt, n_completion, n_cached), "timings": timings(results[0])}
+    n_thought = sum(result.n_thought_tokens for result in results)
+    counts = usage_of(n_prompt, n_completion, n_cached, n_thought)
+    return {"usage": counts, "timings": timings(results[0])}
 
 
 def progress(read: PromptProgress) -> dict[str, object]:

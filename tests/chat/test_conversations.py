@@ -766,3 +766,89 @@ def test_saved_chat_of_another_kind_is_refused(
     with pytest.raises(lb.errors.SnapshotError):
         Chat.load(ctx, tmp_path / "nowhere")
     assert ctx.usage().cells_used == 0
+
+
+# -- thoughts and calls ----------------------------------------------------------------------------
+
+THINKING = (
+    "{% for m in messages %}[{{ m.role }}] "
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@contextmanager
+def thinking_chat(**options: Any) -> Iterator[Chat]:
+    with (
+        lb.Model(DATA / "tale-target-q8_0.gguf", chat_template=THINKING) as model,
+        lb.Context(model, n_ctx=2048, n_seq_max=8, n_threads=1, batch_invariant=True) as context,
+        Chat(context, **{"seed": 3, "max_tokens": 30, "thinking": 10, **options}) as chat,
+    ):
+        yield chat
+
+
+def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> None:
+    with thinking_chat() as chat:
+        first = chat.send("Tell me of a bear.")
+        pieces = [(one.text, one.is_thought) for one in first]
+        assert "".join(text for text, is_thought in pieces if is_thought).strip() == first.thought
+        assert "".join(text for text, is_thought in pieces if not is_thought) == first.text
+        asked: list[dict[str, object]] = [{"role": "user", "content": "Tell me of a bear."}]
+        alone = chat.ctx.chat(asked, thinking=10, max_tokens=30, seed=3, drafter=None)
+        assert (first.thought, first.text, first.tokens) == (
+            alone.thought, alone.text, alone.tokens
+        )  # fmt: skip
+        second = chat.send("And then?").finish()
+        told: list[dict[str, object]]
+        told = [*asked, alone.message, {"role": "user", "content": "And then?"}]
+        again = chat.ctx.chat(told, thinking=10, max_tokens=30, seed=3, drafter=None)
+        assert (second.thought, second.text) == (again.thought, again.text)
+        retried = chat.retry().finish()
+        assert retried.thought != second.thought
+        chat.save(tmp_path / "saved")
+        with Chat.load(chat.ctx, tmp_path / "saved") as loaded:
+            assert loaded.messages == chat.messages
+            assert loaded.messages[1]["reasoning_content"] == first.thought
+        chat.set(thinking=False)
+        chat.undo()
+        assert chat.send("And then?").finish().thought == ""
+
+
+def test_a_thought_that_is_broken_off_is_all_there_is() -> None:
+    with thinking_chat() as chat:
+        answer = chat.send("Tell me of a bear.")
+        for _ in range(4):
+            next(answer)
+        answer.close()
+        assert answer.finish_reason is None
+        assert chat.exchanges[0].thought
+        assert chat.exchanges[0].answer == ""
+
+
+def weather(city: str) -> str:
+    """Tell the weather of a city."""
+    return f"It snows in {city}."
+
+
+@pytest.mark.smollm2
+def test_a_chat_calls_functions_and_reads_their_results() -> None:
+    with (
+        lb.load("smollm2-135m", n_ctx=2048, n_threads=1, n_seq_max=8) as context,
+        Chat(context, tools=[weather], seed=1, temperature=0, max_tokens=60) as chat,
+    ):
+        chat.tools.forced.append("weather")
+        answer = chat.send("What is the weather in Oslo?").finish()
+        (call,) = answer.tool_calls
+        assert call.name == "weather"
+        arguments: Any = call.arguments
+        assert isinstance(arguments["city"], str)
+        with pytest.raises(lb.errors.UsageError, match="calls 1 functions"):
+            chat.results("a", "b")
+        chat.tools.forced.clear()
+        reply = chat.results(weather(**arguments)).finish()
+        assert reply.finish_reason in ("stop", "length")
+        kinds = [message["role"] for message in chat.messages]
+        assert kinds == ["user", "assistant", "tool", "assistant"]
+        assert chat.messages[2]["tool_call_id"] == call.id
+        with pytest.raises(lb.errors.UsageError, match="calls 0 functions"):
+            chat.results("a")

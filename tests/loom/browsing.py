@@ -50,7 +50,7 @@ def visiting(browser: Browser, served: Opened, **settings: object) -> Iterator[P
     context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("pageerror", lambda error: wrong.append(f"{error}\n{error.stack}"))
     page.on("request", lambda request: served.requests.append(request.url))
     if served.cookies:
         context.add_cookies(served.cookies)
@@ -63,7 +63,7 @@ def visiting(browser: Browser, served: Opened, **settings: object) -> Iterator[P
     state(page, "ready")
     try:
         yield page
-        assert wrong == []
+        assert wrong == [], wrong
         hosts = {urlsplit(url).hostname for url in served.requests}
         assert hosts <= {"127.0.0.1", "localhost", None}
     except BaseException:

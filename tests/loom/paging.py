@@ -11,6 +11,7 @@ from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any
 
+import toys
 from serving import TARGET, WAIT_S, Command, Serving, bundled_engine, httpx
 
 import llamabranch as lb
@@ -19,9 +20,28 @@ from llamabranch.loom import Loom, front_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DRAFT", "TARGET", "Opened", "Paged", "drafted"]
+__all__ = ["CHAT", "DRAFT", "TARGET", "Opened", "Paged", "chat_model", "drafted"]
 
 DRAFT = Path(lb.__file__).parent / "data" / "tale-draft-q8_0.gguf"
+# A template of today's kind: thoughts, calls, control tokens; earlier thoughts are left out.
+CHAT = (
+    "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- if tools %}{{ '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' %}{%- if m.reasoning_content and loop.index0 > ns.last %}"
+    "{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{%- endif %}{{ m.content or '' }}"
+    '{%- for c in m.tool_calls or [] %}{{ \'<tool_call>\n{"name": "\' + c.function.name + \'", '
+    "\"arguments\": ' + (c.function.arguments | tojson) + '}\n</tool_call>' }}{%- endfor %}"
+    "{%- else %}{{ m.content }}{%- endif %}{{ '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+CONTROL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def chat_model(folder: Path) -> Path:
+    """Write the bundled target with a chat template and its control tokens."""
+    return toys.write_chat(TARGET, folder / "chat.gguf", CHAT, *CONTROL)
 
 
 def drafted() -> lb.Drafter:
@@ -65,6 +85,7 @@ class Paged(Serving):
         drafter: makes what drafts.
         partner: the model to compare with.
         waits: begin once the model is there; else it is loaded when ``may_load`` is set.
+        model: what writes.
     """
 
     def __init__(
@@ -75,11 +96,13 @@ class Paged(Serving):
         partner: Path | None = None,
         read_only: bool = False,
         waits: bool = True,
+        model: Path = TARGET,
     ) -> None:
         self.may_load = threading.Event()
         self.drafter: lb.Drafter | None = None
         self.partner: lb.Context | None = None
         self._waits = waits
+        own: Any = {} if model == TARGET else {"chat_template": None}
 
         def made() -> lb.Drafter | None:
             self.drafter = drafter()
@@ -88,7 +111,7 @@ class Paged(Serving):
         def open_engine() -> lb.AsyncEngine:
             self.may_load.wait(WAIT_S)
             config = lb.SpeculativeConfig(draft_k=4)
-            engine = bundled_engine(n_seq_max=12, drafter=made, config=config)
+            engine = bundled_engine(n_seq_max=12, drafter=made, config=config, model=model, **own)
             if partner is not None:
                 like: Any = {"n_threads": 1, "kv_type": engine.engine.target.kv_type}
                 self.partner = lb.load(partner, n_ctx=1024, n_seq_max=4, **like)

@@ -348,3 +348,34 @@ def test_without_a_second_model_compare_says_how(tmp_path: Path) -> None:
         root = page.type(START)
         told = page.do("compare", 409, node=root["id"])["error"]["message"]
         assert "--compare" in told
+
+
+def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_path: Path) -> None:
+    with Paged(tmp_path) as page:
+        assert page.doc()["bars"] == {}
+        bar = {"n": 2, "max_tokens": 7, "sampling": {"temperature": 0.5}, "regex": "[a-z ]+"}
+        told = page.do("bar", set={"text": bar})["bars"]["text"]
+        assert told["n"] == 2 and told["sampling"] == {"temperature": 0.5}
+        assert page.of("set")[-1]["bars"] == {"text": told}
+        undo = page.doc()["undo"]
+        for wrong in (
+            {"n": 0}, {"n": 1000}, {"max_tokens": 0}, {"sampling": {"temperature": -1}}, {"regex": "("},
+            {"grammar": "root ::= ("}, {"json_schema": {"type": 7}}, {"regex": "a", "choice": ["b"]},
+            {"sampling": {"mirostat": 2}}, {"n": "many"},
+        ):  # fmt: skip
+            page.do("bar", 400, set={"text": wrong})
+        page.do("bar", 400, set={"poem": {}})
+        assert page.doc()["bars"] == {"text": told} and page.doc()["undo"] == undo  # no action
+        page.do("bar", set={"chat": {"n": 1}})
+        root = page.type(START)
+        made = page.grow(root["id"], 2, **{k: v for k, v in told.items() if k != "n"}, seed="4")
+        for node in made:
+            text = page.text(node["id"]).removeprefix(page.text(root["id"]))
+            assert set(text) <= set("abcdefghijklmnopqrstuvwxyz "), text
+        choice = page.grow(root["id"], choice=[" fox", " king"], max_tokens=9)
+        assert page.text(choice["id"]).endswith((" fox", " king"))
+        page.do("undo")
+        page.do("compact")
+        assert page.doc()["bars"] == {"text": told, "chat": {"n": 1}}
+    with Paged(tmp_path) as page:
+        assert page.doc()["bars"] == {"text": told, "chat": {"n": 1}}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import toys
 from turn_shapes import SHAPES
 
 import llamabranch as lb
-from llamabranch.errors import UnsupportedError
 from llamabranch.model import ToolCall, TurnFormat
 from llamabranch.model.tools import Tools
 from llamabranch.sampling.grammar import turn_grammar
@@ -34,7 +36,6 @@ BAD = [
     [ToolCall("seek", {"text": "x"})], [ToolCall("set", {"unit": "K"})], [ToolCall("set", {"on": True})],
     [ToolCall("find", {"text": "x", "n": "many"})], [ToolCall("ping", {"x": 1})],
 ]  # fmt: skip
-WRITTEN = [shape for shape in SHAPES if shape != "arguments are a text"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def fits(model: lb.Model, grammar: lb.Grammar, text: str) -> bool:
     return bool(state.allows(model.eos))
 
 
-@pytest.mark.parametrize("shape", WRITTEN)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_calls_are_valid_from_their_opening_on(model: lb.Model, shape: str) -> None:
     form = TurnFormat.of(SHAPES[shape])
     auto = turn_grammar(model, Tools(TOOLS, "auto", form))
@@ -74,7 +75,7 @@ def test_calls_are_valid_from_their_opening_on(model: lb.Model, shape: str) -> N
         assert not fits(model, auto, form.write(calls)), calls
 
 
-@pytest.mark.parametrize("shape", WRITTEN)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_several_calls_where_the_form_has_them(model: lb.Model, shape: str) -> None:
     form = TurnFormat.of(SHAPES[shape])
     text = form.write([*ONE, ToolCall("ping", {})])
@@ -83,25 +84,102 @@ def test_several_calls_where_the_form_has_them(model: lb.Model, shape: str) -> N
         assert fits(model, grammar, text) == (parallel and form.form.several is True)
 
 
-def test_a_form_without_a_grammar_is_told_and_a_forced_call_is_json(model: lb.Model) -> None:
+def walked(model: lb.Model, grammar: lb.Grammar, tokens: list[int]) -> int:
+    """Return how many of some tokens a grammar takes; its mask and ``allows`` agree at each."""
+    state: Any = grammar.start(model)
+    for n, token in enumerate(tokens):
+        mask = np.unpackbits(state.mask().view(np.uint8), bitorder="little")[: model.n_vocab]
+        assert [state.allows(each) for each in np.flatnonzero(mask)] == [True] * int(mask.sum())
+        if not state.allows(token):
+            return n
+        state.accept(token)
+        if model.is_eog(token):
+            return n + 1
+    return len(tokens) if state.allows(model.eos) else -1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("is_eog", [False, True])
+def test_tags_that_are_control_tokens(tmp_path: Path, shape: str, is_eog: bool) -> None:
+    """The mask never has a token that is refused; what ends every text ends a call too."""
+    source = SHAPES[shape]
+    if not is_eog:  # llama.cpp ends texts at tokens of these names
+        for name in ("call", "calls", "end"):
+            source = source.replace(f"<|{name}|>", f"<|a_{name}|>")
+    form = TurnFormat.of(source)
+    text = form.write(ONE)
+    tags = sorted(set(re.findall(r"<[^<>\s=]+>|\[[A-Z]+\]", text)))
+    vocabulary = toys.Vocabulary.with_control("<s>", "</s>", "<note>", *tags)
+    with lb.Model(toys.write_toy(tmp_path / "toy.gguf", vocab=vocabulary)) as model:
+        tokens = model.tokenize(text, add_special=False, parse_special=True)
+        ends = [n for n, token in enumerate(tokens) if model.is_eog(token)]
+        auto = turn_grammar(model, Tools(TOOLS, "auto", form))
+        plain = model.tokenize("A <note> b.\n", add_special=False, parse_special=True)
+        assert walked(model, auto, plain) == len(plain)  # control tokens of no call are free
+        if ends and ends[0] == 0:
+            return  # no call can be written
+        n = ends[0] + 1 if ends else len(tokens)
+        if not ends or text.rstrip().endswith(model.detokenize([tokens[ends[0]]], special=True)):
+            assert walked(model, auto, tokens) == n
+            assert walked(model, auto, plain + tokens) == len(plain) + n
+            required = turn_grammar(model, Tools(TOOLS, "required", form))
+            assert walked(model, required, tokens) == n
+
+
+def test_arguments_that_are_a_json_text(model: lb.Model) -> None:
     form = TurnFormat.of(SHAPES["arguments are a text"])
-    with pytest.raises(UnsupportedError, match="no grammar"):
-        turn_grammar(model, Tools(TOOLS, "auto", form))
-    text = '{"name": "find", "arguments": {"text": "x"}}'
-    assert fits(model, turn_grammar(model, Tools(TOOLS, "required", form)), text)
-    assert form.read(text, TOOLS).calls[0].arguments == {"text": "x"}
+    grammar = turn_grammar(model, Tools(TOOLS, "required", form))
+    for text in ('a "b" \\ c', "\n", "", "é"):
+        written = form.write([ToolCall("find", {"text": text, "n": 5})])
+        assert fits(model, grammar, written), written
+        assert form.read(written, TOOLS).calls[0].arguments == {"text": text, "n": 5}
+    assert not fits(model, grammar, form.write([ToolCall("find", {"n": 5})]))
+
+
+DEEP = {"type": "function", "function": {"name": "plan", "parameters": {
+    "type": "object", "required": ["stops", "with"], "properties": {
+        "stops": {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        "with": {"type": "object", "required": ["n"], "properties": {
+            "n": {"type": "integer"}, "who": {"enum": ["me", "all"]}}},
+        "any": {}, "maybe": {"type": ["string", "null"]}, "free": {"type": "object"}}}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_arguments_that_are_lists_and_objects(model: lb.Model, shape: str) -> None:
+    form = TurnFormat.of(SHAPES[shape])
+    grammar = turn_grammar(model, Tools([DEEP], "required", form))
+    auto = turn_grammar(model, Tools([DEEP], "auto", form))
+    good: list[dict[str, object]] = [
+        {"stops": ["a", "b, c"], "with": {"n": 3}},
+        {"stops": ["it's"], "with": {"n": 3, "who": "all"}, "any": [1, {"x": True}], "maybe": "x"},
+        {"stops": ["é"], "with": {"n": -1}, "maybe": None, "free": {"x": [1.5, None, "y"]}},
+    ]
+    for arguments in good:
+        text = form.write([ToolCall("plan", arguments)])
+        assert fits(model, grammar, text) and fits(model, auto, f"So.\n{text}"), text
+        assert form.read(text, [DEEP]).calls[0].arguments == arguments
+    for wrong in ({"stops": [], "with": {"n": 3}}, {"stops": ["a"], "with": {}}, {"stops": ["a"]},
+                  {"stops": ["a"], "with": {"n": 3, "who": "you"}}):  # fmt: skip
+        text = form.write([ToolCall("plan", wrong)])
+        assert not fits(model, grammar, text), text
 
 
 def test_forms_that_models_write_on_their_own_are_valid_too(model: lb.Model) -> None:
-    grammar = turn_grammar(model, Tools(TOOLS, "auto", TurnFormat.of(SHAPES["tags around JSON"])))
+    form = TurnFormat.of(SHAPES["tags around JSON"])
+    grammar = turn_grammar(model, Tools(TOOLS, "auto", form))
     call = '{"name": "find", "arguments": {"text": "x"}}'
     for text in (
         call,
         f"```json\n{call}\n```",
         f"{{{call}}}",
         call.replace("arguments", "parameters"),
+        f"<tool_call>\n{call}\n</tool_call>",
+        f"Let me look.\n\n```json\n{call}\n```\n",
+        f"```json\n{json.dumps(json.loads(call), indent=4)}\n```",
+        f"{call}\n{call}",
     ):
         assert fits(model, grammar, text), text
+        assert len(form.read(text, TOOLS).calls) == text.count('"name"'), text
         assert not fits(model, grammar, text.replace('"x"', "5")), text
 
 

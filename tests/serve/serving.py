@@ -44,11 +44,13 @@ def bundled_engine(
     config: lb.SpeculativeConfig | None = None,
     max_waiting: int | None = 256,
     kv_unified: bool = True,
+    model: Path = TARGET,
+    chat_template: str | None = CHAT_TEMPLATE,
 ) -> lb.AsyncEngine:
     """Return an engine on the bundled target: batch-invariant, with a prefix cache, on one thread."""
     ctx = lb.load(
-        TARGET, n_ctx=n_ctx, n_seq_max=n_seq_max or parallel, n_threads=1, prefix_cache=True,
-        chat_template=CHAT_TEMPLATE, kv_unified=kv_unified,
+        model, n_ctx=n_ctx, n_seq_max=n_seq_max or parallel, n_threads=1, prefix_cache=True,
+        chat_template=chat_template, kv_unified=kv_unified,
     )  # fmt: skip
     return lb.AsyncEngine(
         ctx, drafter(), config, max_tokens=None, max_waiting=max_waiting, parallel=parallel

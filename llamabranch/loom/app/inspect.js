@@ -10,7 +10,7 @@ import { named, moveTo, shownPath, topsAt } from "./text.js";
 /** The token that is inspected: pinned, under the mouse, at the cursor, or the last. */
 export const inspected = () => {
   const { n } = shownPath();
-  const found = [view.pinned, view.hover < n ? view.hover : -1, view.cursor].find((i) => i >= 0 && i <= n);
+  const found = [view.pinned, view.hover < n ? view.hover : -1, view.cursor, view.reading].find((i) => i >= 0 && i <= n);
   return found ?? n - 1;
 };
 
@@ -33,7 +33,7 @@ export async function take(i, token) {
   const there = others.find(({ first, from }) => first.tokens.n > from - first.at && first.tokens.ids[from - first.at] === token);
   const show = (/** @type {{id: string}} */ { id }) => {
     select(id);
-    look({ pinned: -1, cursor: i });
+    look({ pinned: -1, cursor: -1, reading: i }); // one reads on from it; what is done next is done at the end
   };
   if (there) show(there.node);
   else await act("fork", { node, at: i, token, max_tokens: 24 }, show);

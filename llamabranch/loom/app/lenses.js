@@ -4,7 +4,8 @@ import { $, check, fill, h, redraw, set, short, tell } from "./dom.js";
 
 /** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */
 /** @typedef {object} Lens
- * @property {string} name @property {string} title @property {string[]} bins names of the bins, pale to strong
+ * @property {string} name @property {string} title @property {string} says what it shows, in one line
+ * @property {string[]} bins names of the bins, pale to strong
  * @property {(c: Columns, i: number) => number} value the number, NaN if it is not known
  * @property {(value: number) => number} bin its bin
  * @property {(bin: number, c: Columns, i: number) => string} cue drawn beside the colour ("" for probability: it has
@@ -25,19 +26,25 @@ const LEAST = [0.9, 0.5, 0.2, 0.05, 0.01, 0.001];
 
 /** @type {Lens[]} */
 export const LENSES = [
-  { name: "probability", title: "Probability", value: (c, i) => Math.exp(c.lp[i]), cue: () => "",
+  { name: "probability", says: "How probable the model found each token: pale is what it expected, strong is a surprise.",
+    title: "Probability", value: (c, i) => Math.exp(c.lp[i]), cue: () => "",
     bins: [...LEAST.map((edge) => `≥ ${bare(edge)}`), "less"], bin: (p) => LEAST.filter((edge) => p < edge).length },
-  { name: "entropy", title: "Entropy", value: (c, i) => c.h[i], cue: (bin) => "·".repeat(bin / 2),
+  { name: "entropy", says: "How open the choice was at each place, whatever was taken: strong is where many tokens would have done.",
+    title: "Entropy", value: (c, i) => c.h[i], cue: (bin) => "·".repeat(bin / 2),
     ...rising([0.1, 0.5, 1, 2, 3, 5]) },
-  { name: "rank", title: "Rank", value: (c, i) => c.rk[i], cue: (bin, c, i) => (bin ? String(c.rk[i]) : ""),
+  { name: "rank", says: "The place of each token among all, by probability: the number is shown from 2 on.",
+    title: "Rank", value: (c, i) => c.rk[i], cue: (bin, c, i) => (bin ? String(c.rk[i]) : ""),
     ...rising([2, 3, 6, 11, 101], ["1", "2", "3–5", "6–10", "11–100", "more"]) },
-  { name: "source", title: "Source", value: (c, i) => (c.src[i] ? LETTERS.indexOf(c.src[i]) : NaN),
+  { name: "source", says: "Where each token comes from: you, the sampler, a grammar, or a draft that was accepted.",
+    title: "Source", value: (c, i) => (c.src[i] ? LETTERS.indexOf(c.src[i]) : NaN),
     cue: (bin) => (bin ? LETTERS[bin] : ""), bin: (place) => place,
     bins: ["prompt", "typed", "sampled", "forced", "drafted", "bonus", "corrected"] },
-  { name: "divergence", title: "Divergence", value: (c, i) => c.kl[i],
+  { name: "divergence", says: "How far model B's probabilities are from A's at each place. It needs a comparison.",
+    title: "Divergence", value: (c, i) => c.kl[i],
     cue: (bin, c, i) => (c.same[i] !== 0 ? "" : i === c.same.indexOf(0) ? "⚑" : "▲"),
     ...rising([0.001, 0.01, 0.05, 0.1, 0.5, 1]) },
-  { name: "change", title: "Change", value: (c, i) => c.lpB[i] - c.lp[i], cue: (bin) => (bin > 3 ? "+" : bin < 3 ? "−" : ""),
+  { name: "change", says: "Whether B finds the token more probable than A, or less. It needs a comparison.",
+    title: "Change", value: (c, i) => c.lpB[i] - c.lp[i], cue: (bin) => (bin > 3 ? "+" : bin < 3 ? "−" : ""),
     ...rising([-2, -0.5, -0.1, 0.1, 0.5, 2], ["< −2", "< −.5", "< −.1", "± .1", "> .1", "> .5", "> 2"]) },
 ];
 
@@ -77,6 +84,7 @@ export function drawLegend(c, visit) {
   const counts = names.map(() => 0);
   for (let i = 0; i < c.n; i++) counts[binOf(c, i) < 0 ? unknown : binOf(c, i)]++;
   const box = $("legend");
+  set($("lens-line"), { textContent: lens.says });
   if (box.dataset.lens !== lens.name) {
     box.dataset.lens = lens.name;
     fill(box, names.map((name, bin) => h("button", { type: "button", title: "Go to the next",

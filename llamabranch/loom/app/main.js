@@ -1,11 +1,15 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
-import { $, attribute, check, fill, h, later, pace, paints, plural, radios, redraw, tell, visible, visibleTexts } from "./dom.js";
+import {
+  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, visibleTexts,
+} from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, get, net } from "./net.js";
 import { FLAGS, Tokens, look, select, stateOf, store, texts, view } from "./store.js";
 import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
-import { moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
+import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
+import { isChat, turnAt } from "./turns.js";
+import { barOf, openBar, sentenceOf } from "./bar.js";
 import { drawInspector, inspected, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
 import { compare, startCompare } from "./compare.js";
@@ -36,15 +40,65 @@ function stay() {
   if (lp.subarray(1, n).some(Number.isNaN)) void act("score", { node: store.current });
 }
 
-/** Continue from the cursor or the end of the path. @param {Record<string, any>} [fields] */
+/** "chat" where the shown text, or the one that is about to begin, is a conversation. */
+const mode = () => (!$("empty").hidden ? begins() : isChat(shownPath()) ? "chat" : "text");
+
+/** Whether the path ends with a whole answer: what follows is a reply. */
+function isAnswered() {
+  const c = shownPath(), node = selected();
+  if (!isChat(c) || c.turns.at(-1)?.role !== "assistant" || !node || place() !== node.at + node.n) return false;
+  return c.n > (c.turns.at(-1)?.begin ?? 0) && node.reason === "stop";
+}
+
+/** Continue from the cursor or the end of the path, as the bar says. @param {Record<string, any>} [fields] */
 async function go(fields = {}) {
   const at = place(), node = selected();
-  const resume = node?.reason === "interrupted" && at === node.at + node.n; // as if it had not been
-  const answer = await act("continue", { node: store.current, at, n: 3, max_tokens: 24, resume, ...fields });
+  if (!node) return;
+  if (isAnswered()) return reply();
+  const resume = node.reason === "interrupted" && at === node.at + node.n; // as if it had not been
+  const kind = mode();
+  const answer = await act("continue", { node: store.current, at, ...barOf(kind), resume, ...fields });
   if (!answer) return;
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
   else select(/** @type {string} */ (store.current), at < shownPath().n ? at : store.end);
-  tell(`Writing ${plural(answer.nodes.length, "continuation")}.`);
+  tell(kind === "chat" ? `Writing ${plural(answer.nodes.length, "answer")}.` : `Writing ${plural(answer.nodes.length, "continuation")}.`);
+}
+
+const isAtEnd = () => place() >= shownPath().n;
+
+/** The end of a path in words: "the end", or its last word before the cursor. */
+function whereTo() {
+  const c = shownPath(), at = place();
+  if (isAtEnd()) return "at the end";
+  const words = c.shown.slice(Math.max(0, at - 12), at).join("").replace(/\s+$/, "").match(/\S*$/)?.[0] ?? "";
+  return words ? `after “${words.slice(-24)}”` : `after token ${at}`;
+}
+
+/** Say where the next action acts. */
+function drawWhere() {
+  const chat = mode() === "chat", where = whereTo(), answered = isAnswered();
+  $("go").firstChild.textContent = answered ? "Reply" : `Continue ${where}`;
+  $("go").lastChild.textContent = keysOf("continue")[0] ?? "";
+  const words = { type: chat && isAtEnd() ? "Reply" : `Type ${where}`,
+    edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit the last stretch"
+      : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
+    retry: "Answer again", search: `Search ${where}`, compare: `Compare ${where}` };
+  for (const [action, title] of Object.entries(words)) {
+    const button = $("actions").querySelector(`[data-action=${action}]`);
+    if (!button) continue;
+    if (action === "type") button.firstChild.textContent = chat && isAtEnd() ? "Reply " : "Type ";
+    if (button.title !== title) button.title = title;
+  }
+  const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
+  more.hidden = !chat;
+  typed.hidden = answered; // Continue says so
+  const c = shownPath(), last = c.turns.at(-1);
+  $("reply").hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
+    && ["ready", "disk-error"].includes(stateOf(net)) && !exported());
+  for (const id of ["bar-said", "bar-begin"]) {
+    const said = sentenceOf(mode());
+    if ($(id).firstChild?.textContent !== said) fill($(id), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));
+  }
 }
 
 // --- typing ---
@@ -57,15 +111,14 @@ function onSubmit(box, submit, leave = () => {}) {
   };
 }
 
-/** Open the box: it types after a position, or edits all that follows. @param {number} at @param {boolean} edit */
-function type(at, edit) {
+/** Open a box to write in. @param {{at: number, label: string, value?: string, scored?: boolean, edit?: boolean, roles?: string[],
+ *   keep: (text: string, role: string) => Promise<any>, verb?: string, note?: string}} what `at`: the text is shown up to there */
+function openBox({ at, label: title, value = "", scored = false, edit = false, roles = [], keep: kept, verb = "Continue", note = "" }) {
   if (view.typingAt >= 0 || exported() || document.documentElement.dataset.state === "read-only") return;
-  const c = shownPath();
-  const node = store.current;
-  const box = h("textarea", { rows: 3, spellcheck: false, value: edit ? c.text.slice(at).join("") : "",
-    "aria-label": edit ? "Edit what follows" : "Type from here" });
+  const box = h("textarea", { rows: 3, spellcheck: false, value, "aria-label": title });
+  const role = h("select", { "aria-label": "Who says it" }, roles.map((each) => h("option", { value: each }, each)));
   const preview = h("p", { class: "preview", "aria-hidden": "true" });
-  const waiting = later(200);
+  const waiting = later(200), node = store.current, isTalk = isChat(shownPath());
   const close = () => {
     look({ typingAt: -1 });
     form.remove();
@@ -74,15 +127,16 @@ function type(at, edit) {
   };
   const keep = async (/** @type {boolean} */ more) => {
     if (!edit && !box.value) return close();
-    const answer = await act("type", { node, at, text: box.value, edit });
+    const answer = await kept(box.value, role.value);
     if (!answer) return;
     close();
-    select(answer.node.id);
-    if (more) await go();
+    select(answer.node.id, answer.same ? answer.at ?? null : null);
+    if (more) return go();
+    look({ reading: Math.min(answer.node.at, shownPath().n - 1) }); // one reads on from what is new
   };
   const score = async () => {
     const text = box.value;
-    const answer = text ? await act("score", { node, at, text }) : { tokens: null };
+    const answer = text ? await act("score", { node, at, text, parse_special: !isTalk }) : { tokens: null };
     if (text !== box.value || !answer) return;
     if (!answer.tokens) return fill(preview);
     const columns = new Tokens();
@@ -91,28 +145,74 @@ function type(at, edit) {
     fill(preview, words.map((word, i) => tokenSpan(columns, i, word)).slice(-100));
     attribute(preview, "data-seam", answer.seam ? "A seam: read as one text, these would be other tokens." : null);
   };
-  const form = h("div", { class: "typing" }, box, preview, h("p", { class: "row" },
-    h("button", { type: "button", class: "main", onclick: () => keep(true) }, "Continue ", h("kbd", {}, "Ctrl Enter")),
-    h("button", { type: "button", onclick: () => keep(false) }, "Keep ", h("kbd", {}, "Esc")),
-    h("button", { type: "button", onclick: close }, "Discard")));
-  box.oninput = () => waiting(score);
+  const form = h("div", { class: "typing" }, h("p", { class: "row dim" }, title, roles.length > 1 && role), box, preview,
+    note && h("p", { class: "dim note" }, note), h("p", { class: "row" },
+      h("button", { type: "button", class: "main", onclick: () => keep(true) }, `${verb} `, h("kbd", {}, "Ctrl Enter")),
+      h("button", { type: "button", onclick: () => keep(false) }, "Keep ", h("kbd", {}, "Esc")),
+      h("button", { type: "button", onclick: close }, "Discard")));
+  if (scored) box.oninput = () => waiting(score);
   onSubmit(box, () => keep(true), () => keep(false));
+  $("turn-tools").hidden = true;
   look({ typingAt: at });
   $("after").prepend(form);
   box.focus();
   box.scrollIntoView({ block: "nearest" });
 }
 
-/** Begin a new text. */
-async function begin() {
-  const text = $("begin").value;
-  const answer = text.trim() && (await act("type", { node: null, text }));
+/** What a box says of control tokens. @param {boolean} parsed */
+const controlNote = (parsed) => {
+  const { eos, chat } = store.doc.models.A ?? {};
+  if (!eos || (!parsed && !chat)) return "";
+  return parsed ? `Control tokens, such as ${eos}, are read as such.` : `A control token, such as ${eos}, stays text in a message.`;
+};
+
+/** Type after a position, or edit all that follows. @param {number} at @param {boolean} edit */
+function type(at, edit) {
+  const node = store.current, c = shownPath(), where = whereTo(), parsed = !isChat(c);
+  openBox({ at, label: edit ? "Edit what follows" : `Type ${where}`, value: edit ? c.text.slice(at).join("") : "", scored: true, edit,
+    note: controlNote(parsed), keep: (text) => act("type", { node, at, text, edit, parse_special: parsed }) });
+}
+
+/** Add a turn to the conversation. */
+function reply() {
+  const node = store.current, at = place(), roles = store.doc.models.A?.chat?.roles ?? ["user"];
+  openBox({ at, label: "Reply", roles, verb: "Send", note: controlNote(false),
+    keep: (text, role) => act("chat", { node, at, text, role: role || "user" }) });
+}
+
+/** Write a turn of the conversation anew; the old one stays as a branch. @param {number} turn */
+function editTurn(turn) {
+  const c = shownPath(), node = store.current, { role, begin, end } = c.turns[turn] ?? {};
+  if (role == null) return;
+  const isAnswer = role === "assistant";
+  openBox({ at: begin, label: isAnswer ? "Edit the answer" : `Edit what the ${role} says`, edit: true,
+    value: c.text.slice(begin, end).join(""), verb: isAnswer ? "Continue it" : "Ask again", note: isAnswer ? "" : controlNote(false),
+    keep: (text) => act("chat", { node, turn, text }) });
+}
+
+/** Have an answer written again. @param {number} turn */
+async function retry(turn) {
+  const c = shownPath(), there = c.turns.findLastIndex(({ role }, i) => role === "assistant" && i <= turn);
+  if (there < 0) return tell("There is no answer here.");
+  const { begin } = c.turns[there];
+  select(/** @type {string} */ (store.current), begin === place() ? store.end : begin);
+  await go();
+}
+
+/** What begins: "text" or "chat". */
+const begins = () => /** @type {any} */ ($("mode").querySelector(":checked"))?.value ?? "text";
+
+/** Begin a new text or conversation, and have it continued. @param {Record<string, any>} [fields] */
+async function begin(fields = {}) {
+  const text = $("begin").value, chat = begins() === "chat";
+  const answer = text.trim() && (await (chat ? act("chat", { node: null, text, system: $("system").value.trim() || null })
+    : act("type", { node: null, text })));
   if (!answer) return $("begin").focus();
   $("begin").value = "";
   select(answer.node.id);
   drawState();
   $("text").focus();
-  await go();
+  await go(fields);
 }
 
 // --- find ---
@@ -132,28 +232,31 @@ async function find() {
 function nextHit(/** @type {number} */ by) {
   if (!hits.length) return;
   hit = (hit + by + hits.length) % hits.length;
-  const { node, at, text } = hits[hit];
-  const segment = segmentOf(node, at + 1);
+  const { node, at, last = at, text } = hits[hit];
+  const segment = segmentOf(node, last + 1);
   if (segment) goTo(segment);
-  moveTo(at);
+  moveTo(last); // what is done next is done behind the place
   $("found").textContent = `${hit + 1} / ${hits.length}`;
   attribute($("found"), "title", visible(text));
 }
 
 // --- dialogs ---
 
-/** A dialog with fields. A field is [name, title, first value, choices or null].
+/** A dialog with fields. A field is [name, title, first value, choices, each with its line, or null].
  * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => void} done
  * @param {any[]} [more] what else is in it */
 function ask(title, fields, verb, done, more = []) {
+  const said = h("p", { class: "dim", role: "status" }); // the line of each choice
+  const says = () => fill(said, fields.flatMap(([name, , , choices]) => choices?.[form.elements[name].value] || []).join(" "));
   const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), ...more,
     fields.map(([name, words, value, choices]) => h("label", {}, h("span", {}, words), choices
-      ? h("select", { name }, choices.map((/** @type {string} */ each) => h("option", { value: each }, each.replace(/_/g, " "))))
+      ? h("select", { name, onchange: says }, Object.keys(choices).map((each) => h("option", { value: each }, each.replace(/_/g, " "))))
       : h(name === "note" ? "textarea" : "input", { name, value: value ?? "", spellcheck: false, autocomplete: "off" }))),
-    h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
+    said, h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
       h("button", { type: "submit", value: "", formNoValidate: true }, verb ? "Cancel" : "Close")));
   const dialog = $("dialog");
   fill(dialog, form);
+  says();
   form.onsubmit = (/** @type {SubmitEvent} */ event) => {
     if (/** @type {any} */ (event.submitter)?.value) done(valuesOf(new FormData(form)));
   };
@@ -175,6 +278,22 @@ function valuesOf(form) {
   return found;
 }
 
+/** @type {Record<string, string>} each search in one line */
+const SEARCHES = {
+  beam: "Keeps the texts that are most probable as a whole, and goes on with all of them.",
+  best_of_n: "Draws several texts, and shows the best by its score first.",
+  smc: "Many texts run side by side: those with what you want multiply, the others end.",
+  vote: "Draws several texts, finds the answer in each, and counts which one most agree on.",
+  steps: "Goes on line by line, and keeps the best lines each time.",
+  tree: "Goes on where the texts so far have promised most, as in a game.",
+};
+/** @type {Record<string, string>} each comparison in one line */
+const COMPARISONS = {
+  read: "Both models read the text that is here: how far apart are their probabilities, token by token?",
+  lockstep: "One model writes, the other reads along, and the difference appears with each token.",
+  part: "Both write with the same seed; where B would draw another token, two texts go on side by side.",
+};
+
 const FORMATS = {
   html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path", "markdown-tree": "Markdown, the tree",
   logitloom: "logitloom", loomsidian: "loomsidian", socketteer: "socketteer", exoloom: "exoloom",
@@ -188,7 +307,18 @@ async function bring(/** @type {any} */ file) {
   $("dialog").close();
 }
 
+const bookmarked = () => [...store.nodes.values()].filter(({ flags }) =>
+  flags & FLAGS.bookmark && (store.showDeleted || !(flags & FLAGS.deleted)));
+
 const selected = () => store.nodes.get(store.current ?? "");
+
+/** @type {Record<string, string[]>} */
+const MENU = {
+  "This branch": ["bookmark", "note", "delete", "hoist", "children", "replay", "retry"],
+  "From here": ["options", "search", "compare"],
+  View: ["bookmarks", "text.surprise", "pin", "ghosts", "thoughts", "deleted", "theme"],
+  Document: ["new", "export", "compact", "help"],
+};
 
 /** @type {Record<string, () => any>} */
 const run = {
@@ -196,11 +326,27 @@ const run = {
   ...Object.fromEntries(Object.entries(textMoves).map(([name, move]) => [`text.${name}`, move])),
   pin: () => look({ pinned: view.pinned >= 0 ? -1 : inspected() }),
   continue: () => go(),
-  options: () => ask("Continue with options", [["n", "how many", 3], ["max_tokens", "tokens", 24],
-    ["sampling.temperature", "temperature"], ["sampling.top_k", "top k"], ["sampling.top_p", "top p"],
-    ["sampling.min_p", "min p"], ["sampling.repeat_penalty", "repeat penalty"], ["seed", "seed"], ["stop", "stop at"]], "Continue", go),
-  type: () => type(place(), false),
-  edit: () => type(view.cursor < 0 ? (shownPath().owners.at(-1)?.from ?? 0) : view.cursor, true),
+  options: () => openBar(mode(), $("empty").hidden && store.current && !isAnswered() ? () => void go() : null, setting),
+  reply,
+  type: () => {
+    const c = shownPath(), turn = c.turns[turnAt(c, view.cursor)];
+    if (isChat(c) && isAtEnd()) return reply();
+    if (isChat(c) && turn?.role !== "assistant") return run.edit();
+    return type(place(), false);
+  },
+  edit: () => {
+    const c = shownPath();
+    if (isChat(c)) return editTurn(view.cursor < 0 ? c.turns.findLastIndex(({ role }) => role !== "assistant") : turnAt(c, view.cursor));
+    return type(view.cursor < 0 ? (c.owners.at(-1)?.from ?? 0) : view.cursor, true);
+  },
+  retry: () => {
+    const c = shownPath();
+    return isChat(c) ? retry(view.cursor < 0 ? c.turns.length - 1 : turnAt(c, view.cursor)) : tell("This text is no conversation.");
+  },
+  thoughts: () => {
+    const { count, folded } = foldThoughts();
+    tell(count ? `${plural(count, "thought is", "thoughts are")} ${folded ? "folded" : "shown"}.` : "There is no thought here.");
+  },
   stop: async () => {
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
@@ -212,7 +358,7 @@ const run = {
     look({ ghosts: !view.ghosts });
     tell(view.ghosts ? "Rejected drafts are shown." : "Rejected drafts are hidden.");
   },
-  search: () => ask("Search from here", [["kind", "kind", "", ["beam", "best_of_n", "smc", "vote", "steps", "tree"]],
+  search: () => ask("Search from here", [["kind", "kind", "", SEARCHES],
     ["options.width", "width"], ["options.max_tokens", "tokens", 32], ["options.temperature", "temperature"],
     ["options.seed", "seed"], ["options.want", "text that is wanted (smc)"],
     ["options.answer", "answer, a regular expression (vote)"]], "Search",
@@ -224,7 +370,7 @@ const run = {
       return redraw(["compare", "text"]);
     }
     if (!B) return tell("There is no second model: start with --compare MODEL2.");
-    return ask("Compare two models here", [["mode", "how", "", ["read", "lockstep", "part"]], ["writer", "who writes", "", ["A", "B"]],
+    return ask("Compare two models here", [["mode", "how", "", COMPARISONS], ["writer", "who writes", "", { A: "", B: "" }],
       ["max_tokens", "tokens", 24], ["seed", "seed"]], "Compare", ({ mode, ...fields }) => compare(mode, place(), fields));
   },
   bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
@@ -251,18 +397,32 @@ const run = {
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable(setting)]),
-  menu: () => ask("Menu", [], "", () => {}, [h("ul", { class: "menu" },
-    ["options", "search", "compare", "ghosts", "bookmark", "note", "delete", "hoist", "deleted", "export", "new", "compact", "help"].map((name) =>
-      h("li", {}, h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
-        { deleted: "show or hide deleted branches", new: "begin another text", compact: "write the file anew without what was undone" }[name]
-          ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? "")))))]),
+  menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
+    h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
+      h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
+        { deleted: "show or hide deleted branches", theme: "light or dark", new: "begin another text or chat",
+          compact: "write the file anew without what was undone" }[name]
+          ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
+  bookmarks: () => {
+    const visit = (/** @type {string} */ id) => {
+      $("dialog").close();
+      select(id);
+      $("text").focus();
+    };
+    const line = (/** @type {import("./store.js").Node} */ { id, text, note }) => h("li", {},
+      h("button", { type: "button", "data-bookmark": id, onclick: () => visit(id) },
+        h("span", { class: "word" }, label(text) || "…"), note && h("small", {}, visible(note))));
+    const marked = bookmarked();
+    ask("Bookmarks", [], "", () => {}, [marked.length ? h("ul", { class: "menu" }, marked.map(line))
+      : h("p", { class: "dim" }, `None yet: ${keysOf("bookmark")[0] ?? "the menu"} marks the branch that is shown.`)]);
+  },
   deleted: () => {
     store.showDeleted = !store.showDeleted;
     redraw(["tree"]);
   },
   new: () => {
     Object.assign(store, { current: null, end: null });
-    redraw(["state", "tree", "text", "inspect"]);
+    redraw(["state", "tree", "text", "inspect", "where"]);
   },
   theme: () => setting("theme", isDark() ? "light" : "dark"),
   fold: () => fold(),
@@ -316,12 +476,60 @@ function drawState() {
   const empty = !exported() && state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;
   const was = $("empty").hidden;
   $("empty").hidden = !empty;
-  for (const id of ["columns", "legend", "actions"]) $(id).hidden = empty;
+  for (const id of ["columns", "lens-line", "legend", "actions", "bar-row"]) $(id).hidden = empty;
+  attribute(root, "data-empty", empty && (store.nodes.size ? "text" : "all"));
   $("start").disabled = !canWrite;
   $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
   if (empty && was) $("begin").focus();
-  $("card-draft").textContent = A?.draft === "none" ? "Start with --draft auto." : "A draft guesses tokens, the model accepts or rejects.";
-  $("card-models").textContent = B ? `${visible(A?.name)} and ${visible(B.name)} on one text.` : "Start with --compare MODEL2.";
+  if (empty) drawBeginning(A, B);
+  const marked = bookmarked().length;
+  set($("marks"), { textContent: `★ ${marked}` });
+  attribute($("marks"), "aria-label", plural(marked, "bookmark"));
+  if (!empty) drawWhere();
+  else fill($("bar-begin"), sentenceOf(begins()), " ", h("kbd", {}, keysOf("options")[0] ?? ""));
+}
+
+/** Beginnings that run at a click. @type {Record<string, Record<string, string>>} */
+const CARDS = {
+  sentence: { title: "Continue a sentence", text: "Once upon a time there was a little fox who",
+    chat: "Tell me about a little fox, in three sentences.", line: "Coloured by how probable each token was." },
+  draft: { title: "Watch a draft being judged", text: "The old king called his three sons and said",
+    chat: "Count from one to twenty in words.",
+    line: "A draft guesses tokens, the model accepts or rejects them.", without: "It needs a draft: start with --draft auto." },
+  models: { title: "Compare two models", text: "The moral of the story is that", chat: "What is the moral of a fable?",
+    line: "", without: "It needs a second model: start with --compare MODEL2." },
+};
+
+let modeFor = ""; // the model that the switch was set for
+
+/** The first screen. @param {any} A @param {any} B the models */
+function drawBeginning(A, B) {
+  const chat = A?.chat ?? null, key = `${A?.fingerprint} ${chat != null}`;
+  if (A && modeFor !== key) {
+    modeFor = key;
+    radios("mode", [["text", "Text"], ["chat", "Chat"]], () => redraw(["state", "where"]));
+    check("mode", chat ? "chat" : "text");
+    /** @type {any} */ ($("mode").querySelector("[value=chat]")).disabled = !chat;
+  }
+  const isTalk = begins() === "chat";
+  $("mode-line").textContent = !A ? "" : !chat ? "This model has no chat template: it continues texts." : isTalk
+    ? "The model's template writes the turns." : "The model continues what you write, as it is.";
+  $("system-box").hidden = !isTalk || !chat?.roles.includes("system");
+  $("begin-note").textContent = A ? controlNote(!isTalk) || "" : "";
+  $("begin").setAttribute("aria-label", isTalk ? "First message" : "Beginning of a text");
+  $("start").firstChild.textContent = isTalk ? "Send" : "Continue";
+  if ($("cards").dataset.for === `${key} ${isTalk} ${A?.draft} ${B?.name}`) return;
+  $("cards").dataset.for = `${key} ${isTalk} ${A?.draft} ${B?.name}`;
+  const can = { sentence: true, draft: A != null && A.draft !== "none", models: B != null };
+  fill($("cards"), Object.entries(CARDS).map(([card, { title, line, without, ...words }]) =>
+    h("button", { type: "button", class: "card", "data-card": card, "data-model": "", value: words[isTalk ? "chat" : "text"] },
+      h("b", {}, isTalk && card === "sentence" ? "Ask something" : title),
+      h("span", {}, A && !(/** @type {any} */ (can)[card]) ? without
+        : line || `${visible(A?.name ?? "A")} and ${visible(B?.name ?? "B")} on one text.`))));
+  const facts = [...LENSES.map(({ title, says }) => [title, says]),
+    ...Object.entries(SEARCHES).map(([name, says]) => [`Search: ${name.replace(/_/g, " ")}`, says]),
+    ...Object.entries(COMPARISONS).map(([name, says]) => [`Compare: ${name}`, says])];
+  fill($("about").lastElementChild, facts.map(([name, says]) => [h("dt", {}, name), h("dd", {}, says)]));
 }
 
 function widen(/** @type {string} */ side, /** @type {number} */ width) {
@@ -355,12 +563,37 @@ function startPanes() {
   check("panes", "text");
 }
 
+/** Do what a card says: its text begins and is continued. @param {string} card @param {string} text */
+async function runCard(card, text) {
+  const { A, B } = store.doc.models;
+  $("begin").value = text;
+  if (card === "draft" && A?.draft === "none" || card === "models" && !B) return $("begin").focus(); // its line says what it needs
+  if (card === "draft") choose("source"), fold(true);
+  await begin(card === "sentence" ? {} : { n: 1, max_tokens: 48 });
+  if (card !== "models" || !store.current) return;
+  choose("divergence");
+  compare("lockstep", place(), { writer: "A", max_tokens: 24 });
+}
+
+/** Show what can be done with the turn under the mouse. @param {any} event */
+function showTools({ target }) {
+  const block = target.closest?.("[data-turn]"), tools = $("turn-tools"), turn = shownPath().turns[Number(block?.dataset.turn ?? -1)];
+  tools.hidden = !turn || view.typingAt >= 0 || exported() || stateOf(net) === "read-only";
+  if (tools.hidden || !turn) return;
+  let first = block;
+  while (first.previousSibling?.dataset.turn === block.dataset.turn) first = first.previousSibling;
+  tools.dataset.turn = block.dataset.turn;
+  tools.lastChild.hidden = turn.role !== "assistant";
+  const right = tools.offsetParent.clientWidth - first.offsetLeft - first.offsetWidth + 8;
+  set(tools, { "--top": `${first.offsetTop + 4}px`, "--right": `${right}px` });
+}
+
 /** Put the parts together; nothing is asked of a server. */
 export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), choose);
   choose(LENSES[0].name);
   startPanes();
-  const buttons = ["Continue", "Type", "Edit", "Replay", "Search", "Compare", "Stop"];
+  const buttons = ["Type", "Edit", "Retry", "Replay", "Search", "Compare", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
     "data-model": ["Stop", "Compare"].includes(title) ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
@@ -369,14 +602,15 @@ export function start() {
     const { action, card } = button?.dataset ?? {};
     if (action) run[action]();
     if (!card) return;
-    $("begin").value = button.value; // the box is filled as the card says
-    $("begin").focus();
-    if (card === "draft") choose("source"), fold(true);
-    if (card === "models" && store.doc.models.B) choose("divergence");
+    void runCard(card, button.value);
   });
+  $("turn-tools").append(...[["Edit", editTurn], ["Answer again", retry]].map(([title, what]) =>
+    h("button", { type: "button", onclick: () => /** @type {any} */ (what)(Number($("turn-tools").dataset.turn)) }, title)));
+  $("text").addEventListener("mouseover", showTools);
   $("text").addEventListener("dblclick", () => run.type());
-  $("start").onclick = begin;
+  $("start").onclick = () => begin();
   onSubmit($("begin"), begin);
+  onSubmit($("system"), begin);
   const typing = later(60);
   $("find").oninput = () => typing(find);
   $("find").onkeydown = (/** @type {KeyboardEvent} */ event) => {
@@ -385,10 +619,14 @@ export function start() {
   };
   const tree = startTree();
   paints("state", drawState);
-  paints("place", () => staying(stay));
+  paints("place", () => {
+    $("turn-tools").hidden = true;
+    staying(stay);
+  });
   paints("tree", tree.tree);
   paints("text", startText());
   paints("compare", startCompare());
+  paints("where", () => $("empty").hidden && drawWhere());
   paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin)));
   paints("inspect", drawInspector);
   paints("live", startLive());

@@ -114,7 +114,7 @@ export const fetchPath = (node, from, n, top) => once(`${node}:${from}:${top}`, 
   parts.forEach(putTokens);
   rounds?.forEach(putRound);
   compare?.forEach(putCompare);
-  redraw(top ? ["inspect"] : ["tree", "text", "inspect", "live", "compare", "legend"]);
+  redraw(top ? ["inspect"] : ["tree", "text", "inspect", "where", "live", "compare", "legend"]);
 });
 
 /** Fetch what could follow a text. @param {string} key of the store @param {string} node @param {number} at */

@@ -91,19 +91,21 @@ export const store = {
 };
 
 /** What the reader looks at: the cursor and the token under the mouse as positions, -1 is none. */
-export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, compare: false, limit: 320 };
+export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, compare: false, limit: 320,
+  /** where one reads on after a branch was made: the inspector and the arrows begin there */ reading: -1,
+  /** @type {Set<string>} thoughts that are unfolded */ unfolded: new Set() };
 
 /** Change what the reader looks at. @param {Partial<typeof view>} changes */
 export function look(changes) {
   Object.assign(view, changes);
-  redraw(["text", "inspect"]);
+  redraw(["text", "inspect", "where"]);
 }
 
 /** Show a node, up to a position. @param {string} node @param {number | null} [end] */
 export function select(node, end = null) {
   if (store.current === node && store.end === end) return;
   Object.assign(store, { current: node, end });
-  look({ cursor: -1, hover: -1, pinned: -1 });
+  look({ cursor: -1, hover: -1, pinned: -1, reading: -1 });
   redraw(["place", "tree", "live", "compare", "minimap", "legend"]);
 }
 
@@ -129,7 +131,7 @@ export function putDoc(doc) {
   doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {
     const node = Object.fromEntries(columns.map(([name, column]) => [name, column[i]]));
     const { tokens, rounds, compares, n, known } = old.get(id) ?? /** @type {Loose} */ ({});
-    putNode({ ...node, note: doc.notes?.[id] ?? "", kl: doc.kl?.[id] ?? null,
+    putNode({ ...node, note: doc.notes?.[id] ?? "", turns: doc.turns?.[id] ?? [], kl: doc.kl?.[id] ?? null,
       ...(n === node.n && known === node.known ? { tokens, rounds, compares } : {}) });
   });
   const { nodes: _, ...rest } = doc;
@@ -146,10 +148,13 @@ function hide(/** @type {string} */ id) {
   const node = store.nodes.get(id);
   if (!node || !store.nodes.delete(id)) return;
   store.revision++;
-  if (store.current !== id) return;
   const parent = store.nodes.get(node.parent ?? "");
-  store.current = parent?.id ?? null;
-  store.end = parent && node.at < parent.at + parent.n ? node.at : null;
+  const isCut = parent && node.at < parent.at + parent.n;
+  if (store.current === id) Object.assign(store, { current: parent?.id ?? null, end: isCut ? node.at : null });
+  if (!parent || store.current !== parent.id || store.end !== node.at) return;
+  for (const other of store.nodes.values()) if (other.parent === parent.id && other.at === node.at) return;
+  store.end = null; // nothing else goes on from here: the text is shown that was here
+  if (isCut) view.cursor = node.at - 1;
 }
 
 /** @param {Loose} columns of a stretch of one node, at absolute positions */
@@ -193,7 +198,9 @@ export function holder(node) {
 }
 
 /** @typedef {Tokens & {text: string[], shown: string[], owners: {id: string, from: number, to: number}[], missing: number,
- *   control: Uint8Array}} Path */
+ *   control: Uint8Array, turns: Turn[]}} Path
+ * @typedef {{role: string, at: number, begin: number, end: number}} Turn the template's tokens from `at` on, and from `begin`
+ *   to `end` what it says */
 
 /** Nodes whose own tokens make up a path, from the root on. @param {string | null} id @param {number | null} end */
 export function pieces(id, end) {
@@ -206,6 +213,20 @@ export function pieces(id, end) {
     node = node.parent ? store.nodes.get(node.parent) : undefined;
   }
   return parts.reverse();
+}
+
+/** The turns of a path: those of a node take the place of its parents' from there on.
+ * @param {Path["owners"]} owners @param {number} n how many tokens of the path are here @returns {Turn[]} */
+function turnsOf(owners, n) {
+  /** @type {[string, number, number, number | null][]} */ let found = [];
+  for (const { id, to } of owners) {
+    const own = (store.nodes.get(id)?.turns ?? []).filter((/** @type {any[]} */ [, at]) => at < to);
+    if (own.length) found = [...found.filter(([, at]) => at < own[0][1]), ...own];
+  }
+  return found.filter(([, at]) => at < n).map(([role, at, begin, end], i) => {
+    const limit = Math.min(n, found[i + 1]?.[1] ?? n);
+    return { role, at, begin: Math.min(begin, limit), end: Math.min(end ?? limit, limit) };
+  });
 }
 
 /** The tokens of a path in one. `missing` is the first position that has to be fetched, or -1.
@@ -224,6 +245,7 @@ export function pathOf(id, end) {
     path.missing = Math.max(from, at + there);
     break;
   }
+  path.turns = turnsOf(owners, path.n);
   path.text = texts(path.pieces);
   path.shown = visibleTexts(path.text);
   path.control = Uint8Array.from(path.pieces, (piece) => (typeof piece === "object" && "c" in piece ? 1 : 0));

@@ -6,6 +6,7 @@ import { SOURCES, lens, looks } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
 import { FLAGS, look, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
+import { isFolded, partsOf, toggleThoughts } from "./turns.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
@@ -94,15 +95,27 @@ export function textView(box, source, prefix) {
   /** Cut a path into blocks; one that was not drawn has an estimated height. @param {Path} c */
   function cut(c) {
     let count = 0;
-    for (let from = 0; from < c.n; count++) {
-      let to = Math.min(c.n, from + BLOCK);
-      while (to < c.n && to - from < LARGEST && !c.text[to - 1].endsWith("\n")) to++;
-      const block = (blocks[count] ??= box.appendChild(h("div", { role: "none" })));
-      Object.assign(block, { from, to });
-      if (!block.firstChild) block.style.height = `${(textOf(c, block).length * CHARACTER) / box.clientWidth}px`;
-      from = to;
+    const parts = partsOf(c);
+    for (const part of parts.length ? parts : [{ from: 0, to: c.n }]) {
+      for (let { from } = part; from < part.to; count++) {
+        let to = Math.min(part.to, from + BLOCK);
+        while (to < part.to && to - from < LARGEST && !c.text[to - 1].endsWith("\n")) to++;
+        const block = (blocks[count] ??= box.appendChild(h("div", { role: "none" })));
+        Object.assign(block, { from, to, turned: "kind" in part ? part : undefined });
+        set(block, dressOf(block));
+        if (!block.firstChild) block.style.height = `${(textOf(c, block).length * CHARACTER) / box.clientWidth}px`;
+        from = to;
+      }
     }
     for (const block of blocks.splice(count)) block.remove();
+  }
+
+  /** How a block is dressed as a part of a turn. @param {any} block */
+  function dressOf({ turned: part, from, to }) {
+    if (!part) return { class: null, "data-title": null, "data-turn": null };
+    const { kind, role, first, last } = part, begins = from === part.from, ends = to === part.to;
+    return { class: ["turn", kind, `by-${role}`, begins && first && "first", ends && last && "last", begins && "begins",
+      isFolded(part) && "folded"].filter(Boolean).join(" "), "data-title": begins ? part.title || null : null, "data-turn": part.turn };
   }
 
   /** The runs of a block, each one text at first. @param {Path} c @param {any} block */
@@ -143,7 +156,9 @@ export function textView(box, source, prefix) {
   /** Draw what has changed; also after scrolling and resizing, if it is asked for. */
   function draw(moved = true) {
     const c = source();
-    const looks = [view.cursor, view.limit, view.ghosts, lens.name, c.owners.map(({ id }) => store.nodes.get(id)?.rounds.length)].join();
+    const folded = partsOf(c).map((part) => Number(isFolded(part))).join("");
+    const rounds = c.owners.map(({ id }) => store.nodes.get(id)?.rounds.length);
+    const looks = [view.cursor, view.limit, view.ghosts, lens.name, folded, rounds].join();
     if (!moved && c === drawn && looks === looked) return;
     const anew = c !== drawn || width !== box.clientWidth;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
@@ -155,6 +170,12 @@ export function textView(box, source, prefix) {
     const places = blocks.map((block) => block.getBoundingClientRect());
     const runs = blocks.flatMap((block, i) => {
       const near = isNear(places[i], MARGIN);
+      set(block, dressOf(block));
+      if (isFolded(block.turned)) {
+        block.replaceChildren();
+        block.style.height = "";
+        return [];
+      }
       block.style.height = near ? "" : `${places[i].height}px`;
       if (!near) block.replaceChildren();
       return near ? runsOf(c, block) : [];
@@ -192,17 +213,28 @@ export function textView(box, source, prefix) {
 
 /** @type {ReturnType<typeof textView>} */ let main;
 
+/** Fold or unfold thoughts, all of the path if none is given. @param {import("./turns.js").Part[]} [parts] */
+export function foldThoughts(parts = partsOf(shownPath())) {
+  const { count, folded } = toggleThoughts(parts);
+  if (folded && parts.some(({ from, to }) => view.cursor >= from && view.cursor < to)) view.cursor = -1;
+  look({});
+  return { count, folded };
+}
+
 /** Put the cursor on a token, or nowhere. @param {number} i */
 export function moveTo(i) {
   const { n } = shownPath();
-  look({ cursor: i < 0 || n === 0 ? -1 : Math.min(i, n), hover: -1 }); // n: behind the last token
+  look({ cursor: i < 0 || n === 0 ? -1 : Math.min(i, n), hover: -1, reading: -1 }); // n: behind the last token
   if (view.cursor >= 0) main.reveal(Math.min(view.cursor, n - 1));
 }
 
+/** Where the arrows begin without a cursor: where one reads on, if there is such a place. @param {number} otherwise */
+const readingFrom = (otherwise) => (view.reading >= 0 ? Math.min(view.reading, shownPath().n - 1) : otherwise);
+
 /** What keys do in the text. @type {Record<string, () => void>} */
 export const textMoves = {
-  left: () => moveTo(Math.max(0, (view.cursor < 0 ? shownPath().n : view.cursor) - 1)),
-  right: () => moveTo(view.cursor < 0 ? shownPath().n - 1 : view.cursor + 1),
+  left: () => moveTo(Math.max(0, (view.cursor < 0 ? readingFrom(shownPath().n) : view.cursor) - 1)),
+  right: () => moveTo(view.cursor < 0 ? readingFrom(shownPath().n - 2) + 1 : view.cursor + 1),
   first: () => moveTo(0),
   last: () => moveTo(shownPath().n - 1),
   surprise: () => seek((c, i) => c.lp[i] < SURPRISE),
@@ -261,7 +293,11 @@ export function startText() {
   }, i < 0 ? 400 : 80);
   set(box, {
     onmouseover: (/** @type {any} */ event) => rest(over(event)), onmouseleave: () => rest(-1),
-    onclick: (/** @type {any} */ event) => over(event) >= 0 && moveTo(over(event)),
+    onclick: (/** @type {any} */ event) => {
+      const { turned } = event.target;
+      if (over(event) >= 0) moveTo(over(event));
+      else if (turned?.kind === "thought") foldThoughts([turned]);
+    },
     onwheel: (/** @type {WheelEvent} */ event) => {
       if (!event.altKey) return;
       event.preventDefault();

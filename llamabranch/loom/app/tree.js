@@ -156,8 +156,14 @@ function step(/** @type {number} */ by) {
 }
 
 /** The text a row begins with. @param {Segment} segment */
-function wording({ parts, from }) {
+function wording({ parts, from, to }) {
   let words = "";
+  for (const { turns, tokens, at } of parts) { // of a conversation what is said, without the template's own tokens
+    const said = (/** @type {any[]} */ [role, , begin]) => role === "user" && begin >= Math.max(from, at) && begin < to;
+    const [, , begin, end] = turns?.find(said) ?? [];
+    if (begin == null || tokens.n <= begin - at) continue;
+    return texts(tokens.pieces.slice(begin - at, Math.min(end ?? to, begin + 24) - at)).join("");
+  }
   for (const { tokens, text, at } of parts) {
     const begin = Math.max(0, from - at);
     if (words.length > 60) break;

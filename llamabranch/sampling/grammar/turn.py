@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 
 from ...errors import GrammarError, UnsupportedError
 from ...model import Model
-from ...model.call_form import ArgumentTags, Around, CallForm, Slot, Values
+from ...model.call_form import ArgumentTags, Around, CallForm, Slot, Values, is_text_schema
 from ...model.tools import Tools
 from . import schema as json_schemas
 from .grammar import Grammar
@@ -16,126 +18,205 @@ from .grammar import Grammar
 __all__ = ["turn_grammar"]
 
 _MOST_LOOSE = 64  # functions: the lexer looks for the beginning of each
-_TEXT = "TEXT: /(.|\\n)*/"
 
 
-def turn_grammar(model: Model, tools: Tools) -> Grammar:
+def turn_grammar(model: Model, tools: Tools, content: Grammar | None = None) -> Grammar:
     """Return the grammar of an answer by ``model`` that may call, or has to call, some tools.
 
-    Text is free; from the opening of a call on, the call is one of a known function, with arguments that
-    follow its schema, in the form of the model's template. After a call come calls, or the end. Where a
-    tool is forced, the answer begins with a call. Where the template's form cannot be written as a
-    grammar, a forced call is bare JSON.
+    Text is free, and so are control tokens that begin no call; from the opening of a call on, the call is
+    one of a known function, with arguments that follow its schema, in the form of the model's template.
+    So are calls as bare or fenced JSON, which models write whatever their template says. After a call
+    come calls, or the end. Where a tool is forced, the answer begins with a call. Where the vocabulary
+    cannot write the template's form, because a tag in it ends every text, a forced call is bare JSON.
 
     Args:
         model: whose control tokens the form may name.
         tools: those of the request, with their ``turns``.
+        content: what an answer without a call must follow; None = its text is free.
 
     Raises:
-        UnsupportedError: no tool is forced, and the template's form has no grammar; says why.
+        UnsupportedError: ``content`` cannot be combined with calls; says why.
         GrammarError: a tool's schema is refused; names the tool.
     """
     form = tools.turns.form
     try:
-        lark = _Writer(model, tools, form).written()
-    except UnsupportedError:
-        if not tools.forced:
-            raise
-        lark = _Writer(model, tools, type(tools.turns)().form).written()
-    try:
-        return Grammar.from_lark(lark)
+        try:
+            lark = _Writer(model, tools, form).written(content)
+        except UnsupportedError:
+            if not tools.forced:
+                raise
+            lark = _Writer(model, tools, type(tools.turns)().form).written()
+        return _compiled(lark)
     except GrammarError:
         for name, schema in tools.schemas.items():
             _check(name, schema)
         raise
 
 
+_compiled = lru_cache(maxsize=64)(Grammar.from_lark)  # a conversation asks for one at every turn
+
+
 def _check(name: str, schema: object) -> None:
     try:
-        Grammar.from_json_schema(schema)  # type: ignore[arg-type]
+        Grammar.from_json_schema(json.dumps(schema, ensure_ascii=False))
+    except RecursionError:
+        raise GrammarError(f"the parameters of {name}: nested too deep") from None
     except GrammarError as error:
         raise GrammarError(f"the parameters of {name}: {error.message}", hint=error.hint) from None
 
 
+def _as_rule(name: str, grammar: Grammar) -> str:
+    """Return the rules of a grammar, the first of which has this name."""
+    if not grammar.guidance:
+        raise UnsupportedError("a grammar that names tokens cannot be combined with calls of tools")
+    (found,) = json.loads(grammar.guidance)["grammars"]
+    if found.get("json_schema") is not None:
+        return f"{name}: %json {json.dumps(found['json_schema'], ensure_ascii=False)}"
+    return re.sub(r"(?m)\bstart\b(?=.*:)", name, str(found["lark_grammar"]), count=1)
+
+
 class _Writer:
+    """Writes the grammar of the turns of one request.
+
+    Control tokens have no text: the grammar names them by their ids, ``<[5]>``. A token that ends a text
+    (EOG) cannot stand in it, so the form is written up to it.
+    """
+
     def __init__(self, model: Model, tools: Tools, form: CallForm) -> None:
         self._tools, self._form = tools, form
-        self._control = {
+        control = {
             text: known[0]
             for text, known in model.handle.control_tokens().items()
             if model.handle.is_control(known[0])
         }
-        texts = sorted(self._control, key=len, reverse=True)
+        self._eog = {text for text, token in control.items() if model.is_eog(token)}
+        self._control = control
+        texts = sorted(control, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-        self._rules: list[str] = []
+        self._rules: dict[str, str] = {}
         self._names = tools.forced or list(tools.schemas)
 
-    def written(self) -> str:
+    def written(self, content: Grammar | None = None) -> str:
         """Return the grammar's source."""
         form, tools = self._form, self._tools
-        if form.arguments_as_text and form.kind == "json":
-            raise UnsupportedError("arguments that are JSON in a JSON string have no grammar")
-        units = [self._unit(i, name) for i, name in enumerate(self._names)]
-        any_unit = self._rule("call", " | ".join(units))
-        again = self._literal(form.separator + form.call_start)
-        end = self._literal(form.section_end.rstrip())
-        is_many = form.several is True and tools.parallel and not tools.is_named
-        more = f" (WS? {again} {any_unit})*" if is_many else ""
-        last = "" if tools.forced else " WS?"
-        calls = self._rule("calls", f"{any_unit}{more} {end}{last}")
+        self._rule("TEXT", "/(.|\\n)*/")
+        self._rule("WS", "/[ \\n\\t]{1,8}/")
         whole = form.opening.removeprefix(tools.turns.parts.lead if tools.forced else "")
         opening = whole.lstrip()
-        space = whole[: len(whole) - len(opening)]
         if tools.forced:
-            start = f"{self._literal(space)}? {self._literal(opening)} {calls}"
+            space = whole[: len(whole) - len(opening)]
+            start = f"{self._literal(space)}? {self._literal(opening)} {self._calls()}"
+        elif content is not None:
+            own = _as_rule("content", content)
+            start = f"content | {self._literal(opening)} {self._calls()}"
+            return "\n".join([f"start: {start}", own, *self._lines()])
         else:
-            starts = ["TEXT"]
-            if opening:
-                starts.append(f"{self._opened(opening)} {calls}")
-            if self._is_loose():
-                starts += self._loose()
-            start = " | ".join(starts)
-        return "\n".join([f"start: {start}", *self._rules, _TEXT, "WS: /[ \\n\\t]{1,8}/"])
+            choices = self._loose()
+            with suppress(UnsupportedError):  # a form that this model cannot write
+                if opening:
+                    choices.append(f"{self._opened(opening)} {self._calls()} WS?")
+            start = f"{self._free(opening)} ({' | '.join(choices)})?" if choices else "TEXT"
+        return "\n".join([f"start: {start}", *self._lines()])
+
+    def _lines(self) -> list[str]:
+        return [f"{name}: {text}" for name, text in self._rules.items()]
+
+    def _calls(self) -> str:
+        """Return the rule of all calls, from the first call's opening on."""
+        form, tools = self._form, self._tools
+        units = [self._unit(i, name) for i, name in enumerate(self._names)]
+        any_unit = self._rule("call", " | ".join(units))
+        between, ends = form.separator + form.call_start, self._ends(form.call_end)
+        is_many = form.several is True and tools.parallel and not tools.is_named
+        more = f" (WS? {self._literal(between)} {any_unit})*" if is_many and not ends else ""
+        end = "" if ends else self._last(form.section_end.rstrip())
+        return self._rule("calls", f"{any_unit}{more} {end}")
 
     def _rule(self, name: str, text: str, attributes: str = "") -> str:
-        self._rules.append(f"{name}{attributes}: {text}")
+        self._rules[f"{name}{attributes}"] = text
         return name
 
     # -- text --------------------------------------------------------------------------------------
+
+    def _ends(self, text: str) -> bool:
+        """Return whether a literal holds a token that ends a text."""
+        return any(match[0] in self._eog for match in self._pattern.finditer(text))
+
+    def _last(self, text: str) -> str:
+        """Return a literal at the end of a call, up to a token that ends the text."""
+        for match in self._pattern.finditer(text):
+            if match[0] in self._eog:
+                return self._literal(text[: match.start()])
+        return self._literal(text)
 
     def _literal(self, text: str) -> str:
         """Return a literal: text, and control tokens by their ids."""
         parts, at = [], 0
         for match in self._pattern.finditer(text):
+            if match[0] in self._eog:
+                raise UnsupportedError(
+                    f"the form of calls has {match[0]}, which ends every text of this model"
+                )
             if match.start() > at:
-                parts.append(json.dumps(text[at : match.start()], ensure_ascii=False))
+                parts.append(_quoted(text[at : match.start()]))
             parts.append(f"<[{self._control[match[0]]}]>")
             at = match.end()
         if text[at:]:
-            parts.append(json.dumps(text[at:], ensure_ascii=False))
+            parts.append(_quoted(text[at:]))
         return " ".join(parts) or '""'
 
     def _until(self, name: str, literal: str) -> str:
         """Return free text up to a literal, and the literal."""
         match = self._pattern.search(literal)
         if match is None:
-            return self._rule(name, f"TEXT {json.dumps(literal, ensure_ascii=False)}", "[lazy]")
+            return self._rule(name, f"TEXT {_quoted(literal)}", "[lazy]")
         if match.start() == 0:
             return f"TEXT {self._literal(literal)}"
-        head = json.dumps(literal[: match.start()], ensure_ascii=False)
-        lazy = self._rule(name, f"TEXT {head}", "[lazy]")
+        lazy = self._rule(name, f"TEXT {_quoted(literal[: match.start()])}", "[lazy]")
         return f"{lazy} {self._literal(literal[match.start() :])}"
 
     def _opened(self, opening: str) -> str:
         """Return free text up to the first word of an opening, and the opening."""
         match = self._pattern.match(opening)
         if match is not None:
-            return self._until("open", opening)
+            return self._literal(opening)
         word = re.split(r"\s", opening)[0]
         first = self._pattern.search(word)
         word = word[: first.start()] if first else word
         rest = self._literal(opening[len(word) :]) if opening[len(word) :] else ""
         return f"{self._until('open', word)} {rest}".rstrip()
+
+    def _free(self, opening: str) -> str:
+        """Return what may stand before calls: text, and control tokens that begin none."""
+        self._rule("SOME", "/(.|\\n)+/")
+        choices = ["SOME"]
+        match = self._pattern.match(opening)
+        first = match[0] if match else None
+        ids = [
+            token
+            for text, token in self._control.items()
+            if text != first and text not in self._eog
+        ]
+        if ids:
+            choices.append(f"<[{_ranges(ids)}]>")
+        if first and self._is_shared(first, opening):
+            rest = opening[len(first) :]
+            after = self._pattern.search(rest)
+            rest = rest[: after.start()] if after else rest
+            if rest:
+                self._rule("OTHER", f"/(.|\\n)+/ & ~/{_regex(rest)}(.|\\n)*/")
+                choices.append(f"<[{self._control[first]}]> OTHER?")
+        return f"({' | '.join(choices)})*"
+
+    def _is_shared(self, tag: str, opening: str) -> bool:
+        """Return whether a tag that begins a call also begins other parts of a turn."""
+        parts = self._tools.turns.parts
+        return any(
+            tag in text
+            for text in (parts.header, parts.thought_open, parts.thought_close, parts.content_start,
+                         parts.content_end, parts.turn_end)
+            if not text.strip().startswith(opening.strip())
+        )  # fmt: skip
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -149,10 +230,9 @@ class _Writer:
             parts = parts[form.object_at :]
         words: list[str] = []
         text = ""
-        for at, part in enumerate(parts):
+        for part in parts:
             if isinstance(part, str):
-                is_last = at == len(parts) - 1
-                text += part.rstrip() if is_last else part
+                text += part
                 continue
             if part is Slot.NAME:
                 is_json = form.kind == "json"
@@ -163,140 +243,306 @@ class _Writer:
             words += [self._literal(text)] if text else []
             text = ""
             if part is Slot.ARGUMENTS:
-                words.append(self._arguments(i, name, schema))
+                words.append(self._arguments(i, schema))
+            elif part is Slot.INDEX or form.name_in_id is not None:
+                words.append(self._rule("NUMBER", "/[0-9]+/"))
             else:
-                is_number = part is Slot.INDEX or form.name_in_id is not None
-                words.append("NUMBER" if is_number else "ID")
-        words += [self._literal(text)] if text else []
-        for symbol, pattern in (("NUMBER", "/[0-9]+/"), ("ID", "/[a-zA-Z0-9]{9}/")):
-            line = f"{symbol}: {pattern}"
-            if symbol in words and line not in self._rules:
-                self._rules.append(line)
+                words.append(self._rule("ID", "/[a-zA-Z0-9_\\-]{1,64}/"))
+        words += [self._last(text.rstrip())] if text.strip() else []
         return self._rule(f"call_{i}", " ".join(words))
 
-    def _json(self, schema: object, values: Values | None = None) -> str:
-        """Return a value that follows a schema, spaced as the template writes it."""
-        given = schema if isinstance(schema, Mapping) else {}
-        values = values or self._form.values
-        try:
-            made = json_schemas.closed(json_schemas.parse(json.dumps(given, ensure_ascii=False)))
-        except RecursionError:
-            raise GrammarError("the JSON schema is nested too deep") from None
-        options = {
-            "whitespace_flexible": False,
-            "item_separator": values.item,
-            "key_separator": values.pair,
-        }
-        return f"%json {json.dumps({'x-guidance': options, **made}, ensure_ascii=False)}"
-
-    def _arguments(self, i: int, name: str, schema: object) -> str:
+    def _arguments(self, i: int, schema: object) -> str:
         form = self._form
-        try:
-            if form.tags is None:
-                return self._json(schema)
+        if form.tags is not None:
             return self._tagged(i, schema, form.tags)
-        except GrammarError as error:
-            raise GrammarError(f"the parameters of {name}: {error.message}") from None
+        if form.arguments_as_text:
+            return f'"\\"" {self._value(f"text_{i}", schema, _IN_TEXT, schema)} "\\""'
+        return self._json(schema)
 
     def _tagged(self, i: int, schema: object, tags: ArgumentTags) -> str:
         """Return the rule of arguments in tags, in the order of the schema's properties."""
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         if not isinstance(schema, Mapping) or not isinstance(properties, Mapping):
-            raise UnsupportedError("a function without named parameters has no grammar in tags")
+            properties, schema = {}, {}
         required = schema.get("required")
         needs = set(required) if isinstance(required, list) else set()
-        shared = {k: v for k, v in schema.items() if k in ("$defs", "definitions")}
-        rules = [
-            self._argument(f"arg_{i}_{k}", key, {**shared, **one}, tags)
+        members = [
+            (*self._argument(f"arg_{i}_{k}", key, one, schema, tags), key in needs)
             for k, (key, one) in enumerate(properties.items())
-            if isinstance(one, Mapping)
         ]
-        keys = [key for key, one in properties.items() if isinstance(one, Mapping)]
-        rest, first = "", ""
-        for (rule, later), key in reversed(list(zip(rules, keys, strict=True))):
-            following = f"{rule} {rest}".rstrip()
-            if key in needs:
-                first, rest = following, f"{later} {rest}".strip()
-            else:
-                first = f"({following} | {first})" if first else f"({following})?"
-                rest = f"({later})? {rest}".strip()
-        if not first:
+        inner, may_be_empty = _sequence(members)
+        if not inner:
             return '""'
-        around = self._literal(tags.start), self._literal(tags.end)
-        is_open = first.endswith(")?") and (tags.start or tags.end)
-        text = f"{around[0]} {first} {around[1]}"
+        text = f"{self._literal(tags.start)} {inner} {self._literal(tags.end)}"
+        is_open = may_be_empty and bool(tags.start or tags.end)
         return self._rule(f"args_{i}", f"({text})?" if is_open else text)
 
     def _argument(
-        self, rule: str, key: str, schema: Mapping[str, object], tags: ArgumentTags
+        self, rule: str, key: str, schema: object, root: object, tags: ArgumentTags
     ) -> tuple[str, str]:
         """Return the rules of an argument: the first, and one after others.
 
         The separator and what follows it are one literal: the lexer takes the longest and does not go
         back.
         """
-        kind, values = schema.get("type"), schema.get("enum")
-        names = {"integer": "number", "boolean": "bool", "array": "list"}
-        is_enum = isinstance(values, list) and all(isinstance(v, str) for v in values)
-        is_text = tags.text is not None and (kind == "string" or is_enum)
-        if tags.text is not None and is_text:
-            around: Around = tags.text
-        else:
-            around = tags.around({"bool": True, "null": None, "list": [], "object": {}}.get(
-                names.get(str(kind), str(kind)), 0))  # fmt: skip
-        heads = (around.before, tags.separator + around.before)
-        first, later = (self._literal(head + key + around.between) for head in heads)
+        is_text, text = is_text_schema(schema, root), tags.text
+        choices: list[tuple[Around, bool]]
+        other = tags.around(_EXAMPLES.get(_kind_of(schema, root), 0))
+        choices = [(text, True)] if text is not None and is_text is not False else [(other, False)]
+        if is_text is None and choices != [(other, True)] and choices != [(other, False)]:
+            choices.append((other, False))  # the schema does not say which
+        firsts, others = [], []
+        for k, (around, is_raw) in enumerate(choices):
+            after = "".join(key if part is Slot.NAME else str(part) for part in around.after)
+            if is_raw and after.strip():
+                value = self._raw(f"{rule}_t{k}", schema, root, after)
+            else:
+                value = f"{self._value(f'{rule}_v{k}', schema, tags.values, root)} {self._literal(after)}"
+            inner = self._rule(f"{rule}_value{k}", value)
+            heads = (around.before, tags.separator + around.before)
+            first, later = (self._literal(head + key + around.between) for head in heads)
+            firsts.append(f"{first} {inner}")
+            others.append(f"{later} {inner}")
+        first = self._rule(rule, " | ".join(firsts))
+        return first, self._rule(f"{rule}_later", " | ".join(others)) if tags.separator else first
 
-        def both(rest: str) -> tuple[str, str]:
-            inner = self._rule(f"{rule}_value", rest)
-            if not tags.separator:
-                return (self._rule(rule, f"{first} {inner}"),) * 2
-            return (
-                self._rule(rule, f"{first} {inner}"), self._rule(f"{rule}_later", f"{later} {inner}")
-            )  # fmt: skip
+    def _raw(self, rule: str, schema: object, root: object, after: str) -> str:
+        """Return a string as it is, and what stands after it."""
+        enum = schema.get("enum") if isinstance(schema, Mapping) else None
+        if isinstance(enum, list) and is_text_schema(schema, root):
+            return f"({' | '.join(self._literal(str(v)) for v in enum)}) {self._literal(after)}"
+        return self._until(rule, after)
 
-        after = "".join(key if part is Slot.NAME else str(part) for part in around.after)
-        if is_text and is_enum and isinstance(values, list):
-            texts = " | ".join(self._literal(v) for v in values)
-            return both(f"({texts}) {self._literal(after)}")
-        if is_text:
-            return both(self._until(f"{rule}_text", after))
-        if kind is None and tags.text is not None and after.strip():
-            return both(self._until(f"{rule}_text", after))
-        if kind == "boolean" and not tags.values.is_json:
-            value = " | ".join(json.dumps(word) for word in tags.values.words[:2])
-        elif (
-            tags.values.is_json
-            or kind in ("integer", "number", "boolean")
-            or (tags.text is None and (kind == "string" or is_enum))
-        ):
-            value = self._json(schema, tags.values)
-        elif kind in ("object", "array") and after.strip() and not tags.values.tags:
-            value = self._json(schema, Values())  # a reader takes JSON too
+    # -- values ------------------------------------------------------------------------------------
+
+    def _json(
+        self, schema: object, values: Values | None = None, *, is_flexible: bool = False
+    ) -> str:
+        """Return a JSON value that follows a schema, spaced as the template writes it."""
+        given = schema if isinstance(schema, Mapping) else {}
+        values = values or self._form.values
+        try:
+            made = json_schemas.closed(json_schemas.parse(json.dumps(given, ensure_ascii=False)))
+        except RecursionError:
+            raise GrammarError("the JSON schema is nested too deep") from None
+        options: dict[str, object] = {"whitespace_flexible": is_flexible}
+        if not is_flexible:
+            options |= {"item_separator": values.item, "key_separator": values.pair}
+        return f"%json {json.dumps({'x-guidance': options, **made}, ensure_ascii=False)}"
+
+    def _value(
+        self, rule: str, schema: object, values: Values, root: object, depth: int = 0
+    ) -> str:
+        """Return a value that follows a schema, written as ``values``."""
+        schema = _resolved(schema, root)
+        if values.is_json:
+            shared = {}
+            if isinstance(root, Mapping):
+                shared = {k: v for k, v in root.items() if k in ("$defs", "definitions")}
+            return self._json({**shared, **schema}, values)
+        if values.tags is not None:
+            return self._in_tags(rule, schema, values, root, depth)
+        enum = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(enum, list) and enum:
+            return f"({' | '.join(self._literal(values.write(v)) for v in enum)})"
+        choices = schema.get("anyOf", schema.get("oneOf"))
+        kind = schema.get("type")
+        if isinstance(kind, list):
+            choices = [{**schema, "type": one} for one in kind]
+        if depth > 8:
+            return self._any(values)
+        if isinstance(choices, list) and choices:
+            made = [
+                self._value(f"{rule}_{k}", one, values, root, depth + 1)
+                for k, one in enumerate(choices)
+            ]
+            return self._rule(rule, " | ".join(made))
+        if kind == "string":
+            return self._text(values)
+        if kind in ("integer", "number"):
+            return self._json(schema, Values())
+        if kind in ("boolean", "null"):
+            words = values.words[:2] if kind == "boolean" else values.words[2:]
+            return f"({' | '.join(map(_quoted, words))})"
+        if kind == "array":
+            item = self._value(f"{rule}_item", schema.get("items"), values, root, depth + 1)
+            more = self._repeated(schema, f"{self._literal(values.item)} {item}")
+            inner = f"{item} {more}" if schema.get("minItems") else f"({item} {more})?"
+            if schema.get("maxItems") == 0:
+                inner = '""'
+            return self._rule(rule, f'"[" {inner} "]"')
+        properties = schema.get("properties")
+        if kind == "object" and isinstance(properties, Mapping):
+            needs = schema.get("required")
+            members = []
+            for k, (key, one) in enumerate(properties.items()):
+                value = self._value(f"{rule}_{k}", one, values, root, depth + 1)
+                written = values.key(key) + values.pair
+                first, later = self._literal(written), self._literal(values.item + written)
+                is_needed = isinstance(needs, list) and key in needs
+                members.append((f"{first} {value}", f"{later} {value}", is_needed))
+            return self._rule(rule, f'"{{" {_sequence(members)[0]} "}}"')
+        return self._any(values, kind)
+
+    @staticmethod
+    def _repeated(schema: Mapping[str, object], item: str) -> str:
+        """Return the items of an array after its first."""
+        least, most = schema.get("minItems"), schema.get("maxItems")
+        low = max(0, least - 1) if isinstance(least, int) else 0
+        high = str(max(low, most - 1)) if isinstance(most, int) else ""
+        return f"({item}){{{low},{high}}}"
+
+    def _text(self, values: Values) -> str:
+        """Return a string, in the quotes that ``values`` has."""
+        if values.quote == "'":
+            self._rule("STRING", r"""/'([^'\\\n]|\\.)*'|"([^"\\\n]|\\.)*"/""")
+        elif values.quote == _IN_TEXT.quote:
+            self._rule("STRING", r"""/\\"([^"\\\x00-\x1f]|\\\\"""
+                       r"""([nrtbf\/]|u[0-9a-f]{4}|\\[\\"]))*\\"/""")  # fmt: skip
+        elif values.quote:
+            return f"{self._literal(values.quote)} {self._until('quoted', values.quote)}"
         else:
-            raise UnsupportedError(f"an argument of type {kind} has no grammar in this form")
-        return both(f"({value}) {self._literal(after)}")
+            return self._json({"type": "string"}, Values())
+        return "STRING"
+
+    def _any(self, values: Values, kind: object = None) -> str:
+        """Return any value, or any object or array, written as ``values``."""
+        if "any" not in self._rules:
+            self._rules["any"] = ""
+            item, pair = self._literal(values.item), self._literal(values.pair)
+            key = self._text(values)
+            if values.bare_keys:
+                key = self._rule("KEY", r"/[^\s,:{}\[\]\"'<>]+/")
+            words = " | ".join(map(_quoted, values.words))
+            number = self._json({"type": "number"}, Values())
+            self._rule("any_list", f'"[" (any ({item} any)*)? "]"')
+            self._rule("any_object", f'"{{" ({key} {pair} any ({item} {key} {pair} any)*)? "}}"')
+            self._rule("any", f"{self._text(values)} | {number} | {words} | any_list | any_object")
+        return {"object": "any_object", "array": "any_list"}.get(str(kind), "any")
+
+    def _in_tags(
+        self, rule: str, schema: Mapping[str, object], values: Values, root: object, depth: int
+    ) -> str:
+        """Return the inside of a tag: a text, or nested tags."""
+        before, between, after, end = values.tags or ("", "", "", "")
+        kind, properties = schema.get("type"), schema.get("properties")
+
+        def member(name: str, key: str, inner: object) -> str:
+            closing = f"{after}{key}{end}"
+            opening = self._literal(f"{before}{key}{between}")
+            if is_text_schema(inner, root) is not False or depth > 8:
+                return f"{opening} {self._until(f'{name}_text', closing)}"
+            value = self._value(name, inner, values, root, depth + 1)
+            return f"{opening} {value} {self._literal(closing)}"
+
+        if kind == "array":
+            item = self._rule(f"{rule}_item", member(f"{rule}_i", "item", schema.get("items")))
+            return self._rule(rule, f"({item})" + ("+" if schema.get("minItems") else "*"))
+        if kind == "object" and isinstance(properties, Mapping) and properties:
+            needs = schema.get("required")
+            members = [
+                (self._rule(f"{rule}_{k}", member(f"{rule}_{k}v", key, one)),) * 2
+                + (isinstance(needs, list) and key in needs,)
+                for k, (key, one) in enumerate(properties.items())
+            ]
+            return self._rule(rule, _sequence(members)[0])
+        if kind in ("integer", "number", "boolean", "null"):
+            return self._json(schema, Values())
+        key = self._rule("TAG", r"/[^\s<>]+/")
+        self._rule("any_tag", f"{_quoted(before)} {key} {_quoted(between)} (INNER | any_tag*) "
+                   f"{_quoted(after)} {key} {_quoted(end)}")  # fmt: skip
+        self._rule("INNER", r"/[^<>\[\]]+/")
+        return "any_tag*" if kind == "object" else "(INNER | any_tag*)"
 
     # -- calls that are not in the template's form -------------------------------------------------
 
-    def _is_loose(self) -> bool:
-        return self._form.kind == "json" and len(self._names) <= _MOST_LOOSE
-
-    def _loose(self) -> Sequence[str]:
-        """Return calls as bare or fenced JSON, whose braces may be doubled."""
-        keys = {"arguments", "parameters", *self._form.arguments_path[-1:]}
-        named = {"name", *self._form.name_path[-1:]}
-        choices = []
+    def _loose(self) -> list[str]:
+        """Return calls as bare, fenced or tagged JSON, whose braces may be doubled."""
+        if len(self._names) > _MOST_LOOSE:
+            return []
+        is_json = self._form.kind == "json"
+        keys = {"arguments", "parameters", *(self._form.arguments_path[-1:] if is_json else ())}
+        named = {"name", *(self._form.name_path[-1:] if is_json else ())}
+        opening = r"[ \t]*(```[a-z_]*\s*|<tool_call>\s*)?\{\s*(\{\s*)?"
+        firsts, others = [], []
         for i, name in enumerate(self._names):
-            word = re.escape(json.dumps(name, ensure_ascii=False)).replace("/", "\\/")
-            head = (
-                r"/(```(json)?\n)?\s*\{{1,2}\s*\"(" + "|".join(map(re.escape, sorted(named)))
-                + rf')":\s*{word},\s*"(' + "|".join(map(re.escape, sorted(keys))) + r')":/'
-            ).replace('\\"', '"')  # fmt: skip
-            lazy = self._rule(f"head_{i}", head, "[lazy]")
-            choices.append(f"{lazy} WS? {self._arguments_json(name)} WS? BRACES FENCE? WS?")
-        self._rules += ["BRACES: /\\}{1,2}/", "FENCE: /\\s*```/"]
-        return choices
+            body = (
+                f'{opening}"({_choice(named)})":\\s*{_regex(json.dumps(name, ensure_ascii=False))},'
+                f'\\s*"({_choice(keys)})":'
+            )
+            schema = self._tools.schemas[name]
+            rest = self._rule(
+                f"loose_{i}", f"WS? {self._json(schema, is_flexible=True)} LOOSE_END?"
+            )
+            first = self._rule(f"head_{i}", f"/((.|\\n)*\\n)?{body}/", "[lazy]")
+            firsts.append(f"{first} {rest}")
+            if self._tools.parallel:
+                other = self._rule(f"next_{i}", f"/\\s*{body}/", "[lazy]")
+                others.append(f"{other} {rest}")
+        self._rule("LOOSE_END", r"/\s*\}\s*(\}\s*)?(```|<\/tool_call>)?\s*/")
+        more = f" ({' | '.join(others)})*" if others else ""
+        return [f"({' | '.join(firsts)}){more}"]
 
-    def _arguments_json(self, name: str) -> str:
-        return self._json(self._tools.schemas[name])
+
+_EXAMPLES: dict[str, object] = {
+    "boolean": True, "null": None, "array": [], "object": {}, "string": "",
+}  # fmt: skip
+_IN_TEXT = Values(quote='\\"')  # values inside a JSON string: their quotes are escaped
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _regex(text: str) -> str:
+    """Return a regular expression, as Lark writes it, for a text."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _choice(words: Iterable[str]) -> str:
+    return "|".join(map(_regex, sorted(words)))
+
+
+def _ranges(ids: Iterable[int]) -> str:
+    """Return token ids as Lark's ranges: "2-5,9"."""
+    runs: list[list[int]] = []
+    for token in sorted(ids):
+        if runs and token == runs[-1][1] + 1:
+            runs[-1][1] = token
+        else:
+            runs.append([token, token])
+    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)
+
+
+def _sequence(members: Sequence[tuple[str, str, bool]]) -> tuple[str, bool]:
+    """Return members in their order, some of them optional; and whether all may be missing.
+
+    Args:
+        members: of each its text where it is the first, its text after others, whether it must be there.
+    """
+    first = rest = ""
+    may_be_empty = True
+    for text, later, is_needed in reversed(members):
+        following = f"{text} {rest}".rstrip()
+        if is_needed:
+            first, rest, may_be_empty = following, f"{later} {rest}".rstrip(), False
+        else:
+            first = f"({following} | {first})" if first else f"({following})?"
+            rest = f"({later})? {rest}".rstrip()
+    return first, may_be_empty
+
+
+def _resolved(schema: object, root: object) -> Mapping[str, object]:
+    """Return a schema without a reference at its top."""
+    for _ in range(8):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        schema = root
+        for step in reference[2:].split("/"):
+            schema = schema.get(step) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def _kind_of(schema: object, root: object) -> str:
+    return str(_resolved(schema, root).get("type"))

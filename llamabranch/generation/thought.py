@@ -1,0 +1,152 @@
+"""The output of a text while it thinks: where the thought ends, and what leads from it to the answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..model import Model
+from ..model.thoughts import Thinking
+from .generation import OutputBuffer
+from .output import Produced
+
+__all__ = ["Thought", "ThoughtBuffer", "forced_token", "named_text", "token_text"]
+
+
+class Thought(NamedTuple):
+    """A thought that has ended.
+
+    Attributes:
+        text: without tags, and without white space around it.
+        n_kept: how many of the tokens that were generated are the thought's, its tags included; the
+            answer begins after them.
+        forced: token ids that are read before the answer.
+    """
+
+    text: str
+    n_kept: int
+    forced: list[int]
+
+
+class ThoughtBuffer(OutputBuffer):
+    """The tokens of a text up to the end of its thought.
+
+    The texts of its tokens are the thought's, without tags. Where the text begins with something else
+    than a thought, it ends there, and ``ended`` is an empty thought.
+
+    Args:
+        model: whose tokens they are.
+        thinking: where the thought begins and ends.
+        max_tokens: the most tokens of the whole text; None = until the model ends it.
+    """
+
+    def __init__(self, model: Model, thinking: Thinking, max_tokens: int | None) -> None:
+        limits = [each for each in (max_tokens, thinking.budget) if each is not None]
+        super().__init__(min(limits) if limits else None, (thinking.end,))
+        self._model, self._thinking = model, thinking
+        self._total = max_tokens
+        self._is_open = thinking.is_open
+        self._written = ""  # with the texts of control tokens
+        self._start = 0  # of the thought in it
+        self._space = ""  # belongs to the thought if more of it follows
+        self._is_begun = self._has_text = False
+
+    @property
+    def thought(self) -> str:
+        """The text of the thought so far."""
+        return self.text.strip()
+
+    @property
+    def ended(self) -> Thought | None:
+        """The thought, once an answer may follow; None: it goes on, or the text has ended with it."""
+        model, thinking, n = self._model, self._thinking, len(self.tokens)
+        if self.finish_reason is None:
+            return None
+        if not self._is_open:  # the answer, which is drawn anew under its grammar
+            return Thought("", 0, _tokens(model, thinking.head))
+        if self.stop_reason is not None:
+            end = self._written.index(thinking.end, self._start) + len(thinking.end)
+            after, tail = self._written[end:], thinking.tail
+            if not after.strip():
+                tail = tail[len(after) :] if tail.startswith(after) else tail.lstrip()
+                return Thought(self.thought, n, _tokens(model, tail))
+            last = token_text(
+                model, self.emitted[-1]
+            )  # a token that goes past the tag is cut there
+            return Thought(
+                self.thought, n - 1, _tokens(model, last[: len(last) - len(after)] + tail)
+            )
+        is_cut = self.finish_reason == "length" and (self._total is None or n < self._total)
+        if not is_cut and not (thinking.insists and self.finish_reason == "stop"):
+            return None
+        while n and not self.emitted[n - 1].text and model.piece(self.tokens[n - 1]):
+            n -= 1  # of a character that is not complete
+        forced = model.tokenize(thinking.ending, add_special=False) if thinking.ending else []
+        return Thought(self.thought, n, forced + _tokens(model, thinking.close))
+
+    def break_off(self, reason: str | None = None) -> Produced | None:
+        """End the thought without a tag, as ``OutputBuffer.break_off`` does."""
+        held = super().break_off(reason)
+        return None if held is None else held._replace(is_thought=True)
+
+    def resume(self) -> None:
+        """Go on with a thought that was broken off for want of room."""
+        self.finish_reason = None
+
+    def add(self, emitted: Produced) -> Produced | None:
+        """Add the next token; return it with the thought's text in it, None if there is none to emit."""
+        if emitted.is_stop:
+            return super().add(emitted._replace(is_thought=True))
+        text = token_text(self._model, emitted)
+        self._written += text
+        begun, start, is_answer = self._written.lstrip(), self._thinking.start, False
+        if not self._is_begun:
+            if begun != start and start.startswith(begun):  # it may be the tag
+                text = ""
+            elif start and begun.startswith(start):
+                self._is_open = self._is_begun = True
+                text = begun[len(start) :]
+            elif self._is_open:
+                self._is_begun, text = bool(begun), begun
+            else:
+                is_answer, text = True, ""
+            self._start = len(self._written) - len(text)
+        found = super().add(emitted._replace(text=text, is_thought=True))
+        if is_answer:
+            self.finish_reason = "stop"
+        shown = self._space + self.texts[-1]
+        if not self._has_text:
+            shown = shown.lstrip()
+        core = shown.rstrip()
+        self._space, self.texts[-1] = shown[len(core) :], core
+        self._has_text = self._has_text or bool(core)
+        return None if found is None else found._replace(text=core)
+
+
+def forced_token(token: int) -> Produced:
+    """Return a token that was read between a thought and its answer, as it is reported."""
+    return Produced(token, "", False, math.nan, math.nan, "forced", is_thought=True)
+
+
+def token_text(model: Model, one: Produced) -> str:
+    """Return the text of a token that was emitted; of a control token its name."""
+    if one.text or not model.entry(one.token)[1]:
+        return one.text
+    return model.detokenize([one.token], special=True)
+
+
+def _tokens(model: Model, text: str) -> list[int]:
+    return model.tokenize(text, add_special=False, parse_special=True) if text else []
+
+
+def named_text(model: Model, text: str, tokens: Sequence[int], *, is_cut: bool = False) -> str:
+    """Return a text with the names of control tokens, which may be tags of calls.
+
+    Args:
+        model, text, tokens: what was generated.
+        is_cut: a stop string has ended it: ``text`` is shorter than its tokens.
+    """
+    if is_cut or not any(model.entry(token)[1] for token in tokens):
+        return text
+    return model.detokenize(tokens, special=True)

@@ -1,0 +1,276 @@
+"""Conversations in a document: turns written by the model's template, behind a text that may be there.
+
+The template writes the whole conversation each time. The page keeps those tokens of the text that the
+template writes too, and forks where it writes others: many templates leave out earlier thoughts.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import NamedTuple
+
+from ..context.prefix_cache import n_common
+from ..errors import LlamaBranchError
+from ..model import Model, TurnFormat
+from ..model.call_form import CallForm, Slot
+from ..model.tools import Tools, conversation, openai_call
+from .document import Document, Node, Turn
+
+__all__ = ["Talk", "Written", "chat_fields", "dates_for", "messages_of", "write"]
+
+_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # what llama.cpp tells templates
+_CONTROL = b"\xff"  # before the number of a control token: no text has this byte
+_SLOTS = {
+    Slot.NAME: r"(?<name>[^\s<>{}()\[\]|\"']+)", Slot.ARGUMENTS: r"(?<arguments>[\s\S]*?)",
+    Slot.ID: r"[^\s<>{}\[\]|\"']*", Slot.INDEX: r"\d+",
+}  # fmt: skip
+
+
+class Talk(NamedTuple):
+    """A conversation as its template gets it: messages, OpenAI's tool objects, other variables."""
+
+    messages: list[dict[str, object]]
+    tools: Sequence[Mapping[str, object]] = ()
+    variables: Mapping[str, object] = {}
+
+    def tokens(self, model: Model, n: int | None = None, *, generates: bool = True) -> list[int]:
+        """Return the tokens of all messages or the first ``n``, up to where an answer begins."""
+        tools = Tools(self.tools, None, model.turn_format)
+        given = conversation(
+            model, self.messages[:n], tools, self.variables, continues=False, generates=generates
+        )
+        return given.tokens(model)
+
+
+class Written(NamedTuple):
+    """What continues a text as a conversation.
+
+    Attributes:
+        at: how many of the text's tokens stay.
+        ids: the tokens behind them.
+        turns: those that the new tokens begin or end.
+    """
+
+    at: int
+    ids: list[int]
+    turns: list[Turn]
+
+
+def chat_fields(model: Model) -> dict[str, object] | None:
+    """Return what the page is told of the model's turns; None where it has no chat template."""
+    if model.chat_template is None:
+        return None
+    form = model.turn_format
+    thought = [form.thought_start or "", form.thought_end] if form.thought_end else None
+    roles = ["user", *sorted(form.parts.roles & {"system", "tool"}, reverse=True)]
+    return {"roles": roles, "thought": thought, "call": _call_fields(form)}
+
+
+def _call_fields(form: TurnFormat) -> dict[str, object] | None:
+    """Return a regular expression, of JavaScript, that finds calls in an answer; None: it has no form."""
+    calls = form.form
+    if form.is_general:
+        return None
+    if calls.kind == "json":
+        is_bare = not (calls.opening.strip() or calls.call_end.strip())
+        json_text = r"(?<json>[\[{][\s\S]*?[\]}])"
+        start, end = _loose(calls.call_start), _loose(calls.call_end)
+        pattern = r"^\s*(?<json>\{[\s\S]*\})\s*$" if is_bare else f"{start}{json_text}{end}"
+        if not is_bare and not calls.call_end.strip():  # up to what ends all calls, or the text
+            pattern = f"{_loose(calls.opening)}{json_text}{_loose(calls.section_end) or '$'}"
+    else:
+        pattern = _unit_pattern(calls)
+    return {"pattern": pattern, "name": calls.name_path, "arguments": calls.arguments_path}
+
+
+def _unit_pattern(calls: CallForm) -> str:
+    seen: set[Slot] = set()
+    parts = []
+    for part in calls.unit:
+        if isinstance(part, str):
+            parts.append(_loose(part))
+        else:
+            parts.append(r"[\s\S]*?" if part in seen else _SLOTS[part])
+            seen.add(part)
+    if calls.unit and isinstance(calls.unit[-1], Slot):
+        parts.append("$")
+    return "".join(parts)
+
+
+def _loose(text: str) -> str:
+    """Return a pattern for a literal in which white space may be more, or absent."""
+    words = (re.sub(r"([\\^$.|?*+()\[\]{}/])", r"\\\1", word) for word in text.split())
+    return r"\s*" + "".join(word + r"\s*" for word in words)
+
+
+def dates_for(model: Model) -> dict[str, object]:
+    """Return today's date for a template that asks for it: a conversation keeps that of its first day."""
+    template, today = model.chat_template or "", date.today()
+    return {name: today.strftime(form) for name, form in _DATES.items() if name in template}
+
+
+def messages_of(
+    document: Document, model: Model, node: Node, turns: Sequence[Turn], tools: Sequence[object]
+) -> list[dict[str, object]]:
+    """Return turns of a node's text as messages: of answers, thoughts and calls are apart."""
+    ids, form = node.tokens(), model.turn_format
+    found: list[dict[str, object]] = []
+    last_call = ""
+    for turn in turns:
+        text = turn.text
+        if text is None:
+            text = document.written(ids[turn.begin : turn.end])
+        message: dict[str, object] = {"role": turn.role, "content": text}
+        if turn.role == "assistant":
+            header = document.written(ids[turn.at : turn.begin])
+            read = form.read(text, tools, in_thought=form.is_in_thought(header))
+            message["content"] = read.content or None
+            if read.thought:
+                message["reasoning_content"] = read.thought
+            if read.calls:
+                message["tool_calls"] = [openai_call(call) for call in read.calls]
+                last_call = read.calls[0].id
+            else:
+                message["content"] = read.content
+        elif turn.role == "tool":
+            message["tool_call_id"] = last_call
+        found.append(message)
+    return found
+
+
+def write(
+    model: Model,
+    talk: Talk,
+    before: Sequence[int],
+    known: Sequence[Turn],
+    answer: str | None = None,
+) -> Written:
+    """Return what continues the tokens ``before`` as a conversation, up to where an answer begins.
+
+    Args:
+        model, talk: writes the conversation.
+        before: the tokens of the text; it may be another conversation.
+        known: the turns in it.
+        answer: the beginning of the answer; its control tokens are parsed.
+
+    Raises:
+        ConfigError: the template refuses the messages.
+        LlamaBranchError: it cannot be rendered.
+    """
+    full = talk.tokens(model)
+    n_prompt = len(full)
+    if answer:
+        full += model.tokenize(answer, add_special=False, parse_special=True)
+    words = [_word(model, token) for token in full]
+    places = _common([_word(model, token) for token in before], words)
+    at, skipped = places[-1]
+    spans = _Spans(model, talk, full, n_prompt, words, places)
+    stays = 0  # turns that are whole before the fork
+    while stays < min(len(known), len(talk.messages)) and (known[stays].end or at + 1) < at:
+        stays += 1
+    turns = []
+    for i, message in enumerate(talk.messages[stays:], stays):
+        old = known[i] if i < len(known) and known[i].begin <= at else None
+        turns.append(spans.turn(i, message, old))
+    begin = spans.position(spans.boundary(len(talk.messages)))
+    turns.append(Turn("assistant", begin, at + n_prompt - skipped))
+    return Written(at, full[skipped:], turns)
+
+
+class _Spans:
+    """Where messages are in a conversation's tokens, found by rendering it without the later ones."""
+
+    def __init__(
+        self,
+        model: Model,
+        talk: Talk,
+        full: Sequence[int],
+        n_prompt: int,
+        words: Sequence[bytes],
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        self._model, self._full, self._n_prompt = model, full, n_prompt
+        self._words, self._places = words, places
+        # An answer at the end may be written with a thought that is left out once others follow.
+        bare = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in talk.messages]
+        self._talks = [talk] if bare == talk.messages else [talk, talk._replace(messages=bare)]
+
+    def boundary(self, n: int, *, generates: bool = False) -> int:
+        """Return how many tokens the first ``n`` messages have in the whole."""
+        if n == 0:
+            return 0
+        most, prompt = 0, self._full[: self._n_prompt]
+        for talk in self._talks:
+            try:
+                part = talk.tokens(self._model, n, generates=generates)
+            except LlamaBranchError:  # a template may refuse a part of a conversation
+                continue
+            most = max(most, n_common(part, prompt))
+        return most
+
+    def position(self, token: int) -> int:
+        """Return where a token of the whole is in the new text."""
+        at, skipped = self._places[-1]
+        if token >= skipped:
+            return at + token - skipped
+        return self._places[bisect_right([there for _, there in self._places], token) - 1][0]
+
+    def turn(self, i: int, message: Mapping[str, object], old: Turn | None) -> Turn:
+        """Return the turn of a message; ``old``: as it is in the text that stays."""
+        role, text = str(message["role"]), message.get("content")
+        low, high = self.boundary(i), self.boundary(i + 1)
+        high = max(low, high)
+        if role == "assistant":
+            begin = max(low, min(high, self.boundary(i, generates=True)))
+            ends = (j for j in range(high - 1, begin - 1, -1) if self._model.is_eog(self._full[j]))
+            end = self.position(next(ends, high))
+            if old is not None:
+                return Turn(role, old.at, old.begin, max(old.begin, end))
+            return Turn(role, self.position(low), self.position(begin), end)
+        begin, end = self._span(low, high, str(text or ""))
+        return Turn(
+            role, self.position(low), self.position(begin), self.position(end), str(text or "")
+        )
+
+    def _span(self, low: int, high: int, text: str) -> tuple[int, int]:
+        """Return the tokens from ``low`` to ``high`` that a text has, behind the template's own."""
+        words = self._words[low:high]
+        joined, wanted = b"".join(words), text.strip().encode()
+        where = joined.rfind(wanted) if wanted else -1
+        if where < 0:
+            return high, high
+        ends = [0]
+        for word in words:
+            ends.append(ends[-1] + len(word))
+        begin = bisect_right(ends, where) - 1
+        return low + begin, low + bisect_right(ends, where + len(wanted) - 1)
+
+
+def _word(model: Model, token: int) -> bytes:
+    return model.piece(token) or _CONTROL + str(token).encode() + _CONTROL
+
+
+def _common(a: Sequence[bytes], b: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Return after how many words each of two lists has the same text, as long as they have."""
+    found, i, j = [(0, 0)], 0, 0
+    left, right = b"", b""
+    while True:
+        if not left and not right:
+            following = b[j][:1] if j < len(b) else b""
+            if not b"\x80" <= following < b"\xc0":  # else it is inside a character
+                found.append((i, j))
+        if not left:
+            if i == len(a):
+                return found
+            left, i = a[i], i + 1
+        if not right:
+            if j == len(b):
+                return found
+            right, j = b[j], j + 1
+        n = min(len(left), len(right))
+        if left[:n] != right[:n]:
+            return found
+        left, right = left[n:], right[n:]

@@ -1,0 +1,460 @@
+"""Chats in the page, the sampling bar, where an action acts, and the first screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from browsing import (
+    asked,
+    axe,
+    exported,
+    idle,
+    press,
+    state,
+    tokens,
+    told,
+    visiting,
+    written,
+)
+from paging import Opened, chat_model
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+ANSWER = (
+    "<think>\nI think of foxes.\n</think>\n\nA fox lived there.<tool_call>\n"
+    '{"name": "find", "arguments": {"where": "house"}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    folder = tmp_path_factory.mktemp("chat")
+    with Opened(folder, chat_model(folder)) as running:
+        yield running
+
+
+@pytest.fixture
+def page(chromium: Browser, served: Opened) -> Iterator[Page]:
+    """The page of a model with a chat template, before another text begins."""
+    with visiting(chromium, served) as opened:
+        idle(opened)
+        anew(opened)
+        yield opened
+
+
+def anew(page: Page) -> None:
+    if page.locator("#empty").is_hidden():
+        page.locator("[data-action=menu]").click()
+        page.locator("dialog button", has_text="begin another").click()
+        idle(page)
+
+
+def set_bar(page: Page, opener: str = "#bar-said", **values: str) -> None:
+    """Set fields of the bar and keep it."""
+    page.locator(opener).click()
+    for name, value in values.items():
+        field = page.locator(f"dialog [name={name}]")
+        if name == "kind":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    page.locator("dialog button[value=keep]").click()
+    page.locator("dialog[open]").wait_for(state="detached")
+    idle(page)
+
+
+def talk(page: Page, text: str = "Who lived in the old house?") -> None:
+    """Begin a chat with a system message, of one short answer, and wait for it."""
+    set_bar(page, "#bar-begin", n="1", max_tokens="6")
+    page.locator("#system").fill("You tell tales.")
+    page.locator("#begin").fill(text)
+    page.locator("#begin").press("Control+Enter")
+    page.locator("#empty").wait_for(state="hidden")
+    idle(page)
+
+
+def turns(page: Page) -> list[tuple[str, str]]:
+    """Return the turns that are shown: who says what, without thoughts and calls."""
+    found = page.locator("#text .turn.first").evaluate_all("""all => all.map(first => {
+        const {turn, title} = first.dataset;
+        const said = [...document.querySelectorAll(`#text .turn.said[data-turn="${turn}"]`)];
+        return [title, said.map(each => each.textContent).join("")]; })""")
+    return [(role, text) for role, text in found]
+
+
+def edit_answer(page: Page, text: str) -> None:
+    page.locator("#text .turn.by-assistant").last.hover()
+    page.locator("#turn-tools button", has_text="Edit").click()
+    page.locator(".typing textarea").fill(text)
+    press(page, "Escape")
+
+
+def place_of(page: Page, node: str | None) -> int:
+    """Return where a node begins."""
+    nodes = asked(page, "/loom/doc")["nodes"]
+    return int(nodes["at"][nodes["id"].index(node)])
+
+
+def newest(page: Page, n: int = 1) -> list[tuple[str, int]]:
+    """Return the names of the last nodes, and where they begin."""
+    nodes = asked(page, "/loom/doc")["nodes"]
+    return list(zip(nodes["id"], nodes["at"], strict=True))[-n:]
+
+
+# -- chats -----------------------------------------------------------------------------------------
+
+
+def test_a_chat_begins_where_the_model_has_a_template_and_its_turns_are_cards(page: Page) -> None:
+    assert page.locator("#mode input:checked").get_attribute("value") == "chat"
+    talk(page)
+    (system, user, answer) = turns(page)
+    assert (system, user) == (
+        ("system", "You tell tales."),
+        ("user", "Who lived in the old house?"),
+    )
+    assert answer[0] == "assistant" and answer[1]
+    assert page.locator("#text .turn.markup .t.control").all_text_contents()[:2] == [
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
+    assert (
+        page.locator("#tree [role=treeitem]")
+        .first.locator(".words")
+        .inner_text()
+        .startswith("Who lived")
+    )
+    page.evaluate(axe())
+    wrong = page.evaluate(
+        "() => axe.run(document, {resultTypes: ['violations']}).then(r => r.violations.map(v => v.id))"
+    )
+    assert wrong == []
+
+
+def test_a_reply_continues_and_turns_are_edited_and_answered_again(page: Page) -> None:
+    talk(page)
+    before = turns(page)
+    page.locator("#reply").click()
+    page.locator(".typing textarea").fill("And <|im_end|> then?")
+    page.locator(".typing textarea").press("Control+Enter")
+    page.locator("#text .turn.by-assistant.first").nth(1).wait_for()
+    idle(page)
+    assert turns(page)[:4] == [*before, ("user", "And <|im_end|> then?")]
+    assert len(turns(page)) == 5 and turns(page)[4][1]
+    written_first = tokens(page)
+    page.locator("#text").press("R")
+    idle(page)
+    assert turns(page)[:4] == [*before, ("user", "And <|im_end|> then?")] and len(turns(page)) == 5
+    assert newest(page)[0][1] < len(written_first)
+    page.locator("#text .turn.by-user").first.hover()
+    page.locator("#turn-tools button", has_text="Edit").click()
+    box = page.locator(".typing textarea")
+    assert box.input_value() == "Who lived in the old house?"
+    box.fill("Who lived in the new house?")
+    box.press("Control+Enter")
+    page.locator("#text .turn.said", has_text="new house").wait_for()
+    idle(page)
+    assert [role for role, _ in turns(page)] == ["system", "user", "assistant"]
+    assert turns(page)[2][1]
+
+
+def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:
+    talk(page)
+    edit_answer(page, ANSWER)
+    thought = page.locator("#text .turn.thought")
+    assert "folded" in (thought.get_attribute("class") or "")
+    assert thought.locator("[data-token]").count() == 0
+    assert (thought.get_attribute("data-title") or "").startswith("Thought, ")
+    call = page.locator("#text .turn.call")
+    assert call.get_attribute("data-title") == 'Calls find(where: "house")'
+    assert call.locator(".t.control").first.inner_text() == "<tool_call>"
+    assert turns(page)[2] == ("assistant", "A fox lived there.")
+    thought.click(position={"x": 30, "y": 8})
+    thought.locator("[data-token]").first.wait_for()
+    assert "I think of foxes." in thought.inner_text()
+    page.locator("#text").press("t")
+    page.locator("#text .turn.thought.folded").wait_for()
+    # The cursor opens the thought that it comes to.
+    i = page.locator("#text [data-token]").evaluate_all(
+        "all => Number(all.find(each => each.closest('.by-assistant.markup')).dataset.token)"
+    )
+    page.locator(f"#text [data-token='{i}']").click()
+    while page.locator("#text .turn.thought.folded").count():
+        press(page, "ArrowRight", at="#text")
+    assert page.locator("#text .turn.thought [aria-selected=true]").count() == 1
+    # The template leaves out earlier thoughts: the reply forks there, and the call is still one.
+    press(page, "End", "Enter", at="#text")
+    page.locator(".typing textarea").fill("Why?")
+    page.locator(".typing textarea").press("Control+Enter")
+    page.locator("#text .turn.said", has_text="Why?").wait_for()
+    idle(page)
+    assert page.locator("#text .turn.thought").count() == 0
+    assert page.locator("#text .turn.call").count() == 1
+    assert turns(page)[2:4] == [("assistant", "A fox lived there."), ("user", "Why?")]
+
+
+def test_an_exported_chat_has_its_cards(chromium: Browser, page: Page, tmp_path: Path) -> None:
+    talk(page)
+    edit_answer(page, ANSWER)
+    shown = turns(page)
+    file = exported(page, tmp_path)
+    viewer = chromium.new_context().new_page()
+    viewer.goto(file.as_uri())
+    state(viewer, "read-only")
+    idle(viewer)
+    assert turns(viewer) == shown
+    assert viewer.locator("#text .turn.thought.folded").count() == 1
+    assert viewer.locator("#text .turn.call").count() == 1
+    viewer.context.close()
+
+
+def test_typed_text_parses_control_tokens_and_says_so(page: Page) -> None:
+    page.locator("#mode label", has_text="Text").click()
+    idle(page)
+    assert page.locator("#system-box").is_hidden()
+    assert "<|endoftext|>" in page.locator("#begin-note").inner_text()
+    page.locator("#begin").fill("<|im_start|>user\nHello<|im_end|>")
+    page.locator("#start").click()
+    page.locator("#text .t.control").first.wait_for()
+    idle(page)
+    assert page.locator("#text .turn").count() == 0
+    assert "".join(tokens(page)).startswith("<|im_start|>user\nHello<|im_end|>")
+    assert page.locator("#text .t.control").all_text_contents()[:2] == [
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
+
+
+# -- the bar ---------------------------------------------------------------------------------------
+
+
+def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: Path) -> None:
+    with Opened(tmp_path) as running, visiting(chromium, running) as page:
+        idle(page)
+        first = page.locator("#bar-begin").inner_text()
+        assert "3 texts, 24 tokens, temperature 0.8, top-p 0.95" in first
+        set_bar(page, "#bar-begin", n="2", max_tokens="5", temperature="0.5", stop="xyz")
+        page.locator("#begin").fill("Once upon a time")
+        page.locator("#begin").press("Control+Enter")
+        page.locator(".shoot").nth(1).wait_for()
+        idle(page)
+        said = page.locator("#bar-said").inner_text()
+        assert "2 texts, 5 tokens, temperature 0.5, top-p 0.95, stop at “xyz”" in said
+        assert page.locator(".shoot").count() == 2
+        made = asked(page, f"/loom/tokens?node={newest(page)[0][0]}")["node"]
+        assert (made["n"], made["sampling"]["temperature"], made["stop"]) == (5, 0.5, ["xyz"])
+        # A preset of one's own is kept for all documents; what is wrong is told in the dialog.
+        page.locator("#text").press("G")
+        page.locator("dialog [name=kind]").select_option("json_schema")
+        page.locator("dialog [name=follow]").fill('{"type": "integer"')
+        page.locator("dialog button[value=keep]").click()
+        told(page, "dialog .wrong", "not JSON")
+        page.locator("dialog [name=follow]").fill('{"type": 7}')
+        page.locator("dialog button[value=keep]").click()
+        told(page, "dialog .wrong", "schema")
+        page.locator("dialog [name=follow]").fill('{"enum": ["north", "south"]}')
+        page.locator("dialog [aria-label='Name of the preset']").fill("a wind")
+        page.locator("dialog button", has_text="Keep as a preset").click()
+        page.locator("dialog option", has_text="a wind").wait_for(state="attached")
+        page.locator("dialog button[value=go]").click()
+        idle(page)
+        assert "a JSON schema" in page.locator("#bar-said").inner_text()
+        node = newest(page)[0][0]
+        text = asked(page, f"/loom/tokens?node={node}")["parts"][0]["text"]
+        assert '"north"'.startswith("".join(text)) or '"south"'.startswith("".join(text))
+    with Opened(tmp_path) as running, visiting(chromium, running) as page:
+        idle(page)
+        assert "2 texts, 5 tokens, temperature 0.5" in page.locator("#bar-said").inner_text()
+        page.locator("#bar-said").click()
+        assert page.locator("dialog [name=n]").input_value() == "2"
+        assert json.loads(page.locator("dialog [name=follow]").input_value()) == {
+            "enum": ["north", "south"]
+        }
+        presets = page.locator("dialog select").first
+        presets.select_option("three short texts")
+        assert page.locator("dialog [name=max_tokens]").input_value() == "24"
+        presets.select_option("a wind")
+        assert page.locator("dialog [name=kind]").input_value() == "json_schema"
+
+
+# -- where an action acts --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def story(page: Page) -> Page:
+    """A text of the same model with one continuation shown."""
+    page.locator("#mode label", has_text="Text").click()
+    set_bar(page, "#bar-begin", n="3", max_tokens="10")
+    written(page)
+    return page
+
+
+def go_label(page: Page) -> str:
+    return page.locator("#go").inner_text()
+
+
+def test_where_an_action_acts_is_said(story: Page) -> None:
+    page = story
+    assert "Continue at the end" in go_label(page)
+    page.locator("#text [data-token]", has_text="time").first.click()
+    told(page, "#go", "Continue after “time”")
+    assert (
+        page.locator("#actions [data-action=search]").get_attribute("title")
+        == "Search after “time”"
+    )
+    at = int(page.locator("#text [aria-selected=true]").get_attribute("data-token") or -1) + 1
+    press(page, "g", at="#text")
+    assert {place for _, place in newest(page, 3)} == {at}
+
+
+def test_undo_gives_the_text_back_that_was_there(story: Page) -> None:
+    page = story
+    before = tokens(page)
+    page.locator("#text [data-token]").nth(4).click()
+    press(page, "g", at="#text")
+    assert len(tokens(page)) == 5
+    press(page, "u", at="#text")
+    assert tokens(page) == before
+    assert page.locator("#text [aria-selected=true]").get_attribute("data-token") == "4"
+    set_bar(page, n="1")
+    press(page, "g", at="#text")  # one text, which is shown at once
+    assert tokens(page)[:5] == before[:5] and len(tokens(page)) == 15
+    press(page, "u", at="#text")
+    assert tokens(page) == before
+    page.locator("#text [data-token]").nth(6).hover()
+    page.locator("#token-pane[data-position='6']").wait_for()
+    page.locator("[data-alternative]:not([aria-current])").first.click()
+    idle(page)
+    assert tokens(page) != before
+    press(page, "u", at="#text")
+    assert tokens(page) == before
+
+
+def test_after_an_alternative_one_reads_on_from_it_and_continues_at_the_end(story: Page) -> None:
+    page = story
+    page.locator("#text [data-token]").nth(6).click()
+    page.locator("#token-pane[data-position='6']").wait_for()
+    other = page.locator("[data-alternative]:not([aria-current])").first
+    other.wait_for()
+    word = other.get_attribute("data-alternative")
+    other.click()
+    idle(page)
+    n = len(tokens(page))
+    assert "Continue at the end" in go_label(page)
+    shown = page.locator("[data-alternative][aria-current]")
+    assert shown.get_attribute("data-alternative") == word  # it is inspected
+    press(page, "g", at="#text")
+    assert {place for _, place in newest(page, 3)} == {n}
+    press(page, "u", at="#text")
+    press(page, "ArrowRight", at="#text")
+
+
+def test_after_a_find_the_cursor_is_at_the_end_of_the_match(story: Page) -> None:
+    page = story
+    page.locator("#text").press("/")
+    page.keyboard.type("a time there was a lit")
+    told(page, "#found", "[1-9]")
+    page.keyboard.press("Enter")
+    idle(page)
+    words = tokens(page)
+    i = int(page.locator("#text [aria-selected=true]").get_attribute("data-token") or -1)
+    assert "".join(words[: i + 1]).endswith("little")
+    page.keyboard.press("Escape")
+    assert "Continue after “little”" in go_label(page)
+    press(page, "g", at="#tree")
+    assert {place for _, place in newest(page, 3)} == {i + 1}
+
+
+def test_after_an_edit_one_continues_at_its_end(story: Page) -> None:
+    page = story
+    page.locator("#text [data-token]").nth(3).click()
+    page.locator("#text").press("e")
+    box = page.locator(".typing textarea")
+    box.fill(box.input_value().replace("little", "large"))
+    press(page, "Escape")
+    assert "large" in "".join(tokens(page))
+    assert "Continue at the end" in go_label(page)
+    n = len(tokens(page))
+    press(page, "g", at="#text")
+    assert {place for _, place in newest(page, 3)} == {n}
+
+
+# -- the first screen ------------------------------------------------------------------------------
+
+
+def test_the_first_screen_is_calm_and_its_cards_run(chromium: Browser, tmp_path: Path) -> None:
+    with Opened(tmp_path) as running, visiting(chromium, running) as page:
+        idle(page)
+        for part in ("#tree-pane", "#token-pane", "#lenses"):
+            assert page.locator(part).is_hidden(), part
+        assert page.locator("#empty h2").inner_text() == "llamabranch"
+        page.locator("#about summary").click()
+        lines = page.locator("#about dd").all_inner_texts()
+        assert len(lines) == 6 + 6 + 3 and all(line.endswith((".", "?")) for line in lines)
+        page.locator("[data-card=sentence]").click()
+        page.locator(".shoot").nth(2).wait_for()
+        idle(page)
+        assert "".join(tokens(page)) == "Once upon a time there was a little fox who"
+        for lens in ("entropy", "source"):
+            page.locator(f"#lenses input[value={lens}]").check(force=True)
+            idle(page)
+            said: Any = page.locator("#lens-line").inner_text()
+            assert said in lines
+        page.locator("#text").press("S")
+        for kind in ("beam", "smc"):
+            page.locator("dialog select[name=kind]").select_option(kind)
+            assert page.locator("dialog p[role=status]").inner_text() in lines
+        page.keyboard.press("Escape")
+
+
+def test_bookmarks_are_a_list(story: Page) -> None:
+    page = story
+    n = int(page.locator("#marks").inner_text().removeprefix("★ "))
+    node = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
+    page.locator("#text").press("b")
+    told(page, "#marks", f"★ {n + 1}")
+    page.locator("#tree [role=treeitem]").first.click()
+    idle(page)
+    page.locator("#marks").click()
+    page.locator(f"dialog [data-bookmark={node}]").click()
+    idle(page)
+    now = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
+    assert now == node
+
+
+def test_every_action_is_found_without_the_help(story: Page) -> None:
+    """What has a key is also a button, a menu entry, or what arrows and digits mean everywhere."""
+    page = story
+    names = page.evaluate(
+        "import('/loom/app/keys.js').then(keys => keys.ACTIONS.map(([name, , title]) => [name, title]))"
+    )
+    page.locator("[data-action=menu]").click()
+    menu = page.locator("dialog .menu").all_inner_texts()
+    entries = "\n".join(menu)
+    buttons = page.locator("[data-action]").evaluate_all(
+        "all => all.map(each => each.dataset.action)"
+    )
+    arrows = {
+        "up",
+        "down",
+        "left",
+        "right",
+        "first",
+        "last",
+        "text.left",
+        "text.right",
+        "text.first",
+        "text.last",
+    }
+    shown = {"toggle", "lens", "lensBack", "find", "text.surpriseBack"}  # triangle, radios, box
+    missing = [
+        name
+        for name, title in names
+        if name not in buttons and title not in entries and name not in arrows | shown
+    ]
+    assert missing == []
+    page.keyboard.press("Escape")

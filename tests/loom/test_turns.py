@@ -1,0 +1,204 @@
+"""Chats in the page's document: turns by the template, replies, edits, thoughts, calls, files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paging import Paged, chat_model
+
+import llamabranch as lb
+
+SYSTEM = "You tell tales."
+ASKED = "Who lived in the old house?"
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
+    folder = tmp_path_factory.mktemp("chat")
+    with Paged(folder, model=chat_model(folder)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model(page: Paged) -> lb.Model:
+    return page.loom.service.model
+
+
+def chat(page: Paged, **fields: Any) -> Any:
+    """Begin a conversation, or add to one; return the node once it is scored."""
+    return page.done("chat", **fields)["node"]
+
+
+def answered(page: Paged, node: Any, text: str) -> Any:
+    """Write an answer as the model would: its control tokens are parsed."""
+    turn = len(turns(page, node["id"])) - 1
+    return chat(page, node=node["id"], turn=turn, text=text)
+
+
+def turns(page: Paged, node: str) -> list[tuple[str, str]]:
+    """Return the turns of a text, with what they say as it is shown."""
+    document = page.loom.document
+    held = document.nodes[node]
+    ids = held.tokens()
+    return [
+        (turn.role, document.written(ids[turn.begin : turn.end])) for turn in document.turns(held)
+    ]
+
+
+def test_a_beginning_is_what_the_template_writes(page: Paged, model: lb.Model) -> None:
+    node = chat(page, system=SYSTEM, text=ASKED)
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASKED}]
+    assert page.tokens(node["id"], path=1)["ids"] == model.chat_tokens(messages)
+    assert turns(page, node["id"]) == [("system", SYSTEM), ("user", ASKED), ("assistant", "")]
+    told = page.doc()["models"]["A"]["chat"]
+    assert told["thought"] == ["<think>", "</think>"]
+    assert {*told["roles"]} >= {"user", "system"}
+
+
+def test_what_is_said_in_a_chat_never_becomes_a_control_token(page: Paged, model: lb.Model) -> None:
+    text = "I write <|im_end|> and <|im_start|>system"
+    node = chat(page, text=text)
+    assert turns(page, node["id"])[0] == ("user", text)
+    end = model.tokenize("<|im_end|>", add_special=False, parse_special=True)
+    assert len(end) == 1 and page.tokens(node["id"], path=1)["ids"].count(end[0]) == 1
+
+
+def test_an_answer_ends_at_its_token_and_a_reply_continues_it(page: Paged, model: lb.Model) -> None:
+    node = chat(page, text=ASKED)
+    free = page.grow(node["id"], max_tokens=8, seed="3")
+    ids = page.tokens(free["id"], path=1)["ids"]
+    # The end of a turn is drawn where it is likely enough, and is no part of the text.
+    (end,) = model.tokenize("<|im_end|>", add_special=False, parse_special=True)
+    ended = page.done(
+        "continue", node=free["id"], n=1, max_tokens=4, sampling={"logit_bias": {str(end): 100}}
+    )["nodes"][0]
+    told = page.tokens(ended["id"], path=1)
+    assert (told["node"]["reason"], told["node"]["n"]) == ("stop", 0)
+    reply = chat(page, node=free["id"], text="And then?")
+    whole = page.tokens(reply["id"], path=1)["ids"]
+    assert whole[: len(ids)] == ids and reply["at"] == len(ids)
+    said = turns(page, reply["id"])
+    assert [role for role, _ in said] == ["user", "assistant", "user", "assistant"]
+    assert said[2] == ("user", "And then?")
+    answer = page.loom.document.written(ids[node["n"] :])
+    assert said[1][1] == answer
+    messages = [
+        {"role": "user", "content": ASKED}, {"role": "assistant", "content": answer},
+        {"role": "user", "content": "And then?"},
+    ]  # fmt: skip
+    assert model.detokenize(whole, special=True) == model.apply_chat_template(messages)
+
+
+def test_turns_are_edited_as_branches(page: Paged) -> None:
+    first = page.grow(chat(page, system=SYSTEM, text=ASKED)["id"], max_tokens=6, seed="1")
+    last = page.grow(chat(page, node=first["id"], text="And then?")["id"], max_tokens=6, seed="2")
+    before = turns(page, last["id"])
+    asked = chat(page, node=last["id"], turn=1, text="Who lived in the new house?")
+    assert turns(page, asked["id"]) == [
+        ("system", SYSTEM), ("user", "Who lived in the new house?"), ("assistant", ""),
+    ]  # fmt: skip
+    n_same = page.tokens(last["id"], path=1)["ids"][: asked["at"]]
+    assert n_same == page.tokens(asked["id"], path=1)["ids"][: asked["at"]] and asked["at"] > 8
+    told = chat(page, node=last["id"], turn=0, text="You are a king.")  # and the same is asked
+    assert turns(page, told["id"])[:2] == [("system", "You are a king."), ("user", ASKED)]
+    answer = chat(page, node=last["id"], turn=2, text="A queen")
+    assert turns(page, answer["id"]) == [*before[:2], ("assistant", "A queen")]
+    assert turns(page, last["id"]) == before  # the old branch stays
+    same = page.do("chat", 200, node=last["id"], turn=2, text=before[2][1])
+    assert same["same"] and same["node"]["id"] == last["id"]
+    held = page.loom.document.nodes[last["id"]]
+    assert [turn.role for turn in page.loom.document.turns(held, same["at"])] == [
+        "system",
+        "user",
+        "assistant",
+    ]
+
+
+def test_thoughts_and_calls_are_apart_and_the_template_leaves_earlier_thoughts_out(
+    page: Paged, model: lb.Model
+) -> None:
+    begun = chat(page, text=ASKED, tools=TOOLS)
+    call = '<tool_call>\n{"name": "find", "arguments": {"where": "house"}}\n</tool_call>'
+    text = f"<think>\nold houses\n</think>\n\nI look.{call}"
+    wrote = answered(page, begun, text)
+    assert turns(page, wrote["id"])[-1] == ("assistant", text)
+    (think,) = model.tokenize("<think>", add_special=False, parse_special=True)
+    assert think in page.tokens(wrote["id"], path=1)["ids"]
+    result = chat(page, node=wrote["id"], role="tool", text="a fox")
+    said = turns(page, result["id"])
+    assert said[-2:] == [("tool", "a fox"), ("assistant", "")]
+    assert said[-3] == ("assistant", text)  # after the last question the thought stays
+    asked = chat(page, node=result["id"], text="Why?")
+    said = turns(page, asked["id"])
+    roles = [role for role, _ in said]
+    assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    whole = model.detokenize(page.tokens(asked["id"], path=1)["ids"], special=True)
+    assert "old houses" not in whole and '"where": "house"' in whole
+
+
+def test_a_text_goes_on_as_it_was_cut_and_files_keep_the_turns(page: Paged, tmp_path: Path) -> None:
+    node = page.grow(chat(page, text=ASKED)["id"], max_tokens=8, seed="4")
+    cut = page.type(" and a fox", node["id"], at=node["at"] + 3)
+    assert [role for role, _ in turns(page, cut["id"])] == ["user", "assistant"]
+    assert turns(page, cut["id"])[1][1].endswith(" and a fox")
+    reply = chat(page, node=node["id"], at=node["at"] + 3, text="Why?")
+    assert turns(page, reply["id"])[2] == ("user", "Why?")
+    told = page.doc()["turns"][reply["id"]]
+    kept = page.get("/loom/export", format="json").text
+    made = [each for each in json.loads(kept)["records"] if each.get("id") == reply["id"]]
+    assert [turn["role"] for turn in made[0]["turns"]] == [role for role, *_ in told]
+    back = page.api.post("/loom/import", content=kept).json()
+    assert back["count"] > 0
+    new = page.doc()["turns"]
+    assert list(new.values()).count(told) >= 2  # the imported one too
+    lines = page.loom.journal.path.read_text("utf-8").splitlines()
+    (line,) = (
+        each
+        for each in map(json.loads, lines)
+        if each.get("id") == reply["id"] and each["op"] == "node"
+    )
+    assert [turn["role"] for turn in line["turns"]] == ["assistant", "user", "assistant"]
+
+
+def test_chats_are_undone(page: Paged) -> None:
+    node = chat(page, text=ASKED)
+    page.do("undo")
+    assert node["id"] not in page.nodes()
+    page.do("redo")
+    assert turns(page, node["id"])[0] == ("user", ASKED)
+
+
+def test_what_is_no_chat_is_refused(page: Paged, tmp_path: Path) -> None:
+    text = page.type("Once upon a time")
+    page.do("chat", 409, node=text["id"], text="Hello")
+    node = chat(page, text=ASKED)
+    page.do("chat", 400, node=node["id"], turn=7, text="Hello")
+    page.do("chat", 400, node=node["id"], role="assistant", text="Hello")
+    page.do("chat", 400, text="  ")
+    page.do("chat", 400, node=node["id"], text="Hello", role="nobody")
+    before = page.nodes()
+    page.do("chat", 400, text=ASKED, tools=[{"function": {}}])
+    assert page.nodes() == before
+
+
+def test_typed_text_parses_control_tokens_as_the_command_line_does(
+    page: Paged, model: lb.Model
+) -> None:
+    text = "<|im_start|>user\nHello<|im_end|>\n"
+    node = page.type(text)
+    assert page.tokens(node["id"], path=1)["ids"] == model.prompt_tokens(text)
+    plain = page.type(text, parse_special=False)
+    assert page.tokens(plain["id"], path=1)["ids"] == model.prompt_tokens(text, parse_special=False)
+    edited = page.done(
+        "type", node=node["id"], at=1, edit=True, text=text[len("<|im_start|>") :] + "!"
+    )
+    assert (
+        edited["node"]["at"] == node["n"] and edited["node"]["n"] == 1
+    )  # nothing before it is new
+    more = page.done("type", node=node["id"], text="<|im_start|>")["node"]
+    assert more["n"] == 1 and not more["flags"] & 2  # no seam: read at once it is the same

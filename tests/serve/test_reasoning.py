@@ -1,0 +1,112 @@
+"""Thoughts over HTTP, by OpenAI's own client: apart from the answer, with a budget, switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from serving import TARGET, Serving, httpx
+
+import llamabranch as lb
+
+openai = pytest.importorskip("openai")
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] "
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] "
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% else %}<think>\n{% endif %}{% endif %}"
+)
+ASKED = [{"role": "user", "content": "Once upon a time there was a bear."}]
+N = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}}
+BODY: dict[str, Any] = {"model": "tale", "messages": ASKED, "temperature": 0.8, "seed": 6}
+
+
+def open_engine(template: str = TEMPLATE) -> lb.AsyncEngine:
+    ctx = lb.load(
+        TARGET, n_ctx=1024, n_seq_max=4, n_threads=1, prefix_cache=True, chat_template=template
+    )
+    return lb.AsyncEngine(ctx, None, max_tokens=None, parallel=4)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with Serving(open_engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Serving) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def extra(**more: Any) -> dict[str, Any]:
+    return {**BODY, "max_tokens": 40, "extra_body": more}
+
+
+@pytest.mark.parametrize(
+    "name", ["thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"]
+)
+def test_a_thought_is_apart_and_counted(client: Any, server: Serving, name: str) -> None:
+    found = client.chat.completions.create(**extra(**{name: 10}))
+    message = found.choices[0].message
+    expected = server.ctx.chat(ASKED, thinking=10, max_tokens=40, temperature=0.8, seed=6)
+    assert message.reasoning_content == expected.thought != ""
+    assert message.content == expected.turn.content
+    n = found.usage.completion_tokens_details.reasoning_tokens
+    assert n == expected.n_thought_tokens
+    assert found.usage.completion_tokens == len(expected.tokens)
+
+
+def test_streams_tell_the_thought_first(client: Any) -> None:
+    whole = client.chat.completions.create(**extra(thinking_token_budget=10)).choices[0].message
+    thought, content = "", ""
+    for chunk in client.chat.completions.create(**extra(thinking_token_budget=10), stream=True):
+        delta = chunk.choices[0].delta
+        if piece := getattr(delta, "reasoning_content", None):
+            assert not content
+            thought += piece
+        content += delta.content or ""
+    assert (thought.strip(), content) == (whole.reasoning_content, whole.content)
+
+
+@pytest.mark.parametrize(
+    "how", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}]
+)
+def test_thoughts_are_switched_off(client: Any, server: Serving, how: dict[str, Any]) -> None:
+    found = client.chat.completions.create(**extra(**how))
+    expected = server.ctx.chat(ASKED, thinking=False, max_tokens=40, temperature=0.8, seed=6)
+    assert not hasattr(found.choices[0].message, "reasoning_content")
+    assert found.choices[0].message.content == expected.turn.content
+    assert found.usage.prompt_tokens == expected.num_prompt_tokens
+
+
+def test_a_schema_binds_the_answer(client: Any) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": N}}
+    found = client.chat.completions.create(
+        **extra(thinking_token_budget=10), response_format=schema
+    )
+    message = found.choices[0].message
+    assert message.reasoning_content
+    assert message.content.startswith('{"n": ') or message.content == "{}"
+
+
+def test_a_thought_that_takes_all_tokens_has_no_answer(client: Any) -> None:
+    found = client.chat.completions.create(**{**BODY, "max_tokens": 8})
+    assert found.choices[0].finish_reason == "length"
+    assert found.choices[0].message.reasoning_content
+    assert not found.choices[0].message.content
+
+
+def test_a_model_without_thoughts_takes_the_fields() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    body = {**BODY, "max_tokens": 4, "thinking_token_budget": 5, "reasoning_effort": "high"}
+    with Serving(partial(open_engine, template)) as running, running.client() as client:
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert "reasoning_content" not in answer.json()["choices"][0]["message"]
+        assert isinstance(client, httpx.Client)

@@ -9,14 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, Context
 from llamabranch.eval import (
     KLDivergence,
     Perplexity,
-    Uncertain,
 )
 
 from ..files import atomic_write
@@ -24,16 +25,17 @@ from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, base_name, decimal_size, finite, number
 from .files import check_new_file, read_prompt_file, writing
+from .interrupts import EXIT_FAILURE
 from .options import OUTPUT, ModelOptions, OutputOptions, trained_length, vocabulary
+from .pair_report import compare_pair, divergence_tables
+
+if TYPE_CHECKING:
+    from llamabranch.eval.comparison import Comparison
 
 _CHUNKS, _WINDOW = 16, 512  # where models are compared; tokens a chunk
 _N_WRITTEN = 48
 _ROW_BYTES = 64 * 2**20  # of logits at a time
 _SAVED_EVERY_S = 10.0
-_FRACTIONS = {
-    "minimum": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "95 %": 0.95, "99 %": 0.99,
-    "99.9 %": 0.999, "maximum": 1.0,
-}  # fmt: skip  # of tokens, in the tables of KL divergence
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class ReadingOptions:
     against: str | None = option(
         None,
         "A model that the others are compared with by KL divergence; or what --save-logits or "
-        "llama-perplexity wrote of one, which holds the text too.",
+        "llama-perplexity wrote of one, which holds the text too. One model is compared in detail, "
+        "several in one table.",
         metavar="MODEL|FILE",
     )
     chunks: int | None = option(
@@ -69,6 +72,16 @@ class ReadingOptions:
         "Write the results to this file, also when interrupted.",
         "--output -o",
         rich_help_panel=OUTPUT,
+    )
+
+    coded: bool = option(
+        False,
+        "Compare two models through llama-perplexity's 16 bits: all numbers are its.",
+        "--coded",
+    )
+    fail_kl: float | None = option(None, "Exit 1 above this mean KL divergence, nats.", min=0)
+    fail_top: float | None = option(
+        None, "Exit 1 where fewer most probable tokens agree, from 0 to 1.", min=0, max=1
     )
 
     def check_output(self) -> Path | None:
@@ -192,41 +205,34 @@ def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> 
     console.answer({"name": ctx.model.name, "kv_type": ctx.kv_type, **its})
 
 
-def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
-    """Return the statistics and the percentiles as tables, each with a first row of names."""
-    its = found.statistics
-    natural = {
-        "perplexity": its.perplexity,
-        "perplexity of the base": its.base_perplexity,
-        "log of their ratio": its.log_ratio,
-        "ratio": its.ratio,
-        "difference": its.difference,
-        "correlation of the losses": Uncertain(its.correlation, math.nan),
-        "mean KL divergence, nats": its.mean,
-    }
-    percent = {
-        "same most probable token, %": its.same_top,
-        "mean change of probability, %": its.p_change,
-        "root mean square change, %": its.p_change_rms,
-    }
-    return [
-        [
-            ("", "value", "±"),
-            *((name, *(number(v, 6) for v in each)) for name, each in natural.items()),
-            *((name, *(number(100 * v, 3) for v in each)) for name, each in percent.items()),
-        ],
-        [
-            ("percentile", "KL divergence", "change of probability, %"),
-            *(
-                (
-                    name,
-                    number(found.percentile(f), 6),
-                    number(100 * found.p_change_percentile(f), 3),
-                )
-                for name, f in _FRACTIONS.items()
-            ),
-        ],
-    ]
+# -- two models ----------------------------------------------------------------------------------------
+
+
+def compare(
+    reading: ReadingOptions, base: str, name: str, models: ModelOptions, console: Console
+) -> None:
+    """Print how far a model is from another; exit with 1 where that is further than it may be."""
+    text, path = reading.text(), reading.check_output()
+    if reading.save_to is not None:
+        raise ConfigError("--save-logits is for one model")
+    if name == base:
+        raise ConfigError("--against compares with another model", hint="-m names one")
+    window, chunks = _window_of(base, models), reading.chunks or _CHUNKS
+    pair = [open_for_chunks(each, models, window, console) for each in (base, name)]
+
+    def keep(found: Comparison) -> None:
+        save(path, "compare", found.as_dict())
+
+    found = compare_pair(pair, text, window, chunks, console, keep, coded=reading.coded)
+    if found.divergence is None:
+        if reading.fail_kl is not None or reading.fail_top is not None:
+            raise ConfigError("--fail-kl and --fail-top need models with one tokenizer")
+        return
+    its, most, least = found.divergence.statistics, reading.fail_kl, reading.fail_top
+    is_far = most is not None and not its.mean.value <= most
+    if is_far or (least is not None and not its.same_top.value >= least):
+        console.note("the models are further apart than --fail-kl or --fail-top allows")
+        raise typer.Exit(EXIT_FAILURE)
 
 
 # -- several models ------------------------------------------------------------------------------------
@@ -380,8 +386,9 @@ def eval(
 ) -> None:
     """Measure models by the text they predict: perplexity, KL divergence.
 
-    With several models there is one table. Tasks with right answers run through lm-evaluation-harness:
-    `llamabranch.eval.LlamaBranchLM` in Python, `llamabranch.eval.suite` for three that need no network.
+    One model is compared with that of --against in detail, several in one table. Tasks with right answers
+    run through lm-evaluation-harness: `llamabranch.eval.LlamaBranchLM` in Python,
+    `llamabranch.eval.suite` for three that need no network.
     """
     with output.console() as console:
         against = reading.against
@@ -389,7 +396,13 @@ def eval(
             hint = "or give --against a file that --save-logits wrote, which holds the text"
             raise ConfigError("--against MODEL needs --perplexity FILE, the text", hint=hint)
         names = models.names(console)
-        if len(names) == 1 and (against is None or reading.logits is not None):
+        is_pair = against is not None and reading.logits is None and len(names) == 1
+        if not is_pair and (reading.coded or (reading.fail_kl, reading.fail_top) != (None, None)):
+            message = "--coded, --fail-kl and --fail-top compare two models"
+            raise ConfigError(message, hint="--against MODEL, and one model with -m")
+        if is_pair:
+            compare(reading, str(against), names[0], models, console)
+        elif len(names) == 1 and (against is None or reading.logits is not None):
             measure(reading, names[0], models, console)
         elif reading.logits is not None:
             hint = "--against MODEL compares several"

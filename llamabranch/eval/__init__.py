@@ -7,7 +7,7 @@ perplexity.py   a text in chunks: llama-perplexity's number
 logits_file.py  llama.cpp's files of log-probabilities
 divergence.py   a model against saved log-probabilities
 pair.py         two models on one text: KL divergence, lockstep, spans of unequal tokenizers
-comparison.py   the report of `llamabranch compare`
+comparison.py   the report of `llamabranch eval --against MODEL`
 
 lm-evaluation-harness is imported when ``LlamaBranchLM`` is used first.
 """

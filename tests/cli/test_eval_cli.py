@@ -59,16 +59,22 @@ def test_results_are_kept(text: Path, tmp_path: Path) -> None:
     assert len(data["rows"]) == data["n_chunks"]
 
 
-AGAINST = ("eval", "-m", DRAFT, "--against", TARGET, "-c", 64, "--perplexity")
+def against(folder: Path) -> list[object]:
+    """Return a command that compares the draft model and a copy of it with the target."""
+    copy = folder / "copy.gguf"
+    copy.symlink_to(DRAFT)
+    given = ("eval", "-m", DRAFT, "-m", copy, "--against", TARGET, "-c", 64, "--perplexity")
+    return [*given]
 
 
 def test_quants_shows_files_side_by_side(text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "quants.json"
-    shared = (*AGAINST, text, "--chunks", 2)
+    shared = (*against(tmp_path), text, "--chunks", 2)
     found = answer(*shared, "-o", kept)
     rows = found["models"]
-    assert found["base"] == TARGET and [row["model"] for row in rows] == [TARGET, DRAFT]
-    assert rows[0]["kl"] == 0.0 < rows[1]["kl"] and rows[1]["same_top"] < 1.0
+    copy = str(tmp_path / "copy.gguf")
+    assert found["base"] == TARGET and [row["model"] for row in rows] == [TARGET, DRAFT, copy]
+    assert rows[0]["kl"] == 0.0 < rows[1]["kl"] == rows[2]["kl"] and rows[1]["same_top"] < 1.0
     assert rows[0]["perplexity"] < rows[1]["perplexity"]
     assert rows[0]["size_bytes"] == Path(TARGET).stat().st_size
     assert not list(tmp_path.glob("*.logits"))
@@ -114,7 +120,7 @@ def test_quants_that_is_interrupted_keeps_the_models_that_are_done(
 
     kept = tmp_path / "quants.json"
     monkeypatch.setattr("llamabranch.eval.divergence", interrupt)
-    result = run(*AGAINST, text, "--chunks", 1, "-o", kept)
+    result = run(*against(tmp_path), text, "--chunks", 1, "-o", kept)
     assert result.exit_code == 130 and Path(TARGET).name in result.stdout
     assert [row["model"] for row in json.loads(kept.read_text())["models"]] == [TARGET]
 

@@ -102,8 +102,7 @@ class ReadingOptions:
     def text(self) -> str:
         """Return the text. Raises ConfigError if it cannot be read."""
         if self.text_file is None:
-            hint = "--perplexity FILE; tasks run in Python, with llamabranch.eval.LlamaBranchLM"
-            raise ConfigError("there is no text", hint=hint)
+            raise ConfigError("there is no text", hint="--perplexity FILE")
         return read_prompt_file(self.text_file)
 
 
@@ -393,8 +392,10 @@ def eval(
     with output.console() as console:
         against = reading.against
         if reading.text_file is None and reading.logits is None:
-            hint = "or give --against a file that --save-logits wrote, which holds the text"
-            raise ConfigError("--against MODEL needs --perplexity FILE, the text", hint=hint)
+            hint = "--perplexity FILE; or give --against a file of --save-logits, which holds it"
+            if against is None:
+                hint = "--perplexity FILE; tasks run in Python, with llamabranch.eval.LlamaBranchLM"
+            raise ConfigError("there is no text to measure", hint=hint)
         names = models.names(console)
         is_pair = against is not None and reading.logits is None and len(names) == 1
         if not is_pair and (reading.coded or (reading.fail_kl, reading.fail_top) != (None, None)):

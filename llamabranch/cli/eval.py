@@ -217,7 +217,10 @@ def compare(
     if name == base:
         raise ConfigError("--against compares with another model", hint="-m names one")
     window, chunks = _window_of(base, models), reading.chunks or _CHUNKS
-    pair = [open_for_chunks(each, models, window, console) for each in (base, name)]
+    pair = (
+        open_for_chunks(base, models, window, console),
+        open_for_chunks(name, models, window, console),
+    )
 
     def keep(found: Comparison) -> None:
         save(path, "compare", found.as_dict())

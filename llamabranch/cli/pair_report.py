@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from llamabranch import pictures
@@ -23,7 +23,7 @@ _FRACTIONS = {
 
 
 def compare_pair(
-    pair: Sequence[Context],
+    pair: tuple[Context, Context],
     text: str,
     window: int,
     chunks: int,
@@ -51,7 +51,7 @@ def compare_pair(
             console.progress(f"{done.n_chunks} of {chunks} chunks")
 
     try:
-        return compare_models(*pair, text, window, chunks, coded=coded, progress=note)
+        return compare_models(pair[0], pair[1], text, window, chunks, coded=coded, progress=note)
     finally:
         console.progress("")
         if found:

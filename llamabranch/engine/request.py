@@ -261,7 +261,7 @@ class Result(Generic[T]):
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls of functions in the text, in order; empty without tools. One that was cut is none."""
+        """The calls of functions in the text, in order; empty without tools. Cut calls do not count."""
         return self.turn.calls
 
     @property
@@ -522,7 +522,7 @@ class RequestSource:
 
 
 class Asked(NamedTuple):
-    """A request with its id and the numbers of the texts to generate, or why it is none."""
+    """A request with its id and the numbers of its texts, or the error that it has instead."""
 
     name: str
     request: Request

@@ -163,7 +163,7 @@ function hide(/** @type {string} */ id) {
   if (!parent || store.current !== owner || store.end !== end) return;
   for (const other of store.nodes.values()) if (other.parent === parent.id && other.at === node.at) return;
   Object.assign(store, { current: parent.id, end: null }); // nothing else goes on from here: the text is shown that was here
-  if (node.at < parent.at + parent.n) view.cursor = node.at - 1;
+  if (node.kind === "sampled" && node.at < parent.at + parent.n) view.cursor = node.at - 1; // it acted behind the cursor
 }
 
 /** @param {Loose} columns of a stretch of one node, at absolute positions */

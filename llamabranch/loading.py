@@ -78,7 +78,8 @@ def load(
             - ``prefix_cache``: keep K/V for prompts that begin alike (from the first ``complete``,
               ``chat`` or ``AsyncEngine`` on). ``cache_ram``: bytes of host memory for evicted K/V (0).
               ``checkpoint_ram``: bytes of host memory for earlier states, where the end of a text cannot
-              be dropped (512 MiB).
+              be dropped (512 MiB). ``n_rs_seq``: states kept of the last tokens, so that drafts are
+              verified in place there ("auto").
               ``kv_unified``: one cache for all (True), a part for each sequence (False), or "auto".
             - ``load_mtp``: load MTP layers too (False). ``chat_template``: one in place of the file's.
 

@@ -162,7 +162,7 @@ class Chat:
     ) -> None:
         text_context("ctx", ctx)
         if drafter == "auto":
-            drafter = auto_drafter(ctx) if ctx.kv_cache.can_draft else None
+            drafter = auto_drafter(ctx) if ctx.kv_cache.undoes(1) else None
         self.speculator = Speculator(ctx, drafter, config)
         self.ctx = ctx
         self._lock = forkable_lock()

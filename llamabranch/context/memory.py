@@ -20,7 +20,9 @@ from .cell_table import CellTable, Usage
 from .checkpoints import Checkpoint, Checkpoints
 from .hidden_states import HiddenStates
 
-__all__ = ["END", "MOST_WITH_WINDOW", "CellOrder", "Memory", "NonUnified", "States", "Windowed"]
+__all__ = [
+    "END", "MOST_WITH_WINDOW", "CellOrder", "Memory", "NonUnified", "RollingBack", "States", "Windowed",
+]  # fmt: skip
 
 State = npt.NDArray[np.uint8]
 Row = npt.NDArray[np.float32]
@@ -114,7 +116,7 @@ class Memory:
         evict: of the prefix cache: frees at least that many cells, returns how many.
         compact: writes all sequences again, in order and without holes; False if that is impossible.
         order: of the cells, which is kept or not.
-        can_draft: whether rejected tokens can be dropped, so that drafts are verified in place.
+        can_draft: whether the end of a sequence can be dropped, so that drafts are verified in place.
         forks_copy: whether a fork copies K/V; otherwise it costs nothing.
     """
 
@@ -246,6 +248,10 @@ class Memory:
         self.order.reset()
 
     # -- verification ------------------------------------------------------------------------------
+
+    def undoes(self, n: int) -> bool:
+        """Return whether the last ``n`` tokens of a decode of one sequence can be dropped after it."""
+        return self.can_draft
 
     def fits(self, n: int, count_free: Callable[[], int]) -> int:
         """Return how many of ``n`` drafted tokens can be verified now.
@@ -694,6 +700,84 @@ class States(Memory):
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
         return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is where a sequence ends
+
+
+class RollingBack(States):
+    """States of which llama.cpp keeps the last few: the end of the last decode can be undone.
+
+    While it decodes a sequence, llama.cpp writes the states after each of its last tokens side by side.
+    Three things follow from how it does so (llama-memory-recurrent.cpp):
+
+    - They are those of one decode: no more than its tokens can be undone, and those once.
+    - Where several sequences share a decode, it may move the state of one of them to another place, and
+      leaves the others behind. So what can be undone is a decode of one sequence.
+    - An undone state is put in its place by the next decode. Before that a fork would get the other
+      one, and forks share one place. So a state is put there first, and nothing is undone after a fork.
+
+    Args:
+        handle, state_layout, max_bytes: see `States`.
+        n_rollback: how many tokens llama.cpp can undo.
+    """
+
+    def __init__(
+        self,
+        handle: ContextHandle,
+        state_layout: StateLayout | None,
+        max_bytes: int,
+        n_rollback: int,
+    ) -> None:
+        super().__init__(handle, state_layout, max_bytes)
+        self.n_rollback = n_rollback
+        self._last: tuple[int, int] = (
+            -1,
+            0,
+        )  # the sequence of the last decode, how many can be undone
+        self._undone: set[int] = set()  # sequences whose state is not in its place
+
+    def undoes(self, n: int) -> bool:
+        """Return whether llama.cpp keeps that many states."""
+        return n <= self.n_rollback
+
+    def fits(self, n: int, count_free: Callable[[], int]) -> int:
+        """Return how many tokens can be verified: in place, as many as can be undone."""
+        return min(n, self.n_rollback)
+
+    def record(self, seqs: Sequence[int]) -> None:
+        """Record a decoded batch."""
+        super().record(seqs)
+        if len(set(seqs)) == 1:
+            self._last = (seqs[0], min(len(seqs) - 1, self.n_rollback))
+        else:
+            self._last = (-1, 0)
+
+    def _append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
+        self._last = (-1, 0)
+        self._undone.discard(seq_id)
+        super()._append(seq_id, n, write_indices)
+
+    def cut(self, seq_id: int, n: int) -> int:
+        """Undo the end of the last decode; else as `States`."""
+        (last, n_undoable), self._last = self._last, (-1, 0)
+        held = self.next_position(seq_id)
+        if seq_id == last and n < held <= n + n_undoable:
+            self._undone.add(seq_id)
+            if self._remove(seq_id, n, END):
+                return n
+        return super().cut(seq_id, n)
+
+    def fork(self, source: int, target: int, n: int = END) -> int:
+        """Fork as `States`, from a state that is in its place."""
+        if source in self._undone:
+            self.handle.set_partial_state(source, self.handle.partial_state(source))
+            self._undone.discard(source)
+        self._last = (-1, 0)
+        return super().fork(source, target, n)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        super().clear()
+        self._last = (-1, 0)
+        self._undone.clear()
 
 
 def _shadow(seq_id: int) -> int:

@@ -11,15 +11,15 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import BranchStateError, SnapshotError, UnsupportedError
+from ..errors import BranchStateError, DecodeError, SnapshotError, UnsupportedError
 from ..model import Model
 from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
 from .cell_table import Usage
 from .exactness import exactness_of
 from .kv_type import EXACT, MOST_EXTRA, Setting, measured_costs
-from .memory import MOST_WITH_WINDOW, Memory, NonUnified, States, Windowed
+from .memory import MOST_WITH_WINDOW, Memory, NonUnified, RollingBack, States, Windowed
 from .params import ContextParams, warn_of_length
-from .room import check_room
+from .room import check_room, memory_bytes
 from .runner import Runner, decode_run
 from .threads import ThreadTuner
 
@@ -27,6 +27,7 @@ __all__ = ["Capabilities", "open_native"]
 
 
 _MOST_OFF = 20  # times less than another token moves the logits: what rounding may be
+_ROLLBACKS, _ROLLBACK_PART = (8, 4), 8  # tokens to undo, while their states take less of the memory
 _BESIDE = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
 
 
@@ -52,6 +53,10 @@ class Capabilities:
         state_bytes: what the recurrent state of a sequence takes, 0 without one.
         checkpoints: whether states are kept to return to, where a tail cannot be dropped.
         checkpoints_reason: why, or why not.
+        rollback: how many drafted tokens are verified in place where the memory has a state: so many
+            states are kept of the last tokens of each sequence; 0: they are verified on a fork.
+        rollback_reason: why, or why not.
+        rollback_bytes: what these states of a sequence take beside its own.
         exact_read_ratio, exact_write_ratio: how many times as long a batch-invariant context of this
             model takes to read a prompt and to generate as the fastest one, at 2,048 cells on this
             processor: 1.0 where it is the fastest, None where it was not measured.
@@ -68,6 +73,9 @@ class Capabilities:
     state_bytes: int = 0
     checkpoints: bool = False
     checkpoints_reason: str = "the end of a sequence can be dropped"
+    rollback: int = 0
+    rollback_reason: str = "the end of a sequence can be dropped"
+    rollback_bytes: int = 0
     exact_read_ratio: float | None = None
     exact_write_ratio: float | None = None
 
@@ -181,6 +189,13 @@ def _probed(
             if target is not None and model.shares_memory:  # trials need memory
                 return tuner, *_probe_sharing_head(handle, target.capabilities)
             found, memory = _probe(handle, model, params, is_head=target is not None)
+            if given.n_rs_seq == "auto" and target is None and not params.n_rs_seq:
+                n_rollback = _most_rollback(found.state_bytes, params)
+                if n_rollback:
+                    handle.close()
+                    given = replace(given, n_rs_seq=n_rollback)
+                    first = resolved = replace(resolved, n_rs_seq=n_rollback)
+                    continue
             if resolved is first and target is None:
                 if found.batch_invariant:
                     ratios, again = _weighed(model, handle, given, params)
@@ -217,6 +232,13 @@ def _probed(
             reason = f"{found.cost_of_exact} (batch_invariant=True asks for it)"
             found = replace(found, batch_invariant_reason=reason)
         return tuner, found, memory
+
+
+def _most_rollback(state_bytes: int, params: ContextParams) -> int:
+    """Return how many states of the last tokens there is room for; 0 where there is no state."""
+    room = (memory_bytes() or 0) // _ROLLBACK_PART
+    of_each, most = state_bytes * (params.n_seq_max or 1), params.most_rollback
+    return next((n for n in _ROLLBACKS if n <= most and n * of_each <= room), 0) if of_each else 0
 
 
 def _adapted(
@@ -370,13 +392,17 @@ def _probe(
     decode_run(runner, [3 % model.n_vocab, 10 % model.n_vocab], 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
     state_bytes = 0 if layout is None else layout.state_bytes
-    can_truncate = memory.drop(0, 1)
+    # With states of the last tokens a removal is done, but only once after each decode.
+    can_truncate = not handle.n_rollback and memory.drop(0, 1)
     if layout is not None and layout.is_cells_only:
         window = 0  # no layer uses it
     if window:
         can_truncate &= params.swa_full and handle.n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
     memory.clear()
+    n_rollback, rollback_reason = 0, "the end of a sequence can be dropped"
+    if not can_truncate:
+        n_rollback, rollback_reason = _can_undo(runner, model, params)
     can_return, reason = False, "the end of a sequence can be dropped"
     if not can_truncate:
         can_return, reason = _can_return(runner, model.n_vocab, params.checkpoint_ram)
@@ -387,7 +413,10 @@ def _probe(
         _check_copies(layout)
         memory = NonUnified(handle, layout)
     elif not can_truncate:
-        memory = States(handle, layout, params.checkpoint_ram if can_return else 0)
+        max_bytes = params.checkpoint_ram if can_return else 0
+        memory = States(handle, layout, max_bytes)
+        if n_rollback:
+            memory = RollingBack(handle, layout, max_bytes, n_rollback)
         if recurrent:
             memory.spare_seq_ids = range(0)  # cells alone can belong to others than the context's
     elif window:
@@ -406,8 +435,48 @@ def _probe(
         state_bytes=state_bytes,
         checkpoints=can_return,
         checkpoints_reason=reason,
+        rollback=n_rollback,
+        rollback_reason=rollback_reason,
+        rollback_bytes=handle.n_rollback * state_bytes,
     )
     return found, memory
+
+
+def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int, str]:
+    """Try out whether the end of a decode can be undone in an empty context; return how far, and why.
+
+    The logits after it must be those of a text in which it never was.
+    """
+    memory, n_vocab = runner.memory, model.n_vocab
+    n = memory.handle.n_rollback
+    if not n:
+        if not params.n_rs_seq:
+            return 0, "n_rs_seq is 0, or its states take too much memory"
+        return 0, f"llama.cpp keeps no earlier states of {model.architecture}"
+    tokens = [(3 + 7 * i) % n_vocab for i in range(n + 2)]
+    try:
+        for k in {1, n}:
+            memory.clear()
+            kept, after = tokens[: len(tokens) - k], 5 % n_vocab
+            decode_run(runner, tokens[:1], 0, "none")
+            decode_run(runner, tokens[1:], 0, "none")
+            if not memory.drop(0, len(kept)):
+                return 0, "llama.cpp does not undo the end of a decode"
+            undone = decode_run(runner, [after], 0, "last")[0].array.copy()
+            memory.clear()
+            decode_run(runner, tokens, 0, "none")
+            whole = decode_run(runner, [after], 0, "last")[0].array.copy()
+            memory.clear()
+            decode_run(runner, kept, 0, "none")
+            plain = decode_run(runner, [after], 0, "last")[0].array
+            off, moved = (float(np.abs(row - plain).max()) for row in (undone, whole))
+            if not off <= moved / _MOST_OFF:
+                return 0, f"after {k} tokens that were undone, logits were off by {off:.2g}"
+        return n, f"{n} tokens were undone, and logits after them were off by {off:.2g}"
+    except DecodeError as error:
+        return 0, f"after tokens that were undone: {error.message}"
+    finally:
+        memory.clear()
 
 
 def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str]:

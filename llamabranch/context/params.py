@@ -68,6 +68,7 @@ class ContextOptions(TypedDict, total=False):
     prefix_cache: bool | None
     cache_ram: int
     checkpoint_ram: int
+    n_rs_seq: int | str
     rope_scaling: str | None
     rope_freq_base: float
     rope_freq_scale: float
@@ -123,6 +124,10 @@ class ContextParams:
             end of a text (recurrent, hybrid, ``swa_full=False``). A checkpoint is the state at an earlier
             position. Rewinds and the prefix cache return to the last one before the position they need
             and decode the tokens after it. 0: no checkpoints, the whole text is decoded again.
+        n_rs_seq: states that llama.cpp keeps of the last tokens of each sequence, where the memory is
+            recurrent or hybrid and the model's architecture can: so many drafted tokens are verified in
+            place, elsewhere on a fork. "auto": 8 or 4, where they take at most an eighth of the
+            machine's memory together, else 0. 0: none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
 
@@ -146,6 +151,7 @@ class ContextParams:
     prefix_cache: bool | None = None
     cache_ram: int = 0
     checkpoint_ram: int = 512 << 20
+    n_rs_seq: int | str = "auto"
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
@@ -174,6 +180,8 @@ class ContextParams:
                 raise ConfigError(
                     f"{name} must be 'auto', True or False, not {getattr(self, name)!r}"
                 )
+        if self.n_rs_seq != "auto":
+            object.__setattr__(self, "n_rs_seq", whole("n_rs_seq", self.n_rs_seq, 0, MOST_ROLLBACK))
         choice("kv_type", self.kv_type, ("auto", *KV_TYPES))
         if self.flash_attention is False and self.kv_type not in ("auto", "f32", "f16", "bf16"):
             raise ConfigError(f"kv_type {self.kv_type} needs flash attention")
@@ -239,8 +247,12 @@ class ContextParams:
         n_outputs_max = max(n_seq_max, min(n_batch, 256))
         if self.n_outputs_max is not None:
             n_outputs_max = whole("n_outputs_max", self.n_outputs_max, n_seq_max, n_batch)
-        return replace(
+        n_rs_seq = self.n_rs_seq
+        if n_rs_seq == "auto" or model.memory_type not in ("recurrent", "hybrid"):
+            n_rs_seq = 0
+        found = replace(
             self,
+            n_rs_seq=n_rs_seq,
             n_ctx=n_ctx,
             n_seq_max=n_seq_max,
             n_batch=n_batch,
@@ -250,6 +262,17 @@ class ContextParams:
             kv_type=kv_type,
             flash_attention=flash_attention,
         )
+        if int(n_rs_seq) > max(0, found.most_rollback):
+            raise ConfigError(
+                f"n_rs_seq ({n_rs_seq}) must be below n_ubatch - 1, which is {n_ubatch - 1}",
+                hint="llama.cpp computes the tokens that can be undone, and more, at once",
+            )
+        return found
+
+    @property
+    def most_rollback(self) -> int:
+        """The most states of the last tokens that llama.cpp can keep with resolved parameters."""
+        return (self.n_ubatch or self.n_batch) - 2
 
     def _attention(self, model: Model, tries_exact: bool) -> tuple[str, bool | str]:
         """Return the K/V type and whether to use flash attention, "auto" where llama.cpp may say.
@@ -299,6 +322,7 @@ class ContextParams:
         }
 
 
+MOST_ROLLBACK = 64  # states kept of a sequence beside its own
 _RANGES = {
     "n_ctx": (1, 2**31 - 256),
     "n_seq_max": (1, max_sequences()),

@@ -115,7 +115,7 @@ class Drafting:
         self.stats = SpeculativeStats()
         self._lock = forkable_lock()
         self._kept: weakref.WeakKeyDictionary[Text, _Kept] = weakref.WeakKeyDictionary()
-        if isinstance(self.drafter, NullDrafter) or (batched and not ctx.kv_cache.can_draft):
+        if isinstance(self.drafter, NullDrafter) or (batched and not ctx.kv_cache.undoes(1)):
             self.loop = Loop(ctx, FixedLength(0))  # without a drafter nothing is drafted
         else:
             self.loop = Loop(ctx, draft_length(self.config, self.drafter, ctx), self.drafter)

@@ -539,6 +539,10 @@ class Loop:
         ctx, drafter = self._ctx, self.drafter
         if drafter is None:
             return 0
+        if len(running) + n_readers > 1 and not ctx.kv_cache.can_draft:
+            for each, _ in running:  # nothing could be undone in a decode of several texts
+                each.set_draft(NO_DRAFT)
+            return 0
         asked: list[RunningText] = []
         requests: list[DraftRequest] = []
         for each, limit in running:

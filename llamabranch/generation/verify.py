@@ -327,7 +327,7 @@ class Plan:
         text = self._text
         ctx = text.ctx
         text.check_usable()
-        if ctx.kv_cache.can_draft or len(self.tokens) == 1:
+        if len(self.tokens) == 1 or ctx.kv_cache.undoes(len(self.tokens) - 1):
             expiring = text.expiring_rows()
             self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all", expiring)
             return self.rows

@@ -54,6 +54,7 @@ class Slot(Enum):
     NAME = "name"
     ID = "id"
     INDEX = "index"
+    WORDS = "words"
     ARGUMENTS = "arguments"
 
 
@@ -264,16 +265,13 @@ class Values:
             return self._text(value)
         if isinstance(value, Mapping):
             pairs = (
-                f"{self.key(str(key))}{self.pair}{self.write(one)}" for key, one in value.items()
+                f"{key if self.bare_keys else self._text(str(key))}{self.pair}{self.write(one)}"
+                for key, one in value.items()
             )
             return "{" + self.item.join(pairs) + "}"
         if isinstance(value, (list, tuple)):
             return "[" + self.item.join(map(self.write, value)) + "]"
         return json.dumps(value)
-
-    def key(self, key: str) -> str:
-        """Return the text of a key of an object."""
-        return key if self.bare_keys else self._text(key)
 
     def _text(self, text: str) -> str:
         if not self.quote:
@@ -475,6 +473,19 @@ class Around(NamedTuple):
     after: tuple[Part, ...]  # may name the argument again
 
 
+class Rest(NamedTuple):
+    """What stands after all arguments of a call.
+
+    Attributes:
+        literal: the end of the call.
+        then: what may follow it, if the literal is so short that values may hold it: one of these. The
+            end of the text may always follow.
+    """
+
+    literal: str
+    then: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class ArgumentTags:
     """Arguments whose names and values each stand in tags, or in quotes.
@@ -526,10 +537,10 @@ class ArgumentTags:
         cursor: Cursor,
         known: Known,
         name: str,
-        rest: str,
+        rest: Rest,
         found: dict[str, object] | None = None,
     ) -> dict[str, object]:
-        """Return the arguments at a cursor, up to the literal ``rest``, which is not read.
+        """Return the arguments at a cursor, up to ``rest``, which is not read.
 
         Those that were read before an error are in ``found``.
 
@@ -555,18 +566,20 @@ class ArgumentTags:
                     cursor.literal(self.separator)
         return found
 
-    def _ends(self, cursor: Cursor, rest: str) -> bool:
+    def _ends(self, cursor: Cursor, rest: Rest) -> bool:
         """Return whether ``rest`` stands at the cursor; the end of a text that is whole ends it too."""
         at = cursor.at
         try:
-            if not rest.strip():
+            if not rest.literal.strip():
                 cursor.space()
                 return cursor.at == len(cursor.text)
-            return cursor.tries(rest.lstrip(), skip=True)
+            if not cursor.tries(rest.literal.lstrip(), skip=True):
+                return False
+            return not rest.then or any(cursor.tries(one, skip=True) for one in rest.then)
         finally:
             cursor.at = at
 
-    def _one(self, cursor: Cursor, known: Known, name: str, rest: str) -> tuple[str, object]:
+    def _one(self, cursor: Cursor, known: Known, name: str, rest: Rest) -> tuple[str, object]:
         """Return an argument's name and value."""
         arounds = [*([self.text] if self.text else []), *self.others.values()]
         start, failures = cursor.at, []
@@ -635,7 +648,7 @@ class ArgumentTags:
         key: str,
         known: Known,
         name: str,
-        rest: str,
+        rest: Rest,
         *,
         is_text: bool,
         is_other: bool,
@@ -650,7 +663,7 @@ class ArgumentTags:
         schema = (known.properties(name) or {}).get(key)
         if is_text and (not is_other or known.is_text(name, key)):
             return text
-        if self.values.tags and self.values.tags[0].strip() in text:
+        if self.values.tags:
             return self.values.read_tagged(text, schema)
         inner = Cursor(text.strip())
         try:
@@ -667,7 +680,7 @@ class ArgumentTags:
             return text  # its quotes are its own: strings are written without
         return value
 
-    def _raw(self, cursor: Cursor, after: str, rest: str) -> str:
+    def _raw(self, cursor: Cursor, after: str, rest: Rest) -> str:
         """Return the text before ``after``, and read that: before another argument, or the end.
 
         A value may hold the text of ``after`` itself, so the next argument or the end has to follow.
@@ -690,7 +703,7 @@ class ArgumentTags:
         found = cursor.text[start:first]
         return found[: -len(lead)] if lead and found.endswith(lead) else found
 
-    def _goes_on(self, cursor: Cursor, rest: str, befores: set[str]) -> bool:
+    def _goes_on(self, cursor: Cursor, rest: Rest, befores: set[str]) -> bool:
         at = cursor.at
         try:
             if self.end and cursor.tries(self.end) and self._ends(cursor, rest):
@@ -748,6 +761,7 @@ class CallForm:
         arguments_as_text: the arguments are a string that holds JSON.
         name_in_id: the text of the id holds the name, between these two.
         index_from: the first number of a call.
+        other: another form of the same calls, which the model writes though the template does not.
     """
 
     kind: str
@@ -766,6 +780,7 @@ class CallForm:
     arguments_as_text: bool = False
     name_in_id: tuple[str, str] | None = None
     index_from: int = 0
+    other: CallForm | None = None
 
     @property
     def call_start(self) -> str:
@@ -810,6 +825,8 @@ class CallForm:
     def _slot(self, slot: Slot, call: ToolCall, index: int, *, is_json: bool) -> str:
         if slot is Slot.INDEX:
             return str(index)
+        if slot is Slot.WORDS:
+            return ""
         if slot is Slot.ARGUMENTS:
             if self.tags is not None:
                 return self.tags.write(
@@ -886,7 +903,14 @@ class CallForm:
         if self.tags is None:
             raise Mismatch
         at = self.unit.index(Slot.ARGUMENTS)
-        self.tags.read(cursor, known, name, self._literal_after(at), found)
+        self.tags.read(cursor, known, name, self._rest(at), found)
+
+    def _rest(self, i: int) -> Rest:
+        """Return what stands after the arguments, which are a part of a unit."""
+        literal = self._literal_after(i)
+        then = tuple(one.strip() for one in (self.separator, self.section_end) if one.strip())
+        is_short = len(literal.strip()) < 3 and i + 2 == len(self.unit) and len(then) == 2
+        return Rest(literal, then if is_short else ())
 
     def _literal_after(self, i: int) -> str:
         following = self.unit[i + 1] if i + 1 < len(self.unit) else ""
@@ -948,6 +972,8 @@ class CallForm:
                 name = self._read_name(cursor, known, after)
             elif part is Slot.NAME:
                 cursor.literal(name)
+            elif part is Slot.WORDS:
+                _until(cursor, after)
             elif part is Slot.INDEX or part is Slot.ID:
                 call_id = _until(cursor, after)
                 if part is Slot.INDEX:
@@ -957,7 +983,7 @@ class CallForm:
                 elif self.name_in_id and not name:
                     name = self._name_of_id(call_id, known)
             elif self.tags is not None:
-                arguments = self.tags.read(cursor, known, name, after)
+                arguments = self.tags.read(cursor, known, name, self._rest(i))
             else:
                 arguments = arguments_of(cursor.json(), known, name)
         if not known.takes(name):
@@ -988,6 +1014,8 @@ class CallForm:
         for name in sorted(fits, key=len, reverse=True):
             cursor.at = start + len(name)
             probe = Cursor(cursor.text, cursor.at, last=cursor.last)
+            if not after and _NAME.match(cursor.text, cursor.at):
+                continue  # the name is longer
             if not after or probe.tries(after) or probe.tries(after.lstrip(), skip=True):
                 return name
         if known.schemas is not None:

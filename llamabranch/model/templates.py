@@ -8,6 +8,7 @@ this process; a template that exceeds a limit ends the worker, and the next one 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -63,6 +64,11 @@ class ChatTemplate:
 
     def __hash__(self) -> int:
         return hash(self._source)
+
+    def digest(self, salt: str = "") -> str:
+        """Return a digest of the source and the special tokens."""
+        text = json.dumps([salt, self._source, self._special], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
     def strings(self) -> frozenset[str]:

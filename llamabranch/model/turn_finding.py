@@ -552,7 +552,24 @@ def _form(bodies: Mapping[str, str | None]) -> CallForm:
             raise Mismatch  # nothing tells a call from a text
     is_apart = form.opening.strip() or pair is not None
     separator = form.separator or ("" if is_apart else "\n")
-    return replace(form, several=pair is not None, separator=separator)
+    form = replace(form, several=pair is not None, separator=separator)
+    return replace(form, other=_named_later(form))
+
+
+def _named_later(form: CallForm) -> CallForm | None:
+    """Return the form of calls whose header has the function after the channel, not before it.
+
+    A template of channels may write ``to=f<|channel|>tools json<|message|>``; its model writes
+    ``<|channel|>tools to=f <|constrain|>json<|message|>``.
+    """
+    if form.kind != "tag" or len(form.unit) < 4 or form.unit[1] is not Slot.NAME:
+        return None
+    before, _, header, *rest = form.unit
+    found = re.fullmatch(r"(<[^<>]+>\w+)[\s\w]*(<[^<>]+>)", str(header))
+    if found is None or not re.fullmatch(r"\s*\w+=[\w.]*", str(before)):
+        return None
+    unit = (f"{found[1]} {str(before).strip()}", Slot.NAME, Slot.WORDS, found[2], *rest)
+    return replace(form, unit=unit)
 
 
 # -- JSON objects with name and arguments ----------------------------------------------------------

@@ -13,14 +13,30 @@ from typing import NamedTuple
 
 from ..arguments import shown
 from ..errors import ConfigError, UnsupportedError
-from .call_form import CallForm, Cursor, Incomplete, Known, Mismatch, Slot, ToolCall, json_end
+from ..profile import read_entry, write_entries
+from .call_form import (
+    ArgumentTags,
+    Around,
+    CallForm,
+    Cursor,
+    Incomplete,
+    Known,
+    Mismatch,
+    Slot,
+    ToolCall,
+    Values,
+    json_end,
+)  # fmt: skip
 from .templates import ChatTemplate
 from .turn_finding import TurnParts, find_parts
+from .turn_keeping import code_digest, kept, restored
 
 __all__ = ["Turn", "TurnEvent", "TurnFormat", "TurnReader", "call_id", "known_functions"]
 
+_CODE = code_digest()  # what was found by another version of this code is not used
 _LIMIT_S = 5.0  # for all renderings of a template: an ordinary one takes 0.1 s
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_WORDS = ("True", "False", "None")
 _BARE = CallForm(
     "json",
     ('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}"),
@@ -30,6 +46,17 @@ _BARE = CallForm(
 _TAGGED = replace(
     _BARE, unit=("<tool_call>\n", *_BARE.unit, "\n</tool_call>"), object_at=1, object_end=6
 )
+_PYTHON = CallForm(
+    "tags",
+    (Slot.NAME, "(", Slot.ARGUMENTS, ")"),
+    section_start="[",
+    section_end="]",
+    separator=", ",
+    tags=ArgumentTags(None, {"number": Around("", "=", ())}, ", ", Values("'", words=_WORDS)),
+)
+# A tag that begins a message, and the assistant's role.
+_ROLE = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*([<\[][^<>\[\]\s]+[>\]]|\w+)\s*$")
+_OF_CALLS = ("call", "other call", "bare", "section end")
 _FENCE = re.compile(r"```[ \t]*(?:json|tool_call|tool_calls)?\s*", re.IGNORECASE)
 
 
@@ -199,7 +226,7 @@ class TurnFormat:
         texts = [
             parts.thought_start, parts.thought_end, parts.content_start, parts.content_end,
             parts.header, form.section_start, form.section_end, form.separator,
-            *(part for part in form.unit if isinstance(part, str)),
+            *(part for one in (form, form.other or form) for part in one.unit if isinstance(part, str)),
         ]  # fmt: skip
         return frozenset(text.strip() for text in texts if text and text.strip())
 
@@ -272,10 +299,15 @@ class TurnFormat:
 
 @lru_cache(maxsize=32)
 def _found(template: ChatTemplate) -> TurnFormat:
-    try:
-        return TurnFormat(find_parts(template))
-    except UnsupportedError as error:
-        return TurnFormat(TurnParts(roles=frozenset({"system"}), reason=error.message))
+    key = template.digest(_CODE)
+    parts = restored(read_entry("turns", key))
+    if parts is None:
+        try:
+            parts = find_parts(template)
+        except UnsupportedError as error:  # not kept: it may have been a busy machine
+            return TurnFormat(TurnParts(roles=frozenset({"system"}), reason=error.message))
+        write_entries([("turns", key, kept(parts))])
+    return TurnFormat(parts)
 
 
 class TurnReader:
@@ -328,6 +360,7 @@ class TurnReader:
         self._in_section = False
         self._sent: tuple[int, str] | None = None  # of a call that is told early: place, arguments
         self._is_started = False
+        self._is_over = False  # another role's message has begun
         self._is_anew = False  # a header was read, and nothing after it
         # A header also has what ends the turn before it.
         joints = [m.end() for m in re.finditer(r"(?<=[>\]])\s*(?=[<\[])", parts.header)]
@@ -336,6 +369,8 @@ class TurnReader:
             for h in (parts.prompt_end, parts.header, *(parts.header[at:] for at in joints))
             if len(h.strip()) > 4
         ]
+        role = _ROLE.search(parts.header + parts.prompt_end)
+        self._role = (role[1], role[2]) if role else ("", "")
         self._keys = self._all_keys()
         pattern = "|".join(map(re.escape, sorted(self._keys, key=len, reverse=True))) or "(?!)"
         self._pattern = re.compile(pattern)
@@ -408,6 +443,9 @@ class TurnReader:
 
     def _step(self, last: bool) -> bool:
         """Read something; return whether to go on."""
+        if self._is_over:
+            self._at = len(self._buffer)
+            return False
         if self._in_thought:
             return self._step_thought(last)
         if self._in_section:
@@ -457,18 +495,21 @@ class TurnReader:
         keys: dict[str, list[str]] = {}
         given = [
             ("call", self._form.opening),
+            ("other call", self._form.other.opening if self._form.other else None),
             ("thought", parts.thought_start if parts.thought_end else None),
             ("stray end", parts.thought_end),
             ("content start", parts.lead + parts.content_start if parts.content_start else None),
+            ("preamble", self._preamble),
+            ("role", self._role[0]),
             ("content end", parts.content_end),
             ("section end", self._form.section_end if len(self._form.section_end) > 4 else ""),
             ("turn end", parts.turn_end),
             ("bare", "{" if self._known.schemas is not None or not self._form.opening.strip() else None),
         ]  # fmt: skip
         if not self._reads_calls:
-            given = [each for each in given if each[0] not in ("call", "bare", "section end")]
+            given = [each for each in given if each[0] not in _OF_CALLS]
         elif self._known.schemas is not None:
-            given += [("fence", "```"), ("tagged", "<tool_call>")]
+            given += [("fence", "```"), ("tagged", "<tool_call>"), ("python", "[")]
         for i, piece in enumerate(self._headers):
             given.append((f"header {i}", piece))
         for kind, text in given:
@@ -477,14 +518,21 @@ class TurnReader:
                 keys.setdefault(key, []).append(kind)
         return keys
 
+    @property
+    def _preamble(self) -> str:
+        """What begins a text in the channel of calls; "" = the form has none."""
+        unit = self._form.other.unit if self._form.other else ()
+        return f"{str(unit[0]).split()[0]}{unit[3]}" if unit else ""
+
     def _tag(self, kind: str, start: int, last: bool) -> bool:
         """Read a tag of a kind, or its beginning. Return False, or raise Mismatch, for other text."""
         parts = self._parts
         cursor = Cursor(self._buffer, start, last=last)
-        if kind == "call":
-            if not self._form.opening.strip():
+        if kind in ("call", "other call"):
+            form = self._form.other if kind == "other call" else self._form
+            if form is None or not form.opening.strip():
                 return False
-            return self._own_call(cursor)
+            return self._own_call(cursor, form)
         if kind == "thought":
             if not self._is_first and not self._is_anew:
                 return False
@@ -497,8 +545,9 @@ class TurnReader:
             cursor.literal(parts.thought_end or "")
             self._at, self._trims, self._space = cursor.at, True, ""
             return True
-        if kind == "content start":
-            cursor.literal((parts.lead + parts.content_start).lstrip())
+        if kind in ("content start", "preamble"):
+            own = (parts.lead + parts.content_start).lstrip()
+            cursor.literal(own if kind == "content start" else self._preamble)
             self._at, self._trims, self._space = cursor.at, True, ""
             return True
         if kind == "section end":  # what stands between calls and their end is content
@@ -507,12 +556,28 @@ class TurnReader:
             cursor.literal(self._form.section_end.strip())
             self._at = cursor.at
             return True
+        if (
+            kind == "role"
+        ):  # of another message, after calls: some templates then tell their form again
+            cursor.literal(self._role[0])
+            if not self._calls or cursor.tries(self._role[1]):
+                return False
+            self._at, self._is_over = len(cursor.text), True
+            return True
         if kind == "content end":
             cursor.literal(parts.content_end)
             self._at = cursor.at
             return True
         if kind.startswith("header"):  # of another message of the same turn, or of the next one
-            cursor.literal(self._headers[int(kind.split()[1])])
+            header = self._headers[int(kind.split()[1])]
+            cursor.literal(header)
+            role = parts.prompt_end.strip()
+            if self._calls and role and header.strip() != role and not cursor.tries(role):
+                self._at = len(
+                    cursor.text
+                )  # of a template that tells what calls look like after one
+                self._is_over = True
+                return True
             self._at, self._is_anew, self._trims = cursor.at, True, True
             return True
         if kind == "turn end":
@@ -620,50 +685,48 @@ class TurnReader:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _own_call(self, cursor: Cursor) -> bool:
-        start = cursor.at
-        self._form.read_opening(cursor)
-        self._read_calls(cursor, start)
+    def _own_call(self, cursor: Cursor, form: CallForm) -> bool:
+        form.read_opening(cursor)
+        self._read_calls(cursor, form)
         self._in_section = True
         return True
 
-    def _read_calls(self, cursor: Cursor, start: int) -> None:
+    def _read_calls(self, cursor: Cursor, form: CallForm) -> None:
         inner = cursor.at
         try:
-            calls = self._form.read_call(cursor, self._known)
+            calls = form.read_call(cursor, self._known)
         except Incomplete:
             if self._eager:
-                self._tell_early(inner)
+                self._tell_early(inner, form)
             raise
-        raw = self._raw_arguments(inner, calls)
+        raw = self._raw_arguments(inner, calls, form)
         self._at = cursor.at
         for call in calls:
             self._call(call, raw)
-        del start
 
-    def _raw_arguments(self, at: int, calls: Sequence[ToolCall]) -> str | None:
+    def _raw_arguments(self, at: int, calls: Sequence[ToolCall], form: CallForm) -> str | None:
         """Return the text of the arguments as it was told early."""
-        if self._sent is None or len(calls) != 1 or self._form.tags is not None:
+        if self._sent is None or len(calls) != 1 or form.tags is not None:
             return None
         try:
-            where = self._arguments_at(at)
+            where = self._arguments_at(at, form)
             return self._buffer[where[2] : json_end(self._buffer, where[2], last=True)[1]]
         except (Mismatch, Incomplete):
             return None
 
-    def _arguments_at(self, at: int) -> tuple[str, str, int]:
+    def _arguments_at(self, at: int, form: CallForm) -> tuple[str, str, int]:
         """Return name, id and where the arguments begin, of a call that begins at ``at``."""
-        return self._form.head(Cursor(self._buffer, at, last=False), self._known)
+        return form.head(Cursor(self._buffer, at, last=False), self._known)
 
-    def _tell_early(self, at: int) -> None:
+    def _tell_early(self, at: int, form: CallForm) -> None:
         """Tell the name and the arguments of a call that is being written, as far as they are sure."""
         try:
-            name, given, begin = self._arguments_at(at)
+            name, given, begin = self._arguments_at(at, form)
         except (Mismatch, Incomplete):
             return
         if not self._known.takes(name):
             return
-        if self._form.tags is None:
+        if form.tags is None:
             sure = self._buffer[begin:]
             if not sure.lstrip().startswith("{"):
                 return
@@ -676,7 +739,7 @@ class TurnReader:
             found: dict[str, object] = {}
             cursor = Cursor(self._buffer, begin, last=False)
             with contextlib.suppress(Mismatch, Incomplete):
-                self._form.read_arguments(cursor, self._known, name, found)
+                form.read_arguments(cursor, self._known, name, found)
             sure = json.dumps(found, ensure_ascii=False)[:-1]
         index = len(self._calls)
         if self._sent is None:
@@ -705,7 +768,7 @@ class TurnReader:
                     cursor.literal(form.separator.lstrip())
                 elif not (form.call_start + form.section_start).strip():
                     break
-                self._read_calls(cursor, start)
+                self._read_calls(cursor, form)
                 return True
             except Mismatch:
                 continue
@@ -726,6 +789,8 @@ class TurnReader:
             calls = _TAGGED.read_call(cursor, self._known)
         elif not at_line:
             return False
+        elif kind == "python":
+            calls = self._python(cursor)
         elif kind == "fence":
             match = _FENCE.match(self._buffer, start)
             cursor.at = match.end() if match else start + 3
@@ -741,7 +806,7 @@ class TurnReader:
                 calls = self._objects(cursor, one=True)
             except Incomplete:
                 if self._eager:
-                    self._tell_early(start)
+                    self._tell_early(start, self._form)
                 raise
             at = cursor.at
             if at == len(cursor.text) and not cursor.last:
@@ -753,10 +818,21 @@ class TurnReader:
             ):
                 raise Mismatch
         self._at = cursor.at
-        raw = self._raw_arguments(start, calls)
+        raw = self._raw_arguments(start, calls, self._form)
         for call in calls:
             self._call(call, raw)
         return True
+
+    def _python(self, cursor: Cursor) -> list[ToolCall]:
+        """Return calls as Llama 4 and LFM2 write them: ``[find(text="x"), ping()]``."""
+        calls: list[ToolCall] = []
+        cursor.literal("[")
+        while not calls or cursor.tries(","):
+            cursor.space()
+            calls += _PYTHON.read_call(cursor, self._known)
+            cursor.space()
+        cursor.literal("]")
+        return calls
 
     def _objects(self, cursor: Cursor, *, one: bool) -> list[ToolCall]:
         """Return the calls of JSON objects, whose braces may be doubled: of the first, or of all."""

@@ -85,6 +85,7 @@ class ContextHandle(Handle):
     ``n_seq_max`` on abort the process. Hold ``lock`` while using the handle; freeing acquires it too.
 
     Attributes:
+        n_rollback: how many tokens of a recurrent state can be undone.
         around: calls each decode, for those who time or count them: around(decode, n) returns the code of
             decode(n), which waits for the logits.
     """
@@ -149,6 +150,7 @@ class ContextHandle(Handle):
         self.n_embd_out = model.number("n_embd_out")
         self.n_ctx = int(C.llama_n_ctx(ptr))
         self.n_ctx_seq = int(C.llama_n_ctx_seq(ptr))
+        self.n_rollback = int(C.llama_n_rs_seq(ptr))  # 0 where the architecture cannot
         self.kv_unified = options["kv_unified"]
         self.n_batch = min(int(C.llama_n_batch(ptr)), options["n_batch"])
         self.n_outputs_max = options["n_outputs_max"]

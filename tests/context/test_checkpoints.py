@@ -245,7 +245,10 @@ def test_a_rewind_beyond_the_oldest_checkpoint_reads_the_text_again(ctx: Context
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"checkpoint_ram": 0}, "checkpoint_ram is 0"), ({"checkpoint_ram": 10}, "a state takes")],
+    [
+        ({"checkpoint_ram": 0, "n_rs_seq": 0}, "checkpoint_ram is 0"),
+        ({"checkpoint_ram": 10, "n_rs_seq": 0}, "a state takes"),
+    ],
 )
 def test_why_there_are_no_checkpoints_is_told(
     options: dict[str, Any], said: str, tmp_path: Path

@@ -21,7 +21,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams
-from llamabranch.context.memory import Memory, NonUnified, States, Windowed
+from llamabranch.context.memory import Memory, NonUnified, RollingBack, States, Windowed
 from llamabranch.errors import (
     CacheFullError,
     DecodeInterruptedError,
@@ -51,11 +51,13 @@ KINDS: dict[str, tuple[str, dict[str, Any], type[Memory], bool]] = {
     "recurrent, checkpoints": ("mamba", {}, States, False),
     "recurrent, rwkv": ("rwkv7", {}, States, False),
     "recurrent, rwkv, checkpoints": ("rwkv7", {}, States, False),
-    "hybrid": ("lfm2", {}, States, False),
-    "hybrid, checkpoints": ("lfm2", {}, States, False),
-    "hybrid, few checkpoints": ("lfm2", {"checkpoint_ram": 12_000}, States, False),
-    "hybrid, qwen": ("qwen35", {}, States, False),
-    "hybrid, qwen, checkpoints": ("qwen35", {}, States, False),
+    "hybrid": ("lfm2", {}, RollingBack, False),
+    "hybrid, nothing undone": ("lfm2", {"n_rs_seq": 0}, States, False),
+    "hybrid, checkpoints": ("lfm2", {}, RollingBack, False),
+    "hybrid, few checkpoints": ("lfm2", {"checkpoint_ram": 12_000}, RollingBack, False),
+    "hybrid, qwen": ("qwen35", {}, RollingBack, False),
+    "hybrid, qwen, nothing undone": ("qwen35", {"n_rs_seq": 0}, States, False),
+    "hybrid, qwen, checkpoints": ("qwen35", {}, RollingBack, False),
 }
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,6 +222,8 @@ LOOSE = {
     "parameters": CALL.replace("arguments", "parameters"),
     "tags": f"<tool_call>\n{CALL}\n</tool_call>",
     "an unclosed tag": f"<tool_call>\n{CALL}",
+    "Python": "[find(text='x')]",
+    "Python, with JSON": '[find(text="x")]',
     "arguments in a string": json.dumps({"name": "find", "arguments": '{"text": "x"}'}),
 }
 
@@ -233,6 +239,73 @@ def test_calls_in_another_form_than_the_templates_are_read_too(shape: str, kind:
             assert turn.content == before.strip()
     inline = f"It says {CALL} here."
     assert form.read(inline, TOOLS) == Turn("", inline, [])
+
+
+def test_python_that_calls_nothing_known_is_content() -> None:
+    form = FORMATS["tags around JSON"]
+    for text in (
+        "[seek(text='x')]",
+        "[find]",
+        "[find(text='x']",
+        "[1, 2]",
+        "[find(x)]",
+        "[",
+        "[x](y)",
+    ):
+        for size in (1, 3, 99):
+            assert streamed(form, text, size, eager=False) == Turn("", text, [])
+    two = streamed(form, "I see.\n[find(n=-1.5, yes=True), ping()]", 2, eager=False)
+    assert meant(two.calls) == [("find", {"n": -1.5, "yes": True}), ("ping", {})]
+
+
+def test_the_function_may_be_named_after_the_channel() -> None:
+    """As the model writes it, whose template names it before."""
+    form = FORMATS["channels"]
+    call = '<|on|>tool to=fn.find <|as|>json<|say|>{"text": "x"}<|over|>'
+    thought = "<|on|>musing<|say|>Hm.<|over|><|go|>bot"
+    words = "<|on|>tool<|say|>I look.<|over|><|go|>bot"
+    for size in (1, 4, 99):
+        for eager in (False, True):
+            turn = streamed(form, thought + words + call, size, eager=eager)
+            assert (turn.thought, turn.content) == ("Hm.", "I look.")
+            assert meant(turn.calls) == [("find", {"text": "x"})]
+    plain = streamed(form, call.replace(" <|as|>json", " json"), 3, eager=False)
+    assert meant(plain.calls) == [("find", {"text": "x"})]
+    for wrong in ("find_me", "fin", "fn", ""):
+        assert form.read(call.replace("to=fn.find ", f"to=fn.{wrong} "), TOOLS).calls == []
+
+
+def test_quotes_inside_quotes_end_where_the_call_goes_on() -> None:
+    source = template(
+        "{{ f.name }}({% for k, v in a.items() %}{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}"
+        "{% endif %}{% if not loop.last %}, {% endif %}{% endfor %})",
+        start="<|py|>[", end="]<|/py|>", between=", ",
+    )  # fmt: skip
+    form = TurnFormat.of(source)
+    calls = [
+        ToolCall("find", {"text": "f(a='b')", "n": 2}),
+        ToolCall("find_all", {"text": "it's ('x')"}),
+    ]
+    assert meant(form.read(form.write(calls), TOOLS).calls) == meant(calls)
+
+
+def test_another_role_ends_the_turn() -> None:
+    """A template may tell the model what calls look like after a turn that has some."""
+    words = "Write Do: and a list of functions with their arguments, as few as will do. " * 4
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}<turn><bot>Do:\n[\n"
+        '{% for c in m.tool_calls %}{"tool": "{{ c.function.name }}", "with": '
+        "{{ c.function.arguments | tojson }}}{% if not loop.last %},\n{% endif %}{% endfor %}\n]\n"
+        f"{{% elif m.role == 'assistant' %}}<turn><bot>{{{{ m.content }}}}<eot>{{% else %}}"
+        f"<turn><{{{{ m.role }}}}>{{{{ m.content }}}}<eot>{{% endif %}}{{% endfor %}}"
+        f"{{% if messages[-1].tool_calls %}}<turn><sys>{words}<eot>{{% endif %}}"
+        "{% if add_generation_prompt %}<turn><bot>{% endif %}"
+    )
+    form = TurnFormat.of(source)
+    text = f'Do:\n[\n{{"tool": "find", "with": {{"text": "x"}}}}\n]\n<turn><sys>{words}<eot>'
+    for size in (1, 5, 999):
+        turn = streamed(form, text, size, eager=False)
+        assert (turn.content, meant(turn.calls)) == ("", [("find", {"text": "x"})])
 
 
 @pytest.mark.parametrize("nothing", ["null", '""', "{}"])
@@ -304,6 +377,11 @@ BAD = {
     "fails": "{{ 1 / 0 }}",
     "is no Jinja": "{% if %}",
     "is endless": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "does not end": "{% for i in range(9**5) %}{% for j in range(9**5) %}{{ j }}{% endfor %}{% endfor %}",
+    "fills the memory": "{{ 'x' * 10**11 }}",
+    "contradicts itself": template(
+        "{% if c.id[-1] == '1' %}<do>{{ f.name }}</do>{% else %}{ {{ f.name }} }{% endif %}"
+    ),
     "is empty": "",
     "ignores all": "Hello",
     "closes what it never opens": "{% for m in messages %}<u>{{ m.content }}{% endfor %}"
@@ -316,7 +394,7 @@ BAD = {
 def test_bad_templates_have_the_general_form_and_a_reason(kind: str) -> None:
     form = TurnFormat.of(BAD[kind])
     assert form.is_general and form.reason and form.reason in form.describe()
-    assert form.thought_end is None or kind == "writes calls in prose"
+    assert form.thought_end is None or kind in ("writes calls in prose", "contradicts itself")
     calls = [ToolCall("find", {"text": "x"}), ToolCall("ping", {})]
     assert meant(form.read(form.write(calls), TOOLS).calls) == meant(calls)
 
@@ -344,6 +422,46 @@ def test_many_tools_and_names_with_quotes() -> None:
 def test_detection_is_remembered() -> None:
     source = SHAPES["Python"] + "{# once #}"
     assert TurnFormat.of(source) is TurnFormat.of(source)
+
+
+COUNTS = """
+import sys
+from dataclasses import replace
+from llamabranch.model import TurnFormat
+from llamabranch.model.templates import ChatTemplate
+asked, render_many = [], ChatTemplate.render_many
+def counted(self, batch):
+    asked.append(len(batch))
+    return render_many(self, batch)
+ChatTemplate.render_many = counted
+form = TurnFormat.of(sys.stdin.read())
+print(len(asked), sorted(form.parts.roles), replace(form.parts, roles=frozenset()))
+"""
+
+
+def test_what_was_found_is_kept_in_the_profile(tmp_path: Path) -> None:
+    """A second process renders nothing; a damaged entry, or another template, is found anew."""
+    path = tmp_path / "profile.json"
+
+    def found(source: str) -> tuple[bool, str]:
+        env = {**os.environ, "LLAMABRANCH_PROFILE": str(path)}
+        made = subprocess.run(
+            [sys.executable, "-c", COUNTS], input=source, env=env, capture_output=True, text=True,
+            check=True, encoding="utf-8",
+        ).stdout  # fmt: skip
+        count, rest = made.split(" ", 1)
+        return int(count) > 0, rest
+
+    for shape in ("quotes of its own", "channels", "tags that tell types"):
+        first, again = found(SHAPES[shape]), found(SHAPES[shape])
+        assert (first[0], again[0]) == (True, False) and first[1] == again[1]
+    assert found(SHAPES["channels"] + "{# another #}")[0]
+    stored = json.loads(path.read_text("utf-8"))
+    for entry in stored["turns"].values():
+        entry["parts"]["TurnParts"][8] = 5
+    path.write_text(json.dumps(stored), "utf-8")
+    anew, again = found(SHAPES["channels"]), found(SHAPES["channels"])
+    assert (anew[0], again[0]) == (True, False) and anew[1] == again[1]
 
 
 def test_words() -> None:

@@ -190,3 +190,47 @@ def test_a_thousand_tools(model: lb.Model) -> None:
     grammar = turn_grammar(model, Tools(many, "auto", form))
     assert fits(model, grammar, form.write([ToolCall("tool_999", {"x": 5})]))
     assert not fits(model, grammar, form.write([ToolCall("tool_1000", {"x": 5})]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_names_and_values_with_quotes(model: lb.Model, shape: str) -> None:
+    """Names and enumerated values are told from each other, whatever signs they have."""
+    values = ["it's", 'say "x"', "a\\b", "a.b"]
+    names = ['say "hi"', "it's", "a.b-c", "a.b", "a/b", "get_1", "get_11"]
+    tools = [{"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "required": ["k-1"], "properties": {"k-1": {"enum": values}}}}}
+        for name in names]  # fmt: skip
+    form = TurnFormat.of(SHAPES[shape])
+    grammar = turn_grammar(model, Tools(tools, "required", form))
+    auto = turn_grammar(model, Tools(tools, "auto", form))
+    for name in names:
+        for value in values:
+            text = form.write([ToolCall(name, {"k-1": value})])
+            assert fits(model, grammar, text) and fits(model, auto, text), text
+    for name, value in (("a.bc", "a.b"), ("get_2", "a.b"), ("get_1", "axb"), ("aXb", "a.b")):
+        text = form.write([ToolCall(name, {"k-1": value})])
+        assert not fits(model, grammar, text), text
+
+
+def test_the_function_may_be_named_after_the_channel(model: lb.Model) -> None:
+    form = TurnFormat.of(SHAPES["channels"])
+    grammar = turn_grammar(model, Tools(TOOLS, "auto", form))
+    call = '<|on|>tool to=fn.find <|as|>json<|say|>{"text": "x"}'
+    for text in (call, call.replace(" <|as|>json", " json"), f"<|on|>tool<|say|>So.<|over|>{call}"):
+        assert fits(model, grammar, text), text
+        assert not fits(model, grammar, text.replace('"x"', "5")), text
+        assert not fits(model, grammar, text.replace("find", "seek")), text
+    assert fits(model, grammar, "<|on|>final<|say|>Yes.<|over|>")
+
+
+def test_free_text_may_hold_what_an_opening_begins_with(tmp_path: Path) -> None:
+    """A tag that other parts of a turn have too tells no call before its own words follow."""
+    source = SHAPES["one tag around several"].replace("<dos>", "<|open|>do<|sep|>")
+    source = source.replace("<mull>", "<|open|>mull<|sep|>").replace("</mull>", "<|shut|>")
+    form = TurnFormat.of(source)
+    vocabulary = toys.Vocabulary.with_control("<s>", "</s>", "<|open|>", "<|sep|>", "<|shut|>")
+    with lb.Model(toys.write_toy(tmp_path / "toy.gguf", vocab=vocabulary)) as model:
+        grammar = turn_grammar(model, Tools(TOOLS, "auto", form))
+        assert fits(model, grammar, "<|open|>mull<|sep|>Hm.<|shut|>Well, < or <|open|>d?<|sep|>.")
+        assert fits(model, grammar, "Well.\n" + form.write(ONE))
+        assert not fits(model, grammar, form.write([ToolCall("seek", {"text": "x"})]))

@@ -105,32 +105,39 @@ class _Writer:
         opening = whole.lstrip()
         if tools.forced:
             space = whole[: len(whole) - len(opening)]
-            start = f"{self._literal(space)}? {self._literal(opening)} {self._calls()}"
+            start = f"{self._literal(space)}? {self._literal(opening)} {self._calls(form)}"
         elif content is not None:
             own = _as_rule("content", content)
-            start = f"content | {self._literal(opening)} {self._calls()}"
+            start = f"content | {self._literal(opening)} {self._calls(form)}"
             return "\n".join([f"start: {start}", own, *self._lines()])
         else:
-            choices = self._loose()
+            choices, trigger = self._loose(), self._trigger(opening)
             with suppress(UnsupportedError):  # a form that this model cannot write
-                if opening:
-                    choices.append(f"{self._opened(opening)} {self._calls()} WS?")
-            start = f"{self._free(opening)} ({' | '.join(choices)})?" if choices else "TEXT"
+                if trigger:
+                    choices.append(f"{self._opened(trigger)} {self._any_calls()} WS?")
+            start = f"{self._free(trigger)} ({' | '.join(choices)})?" if choices else "TEXT"
         return "\n".join([f"start: {start}", *self._lines()])
 
     def _lines(self) -> list[str]:
         return [f"{name}: {text}" for name, text in self._rules.items()]
 
-    def _calls(self) -> str:
+    def _any_calls(self) -> str:
+        """Return calls in the template's form, or in the other one, whose opening ends alike."""
+        form = self._form
+        if form.other is None or not form.other.opening.endswith(form.opening.strip()):
+            return self._calls(form)
+        return f"({self._calls(form)} | {self._calls(form.other)})"
+
+    def _calls(self, form: CallForm) -> str:
         """Return the rule of all calls, from the first call's opening on."""
-        form, tools = self._form, self._tools
-        units = [self._unit(i, name) for i, name in enumerate(self._names)]
-        any_unit = self._rule("call", " | ".join(units))
+        tools, place = self._tools, "" if form is self._form else "other_"
+        units = [self._unit(form, f"{place}{i}", name) for i, name in enumerate(self._names)]
+        any_unit = self._rule(f"{place}call", " | ".join(units))
         between, ends = form.separator + form.call_start, self._ends(form.call_end)
         is_many = form.several is True and tools.parallel and not tools.is_named
         more = f" (WS? {self._literal(between)} {any_unit})*" if is_many and not ends else ""
         end = "" if ends else self._last(form.section_end.rstrip())
-        return self._rule("calls", f"{any_unit}{more} {end}")
+        return self._rule(f"{place}calls", f"{any_unit}{more} {end}")
 
     def _rule(self, name: str, text: str, attributes: str = "") -> str:
         self._rules[f"{name}{attributes}"] = text
@@ -175,54 +182,48 @@ class _Writer:
         lazy = self._rule(name, f"TEXT {_quoted(literal[: match.start()])}", "[lazy]")
         return f"{lazy} {self._literal(literal[match.start() :])}"
 
-    def _opened(self, opening: str) -> str:
-        """Return free text up to the first word of an opening, and the opening."""
-        match = self._pattern.match(opening)
-        if match is not None:
-            return self._literal(opening)
-        word = re.split(r"\s", opening)[0]
-        first = self._pattern.search(word)
-        word = word[: first.start()] if first else word
-        rest = self._literal(opening[len(word) :]) if opening[len(word) :] else ""
-        return f"{self._until('open', word)} {rest}".rstrip()
+    def _trigger(self, opening: str) -> str:
+        """Return the part of an opening that tells a call from text: from a control token on, if any."""
+        match = self._pattern.search(re.split(r"\s", opening, maxsplit=1)[0])
+        return opening[match.start() :] if match else opening
 
-    def _free(self, opening: str) -> str:
+    def _opened(self, trigger: str) -> str:
+        """Return free text up to the first word of an opening, and the opening."""
+        if self._pattern.match(trigger):
+            return self._literal(trigger)
+        word = re.split(r"\s", trigger, maxsplit=1)[0]
+        return f"{self._until('open', word)} {self._literal(trigger[len(word) :])}"
+
+    def _free(self, trigger: str) -> str:
         """Return what may stand before calls: text, and control tokens that begin none."""
         self._rule("SOME", "/(.|\\n)+/")
-        choices = ["SOME"]
-        match = self._pattern.match(opening)
-        first = match[0] if match else None
-        ids = [
-            token
-            for text, token in self._control.items()
-            if text != first and text not in self._eog
-        ]
-        if ids:
-            choices.append(f"<[{_ranges(ids)}]>")
-        if first and self._is_shared(first, opening):
-            rest = opening[len(first) :]
-            after = self._pattern.search(rest)
-            rest = rest[: after.start()] if after else rest
-            if rest:
-                self._rule("OTHER", f"/(.|\\n)+/ & ~/{_regex(rest)}(.|\\n)*/")
-                choices.append(f"<[{self._control[first]}]> OTHER?")
-        return f"({' | '.join(choices)})*"
+        match = self._pattern.match(trigger)
+        first = match[0] if match else ""
+        free = [token for text, token in self._control.items() if text not in {first, *self._eog}]
+        choices = [f"<[{_ranges(free)}]> SOME?"] if free else []
+        rest = trigger[len(first) :]
+        after = self._pattern.search(rest)
+        rest = rest[: after.start()] if after else rest
+        if first and rest and self._is_shared(first, trigger):
+            self._rule("OTHER", f"/(.|\\n)+/ & ~/{_regex(rest)}(.|\\n)*/")
+            choices.append(f"<[{self._control[first]}]> OTHER?")
+        return f"SOME? ({' | '.join(choices)})*" if choices else "SOME?"
 
-    def _is_shared(self, tag: str, opening: str) -> bool:
+    def _is_shared(self, tag: str, trigger: str) -> bool:
         """Return whether a tag that begins a call also begins other parts of a turn."""
         parts = self._tools.turns.parts
         return any(
             tag in text
             for text in (parts.header, parts.thought_open, parts.thought_close, parts.content_start,
                          parts.content_end, parts.turn_end)
-            if not text.strip().startswith(opening.strip())
+            if not text.strip().startswith(trigger.strip())
         )  # fmt: skip
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _unit(self, i: int, name: str) -> str:
+    def _unit(self, form: CallForm, i: str, name: str) -> str:
         """Return the rule of a call of one function, without the literal that calls begin with."""
-        form, schema = self._form, self._tools.schemas[name]
+        schema = self._tools.schemas[name]
         parts = list(form.unit)
         if form.kind != "json" and parts and isinstance(parts[0], str):
             parts = parts[1:]
@@ -230,7 +231,7 @@ class _Writer:
             parts = parts[form.object_at :]
         words: list[str] = []
         text = ""
-        for part in parts:
+        for at, part in enumerate(parts):
             if isinstance(part, str):
                 text += part
                 continue
@@ -243,7 +244,18 @@ class _Writer:
             words += [self._literal(text)] if text else []
             text = ""
             if part is Slot.ARGUMENTS:
-                words.append(self._arguments(i, schema))
+                words.append(self._arguments(form, i, schema))
+            elif part is Slot.WORDS and self._pattern.match(str(parts[at + 1])):
+                others = [t for tag, t in self._control.items() if tag not in self._eog]
+                words.append(
+                    f"{self._rule('WORDS', '/ ?[a-z]*/')}? (<[{_ranges(others)}]> WORDS?)?"
+                )
+            elif (
+                part is Slot.WORDS
+            ):  # tags that are text: the lexer does not go back, so one lexeme
+                pattern = f"/ ?[a-z]*(<\\|[a-z]+\\|>[a-z]+)?{_regex(str(parts[at + 1]))}/"
+                words.append(self._rule("WORDS", pattern))
+                parts[at + 1] = ""
             elif part is Slot.INDEX or form.name_in_id is not None:
                 words.append(self._rule("NUMBER", "/[0-9]+/"))
             else:
@@ -251,15 +263,14 @@ class _Writer:
         words += [self._last(text.rstrip())] if text.strip() else []
         return self._rule(f"call_{i}", " ".join(words))
 
-    def _arguments(self, i: int, schema: object) -> str:
-        form = self._form
+    def _arguments(self, form: CallForm, i: str, schema: object) -> str:
         if form.tags is not None:
             return self._tagged(i, schema, form.tags)
         if form.arguments_as_text:
             return f'"\\"" {self._value(f"text_{i}", schema, _IN_TEXT, schema)} "\\""'
         return self._json(schema)
 
-    def _tagged(self, i: int, schema: object, tags: ArgumentTags) -> str:
+    def _tagged(self, i: str, schema: object, tags: ArgumentTags) -> str:
         """Return the rule of arguments in tags, in the order of the schema's properties."""
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         if not isinstance(schema, Mapping) or not isinstance(properties, Mapping):
@@ -344,7 +355,7 @@ class _Writer:
             return self._in_tags(rule, schema, values, root, depth)
         enum = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(enum, list) and enum:
-            return f"({' | '.join(self._literal(values.write(v)) for v in enum)})"
+            return f"({' | '.join(self._literal(_written(values, v)) for v in enum)})"
         choices = schema.get("anyOf", schema.get("oneOf"))
         kind = schema.get("type")
         if isinstance(kind, list):
@@ -377,7 +388,7 @@ class _Writer:
             members = []
             for k, (key, one) in enumerate(properties.items()):
                 value = self._value(f"{rule}_{k}", one, values, root, depth + 1)
-                written = values.key(key) + values.pair
+                written = (key if values.bare_keys else _written(values, key)) + values.pair
                 first, later = self._literal(written), self._literal(values.item + written)
                 is_needed = isinstance(needs, list) and key in needs
                 members.append((f"{first} {value}", f"{later} {value}", is_needed))
@@ -488,6 +499,13 @@ _EXAMPLES: dict[str, object] = {
     "boolean": True, "null": None, "array": [], "object": {}, "string": "",
 }  # fmt: skip
 _IN_TEXT = Values(quote='\\"')  # values inside a JSON string: their quotes are escaped
+
+
+def _written(values: Values, value: object) -> str:
+    """Return the text of a value; inside a JSON string it is escaped once more."""
+    if values is not _IN_TEXT:
+        return values.write(value)
+    return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)[1:-1]
 
 
 def _quoted(text: str) -> str:

@@ -356,7 +356,7 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
         bar = {"n": 2, "max_tokens": 7, "sampling": {"temperature": 0.5}, "regex": "[a-z ]+"}
         told = page.do("bar", set={"text": bar})["bars"]["text"]
         assert told["n"] == 2 and told["sampling"] == {"temperature": 0.5}
-        assert page.of("set")[-1]["bars"] == {"text": told}
+        page.wait(lambda: bool(page.of("set", bars={"text": told})))
         undo = page.doc()["undo"]
         for wrong in (
             {"n": 0}, {"n": 1000}, {"max_tokens": 0}, {"sampling": {"temperature": -1}}, {"regex": "("},

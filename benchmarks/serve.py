@@ -189,11 +189,11 @@ def main() -> None:
     with ExitStack() as stack, settings.context(settings.target) as probe:
         path = Path(probe.model.path)
         starts: dict[str, Start] = {
-            name: partial(_ours, settings, path, *shlex.split(args.options), *more)
+            name: partial(start_ours, settings, path, *shlex.split(args.options), *more)
             for name, more in ((OURS, ()), (FAST, ("-S", "batch_invariant=false")))
         }
         if settings.peers:
-            starts[THEIRS] = partial(_theirs, settings, path)
+            starts[THEIRS] = partial(start_theirs, settings, path)
         starts = {
             name: start for name, start in starts.items() if name in map(SIDES.get, args.sides)
         }
@@ -239,7 +239,7 @@ def _cells() -> int:
     return _SLOTS * 1024
 
 
-def _ours(settings: Settings, path: Path, *more: object) -> Served:
+def start_ours(settings: Settings, path: Path, *more: object) -> Served:
     port = _free_port()
     command = [
         sys.executable, "-m", "llamabranch.cli", "serve", "-m", path, "--port", port,
@@ -248,7 +248,7 @@ def _ours(settings: Settings, path: Path, *more: object) -> Served:
     return Served(command, port)
 
 
-def _theirs(settings: Settings, path: Path, *more: object) -> Served:
+def start_theirs(settings: Settings, path: Path, *more: object) -> Served:
     """Start llama-server; without repacked weights where it dies of them, as on processors with AMX."""
     program = build_server(settings.cache, settings.peers_bin)
     for repacks in ((), ("--no-repack",)):

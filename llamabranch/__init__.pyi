@@ -2,6 +2,7 @@
 
 # ruff: isort: skip_file
 
+from . import agents as agents
 from . import chat as chat
 from . import context as context
 from . import engine as engine
@@ -15,6 +16,9 @@ from . import search as search
 from . import serve as serve
 from . import speculative as speculative
 from . import theory as theory
+from .agents import (
+    Agent as Agent,
+)
 from .branch import (
     Branch as Branch,
     BranchStore as BranchStore,

@@ -167,6 +167,15 @@ class SnapshotError(LlamaBranchError):
         self.setting = setting
 
 
+class ToolError(LlamaBranchError):
+    """A call of an agent's tool failed.
+
+    A function raises it to tell the model why: ``raise ToolError("no such city")``. The agent goes on.
+    Any other exception of a function ends its agent; ``report.error`` is then a ToolError whose
+    ``__cause__`` is that exception.
+    """
+
+
 class UnsupportedError(LlamaBranchError):
     """Not possible with this model, memory type or build."""
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import scripts
+import stages
 import toys
 from hypothesis import HealthCheck, settings
 
@@ -107,6 +109,23 @@ def draft() -> Iterator[lb.Model]:
     """The bundled draft, of the target's vocabulary."""
     with lb.Model(DATA / "tale-draft-q8_0.gguf") as model:
         yield model
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
+    """A model that plays the scripts of `stages`."""
+    path = tmp_path_factory.mktemp("agents") / "scripts.gguf"
+    with lb.Model(scripts.write_script(path, stages.SCRIPTS)) as model:
+        yield model
+
+
+@pytest.fixture
+def stage(scripted: lb.Model) -> Iterator[lb.Context]:
+    """A context of that model; nothing but the prefix cache may be left in it."""
+    with lb.Context(scripted, n_ctx=4096, n_seq_max=8, n_threads=1) as ctx:
+        yield ctx
+        if not ctx.closed:
+            stages.assert_left_alone(ctx)
 
 
 @pytest.fixture(scope="session")

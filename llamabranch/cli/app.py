@@ -26,6 +26,7 @@ COMMANDS = {
     "demo": "Show what this is for, in half a minute: forks, drafts, JSON and scores, as you watch.",
     "generate": "Generate text from one prompt or many, and show what drafting did.",
     "chat": "Talk with a model in the terminal; turns can be retried, edited, forked and saved.",
+    "agent": "Do a task with a model that may call the functions of a Python file.",
     "open": "Branch, see and compare texts in the browser.",
     "serve": "Serve a model over HTTP: OpenAI's API, scores of given text, and branches.",
     "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any, cast
 
 from llamabranch import ConfigError
@@ -80,16 +81,45 @@ def load_function(place: str) -> Callable[[str], bool]:
         raise ConfigError(
             f"no function is named by {place!r}", hint="write FILE.py:NAME, as in rules.py:no_e"
         )
-    names: dict[str, Any] = {"__name__": Path(file).stem, "__file__": file}
-    try:
-        exec(compile(read_text(Path(file)), file, "exec"), names)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{file} cannot be run: {error!r}") from error
+    names = _run_file(Path(file))
     if name not in names:
         raise ConfigError(f"{file} has no {name!r}")
     return cast("Callable[[str], bool]", names[name])
+
+
+def load_functions(path: Path) -> list[Callable[..., object]]:
+    """Return the functions that a Python file defines, but for those whose names begin with "_".
+
+    Raises:
+        ConfigError: it cannot be run, or defines none.
+    """
+    found = [
+        value
+        for name, value in _run_file(path).items()
+        if isinstance(value, FunctionType) and value.__module__ == path.stem and name[0] != "_"
+    ]
+    if not found:
+        raise ConfigError(
+            f"{path} defines no function",
+            hint="def weather(city: str) -> str: ..., with a docstring",
+        )
+    return list(dict.fromkeys(found))
+
+
+def _run_file(path: Path) -> dict[str, Any]:
+    """Run a Python file and return its names.
+
+    Raises:
+        ConfigError: it cannot be read or run.
+    """
+    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    try:
+        exec(compile(read_text(path), str(path), "exec"), names)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{path} cannot be run: {error!r}") from error
+    return names
 
 
 def schema_text(given: str) -> str:

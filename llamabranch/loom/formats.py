@@ -1,5 +1,7 @@
 """Documents as other programs have them: four looms, JSON that keeps all, Markdown, and one HTML file.
 
+Journals of agents are read too, but not written.
+
 Other looms fork at the ends of nodes only, so a node is written as the texts between its forks.
 Nothing here recurses: a text of a thousand tokens may be nested a thousand deep.
 """
@@ -22,6 +24,7 @@ from msgspec import Raw
 from ..errors import ConfigError
 from ..serve.fields import SamplingFields
 from . import page
+from .agents import document_of, is_journal
 from .document import AnyRecord, Document, Made, Node, Number, Tokens, decoded
 
 __all__ = ["Item", "export", "items_of", "read"]
@@ -285,6 +288,10 @@ def read(
     found = _DATA.search(data)
     if found is not None:
         data = _unpacked(found[1])
+    if is_journal(data):
+        document = document_of(data, most)
+        is_same = document.head is not None and is_ours(document.head.fingerprint)
+        return "agent", document if is_same else items_of(document), 0
     if data.lstrip()[:1] not in (b"{", b"["):
         return "markdown", [Item([(data.decode("utf-8", "replace"), None)])], 0
     match _parsed(data):

@@ -25,14 +25,14 @@ FLOORS = (
     ("branch", "loading"),
     ("speculative",),
     ("engine",),
-    ("search", "bench"),
+    ("search", "bench", "agents"),
     ("eval", "serve", "scale", "chat"),
     ("loom",),
     ("cli",),
 )
 RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
 PUBLIC_ROOMS = {
-    "", "arguments", "bench", "chat", "cli", "errors", "eval", "extras", "files", "hub",
+    "", "agents", "arguments", "bench", "chat", "cli", "errors", "eval", "extras", "files", "hub",
     "loading", "loom", "model", "pictures", "profile", "scale", "search", "serve", "speculative",
     "startup", "theory",
 }  # fmt: skip

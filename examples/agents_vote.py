@@ -1,0 +1,57 @@
+"""Five samples of an agent that calculates, and a vote; then a question that goes on from the first.
+
+python examples/agents_vote.py [MODEL]
+"""
+
+import asyncio
+import operator
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+import llamabranch as lb
+
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+
+@dataclass(frozen=True)
+class Answer:
+    minutes: int
+
+
+def calculate(left: float, sign: Literal["+", "-", "*", "/"], right: float) -> float:
+    """Calculate with two numbers."""
+    if sign == "/" and right == 0:
+        raise lb.errors.ToolError("one cannot divide by 0")
+    return round(float(OPERATIONS[sign](left, right)), 6)
+
+
+async def solve(ctx: lb.Context) -> None:
+    """Ask, count the votes, and go on."""
+    async with lb.AsyncEngine(ctx) as engine:
+        solver = lb.Agent(
+            engine, "Calculate with the function. Answer in one sentence.", tools=[calculate],
+            output=Answer, tool_choice="required", parallel_calls=False, max_turns=4, max_tokens=240,
+            temperature=0.8, seed=1,
+        )  # fmt: skip
+        question = "A train goes 2 km in a minute. How many minutes does it take for 90 km?"
+        report = await solver.arun(question, n=5)  # five forks, seeds of their own
+        votes = Counter(each.parsed_or(None) for each in report.choices)
+        for answer, n in votes.most_common():
+            print(f"{n} of 5: {answer}")
+        print(f"Tokens read: {sum(each.stats.evaluated for each in report.choices)}")
+        async for step in solver.astream("And back?", after=report):  # goes on from the first
+            if step.kind in ("call", "result", "end"):
+                print(step.agent, step.kind, step.name, step.text)
+
+
+def main() -> None:
+    name = sys.argv[1] if sys.argv[1:] else lb.hub.default_model()
+    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # it has none of its own
+    with lb.load(name, n_ctx=4096, chat_template=template) as ctx:
+        asyncio.run(solve(ctx))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,454 @@
+"""An agent: what is given to it, and the four ways to run it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Generic, NoReturn, cast, overload
+
+from typing_extensions import TypeVar, Unpack
+
+from ..arguments import flag, instance, placed, real, whole
+from ..context import Context
+from ..context.context import text_context
+from ..engine import AsyncEngine
+from ..errors import (
+    ClosedError,
+    ConfigError,
+    GrammarError,
+    PerformanceWarning,
+    ToolError,
+    UnsupportedError,
+    warn,
+)
+from ..model import Message, chat_messages
+from ..model.thoughts import ThinkingChoice, thinking_budget
+from ..model.tools import Tools
+from ..sampling import SamplingParams, SamplingSettings
+from ..sampling.grammar import Grammar
+from ..sampling.noise import random_seed
+from ..sampling.params import check_names, settings_of
+from .journal import Journal, head
+from .report import Report, Step
+from .run import Session, asked, starts
+from .threads import iterated, on_a_loop, threaded
+from .tools import Tool, agent, fork, function
+from .turns import Plan
+
+__all__ = ["Agent", "conduct"]
+
+T = TypeVar("T", default=object)
+Tasks = list[str] | tuple[str, ...]
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_MOST_SAMPLES = 1000
+
+
+class Agent(Generic[T]):
+    """A model that does tasks in turns: it may call functions, read their results, and answers.
+
+    Several tasks, samples, sub-agents and forks run together on one context; what their prompts have in
+    common is read once. With the same seed and equal results of the functions a run gives the same text,
+    whatever else runs, where the context is batch-invariant.
+
+    An agent never changes and holds nothing between two runs: any thread may use it.
+
+    Args:
+        target: a context, on which each call opens an `AsyncEngine` and closes it; or an `AsyncEngine`
+            that runs.
+        messages: what every conversation begins with: messages, or a text, which is the system message.
+            A task is joined to a user's message at its end, by an empty line.
+        tools: functions with annotated parameters, sync or async, bound methods, and other agents. The
+            name and the docstring tell the model what a function does; ``Args:`` what its parameters
+            are. An agent is a function ``name(task)``, described by its ``about``; it runs on the engine
+            of its caller.
+        output: the type of the answer: a pydantic model, or what else `Grammar.from_json_schema` takes.
+            After the answer it is asked for as JSON; ``report.parsed`` is an instance.
+        name, about: as a tool of others: what it is called, and what it is for.
+        tool_choice: of the first turn: "auto", "required", "none", or the name of a function.
+        parallel_calls: whether a turn may hold several calls.
+        max_turns: how many turns a task may take. The last one has no calls.
+        max_tokens: how many tokens a task may take, of all turns together.
+        max_seconds: how many seconds a task may take; None = any number. What was written by then stays.
+        tool_seconds: how many seconds a function may take. The model is told that it took longer; a
+            thread cannot be stopped and runs on.
+        result_tokens: how many tokens of a result the model reads: of a longer one the first three
+            quarters of that, and its end.
+        think: False: the model does not think before it answers, True: it does; a number: the most
+            tokens of a thought; None = as its template does.
+        forks: offer a function ``fork(tasks)``: copies of the agent that have read all that it has read
+            do a task each; it gets their answers.
+        tell: exceptions, besides ToolError, whose text the model is told. Any other exception of a
+            function ends the agent.
+        repeats: how often the same call may be repeated.
+        journal: a file to which all steps are appended, for `replay` and the page.
+        sampling: settings. Without a seed each run draws others.
+        settings: fields of `SamplingParams` by name, in place of those of ``sampling``.
+
+    Raises:
+        ConfigError: a bad value, two tools of one name, or parameters that cannot be described.
+        UnsupportedError: the model has no chat template.
+        ClosedError: the context is closed.
+
+    Warns:
+        PerformanceWarning: the context keeps no prefixes: every turn reads its whole conversation again.
+    """
+
+    def __init__(
+        self,
+        target: Context | AsyncEngine,
+        messages: str | Sequence[Message] = (),
+        tools: Sequence[Callable[..., object] | Agent] = (),
+        output: type[T] | None = None,
+        *,
+        name: str = "agent",
+        about: str = "",
+        tool_choice: str = "auto",
+        parallel_calls: bool = True,
+        max_turns: int = 8,
+        max_tokens: int = 2048,
+        max_seconds: float | None = None,
+        tool_seconds: float = 60.0,
+        result_tokens: int = 1024,
+        think: ThinkingChoice = None,
+        forks: bool = False,
+        tell: type[Exception] | tuple[type[Exception], ...] = ToolError,
+        repeats: int = 2,
+        journal: str | os.PathLike[str] | None = None,
+        sampling: SamplingParams | None = None,
+        **settings: Unpack[SamplingSettings],
+    ) -> None:
+        context = target.engine.target if isinstance(target, AsyncEngine) else target
+        text_context("target", context)
+        if context.closed:
+            raise ClosedError("the context is closed")
+        if context.model.chat_template is None:
+            raise UnsupportedError(
+                f"{context.model.name} has no chat template: it was not trained on conversations",
+                hint='lb.load("smollm2-135m:Q8_0") has one; load(..., chat_template=...) gives one',
+            )
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(f"a name has letters, digits, _ and -, at most 64, not {name!r:.70}")
+        instance("about", about, str)
+        check_names(settings, _PARAMETERS)
+        if isinstance(messages, str):
+            messages = [("system", messages)] if messages else ()
+        known = _known(tools, context, forks=forks)
+        choice, described = _choice(tool_choice, known), [tool.described for tool in known.values()]
+        flag("parallel_calls", parallel_calls)
+        thinking_budget(think)
+        grammar, schema = _output(output)
+        of_tools = Tools(described, choice, context.model.turn_format, parallel=parallel_calls)
+        plan = Plan(
+            context=context,
+            messages=[] if messages == () or messages == [] else chat_messages(messages),
+            tools=known,
+            known=of_tools,
+            choice=choice,
+            grammar=grammar,
+            schema=schema,
+            name=name,
+            about=about,
+            forks=forks,
+            max_turns=whole("max_turns", max_turns, 1),
+            max_tokens=whole("max_tokens", max_tokens, 1),
+            max_seconds=None if max_seconds is None else _seconds("max_seconds", max_seconds),
+            tool_seconds=_seconds("tool_seconds", tool_seconds),
+            result_tokens=whole("result_tokens", result_tokens, 16),
+            think=think,
+            tell=_told(tell),
+            repeats=whole("repeats", repeats, 0),
+            journal=None if journal is None else Path(_path(journal)),
+            sampling=settings_of(sampling, **settings),
+        )
+        try:
+            _ = plan.turns.free, plan.turns.forced, plan.turns.last
+        except GrammarError as error:
+            raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
+        prompt = plan.turns.prompt(asked(plan.messages, "x"))  # what is refused is refused now
+        plan.turns.begun(prompt, calls=bool(known), think=think)
+        if plan.journal is not None:
+            head(plan, ["x"], 1, None, 0)  # what cannot be written is refused now
+        context.keep_prefixes()
+        if context.prefix_cache is None:
+            warn(
+                "this context keeps no prefixes: each turn of an agent reads its conversation again. "
+                "They need memory that can be cut, kv_unified=True and prefix_cache not False",
+                PerformanceWarning,
+            )
+        self.__dict__.update(target=target, plan=plan, output=output)
+
+    target: Context | AsyncEngine
+    plan: Plan
+    output: type[T] | None
+
+    def __setattr__(self, name: str, _: object) -> NoReturn:
+        raise AttributeError(f"an Agent does not change: make another one with another {name}")
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.plan.name
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.plan.tools) or "no tools"
+        return f"<Agent {self.name!r} with {self.plan.context.model.name!r}: {names}>"
+
+    # -- four ways to run it -----------------------------------------------------------------------
+
+    @overload
+    def run(self, task: str, n: int = 1, after: Report | None = None) -> Report[T]: ...
+    @overload
+    def run(self, task: Tasks, n: int = 1, after: Report | None = None) -> list[Report[T]]: ...
+    def run(
+        self, task: str | Tasks, n: int = 1, after: Report | None = None
+    ) -> Report[T] | list[Report[T]]:
+        """Do a task, or several at a time, and return a report, or a list of them.
+
+        The agent runs on an event loop in a thread of its own, so that this works where a loop runs
+        already. Ctrl-C cancels it.
+
+        Args:
+            task: what to do; a list gives a list of reports.
+            n: how many samples of each task, with seeds of their own: ``report.choices``.
+            after: a report of this agent whose conversation goes on.
+
+        Raises:
+            CacheFullError: a task does not fit into the context; nothing has run.
+            ConfigError: a bad argument, or the template refuses a task.
+            ClosedError: the context or the engine is closed.
+            DecodeError: see `AsyncEngine.generate`.
+        """
+        return on_a_loop(lambda: self._answer(task, n, after))
+
+    @overload
+    async def arun(self, task: str, n: int = 1, after: Report | None = None) -> Report[T]: ...
+    @overload
+    async def arun(
+        self, task: Tasks, n: int = 1, after: Report | None = None
+    ) -> list[Report[T]]: ...
+    async def arun(
+        self, task: str | Tasks, n: int = 1, after: Report | None = None
+    ) -> Report[T] | list[Report[T]]:
+        """Do what ``run`` does on the running event loop.
+
+        Cancelling it aborts its requests, cancels its async functions, and frees its sequences.
+
+        Raises:
+            LlamaBranchError: as ``run``.
+        """
+        return await self._answer(task, n, after)
+
+    async def _answer(
+        self, task: str | Tasks, n: int, after: Report | None
+    ) -> Report[T] | list[Report[T]]:
+        tasks = _tasks(task)
+        reports = await self._run(tasks, n, after, None)
+        return reports[0] if isinstance(task, str) else reports
+
+    def stream(self, task: str | Tasks, n: int = 1, after: Report | None = None) -> Iterator[Step]:
+        """Do what ``run`` does, and yield steps as they happen; closing the iterator cancels it.
+
+        Thoughts and texts come in pieces, as they are written. The step "end" of a path has its
+        ``report``.
+
+        Raises:
+            LlamaBranchError: as ``run``.
+        """
+        return iterated(lambda: self.astream(task, n, after))
+
+    async def astream(
+        self, task: str | Tasks, n: int = 1, after: Report | None = None
+    ) -> AsyncGenerator[Step, None]:
+        """Do what ``stream`` does on the running event loop.
+
+        Raises:
+            LlamaBranchError: as ``run``.
+        """
+        ready: asyncio.Queue[Step | None] = asyncio.Queue()
+        running = asyncio.ensure_future(self._run(_tasks(task), n, after, ready.put_nowait))
+        running.add_done_callback(lambda _: ready.put_nowait(None))
+        try:
+            while (step := await ready.get()) is not None:
+                yield step
+            await running
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await running
+
+    async def _run(
+        self,
+        tasks: Sequence[str],
+        n: int,
+        after: Report | None,
+        listen: Callable[[Step], None] | None,
+    ) -> list[Report[T]]:
+        """Run all samples of all tasks; return the first report of each task."""
+        plan = self.plan
+        n = whole("n", n, 1, _MOST_SAMPLES)
+        if after is not None and instance("after", after, Report).plan is not plan:
+            raise ConfigError("after is a report of another agent")
+        seed = random_seed() if plan.sampling.seed is None else plan.sampling.seed
+        reports = await conduct(self.target, plan, tasks, n, after, seed, listen)
+        groups = [reports[at : at + n] for at in range(0, len(reports), n)]
+        for group in groups:
+            for report in group:
+                report.choices = group
+        return cast("list[Report[T]]", [group[0] for group in groups])
+
+
+async def conduct(
+    target: Context | AsyncEngine,
+    plan: Plan,
+    tasks: Sequence[str],
+    n: int,
+    after: Report | None,
+    seed: int,
+    listen: Callable[[Step], None] | None,
+    recorded: Mapping[str, Sequence[Step]] | None = None,
+) -> list[Report]:
+    """Run all samples of all tasks, with a journal, and return their reports.
+
+    Args:
+        target, plan, tasks, n, after, seed: as for `Agent`.
+        listen: gets all steps, texts in pieces; None = nobody.
+        recorded: see `Session`; then texts come whole.
+
+    Raises:
+        LlamaBranchError: see `Agent.run`.
+    """
+    context = plan.context
+    if context.closed:
+        raise ClosedError("the context is closed")
+    is_given = isinstance(target, AsyncEngine)
+    journal = None
+    if plan.journal is not None and recorded is None:
+        journal = Journal(plan.journal, token_hex(4), context.model)
+
+    engine = target if isinstance(target, AsyncEngine) else None
+    try:
+        streams = listen is not None and recorded is None
+        begun = await threaded(lambda: starts(plan, tasks, n, after, seed))
+        if journal is not None:
+            journal.add(head(plan, tasks, n, after, seed))
+        if engine is None:
+            engine = AsyncEngine(context, max_tokens=None)
+        keep = None if journal is None else journal.add
+        session = Session(
+            engine, seed, listen=listen, keep=keep, streams=streams, recorded=recorded
+        )
+        return await session.run(begun)
+    finally:
+        if journal is not None:
+            journal.close()
+        if engine is not None and not is_given:
+            await engine.close()
+
+
+# -- what is given -----------------------------------------------------------------------------------
+
+
+def _known(tools: object, context: Context, *, forks: bool) -> dict[str, Tool]:
+    """Return tools by name.
+
+    Raises:
+        ConfigError: one is no function or agent, or two have one name.
+    """
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+        raise ConfigError(
+            f"tools must be a list of functions and agents, not {tools!r:.60}",
+            hint="tools=[weather]",
+        )
+    found: dict[str, Tool] = {}
+    flag("forks", forks)
+    for index, given in enumerate(tools):
+        with placed(f"tools[{index}]"):
+            if isinstance(given, Agent):
+                if given.plan.context is not context:
+                    raise ConfigError(
+                        f"the agent {given.name!r} has another context",
+                        hint="an agent among the tools runs where its caller runs: give it that target",
+                    )
+                tool = agent(given.plan, given.name, given.plan.about)
+            elif callable(given):
+                tool = function(given)
+            else:
+                raise ConfigError(
+                    f"a tool must be a function or an Agent, not {given!r:.60}",
+                    hint="give the function itself: tools=[weather]",
+                )
+            if tool.name in found:
+                raise ConfigError(f"two tools have the name {tool.name!r}")
+        found[tool.name] = tool
+    if forks:
+        tool = fork()
+        if tool.name in found:
+            raise ConfigError(f"with forks=True no other tool may have the name {tool.name!r}")
+        found[tool.name] = tool
+    return found
+
+
+def _choice(given: object, tools: Mapping[str, Tool]) -> object:
+    """Return OpenAI's ``tool_choice``."""
+    if given in ("auto", "none"):
+        return given
+    if given == "required" and tools:
+        return given
+    if isinstance(given, str) and given in tools:
+        return {"type": "function", "function": {"name": given}}
+    names = ", ".join(("auto", "none", *(("required", *tools) if tools else ())))
+    raise ConfigError(f"unknown tool_choice {given!r:.60}", hint=f"tool_choice: {names}")
+
+
+def _output(output: object) -> tuple[Grammar | None, Mapping[str, object] | None]:
+    """Return the grammar of answers of a type, and its schema."""
+    if output is None:
+        return None, None
+    try:
+        grammar = Grammar.from_json_schema(cast(type, output))
+    except GrammarError as error:
+        raise ConfigError(f"output: {error.message}", hint=error.hint) from None
+    return grammar, json.loads(grammar.source)
+
+
+def _told(tell: object) -> tuple[type[BaseException], ...]:
+    kinds = tell if isinstance(tell, tuple) else (tell,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise ConfigError(
+                f"tell must be a class of exceptions, or several, not {tell!r:.60}",
+                hint="tell=(ToolError, LookupError)",
+            )
+    return (ToolError, *cast("tuple[type[Exception], ...]", kinds))
+
+
+def _seconds(name: str, value: object) -> float:
+    seconds = real(name, value)
+    if not seconds > 0:
+        raise ConfigError(f"{name} must be a positive number of seconds, not {value!r}")
+    return seconds
+
+
+def _path(given: object) -> str:
+    if isinstance(given, (str, os.PathLike)):
+        return str(os.fspath(given))
+    raise ConfigError(f"journal must be the path of a file, not {given!r:.60}")
+
+
+def _tasks(task: object) -> list[str]:
+    tasks = [task] if isinstance(task, str) else task
+    if isinstance(tasks, (bytes, Mapping)) or not isinstance(tasks, Sequence) or not tasks:
+        raise ConfigError(f"a task must be a text, or a list of texts, not {task!r:.60}")
+    for one in tasks:
+        if not isinstance(one, str) or not one.strip():
+            raise ConfigError(f"a task must be a text that is not empty, not {one!r:.60}")
+    return list(tasks)
+
+
+_PARAMETERS = tuple(Agent.__init__.__annotations__)

@@ -1,0 +1,130 @@
+"""A run again, from its journal: the recorded results take the place of the functions."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from ..arguments import whole
+from ..context import Context
+from ..context.context import text_context
+from ..engine import AsyncEngine
+from ..errors import ConfigError, ParseError
+from .agent import conduct
+from .journal import Recorded, planned, read
+from .report import AgentStats, Report, Step
+from .threads import on_a_loop
+
+__all__ = ["replay"]
+
+
+def replay(
+    path: str | os.PathLike[str], target: Context | AsyncEngine, *, run: int = -1
+) -> Iterator[Step]:
+    """Run what a journal has again, with the recorded results, and yield its steps.
+
+    The steps are those of the journal. Of one that was cut they are those up to there.
+
+    Args:
+        path: the journal.
+        target: as for `Agent`, of the same model.
+        run: which of the runs in the file, counted from 0; -1 is the last.
+
+    Yields:
+        Steps, as they happen. In a context that is not batch-invariant a step "differs" tells where a
+        path has become another one; that path ends there.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of another model.
+        ParseError: it is no journal, or is damaged; or, in a batch-invariant context, a token differs.
+    """
+    context = target.engine.target if isinstance(target, AsyncEngine) else target
+    text_context("target", context)
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    runs = read(data, path)
+    found = runs[whole("run", run, -len(runs), len(runs) - 1)]
+    if found.head.get("fingerprint") != context.model.fingerprint:
+        raise ConfigError(
+            f"{path} is of another model: {found.head.get('model')!r:.80}, not {context.model.name!r}",
+            hint="open the context with that model",
+        )
+    steps = _again(found, target, context)
+    return iter(steps)
+
+
+class _Differs(Exception):
+    """A step is another one, and its text."""
+
+
+def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> list[Step]:
+    head, plan = found.head, planned(context, found.head.get("agent"))
+    is_same = head.get("kv_type") == context.kv_type and head.get("exact") is True
+    is_exact = is_same and context.capabilities.batch_invariant
+    told: list[Step] = []
+    left = {name: deque(steps) for name, steps in found.steps.items()}
+    differs: set[str] = set()
+
+    def listen(step: Step) -> None:
+        expected = left.get(step.path)
+        if any(step.path == each or step.path.startswith(f"{each}/") for each in differs):
+            return
+        if not expected:
+            return  # what comes after the end of the journal
+        if step.kind == "end" and step.text == "cut" and all(s.kind == "result" for s in expected):
+            told.extend(expected)  # those that were there before a result that is missing
+            expected.clear()
+            return
+        known = expected.popleft()
+        if _same(step, known):
+            told.append(known)
+            return
+        where = f"the {known.kind} of turn {known.turn} of path {known.path}"
+        at = next(
+            (
+                i
+                for i, pair in enumerate(zip(step.tokens, known.tokens, strict=False))
+                if len({*pair}) > 1
+            ),
+            -1,
+        )
+        text = f"{where} differs" + (f" from its token {at} on" if at >= 0 else "")
+        if is_exact:
+            raise _Differs(text, step.text)
+        differs.add(step.path)
+        told.append(Step("differs", text, step.agent, step.path, step.turn))
+
+    after = _report(head.get("after"), plan)
+    tasks, n = cast("list[str]", head.get("tasks")), cast(int, head.get("n"))
+    seed = cast(int, head.get("seed"))
+    try:
+        on_a_loop(lambda: conduct(target, plan, tasks, n, after, seed, listen, found.steps))
+    except _Differs as error:
+        raise ParseError(error.args[0], text=error.args[1]) from None
+    return told
+
+
+def _same(step: Step, known: Step) -> bool:
+    if known.kind == "end" and known.text in ("time", "cancelled"):
+        return step.kind == "end"
+    same = ("kind", "text", "turn", "name", "call", "n", "seed")
+    return all(getattr(step, one) == getattr(known, one) for one in same) and (
+        list(step.tokens) == list(known.tokens)
+    )
+
+
+def _report(given: object, plan: object) -> Report | None:
+    """Return as much of a report as a run that goes on after it needs."""
+    if not isinstance(given, Mapping):
+        return None
+    messages = cast("list[dict[str, object]]", given.get("messages"))
+    tokens = cast("Sequence[int]", given.get("tokens"))
+    return Report(
+        "", "stop", messages, list(tokens), 0, AgentStats(), plan=plan,
+        is_settled=bool(given.get("is_settled")),
+    )  # fmt: skip

@@ -1,0 +1,187 @@
+"""What an agent did: its steps, and the report at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Generic, cast
+
+from typing_extensions import TypeVar
+
+from ..errors import LlamaBranchError, ParseError
+from ..model.tools import ToolCall
+from ..sampling.grammar import Grammar
+
+__all__ = ["AgentStats", "Report", "Step"]
+
+T = TypeVar("T", default=object, covariant=True)
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something an agent did: a line of its journal.
+
+    Attributes:
+        kind: "prompt": tokens were added to what the agent has; "reread": ``n`` of its tokens have to be
+            read again, because the template writes them differently now; "thought", "text": what the
+            model wrote (in a stream they come in pieces); "call": of a function; "result": of a call;
+            "end": of the agent; "differs": only of `replay`, in a context that is not exact.
+        text: the text that was written, a call's arguments as JSON, a function's whole result, or how the
+            agent ended.
+        agent: the agent's name.
+        path: which run of it: "0.1" is the second sample of the first task, "0.1/2.0" a sub-agent that
+            the first call of its third turn has started. Numbers count from 0.
+        turn: the turn, from 0.
+        name, call: of a call or a result: the function's name, and the call's id.
+        error: of a result: "told" = the model was told that the call failed, "raised" = the function
+            raised something that ends the agent. Of an end: the error, as text.
+        tokens: of a prompt: its tokens after the first ``n``. Of a text: all tokens of the turn, its
+            thought and its calls included.
+        n: how many of the agent's tokens a prompt keeps, or are read again.
+        seed: the seed that the turn was drawn with.
+        seconds: how long a turn or a call took, or the agent in all.
+        report: at the end of an agent its report; it is no part of the journal.
+    """
+
+    kind: str
+    text: str = ""
+    agent: str = "agent"
+    path: str = "0.0"
+    turn: int = 0
+    name: str = ""
+    call: str = ""
+    error: str = ""
+    tokens: Sequence[int] = ()
+    n: int = 0
+    seed: int | None = None
+    seconds: float = field(default=0.0, compare=False)
+    report: Report | None = field(default=None, compare=False, repr=False)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON types: what is not at its default, and always kind, agent, path and turn."""
+        kept = ("kind", "agent", "path", "turn")
+        found: dict[str, object] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name != "report" and (each.name in kept or value != each.default):
+                found[each.name] = value
+        return found
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, object]) -> Step:
+        """Return the step that ``as_dict`` describes.
+
+        Raises:
+            TypeError, ValueError: it describes none.
+        """
+        names = {each.name: each for each in fields(cls) if each.name != "report"}
+        found = {name: value for name, value in given.items() if name in names}
+        for name, value in found.items():
+            is_list = name == "tokens" and isinstance(value, list)
+            if is_list and all(type(token) is int for token in cast(list[object], value)):
+                continue
+            kinds: tuple[type, ...] = (str,)
+            if name in ("turn", "n", "seed"):
+                kinds = (int,)
+            elif name == "seconds":
+                kinds = (int, float)
+            if name == "tokens" or not isinstance(value, kinds):
+                raise ValueError(f"{name} of a step is {value!r:.40}")
+        return cls(**found)  # type: ignore[arg-type]
+
+
+@dataclass
+class AgentStats:
+    """What a run has cost, its sub-agents and forks included.
+
+    Attributes:
+        evaluated: prompt tokens that were read.
+        cached: prompt tokens that were in the cache already.
+        reread: how many of ``evaluated`` had been read or generated before: their cells were needed by
+            others meanwhile, or the template writes them differently now.
+        generated: tokens that were generated.
+        preemptions: how often a turn lost its cells while it ran, and was read again.
+        seconds: from the beginning of the run to its end.
+    """
+
+    evaluated: int = 0
+    cached: int = 0
+    reread: int = 0
+    generated: int = 0
+    preemptions: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: AgentStats) -> None:
+        """Add the tokens of another run."""
+        for name in ("evaluated", "cached", "reread", "generated", "preemptions"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass
+class Report(Generic[T]):
+    """How an agent's run ended, and all that it did.
+
+    As of a `Result`, limits raise nothing; ``parsed`` does.
+
+    Attributes:
+        text: the answer; with ``output`` its JSON.
+        finish_reason: "stop"; "length": ``max_tokens``; "turns": ``max_turns``; "time": ``max_seconds``;
+            "capacity": the context is full; "cancelled"; "error".
+        limit: "turns", "length" or "capacity", where that limit made the last turn the last: the model
+            was told to answer without another call. None where it ended by itself.
+        error: what ended it, if there was an error. Where a tool raised, a `ToolError` whose
+            ``__cause__`` is the exception.
+        calls: all calls of functions, in order.
+        messages: the conversation in OpenAI's form, from the trunk on.
+        tokens: its token ids: ``Branch.start(ctx, report.tokens)`` is its branch.
+        steps: its steps, and those of its sub-agents and forks, as they happened.
+        seed: that of its turns.
+        choices: the reports of all samples of the task, this one included.
+        stats: what it cost.
+        grammar: that of the answer, of an agent with ``output``.
+        exact: whether all turns were made in a batch-invariant context: then the same seed gives the same
+            text again, whatever else runs.
+    """
+
+    text: str
+    finish_reason: str
+    messages: list[dict[str, object]] = field(repr=False)
+    tokens: list[int] = field(repr=False)
+    seed: int
+    stats: AgentStats
+    limit: str | None = None
+    error: LlamaBranchError | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list, repr=False)
+    choices: list[Report[T]] = field(default_factory=list, repr=False)
+    grammar: Grammar | None = field(default=None, repr=False)
+    exact: bool = False
+    plan: object = field(default=None, repr=False)  # the agent's, to go on from here
+    is_settled: bool = field(
+        default=True, repr=False
+    )  # whether the tokens are those of the messages
+
+    @property
+    def parsed(self) -> T:
+        """The answer as an instance of the agent's ``output``; None without one.
+
+        Raises:
+            ParseError: there is no such answer: ``finish_reason`` tells why, or the type refuses it.
+        """
+        if self.grammar is None:
+            return cast(T, None)
+        if self.finish_reason != "stop":
+            raise ParseError(
+                f"there is no answer of this type: the agent ended with {self.finish_reason!r}",
+                text=self.text,
+                hint="parsed_or(None) does not raise",
+            ) from self.error
+        return cast(T, self.grammar.parse(self.text))
+
+    def parsed_or(self, default: S) -> T | S:
+        """Return ``parsed``, or ``default`` where it raises."""
+        try:
+            return self.parsed
+        except ParseError:
+            return default

@@ -1,0 +1,207 @@
+"""Prompts of an agent's turns: what follows its own tokens, and the grammars of what it writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ..branch import Produced
+from ..context import Context
+from ..context.prefix_cache import n_common
+from ..engine import Result
+from ..errors import LlamaBranchError, UnsupportedError
+from ..generation.thought import named_text
+from ..model import Model
+from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_variables
+from ..model.tools import Tools, conversation
+from ..model.turn_format import Turn
+from ..sampling import SamplingParams
+from ..sampling.grammar import Grammar, turn_grammar
+from .tools import Tool
+
+__all__ = ["Messages", "Plan", "Turns"]
+
+_LONG = 1000  # characters of a message that is rendered again after each turn
+Messages = Sequence[Mapping[str, object]]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All that was given to an agent, checked; see `Agent`."""
+
+    context: Context
+    messages: Sequence[dict[str, object]]
+    tools: Mapping[str, Tool]
+    known: Tools  # the same, as the first turn's template and grammar take them
+    choice: object  # of the first turn, in OpenAI's form
+    grammar: Grammar | None  # of answers in JSON
+    schema: Mapping[str, object] | None
+    name: str
+    about: str
+    forks: bool
+    max_turns: int
+    max_tokens: int
+    max_seconds: float | None
+    tool_seconds: float
+    result_tokens: int
+    think: ThinkingChoice
+    tell: tuple[type[BaseException], ...]
+    repeats: int
+    journal: Path | None
+    sampling: SamplingParams
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Its prompts and grammars."""
+        return Turns(self)
+
+
+class Turns:
+    """The turns of an agent: its template, its tools and its grammars.
+
+    Args:
+        plan: the agent's.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.model: Model = plan.context.model
+        self.form = self.model.turn_format
+        self.first = plan.known
+        self.others = Tools(
+            self.first.given,
+            "auto" if self.first.is_used else "none",
+            self.form,
+            parallel=self.first.parallel,
+        )
+        self._variables = thinking_variables(self.form, plan.think)
+
+    # -- grammars ----------------------------------------------------------------------------------
+
+    @cached_property
+    def forced(self) -> Grammar | None:
+        """The grammar of a first turn that has to call a function; None where it may do as it likes."""
+        return turn_grammar(self.model, self.first) if self.first.forced else None
+
+    @cached_property
+    def free(self) -> Grammar | None:
+        """The grammar of a turn that may call functions; None where the template's form has none."""
+        if not self.others.is_used:
+            return None
+        try:
+            return turn_grammar(self.model, self.others)
+        except UnsupportedError:
+            return None
+
+    @cached_property
+    def last(self) -> Grammar | None:
+        """The grammar of a turn without calls."""
+        if not self.others.is_used:
+            return None
+        # Whatever it calls; and no JSON to begin with, which would end where it turns into a call.
+        forbidden = [r'(.|\n)*"name":\s*"[^"]*",\s*"(arguments|parameters)":', r"\s*(```\w*\s*)?\{"]
+        control = [text for text in self.model.handle.control_tokens() if text.strip()]
+        opening = re.split(r"\s", self.form.form.opening.strip())[0]
+        is_control = any(text in opening for text in control)  # which no grammar of text allows
+        if opening.strip("{[\"'") and not is_control:
+            forbidden.append(r"(.|\n)*" + re.escape(opening))
+        cuts = ["/" + one.replace("/", r"\/") + r"(.|\n)*/" for one in forbidden]
+        return Grammar.from_lark("start: T\nT: /(.|\\n)*/ & ~(" + " | ".join(cuts) + ")")
+
+    # -- prompts -----------------------------------------------------------------------------------
+
+    def prompt(self, messages: Messages, *, answers: bool = True) -> list[int]:
+        """Return the tokens of a conversation.
+
+        Args:
+            messages: all of it.
+            answers: whether an answer begins after it.
+
+        Raises:
+            LlamaBranchError: the template refuses it.
+        """
+        talk = conversation(
+            self.model, messages, self.first, self._variables, continues=False, generates=answers
+        )
+        return talk.tokens(self.model)
+
+    def following(
+        self, own: Sequence[int], before: Messages, new: Messages, *, is_turn: bool
+    ) -> tuple[list[int], int]:
+        """Return the prompt after an answer, and how many tokens of ``own`` it does not keep.
+
+        The agent's own tokens stay as the model wrote them. What the template writes after an answer
+        follows: what it writes for the whole conversation, from the end of the answer on. Where it writes
+        the text before that differently now, the conversation is rendered whole.
+
+        Args:
+            own: the tokens up to the end of the answer, without the EOG token.
+            before: the conversation up to that answer, which it ends with.
+            new: the messages after it.
+            is_turn: whether it is within a turn of the user. Templates then write earlier messages as
+                before, so that long ones are shortened here: to render a document takes long.
+
+        Raises:
+            LlamaBranchError: the template refuses the conversation.
+        """
+        known: Messages = before
+        if is_turn:
+            known = [*map(_short, before[:-1]), before[-1]]
+        try:
+            head, whole = self.prompt(known, answers=False), self.prompt([*known, *new])
+        except LlamaBranchError:  # some templates take no conversation that ends with an answer
+            head, whole = [], []
+        eog = self.model.eog_tokens
+        end = next((i for i in range(len(head) - 1, -1, -1) if head[i] in eog), None)
+        if end is not None and whole[: end + 1] == head[: end + 1]:
+            rest = self.model.detokenize(head[end + 1 :], special=True)
+            if not rest.strip():  # else it is the end of an earlier turn
+                return [*own, *whole[end:]], 0
+        whole = self.prompt([*before, *new])
+        return whole, len(own) - n_common(own, whole)
+
+    def begun(
+        self, prompt: list[int], *, calls: bool, think: ThinkingChoice
+    ) -> tuple[list[int], Thinking | None]:
+        """Return a prompt with what opens or closes a thought, and how its answer begins.
+
+        Args:
+            prompt: as the template writes it.
+            calls: whether the answer may call functions.
+            think: as for `Agent`.
+
+        Raises:
+            ConfigError, UnsupportedError: see `plan_thinking`.
+        """
+        return plan_thinking(self.model, prompt, think, has_calls=calls)
+
+    # -- texts -------------------------------------------------------------------------------------
+
+    def read(self, result: Result, tools: Tools | None, salt: str) -> Turn:
+        """Return the thought, the content and the calls of a turn; without ``tools`` no calls."""
+        if tools is None:
+            return Turn(result.thought, result.text, [])
+        if result.thought and len(result.tokens) == result.n_thought_tokens:
+            return tools.read(result.thought, in_thought=True, salt=salt)  # it may end with a call
+        tokens = result.tokens[result.n_thought_tokens :]
+        found = tools.read(named_text(self.model, result.text, tokens), salt=salt)
+        return found._replace(thought=result.thought or found.thought)
+
+    def text(self, produced: Produced) -> str:
+        """Return the text of a token as a reader of turns takes it: of control tokens their names."""
+        token = produced.token
+        is_silent = not produced.text and token >= 0 and token not in self.model.eog_tokens
+        if is_silent and self.model.entry(token)[1]:
+            return self.model.detokenize([token], special=True)
+        return produced.text
+
+
+def _short(message: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a message without the middle of a long text."""
+    text = message.get("content")
+    if not isinstance(text, str) or len(text) <= _LONG:
+        return message
+    return {**message, "content": f"{text[: _LONG // 4]} {text[-_LONG // 4 :]}"}

@@ -1,0 +1,165 @@
+"""``llamabranch agent``: a task for a model that may call the functions of a Python file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import typer
+
+import llamabranch as lb
+from llamabranch.agents import Report, Step
+
+from ..loading import LoadOptions
+from .bundles import argument, option, with_bundles
+from .console import Console, shortened
+from .files import check_new_file, load_functions, read_piped_text, read_standard_input
+from .interrupts import EXIT_FAILURE
+from .options import DEFAULTS, OUTPUT, SAMPLING, TEXT, ModelOptions, OutputOptions
+
+_CELLS = 8192  # of the cache, unless -c is given or the model was trained for less
+_SHOWN = 200  # characters of a result
+# Why a run has no whole answer.
+_ENDS = {
+    "length": "the answer has reached the limit of tokens",
+    "capacity": "the context is full: -c sets a larger one",
+    "turns": "the limit of turns is reached",
+}
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """The task, and what the model may use for it."""
+
+    panel: ClassVar[str] = TEXT
+    first: ClassVar[str] = "tools system journal temperature seed"
+
+    words: list[str] | None = argument("What to do; - reads standard input.", metavar="TASK")
+    tools: list[Path] | None = option(
+        None,
+        "A Python file: its functions, with annotated parameters and docstrings, may be called. It is "
+        "run. May be repeated.",
+        "--tools",
+        metavar="FILE.py",
+    )
+    system: str | None = option(None, "The system message before the task.", "--system-prompt -sys")
+    journal: Path | None = option(
+        None,
+        "A new file for all steps: `llamabranch open` takes it, and llamabranch.agents.replay.",
+        "--journal",
+        metavar="FILE.jsonl",
+        rich_help_panel=OUTPUT,
+    )
+    temperature: float = option(
+        DEFAULTS.temperature,
+        "0 or below takes the most probable token.",
+        "--temp --temperature",
+        callback=lambda value: max(value, 0.0),
+        rich_help_panel=SAMPLING,
+    )
+    seed: int | None = option(
+        None,
+        "The same seed, and equal results of the functions, give the same text; -1 is a random one.",
+        "--seed -s",
+        callback=lambda value: None if value == -1 else value,
+        rich_help_panel=SAMPLING,
+    )
+
+    def task(self) -> str:
+        """Return the task, or what is piped in; ConfigError if there is none."""
+        words = self.words or []
+        text = read_standard_input() if words == ["-"] else " ".join(words)
+        text = text or read_piped_text() or ""
+        if not text.strip():
+            hint = 'llamabranch agent --tools tools.py "What is the weather in Oslo?"'
+            raise lb.ConfigError("no task was given", hint=hint)
+        return text
+
+
+@with_bundles
+def agent(*, task: AgentOptions, models: ModelOptions, output: OutputOptions) -> None:
+    """Do a task with a model that may call the functions of a Python file.
+
+    The steps are shown as they happen, on standard error where the answer goes into a pipe. Ctrl-C ends
+    the run; the journal has all steps until then.
+    """
+    with output.console() as console:
+        text = task.task()
+        functions = [f for path in task.tools or () for f in load_functions(path)]
+        if task.journal is not None:
+            check_new_file(task.journal)
+        params = DEFAULTS.replace(
+            **{"temperature": task.temperature, "seed": task.seed, **models.set("sampling")}
+        )
+        name = models.announce(console)
+        with lb.Model(lb.hub.resolve(name, download=None), vocab_only=True) as model:
+            trained = model.metadata.get(f"{model.architecture}.context_length", "")
+        cells = min(_CELLS, int(trained)) if trained.isdigit() and int(trained) else _CELLS
+        more = LoadOptions() if models.n_ctx is not None else LoadOptions(n_ctx=cells)
+        context = models.open(name, console, **more)
+        run = lb.Agent(context, task.system or (), functions, journal=task.journal, sampling=params)
+        report = show(console, run.stream(text))
+        if report.finish_reason in _ENDS:
+            console.note(_ENDS[report.finish_reason])
+            raise typer.Exit(EXIT_FAILURE)
+
+
+def show(console: Console, steps: Iterable[Step]) -> Report:
+    """Print steps as they happen, and the answer; return the report.
+
+    Raises:
+        LlamaBranchError: what has ended the run.
+    """
+    report: Report | None = None
+    is_live = console.out.is_terminal and not console.silent
+    line = ""  # the text of the running turn so far
+    for step in steps:
+        if step.kind in ("text", "thought"):
+            if is_live:
+                console.write(step.text, "dim" if step.kind == "thought" else "")
+            line += step.text
+            continue
+        if step.kind in ("call", "end") and line and not line.endswith("\n") and is_live:
+            console.write("\n")
+        line = "" if step.kind != "prompt" else line
+        if step.kind == "call":
+            console.note(f"{step.name}({_arguments(step.text)})")
+        elif step.kind == "result":
+            console.note(f"  {shortened(step.text, _SHOWN)}")
+        elif step.kind == "reread":
+            console.note(
+                f"({step.n} tokens are read again: the template writes them otherwise now)"
+            )
+        elif step.report is not None:
+            report = step.report
+    if report is None:
+        raise lb.LlamaBranchError("the run has no end")
+    if report.error is not None:
+        raise report.error
+    if not is_live:
+        console.write(report.text + "\n")
+    console.answer(_as_json(report))
+    return report
+
+
+def _arguments(text: str) -> str:
+    """Return the arguments of a call as Python writes them."""
+    given: Any = json.loads(text)
+    if not isinstance(given, dict):
+        return text
+    return ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in given.items())
+
+
+def _as_json(report: Report) -> dict[str, object]:
+    return {
+        "text": report.text,
+        "finish_reason": report.finish_reason,
+        "limit": report.limit,
+        "calls": [{"name": call.name, "arguments": call.arguments} for call in report.calls],
+        "messages": report.messages,
+        "seed": report.seed,
+        "stats": vars(report.stats),
+    }

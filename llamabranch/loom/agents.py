@@ -1,0 +1,153 @@
+"""The journal of an agent as a document: a node for each prompt, each turn and each turn's results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Raw
+
+from ..agents import Step
+from ..agents.journal import Recorded, read
+from ..errors import ConfigError, ParseError
+from .document import Document, Ended, Head, Made, Node, Piece, Pieces, Tokens
+
+__all__ = ["document_of", "is_journal"]
+
+_MARK = b'{"format": "llamabranch-agent"'
+
+
+def is_journal(data: bytes) -> bool:
+    """Return whether a file begins as a journal of an agent does."""
+    return data.startswith(_MARK)
+
+
+def document_of(data: bytes, most: int) -> Document:
+    """Return what all runs of a journal have read and written.
+
+    Raises:
+        ConfigError: it is damaged, or has more than ``most`` nodes.
+    """
+    try:
+        runs = read(data)
+        document = Document()
+        for run in runs:
+            _Reader(document, run, most).take_all()
+    except ParseError as error:
+        raise ConfigError(f"this journal of an agent is damaged: {error.message}") from None
+    except (LookupError, ValueError, TypeError) as error:
+        raise ConfigError(f"this journal of an agent is damaged: {error!r}") from None
+    return document
+
+
+class _Reader:
+    def __init__(self, document: Document, run: Recorded, most: int) -> None:
+        self._document, self._run, self._most = document, run, most
+        self._turns: dict[tuple[str, int], Node] = {}
+        agent = run.head.get("agent")
+        sampling = agent.get("sampling") if isinstance(agent, Mapping) else None
+        kept = ("temperature", "top_k", "top_p", "min_p")
+        self._sampling = {k: v for k, v in (sampling or {}).items() if k in kept}
+        if document.head is None:
+            model, digest, kv_type = (
+                str(run.head.get(name) or "") for name in ("model", "fingerprint", "kv_type")
+            )
+            document.apply(Head(model=model, fingerprint=digest, kv_type=kv_type))
+        pieces = {int(token): _piece(piece) for token, piece in run.pieces.items()}
+        document.apply(Pieces(p=pieces))
+
+    def take_all(self) -> None:
+        """Make the nodes of all paths, callers first."""
+        for path in sorted(self._run.steps, key=lambda path: (path.count("/"), path)):
+            self._take(path, self._run.steps[path])
+
+    def _take(self, path: str, steps: Sequence[Step]) -> None:
+        here = self._caller(path)
+        told: list[str] = []
+        for step in steps:
+            if step.kind == "result":
+                told.append(step.name)
+            elif step.kind == "prompt":
+                names = ", ".join(dict.fromkeys(told))
+                here = self._prompt(step, here, names)
+                told.clear()
+            elif step.kind == "text" and step.tokens:
+                seed = None if step.seed is None else str(step.seed)
+                here = self._add(here, step.tokens, "continue", "A", seed=seed)
+                self._turns[path, step.turn] = here
+            elif step.kind == "end" and here is not None and here.made.seed is not None:
+                self._document.apply(Ended(id=here.id, reason=step.text))
+
+    def _caller(self, path: str) -> Node | None:
+        """Return the node that a path goes on from; None = it begins with a prompt of its own."""
+        caller, slash, call = path.rpartition("/")
+        if slash:
+            return self._turns.get((caller, int(call.split(".")[0])))
+        before = self._run.head.get("after")
+        if not isinstance(before, Mapping):
+            return None
+        tokens = list(before["tokens"])
+        for node in self._document.shown():
+            if node.tokens() == tokens:
+                return node
+        return self._add(None, tokens, "prompt", "import")
+
+    def _prompt(self, step: Step, here: Node | None, names: str) -> Node:
+        if step.n and here is not None:
+            return self._add(here, step.tokens, "typed", names or "user", at=step.n)
+        for root in [*self._document.nodes.values()]:  # another task of the same agent
+            if root.parent is None:
+                ids = root.ids
+                both = zip(ids, step.tokens, strict=False)
+                n = next(
+                    (i for i, (a, b) in enumerate(both) if a != b), min(len(ids), len(step.tokens))
+                )
+                if n >= 8:
+                    return self._add(root, step.tokens[n:], "typed", step.agent, at=n)
+        return self._add(None, step.tokens, "prompt", step.agent)
+
+    def _add(
+        self,
+        parent: Node | None,
+        tokens: Sequence[int],
+        kind: str,
+        by: str,
+        *,
+        at: int | None = None,
+        seed: str | None = None,
+    ) -> Node:
+        document = self._document
+        if len(document.nodes) >= self._most:
+            raise ConfigError(
+                f"the journal is too large: at most {self._most:,} nodes can be taken"
+            )
+        name, n = document.name(), len(tokens)
+        if parent is not None and at is None:
+            at = parent.end
+        document.apply(
+            Made(
+                id=name, parent=None if parent is None else parent.id, at=at or 0, kind=kind, by=by,
+                seed=seed, sampling=dict(self._sampling) if seed else {}, r=document.rev + 1,
+            )
+        )  # fmt: skip
+        unknown = [None] * n
+        source = "s" if seed else "p"
+        document.apply(
+            Tokens(
+                id=name, ids=list(tokens), lp=[*unknown], h=[*unknown], rk=[*unknown], src=source * n,
+                top=[Raw(b"[]")] * n, r=document.rev + 1,
+            )
+        )  # fmt: skip
+        node = document.nodes[name]
+        if seed is not None:
+            document.apply(Ended(id=name, reason="stop", r=document.rev + 1))
+        return node
+
+
+def _piece(given: object) -> Piece:
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list) and all(type(byte) is int and 0 <= byte < 256 for byte in given):
+        return given
+    if isinstance(given, dict) and isinstance(given.get("c"), str):
+        return {"c": given["c"]}
+    raise ValueError(f"the text of a token is {given!r:.40}")

@@ -1,0 +1,606 @@
+"""Agents: turns, calls and results, what is refused, limits, and what a run leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Annotated, Any, cast
+
+import pytest
+from pydantic import AfterValidator, Field
+from stages import CONTROL, RELEASED, Number, Sum, add, fails, gives, hangs, long, name, sleeps
+
+import llamabranch as lb
+from llamabranch import Agent, AsyncEngine, Context
+from llamabranch.agents import Report, Step
+from llamabranch.errors import (
+    CacheFullError,
+    ClosedError,
+    ConfigError,
+    ParseError,
+    PerformanceWarning,
+    ToolError,
+    UnsupportedError,
+)
+
+
+def kinds(report: Report) -> list[str]:
+    return [step.kind for step in report.steps]
+
+
+def results(report: Report) -> list[str]:
+    """What the model read of each call."""
+    return [str(m["content"]) for m in report.messages if m["role"] == "tool"]
+
+
+def above_five(b: int) -> int:
+    if b <= 5:
+        raise ValueError("it must be above 5")
+    return b
+
+
+def read_by(ctx: Context, report: Report) -> str:
+    return ctx.detokenize(report.tokens, special=True)
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+def test_a_call_is_made_and_its_result_is_read(stage: Context) -> None:
+    agent = Agent(stage, "Add numbers.", [add], seed=1)
+    report = agent.run("one: what is 1 + 2?")
+    assert report.text == "It is three." and report.finish_reason == "stop"
+    assert [(c.name, c.arguments) for c in report.calls] == [("add", {"a": 1, "b": 2})]
+    assert kinds(report) == ["prompt", "text", "call", "result", "prompt", "text", "end"]
+    assert [m["role"] for m in report.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert "<|tool|>3<|end|>" in read_by(stage, report)
+    assert report.seed == 1 and report.limit is None and report.error is None
+    assert report.choices == [report] and report.exact
+    assert len(report.calls[0].id) == 9
+
+
+def test_calls_of_a_turn_run_together_and_results_keep_their_order(stage: Context) -> None:
+    """The first call returns only after the second has begun."""
+    begun = threading.Event()
+
+    def add(a: int, b: int) -> int:
+        """Add."""
+        assert begun.wait(30)
+        return a + b
+
+    async def name() -> str:
+        """Tell a name."""
+        begun.set()
+        return "Ida"
+
+    report = Agent(stage, tools=[add, name]).run("two: go")
+    assert results(report) == ["3", "Ida"]
+    assert report.messages[1]["content"] == "Let me see."
+    assert report.text == "Both are here."
+
+
+def test_a_bound_method_and_the_callers_context_variables(stage: Context) -> None:
+    from contextvars import ContextVar
+
+    user = ContextVar("user", default="nobody")
+
+    class Shop:
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, str]] = []
+
+        def add(self, a: int, b: int = 7) -> int:
+            """Add."""
+            self.seen.append((a, user.get()))
+            return a + b
+
+    shop = Shop()
+    user.set("Ida")
+    report = Agent(stage, tools=[shop.add]).run("one: go")
+    assert shop.seen == [(1, "Ida")] and results(report) == ["3"]
+
+
+def test_tasks_are_a_list_and_samples_are_choices(stage: Context) -> None:
+    agent = Agent(stage, tools=[add, name], seed=5)
+    one, two = agent.run(["one: go", "plain: go"], n=2)
+    assert one.text == "It is three." and two.text == "No call is needed."
+    paths = [[r.steps[0].path for r in report.choices] for report in (one, two)]
+    assert paths == [["0.0", "0.1"], ["1.0", "1.1"]]
+    seeds = [r.seed for report in (one, two) for r in report.choices]
+    assert seeds[0] == 5 and len({*seeds}) == 4
+    assert [r.seed for r in agent.run(["one: go", "plain: go"])] == [seeds[0], seeds[2]]
+
+
+def test_a_run_goes_on_after_a_report(stage: Context) -> None:
+    agent = Agent(stage, "sys", [add])
+    first = agent.run("plain: hello")
+    second = agent.run("and again?", after=first)
+    assert second.text == "And again."
+    assert second.tokens[: len(first.tokens)] == first.tokens
+    assert second.stats.reread == 0
+    assert [m["content"] for m in second.messages if m["role"] == "user"] == [
+        "plain: hello",
+        "and again?",
+    ]
+    other = Agent(stage, "sys", [add])
+    with pytest.raises(ConfigError, match="another agent"):
+        other.run("x", after=first)
+
+
+def test_a_task_is_joined_to_a_trunk_that_ends_with_a_user(stage: Context) -> None:
+    agent = Agent(stage, [("user", "plain: the document")])
+    report = agent.run("What is it?")
+    assert report.messages[0]["content"] == "plain: the document\n\nWhat is it?"
+
+
+def test_an_agent_runs_where_a_loop_runs_and_on_a_running_engine(stage: Context) -> None:
+    async def main() -> None:
+        assert Agent(stage, tools=[add]).run("one: go").text == "It is three."  # as in a notebook
+        async with AsyncEngine(stage) as engine:
+            agent = Agent(engine, tools=[add])
+            found = await asyncio.gather(*(agent.arun("one: go") for _ in range(3)))
+            assert {each.text for each in found} == {"It is three."}
+            assert (await agent.arun("plain: go")).text == "No call is needed."
+
+    asyncio.run(main())
+
+
+def test_an_agent_does_not_change(stage: Context) -> None:
+    agent = Agent(stage, name="solver")
+    with pytest.raises(AttributeError, match="does not change"):
+        agent.plan = agent.plan
+    assert repr(agent) == "<Agent 'solver' with 'scripts': no tools>"
+
+
+def test_many_threads_use_one_agent(stage: Context) -> None:
+    agent = Agent(stage, tools=[add, name], seed=1)
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(agent.run("two: go").text)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["Both are here."] * 4
+
+
+# -- the table of what can go wrong with a call -------------------------------------------------------
+
+
+def test_unknown_function_is_told(stage: Context) -> None:
+    report = Agent(stage, tools=[add, name]).run("unknown: go")
+    assert results(report) == ["error: no function nope; there are add, name"]
+    assert report.text == "There is no such function." and report.finish_reason == "stop"
+
+
+def test_json_that_is_an_answer_is_no_call(stage: Context) -> None:
+    report = Agent(stage).run("unknown: go")
+    assert report.text == '{"name": "nope", "arguments": {}}' and not report.calls
+
+
+def test_arguments_that_pydantic_refuses_are_told(stage: Context) -> None:
+    """The grammar keeps arguments to their types; what only the annotation says is checked after it."""
+
+    def add(
+        a: Annotated[int, Field(description="odd")], b: Annotated[int, AfterValidator(above_five)]
+    ) -> int:
+        """Add."""
+        raise AssertionError("it must not be called")
+
+    report = Agent(stage, tools=[add], parallel_calls=False).run("one: go")
+    (text,) = results(report)
+    assert text.startswith("error: b: ") and "above 5" in text and len(text) < 320
+
+
+def test_tool_error_is_told_and_what_is_in_tell(stage: Context) -> None:
+    report = Agent(stage, tools=[fails]).run("told: go")
+    assert results(report) == ["error: it is not there"]
+    assert report.text == "It says no." and report.steps[3].error == "told"
+    report = Agent(stage, tools=[fails], tell=(LookupError, OSError)).run("lookup: go")
+    assert results(report) == ["error: no such key"] and report.text == "It says no."
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [("raises", ZeroDivisionError), ("exits", SystemExit), ("lookup", LookupError)],
+)
+def test_what_else_a_function_raises_ends_its_agent(
+    stage: Context, task: str, kind: type[BaseException]
+) -> None:
+    agent = Agent(stage, tools=[add, fails, name])
+    report, other = agent.run([f"{task}: go", "two: go"])
+    assert report.finish_reason == "error" and isinstance(report.error, ToolError)
+    assert isinstance(report.error.__cause__, kind) and "fails raised" in report.error.message
+    assert other.text == "Both are here."  # no other agent ends
+    with pytest.raises(ParseError):
+        _ = Agent(stage, tools=[add, fails, name], output=Sum).run(f"{task}: go").parsed
+
+
+@pytest.mark.parametrize("task", ["hangs", "sleeps"])
+def test_function_that_takes_too_long_is_told(stage: Context, task: str) -> None:
+    agent = Agent(stage, tools=[hangs, sleeps], tool_seconds=0.2)
+    report = agent.run(f"{task}: go")
+    assert results(report) == ["error: no result after 0.2 s"] and report.text == "It takes long."
+
+
+def test_functions_that_hang_take_no_thread_from_others(stage: Context) -> None:
+    RELEASED.clear()
+    agent = Agent(stage, tools=[hangs, add], tool_seconds=0.2)
+    hung = agent.run(["hangs: go"] * 40)
+    assert {r.text for r in hung} == {"It takes long."}
+    assert agent.run("one: go").text == "It is three."
+    RELEASED.set()
+
+
+def test_call_that_is_repeated_too_often_is_told(stage: Context) -> None:
+    report = Agent(stage, tools=[name]).run("again: go")
+    assert results(report) == ["Ida"] * 3 + ["error: made already; its result is above"] * 2
+    assert report.text == "Enough."
+    report = Agent(stage, tools=[name], repeats=0).run("again: go")
+    assert results(report)[1].startswith("error: made already")
+
+
+def test_three_turns_of_failed_calls_end_the_agent(stage: Context) -> None:
+    report = Agent(stage, tools=[fails]).run("fails: go")
+    assert report.finish_reason == "error" and isinstance(report.error, ToolError)
+    assert "3 turns" in report.error.message and "it is not there" in report.error.message
+    report = Agent(stage, tools=[add]).run("unknowns: go")
+    assert report.finish_reason == "error" and len(report.calls) == 3
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def test_result_of_fifty_kilobytes_is_shortened_and_told(stage: Context) -> None:
+    report = Agent(stage, tools=[long], result_tokens=200).run("long: go")
+    (text,) = results(report)
+    first, told, last = text.split("\n")
+    assert told == "[49800 of 50000 tokens left out]"
+    assert first == long(50_000)[:150] and last == long(50_000)[-50:]
+    assert [s.text for s in report.steps if s.kind == "result"] == [
+        long(50_000)
+    ]  # the journal has all
+    assert report.text == "That was long."
+
+
+def test_result_is_never_longer_than_the_room(scripted: lb.Model) -> None:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
+        report = Agent(ctx, tools=[long], result_tokens=5000).run("long: go")
+        assert report.text == "That was long." and len(report.tokens) < 1024
+
+
+def test_results_that_are_no_text(stage: Context) -> None:
+    report = Agent(stage, tools=[gives]).run("gives: go")
+    assert report.text == "I have read it."
+    assert results(report) == ['"abc"', "NaN", CONTROL, '{"number":1,"why":"x"}', "null"]
+
+
+def test_text_of_control_tokens_in_a_result_stays_text(stage: Context) -> None:
+    """Law 6: no id of a control token comes from a result."""
+    report = Agent(stage, tools=[gives]).run("gives: go")
+    entry = stage.model.entry
+    control = {t for t in range(stage.model.n_vocab) if entry(t)[1]}
+    names = {t: stage.detokenize([t], special=True) for t in control}
+    n_results = len(results(report))
+    seen = [names[t] for t in report.tokens if t in control]
+    assert seen.count("<|user|>") == 1 and seen.count("<|tool|>") == n_results
+    assert seen.count("<|assistant|>") == n_results + 1 and "<|one0|>" not in seen
+    assert CONTROL in read_by(stage, report)
+
+
+def test_half_a_surrogate_pair_is_replaced(stage: Context) -> None:
+    report = Agent(stage, tools=[gives]).run("half: go")
+    assert results(report) == ["half ?"] and report.text == "I have read it."
+
+
+@pytest.mark.parametrize("task", ["object", "raw"])
+def test_result_that_has_no_json_ends_the_agent(stage: Context, task: str) -> None:
+    report = Agent(stage, tools=[gives]).run(f"{task}: go")
+    assert report.finish_reason == "error" and report.error is not None
+    assert "cannot be written as JSON" in report.error.message
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def test_last_turn_is_told_and_has_no_calls(stage: Context) -> None:
+    report = Agent(stage, tools=[name], max_turns=3).run("again: go")
+    assert report.limit == "turns" and len(report.calls) == 2
+    assert results(report)[-1] == "Ida\nNo more calls: answer now."
+    assert (
+        report.finish_reason == "stop" and "<call>" not in report.text
+    )  # the script has a call there
+
+
+def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
+    report = Agent(stage, tools=[name], max_tokens=10).run("again: go")
+    assert report.finish_reason in ("stop", "length")
+    free = Agent(
+        stage, sampling=lb.SamplingParams(logit_bias=dict.fromkeys(stage.model.eog_tokens, -1e9))
+    )
+    report = free.run("plain: go")  # it never ends by itself
+    assert report.finish_reason == "length" and len(report.steps[1].tokens) == 2048
+
+
+def test_cells_that_run_out_make_the_last_turn(scripted: lb.Model) -> None:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
+        report = Agent(ctx, tools=[name, long], max_tokens=8000, max_turns=90).run("again: go")
+        assert report.finish_reason == "stop"
+        report = Agent(ctx, "x" * 600, tools=[name], max_tokens=2048).run("again: go")
+        assert report.limit == "capacity" and len(report.calls) == 2
+
+
+def test_trunk_that_does_not_fit_is_refused_before_anything_runs(stage: Context) -> None:
+    agent = Agent(stage, [("user", "x" * 5000)])
+    with pytest.raises(CacheFullError, match="room for 4096"):
+        agent.run("plain: go")
+    short = Agent(stage)
+    with pytest.raises(CacheFullError):
+        short.run(["plain: go", "x" * 5000])
+    assert stage.usage().cells_used == 0  # the first task has not run either
+
+
+def test_seconds_that_run_out_keep_what_was_written(stage: Context) -> None:
+    bias = dict.fromkeys(stage.model.eog_tokens, -1e9)
+    agent = Agent(stage, max_seconds=0.3, max_tokens=100_000, logit_bias=bias)
+    report = agent.run("plain: go")
+    assert report.finish_reason == "time" and report.text.startswith("No call is needed.")
+    report = Agent(stage, tools=[sleeps], max_seconds=0.3).run("sleeps: go")
+    assert report.finish_reason == "time"
+
+
+def test_forced_call_is_in_the_first_turn_only(stage: Context) -> None:
+    report = Agent(stage, tools=[add, name], tool_choice="name", max_turns=3).run("plain: go")
+    assert report.calls[0].name == "name" and len(report.calls) == 1
+    assert report.text == "And again."
+    report = Agent(stage, tools=[add, name], tool_choice="none").run("one: go")
+    assert not report.calls
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+def test_output_is_asked_for_after_the_answer(stage: Context) -> None:
+    report = Agent(stage, output=Number).run("typed: go")
+    assert report.parsed == Number(3) and report.text == "3"
+    assert [m["content"] for m in report.messages][1] == "It is three."
+    assert report.stats.reread == 0
+    other = Agent(stage, output=Sum).run("plain: go")
+    assert isinstance(other.parsed, Sum)
+    asked = str(other.messages[-2]["content"])
+    assert (
+        asked.startswith("Give your answer as JSON that follows this schema:") and '"why"' in asked
+    )
+    assert Agent(stage).run("plain: go").parsed is None
+
+
+def test_what_a_validator_refuses_is_told_once(stage: Context) -> None:
+    report = Agent(stage, output=Number).run("refused: go")
+    assert report.parsed == Number(3)
+    assert "must not be negative" in str(report.messages[-2]["content"])
+    report = Agent(stage, output=Number).run("stubborn: go")
+    with pytest.raises(ParseError, match="negative"):
+        _ = report.parsed
+    assert report.parsed_or(None) is None
+    assert sum(m["role"] == "user" for m in report.messages) == 3
+
+
+# -- sub-agents and forks --------------------------------------------------------------------------
+
+
+def test_another_agent_is_a_function_that_takes_a_task(stage: Context) -> None:
+    helper = Agent(stage, "Help.", [add], name="helper", about="Adds numbers.")
+    report = Agent(stage, "Ask.", [helper]).run("asks: go")
+    assert results(report) == ["It is three."] and report.text == "The helper has added."
+    inner = [s for s in report.steps if s.path == "0.0/0.0"]
+    assert [s.kind for s in inner] == ["prompt", "text", "call", "result", "prompt", "text", "end"]
+    assert {s.agent for s in inner} == {"helper"}
+    end = next(s for s in inner if s.kind == "end")
+    assert end.report is not None and end.report.seed != report.seed
+    assert report.stats.generated == 2 + end.report.stats.generated
+
+
+def test_forks_go_on_from_the_callers_tokens(stage: Context) -> None:
+    """The script of a fork is that of its caller's task: the second answer."""
+    agent = Agent(stage, "sys", [add], forks=True)
+    report = agent.run("forks: go")
+    assert results(report) == ["Fork 1: Both forks are done.\nFork 2: Both forks are done."]
+    ends = {s.path: s.report for s in report.steps if s.kind == "end"}
+    assert list(ends) == ["0.0/0.0.0", "0.0/0.0.1", "0.0"]
+    for k in (0, 1):
+        fork = ends[f"0.0/0.0.{k}"]
+        assert fork is not None and fork.stats.reread == 0
+        told = [m for m in fork.messages if m["role"] == "tool"]
+        assert str(told[0]["content"]).startswith(f"You are fork {k + 1} of 2. Do only this: ")
+        assert fork.tokens[:20] == report.tokens[:20]
+        assert fork.stats.cached > 0.8 * fork.stats.evaluated
+
+
+def test_a_fork_that_forks_is_told_and_so_is_one_among_other_calls(stage: Context) -> None:
+    report = Agent(stage, tools=[name], forks=True).run("nested: go")
+    fork = next(s.report for s in report.steps if s.kind == "end" and "/" in s.path)
+    assert fork is not None
+    assert [str(m["content"]) for m in fork.messages if m["role"] == "tool"][-1] == (
+        "error: a fork cannot fork: do it yourself"
+    )
+    report = Agent(stage, tools=[name], forks=True).run("manyforks: go")
+    assert results(report) == ["error: fork must be the only call of its turn", "Ida"]
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def plain(a) -> str:  # type: ignore[no-untyped-def]
+    return str(a)
+
+
+def starred(*a: int) -> str:
+    return str(a)
+
+
+def keywords(**a: int) -> str:
+    return str(a)
+
+
+def positional(a: int, /) -> str:
+    return str(a)
+
+
+def odd(a: threading.Thread) -> str:
+    return str(a)
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [plain], [starred], [keywords], [positional], [odd], [lambda: 1], [add, add], [1], ["add"], "add",
+        add, {"add": add}, [None], [[add]],
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_bad_tools_are_refused_when_the_agent_is_made(stage: Context, tools: object) -> None:
+    with pytest.raises(ConfigError):
+        Agent(stage, tools=cast(Any, tools))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": ""}, {"name": "two words"}, {"about": 3}, {"tool_choice": "nope"}, {"tool_choice": 3},
+        {"parallel_calls": 1}, {"max_turns": 0}, {"max_turns": 1.5}, {"max_tokens": 0},
+        {"max_seconds": 0}, {"max_seconds": "x"}, {"tool_seconds": -1}, {"tool_seconds": float("nan")},
+        {"result_tokens": 0}, {"think": "x"}, {"think": -1}, {"forks": 1}, {"tell": int},
+        {"tell": ValueError("x")}, {"repeats": -1},
+        {"journal": 3}, {"sampling": 3}, {"temperature": -1}, {"nonsense": 1},
+        {"messages": [3]}, {"messages": 3}, {"messages": b"x"}, {"output": int.__add__},
+        {"messages": [("user", 3)]}, {"output": 3},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_bad_options_are_refused(stage: Context, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Agent(stage, **options)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("",), ([],), ([""],), (3,), (b"x",), ({"a": 1},), ("x", 0), ("x", "y"), ("x", 1, "r")],
+    ids=repr,
+)  # fmt: skip
+def test_bad_tasks_are_refused(stage: Context, arguments: tuple[Any, ...]) -> None:
+    agent = Agent(stage)
+    for way in (agent.run, lambda *a: list(agent.stream(*a))):
+        with pytest.raises(ConfigError):
+            cast(Callable[..., object], way)(*arguments)
+
+
+def test_no_template_another_context_and_a_closed_one(scripted: lb.Model, target: lb.Model) -> None:
+    with (
+        lb.Context(target, n_ctx=256, n_threads=1) as ctx,
+        pytest.raises(UnsupportedError, match="template"),
+    ):
+        Agent(ctx)
+    with pytest.raises(ConfigError, match="target"):
+        Agent(cast(Any, "a.gguf"))
+    with (
+        lb.Context(scripted, n_ctx=1024, n_threads=1) as one,
+        lb.Context(scripted, n_ctx=1024, n_threads=1) as two,
+    ):
+        with pytest.raises(ConfigError, match="another context"):
+            Agent(one, tools=[Agent(two, name="helper")])
+        agent = Agent(one)
+    with pytest.raises(ClosedError):
+        agent.run("plain: go")
+    with pytest.raises(ClosedError):
+        Agent(one)
+
+
+def test_closed_engine_and_a_context_closed_while_it_runs(stage: Context) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(stage)
+        agent = Agent(engine, tools=[sleeps])
+        running = asyncio.ensure_future(agent.arun("sleeps: go"))
+        await asyncio.sleep(0.3)
+        await engine.close()
+        with pytest.raises(ClosedError):
+            await agent.arun("plain: go")
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(main())
+
+
+def test_engine_that_is_closed_cancels_what_runs(stage: Context) -> None:
+    bias = dict.fromkeys(stage.model.eog_tokens, -1e9)
+
+    async def main() -> Report:
+        engine = AsyncEngine(stage)
+        agent = Agent(engine, logit_bias=bias, max_tokens=100_000)
+        running = asyncio.ensure_future(agent.arun("plain: go"))
+        while not stage.usage().cells_used:
+            await asyncio.sleep(0.01)
+        await engine.close()
+        return await running
+
+    assert asyncio.run(main()).finish_reason == "cancelled"
+
+
+def test_context_without_prefixes_warns(scripted: lb.Model) -> None:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1, prefix_cache=False) as ctx:
+        with pytest.warns(PerformanceWarning, match="keeps no prefixes"):
+            agent = Agent(ctx, tools=[add])
+        assert agent.run("one: go").text == "It is three."
+
+
+def test_template_that_refuses_the_trunk(stage: Context) -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + (stage.model.chat_template or "")
+    )
+    with (
+        lb.Model(stage.model.path, chat_template=template) as model,
+        lb.Context(model, n_ctx=512, n_threads=1) as ctx,
+    ):
+        with pytest.raises(ConfigError, match="no system"):
+            Agent(ctx, "sys")
+        assert Agent(ctx).run("plain: go").text == "No call is needed."
+
+
+def test_steps_are_json_and_back() -> None:
+    step = Step("text", "x", path="0.1", turn=2, tokens=[1, 2], seed=3, seconds=0.5)
+    assert Step.from_dict(step.as_dict()) == step
+    for bad in ({"kind": 3}, {"kind": "text", "tokens": "x"}, {"kind": "text", "turn": "1"}, {}):
+        with pytest.raises((TypeError, ValueError)):
+            Step.from_dict(cast(Any, bad))
+
+
+def test_thoughts_are_steps_of_their_own_and_no_part_of_the_text(target: lb.Model) -> None:
+    """A template with tags, a model that was not trained to think: the budget ends its thought."""
+    template = (
+        "{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}<think>\n"
+        "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    with (
+        lb.Model(target.path, chat_template=template) as model,
+        lb.Context(model, n_ctx=1024, n_threads=1, n_seq_max=4) as ctx,
+    ):
+        agent = Agent(ctx, think=8, max_tokens=40, seed=1, max_turns=2)
+        steps = [*agent.stream("Why did the bear leave?")]
+        report = steps[-1].report
+        assert report is not None
+        (thought,) = [s.text for s in report.steps if s.kind == "thought"]
+        assert thought and "think>" not in thought + report.text
+        assert "".join(s.text for s in steps if s.kind == "thought").strip() == thought.strip()
+        assert report.messages[-1]["content"]
+        silent = Agent(ctx, think=False, max_tokens=20, seed=1).run("Why did the bear leave?")
+        assert not [s for s in silent.steps if s.kind == "thought"]
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, pytest.raises(UnsupportedError):
+        Agent(ctx, think=True)

@@ -1,0 +1,318 @@
+"""What holds of every run: transcripts, logits, prompts, what is read, cancelling, grammars, replays.
+
+A table of what a call may do wrong, and what the model then reads, is in `test_agent.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import pytest
+import toys
+from stages import add, assert_left_alone, hangs, name, sleeps
+from turn_shapes import SHAPES
+
+import llamabranch as lb
+from llamabranch import Agent, AsyncEngine, Context
+from llamabranch.agents import Report
+from llamabranch.model.functions import function_tool
+from llamabranch.model.tools import ToolCall, openai_call
+
+CHAT = (
+    "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n{% for c in m.tool_calls or [] %}"
+    "{% set f = c.function %}"
+    '<call>{"name": {{ f.name | tojson }}, "arguments": {{ f.arguments | tojson }}}</call>'
+    "{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}### assistant\n{% endif %}"
+)
+TASKS = [f"Tell of the {animal}." for animal in ("wolf", "fox", "king", "hen", "sea")]
+_random = random.Random(7)
+
+
+def pick(color: Literal["red", "green", "blue"], n: Literal[1, 2, 3]) -> str:
+    """Pick a colour; takes its time."""
+    time.sleep(_random.random() / 50)
+    return f"{color} {n}: once upon a time"
+
+
+async def roll(sides: Literal["4", "6", "20"]) -> int:
+    """Roll a die; takes its time."""
+    await asyncio.sleep(_random.random() / 50)
+    return len(sides) * 3
+
+
+@pytest.fixture(scope="module")
+def teller() -> Iterator[lb.Model]:
+    """The bundled target with a template: what it says depends on all that it has read."""
+    with lb.Model(lb.hub.resolve(lb.hub.BUNDLED_TARGET), chat_template=CHAT) as model:
+        yield model
+
+
+def tell(
+    target: Context | AsyncEngine, tasks: Sequence[str] = TASKS, **options: Any
+) -> list[Report]:
+    agent = Agent(
+        target, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False,
+        max_turns=3, max_tokens=120, temperature=0.9, seed=11, **options,
+    )  # fmt: skip
+    return agent.run(list(tasks))
+
+
+def transcript(report: Report) -> list[Any]:
+    return [report.tokens, report.text, report.calls, report.finish_reason, report.limit]
+
+
+@pytest.fixture(scope="module")
+def alone(teller: lb.Model) -> list[Report]:
+    """Each task by itself, one after the other, without drafts, in a context with room for all."""
+    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, batch_invariant=True) as ctx:
+        engine = AsyncEngine(ctx, None, parallel=1)
+        found = tell(engine)
+        asyncio.run(engine.close())
+        assert [len(r.calls) > 0 for r in found] == [True] * len(TASKS)
+        assert len({r.text for r in found}) == len(TASKS)
+        return found
+
+
+CASES = {
+    "together": ({}, {}),
+    "two sequences": ({"n_seq_max": 2}, {}),
+    "drafted": ({}, {"drafter": lb.SuffixDrafter()}),
+    "a small cache": ({"n_ctx": 1000}, {}),
+    "no prefixes": ({"prefix_cache": False}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.PerformanceWarning")
+def test_law_1_a_transcript_does_not_depend_on_what_else_runs(
+    teller: lb.Model, alone: list[Report], case: str
+) -> None:
+    of_context, of_engine = cast("tuple[dict[str, Any], dict[str, Any]]", CASES[case])
+    options = {"n_ctx": 8192, "n_seq_max": 8, **of_context}
+    with lb.Context(teller, n_threads=1, batch_invariant=True, **options) as ctx:
+        engine = AsyncEngine(ctx, **of_engine)
+        found = tell(engine)
+        asyncio.run(engine.close())
+        if case == "a small cache":  # or nothing is shown
+            assert sum(r.stats.reread + r.stats.preemptions for r in found) > 0
+        if ctx.prefix_cache is not None:
+            assert_left_alone(ctx)
+    assert [transcript(r) for r in found] == [transcript(r) for r in alone]
+
+
+def test_law_2_a_reports_tokens_are_its_branch(teller: lb.Model) -> None:
+    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, batch_invariant=True) as ctx:
+        (report,) = tell(ctx, TASKS[:1])
+        with lb.Branch.start(ctx, report.tokens) as branch:
+            after = branch.logits.copy()
+    with (
+        lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, batch_invariant=True) as fresh,
+        lb.Branch.start(fresh, report.tokens) as branch,
+    ):
+        assert np.array_equal(after, branch.logits)
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+
+def find(text: str, n: int = 3) -> str:
+    """Find a text."""
+    return text
+
+
+@pytest.fixture(scope="module")
+def shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model over all bytes that ends turns with the template's token."""
+    vocabulary = toys.Vocabulary.with_control("<|bos|>", "<|endoftext|>", "<eot>")
+    path = tmp_path_factory.mktemp("shapes") / "shapes.gguf"
+    return toys.write_toy(path, vocab=vocabulary, metadata={"tokenizer.ggml.eot_token_id": 2})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_law_3_the_next_prompt_is_the_whole_conversation(shaped: Path, shape: str) -> None:
+    """The own tokens stay, and around them is what the template writes for all messages."""
+    with (
+        lb.Model(shaped, chat_template=SHAPES[shape]) as model,
+        lb.Context(model, n_ctx=4096, n_seq_max=8, n_threads=1) as ctx,
+    ):
+        turns = Agent(ctx, "Be brief. " * 300, [find]).plan.turns
+        calls = [ToolCall("find", {"text": "a b", "n": 3}, "abcdefgh1")]
+        before: list[dict[str, object]] = [
+            {"role": "system", "content": "Be brief. " * 300}, {"role": "user", "content": "Find it."},
+        ]  # fmt: skip
+        answer = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [openai_call(c) for c in calls],
+        }
+        result = {
+            "role": "tool",
+            "tool_call_id": "abcdefgh1",
+            "name": "find",
+            "content": "found <eot>",
+        }
+        written = model.tokenize(
+            model.turn_format.write(calls), add_special=False, parse_special=True
+        )
+        own = [*turns.prompt(before), *written]
+        prompt, n_lost = turns.following(own, [*before, answer], [result], is_turn=True)
+        whole = turns.prompt([*before, answer, result])
+        text = [model.detokenize(tokens, special=True) for tokens in (prompt, whole)]
+        assert "".join(text[0].split()) == "".join(text[1].split())
+        assert prompt[: len(own)] == own or n_lost > 0
+        # Where a model writes it in its own way, that stays, and nothing is read again.
+        mine = [*turns.prompt(before), *model.tokenize("In my own way.", add_special=False)]
+        mine_next, n_lost = turns.following(mine, [*before, answer], [result], is_turn=True)
+        if n_lost == 0:
+            assert mine_next[: len(mine)] == mine
+            rest = mine_next[len(mine) :]
+            assert prompt[len(prompt) - len(rest) :] == rest and rest[0] == 2
+
+
+def test_law_3_a_template_that_changes_earlier_turns_is_read_again(shaped: Path) -> None:
+    """Like those that leave thoughts out of earlier answers."""
+    template = SHAPES["tags around JSON"].replace(
+        "{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}"
+    )
+    with (
+        lb.Model(shaped, chat_template=template) as model,
+        lb.Context(model, n_ctx=2048, n_seq_max=8, n_threads=1) as ctx,
+    ):
+        turns = Agent(ctx).plan.turns
+        before: list[dict[str, object]] = [
+            {"role": "user", "content": "Think."},
+            {"role": "assistant", "content": "Done.", "reasoning_content": "hm"},
+        ]
+        own = [
+            *turns.prompt(before[:1]),
+            *model.tokenize("<mull>\nhm\n</mull>\n\nDone.", add_special=False),
+        ]
+        new = [{"role": "user", "content": "And now?"}]
+        prompt, n_lost = turns.following(own, before, new, is_turn=False)
+        assert n_lost > 0 and prompt == turns.prompt([*before, *new])
+
+
+def nodes_of_trie(texts: Sequence[Sequence[int]]) -> int:
+    ordered, n = sorted(map(list, texts)), 0
+    for before, text in zip([[], *ordered], ordered, strict=False):
+        same = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), None)
+        n += len(text) - (min(len(before), len(text)) if same is None else same)
+    return n
+
+
+def test_law_4_what_is_read_and_generated_is_what_differs(stage: Context) -> None:
+    helper = Agent(stage, "Help.", [add], name="helper")
+    agent = Agent(stage, "word " * 100, [add, name, helper], forks=True)
+    tasks = ["one: go", "two: go", "plain: go", "again: go", "asks: go", "forks: go"]
+    reports = agent.run(tasks)
+    inner = [s.report for r in reports for s in r.steps if s.report is not None]
+    texts = [r.tokens for r in inner]
+    done = sum(r.stats.evaluated + r.stats.generated for r in reports)  # inner ones are in these
+    assert stage.prefix_cache is not None and stage.prefix_cache.n_evicted == 0
+    assert sum(r.stats.reread for r in reports) == 0
+    nodes = nodes_of_trie(texts)
+    assert nodes <= done <= 1.01 * nodes
+
+
+# -- cancelling ------------------------------------------------------------------------------------
+
+
+def test_law_5_a_run_that_is_cancelled_at_any_step_leaves_nothing(stage: Context) -> None:
+    async def main() -> int:
+        async with AsyncEngine(stage) as engine:
+            helper = Agent(engine, "Help.", [add], name="helper")
+            agent = Agent(engine, "sys", [add, name, helper, sleeps], forks=True)
+            tasks = ["two: go", "asks: go", "forks: go", "sleeps: go"]
+            n_steps = 0
+            for last in range(40):
+                steps = agent.astream(tasks)
+                for _ in range(last):
+                    step = await asyncio.wait_for(anext(steps), 20)
+                    n_steps += 1
+                    if step.name == "sleeps":
+                        break
+                await steps.aclose()
+                assert asyncio.all_tasks() == {asyncio.current_task()}
+                if n_steps and step.name == "sleeps" and last > 25:
+                    break
+            for delay in range(12):
+                running = asyncio.ensure_future(agent.arun(tasks))
+                for _ in range(1 << delay):
+                    await asyncio.sleep(0)
+                running.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await running
+                assert asyncio.all_tasks() == {asyncio.current_task()}
+        return n_steps
+
+    assert asyncio.run(main()) > 50
+    assert_left_alone(stage)
+
+
+def test_law_5_a_stream_that_is_closed_leaves_nothing(stage: Context) -> None:
+    agent = Agent(stage, "sys", [add, hangs, sleeps])
+    for task in ("one", "sleeps", "hangs"):
+        steps = iter(agent.stream(f"{task}: go"))
+        assert next(steps).kind == "prompt"
+        while next(steps).kind != "call":
+            pass
+        cast(Any, steps).close()
+        assert_left_alone(stage)
+
+
+# -- grammars --------------------------------------------------------------------------------------
+
+
+def test_law_7_what_a_turn_holds_is_valid_at_any_temperature(teller: lb.Model) -> None:
+    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1) as ctx:
+        agent = Agent(
+            ctx, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False
+        )
+        turns, tools = agent.plan.turns, agent.plan.tools
+        prompt = turns.prompt([{"role": "user", "content": "Tell."}])
+        opened = [*prompt, *ctx.model.tokenize('It was <call>{"name": "', add_special=False)]
+        n_begun = len(opened) - len(prompt)
+        n_calls = 0
+        for tokens, grammar in ((prompt, turns.forced), (prompt, turns.free), (opened, turns.free)):
+            continues = n_begun if tokens is opened else 0
+            request = lb.Request(
+                tokens, n=24, max_tokens=90, grammar=grammar, continues=continues,
+                sampling=lb.SamplingParams(temperature=2.0, seed=3),
+            )  # fmt: skip
+            with lb.Engine(ctx) as engine:
+                results = engine.generate([request])
+            begun = ctx.detokenize(tokens[len(tokens) - continues :]) if continues else ""
+            for result in results:
+                text = begun + result.text
+                found = turns.first.read(text).calls
+                n_calls += len(found)
+                for call in found:
+                    tools[call.name].check(call.arguments)
+                if result.finish_reason == "stop" and grammar is not turns.free:
+                    assert found
+                if result.finish_reason == "stop" and continues:
+                    assert found, text
+        assert n_calls > 24
+
+
+def test_law_7_the_last_turn_has_no_calls(stage: Context) -> None:
+    agent = Agent(stage, tools=[add, name], max_turns=1)
+    for task in ("one", "two", "unknown", "again"):
+        report = agent.run(f"{task}: go")
+        assert not report.calls and report.limit == "turns" and "<call>" not in report.text
+        assert not agent.plan.turns.first.read(report.text).calls
+
+
+def test_the_schema_of_a_function_is_that_of_its_annotations() -> None:
+    schema = cast(Any, function_tool(add))["function"]
+    assert schema["parameters"]["properties"]["a"] == {
+        "type": "integer",
+        "description": "the first.",
+    }
+    assert schema["description"] == "Add two numbers."

@@ -1,0 +1,141 @@
+"""``llamabranch agent``: functions of a file as tools, steps as they happen, the journal, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import scripts
+import stages
+from commands import COMMAND, answer, on_terminal, run, said_by
+from self_signal import signalled_at_line
+
+import llamabranch as lb
+from llamabranch.agents import replay
+from llamabranch.cli.app import load_command
+
+TOOLS = '''
+from __future__ import annotations
+from math import sqrt  # of another module
+from textwrap import dedent
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+async def name() -> str:
+    """Tell a name."""
+    return "Ida"
+
+def _hidden(x):
+    pass
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "scripts.gguf"
+    return scripts.write_script(path, stages.SCRIPTS)
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    path = tmp_path / "tools.py"
+    path.write_text(TOOLS, encoding="utf-8")
+    return path
+
+
+def test_it_has_fourteen_options_at_most() -> None:
+    options = [p for p in load_command("agent").params if p.param_type_name == "option"]
+    assert len(options) <= 14
+
+
+def test_the_answer_goes_to_standard_output_and_the_steps_to_standard_error(
+    model: Path, tools: Path
+) -> None:
+    result = run("agent", "-m", model, "--tools", tools, "-t", "1", "two: go")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "Both are here.\n"
+    assert "add(a=1, b=2)" in result.stderr and "name()" in result.stderr
+    assert "  3\n" in result.stderr and "  Ida\n" in result.stderr
+    piped = run("agent", "-m", model, "--tools", tools, "-t", "1", stdin="one: go\n")
+    assert piped.stdout == "It is three.\n"
+    same = run("agent", "-m", model, "--tools", tools, "-t", "1", "-", stdin="one: go")
+    assert same.stdout == piped.stdout
+
+
+def test_json_and_the_journal(model: Path, tools: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    given = ["agent", "-m", model, "--tools", tools, "-t", "1", "--journal", path, "-s", "3"]
+    found = answer(*given, "-sys", "Help.", "one:", "go")
+    assert (
+        found["text"] == "It is three." and found["finish_reason"] == "stop" and found["seed"] == 3
+    )
+    assert found["calls"] == [{"name": "add", "arguments": {"a": 1, "b": 2}}]
+    assert found["messages"][:2] == [
+        {"role": "system", "content": "Help."}, {"role": "user", "content": "one: go"},
+    ]  # fmt: skip
+    assert found["stats"]["generated"] == 2
+    with lb.load(model, n_ctx=4096) as ctx:
+        assert [s.kind for s in replay(path, ctx)][-1] == "end"
+    assert "already exists" in said_by(*given, "one: go")
+
+
+def test_on_a_terminal_texts_are_shown_as_they_are_written(model: Path, tools: Path) -> None:
+    command = [*COMMAND, "agent", "-m", str(model), "--tools", str(tools), "-t", "1", "two: go"]
+    shown, _ = on_terminal(command, 80)
+    assert shown.index("Let me see.") < shown.index("add(a=1, b=2)") < shown.index("Both are here.")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1", "defines no function"),
+        ("def f(:", "cannot be run"),
+        ("def f(a): pass", "the parameter a has no annotation"),
+        ("raise SystemExit(3)", "cannot be run"),
+        (None, "cannot read"),
+    ],
+)
+def test_files_of_functions_that_are_refused(
+    model: Path, tmp_path: Path, source: str | None, message: str
+) -> None:
+    path = tmp_path / "bad.py"
+    if source is not None:
+        path.write_text(source, encoding="utf-8")
+    result = run("agent", "-m", model, "--tools", path, "one: go")
+    assert result.exit_code == 2 and message in " ".join(result.stderr.split())
+
+
+def test_no_task_no_template_and_a_function_that_raises(model: Path, tmp_path: Path) -> None:
+    result = run("agent", "-m", model, stdin="")
+    assert result.exit_code == 2 and "no task was given" in result.stderr
+    result = run("agent", "-m", "tale-target", "Tell a tale.")
+    assert result.exit_code == 1 and "no chat template" in result.stderr
+    path = tmp_path / "tools.py"
+    path.write_text(
+        'def add(a: int, b: int) -> int:\n    "Add."\n    return a / 0\n', encoding="utf-8"
+    )
+    result = run("agent", "-m", model, "--tools", path, "one: go", "--json")
+    assert result.exit_code == 1
+    assert (
+        "add raised ZeroDivisionError"
+        in json.loads(result.stdout.splitlines()[-1])["error"]["message"]
+    )
+
+
+def test_ctrl_c_ends_cleanly_and_the_journal_stays(
+    model: Path, tools: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    command = [
+        *signalled_at_line("SIGINT", 2, path), "agent", "-m", str(model), "--tools", str(tools), "-t",
+        "1", "--journal", str(path), "two: go",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "interrupted" in done.stderr and "Traceback" not in done.stderr
+    kinds = [json.loads(line).get("kind") for line in path.read_text("utf-8").splitlines()]
+    assert kinds[0] is None and kinds[-1] == "end"

@@ -34,8 +34,8 @@ def replay(
         run: which of the runs in the file, counted from 0; -1 is the last.
 
     Yields:
-        Steps, as they happen. In a context that is not batch-invariant a step "differs" tells where a
-        path has become another one; that path ends there.
+        Steps, once the run has ended. In a context that is not batch-invariant a step "differs" tells
+        where a path has become another one; that path ends there.
 
     Raises:
         ConfigError: the file cannot be read, or is of another model.
